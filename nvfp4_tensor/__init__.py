@@ -1,0 +1,1 @@
+from nvfp4_tensor import ops

@@ -1,0 +1,245 @@
+"""The operators ``torch.ops.nvfp4.*``: schema, shape inference, autograd, and the reference as every device's implementation.
+
+The native extension registers faster kernels for CPU and CUDA under the same schemas; the dispatcher picks. All of
+them are functional and take their randomness as a tensor, so that torch.compile, CUDA graphs, activation
+checkpointing and export need nothing special. ``spec`` is :meth:`QuantizeSpec.pack`'s integer.
+
+Where a tensor is part of a larger one, ``row0`` and ``col0`` say where its first element lies in it and ``full_width``
+(and ``full_rows``) how large it is, 0 meaning its own size: only the random bits depend on them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor import reference
+from nvfp4_tensor.format import BLOCK, ceil_to, scale_tiles
+from nvfp4_tensor.spec import QuantizeSpec
+
+_library = torch.library.Library("nvfp4", "DEF")
+
+_QUANTIZED = "Tensor qdata, Tensor scale, Tensor per_tensor_scale"
+_PLACE = "SymInt row0=0, SymInt col0=0, SymInt full_width=0"
+
+_library.define(
+    "draw_rng_state(Tensor like) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded)
+)
+for _schema in (
+    "amax(Tensor x, int hadamard_sign=-1) -> Tensor",
+    "amax_pair(Tensor x, int hadamard_sign=-1) -> (Tensor amax, Tensor amax_t)",
+    "hadamard(Tensor x, int sign) -> Tensor",
+    f"quantize(Tensor x, Tensor amax, Tensor? rng_state, int spec, {_PLACE}, int stream=0) -> ({_QUANTIZED})",
+    "quantize_pair(Tensor x, Tensor amax, Tensor amax_t, Tensor? rng_state, int spec, int spec_t,"
+    " SymInt row0=0, SymInt col0=0, SymInt full_rows=0, SymInt full_width=0)"
+    f" -> ({_QUANTIZED}, Tensor qdata_t, Tensor scale_t, Tensor per_tensor_scale_t)",
+    "dequantize(Tensor qdata, Tensor scale, Tensor? per_tensor_scale, SymInt columns, ScalarType dtype) -> Tensor",
+    f"fake_quantize(Tensor x, Tensor amax, Tensor? rng_state, int spec, ScalarType dtype, bool scaled=True, {_PLACE})"
+    " -> (Tensor values, Tensor per_tensor_scale)",
+    "matmul(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor? bias,"
+    " SymInt columns, bool transposed, ScalarType out_dtype) -> Tensor",
+):
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _implement(name: str):
+    """Register a function as op ``name`` on every device that has no kernel of its own."""
+
+    def register(function):
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def _fake(name: str):
+    return torch.library.register_fake(f"nvfp4::{name}", lib=_library)
+
+
+# --- randomness ------------------------------------------------------------------------------------------------------
+
+
+@_implement("draw_rng_state")
+def draw_rng_state(like: Tensor) -> Tensor:
+    """A fresh (seed, offset), int64 (2,), from torch's generator of the device of ``like``.
+
+    An op of its own, not a torch.randint in the graph: Inductor would give randint other bits than eager gives, and
+    fold two calls with equal arguments where it does not know them to be random.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=like.device)
+
+
+@_fake("draw_rng_state")
+def _(like):
+    return like.new_empty((2,), dtype=torch.int64)
+
+
+# --- amax and Hadamard -----------------------------------------------------------------------------------------------
+
+
+@_implement("amax")
+def amax(x: Tensor, hadamard_sign: int = -1) -> Tensor:
+    """Largest finite magnitude of x, or of its Hadamard transform along the last dimension: float32 0-d."""
+    return reference.amax(x if hadamard_sign < 0 else reference.hadamard(x, hadamard_sign))
+
+
+@_fake("amax")
+def _(x, hadamard_sign=-1):
+    return x.new_empty((), dtype=torch.float32)
+
+
+@_implement("amax_pair")
+def amax_pair(x: Tensor, hadamard_sign: int = -1) -> tuple[Tensor, Tensor]:
+    """amax of x (2-D) and of its transpose, the latter Hadamard-transformed if a sign is given: float32 0-d each."""
+    return amax(x), amax(x.t(), hadamard_sign)
+
+
+@_fake("amax_pair")
+def _(x, hadamard_sign=-1):
+    return x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
+
+
+@_implement("hadamard")
+def hadamard(x: Tensor, sign: int) -> Tensor:
+    """Random Hadamard transform of each 16 elements of the last dimension, padded to 16: bfloat16."""
+    return reference.hadamard(x, sign)
+
+
+@_fake("hadamard")
+def _(x, sign):
+    return x.new_empty((*x.shape[:-1], ceil_to(x.shape[-1], BLOCK)), dtype=torch.bfloat16)
+
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+
+
+@_implement("quantize")
+def quantize(x, amax, rng_state, spec, row0=0, col0=0, full_width=0, stream=0):
+    """x (..., K) to (qdata, scale, per_tensor_scale); see :func:`reference.quantize`."""
+    return reference.quantize(x, amax, rng_state, QuantizeSpec.unpack(spec), row0, col0, full_width, stream)
+
+
+def _fake_quantized(x, rows, columns, leading):
+    tiles = scale_tiles(rows, ceil_to(columns, BLOCK))
+    return (
+        x.new_empty((*leading, ceil_to(columns, BLOCK) // 2), dtype=torch.uint8),
+        x.new_empty((*tiles, 32, 16), dtype=torch.float8_e4m3fn),
+        x.new_empty((), dtype=torch.float32),
+    )
+
+
+@_fake("quantize")
+def _(x, amax, rng_state, spec, row0=0, col0=0, full_width=0, stream=0):
+    return _fake_quantized(x, x.shape[:-1].numel(), x.shape[-1], x.shape[:-1])
+
+
+@_implement("quantize_pair")
+def quantize_pair(x, amax, amax_t, rng_state, spec, spec_t, row0=0, col0=0, full_rows=0, full_width=0):
+    """x (M, K) quantized, and its transpose (K, M) quantized by spec_t from random stream 1."""
+    full_rows = full_rows or x.shape[0]
+    return (
+        *quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
+        *quantize(x.t(), amax_t, rng_state, spec_t, col0, row0, full_rows, 1),
+    )
+
+
+@_fake("quantize_pair")
+def _(x, amax, amax_t, rng_state, spec, spec_t, row0=0, col0=0, full_rows=0, full_width=0):
+    rows, columns = x.shape
+    return *_fake_quantized(x, rows, columns, (rows,)), *_fake_quantized(x, columns, rows, (columns,))
+
+
+# --- dequantize, fake quantize ---------------------------------------------------------------------------------------
+
+
+@_implement("dequantize")
+def dequantize(qdata, scale, per_tensor_scale, columns, dtype):
+    """Decode to (..., columns) of dtype; without per_tensor_scale, code * block scale alone (exact in bfloat16)."""
+    return reference.dequantize(qdata, scale, per_tensor_scale, columns, dtype)
+
+
+@_fake("dequantize")
+def _(qdata, scale, per_tensor_scale, columns, dtype):
+    return qdata.new_empty((*qdata.shape[:-1], columns), dtype=dtype)
+
+
+def _fake_quantize_columns(x: Tensor, spec: int) -> int:
+    """A Hadamard transform fills the padding of the last block, so what it returns keeps it."""
+    hadamard_sign = QuantizeSpec.unpack(spec).hadamard_sign
+    return x.shape[-1] if hadamard_sign is None else ceil_to(x.shape[-1], BLOCK)
+
+
+@_implement("fake_quantize")
+def fake_quantize(x, amax, rng_state, spec, dtype, scaled=True, row0=0, col0=0, full_width=0):
+    """What x decodes to after quantization, and the per-tensor scale, which values hold only where ``scaled``.
+
+    The gradient passes straight through to x (the transform's inverse applied, where there is one).
+    """
+    qdata, scale, factor = quantize(x, amax, rng_state, spec, row0, col0, full_width)
+    columns = _fake_quantize_columns(x, spec)
+    return dequantize(qdata, scale, factor if scaled else None, columns, dtype), factor
+
+
+@_fake("fake_quantize")
+def _(x, amax, rng_state, spec, dtype, scaled=True, row0=0, col0=0, full_width=0):
+    values = x.new_empty((*x.shape[:-1], _fake_quantize_columns(x, spec)), dtype=dtype)
+    return values, x.new_empty((), dtype=torch.float32)
+
+
+def _fake_quantize_context(ctx, inputs, output):
+    x, amax, spec, scaled = inputs[0], inputs[1], QuantizeSpec.unpack(inputs[3]), inputs[5]
+    ctx.shape, ctx.dtype, ctx.hadamard_sign = x.shape, x.dtype, spec.hadamard_sign
+    ctx.factor = None if scaled else reference.per_tensor_scale(amax, spec)
+
+
+def _fake_quantize_backward(ctx, grad, _grad_factor):
+    grad = grad.float()
+    if ctx.factor is not None:  # values = x / per_tensor_scale
+        grad = grad / ctx.factor
+    if ctx.hadamard_sign is not None:
+        identity = torch.eye(BLOCK, device=grad.device)
+        transform = torch.ops.nvfp4.hadamard(identity, ctx.hadamard_sign).float()
+        grad = (grad.unflatten(-1, (-1, BLOCK)) @ transform.t()).flatten(-2)
+    return grad[..., : ctx.shape[-1]].to(ctx.dtype), *[None] * 8
+
+
+torch.library.register_autograd(
+    "nvfp4::fake_quantize", _fake_quantize_backward, setup_context=_fake_quantize_context, lib=_library
+)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+@_implement("matmul")
+def matmul(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, transposed, out_dtype):
+    """x @ w^T (or x @ w where ``transposed``) of a dense x and an NVFP4 w; see :func:`reference.matmul`."""
+    return reference.matmul(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, transposed, out_dtype)
+
+
+@_fake("matmul")
+def _(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, transposed, out_dtype):
+    return x.new_empty((*x.shape[:-1], columns if transposed else qdata.shape[-2]), dtype=out_dtype)
+
+
+def _matmul_context(ctx, inputs, output):
+    x, x_scale, qdata, scale, per_tensor_scale, bias, ctx.columns, ctx.transposed, _ = inputs
+    ctx.save_for_backward(x_scale, qdata, scale, per_tensor_scale)
+    ctx.x_dtype = x.dtype
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+
+
+def _matmul_backward(ctx, grad):
+    x_scale, *weight = ctx.saved_tensors
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        grad_x = torch.ops.nvfp4.matmul(
+            grad, x_scale, *weight, None, ctx.columns, not ctx.transposed, ctx.x_dtype
+        )
+    if ctx.needs_input_grad[5]:
+        shape, dtype = ctx.bias
+        grad_bias = grad.float().sum_to_size(shape).to(dtype)
+    return grad_x, None, None, None, None, grad_bias, None, None, None
+
+
+torch.library.register_autograd("nvfp4::matmul", _matmul_backward, setup_context=_matmul_context, lib=_library)
