@@ -1,0 +1,38 @@
+// QuantizeSpec, unpacked from the integer that QuantizeSpec.pack() of spec.py makes.
+#pragma once
+
+#include "platform.h"
+
+namespace nvfp4 {
+
+enum class RoundingMode : int { kNearestEven = 0, kNearestAway = 1, kNearestZero = 2, kStochastic = 3 };
+enum class ScaleRounding : int { kNearest = 0, kUp = 1 };
+enum class FourOverSix : int { kNone = 0, kAbsolute = 1, kSquared = 2 };
+
+struct QuantizeSpec {
+  RoundingMode round_mode;
+  ScaleRounding scale_rounding;
+  FourOverSix four_over_six;
+  int block_rows;          // 1 or 16
+  float scale_ceiling;     // 448 or 256
+  int random_bits;         // 16 or 8
+  bool hardware_rounding;  // cvt.rs where the device has it
+  int hadamard_sign;       // -1, or 16 bits: element i is negated where bit i is set
+
+  NVFP4_HD static QuantizeSpec unpack(int64_t bits) {
+    QuantizeSpec spec;
+    spec.round_mode = static_cast<RoundingMode>(bits & 3);
+    spec.block_rows = bits >> 2 & 1 ? kBlock : 1;
+    spec.scale_rounding = static_cast<ScaleRounding>(bits >> 3 & 1);
+    spec.four_over_six = static_cast<FourOverSix>(bits >> 4 & 3);
+    spec.scale_ceiling = bits >> 6 & 1 ? 256.0f : 448.0f;
+    spec.random_bits = bits >> 7 & 1 ? 8 : 16;
+    spec.hardware_rounding = bits >> 8 & 1;
+    spec.hadamard_sign = bits >> 9 & 1 ? static_cast<int>(bits >> 16 & 0xFFFF) : -1;
+    return spec;
+  }
+
+  NVFP4_HD bool is_stochastic() const { return round_mode == RoundingMode::kStochastic; }
+};
+
+}  // namespace nvfp4
