@@ -1,0 +1,252 @@
+"""What aten operators mean on an NVFP4Tensor: storage, copies, reads by decoding, and products.
+
+Views and joins are in ``views.py``. Anything not registered raises a TypeError that names the operator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
+
+from nvfp4_tensor.format import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.matmul import product
+from nvfp4_tensor.tensor import Aliasing, NVFP4Tensor, quantize
+
+aten = torch.ops.aten
+implements = NVFP4Tensor.implements
+
+
+def unsupported(func, why: str = "") -> TypeError:
+    return TypeError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; dequantize() first")
+
+
+def _dispatch(cls, func, types, args=(), kwargs=None):
+    kwargs = kwargs or {}
+    implementation = cls._ATEN_OP_TABLE[cls].get(func)
+    if implementation is not None:
+        return implementation(func, types, args, kwargs)
+    if _reads_values(func):
+        return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
+    # Under inference mode composite operators arrive whole; their parts are what is registered here.
+    result = func.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        raise unsupported(func)
+    return result
+
+
+NVFP4Tensor.__torch_dispatch__ = classmethod(_dispatch)
+
+
+# --- reads by decoding -----------------------------------------------------------------------------------------------
+
+_READS = {
+    aten.allclose.default, aten.isclose.default, aten.max.default, aten.min.default, aten.std.correction,
+    aten.var.correction, aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.dot.default,
+    aten.any.default, aten.all.default, aten.amax.default, aten.amin.default, aten.aminmax.default,
+    aten.argmax.default, aten.argmin.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default,
+    aten.mean.dim, aten.max.dim, aten.min.dim, aten._local_scalar_dense.default, aten.histc.default,
+    aten.count_nonzero.default, aten.nansum.default, aten.isinf.default, aten.isnan.default,
+}  # fmt: skip
+
+
+def _reads_values(func) -> bool:
+    """Functional reductions and elementwise operators: what they give is dense, so decoding changes no meaning."""
+    return func in _READS or (torch.Tag.pointwise in func.tags and not func._schema.is_mutable)
+
+
+def _dense(value):
+    return value.dequantize() if isinstance(value, NVFP4Tensor) else value
+
+
+@implements(aten.equal.default)
+def _equal(func, types, args, kwargs):
+    a, b = args
+    if a.shape != b.shape:
+        return False
+    return torch.equal(*(t.dequantize(torch.float32) if isinstance(t, NVFP4Tensor) else t.float() for t in (a, b)))
+
+
+@implements(aten.embedding.default)
+def _embedding(func, types, args, kwargs):
+    weight, indices = args[:2]
+    if not isinstance(weight, NVFP4Tensor) or weight.transposed or weight.dim() != 2:
+        raise unsupported(func, "the weight has to be a matrix, not transposed")
+    return aten.index.Tensor(weight, [indices]).dequantize()
+
+
+# --- copies and casts ------------------------------------------------------------------------------------------------
+
+
+@implements([aten.detach.default, aten.alias.default])
+def _alias(func, types, args, kwargs):
+    t = args[0]
+    return return_and_correct_aliasing(func, args, kwargs, t._apply_fn_to_data(func)._marked(t.aliasing))
+
+
+@implements([aten.clone.default, aten.contiguous.default])
+def _clone(func, types, args, kwargs):
+    return args[0]._apply_fn_to_data(lambda t: t.clone(memory_format=torch.contiguous_format))
+
+
+@NVFP4Tensor.implements_torch_function(torch.Tensor.contiguous)
+def _contiguous(func, types, args, kwargs):
+    t = args[0]
+    return t.clone() if t.aliasing == Aliasing.PART else t
+
+
+@implements(aten._to_copy.default)
+def _to_copy(func, types, args, kwargs):
+    t = args[0]
+    dtype = kwargs.get("dtype") or t.dtype
+    if dtype not in HIGH_PRECISION_DTYPES:
+        raise unsupported(func, f"it decodes to bfloat16, float16 or float32, and {dtype} was asked for")
+    device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
+    moved = t._apply_fn_to_data(lambda data: data.to(device, non_blocking=non_blocking, copy=True))
+    return moved._replace(orig_dtype=dtype)
+
+
+@implements(aten._pin_memory.default)
+def _pin_memory(func, types, args, kwargs):
+    return args[0]._apply_fn_to_data(lambda data: data.pin_memory())
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(func, types, args, kwargs):
+    t = args[0]
+    return all(getattr(t, name).is_pinned() for name in t.tensor_data_names)
+
+
+def _check_writable(func, t: NVFP4Tensor, new_scale: bool) -> None:
+    if t.aliasing == Aliasing.COPY:
+        raise unsupported(func, "this is a copy, its layout allowed no view, and the write would be lost (clone() it)")
+    if t.aliasing == Aliasing.PART and new_scale and t.per_tensor_scale.dim() == 0:
+        raise unsupported(func, "this is part of a tensor whose other parts share its per-tensor scale (clone() it)")
+
+
+@implements(aten.copy_.default)
+def _copy_(func, types, args, kwargs):
+    """From NVFP4: the codes as they are. From a dense tensor: quantized by the spec of the destination."""
+    t, source = args[:2]
+    if not isinstance(t, NVFP4Tensor):
+        return t.copy_(source.dequantize(t.dtype if t.dtype in HIGH_PRECISION_DTYPES else None))
+    if not isinstance(source, NVFP4Tensor):
+        if t.transposed:
+            source = source.expand(t.shape).mT
+        stored_shape = (*t.qdata.shape[:-1], t.columns)
+        source = quantize(source.expand(stored_shape).to(t.device, t.dtype), t.spec)
+        source = source.mT if t.transposed else source
+    elif source.spec.hadamard_sign != t.spec.hadamard_sign:
+        raise unsupported(func, "the Hadamard transforms of source and destination differ")
+    if source.shape != t.shape or source.transposed != t.transposed:
+        raise unsupported(func, f"source {_layout(source)} and destination {_layout(t)} are stored differently")
+    if source.per_tensor_scale.dim() > t.per_tensor_scale.dim():
+        raise unsupported(func, "the source has one per-tensor scale a row and the destination one for all")
+    _check_writable(func, t, new_scale=source.per_tensor_scale is not t.per_tensor_scale)
+    for name in t.tensor_data_names:
+        getattr(t, name).copy_(getattr(source, name))
+    return t
+
+
+def _layout(t: NVFP4Tensor) -> str:
+    return f"{tuple(t.shape)}{' (transposed)' if t.transposed else ''}"
+
+
+@implements([aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor])
+def _fill_(func, types, args, kwargs):
+    t = args[0]
+    value = 0 if func is aten.zero_.default else args[1]
+    if not isinstance(value, Tensor) and value == 0:
+        _check_writable(func, t, new_scale=False)
+        t.qdata.zero_()
+        t.scale.view(torch.uint8).zero_()
+        return t
+    return t.copy_(torch.full((), value, dtype=t.dtype, device=t.device) if not isinstance(value, Tensor) else value)
+
+
+# --- new tensors -----------------------------------------------------------------------------------------------------
+
+
+def _new(func, like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
+    """A tensor of that shape, NVFP4 by the spec of ``like`` unless another kind of dtype is asked for."""
+    dtype = kwargs.get("dtype") or like.dtype
+    device = kwargs.get("device") or like.device
+    if dtype not in HIGH_PRECISION_DTYPES or len(shape) == 0:
+        return torch.full(shape, fill, dtype=dtype, device=device)
+    if fill == 0:
+        amax = torch.zeros((), device=device)
+    else:
+        amax = torch.full((), abs(fill), dtype=torch.float32, device=device)
+    spec = like.spec.replace(round_mode="rne", hardware_rounding=False) if like.spec.is_stochastic else like.spec
+    dense = torch.full((), fill, dtype=dtype, device=device).expand(shape)
+    return quantize(dense, spec, amax=None if spec.hadamard_sign is not None else amax)._replace(
+        spec=like.spec, activation_spec=like.activation_spec
+    )
+
+
+@implements([aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default])
+def _new_of_shape(func, types, args, kwargs):
+    fill = args[2] if func is aten.new_full.default else 1 if func is aten.new_ones.default else 0
+    return _new(func, args[0], args[1], kwargs, fill)
+
+
+@implements([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default])
+def _like(func, types, args, kwargs):
+    fill = args[1] if func is aten.full_like.default else 1 if func is aten.ones_like.default else 0
+    t = args[0]
+    shape = (*t.qdata.shape[:-1], t.columns)
+    new = _new(func, t, shape, kwargs, fill)
+    return new.mT if t.transposed else new
+
+
+@implements(aten.empty_like.default)
+def _empty_like(func, types, args, kwargs):
+    t, dtype = args[0], kwargs.get("dtype")
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        return torch.empty(t.shape, dtype=dtype, device=kwargs.get("device") or t.device)
+    new = t._apply_fn_to_data(
+        lambda data: torch.empty_like(
+            data, device=kwargs.get("device"), pin_memory=kwargs.get("pin_memory"), memory_format=torch.contiguous_format
+        )
+    )
+    return new._replace(orig_dtype=dtype or t.dtype)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+@implements([aten.mm.default, aten.bmm.default])
+def _mm(func, types, args, kwargs):
+    return product(*args)
+
+
+@implements([aten.addmm.default, aten.baddbmm.default])
+def _addmm(func, types, args, kwargs):
+    bias, a, b = args
+    return product(a, b, bias=_dense(bias), **kwargs)
+
+
+@implements(aten.mv.default)
+def _mv(func, types, args, kwargs):
+    return product(args[0], args[1].unsqueeze(-1)).squeeze(-1)
+
+
+@implements(aten.linear.default)
+def _linear(func, types, args, kwargs):
+    return linear(*args)
+
+
+@NVFP4Tensor.implements_torch_function(torch.nn.functional.linear)
+def _functional_linear(func, types, args, kwargs):
+    return linear(*args, **kwargs)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input @ weight^T + bias as one product, rounded once (aten's own linear adds some biases after rounding)."""
+    if input.dim() == 2:
+        return torch.mm(input, weight.t()) if bias is None else torch.addmm(bias, input, weight.t())
+    rows = input.reshape(-1, input.shape[-1])
+    y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return y.view(*input.shape[:-1], weight.shape[0])
+

@@ -1,0 +1,107 @@
+"""What ``torchao.quantization.quantize_`` takes: NVFP4 weights, with NVFP4 activations or without."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torchao.core.config import AOBaseConfig
+from torchao.quantization.transform_module import register_quantize_module_handler
+
+from nvfp4_tensor.format import HIGH_PRECISION_DTYPES, FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.spec import QuantizeSpec
+from nvfp4_tensor.tensor import NVFP4Tensor, quantize
+
+
+@dataclasses.dataclass(kw_only=True)
+class NVFP4WeightOnlyConfig(AOBaseConfig):
+    """NVFP4 weights, activations as they come (W4A16), for nn.Linear of any size.
+
+    Args:
+        round_mode, block_rows, scale_rounding, four_over_six, scale_ceiling, random_bits: as in
+            :class:`QuantizeSpec`, for the weight.
+        weight_spec: the whole spec, instead of these.
+    """
+
+    round_mode: RoundingMode | str = RoundingMode.RNE
+    block_rows: int = 1
+    scale_rounding: ScaleRounding | str = ScaleRounding.NEAREST
+    four_over_six: FourOverSix | str | bool | None = None
+    scale_ceiling: int | None = None
+    random_bits: int = 16
+    weight_spec: QuantizeSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight_spec is None:
+            self.weight_spec = QuantizeSpec(block_rows=self.block_rows, **self._shared_arguments())
+
+    def _shared_arguments(self) -> dict:
+        names = ("round_mode", "scale_rounding", "four_over_six", "scale_ceiling", "random_bits")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(kw_only=True)
+class NVFP4Config(NVFP4WeightOnlyConfig):
+    """NVFP4 weights and activations (W4A4): weights once, activations at each call with the amax of that call.
+
+    Args:
+        round_mode, scale_rounding, four_over_six, scale_ceiling, random_bits: for the weight and the activation.
+        block_rows: for the weight; an activation always has 1x16 blocks.
+        activation_round_mode: for the activation alone.
+        weight_spec, activation_spec: the whole specs, instead of these.
+    """
+
+    activation_round_mode: RoundingMode | str | None = None
+    activation_spec: QuantizeSpec | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.weight_spec is not None
+        if self.activation_spec is None:
+            self.activation_spec = QuantizeSpec(**self._shared_arguments())
+            if self.activation_round_mode is not None:
+                self.activation_spec = self.activation_spec.replace(round_mode=self.activation_round_mode)
+        if self.weight_spec.hadamard_sign != self.activation_spec.hadamard_sign:
+            raise ValueError(
+                "weight_spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs"
+            )
+
+
+class NVFP4Linear(torch.nn.Linear):
+    """An nn.Linear with an NVFP4 weight; only its repr is its own."""
+
+    def extra_repr(self) -> str:
+        weight = self.weight
+        kind = f"NVFP4 ({weight.describe()})" if isinstance(weight, NVFP4Tensor) else f"dense {weight.dtype}"
+        return f"{super().extra_repr()}, weight={kind}"
+
+
+@register_quantize_module_handler(NVFP4WeightOnlyConfig)
+def _quantize_weight(module: torch.nn.Module, config: NVFP4WeightOnlyConfig) -> torch.nn.Module:
+    return _quantize_linear(module, config.weight_spec, None)
+
+
+@register_quantize_module_handler(NVFP4Config)
+def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config) -> torch.nn.Module:
+    return _quantize_linear(module, config.weight_spec, config.activation_spec)
+
+
+def _quantize_linear(
+    module: torch.nn.Module, weight_spec: QuantizeSpec | None, activation_spec: QuantizeSpec | None
+) -> torch.nn.Module:
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, torch.nn.Linear):
+        raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: leave it out with quantize_'s filter_fn")
+    assert isinstance(weight, torch.Tensor)
+    if isinstance(weight, NVFP4Tensor):
+        raise ValueError(f"{module} is NVFP4 already: start from the dense model")
+    if type(weight.data) is not torch.Tensor or weight.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(
+            f"{module} has a weight of {type(weight.data).__name__}, {weight.dtype}: NVFP4 takes plain tensors of "
+            "bfloat16, float16 or float32, so cast the model first"
+        )
+    quantized = quantize(weight.detach(), weight_spec)._replace(activation_spec=activation_spec)
+    module.weight = torch.nn.Parameter(quantized, requires_grad=False)
+    if type(module) is torch.nn.Linear:
+        module.__class__ = NVFP4Linear
+    return module

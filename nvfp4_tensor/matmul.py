@@ -1,0 +1,166 @@
+"""Which product runs where: FP4 tensor cores through torch's scaled_mm, or the op ``nvfp4.matmul`` everywhere else.
+
+One function, :func:`product`, is behind mm, addmm, bmm, baddbmm, linear and matmul on an :class:`NVFP4Tensor`. The
+result is ``round_once(alpha * sum + bias)`` with a float32 sum (numerics contract, section 6), whichever way it goes.
+
+With an ``activation_spec`` on the NVFP4 operand (W4A4), the dense one is quantized first, but only where the sum runs
+along the NVFP4 operand's blocks: that is the forward product. Its gradient sums across the blocks and stays dense.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
+
+from nvfp4_tensor.format import BLOCK, ceil_to
+from nvfp4_tensor.tensor import NVFP4Tensor, quantize
+
+SCALED_MM_ALIGNMENT = 32
+"""cuBLASLt takes FP4 rows of a multiple of 16 bytes, and outputs of as many columns as divide by 16."""
+
+
+def product(
+    a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 1, beta: float = 1
+) -> Tensor:
+    """``alpha * a @ b + beta * bias`` of two matrices, or two batches of as many, at least one an NVFP4Tensor.
+
+    bias broadcasts to the result. The result has the operands' common dtype.
+    """
+    _check_operands(a, b)
+    if beta == 0:
+        bias = None
+    elif bias is not None and beta != 1:
+        bias = bias.float() * beta
+    if isinstance(b, NVFP4Tensor):
+        return _times_nvfp4(a, b, bias, alpha)
+    # (a @ b)^T = b^T @ a^T has the NVFP4 operand on the right
+    if bias is not None:
+        bias = bias.expand(*a.shape[:-1], b.shape[-1]).mT
+    return _times_nvfp4(b.mT, a.mT, bias, alpha).mT.contiguous()
+
+
+def _check_operands(a: Tensor, b: Tensor) -> None:
+    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        raise RuntimeError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
+    if a.dtype != b.dtype:
+        raise RuntimeError(
+            f"both operands of a product have one dtype, got {a.dtype} and {b.dtype}: cast one, x.to({b.dtype}) "
+            "for instance (an NVFP4Tensor's is the one that it decodes to, and costs nothing to change)"
+        )
+    if a.device != b.device:
+        raise RuntimeError(f"both operands of a product are on one device, got {a.device} and {b.device}")
+
+
+def _times_nvfp4(x: Tensor, w: NVFP4Tensor, bias: Tensor | None, alpha: float) -> Tensor:
+    """x (M, K) or (E, M, K) times w, which is the transpose of what it stores if the sum runs along its blocks."""
+    along_blocks = w.transposed
+    out_dtype = x.dtype
+    if along_blocks and w.activation_spec is not None and not isinstance(x, NVFP4Tensor):
+        if _has_fp4_tensor_cores(x.device):
+            x = quantize(x, w.activation_spec)
+        else:
+            x, x_scale = _quantized_values(x, w)
+            return _decoded_product(x, x_scale, w, bias, alpha, out_dtype)
+    if not isinstance(x, NVFP4Tensor):
+        return _decoded_product(x, None, w, bias, alpha, out_dtype)
+    if along_blocks and _fits_scaled_mm(x, w) and _has_fp4_tensor_cores(x.device):
+        return scaled_mm_product(x, w.mT, bias, alpha, out_dtype)
+    return _decoded_product(*_decoded(x, w), w, bias, alpha, out_dtype)
+
+
+def _decoded_product(x, x_scale, w: NVFP4Tensor, bias, alpha: float, out_dtype: torch.dtype) -> Tensor:
+    if alpha != 1:
+        x_scale = torch.full((), alpha, device=x.device) if x_scale is None else x_scale * alpha
+    columns = x.shape[-1] if w.transposed else w.columns
+    return torch.ops.nvfp4.matmul(
+        x, x_scale, w.qdata.contiguous(), w.scale.contiguous(), w.per_tensor_scale, bias, columns, not w.transposed,
+        out_dtype,
+    )  # fmt: skip
+
+
+def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
+    """x as the codes x block scales that it quantizes to, exact in bfloat16, and the per-tensor scale left out."""
+    from nvfp4_tensor.tensor import _checked_amax, _checked_rng_state
+
+    spec = w.activation_spec
+    assert spec is not None
+    amax, rng_state = _checked_amax(x, spec, None), _checked_rng_state(x, spec, None, None)
+    values, factor = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False)
+    return _fit_columns(values, w), factor
+
+
+def _decoded(x: NVFP4Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor | None]:
+    """(values, factor) of an NVFP4 left operand: exact bfloat16 values wherever the factor can stay out of the sum."""
+    if x.transposed:  # the sum runs across the rows that have the factors
+        if x.per_tensor_scale.dim():
+            return x._decode(torch.float32, x.per_tensor_scale).mT, None
+        return x._decode(torch.bfloat16, None).mT, x.per_tensor_scale
+    both_transformed = x.spec.hadamard_sign is not None and x.spec.hadamard_sign == w.spec.hadamard_sign
+    columns = ceil_to(x.columns, BLOCK) if both_transformed and w.transposed else x.columns
+    return x._decode(torch.bfloat16, None, columns), x.per_tensor_scale
+
+
+def _fit_columns(values: Tensor, w: NVFP4Tensor) -> Tensor:
+    """Transformed values fill their padding; the product sums it only if w was transformed alike."""
+    return values if w.spec.hadamard_sign is not None else values[..., : w.columns]
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _has_fp4_tensor_cores(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.cuda is not None and _capability(device) >= (10, 0)
+
+
+def _fits_scaled_mm(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
+    """Two matrices that sum along both their blocks, with one per-tensor scale each and nothing empty."""
+    return (
+        a.dim() == 2
+        and not a.transposed
+        and b.transposed
+        and a.per_tensor_scale.dim() == 0
+        and b.per_tensor_scale.dim() == 0
+        and a.numel() > 0
+        and b.numel() > 0
+    )
+
+
+def scaled_mm_product(
+    a: NVFP4Tensor, b: NVFP4Tensor, bias: Tensor | None, alpha: float, out_dtype: torch.dtype
+) -> Tensor:
+    """alpha * a @ b^T + bias by FP4 tensor cores, a (M, K) and b (N, K), neither transposed.
+
+    K is padded to 32 and N to 16 with zeros where they do not divide; the scale layout covers both already. With a
+    bias or an alpha the product leaves the tensor cores in float32, so that it is rounded once.
+    """
+    epilogue = bias is not None or alpha != 1
+    rows = b.shape[0]
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    a_qdata, b_qdata = (_pad_for_scaled_mm(t.qdata) for t in (a, b))
+    b_qdata = pad(b_qdata, (0, 0, 0, -rows % 16))
+    y = scaled_mm(
+        a_qdata.view(torch.float4_e2m1fn_x2),
+        b_qdata.view(torch.float4_e2m1fn_x2).t(),
+        [a.scale.reshape(-1), a.per_tensor_scale],
+        recipe,
+        [b.scale.reshape(-1), b.per_tensor_scale],
+        recipe,
+        swizzle,
+        swizzle,
+        output_dtype=torch.float32 if epilogue else out_dtype,
+    )[:, :rows]
+    if alpha != 1:
+        y = y * alpha
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(out_dtype).contiguous()
+
+
+def _pad_for_scaled_mm(qdata: Tensor) -> Tensor:
+    return pad(qdata.contiguous(), (0, -qdata.shape[-1] % (SCALED_MM_ALIGNMENT // 2)))

@@ -1,0 +1,312 @@
+"""NVFP4Tensor: a tensor whose values are NVFP4, and the functions that make one."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+import torch
+from torch import Tensor
+from torchao.utils import TorchAOBaseTensor
+
+from nvfp4_tensor import format
+from nvfp4_tensor.format import BLOCK, HIGH_PRECISION_DTYPES, FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.spec import QuantizeSpec
+
+
+class Aliasing(enum.IntEnum):
+    """What writing into a tensor would mean for the one that a view op took it from."""
+
+    WHOLE = 0
+    """Its own storage, or all of another's: writing is fine."""
+    PART = 1
+    """It shares storage with a larger tensor, whose per-tensor scale is not its own to change."""
+    COPY = 2
+    """The layout did not allow a view: writing would be lost, so it is refused."""
+
+
+class NVFP4Tensor(TorchAOBaseTensor):
+    """A tensor of any shape (not 0-d) stored as NVFP4: 4.5 bits an element, behaving as one of dtype ``orig_dtype``.
+
+    Make one with :meth:`to_nvfp4` or :func:`quantize`. Value = code x block scale x per-tensor scale.
+
+    Attributes:
+        qdata: uint8 (*leading, columns rounded up to 16, halved), two codes a byte, the even element low.
+        scale: float8_e4m3fn (row tiles, column tiles, 32, 16), swizzled as cuBLASLt takes it; rows are the leading
+            dimensions flattened. :meth:`unswizzled_scale` gives the plain matrix.
+        per_tensor_scale: float32, 0-d or one per row (rows joined from tensors of different scales have one each).
+        columns: size of the stored last dimension, without padding.
+        orig_dtype: bfloat16, float16 or float32: what it decodes to by default.
+        spec: how the codes were made, and how ``copy_`` from a dense tensor makes new ones.
+        activation_spec: None, or how a product quantizes the dense operand it meets (W4A4).
+        transposed: whether the logical tensor has the stored one's last two dimensions swapped.
+    """
+
+    tensor_data_names = ["qdata", "scale", "per_tensor_scale"]
+    tensor_attribute_names = ["columns", "orig_dtype", "spec", "activation_spec", "transposed"]
+
+    qdata: Tensor
+    scale: Tensor
+    per_tensor_scale: Tensor
+    columns: int
+    orig_dtype: torch.dtype
+    spec: QuantizeSpec
+    activation_spec: QuantizeSpec | None
+    transposed: bool
+    aliasing: Aliasing
+
+    def __new__(
+        cls,
+        qdata: Tensor,
+        scale: Tensor,
+        per_tensor_scale: Tensor,
+        columns: int,
+        orig_dtype: torch.dtype,
+        spec: QuantizeSpec,
+        activation_spec: QuantizeSpec | None = None,
+        transposed: bool = False,
+    ):
+        shape = [*qdata.shape[:-1], columns]
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * max(size, 1))
+        if transposed:
+            shape[-2:] = shape[:-3:-1]
+            strides[-2:] = strides[:-3:-1]
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device, requires_grad=False
+        )
+        self.qdata = qdata
+        self.scale = scale
+        self.per_tensor_scale = per_tensor_scale
+        self.columns = columns
+        self.orig_dtype = orig_dtype
+        self.spec = spec
+        self.activation_spec = activation_spec
+        self.transposed = transposed
+        self.aliasing = Aliasing.WHOLE
+        return self
+
+    @classmethod
+    def to_nvfp4(
+        cls,
+        x: Tensor,
+        *,
+        round_mode: RoundingMode | str | None = None,
+        spec: QuantizeSpec | None = None,
+        amax: Tensor | float | None = None,
+        rng_state: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> NVFP4Tensor:
+        """Quantize x: any shape but 0-d; bfloat16, float16 or float32; contiguous or not.
+
+        Args:
+            round_mode: a RoundingMode or its name; replaces that of ``spec``. To nearest even by default.
+            spec, amax, rng_state, generator: as :func:`quantize` takes them.
+        """
+        spec = QuantizeSpec() if spec is None else spec
+        if round_mode is not None:
+            spec = spec.replace(round_mode=round_mode)
+        return quantize(x, spec, amax=amax, rng_state=rng_state, generator=generator)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a dense tensor of ``dtype`` (``orig_dtype`` by default), rounded once.
+
+        Of a Hadamard-transformed tensor, these are the transformed values.
+        """
+        dtype = self.orig_dtype if dtype is None else dtype
+        if dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(f"dequantize gives bfloat16, float16 or float32, not {dtype}: cast its result instead")
+        values = self._decode(dtype, self.per_tensor_scale)
+        return values.transpose(-2, -1) if self.transposed else values
+
+    def _decode(self, dtype: torch.dtype, per_tensor_scale: Tensor | None, columns: int | None = None) -> Tensor:
+        """The stored, never transposed, tensor decoded; without per_tensor_scale exact in bfloat16."""
+        columns = self.columns if columns is None else columns
+        return torch.ops.nvfp4.dequantize(
+            self.qdata.contiguous(), self.scale.contiguous(), per_tensor_scale, columns, dtype
+        )
+
+    def unswizzled_scale(self) -> Tensor:
+        """Block scales in the order of the stored tensor: e4m3 (*leading, columns / 16, rounded up)."""
+        *leading, half = self.qdata.shape
+        scale = format.unswizzle(self.scale, self.qdata.shape[:-1].numel(), half * 2 // BLOCK)
+        return scale.view(*leading, half * 2 // BLOCK)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the codes, the block scales (padding included) and the per-tensor scale."""
+        return sum(t.numel() * t.element_size() for t in (self.qdata, self.scale, self.per_tensor_scale))
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.stored_bytes / max(self.numel(), 1)
+
+    def _replace(self, **changes) -> NVFP4Tensor:
+        """A tensor of the same fields but those given."""
+        names = self.tensor_data_names + self.tensor_attribute_names
+        return NVFP4Tensor(**{name: changes[name] if name in changes else getattr(self, name) for name in names})
+
+    def _marked(self, aliasing: Aliasing) -> NVFP4Tensor:
+        self.aliasing = aliasing
+        return self
+
+    def __reduce_ex__(self, protocol):
+        # Scales travel as bytes: pickle alone cannot load a float8 storage (torch.save can).
+        fields = {name: getattr(self, name) for name in self.tensor_data_names + self.tensor_attribute_names}
+        fields["scale"] = self.scale.view(torch.uint8)
+        return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False))
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensor_data_dict, tensor_attributes, outer_size, outer_stride):
+        attributes = dict(tensor_attributes)
+        if outer_size is not None:  # the size may be symbolic where the attribute is a trace's constant
+            attributes["columns"] = outer_size[-2 if attributes["transposed"] else -1]
+        return cls(**tensor_data_dict, **attributes)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled graph may depend on, for torch's cache of graphs."""
+        inner = [(t.shape, t.stride(), t.dtype, t.device) for t in (self.qdata, self.scale, self.per_tensor_scale)]
+        fields = [getattr(self, name) for name in self.tensor_attribute_names]
+        return hashlib.blake2b(repr((self.shape, self.requires_grad, inner, fields)).encode()).hexdigest()
+
+    def describe(self) -> str:
+        """The spec in words, that of the activation if a product quantizes it, and the bits per element."""
+        activation = f", activation ({self.activation_spec})" if self.activation_spec is not None else ""
+        return f"{self.spec}{activation}, {self.bits_per_element:.2f} bits/element"
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"NVFP4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"spec=({self.spec}){', transposed' if self.transposed else ''}"
+            + (f", activation_spec=({self.activation_spec})" if self.activation_spec is not None else "")
+            + f", {self.bits_per_element:.2f} bits/element{grad})"
+        )
+
+
+def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool) -> NVFP4Tensor:
+    t = NVFP4Tensor(**{**fields, "scale": fields["scale"].view(torch.float8_e4m3fn)})
+    return torch.nn.Parameter(t, requires_grad) if is_parameter else t.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild, QuantizeSpec, RoundingMode, ScaleRounding, FourOverSix])
+
+
+def quantize(
+    x: Tensor,
+    spec: QuantizeSpec | None = None,
+    *,
+    amax: Tensor | float | None = None,
+    rng_state: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    origin: tuple[int, int] = (0, 0),
+    full_width: int | None = None,
+) -> NVFP4Tensor:
+    """Quantize x to NVFP4 (numerics contract, sections 2 to 5). Not differentiable: see :func:`fake_quantize`.
+
+    Args:
+        x: (..., K), at least 1-D; bfloat16, float16 or float32.
+        spec: how; the plain spec (to nearest even, 1x16) by default.
+        amax: the largest magnitude to allow for, float or float32 of one element; that of x by default. Larger
+            elements saturate.
+        rng_state: int64 (seed, offset) on the device of x, the source of all random bits; drawn from ``generator``,
+            or from torch's generator of the device, where a stochastic spec comes without one.
+        origin, full_width: where x lies in the logical tensor it is a shard of: its first row (a multiple of
+            block_rows) and column (a multiple of 16), and that tensor's columns. It then gets the bits that the
+            whole would have had there.
+
+    Raises:
+        TypeError: x is not a tensor of those dtypes.
+        ValueError: 0-d x, or an amax, rng_state, origin or full_width that does not fit.
+    """
+    spec = QuantizeSpec() if spec is None else spec
+    amax, rng_state, place = _checked_arguments(x, spec, amax, rng_state, generator, origin, full_width)
+    qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(x.detach(), amax, rng_state, spec.pack(), *place)
+    return NVFP4Tensor(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
+
+
+def fake_quantize(
+    x: Tensor,
+    spec: QuantizeSpec | None = None,
+    *,
+    amax: Tensor | float | None = None,
+    rng_state: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    origin: tuple[int, int] = (0, 0),
+    full_width: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``quantize(x, ...).dequantize(dtype)`` in one pass, with a straight-through gradient to x.
+
+    The result is (..., K); with a Hadamard transform in the spec it is the transformed tensor, K rounded up to 16.
+    """
+    spec = QuantizeSpec() if spec is None else spec
+    amax, rng_state, place = _checked_arguments(x, spec, amax, rng_state, generator, origin, full_width)
+    dtype = x.dtype if dtype is None else dtype
+    if dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"fake_quantize gives bfloat16, float16 or float32, not {dtype}")
+    return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), dtype, True, *place)[0]
+
+
+def _checked_arguments(x, spec, amax, rng_state, generator, origin, full_width):
+    """(amax, rng_state, (row0, col0, full_width)) as the ops take them."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: use torch.as_tensor first")
+    if isinstance(x, NVFP4Tensor):
+        raise TypeError("x is an NVFP4Tensor already: dequantize() first to quantize it anew")
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"NVFP4 takes bfloat16, float16 or float32, got {x.dtype}: cast with x.to(torch.float32) first")
+    if x.dim() == 0:
+        raise ValueError("a 0-d tensor has no dimension to block: use x.reshape(1)")
+    return (
+        _checked_amax(x, spec, amax),
+        _checked_rng_state(x, spec, rng_state, generator),
+        _checked_place(x, spec, origin, full_width),
+    )
+
+
+def _checked_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) -> Tensor:
+    if amax is None:
+        return torch.ops.nvfp4.amax(x.detach(), -1 if spec.hadamard_sign is None else spec.hadamard_sign)
+    if isinstance(amax, Tensor):
+        if amax.numel() != 1 or not amax.dtype.is_floating_point:
+            raise ValueError(f"amax is one floating-point number, got {amax.dtype} of shape {tuple(amax.shape)}")
+        return amax.detach().to(device=x.device, dtype=torch.float32).reshape(())
+    if not 0 <= amax <= format.FLOAT32_MAX:
+        raise ValueError(f"amax is a finite magnitude, got {amax}")
+    return torch.full((), amax, dtype=torch.float32, device=x.device)
+
+
+def _checked_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
+    if rng_state is not None and generator is not None:
+        raise ValueError("give rng_state or generator, not both")
+    if rng_state is not None:
+        if rng_state.dtype != torch.int64 or rng_state.shape != (2,):
+            raise ValueError(
+                f"rng_state is int64 (seed, offset), got {rng_state.dtype} of shape {tuple(rng_state.shape)}"
+            )
+        if rng_state.device != x.device:
+            raise ValueError(f"rng_state is on {rng_state.device} and x on {x.device}: use rng_state.to(x.device)")
+        return rng_state
+    if not spec.is_stochastic:
+        return None
+    if generator is not None:
+        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=x.device, generator=generator)
+    # The fresh tensor keeps two draws of one graph apart: no compiler pass folds two ops with different arguments.
+    return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=x.device))
+
+
+def _checked_place(x: Tensor, spec: QuantizeSpec, origin, full_width: int | None) -> tuple[int, int, int]:
+    row0, col0 = origin
+    if row0 < 0 or row0 % spec.block_rows:
+        raise ValueError(f"the row of origin is a multiple of block_rows ({spec.block_rows}), got {row0}")
+    if col0 < 0 or col0 % BLOCK:
+        raise ValueError(f"the column of origin is a multiple of {BLOCK}, got {col0}")
+    if full_width is None:
+        if col0:
+            raise ValueError("a shard that does not start at column 0 needs full_width, the logical tensor's columns")
+        return row0, 0, x.shape[-1]
+    if full_width < col0 + x.shape[-1]:
+        raise ValueError(f"full_width {full_width} is less than column {col0} + {x.shape[-1]} columns of x")
+    return row0, col0, full_width

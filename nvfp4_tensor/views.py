@@ -1,0 +1,328 @@
+"""Views, gathers and joins of NVFP4Tensors.
+
+The leading dimensions behave as those of any tensor; the stored last dimension comes in blocks of 16 that share a
+scale, and scales lie in tiles of 128 rows by 64 columns. So an operator on leading dimensions is that operator on the
+codes, on the plain matrix of scales and on the scales per row. Where the result can share the tiles it is a view;
+where it cannot, everything is copied, and the copy refuses to be written to (the write would not reach the original).
+What would cut a block apart raises a TypeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from nvfp4_tensor import format
+from nvfp4_tensor.aten import unsupported
+from nvfp4_tensor.format import BLOCK, TILE_COLUMNS, TILE_ROWS
+from nvfp4_tensor.tensor import Aliasing, NVFP4Tensor
+
+aten = torch.ops.aten
+implements = NVFP4Tensor.implements
+
+TILE_ELEMENTS = TILE_COLUMNS * BLOCK
+
+
+# --- building blocks -------------------------------------------------------------------------------------------------
+
+
+def _share(func, args, kwargs, t: NVFP4Tensor, aliasing: Aliasing | None = None) -> NVFP4Tensor:
+    """t as the view that ``func`` returns of its first argument."""
+    t._marked(max(args[0].aliasing, aliasing or Aliasing.WHOLE))
+    return return_and_correct_aliasing(func, args, kwargs, t)
+
+
+def _rebuilt(t: NVFP4Tensor, parts: Sequence[Tensor | None], **changes) -> NVFP4Tensor:
+    """An NVFP4Tensor of codes (..., bytes), plain scales (..., blocks) and scales per row (..., 1) or None."""
+    qdata, scale, row_scale = parts
+    assert qdata is not None and scale is not None
+    scale = scale.reshape(-1, scale.shape[-1]).contiguous()
+    return t._replace(
+        qdata=qdata.contiguous(),
+        scale=format.swizzle(scale).view(torch.float8_e4m3fn),
+        per_tensor_scale=t.per_tensor_scale if row_scale is None else row_scale.reshape(-1).contiguous(),
+        **changes,
+    )
+
+
+def _parts(t: NVFP4Tensor, per_row: bool = False) -> list[Tensor | None]:
+    """Codes, plain scales as bytes, and the scales per row with the leading dimensions (None if one serves all)."""
+    leading = t.qdata.shape[:-1]
+    row_scale = None
+    if t.per_tensor_scale.dim():
+        row_scale = t.per_tensor_scale.view(*leading, 1)
+    elif per_row:
+        row_scale = t.per_tensor_scale.expand(*leading, 1)
+    return [t.qdata, t.unswizzled_scale().view(torch.uint8), row_scale]
+
+
+def _on_leading(t: NVFP4Tensor, function: Callable[[Tensor], Tensor], **changes) -> NVFP4Tensor:
+    """A copy with ``function`` applied along the leading dimensions."""
+    return _rebuilt(t, [None if part is None else function(part) for part in _parts(t)], **changes)
+
+
+def _stored_dim(t: NVFP4Tensor, dim: int) -> int:
+    """The stored dimension behind a logical one; IndexError where there is none."""
+    if not -t.dim() <= dim < t.dim():
+        raise IndexError(f"dimension {dim} out of range for a tensor of {t.dim()} dimensions")
+    dim %= t.dim()
+    if t.transposed and dim >= t.dim() - 2:
+        return 2 * t.dim() - 3 - dim
+    return dim
+
+
+# --- transposes and shapes -------------------------------------------------------------------------------------------
+
+
+@implements([aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.mT.default])
+def _permute(func, types, args, kwargs):
+    t = args[0]
+    order = list(range(t.dim()))
+    if func is aten.permute.default:
+        order = [dim % t.dim() for dim in args[1]]
+    elif func is aten.transpose.int:
+        i, j = (dim % t.dim() for dim in args[1:])
+        order[i], order[j] = order[j], order[i]
+    elif func is aten.mT.default:
+        order[-2:] = order[:-3:-1]
+    else:
+        order.reverse()
+    stored = [_stored_dim(t, dim) for dim in order]
+    last = t.dim() - 1
+    if last not in stored[-2:]:
+        raise unsupported(func, "the dimension of the blocks can only become the last or the second to last")
+    transposed = stored[-1] != last
+    leading = [dim for dim in stored if dim != last]
+    if leading == sorted(leading):
+        return _share(func, args, kwargs, t._replace(transposed=transposed))
+    return _on_leading(t, lambda part: part.permute(*leading, last), transposed=transposed)._marked(Aliasing.COPY)
+
+
+def _with_shape(func, args, kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
+    """t with another logical shape of as many elements."""
+    shape = list(shape)
+    if shape == list(t.shape):
+        return _share(func, args, kwargs, t._replace())
+    if t.transposed:
+        if shape[-2:] != list(t.shape[-2:]):
+            raise unsupported(func, "a transposed NVFP4Tensor keeps its last two dimensions")
+        shape[-2:] = shape[:-3:-1]
+    if shape and shape[-1] == t.columns:
+        qdata = t.qdata.view(*shape[:-1], t.qdata.shape[-1])
+        return _share(func, args, kwargs, t._replace(qdata=qdata))
+    columns = shape[-1] if shape else 0
+    if columns % BLOCK or t.columns % BLOCK:
+        raise unsupported(func, f"rows of {t.columns} and of {columns} elements do not consist of the same blocks of 16")
+    if t.per_tensor_scale.dim() and t.columns % columns:
+        raise unsupported(func, "the new rows would have more than one per-tensor scale each")
+    qdata, scale, row_scale = _parts(t)
+    assert qdata is not None and scale is not None
+    if row_scale is not None:
+        row_scale = row_scale.expand(*row_scale.shape[:-1], t.columns // columns)
+    parts = qdata.reshape(*shape[:-1], columns // 2), scale.reshape(*shape[:-1], columns // BLOCK), row_scale
+    return _rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
+
+
+def _inferred(shape: Sequence[int], numel: int) -> list[int]:
+    shape = list(shape)
+    if -1 in shape:
+        known = 1
+        for size in shape:
+            known *= size if size != -1 else 1
+        shape[shape.index(-1)] = numel // max(known, 1)
+    total = 1
+    for size in shape:
+        total *= size
+    if total != numel:
+        raise RuntimeError(f"shape {shape} is invalid for a tensor of {numel} elements")
+    return shape
+
+
+@implements([aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default])
+def _view(func, types, args, kwargs):
+    t = args[0]
+    return _with_shape(aten.view.default, args[:2], {}, t, _inferred(args[1], t.numel()))
+
+
+@implements(aten.unsqueeze.default)
+def _unsqueeze(func, types, args, kwargs):
+    t, dim = args
+    shape = list(t.shape)
+    shape.insert(dim % (t.dim() + 1), 1)
+    return _with_shape(func, args, kwargs, t, shape)
+
+
+@implements([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
+def _squeeze(func, types, args, kwargs):
+    t = args[0]
+    dims = range(t.dim()) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
+    drop = {dim % t.dim() for dim in dims if t.shape[dim] == 1}
+    if t.columns == 1 and _stored_dim(t, t.dim() - 1) in drop and len(drop) == t.dim():
+        raise unsupported(func, "an NVFP4Tensor is not 0-d")
+    return _with_shape(func, args, kwargs, t, [size for dim, size in enumerate(t.shape) if dim not in drop])
+
+
+@implements(aten.expand.default)
+def _expand(func, types, args, kwargs):
+    t, shape = args[0], list(args[1])
+    added = len(shape) - t.dim()
+    shape = [t.shape[i - added] if size == -1 else size for i, size in enumerate(shape)]
+    if shape == list(t.shape):
+        return _share(func, args, kwargs, t._replace())
+    stored = shape[:-2] + shape[:-3:-1] if t.transposed else shape
+    if stored[-1] != t.columns:
+        raise unsupported(func, "the dimension of the blocks does not expand")
+    return _on_leading(t, lambda part: part.expand(*stored[:-1], part.shape[-1]))._marked(Aliasing.COPY)
+
+
+# --- slices ----------------------------------------------------------------------------------------------------------
+
+
+@implements(aten.slice.Tensor)
+def _slice(func, types, args, kwargs):
+    t, dim, start, end, step = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    stored = _stored_dim(t, dim)
+    size = t.shape[dim]
+    start, end, step = slice(start, end, step).indices(size)
+    end = max(start, end)
+    if (start, end, step) == (0, size, 1):
+        return _share(func, args, kwargs, t._replace())
+    if stored == t.dim() - 1:
+        return _slice_columns(func, args, kwargs, t, start, end, step)
+    if step == 1 and t.qdata.shape[:stored].numel() == 1:
+        view = _slice_of_tiles(t, stored, start, end)
+        if view is not None:
+            return _share(func, args, kwargs, view, Aliasing.PART)
+    return _on_leading(t, lambda part: part[(slice(None),) * stored + (slice(start, end, step),)])._marked(Aliasing.COPY)
+
+
+def _slice_of_tiles(t: NVFP4Tensor, stored: int, start: int, end: int) -> NVFP4Tensor | None:
+    """The rows of one contiguous range as a view, if it starts and ends on a tile of scales (or at the end)."""
+    rows = t.qdata.shape[:-1].numel()
+    rows_each = t.qdata.shape[stored + 1 : -1].numel()
+    first, last = start * rows_each, end * rows_each
+    if first % TILE_ROWS or (last % TILE_ROWS and last != rows):
+        return None
+    return t._replace(
+        qdata=t.qdata.narrow(stored, start, end - start),
+        scale=t.scale[first // TILE_ROWS : -(-last // TILE_ROWS)],
+        per_tensor_scale=t.per_tensor_scale[first:last] if t.per_tensor_scale.dim() else t.per_tensor_scale,
+    )
+
+
+def _slice_columns(func, args, kwargs, t: NVFP4Tensor, start: int, end: int, step: int) -> NVFP4Tensor:
+    if step != 1 or start % BLOCK:
+        raise unsupported(func, f"along the dimension of the blocks a slice starts on a multiple of {BLOCK}, step 1")
+    columns = end - start
+    if end % BLOCK and end != t.columns and t.spec.hadamard_sign is not None:
+        raise unsupported(func, "a Hadamard-transformed block cannot be cut")
+    stop = format.ceil_to(end, BLOCK)
+    qdata = t.qdata[..., start // 2 : stop // 2]
+    if start % TILE_ELEMENTS == 0 and (end % TILE_ELEMENTS == 0 or end == t.columns):
+        scale = t.scale[:, start // TILE_ELEMENTS : -(-end // TILE_ELEMENTS)]
+        return _share(func, args, kwargs, t._replace(qdata=qdata, scale=scale, columns=columns), Aliasing.PART)
+    if end % BLOCK and end != t.columns:
+        codes = format.unpack(qdata)
+        codes[..., columns:] = 0
+        qdata = format.pack(codes)
+    _, scale, row_scale = _parts(t)
+    assert scale is not None
+    parts = qdata, scale[..., start // BLOCK : stop // BLOCK], row_scale
+    return _rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
+
+
+@implements(aten.select.int)
+def _select(func, types, args, kwargs):
+    t, dim, index = args
+    stored = _stored_dim(t, dim)
+    if stored == t.dim() - 1:
+        raise unsupported(func, "it would cut blocks of 16 apart")
+    if t.transposed and stored == t.dim() - 2:
+        t = t._replace(transposed=False)._marked(t.aliasing)  # one row of the stored matrix is left
+        dim = stored
+    size = t.shape[dim]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
+    index %= size
+    piece = aten.slice.Tensor(t, dim, index, index + 1)
+    shape = [size for i, size in enumerate(piece.shape) if i != dim % t.dim()]
+    return _with_shape(aten.view.default, (piece, shape), {}, piece, shape)
+
+
+@implements([aten.split.Tensor, aten.split_with_sizes.default])
+def _split(func, types, args, kwargs):
+    t, sizes, dim = [*args, *(0,)[len(args) - 2 :]]
+    length = t.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, max(sizes, 1))] or [length]
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(aten.slice.Tensor(t, dim, start, start + size))
+        start += size
+    if start != length:
+        raise RuntimeError(f"sizes {list(sizes)} do not add up to {length}, the size of dimension {dim}")
+    return pieces
+
+
+@implements(aten.unbind.int)
+def _unbind(func, types, args, kwargs):
+    t, dim = [*args, *(0,)[len(args) - 1 :]]
+    return [aten.select.int(t, dim, index) for index in range(t.shape[dim])]
+
+
+# --- gathers and joins -----------------------------------------------------------------------------------------------
+
+
+@implements(aten.index_select.default)
+def _index_select(func, types, args, kwargs):
+    t, dim, index = args
+    stored = _stored_dim(t, dim)
+    if stored == t.dim() - 1:
+        raise unsupported(func, "it would cut blocks of 16 apart")
+    return _on_leading(t, lambda part: part.index_select(stored, index))
+
+
+@implements(aten.index.Tensor)
+def _index(func, types, args, kwargs):
+    t, indices = args
+    covered = sum(max(index.dim(), 1) if index is not None and index.dtype == torch.bool else 1 for index in indices)
+    if t.transposed or covered >= t.dim():
+        raise unsupported(func, "it would cut blocks of 16 apart")
+    return _on_leading(t, lambda part: aten.index.Tensor(part, indices))
+
+
+@implements(aten.cat.default)
+def _cat(func, types, args, kwargs):
+    tensors, dim = [*args, *(0,)[len(args) - 1 :]]
+    first = tensors[0]
+    for t in tensors:
+        _check_joins(func, first, t)
+    stored = _stored_dim(first, dim)
+    one_scale = all(t.per_tensor_scale is first.per_tensor_scale and not t.per_tensor_scale.dim() for t in tensors)
+    if stored == first.dim() - 1:
+        if not one_scale:
+            raise unsupported(func, "tensors joined along the blocks need one per-tensor scale (quantize them with one amax)")
+        if any(t.columns % BLOCK for t in tensors[:-1]):
+            raise unsupported(func, "only the last of tensors joined along the blocks may end within a block of 16")
+    parts = [_parts(t, per_row=not one_scale) for t in tensors]
+    joined = [None if column[0] is None else torch.cat(column, dim=stored) for column in zip(*parts, strict=True)]
+    columns = sum(t.columns for t in tensors) if stored == first.dim() - 1 else first.columns
+    return _rebuilt(first, joined, columns=columns)
+
+
+def _check_joins(func, first: NVFP4Tensor, t: Tensor) -> None:
+    if not isinstance(t, NVFP4Tensor) or not isinstance(first, NVFP4Tensor):
+        raise unsupported(func, "NVFP4 tensors do not join dense ones")
+    if t.dtype != first.dtype or t.transposed != first.transposed or t.dim() != first.dim():
+        raise unsupported(func, "the tensors joined differ in dtype, number of dimensions or transposition")
+    if t.spec.hadamard_sign != first.spec.hadamard_sign:
+        raise unsupported(func, "the tensors joined differ in their Hadamard transforms")
+
+
+@implements(aten.stack.default)
+def _stack(func, types, args, kwargs):
+    tensors, dim = [*args, *(0,)[len(args) - 1 :]]
+    return torch.cat([t.unsqueeze(dim) for t in tensors], dim=dim)

@@ -1,0 +1,111 @@
+"""The operators' contracts with PyTorch: schema, shape inference, autograd, randomness as data."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from nvfp4_tensor import QuantizeSpec, reference
+from nvfp4_tensor.format import DEFAULT_HADAMARD_SIGN
+
+nvfp4 = torch.ops.nvfp4
+STOCHASTIC = QuantizeSpec(round_mode="stochastic")
+
+
+def quantized(x, spec=STOCHASTIC):
+    """Scales as bytes: opcheck compares its inputs with allclose, which torch does not have for float8."""
+    qdata, scale, factor = nvfp4.quantize(x, reference.amax(x), torch.tensor([1, 2], device=x.device), spec.pack())
+    return qdata, scale.view(torch.uint8), factor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_opcheck(device, dtype):
+    x = torch.randn(33, 50, device=device).to(dtype)
+    state, amax, spec = torch.tensor([1, 2], device=device), reference.amax(x), STOCHASTIC.pack()
+    opcheck(nvfp4.draw_rng_state.default, (x,), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    opcheck(nvfp4.amax.default, (x,))
+    opcheck(nvfp4.amax.default, (x, DEFAULT_HADAMARD_SIGN))
+    opcheck(nvfp4.amax_pair.default, (x, DEFAULT_HADAMARD_SIGN))
+    opcheck(nvfp4.hadamard.default, (x, DEFAULT_HADAMARD_SIGN))
+    opcheck(nvfp4.quantize.default, (x, amax, state, spec, 16, 32, 500, 1))
+    opcheck(nvfp4.quantize.default, (x.view(3, 11, 50), amax, None, QuantizeSpec(block_rows=16).pack()))
+    opcheck(nvfp4.quantize_pair.default, (x, amax, amax, state, spec, STOCHASTIC.replace(hadamard_sign=True).pack()))
+    opcheck(nvfp4.dequantize.default, (*quantized(x), 50, dtype))
+    opcheck(nvfp4.dequantize.default, (*quantized(x)[:2], None, 50, dtype))
+
+
+@pytest.mark.parametrize("hadamard_sign", [None, True])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_opcheck_fake_quantize(device, hadamard_sign, scaled):
+    x = torch.randn(4, 5, 50, device=device, requires_grad=True)
+    spec = STOCHASTIC.replace(hadamard_sign=hadamard_sign).pack()
+    state = torch.tensor([1, 2], device=device)
+    opcheck(nvfp4.fake_quantize.default, (x, reference.amax(x).detach(), state, spec, torch.float32, scaled))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_opcheck_matmul(device, transposed, dtype):
+    weight = quantized(torch.randn(33, 50, device=device))
+    x = torch.randn(4, 33 if transposed else 50, device=device).to(dtype).requires_grad_()
+    bias = torch.randn(50 if transposed else 33, device=device).to(dtype).requires_grad_()
+    for x_scale in (None, torch.tensor(2.0, device=device), torch.rand(4, device=device)):
+        opcheck(nvfp4.matmul.default, (x, x_scale, *weight, bias, 50, transposed, dtype))
+
+
+@pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(hadamard_sign, scaled):
+    x = torch.randn(6, 40, requires_grad=True)
+    amax = reference.amax(x).detach()
+    spec = QuantizeSpec(hadamard_sign=hadamard_sign)
+    values, factor = nvfp4.fake_quantize(x, amax, None, spec.pack(), torch.float32, scaled)
+    upstream = torch.randn_like(values)
+    (grad,) = torch.autograd.grad(values, x, upstream)
+    transform = torch.eye(16)
+    if hadamard_sign is not None:
+        transform = reference.hadamard(torch.eye(16), hadamard_sign).float()
+
+    def smooth(x):
+        blocks = torch.nn.functional.pad(x, (0, 8)).unflatten(-1, (-1, 16)) @ transform
+        return blocks.flatten(-2)[..., : values.shape[-1]] / (1 if scaled else factor)
+
+    expected = torch.autograd.functional.vjp(smooth, x, upstream)[1]
+    torch.testing.assert_close(grad, expected)
+
+
+def test_gradients_of_matmul(device):
+    qdata, scale, factor = quantized(torch.randn(24, 40, device=device), QuantizeSpec())
+    decoded = reference.dequantize(qdata, scale, factor, 40, torch.float32)
+    x = torch.randn(7, 40, device=device, requires_grad=True)
+    bias = torch.randn(24, device=device, requires_grad=True)
+    upstream = torch.randn(7, 24, device=device)
+    y = nvfp4.matmul(x, None, qdata, scale, factor, bias, 40, False, torch.float32)
+    got = torch.autograd.grad(y, (x, bias), upstream)
+    torch.testing.assert_close(got, (upstream @ decoded, upstream.sum(0)), rtol=1e-5, atol=1e-5)
+
+
+def test_stochastic_without_a_state_is_refused(device):
+    x = torch.randn(4, 16, device=device)
+    with pytest.raises((ValueError, RuntimeError), match="rng_state"):
+        nvfp4.quantize(x, reference.amax(x), None, STOCHASTIC.pack())
+
+
+def test_draws_differ_and_follow_the_seed(device):
+    like = torch.empty(2, device=device)
+    torch.manual_seed(5)
+    first, second = nvfp4.draw_rng_state(like), nvfp4.draw_rng_state(like)
+    torch.manual_seed(5)
+    assert torch.equal(first, nvfp4.draw_rng_state(like)) and not torch.equal(first, second)
+    assert first.dtype == torch.int64 and first.shape == (2,) and first.device.type == device
+
+
+def test_pair_is_both_quantizations(device):
+    x, state = torch.randn(40, 72, device=device), torch.tensor([8, 9], device=device)
+    spec, spec_t = STOCHASTIC, STOCHASTIC.replace(hadamard_sign=True)
+    amax, amax_t = nvfp4.amax_pair(x, DEFAULT_HADAMARD_SIGN)
+    assert amax == nvfp4.amax(x) and amax_t == nvfp4.amax(x.t(), DEFAULT_HADAMARD_SIGN)
+    got = nvfp4.quantize_pair(x, amax, amax_t, state, spec.pack(), spec_t.pack(), 16, 32, 100, 200)
+    row = reference.quantize(x, amax, state, spec, 16, 32, 200, 0)
+    column = reference.quantize(x.t(), amax_t, state, spec_t, 32, 16, 100, 1)
+    for a, b in zip(got, (*row, *column), strict=True):
+        assert torch.equal(a.view(torch.uint8) if a.dim() == 4 else a, b.view(torch.uint8) if b.dim() == 4 else b)
