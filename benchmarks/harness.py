@@ -1,0 +1,275 @@
+"""The one harness of all benchmarks: how time is taken, what it is compared with, and how results are kept.
+
+On CUDA each variant is captured in a graph and timed by events around one replay, after the L2 cache is flushed; on a
+CPU by perf_counter. Variants are interleaved, one run of each in turn, so that drift of the machine falls on all of
+them; the figure is the median. A copy of a large tensor runs among them: its bandwidth is what shares refer to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+COPY = "copy"
+_FLUSH_BYTES = 256 << 20  # H200: 60 MB of L2; written before each timed run
+_COPY_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}  # what 16384^2 and 4096^2 bf16 take
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Something to time: run() does the work once; moved is the fewest bytes that it reads and writes (0: none stated)."""
+
+    name: str
+    run: Callable[[], object]
+    moved: int = 0
+
+
+@dataclasses.dataclass
+class Timing:
+    """What came out: median and quartiles in seconds, and how ("graph", "events" where capture failed, "clock")."""
+
+    name: str
+    moved: int
+    median: float
+    low: float
+    high: float
+    method: str
+
+    @property
+    def bandwidth(self) -> float:
+        return self.moved / self.median
+
+
+def copy_variant(device: torch.device) -> Variant:
+    """The machine's own limit: bytes read and written by copying one large bf16 tensor."""
+    n = _COPY_BYTES[device.type]
+    source = torch.randn(n // 2, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return Variant(COPY, lambda: target.copy_(source), 2 * n)
+
+
+def measure(variants: Sequence[Variant], device: torch.device, *, repeats: int) -> dict[str, Timing]:
+    """Time all variants, and a copy among them, ``repeats`` times each, interleaved."""
+    variants = [copy_variant(device), *variants]
+    if device.type == "cuda":
+        runs, methods = zip(*(_captured(variant.run) for variant in variants), strict=True)
+        take = _event_timer(device)
+    else:
+        runs, methods, take = [variant.run for variant in variants], ["clock"] * len(variants), _clock
+        for run in runs:
+            run()  # code paths, allocations and compilation before the first timed run
+    times: list[list[float]] = [[] for _ in variants]
+    for _ in range(repeats):
+        for run, taken in zip(runs, times, strict=True):
+            taken.append(take(run))
+    return {
+        variant.name: Timing(variant.name, variant.moved, *_quartiles(taken), method)
+        for variant, taken, method in zip(variants, times, methods, strict=True)
+    }
+
+
+def _quartiles(times: list[float]) -> tuple[float, float, float]:
+    if len(times) < 2:
+        return times[0], times[0], times[0]
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return middle, low, high
+
+
+def _clock(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _event_timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def take(run: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()  # also keeps the device busy while the host enqueues what follows
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return take
+
+
+def _captured(run: Callable[[], object]) -> tuple[Callable[[], object], str]:
+    """The run as a graph replay; the run itself where it cannot be captured (it synchronizes, say)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return run, "events"
+    return graph.replay, "graph"
+
+
+def host_time(run: Callable[[], object], device: torch.device, *, calls: int = 200, rounds: int = 15) -> float:
+    """Seconds of host time per eager call: median over rounds of back-to-back calls, the device not waited for."""
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    taken = []
+    for _ in range(rounds):
+        synchronize()
+        taken.append(_clock(lambda: [run() for _ in range(calls)]) / calls)
+    synchronize()
+    return statistics.median(taken)
+
+
+# --- where it ran, and what is kept ----------------------------------------------------------------------------------
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def machine(device: torch.device) -> dict[str, str | int]:
+    """What the figures depend on; never the host's name."""
+    facts: dict[str, str | int] = {
+        "processor": _processor(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "gpu": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30),
+            "capability": f"sm_{properties.major}{properties.minor}",
+        }
+    return facts
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("nvfp4-tensor", "torchao", "triton", "fbgemm-gpu", "mslk"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def native() -> dict[str, str]:
+    """What serves each device: the native library or plain torch, and why."""
+    from nvfp4_tensor.native import info
+
+    facts = info()
+    return {"cpu": f"{facts.cpu} ({facts.cpu_instruction_set})", "cuda": facts.cuda}
+
+
+def commit() -> str:
+    """The commit that ran, with a + where files differ from it; the variable COMMIT where there is no repository."""
+    root = Path(__file__).parent.parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ("git", "-C", str(root), *arguments), capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "unknown")
+
+
+def command() -> str:
+    """What was typed, as ``python -m`` and the arguments."""
+    spec = sys.modules["__main__"].__spec__
+    return " ".join(["python", "-m", spec.name if spec else Path(sys.argv[0]).stem, *sys.argv[1:]])
+
+
+def record(device: torch.device, **content) -> dict:
+    """A result with everything needed to repeat it."""
+    return {
+        "command": command(),
+        "commit": commit(),
+        "device": device.type,
+        "machine": machine(device),
+        "versions": versions(),
+        "native": native(),
+        **content,
+    }
+
+
+def result_path(device: torch.device, subject: str, folder: Path | str | None = None) -> Path:
+    """results/<gpu or cpu>/<subject>.json, the folder made; pictures and tables lie beside it."""
+    name = torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
+    path = Path(folder or RESULTS) / name / f"{subject}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def save(path: Path, content: dict, text: str) -> None:
+    """The record as JSON and the tables as they were printed, beside each other."""
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.with_suffix(".txt").write_text(text.rstrip() + "\n")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned, the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+class Report:
+    """Prints as it goes, and keeps what it printed for :func:`save`."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, text: str = "") -> None:
+        print(text, flush=True)
+        self.lines.append(text)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def seconds(value: float) -> str:
+    """1.23 ms, 45.6 us."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if value * factor >= 1:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e6:.3g} us"

@@ -1,0 +1,321 @@
+"""How fast NVFP4 is made and unmade: amax, quantize in its modes, dequantize, fake quantize, row and transpose at once.
+
+    python -m benchmarks.quantize [--device cuda] [--shapes 16384x16384] [--dtype bfloat16] [--threads 1 2]
+
+Columns: median time, bytes that have to move a second, their share of the copy bandwidth measured in the same run, and
+how many times faster than each peer: torchao's eager functions, torch.compile of the reference's arithmetic, and
+fbgemm's Triton quantizer. A peer that is not installed or does not run here is a missing column, and named with its
+reason. A second table gives the host's time for one eager call on a small tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import nvfp4_tensor
+from benchmarks import harness
+from benchmarks.harness import Timing, Variant, seconds
+from nvfp4_tensor import format, reference
+from nvfp4_tensor.format import BLOCK, RoundingMode
+from nvfp4_tensor.spec import QuantizeSpec
+
+NEAREST = QuantizeSpec()
+STOCHASTIC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC)
+Run = Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One line: what is timed, the fewest bytes it moves, and what others call the same."""
+
+    name: str
+    run: Run
+    moved: int
+    peers: dict[str, Run] = dataclasses.field(default_factory=dict)
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+def reference_quantize(x: Tensor, amax: Tensor, state: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
+    """The reference's arithmetic on the whole tensor, as torch.compile is given it: x (M, K), K a multiple of 16."""
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    bits = reference.block_scales(blocks, amax, spec)
+    enc = reference.block_encode(bits.view(torch.float8_e4m3fn).float(), reference.encode_scale(amax, spec))
+    r16 = reference.random16(*x.shape, state).view(blocks.shape) if spec.is_stochastic else None
+    codes = reference.round_e2m1(blocks * enc.unsqueeze(-1), spec.round_mode, r16, spec.random_bits)
+    return format.pack(codes.flatten(-2)), format.swizzle(bits)
+
+
+def compiled_peers(x: Tensor, amax: Tensor, state: Tensor, packed: tuple[Tensor, ...]) -> dict[str, Run]:
+    """Name of a subject to torch.compile of the reference for it."""
+    quantize = torch.compile(reference_quantize, dynamic=False)
+    decode = torch.compile(reference.dequantize, dynamic=False)
+    specs = {
+        "quantize, nearest": NEAREST,
+        "quantize, stochastic": STOCHASTIC,
+        "quantize, nearest, 16x16": NEAREST.replace(block_rows=16),
+    }
+    amax_of = torch.compile(reference.amax, dynamic=False)
+    return {
+        "amax": lambda: amax_of(x),
+        "dequantize": lambda: decode(*packed, x.shape[1], x.dtype),
+        **{name: (lambda spec=spec: quantize(x, amax, state, spec)) for name, spec in specs.items()},
+    }
+
+
+def torchao_peers(x: Tensor) -> dict[str, Run]:
+    """torchao's eager functions, as its own NVFP4Tensor calls them off Blackwell."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, nvfp4_quantize, per_tensor_amax_to_scale
+
+    scale = per_tensor_amax_to_scale(x.abs().max())
+    weight = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale)
+
+    def quantize_with_amax() -> object:
+        return nvfp4_quantize(x, BLOCK, per_tensor_amax_to_scale(x.abs().max()))
+
+    return {
+        "amax": lambda: x.abs().max(),
+        "quantize, nearest": lambda: nvfp4_quantize(x, BLOCK, scale),
+        "amax + quantize, nearest": quantize_with_amax,
+        "dequantize": lambda: weight.dequantize(x.dtype),
+    }
+
+
+def fbgemm_peers(x: Tensor, amax: Tensor) -> dict[str, Run]:
+    """fbgemm's Triton quantizer, under the name of either package that carries it."""
+    if not x.is_cuda:
+        raise RuntimeError("needs CUDA")
+    errors = []
+    for module in ("fbgemm_gpu.experimental.gemm.triton_gemm.fp4_quantize", "mslk.quantize.triton.fp4_quantize"):
+        try:
+            quantize = importlib.import_module(module).triton_quantize_nvfp4
+        except (ImportError, AttributeError, OSError) as error:
+            errors.append(str(error))
+            continue
+        global_scale = 2688.0 / amax
+        return {"quantize, nearest": lambda: quantize(x, global_scale)}
+    raise RuntimeError("; ".join(errors))
+
+
+def gather_peers(report: harness.Report, makers: dict[str, Callable[[], dict[str, Run]]]) -> dict[str, dict[str, Run]]:
+    """Subject name to {peer: run}, of the peers that import, compile and run; the others are named with the reason."""
+    found: dict[str, dict[str, Run]] = {}
+    for peer, make in makers.items():
+        try:
+            runs = make()
+        except Exception as error:  # whatever a third party raises on import is its reason to be absent
+            report(f"peer {peer} is absent: {_first_line(error)}")
+            continue
+        for subject, run in runs.items():
+            try:
+                run()
+            except Exception as error:
+                report(f"peer {peer} does not run {subject!r}: {_first_line(error)}")
+            else:
+                found.setdefault(subject, {})[peer] = run
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+
+
+# --- subjects --------------------------------------------------------------------------------------------------------
+
+
+def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list[Subject]:
+    """x: (M, K). Bytes: what is read once a pass and what is written; a quantized tensor is 9/16 byte an element."""
+    nvfp4 = torch.ops.nvfp4
+    columns, dense, small = x.shape[1], x.numel() * x.element_size(), x.numel() * 9 // 16
+    amax = nvfp4.amax(x, -1)
+    hadamard = STOCHASTIC.replace(hadamard_sign=True)
+    amax_t = nvfp4.amax_pair(x, hadamard.hadamard_sign)[1]
+    packed = nvfp4.quantize(x, amax, state, NEAREST.pack())
+
+    def quantize(spec: QuantizeSpec) -> Run:
+        bits = spec.pack()
+        return lambda: nvfp4.quantize(x, amax, state, bits)
+
+    def with_amax(spec: QuantizeSpec) -> Run:
+        bits = spec.pack()
+        return lambda: nvfp4.quantize(x, nvfp4.amax(x, -1), state, bits)
+
+    def fake(spec: QuantizeSpec) -> Run:
+        bits = spec.pack()
+        return lambda: nvfp4.fake_quantize(x, amax, state, bits, x.dtype)
+
+    def pair(spec: QuantizeSpec, spec_t: QuantizeSpec, amax_of_transpose: Tensor) -> Run:
+        return lambda: nvfp4.quantize_pair(x, amax, amax_of_transpose, state, spec.pack(), spec_t.pack())
+
+    lines: list[tuple[str, Run, int]] = [
+        ("amax", lambda: nvfp4.amax(x, -1), dense),
+        ("quantize, nearest", quantize(NEAREST), dense + small),
+        ("quantize, stochastic", quantize(STOCHASTIC), dense + small),
+        ("quantize, stochastic, 8 bits", quantize(STOCHASTIC.replace(random_bits=8)), dense + small),
+        ("quantize, nearest, scales up", quantize(NEAREST.replace(scale_rounding="up")), dense + small),
+        ("quantize, nearest, 16x16", quantize(NEAREST.replace(block_rows=16)), dense + small),
+        ("quantize, stochastic, 16x16", quantize(STOCHASTIC.replace(block_rows=16)), dense + small),
+        ("quantize, four-over-six (mse)", quantize(NEAREST.replace(four_over_six="mse")), dense + small),
+        ("quantize, four-over-six (mae)", quantize(NEAREST.replace(four_over_six="mae")), dense + small),
+        ("amax + quantize, nearest", with_amax(NEAREST), 2 * dense + small),
+        ("amax + quantize, stochastic", with_amax(STOCHASTIC), 2 * dense + small),
+        ("dequantize", lambda: nvfp4.dequantize(*packed, columns, x.dtype), dense + small),
+        ("fake quantize, nearest", fake(NEAREST), 2 * dense),
+        ("fake quantize, stochastic", fake(STOCHASTIC), 2 * dense),
+        ("amax of row and transpose, Hadamard", lambda: nvfp4.amax_pair(x, hadamard.hadamard_sign), dense),
+        ("row and transpose, stochastic", pair(STOCHASTIC, STOCHASTIC, amax), dense + 2 * small),
+        ("row and transpose, Hadamard, stochastic", pair(STOCHASTIC, hadamard, amax_t), dense + 2 * small),
+    ]
+    return [Subject(name, run, moved, peers.get(name, {})) for name, run, moved in lines]
+
+
+def measure(items: list[Subject], device: torch.device, repeats: int) -> dict[str, Timing]:
+    """Keys: the subject's name, and "name / peer"."""
+    variants = [Variant(item.name, item.run, item.moved) for item in items]
+    variants += [
+        Variant(f"{item.name} / {peer}", run, item.moved) for item in items for peer, run in item.peers.items()
+    ]
+    return harness.measure(variants, device, repeats=repeats)
+
+
+def show(report: harness.Report, items: list[Subject], timings: dict[str, Timing], peers: list[str]) -> list[dict]:
+    limit = timings[harness.COPY]
+    report(f"copy: {seconds(limit.median)}, {limit.bandwidth / 1e9:.0f} GB/s")
+    kept, rows = [], []
+    for item in items:
+        timing = timings[item.name]
+        times = {
+            peer: timings[f"{item.name} / {peer}"].median / timing.median for peer in peers if peer in item.peers
+        }
+        share = timing.bandwidth / limit.bandwidth
+        kept.append({**dataclasses.asdict(timing), "bandwidth": timing.bandwidth, "share": share, "times": times})
+        rows.append(
+            [
+                item.name,
+                seconds(timing.median),
+                f"{timing.bandwidth / 1e9:.0f} GB/s",
+                f"{share:.0%}",
+                *(f"{times[peer]:.1f}x" if peer in times else "" for peer in peers),
+            ]
+        )
+    report(harness.table(["", "time", "moved", "of copy", *peers], rows))
+    for suffix in ("", ", 16x16"):
+        nearest, stochastic = (timings[f"quantize, {mode}{suffix}"].median for mode in ("nearest", "stochastic"))
+        report(f"stochastic{suffix}: {stochastic / nearest:.3f}x the time to nearest")
+    return kept
+
+
+# --- host time -------------------------------------------------------------------------------------------------------
+
+
+def host_times(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Seconds of host time an eager call, 64x64."""
+    x = torch.randn(64, 64, device=device, dtype=dtype)
+    state = torch.tensor([1, 2], device=device)
+    runs = {item.name: item.run for item in subjects(x, state, {})}
+    names = ("amax", "quantize, nearest", "quantize, stochastic", "dequantize", "fake quantize, stochastic")
+    names += ("row and transpose, Hadamard, stochastic",)
+    chosen = {name: runs[name] for name in names}
+    chosen["draw_rng_state"] = lambda: torch.ops.nvfp4.draw_rng_state(x)
+    chosen["nvfp4_tensor.quantize(x)"] = lambda: nvfp4_tensor.quantize(x)
+    chosen["nvfp4_tensor.quantize(x, stochastic)"] = lambda: nvfp4_tensor.quantize(x, STOCHASTIC)
+    return {name: harness.host_time(run, device) for name, run in chosen.items()}
+
+
+# --- picture ---------------------------------------------------------------------------------------------------------
+
+
+def picture(path: Path, title: str, kept: list[dict]) -> bool:
+    """Share of the copy bandwidth by subject, with time and times torchao written on each bar; needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 0.4 * len(kept) + 1.4), layout="constrained")
+    names = [entry["name"] for entry in kept]
+    shares = [100 * entry["share"] for entry in kept]
+    axes.barh(names, shares, color=["#3b6ea5" if "stochastic" in name else "#7aa874" for name in names])
+    for i, entry in enumerate(kept):
+        peers = "".join(f", {times:.0f}x {peer}" for peer, times in entry["times"].items())
+        axes.text(shares[i] + 0.7, i, seconds(entry["median"]) + peers, va="center", fontsize=8)
+    axes.axvline(100, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(135.0, *(share + 30 for share in shares)))
+    axes.set_xlabel("bytes that must move, in % of the measured copy bandwidth")
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True
+
+
+def shape(text: str) -> tuple[int, int]:
+    rows, columns = map(int, text.split("x"))
+    if columns % BLOCK:
+        raise argparse.ArgumentTypeError(f"columns are a multiple of {BLOCK} here, for the peers' sake: {text}")
+    return rows, columns
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", type=shape, nargs="+", help="default: 16384x16384 on CUDA, 4096x4096 on CPU")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
+    parser.add_argument("--repeats", type=int, help="timed runs of each variant (default: 50 on CUDA, 9 on CPU)")
+    parser.add_argument("--peers", nargs="*", choices=("torchao", "compiled", "fbgemm"), help="default: all")
+    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    side = 16384 if device.type == "cuda" else 4096
+    repeats = arguments.repeats or (50 if device.type == "cuda" else 9)
+    wanted = ("torchao", "compiled", "fbgemm") if arguments.peers is None else arguments.peers
+    content, report = harness.record(device, dtype=arguments.dtype, repeats=repeats, runs=[]), harness.Report()
+    report(f"{content['machine'].get('gpu', content['machine']['processor'])}, native: {content['native'][device.type]}")
+    for rows, columns in arguments.shapes or [(side, side)]:
+        x = torch.randn(rows, columns, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
+        state = torch.tensor([1, 2], device=device)
+        amax = torch.ops.nvfp4.amax(x, -1)
+        packed = torch.ops.nvfp4.quantize(x, amax, state, NEAREST.pack())
+        makers = {
+            "torchao": lambda x=x: torchao_peers(x),
+            "compiled": lambda x=x, amax=amax, state=state, packed=packed: compiled_peers(x, amax, state, packed),
+            "fbgemm": lambda x=x, amax=amax: fbgemm_peers(x, amax),
+        }
+        for threads in arguments.threads:
+            torch.set_num_threads(threads)
+            on = f", {threads} threads" if device.type == "cpu" else ""
+            report(f"\n{rows}x{columns} {arguments.dtype}{on}, median of {repeats}")
+            peers = gather_peers(report, {name: makers[name] for name in wanted})
+            present = [name for name in wanted if any(name in runs for runs in peers.values())]
+            items = subjects(x, state, peers)
+            kept = show(report, items, timings := measure(items, device, repeats), present)
+            limit = timings[harness.COPY]
+            content["runs"].append(
+                {"shape": [rows, columns], "threads": threads, "copy": limit.bandwidth, "subjects": kept}
+            )
+    content["host"] = host_times(device, dtype)
+    report("\nhost time of one eager call, 64x64")
+    report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
+    path = harness.result_path(device, "quantize", arguments.out)
+    harness.save(path, content, report.text)
+    largest = max(content["runs"], key=lambda run: (math.prod(run["shape"]), run["threads"]))
+    name = f"{largest['shape'][0]}x{largest['shape'][1]} {arguments.dtype}, {report.lines[0]}, copy {largest['copy'] / 1e9:.0f} GB/s"
+    if not picture(path.with_suffix(".png"), name, largest["subjects"]):
+        print("no picture: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()
