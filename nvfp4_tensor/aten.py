@@ -93,7 +93,7 @@ def _clone(func, types, args, kwargs):
 @NVFP4Tensor.implements_torch_function(torch.Tensor.contiguous)
 def _contiguous(func, types, args, kwargs):
     t = args[0]
-    return t.clone() if t.aliasing == Aliasing.PART else t
+    return t.clone() if t.aliasing == Aliasing.PART or t.transposed else t
 
 
 @implements(aten._to_copy.default)
@@ -157,6 +157,8 @@ def _layout(t: NVFP4Tensor) -> str:
 def _fill_(func, types, args, kwargs):
     t = args[0]
     value = 0 if func is aten.zero_.default else args[1]
+    if isinstance(value, Tensor) and t.aliasing != Aliasing.WHOLE:
+        value = value.item()  # what ``t[a:b] = 0`` passes; only zero fits under any per-tensor scale
     if not isinstance(value, Tensor) and value == 0:
         _check_writable(func, t, new_scale=False)
         t.qdata.zero_()

@@ -39,9 +39,9 @@ def _rebuilt(t: NVFP4Tensor, parts: Sequence[Tensor | None], **changes) -> NVFP4
     """An NVFP4Tensor of codes (..., bytes), plain scales (..., blocks) and scales per row (..., 1) or None."""
     qdata, scale, row_scale = parts
     assert qdata is not None and scale is not None
-    scale = scale.reshape(-1, scale.shape[-1]).contiguous()
+    scale = scale.reshape(scale.shape[:-1].numel(), scale.shape[-1]).contiguous()
     return t._replace(
-        qdata=qdata.contiguous(),
+        qdata=qdata.clone(memory_format=torch.contiguous_format),
         scale=format.swizzle(scale).view(torch.float8_e4m3fn),
         per_tensor_scale=t.per_tensor_scale if row_scale is None else row_scale.reshape(-1).contiguous(),
         **changes,
@@ -64,11 +64,15 @@ def _on_leading(t: NVFP4Tensor, function: Callable[[Tensor], Tensor], **changes)
     return _rebuilt(t, [None if part is None else function(part) for part in _parts(t)], **changes)
 
 
-def _stored_dim(t: NVFP4Tensor, dim: int) -> int:
-    """The stored dimension behind a logical one; IndexError where there is none."""
+def _checked_dim(t: NVFP4Tensor, dim: int) -> int:
     if not -t.dim() <= dim < t.dim():
         raise IndexError(f"dimension {dim} out of range for a tensor of {t.dim()} dimensions")
-    dim %= t.dim()
+    return dim % t.dim()
+
+
+def _stored_dim(t: NVFP4Tensor, dim: int) -> int:
+    """The stored dimension behind a logical one."""
+    dim = _checked_dim(t, dim)
     if t.transposed and dim >= t.dim() - 2:
         return 2 * t.dim() - 3 - dim
     return dim
@@ -77,17 +81,19 @@ def _stored_dim(t: NVFP4Tensor, dim: int) -> int:
 # --- transposes and shapes -------------------------------------------------------------------------------------------
 
 
-@implements([aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.mT.default])
+@implements([aten.t.default, aten.transpose.int, aten.permute.default])
 def _permute(func, types, args, kwargs):
     t = args[0]
     order = list(range(t.dim()))
     if func is aten.permute.default:
-        order = [dim % t.dim() for dim in args[1]]
+        order = [_checked_dim(t, dim) for dim in args[1]]
+        if sorted(order) != list(range(t.dim())):
+            raise RuntimeError(f"{list(args[1])} is not a permutation of the {t.dim()} dimensions")
     elif func is aten.transpose.int:
-        i, j = (dim % t.dim() for dim in args[1:])
+        i, j = (_checked_dim(t, dim) for dim in args[1:])
         order[i], order[j] = order[j], order[i]
-    elif func is aten.mT.default:
-        order[-2:] = order[:-3:-1]
+    elif t.dim() > 2:
+        raise RuntimeError(f"t() expects a tensor of at most 2 dimensions, got {t.dim()}")
     else:
         order.reverse()
     stored = [_stored_dim(t, dim) for dim in order]

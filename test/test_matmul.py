@@ -1,0 +1,251 @@
+"""Products against a float64 product of the decoded operands, and torch's own validation of the FP4 call."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
+from nvfp4_tensor import matmul as products
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def close_to(y: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
+    """y against a float64 product: one rounding to its dtype, and float32 accumulation of what adds up to magnitude."""
+    eps = torch.finfo(y.dtype).eps
+    bound = expected.abs() * eps / 2 * 1.01 + magnitude * 2**-20 + torch.finfo(y.dtype).tiny
+    assert ((y.double() - expected).abs() <= bound).all(), ((y.double() - expected).abs() - bound).max()
+
+
+def wide(t):
+    return (t.dequantize(torch.float32) if isinstance(t, NVFP4Tensor) else t).double()
+
+
+def check(y, a, b, bias=None, alpha=1.0, beta=1.0):
+    expected = alpha * wide(a) @ wide(b)
+    magnitude = abs(alpha) * wide(a).abs() @ wide(b).abs()
+    if bias is not None:
+        expected, magnitude = expected + beta * bias.double(), magnitude + (beta * bias.double()).abs()
+    close_to(y, expected, magnitude)
+
+
+def operands(m, k, n, dtype, device, kinds):
+    """a (m, k) and b (k, n), each dense, stored along k ("along") or across it ("across")."""
+    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
+    make = {
+        "dense": lambda x, last_is_k: x,
+        "along": lambda x, last_is_k: quantize(x) if last_is_k else quantize(x.t()).t(),
+        "across": lambda x, last_is_k: quantize(x.t()).t() if last_is_k else quantize(x),
+    }
+    return make[kinds[0]](a, True), make[kinds[1]](b, False)
+
+
+KINDS = [kinds for kinds in itertools.product(("dense", "along", "across"), repeat=2) if kinds != ("dense", "dense")]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64, 48), (7, 33, 41), (130, 80, 17), (0, 16, 16), (3, 0, 5), (3, 16, 0)])
+def test_mm_and_addmm(device, shape, dtype, kinds):
+    m, k, n = shape
+    a, b = operands(m, k, n, dtype, device, kinds)
+    y = a @ b
+    assert y.shape == (m, n) and y.dtype == dtype and not isinstance(y, NVFP4Tensor)
+    check(y, a, b)
+    for bias in (torch.randn(n, device=device).to(dtype), torch.randn(m, n, device=device).to(dtype)):
+        check(torch.addmm(bias, a, b), a, b, bias)
+        check(torch.addmm(bias, a, b, alpha=2, beta=0.5), a, b, bias, 2.0, 0.5)
+    nan = torch.full((n,), float("nan"), device=device).to(dtype)
+    check(torch.addmm(nan, a, b, beta=0), a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("leading", [(), (6,), (2, 3), (2, 1, 4), (0,)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_of_any_leading_shape(device, leading, dtype, with_bias):
+    x, w = torch.randn(*leading, 72, device=device).to(dtype), quantize(torch.randn(40, 72, device=device).to(dtype))
+    bias = torch.randn(40, device=device).to(dtype) if with_bias else None
+    y = F.linear(x, w, bias)
+    assert y.shape == (*leading, 40) and y.dtype == dtype
+    check(y.reshape(-1, 40), x.reshape(-1, 72), w.t(), bias)
+    if leading:
+        swapped = x.transpose(0, -2).contiguous().transpose(0, -2)
+        assert torch.equal(F.linear(swapped, w, bias), y)
+    check(torch.matmul(x, w.t()).reshape(-1, 40), x.reshape(-1, 72), w.t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["along", "across", "left"])
+def test_batches(device, dtype, kind):
+    x, w = torch.randn(3, 5, 48, device=device).to(dtype), quantize(torch.randn(3, 20, 48, device=device).to(dtype))
+    a, b = {"along": (x, w.mT), "across": (x[..., :20], w), "left": (w, x.mT)}[kind]
+    bias = torch.randn(3, 1, b.shape[-1], device=device).to(dtype)
+    y = torch.bmm(a, b)
+    assert y.dtype == dtype and torch.equal(y, a @ b)
+    check(y, a, b)
+    check(torch.baddbmm(bias, a, b, beta=3, alpha=0.5), a, b, bias, 0.5, 3.0)
+
+
+def test_matrix_times_vector():
+    w, x = quantize(torch.randn(20, 40)), torch.randn(40)
+    check((w @ x).unsqueeze(-1), w, x.unsqueeze(-1))
+    check((x @ w.t()).unsqueeze(0), x.unsqueeze(0), w.t())
+
+
+@pytest.mark.parametrize("activation", [QuantizeSpec(), QuantizeSpec(four_over_six=True), QuantizeSpec(block_rows=1, scale_rounding="up")], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_w4a4_is_the_product_of_both_quantized(device, dtype, activation):
+    x, w = torch.randn(9, 70, device=device).to(dtype), quantize(torch.randn(33, 70, device=device).to(dtype))
+    bias = torch.randn(33, device=device).to(dtype)
+    both = w._replace(activation_spec=activation)
+    check(F.linear(x, both, bias), quantize(x, activation), w.t(), bias)
+    assert torch.equal(F.linear(x, both), F.linear(quantize(x, activation), w))
+    check(torch.mm(x[:, :33], both), x[:, :33], w)  # across the blocks, as its gradient goes: not quantized
+
+
+def test_w4a4_draws_afresh_and_repeats_under_a_seed():
+    x, w = torch.randn(9, 64), quantize(torch.randn(32, 64))._replace(activation_spec=QuantizeSpec(round_mode="stochastic"))
+    torch.manual_seed(1)
+    first, second = F.linear(x, w), F.linear(x, w)
+    torch.manual_seed(1)
+    assert torch.equal(F.linear(x, w), first) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("columns", [64, 50])
+def test_hadamard_transforms_cancel(columns):
+    spec = QuantizeSpec(hadamard_sign=True)
+    x, w = torch.randn(20, columns), torch.randn(24, columns)
+    exact = x @ w.t()
+    both = quantize(w, spec)._replace(activation_spec=spec)
+    for y in (F.linear(x, both), quantize(x, spec) @ quantize(w, spec).t()):
+        assert (y - exact).norm() / exact.norm() < 0.2
+    plain = F.linear(x, quantize(w)._replace(activation_spec=QuantizeSpec()))
+    assert (plain - exact).norm() / exact.norm() < 0.2
+
+
+def test_gradients_are_those_of_the_decoded_weight():
+    w = quantize(torch.randn(24, 48))
+    for weight in (w, w._replace(activation_spec=QuantizeSpec())):
+        x, bias = torch.randn(2, 5, 48, requires_grad=True), torch.randn(24, requires_grad=True)
+        upstream = torch.randn(2, 5, 24)
+        got = torch.autograd.grad(F.linear(x, weight, bias), (x, bias), upstream)
+        torch.testing.assert_close(got, (upstream @ w.dequantize(), upstream.sum((0, 1))), rtol=1e-5, atol=1e-5)
+
+
+def test_one_rounding_only():
+    """torchao multiplies by the per-tensor scale in bfloat16 after the product: up to 0.39 % systematic error."""
+    x, w = torch.randn(64, 256).bfloat16(), quantize(torch.randn(64, 256).bfloat16())
+    w.per_tensor_scale.mul_(1 + 2**-9)  # a bfloat16 factor would lose it
+    check(F.linear(x, w, torch.randn(64).bfloat16() * 0), x, w.t())
+
+
+def test_alpha_is_not_ignored():
+    a, w = torch.randn(4, 32), quantize(torch.randn(8, 32))
+    assert torch.equal(torch.addmm(torch.zeros(8), a, w.t(), alpha=2), 2 * (a @ w.t()))
+
+
+def test_all_zero_weight_gives_zeros():
+    """torchao: NaN everywhere."""
+    w = quantize(torch.zeros(32, 64))
+    assert (w.dequantize() == 0).all() and (F.linear(torch.randn(3, 64), w) == 0).all()
+
+
+def test_small_blocks_survive():
+    """torchao: a floor of 2^-6 under the block scales loses them."""
+    x = torch.ones(1, 32)
+    x[0, 16:] = 2.0**-15
+    assert torch.allclose(quantize(x).dequantize()[0, 16:], x[0, 16:], rtol=0.1)
+
+
+def test_nan_stays_where_it_belongs():
+    """TransformerEngine: NaN becomes 6."""
+    x, w = torch.randn(5, 64), torch.randn(24, 64)
+    x[2, 7], w[11, 40] = float("nan"), float("inf")
+    t = quantize(w)
+    y = F.linear(x, t)
+    assert y[2].isnan().all() and y[:, 11].isnan().all()
+    rest = torch.ones(5, 24, dtype=torch.bool)
+    rest[2], rest[:, 11] = False, False
+    assert y[rest].isfinite().all()
+    both = F.linear(x, t._replace(activation_spec=QuantizeSpec()))
+    assert torch.equal(both.isnan(), y.isnan())
+
+
+def test_per_row_scales_multiply_in_float32(device):
+    w = torch.cat([quantize(torch.randn(20, 48, device=device)), quantize(torch.randn(13, 48, device=device) * 30)])
+    x = torch.randn(6, 48, device=device)
+    check(F.linear(x, w), x, w.t())
+    check(x[:, :33] @ w, x[:, :33], w)
+    check(w @ x.t(), w, x.t())
+    check(w.t() @ torch.ones(33, 4, device=device), w.t(), torch.ones(33, 4, device=device))
+    check(w @ w.t(), w, w.t())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, w: x[:, :47] @ w.t(), "cannot be multiplied"),
+        (lambda x, w: x.bfloat16() @ w.t(), "one dtype"),
+        (lambda x, w: F.linear(x.double(), w), "one dtype"),
+        (lambda x, w: torch.bmm(x.expand(2, 3, 48), torch.stack([w, w, w]).mT), "cannot be multiplied"),
+    ],
+)
+def test_what_a_product_refuses(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call(torch.randn(3, 48), quantize(torch.randn(8, 48)))
+
+
+# --- the FP4 tensor core call, as far as it can be checked without the hardware ------------------------------------------
+
+
+def fp4_operands(m, n, k, device):
+    return (quantize(torch.empty(rows, k, dtype=torch.bfloat16, device=device)) for rows in (m, n))
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (128, 128, 64), (37, 40, 48), (5, 33, 100), (1000, 2000, 4096), (300, 8, 30)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_scaled_mm_passes_torchs_validation(shape, dtype, with_bias):
+    """torch's meta function checks dtypes, strides, sizes of scales, recipes, swizzles and alignments of the call."""
+    m, n, k = shape
+    a, b = fp4_operands(m, n, k, "meta")
+    bias = torch.empty(n, dtype=dtype, device="meta") if with_bias else None
+    y = products.scaled_mm_product(a, b, bias, 1, dtype)
+    assert y.shape == (m, n) and y.dtype == dtype and y.is_contiguous()
+
+
+def test_torchs_validation_refuses_scales_that_are_short():
+    a, b = fp4_operands(200, 128, 64, "meta")
+    a = a._replace(scale=a.scale[:1])
+    with pytest.raises(Exception, match="scale"):
+        products.scaled_mm_product(a, b, None, 1, torch.bfloat16)
+
+
+def test_on_fp4_hardware_products_take_the_tensor_cores(monkeypatch):
+    calls = []
+    monkeypatch.setattr(products, "_has_fp4_tensor_cores", lambda device: True)
+    monkeypatch.setattr(products, "scaled_mm", lambda *a, **k: calls.append((a, k)) or torch.zeros(a[0].shape[0], a[1].shape[1]))
+    x, w = torch.randn(5, 64), quantize(torch.randn(16, 64))
+    w4a4 = w._replace(activation_spec=QuantizeSpec())
+    F.linear(x, w4a4)
+    quantize(x) @ w.t()
+    assert len(calls) == 2
+    (a, b, scale_a, *_), _ = calls[0]
+    quantized = quantize(x)
+    assert torch.equal(a.view(torch.uint8), quantized.qdata) and b.shape == (32, 16) and b.stride() == (1, 32)
+    assert torch.equal(scale_a[0].view(torch.uint8), quantized.scale.flatten().view(torch.uint8))
+    assert torch.equal(scale_a[1], quantized.per_tensor_scale)
+    F.linear(x, w)  # bf16 x NVFP4 has no FP4 instruction
+    torch.mm(x[:, :16], w4a4)  # nor has a sum across the blocks
+    assert len(calls) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0), reason="needs FP4 tensor cores")
+@pytest.mark.parametrize("shape", [(1, 16, 16), (37, 40, 48), (256, 512, 1024), (5, 33, 100)])
+def test_scaled_mm_against_the_decoded_product(shape):
+    m, n, k = shape
+    a, b = quantize(torch.randn(m, k, device="cuda")), quantize(torch.randn(n, k, device="cuda"))
+    check(products.scaled_mm_product(a, b, None, 1, torch.bfloat16), a, b.t())

@@ -1,0 +1,200 @@
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, RoundingMode, fake_quantize, quantize, reference
+
+SPECS = [
+    QuantizeSpec(),
+    QuantizeSpec(round_mode="stochastic", scale_rounding="up"),
+    QuantizeSpec(block_rows=16, four_over_six=True),
+    QuantizeSpec(hadamard_sign=True, random_bits=8, round_mode="stochastic"),
+]
+SAME_FIELDS = NVFP4Tensor.tensor_attribute_names
+
+
+def assert_same(a: NVFP4Tensor, b: NVFP4Tensor) -> None:
+    for name in NVFP4Tensor.tensor_data_names:
+        x, y = getattr(a, name), getattr(b, name)
+        assert torch.equal(x.view(torch.uint8) if name == "scale" else x, y.view(torch.uint8) if name == "scale" else y), name
+    assert [getattr(a, name) for name in SAME_FIELDS] == [getattr(b, name) for name in SAME_FIELDS]
+    assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1,), (16,), (37,), (5, 16), (130, 72), (3, 5, 33), (2, 3, 4, 64), (0,), (32, 0), (0, 64), (2, 0, 7)])
+def test_shape_dtype_and_fields(device, shape, dtype):
+    x = torch.randn(shape, device=device).to(dtype)
+    t = NVFP4Tensor.to_nvfp4(x)
+    assert t.shape == shape and t.dtype == dtype and t.device == x.device and t.numel() == x.numel()
+    columns = -(-shape[-1] // 16) * 16
+    rows = math.prod(shape[:-1])
+    assert t.qdata.shape == (*shape[:-1], columns // 2) and t.qdata.dtype == torch.uint8
+    assert t.scale.shape == (-(-rows // 128), -(-columns // 64), 32, 16) and t.scale.dtype == torch.float8_e4m3fn
+    assert t.per_tensor_scale.shape == () and t.per_tensor_scale.dtype == torch.float32
+    assert t.unswizzled_scale().shape == (*shape[:-1], columns // 16)
+    decoded = t.dequantize()
+    assert decoded.shape == shape and decoded.dtype == dtype
+    assert t.dequantize(torch.float32).dtype == torch.float32
+    if x.numel():
+        assert (decoded.float() - x.float()).abs().max() <= x.float().abs().max() * 0.18
+        expected = reference.quantize(x.cpu(), reference.amax(x.cpu()), None, QuantizeSpec())
+        assert torch.equal(t.qdata.cpu(), expected[0])
+
+
+def test_not_contiguous():
+    x = torch.randn(40, 64)
+    for y in (x.t(), x[::2], x[:, 1:50], x[:, ::2], x.expand(3, 40, 64), torch.randn(4, 5, 6, 32).permute(2, 0, 1, 3)):
+        assert_same(quantize(y), quantize(y.contiguous()))
+
+
+@pytest.mark.parametrize("mode", ["rne", "even", "away", "zero", "stochastic", *RoundingMode])
+def test_round_mode_by_name_and_enum(mode):
+    t = NVFP4Tensor.to_nvfp4(torch.randn(4, 32), round_mode=mode)
+    assert t.spec == QuantizeSpec(round_mode=RoundingMode.of(mode))
+
+
+def test_round_mode_replaces_that_of_the_spec():
+    spec = QuantizeSpec(block_rows=16)
+    assert NVFP4Tensor.to_nvfp4(torch.randn(4, 32), spec=spec, round_mode="away").spec == spec.replace(round_mode="away")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: quantize(torch.tensor(1.0)), ValueError, "0-d"),
+        (lambda: quantize(torch.zeros(4, dtype=torch.float64)), TypeError, r"float64.*x.to\(torch.float32\)"),
+        (lambda: quantize(torch.zeros(4, dtype=torch.int32)), TypeError, "int32"),
+        (lambda: quantize([1.0]), TypeError, "as_tensor"),
+        (lambda: quantize(quantize(torch.zeros(4))), TypeError, r"dequantize\(\)"),
+        (lambda: NVFP4Tensor.to_nvfp4(torch.zeros(4), round_mode="up"), ValueError, "'stochastic'"),
+        (lambda: quantize(torch.zeros(4), amax=-1.0), ValueError, "amax"),
+        (lambda: quantize(torch.zeros(4), amax=math.inf), ValueError, "amax"),
+        (lambda: quantize(torch.zeros(4), amax=torch.ones(2)), ValueError, "amax"),
+        (lambda: quantize(torch.zeros(4), amax=torch.ones((), dtype=torch.int64)), ValueError, "amax"),
+        (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2)), ValueError, "int64"),
+        (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(3, dtype=torch.int64)), ValueError, "rng_state"),
+        (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "not both"),
+        (lambda: quantize(torch.zeros(4), origin=(0, 8), full_width=64), ValueError, "multiple of 16"),
+        (lambda: quantize(torch.zeros(4), origin=(0, 16)), ValueError, "full_width"),
+        (lambda: quantize(torch.zeros(4), origin=(0, 16), full_width=19), ValueError, "full_width"),
+        (lambda: quantize(torch.zeros(4), QuantizeSpec(block_rows=16), origin=(8, 0)), ValueError, "block_rows"),
+        (lambda: quantize(torch.zeros(4)).dequantize(torch.int8), TypeError, "int8"),
+        (lambda: fake_quantize(torch.zeros(4), dtype=torch.float64), TypeError, "float64"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_state_fixes_the_bits_and_a_seed_fixes_the_state(device, spec):
+    x, state = torch.randn(33, 80, device=device), torch.tensor([7, 8], device=device)
+    assert_same(quantize(x, spec, rng_state=state), quantize(x, spec, rng_state=state))
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        draws += [quantize(x, spec), quantize(x, spec)]
+    assert_same(draws[0], draws[2])
+    assert_same(draws[1], draws[3])
+    assert torch.equal(draws[0].qdata, draws[1].qdata) != spec.is_stochastic
+    generators = [torch.Generator(device).manual_seed(11) for _ in range(2)]
+    first, second = (quantize(x, spec, generator=generator) for generator in generators)
+    assert_same(first, second)
+
+
+def test_amax_given_is_the_amax_used():
+    x = torch.randn(16, 64)
+    assert_same(quantize(x, amax=10.0), quantize(x, amax=torch.tensor([10.0], dtype=torch.float64)))
+    assert_same(quantize(x), quantize(x, amax=x.abs().max()))
+    assert quantize(x, amax=10.0).per_tensor_scale == torch.tensor(10.0) / 2688
+    assert quantize(x, amax=0.5).dequantize().abs().max() <= 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3).flatmap(lambda n: st.tuples(*[st.integers(1, 40)] * n)), st.sampled_from(SPECS), st.integers(0, 2**40))
+def test_fake_quantize_is_quantize_and_dequantize(shape, spec, seed):
+    x, state = torch.randn(shape), torch.tensor([seed, 1])
+    fake = fake_quantize(x, spec, rng_state=state)
+    assert torch.equal(fake[..., : shape[-1]], quantize(x, spec, rng_state=state).dequantize())
+
+
+def test_fake_quantize_passes_its_gradient_through():
+    x = torch.randn(5, 20, requires_grad=True)
+    upstream = torch.randn(5, 20)
+    fake_quantize(x, SPECS[1]).backward(upstream)
+    assert torch.equal(x.grad, upstream)
+
+
+def test_quantize_takes_no_gradient_and_says_nothing_of_one():
+    assert not quantize(torch.randn(4, 16, requires_grad=True)).requires_grad
+
+
+def test_a_shard_gets_the_bits_of_the_whole():
+    x, state, spec = torch.randn(64, 160), torch.tensor([1, 2]), QuantizeSpec(round_mode="stochastic")
+    whole = quantize(x, spec, rng_state=state).dequantize()
+    shard = quantize(x[32:, 80:], spec, amax=x.abs().max(), rng_state=state, origin=(32, 80), full_width=160)
+    assert torch.equal(shard.dequantize(), whole[32:, 80:])
+
+
+def test_the_three_properties_that_started_this_project():
+    values = [NVFP4Tensor.to_nvfp4(torch.tensor([1.3, 2.7]), round_mode=RoundingMode.STOCHASTIC).dequantize() for _ in range(100)]
+    assert torch.stack(values).std(dim=0).max() > 0
+    x = torch.randn(1000, 1000).bfloat16()
+    spec = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
+    mean = sum(quantize(x, spec).dequantize(torch.float32) for _ in range(50)) / 50
+    assert (mean - x.float()).abs().mean() < 0.1
+    assert NVFP4Tensor.to_nvfp4(torch.tensor([1e-8, -1e-8, 0.5]), round_mode="stochastic").dequantize()[2] == 0.5
+
+
+def test_repr_shows_what_it_is_and_no_values():
+    t = quantize(torch.randn(256, 256).bfloat16(), SPECS[1])
+    assert_expected_inline(
+        repr(t),
+        """NVFP4Tensor(shape=(256, 256), dtype=torch.bfloat16, device=cpu, spec=(stochastic, 1x16, scales up), 4.50 bits/element)""",
+    )
+    assert_expected_inline(
+        repr(torch.nn.Parameter(t.t()._replace(activation_spec=SPECS[0]))),
+        """NVFP4Tensor(shape=(256, 256), dtype=torch.bfloat16, device=cpu, spec=(stochastic, 1x16, scales up), transposed, activation_spec=(rne, 1x16), 4.50 bits/element, requires_grad=True)""",  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("parameter", [False, True])
+def test_copies_through_every_door(device, spec, transposed, parameter):
+    t = quantize(torch.randn(130, 70, device=device), spec)._replace(activation_spec=SPECS[0])
+    t = t.t() if transposed else t
+    t = torch.nn.Parameter(t, requires_grad=False) if parameter else t
+    file = io.BytesIO()
+    torch.save({"t": t}, file)
+    loaded = []
+    for weights_only in (True, False):
+        file.seek(0)
+        loaded.append(torch.load(file, weights_only=weights_only)["t"])
+    for other in (t.clone(), copy.copy(t), copy.deepcopy(t), pickle.loads(pickle.dumps(t)), t.detach(), t.contiguous(), *loaded):
+        assert_same(t, other)
+    for other in (copy.deepcopy(t), pickle.loads(pickle.dumps(t)), *loaded):
+        assert isinstance(other, torch.nn.Parameter) == parameter
+        assert other.qdata.data_ptr() != t.qdata.data_ptr()
+
+
+def test_flatten_and_unflatten():
+    t = quantize(torch.randn(3, 5, 40), SPECS[2]).mT
+    names, context = t.__tensor_flatten__()
+    rebuilt = NVFP4Tensor.__tensor_unflatten__({name: getattr(t, name) for name in names}, context, t.shape, t.stride())
+    assert_same(t, rebuilt)
+
+
+def test_bits_per_element_counts_everything_stored():
+    t = quantize(torch.randn(128, 64))
+    assert t.stored_bytes == 128 * 32 + 128 * 4 + 4
+    assert t.bits_per_element == 8 * t.stored_bytes / (128 * 64)

@@ -1,0 +1,198 @@
+"""Views, gathers and joins mean what they mean on a dense tensor, share storage where they can, and never lose a write."""
+
+import pytest
+import torch
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
+from nvfp4_tensor.tensor import Aliasing
+
+TENSORS = {
+    "vector": lambda: quantize(torch.randn(80)),
+    "matrix": lambda: quantize(torch.randn(300, 208)),
+    "odd": lambda: quantize(torch.randn(37, 41)),
+    "batch": lambda: quantize(torch.randn(3, 128, 64).bfloat16()),
+    "odd batch": lambda: quantize(torch.randn(2, 5, 7, 50).half(), QuantizeSpec(block_rows=16)),
+    "transposed": lambda: quantize(torch.randn(300, 208)).t(),
+    "transposed batch": lambda: quantize(torch.randn(3, 40, 70)).mT,
+    "row scales": lambda: torch.cat([quantize(torch.randn(150, 96)), quantize(torch.randn(77, 96) * 50)]),
+    "row scales, transposed": lambda: torch.stack([quantize(torch.randn(20, 96)), quantize(torch.randn(20, 96) * 9)]).mT,
+}
+FUNCTIONS = {
+    "view same": lambda t: t.view(t.shape),
+    "reshape": lambda t: t.reshape(-1, t.shape[-1]),
+    "reshape up": lambda t: t.reshape(1, 1, *t.shape),
+    "flatten leading": lambda t: t.flatten(0, -2),
+    "flatten": lambda t: t.flatten(),
+    "unflatten first": lambda t: t.unflatten(0, (1, -1)),
+    "unflatten last": lambda t: t.unflatten(-1, (-1, 16)),
+    "t": lambda t: t.t(),
+    "mT": lambda t: t.mT,
+    "T": lambda t: t.T,
+    "transpose first two": lambda t: t.transpose(0, 1),
+    "transpose back": lambda t: t.transpose(-1, -2).transpose(-1, -2),
+    "permute": lambda t: t.permute(*range(1, t.dim() - 1), 0, t.dim() - 1),
+    "permute all": lambda t: t.permute(*reversed(range(t.dim()))),
+    "unsqueeze first": lambda t: t.unsqueeze(0),
+    "unsqueeze middle": lambda t: t.unsqueeze(-2),
+    "unsqueeze last": lambda t: t.unsqueeze(-1),
+    "squeeze": lambda t: t.unsqueeze(0).unsqueeze(0).squeeze(),
+    "squeeze dim": lambda t: t.unsqueeze(0).squeeze(0).squeeze(0),
+    "select": lambda t: t[1],
+    "select negative": lambda t: t.select(0, -1),
+    "select second to last": lambda t: t.select(-2, 3),
+    "select last": lambda t: t[..., 3],
+    "rows on a tile": lambda t: t[128:256],
+    "rows to the end": lambda t: t[128:],
+    "rows off a tile": lambda t: t[1:19],
+    "rows with a step": lambda t: t[::3],
+    "no rows": lambda t: t[2:2],
+    "columns on a tile": lambda t: t[..., 64:128],
+    "columns to the end": lambda t: t[..., 64:],
+    "columns off a tile": lambda t: t[..., 16:48],
+    "columns that cut the last block": lambda t: t[..., 16:41],
+    "columns that cut the first block": lambda t: t[..., 5:30],
+    "narrow": lambda t: t.narrow(-2, 1, 9),
+    "split": lambda t: t.split(2),
+    "split sizes": lambda t: t.split([1, t.shape[0] - 1]),
+    "split columns": lambda t: t.split(16, dim=-1),
+    "chunk": lambda t: t.chunk(2),
+    "chunk columns": lambda t: t.chunk(2, dim=-1),
+    "unbind": lambda t: t.unbind(),
+    "tensor_split": lambda t: t.tensor_split(3),
+    "expand": lambda t: t.unsqueeze(0).expand(4, *t.shape),
+    "expand same": lambda t: t.expand(*[-1] * t.dim()),
+    "expand last": lambda t: t[..., None].expand(*t.shape, 3),
+    "index_select": lambda t: t.index_select(0, torch.tensor([3, 0, 3])),
+    "index": lambda t: t[torch.tensor([[3, 0], [1, 1]])],
+    "index by mask": lambda t: t[torch.arange(t.shape[0]) % 3 == 1],
+    "index two": lambda t: t[torch.tensor([1, 0]), torch.tensor([2, 3])],
+    "cat rows": lambda t: torch.cat([t, t[:3], t]),
+    "cat columns": lambda t: torch.cat([t, t], dim=-1),
+    "cat of splits": lambda t: torch.cat(t.split(5)),
+    "stack": lambda t: torch.stack([t, t]),
+    "stack last": lambda t: torch.stack([t, t], dim=-1),
+    "contiguous": lambda t: t.mT.contiguous(),
+    "repeat": lambda t: t.repeat(*[1] * t.dim()),
+}
+
+
+def outcome(function, t):
+    try:
+        return function(t)
+    except Exception as error:
+        return error
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_same_as_dense_or_a_type_error(tensor, function):
+    t = TENSORS[tensor]()
+    got, expected = outcome(FUNCTIONS[function], t), outcome(FUNCTIONS[function], t.dequantize())
+    if isinstance(expected, Exception):
+        assert isinstance(got, Exception), "an error on a dense tensor has to be one here"
+    elif isinstance(got, Exception):
+        assert isinstance(got, TypeError) and "dequantize() first" in str(got), repr(got)
+    else:
+        got, expected = (list(v) if isinstance(v, (list, tuple)) else [v] for v in (got, expected))
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            assert isinstance(a, NVFP4Tensor) and a.shape == b.shape and a.dtype == b.dtype
+            assert torch.equal(a.dequantize(), b)
+
+
+SUPPORTED = [
+    "view same", "reshape", "flatten leading", "flatten", "unflatten first", "unflatten last", "t", "mT", "T",
+    "transpose first two", "unsqueeze first", "squeeze", "select", "rows on a tile", "rows off a tile",
+    "columns on a tile", "columns off a tile", "columns that cut the last block", "narrow", "split", "chunk",
+    "unbind", "expand", "index_select", "index", "index by mask", "cat rows", "cat columns", "stack", "contiguous",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SUPPORTED)
+def test_an_ordinary_matrix_is_refused_nothing_ordinary(function):
+    assert not isinstance(outcome(FUNCTIONS[function], TENSORS["matrix"]()), Exception)
+
+
+@pytest.mark.parametrize(
+    ("view", "shares"),
+    [
+        ("view same", True), ("reshape", True), ("t", True), ("mT", True), ("unsqueeze first", True), ("rows on a tile", True),
+        ("rows to the end", True), ("columns on a tile", True), ("columns to the end", True), ("rows off a tile", False),
+        ("columns off a tile", False), ("flatten", False), ("unflatten last", False), ("expand", False), ("select", False),
+    ],
+)  # fmt: skip
+def test_what_shares_storage(view, shares):
+    t = TENSORS["matrix"]()
+    piece = FUNCTIONS[view](t)
+    pointers = [(a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()) for a, b in ((t.qdata, piece.qdata), (t.scale, piece.scale))]
+    assert all((a == b) == shares for a, b in pointers)
+    assert (piece.aliasing == Aliasing.COPY) == (not shares)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("tensor", ["matrix", "odd", "batch", "transposed", "row scales"])
+def test_a_write_into_a_view_arrives_or_is_refused(tensor, function):
+    t = TENSORS[tensor]()
+    dense = t.dequantize()
+    pieces, dense_pieces = outcome(FUNCTIONS[function], t), outcome(FUNCTIONS[function], dense)
+    if isinstance(pieces, Exception):
+        return
+    pieces, dense_pieces = (v if isinstance(v, (list, tuple)) else [v] for v in (pieces, dense_pieces))
+    for piece, dense_piece in zip(pieces, dense_pieces, strict=True):
+        try:
+            piece.zero_()
+        except TypeError as error:
+            assert "clone() it" in str(error)
+            continue
+        if dense_piece._base is None and not torch.equal(dense_piece, dense):
+            continue  # a gather or a join: its own storage in both worlds
+        dense_piece.zero_()
+    assert torch.equal(t.dequantize(), dense)
+
+
+def test_setitem_arrives_or_is_refused():
+    t = TENSORS["matrix"]()
+    t[128:256] = 0
+    assert (t.dequantize()[128:256] == 0).all() and (t.dequantize()[:128] != 0).any()
+    with pytest.raises(TypeError, match="clone"):
+        t[3:5] = 0
+    with pytest.raises(TypeError, match="per-tensor scale"):
+        t[128:256] = 1.0
+
+
+def test_joined_rows_keep_each_its_own_per_tensor_scale():
+    parts = [quantize(torch.randn(5, 32) * scale) for scale in (1.0, 1e-3, 1e4)]
+    joined = torch.cat(parts)
+    assert joined.per_tensor_scale.shape == (15,)
+    assert torch.equal(joined.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    for index, part in enumerate(joined.split(5)):
+        assert torch.equal(part.dequantize(), parts[index].dequantize())
+    whole = quantize(torch.randn(256, 32))
+    assert torch.cat(whole.split(128)).per_tensor_scale is whole.per_tensor_scale
+
+
+def test_joining_along_blocks_needs_one_scale():
+    a, b = quantize(torch.randn(4, 32)), quantize(torch.randn(4, 32))
+    with pytest.raises(TypeError, match="one amax"):
+        torch.cat([a, b], dim=1)
+    with pytest.raises(TypeError, match="dense"):
+        torch.cat([a, torch.randn(4, 32)])
+
+
+def test_peers_defects_of_shape():
+    """torchao: a view that changes the last dimension is silently wrong, (32, 0) becomes (64, 0), (0, 64) crashes,
+    a swizzled 3-D tensor with rows not a multiple of 128 crashes."""
+    t = quantize(torch.randn(64, 64))
+    assert torch.equal(t.view(32, 128).dequantize(), t.dequantize().view(32, 128))
+    with pytest.raises(TypeError, match="same blocks"):
+        t.view(512, 8)
+    for shape in ((32, 0), (0, 64)):
+        assert quantize(torch.empty(shape)).dequantize().shape == shape
+    assert quantize(torch.randn(3, 20, 32))[2].shape == (20, 32)
+
+
+def test_views_of_a_hadamard_transform_do_not_cut_it():
+    t = quantize(torch.randn(4, 64), QuantizeSpec(hadamard_sign=True))
+    assert torch.equal(t[:, 16:48].dequantize(), t.dequantize()[:, 16:48])
+    with pytest.raises(TypeError, match="cannot be cut"):
+        t[:, :40]
