@@ -1,0 +1,85 @@
+// What ops.cpp asks of the kernels, and what it tells them: one table of functions for each instruction set.
+//
+// The unit of work is a group, 16 blocks of 16 elements in row-major block order: one register of 16 lanes then holds
+// one number of each block, so that the scales of 16 blocks cost what those of one do.
+#pragma once
+
+#include <cstdint>
+
+#include "numerics/block.h"
+#include "numerics/philox.h"
+#include "numerics/spec.h"
+
+#define NVFP4_STRING_(x) #x
+#define NVFP4_STRING(x) NVFP4_STRING_(x)
+
+namespace nvfp4 {
+
+struct Bf16 { uint16_t bits; };
+struct Fp16 { uint16_t bits; };
+enum class Dtype { kBf16, kFp16, kFloat };
+
+constexpr int kGroupBlocks = 16;
+constexpr int kGroupElements = kGroupBlocks * kBlock;
+constexpr int kGroupBytes = kGroupElements / 2;
+
+// A matrix whose last stride is 1.
+struct Matrix {
+  const void* data;
+  int64_t rows, columns, row_stride;
+  Dtype dtype;
+
+  int64_t blocks() const { return (columns + kBlock - 1) / kBlock; }  // of a row
+};
+
+// How to quantize a matrix, and where it lies in the logical one.
+struct Plan {
+  QuantizeSpec spec;
+  TensorScale tensor;
+  RandomKey key;
+  int64_t first_block;  // the random-bits index of block (0, 0)
+  int64_t row_blocks;   // and the step from row to row
+};
+
+// (rows, blocks * 8) codes, and scales in the 128x4 layout.
+struct Quantized {
+  uint8_t* qdata;
+  uint8_t* scale;
+  int64_t column_tiles;
+};
+
+// Codes and scales as above, `columns` values a row wanted; factors: none, one, or one a row.
+struct Encoded {
+  const uint8_t* qdata;
+  const uint8_t* scale;
+  int64_t column_tiles;
+  int64_t rows, blocks, columns;
+  const float* factors;
+  bool factor_per_row;
+};
+
+// Work units: amax, hadamard, row quantization and dequantization count groups; 16x16 tiles count bands of 16 rows;
+// the pair counts rectangles of kPairRows x kPairColumns. `sign` is a Hadamard mask or -1.
+constexpr int64_t kPairRows = kGroupElements, kPairColumns = 512;
+
+struct Kernels {
+  const char* name;
+  // Bits of the largest finite magnitude; maxima of bits are maxima of values.
+  uint32_t (*amax)(const Matrix&, int sign, int64_t begin, int64_t end);
+  void (*amax_pair)(const Matrix&, int sign, int64_t begin, int64_t end, uint32_t* row, uint32_t* column);
+  void (*hadamard)(const Matrix&, int sign, uint16_t* out, int64_t begin, int64_t end);
+  void (*quantize)(const Matrix&, const Plan&, const Quantized&, int64_t begin, int64_t end);
+  void (*quantize_pair)(const Matrix&, const Plan&, const Quantized&, const Plan&, const Quantized&, int64_t begin,
+                        int64_t end);
+  void (*dequantize)(const Encoded&, Dtype, void* out, int64_t begin, int64_t end);
+  // Values at a row stride of `columns`, times the factor unless that is null.
+  void (*fake_quantize)(const Matrix&, const Plan&, const float* factor, Dtype, void* out, int64_t columns,
+                        int64_t begin, int64_t end);
+};
+
+const Kernels& portable_kernels();
+const Kernels* avx2_kernels();    // null where the build has none
+const Kernels* avx512_kernels();
+const Kernels& kernels();         // what this process uses
+
+}  // namespace nvfp4

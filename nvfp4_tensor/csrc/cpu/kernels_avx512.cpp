@@ -1,0 +1,22 @@
+// The kernels on AVX-512 (F, BW, VL, DQ, VBMI: Ice Lake, Zen 4 and later).
+#include "cpu/kernels.h"
+
+#if defined(__AVX512VBMI__) && defined(__AVX512DQ__)
+#define NVFP4_ISA avx512
+#include "cpu/simd_avx512.h"
+//
+#include "cpu/kernels_impl.h"
+
+namespace nvfp4 {
+const Kernels* avx512_kernels() {
+  const bool runs = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512vbmi");
+  return runs ? &avx512::kKernels : nullptr;
+}
+}  // namespace nvfp4
+#else
+namespace nvfp4 {
+const Kernels* avx512_kernels() { return nullptr; }
+}  // namespace nvfp4
+#endif

@@ -1,0 +1,460 @@
+// The CPU kernels, written once on the vocabulary of a simd_*.h and compiled once for each instruction set.
+#pragma once
+
+#include "cpu/group_io.h"
+
+namespace nvfp4::NVFP4_ISA {
+
+// --- amax, Hadamard --------------------------------------------------------------------------------------------------
+
+// The largest of the magnitudes below `limit` (finite ones), as bits.
+template <typename U>
+U finite_max(const U* x, int64_t count, U limit) {
+  U most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const U magnitude = x[i] & U(U(~U(0)) >> 1);
+    most = std::max(most, magnitude < limit ? magnitude : U(0));
+  }
+  return most;
+}
+
+inline uint32_t finite_max_bits(const Bf16* x, int64_t count) {
+  return uint32_t(finite_max<uint16_t>(&x->bits, count, 0x7F80)) << 16;
+}
+inline uint32_t finite_max_bits(const Fp16* x, int64_t count) {
+  return half_to_float_bits(finite_max<uint16_t>(&x->bits, count, 0x7C00));
+}
+inline uint32_t finite_max_bits(const float* x, int64_t count) {
+  return finite_max<uint32_t>(reinterpret_cast<const uint32_t*>(x), count, kInfBits);
+}
+
+template <typename T>
+uint32_t amax_plain(const Matrix& x, int64_t begin, int64_t end) {
+  const T* data = static_cast<const T*>(x.data);
+  const int64_t last = std::min(end * kGroupElements, x.rows * x.columns);
+  uint32_t most = 0;
+  for (int64_t at = begin * kGroupElements; at < last;) {
+    const int64_t row = at / x.columns, column = at % x.columns;
+    const int64_t count = x.row_stride == x.columns ? last - at : std::min(x.columns - column, last - at);
+    most = std::max(most, finite_max_bits(data + row * x.row_stride + column, count));
+    at += count;
+  }
+  return most;
+}
+
+template <typename T, typename Function>
+void for_each_transformed(const Matrix& x, int sign, int64_t begin, int64_t end, Function f) {
+  const HadamardSigns signs(sign);
+  T gathered[kGroupElements];
+  Bf16 transformed[kGroupElements];
+  for (int64_t g = begin; g < end; ++g) {
+    const Group group = Group::at(g, x.rows, x.blocks());
+    hadamard_group(fetch(x, group, gathered), signs.even, signs.odd, transformed);
+    f(group, transformed);
+  }
+}
+
+template <typename T>
+uint32_t amax_groups(const Matrix& x, int sign, int64_t begin, int64_t end) {
+  if (sign < 0) return amax_plain<T>(x, begin, end);
+  uint32_t most = 0;
+  for_each_transformed<T>(x, sign, begin, end, [&](const Group& group, const Bf16* y) {
+    most = std::max(most, finite_max_bits(y, group.count * kBlock));
+  });
+  return most;
+}
+
+template <typename T>
+void hadamard_groups(const Matrix& x, int sign, uint16_t* out, int64_t begin, int64_t end) {
+  for_each_transformed<T>(x, sign, begin, end, [&](const Group& group, const Bf16* y) {
+    std::memcpy(out + (group.row * x.blocks() + group.block) * kBlock, y, sizeof(Bf16) * kBlock * group.count);
+  });
+}
+
+// --- quantize --------------------------------------------------------------------------------------------------------
+
+template <Rounding rounding, typename T>
+void quantize_group(const T* x, const BlockScales& scales, const RandomWindows* random, uint8_t* codes) {
+  const Spread encode(scales.encode);
+  I bytes[kPairs];
+  for (int p = 0; p < kPairs; ++p) {
+    F even, odd;
+    load_pairs(x + 32 * p, even, odd);
+    even = mul(even, encode.pair(p));
+    odd = mul(odd, encode.pair(p));
+    I even_random, odd_random;
+    if (rounding == Rounding::kStochastic16 || rounding == Rounding::kStochastic8) {
+      random->pair(p, even_random, odd_random);
+    } else {
+      even_random = odd_random = set(0);
+    }
+    bytes[p] = pack_codes(round_to_code<rounding>(even, even_random), round_to_code<rounding>(odd, odd_random), even,
+                          odd);
+  }
+  store_codes(codes, bytes);
+  if (__builtin_expect(scales.nan_lanes != 0, 0)) {
+    for (int lane = 0; lane < kGroupBlocks; ++lane) {
+      if (scales.nan_lanes >> lane & 1) std::memset(codes + lane * 8, 0, 8);
+    }
+  }
+}
+
+template <typename T>
+void quantize_group(const T* x, const BlockScales& scales, const Plan& plan, const Group& group, int64_t blocks,
+                    uint8_t* codes) {
+  if (plan.spec.is_stochastic()) {
+    const RandomWindows random = random_windows(plan, group.row, group.block, blocks);
+    if (plan.spec.random_bits == 8) return quantize_group<Rounding::kStochastic8>(x, scales, &random, codes);
+    return quantize_group<Rounding::kStochastic16>(x, scales, &random, codes);
+  }
+  switch (rounding_of(plan.spec)) {
+    case Rounding::kAway: return quantize_group<Rounding::kAway>(x, scales, nullptr, codes);
+    case Rounding::kZero: return quantize_group<Rounding::kZero>(x, scales, nullptr, codes);
+    default: return quantize_group<Rounding::kEven>(x, scales, nullptr, codes);
+  }
+}
+
+template <typename T>
+void as_floats(const T* x, float* out) {
+  for (int p = 0; p < kPairs; ++p) {
+    F even, odd;
+    load_pairs(x + 32 * p, even, odd);
+    store_pairs(out + 32 * p, even, odd);
+  }
+}
+
+template <typename T>
+BlockScales group_scales(const T* x, const Plan& plan) {
+  const I magnitudes = block_magnitudes(x);
+  if (plan.spec.four_over_six == FourOverSix::kNone) return block_scales(magnitudes, plan);
+  alignas(64) float elements[kGroupElements];
+  as_floats(x, elements);
+  const Candidates candidates = candidate_scales(magnitudes, plan);
+  const F error6 = block_errors(elements, candidates.bytes[0], plan);
+  const F error4 = block_errors(elements, candidates.bytes[1], plan);
+  return finish_scales(choose(candidates, error6, error4), magnitudes, plan.tensor);
+}
+
+// Rows' errors added in halves: row i + row i+8, then +4, +2, +1.
+inline F add_in_halves(F* rows) {
+  for (int half = 8; half; half /= 2) {
+    for (int i = 0; i < half; ++i) rows[i] = add(rows[i], rows[i + half]);
+  }
+  return rows[0];
+}
+
+// The scales of 16 tiles, each 16 rows of one block; absent rows of the last band count as zeros.
+template <typename T>
+BlockScales tile_scales(const T* const* x, int rows, const Plan& plan) {
+  I magnitudes = block_magnitudes(x[0]);
+  for (int i = 1; i < rows; ++i) magnitudes = max(magnitudes, block_magnitudes(x[i]));
+  if (plan.spec.four_over_six == FourOverSix::kNone) return block_scales(magnitudes, plan);
+  alignas(64) float elements[kGroupElements];
+  const Candidates candidates = candidate_scales(magnitudes, plan);
+  F errors[2][kBlock];
+  for (int i = 0; i < kBlock; ++i) {
+    if (i < rows) as_floats(x[i], elements);
+    for (int k = 0; k < 2; ++k) {
+      errors[k][i] = i < rows ? block_errors(elements, candidates.bytes[k], plan) : set(0.0f);
+    }
+  }
+  return finish_scales(choose(candidates, add_in_halves(errors[0]), add_in_halves(errors[1])), magnitudes,
+                       plan.tensor);
+}
+
+// A Sink takes (group, scales, encode) and says where encode(codes) may put the codes. This one stores both.
+struct ToMemory {
+  const Quantized& out;
+  int64_t blocks;
+
+  template <typename Encode>
+  void operator()(const Group& group, const BlockScales& scales, Encode encode) const {
+    CodeTarget target(out.qdata + (group.row * blocks + group.block) * 8, group.count);
+    encode(target.data());
+    target.flush();
+    store_scales(out.scale, out.column_tiles, group, blocks, scales.bytes);
+  }
+};
+
+template <typename T, typename Sink>
+void quantize_blocks(const T* x, const Group& group, int64_t blocks, const Plan& plan, Sink& sink) {
+  const BlockScales scales = group_scales(x, plan);
+  sink(group, scales, [&](uint8_t* codes) { quantize_group(x, scales, plan, group, blocks, codes); });
+}
+
+template <typename T, typename Sink>
+void quantize_tiles(const T* const* x, int rows, Group group, int64_t blocks, const Plan& plan, Sink& sink) {
+  const BlockScales scales = tile_scales(x, rows, plan);
+  for (int i = 0; i < rows; ++i, ++group.row) {
+    sink(group, scales, [&](uint8_t* codes) { quantize_group(x[i], scales, plan, group, blocks, codes); });
+  }
+}
+
+// Sixteen rows' worth of one column group, in place or in these buffers.
+template <typename T>
+struct RowBuffers {
+  T gathered[kBlock][kGroupElements];
+  Bf16 transformed[kBlock][kGroupElements];
+};
+
+// `count` blocks of one row of a matrix, or of 16 rows, from the group's place on.
+template <typename T, typename Sink>
+void quantize_piece(const Matrix& x, const Group& group, int rows, const Plan& plan, const HadamardSigns& signs,
+                    RowBuffers<T>& buffers, Sink& sink) {
+  const T* plain[kBlock];
+  const Bf16* transformed[kBlock];
+  Group row = group;
+  for (int i = 0; i < rows; ++i, ++row.row) {
+    plain[i] = fetch(x, row, buffers.gathered[i]);
+    if (plan.spec.hadamard_sign < 0) continue;
+    hadamard_group(plain[i], signs.even, signs.odd, buffers.transformed[i]);
+    transformed[i] = buffers.transformed[i];
+  }
+  const auto quantize_loaded = [&](const auto* const* data) {
+    if (plan.spec.block_rows == 1) return quantize_blocks(data[0], group, x.blocks(), plan, sink);
+    quantize_tiles(data, rows, group, x.blocks(), plan, sink);
+  };
+  if (plan.spec.hadamard_sign < 0) return quantize_loaded(plain);
+  quantize_loaded(transformed);
+}
+
+// Units [begin, end) of quantize_units. From the last to the first: the end of x is what the amax pass left in cache.
+template <typename T, typename Sink>
+void quantize_units(const Matrix& x, const Plan& plan, int64_t begin, int64_t end, Sink& sink) {
+  RowBuffers<T> buffers;
+  const HadamardSigns signs(plan.spec.hadamard_sign);
+  for (int64_t unit = end; unit-- > begin;) {
+    if (plan.spec.block_rows == 1) {
+      quantize_piece(x, Group::at(unit, x.rows, x.blocks()), 1, plan, signs, buffers, sink);
+      continue;
+    }
+    const int rows = int(std::min<int64_t>(kBlock, x.rows - unit * kBlock));
+    for (int64_t block = 0; block < x.blocks(); block += kGroupBlocks) {
+      const int count = int(std::min<int64_t>(kGroupBlocks, x.blocks() - block));
+      quantize_piece(x, {unit * kBlock, block, count}, rows, plan, signs, buffers, sink);
+    }
+  }
+}
+
+template <typename T>
+void quantize(const Matrix& x, const Plan& plan, const Quantized& out, int64_t begin, int64_t end) {
+  ToMemory sink{out, x.blocks()};
+  quantize_units<T>(x, plan, begin, end, sink);
+}
+
+// --- dequantize, fake quantize ---------------------------------------------------------------------------------------
+
+// factor: of each lane's block, or null.
+template <typename Out>
+void decode_group(const uint8_t* codes, I scale_bytes, const F* factor, Out* values) {
+  const Spread scales(e4m3_values(scale_bytes)), factors(factor ? *factor : set(1.0f));
+  for (int p = 0; p < kPairs; ++p) {
+    I even, odd;
+    load_codes(codes + 16 * p, even, odd);
+    F low = mul(e2m1_values(even), scales.pair(p)), high = mul(e2m1_values(odd), scales.pair(p));
+    if (factor) {
+      low = mul(low, factors.pair(p));
+      high = mul(high, factors.pair(p));
+    }
+    store_pairs(values + 32 * p, low, high);
+  }
+}
+
+template <typename Out>
+void dequantize_groups(const Encoded& in, Out* out, int64_t begin, int64_t end) {
+  Out buffer[kGroupElements];
+  uint8_t last_codes[kGroupBytes];
+  for (int64_t g = begin; g < end; ++g) {
+    const Group group = Group::at(g, in.rows, in.blocks);
+    const uint8_t* codes = in.qdata + (group.row * in.blocks + group.block) * 8;
+    if (group.count < kGroupBlocks) {
+      std::memcpy(last_codes, codes, group.count * 8);
+      codes = last_codes;
+    }
+    F factor = set(in.factors ? in.factors[0] : 1.0f);
+    if (in.factor_per_row) {
+      alignas(64) float lane_factors[16] = {};
+      group.for_each(in.blocks, [&](int lane, int64_t row, int64_t) { lane_factors[lane] = in.factors[row]; });
+      factor = load(lane_factors);
+    }
+    Out* values = destination(out, group, in.columns, buffer);
+    decode_group(codes, load_scales(in.scale, in.column_tiles, group, in.blocks), in.factors ? &factor : nullptr,
+                 values);
+    scatter(values, out, group, in.columns, in.blocks, buffer);
+  }
+}
+
+inline void dequantize(const Encoded& in, Dtype dtype, void* out, int64_t begin, int64_t end) {
+  switch (dtype) {
+    case Dtype::kBf16: return dequantize_groups(in, static_cast<Bf16*>(out), begin, end);
+    case Dtype::kFp16: return dequantize_groups(in, static_cast<Fp16*>(out), begin, end);
+    case Dtype::kFloat: return dequantize_groups(in, static_cast<float*>(out), begin, end);
+  }
+}
+
+// Decodes what a kernel would have stored.
+template <typename Out>
+struct ToValues {
+  Out* out;
+  int64_t columns, blocks;
+  const F* factor;
+
+  template <typename Encode>
+  void operator()(const Group& group, const BlockScales& scales, Encode encode) const {
+    alignas(64) uint8_t codes[kGroupBytes];
+    Out buffer[kGroupElements];
+    encode(codes);
+    Out* values = destination(out, group, columns, buffer);
+    decode_group(codes, scales.bytes, factor, values);
+    scatter(values, out, group, columns, blocks, buffer);
+  }
+};
+
+template <typename T>
+void fake_quantize(const Matrix& x, const Plan& plan, const float* factor, Dtype dtype, void* out, int64_t columns,
+                   int64_t begin, int64_t end) {
+  const F lane_factor = set(factor ? *factor : 1.0f);
+  const auto run = [&](auto* typed) {
+    ToValues<std::remove_pointer_t<decltype(typed)>> sink{typed, columns, x.blocks(), factor ? &lane_factor : nullptr};
+    quantize_units<T>(x, plan, begin, end, sink);
+  };
+  switch (dtype) {
+    case Dtype::kBf16: return run(static_cast<Bf16*>(out));
+    case Dtype::kFp16: return run(static_cast<Fp16*>(out));
+    case Dtype::kFloat: return run(static_cast<float*>(out));
+  }
+}
+
+// --- a matrix and its transpose in one pass --------------------------------------------------------------------------
+
+// A unit is kPairRows rows by kPairColumns columns: read once from memory, its rows first, then, from the cache, its
+// columns, kStrip at a time through a transposed copy in which each column is one group.
+constexpr int64_t kStrip = 32;
+
+template <typename T>
+struct Strip {
+  alignas(64) T columns[kStrip][kPairRows];
+
+  void fill(const Matrix& x, int64_t row0, int64_t rows, int64_t column0, int64_t count) {
+    const T* data = static_cast<const T*>(x.data) + row0 * x.row_stride + column0;
+    if (rows < kPairRows) std::memset(columns, 0, sizeof columns);
+    transpose(data, x.row_stride, rows, count, &columns[0][0], kPairRows);
+  }
+};
+
+// Calls rows(row, first column, one past the last) for each row of units [begin, end), and strip(strip, first row, count
+// of rows, first column, count of columns) for each strip of their columns.
+template <typename T, typename Rows, typename Columns>
+void for_each_strip(const Matrix& x, int64_t begin, int64_t end, Rows rows, Columns columns) {
+  Strip<T> strip;
+  const int64_t across = ceil_div(x.columns, kPairColumns);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t row0 = unit / across * kPairRows, row_count = std::min<int64_t>(kPairRows, x.rows - row0);
+    const int64_t first = unit % across * kPairColumns, last = std::min(first + kPairColumns, x.columns);
+    rows(row0, row_count, first, last);
+    for (int64_t column = first; column < last; column += kStrip) {
+      const int64_t count = std::min(kStrip, last - column);
+      strip.fill(x, row0, row_count, column, count);
+      columns(strip, row0, row_count, column, count);
+    }
+  }
+}
+
+template <typename T>
+void amax_pair(const Matrix& x, int sign, int64_t begin, int64_t end, uint32_t* row, uint32_t* column) {
+  const HadamardSigns signs(sign);
+  Bf16 transformed[kGroupElements];
+  uint32_t row_most = 0, column_most = 0;
+  for_each_strip<T>(
+      x, begin, end,
+      [&](int64_t row0, int64_t rows, int64_t first, int64_t last) {
+        for (int64_t r = row0; r < row0 + rows; ++r) {
+          const T* data = static_cast<const T*>(x.data) + r * x.row_stride + first;
+          row_most = std::max(row_most, finite_max_bits(data, last - first));
+        }
+      },
+      [&](const Strip<T>& strip, int64_t, int64_t, int64_t, int64_t count) {
+        for (int64_t c = 0; c < count; ++c) {
+          hadamard_group(strip.columns[c], signs.even, signs.odd, transformed);
+          column_most = std::max(column_most, finite_max_bits(transformed, kGroupElements));
+        }
+      });
+  *row = row_most;
+  *column = column_most;
+}
+
+template <typename T>
+void quantize_pair(const Matrix& x, const Plan& plan, const Quantized& out, const Plan& plan_t, const Quantized& out_t,
+                   int64_t begin, int64_t end) {
+  RowBuffers<T> buffers;
+  const HadamardSigns signs(plan.spec.hadamard_sign), signs_t(plan_t.spec.hadamard_sign);
+  ToMemory sink{out, x.blocks()}, sink_t{out_t, ceil_div(x.rows, kBlock)};
+  for_each_strip<T>(
+      x, begin, end,
+      [&](int64_t row0, int64_t rows, int64_t first, int64_t last) {
+        const int step = plan.spec.block_rows;
+        for (int64_t r = 0; r < rows; r += step) {
+          for (int64_t column = first; column < last; column += kGroupElements) {
+            const int64_t blocks = ceil_div(std::min<int64_t>(kGroupElements, last - column), kBlock);
+            quantize_piece(x, {row0 + r, column / kBlock, int(blocks)}, int(std::min<int64_t>(step, rows - r)), plan,
+                           signs, buffers, sink);
+          }
+        }
+      },
+      [&](const Strip<T>& strip, int64_t row0, int64_t rows, int64_t column, int64_t count) {
+        // The strip is a matrix of `count` rows of x^T, one group each, that stand further down and right in x^T.
+        const Matrix columns{strip.columns, count, kPairRows, kPairRows, x.dtype};
+        Plan placed = plan_t;
+        placed.first_block += column * plan_t.row_blocks + row0 / kBlock;
+        const auto shifted = [&](Group group, const BlockScales& scales, auto encode) {
+          group.row += column;
+          group.block += row0 / kBlock;
+          sink_t(group, scales, encode);
+        };
+        const int group_blocks = int(ceil_div(rows, kBlock)), step = plan_t.spec.block_rows;
+        for (int64_t c = 0; c < count; c += step) {
+          quantize_piece(columns, {c, 0, group_blocks}, int(std::min<int64_t>(step, count - c)), placed, signs_t,
+                         buffers, shifted);
+        }
+      });
+}
+
+// --- the table -------------------------------------------------------------------------------------------------------
+
+template <typename Function>
+auto with_dtype(Dtype dtype, Function f) {
+  switch (dtype) {
+    case Dtype::kBf16: return f(Bf16{});
+    case Dtype::kFp16: return f(Fp16{});
+    default: return f(float{});
+  }
+}
+
+inline constexpr Kernels kKernels = {
+    NVFP4_STRING(NVFP4_ISA),
+    [](const Matrix& x, int sign, int64_t begin, int64_t end) {
+      return with_dtype(x.dtype, [&](auto t) { return amax_groups<decltype(t)>(x, sign, begin, end); });
+    },
+    [](const Matrix& x, int sign, int64_t begin, int64_t end, uint32_t* row, uint32_t* column) {
+      with_dtype(x.dtype, [&](auto t) { amax_pair<decltype(t)>(x, sign, begin, end, row, column); });
+    },
+    [](const Matrix& x, int sign, uint16_t* out, int64_t begin, int64_t end) {
+      with_dtype(x.dtype, [&](auto t) { hadamard_groups<decltype(t)>(x, sign, out, begin, end); });
+    },
+    [](const Matrix& x, const Plan& plan, const Quantized& out, int64_t begin, int64_t end) {
+      with_dtype(x.dtype, [&](auto t) { quantize<decltype(t)>(x, plan, out, begin, end); });
+    },
+    [](const Matrix& x, const Plan& plan, const Quantized& out, const Plan& plan_t, const Quantized& out_t,
+       int64_t begin, int64_t end) {
+      with_dtype(x.dtype, [&](auto t) { quantize_pair<decltype(t)>(x, plan, out, plan_t, out_t, begin, end); });
+    },
+    dequantize,
+    [](const Matrix& x, const Plan& plan, const float* factor, Dtype dtype, void* out, int64_t columns, int64_t begin,
+       int64_t end) {
+      with_dtype(x.dtype, [&](auto t) {
+        fake_quantize<decltype(t)>(x, plan, factor, dtype, out, columns, begin, end);
+      });
+    },
+};
+
+}  // namespace nvfp4::NVFP4_ISA

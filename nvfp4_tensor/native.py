@@ -1,0 +1,191 @@
+"""The compiled kernels: found, loaded, and accounted for.
+
+Two libraries register C++ under the schemas of ``ops.py``: ``libnvfp4_cpu`` and ``libnvfp4_cuda``, the latter loaded
+only where torch has CUDA. Neither is required; without one, plain torch serves the same ops with the same bits, more
+slowly, and :func:`info` says why. ``NVFP4_TENSOR_NATIVE=0`` in the environment leaves both out;
+``NVFP4_TENSOR_ISA=avx2`` (or ``portable``) holds the CPU kernels to a smaller instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import warnings
+from pathlib import Path
+
+import torch
+
+_FP4_CAPABILITIES = (10, 12)
+"""Major compute capabilities whose tensor cores take FP4 through torch's scaled_mm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """One native library: what serves its device, and why."""
+
+    path: Path | None
+    reason: str
+    """Why the library is not in use; empty where it is."""
+
+    @property
+    def loaded(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return "native" if self.loaded else f"plain torch ({self.reason})"
+
+
+_libraries: dict[str, Library] = {}
+
+
+def load() -> None:
+    """Load what is there, once; the schemas must exist. Warns, once, where plain torch serves a device that torch has."""
+    if _libraries:
+        return
+    _libraries["cpu"] = _load("cpu")
+    _libraries["cuda"] = _load("cuda") if _torch_has_cuda() else Library(None, "this torch has no CUDA")
+    switched_off = os.environ.get("NVFP4_TENSOR_NATIVE") == "0"
+    missing = [name for name, library in _libraries.items() if not library.loaded]
+    if not _torch_has_cuda():
+        missing.remove("cuda")
+    if missing and not switched_off:
+        why = "; ".join(f"{name}: {_libraries[name].reason}" for name in missing)
+        warnings.warn(
+            f"nvfp4_tensor: plain torch serves in place of native kernels, correct but slow ({why}). "
+            "Build them with `pip install --no-build-isolation .`",
+            stacklevel=2,
+        )
+
+
+def _torch_has_cuda() -> bool:
+    return torch.version.cuda is not None
+
+
+def _load(name: str) -> Library:
+    if os.environ.get("NVFP4_TENSOR_NATIVE") == "0":
+        return Library(None, "switched off by NVFP4_TENSOR_NATIVE=0")
+    path = _find(f"libnvfp4_{name}.so")
+    if path is None:
+        return Library(None, f"libnvfp4_{name}.so was not built")
+    try:
+        torch.ops.load_library(str(path))
+    except (OSError, RuntimeError) as error:
+        return Library(path, f"{path.name} does not load: {error}")
+    return Library(path, "")
+
+
+def _find(file_name: str) -> Path | None:
+    """A file of the package's lib folder, beside the sources or where an editable install put it."""
+    import nvfp4_tensor
+
+    for folder in nvfp4_tensor.__path__:
+        if (path := Path(folder) / "lib" / file_name).exists():
+            return path
+    return None
+
+
+def _cpu_library() -> ctypes.CDLL | None:
+    library = _libraries.get("cpu")
+    if library is None or not library.loaded:
+        return None
+    handle = ctypes.CDLL(str(library.path))
+    handle.nvfp4_cpu_isa.restype = ctypes.c_char_p
+    return handle
+
+
+def instruction_set() -> str:
+    """What the CPU kernels run on: "avx512", "avx2", "portable"; "torch" where no CPU library is loaded."""
+    handle = _cpu_library()
+    return handle.nvfp4_cpu_isa().decode() if handle else "torch"
+
+
+def set_instruction_set(name: str) -> None:
+    """Hold the CPU kernels to an instruction set, at most what the machine has ("" for the best); for tests.
+
+    Raises:
+        ValueError: the machine or the build lacks it, or there is no CPU library.
+    """
+    handle = _cpu_library()
+    if handle is None or handle.nvfp4_cpu_set_isa(name.encode()) != 0:
+        raise ValueError(f"instruction set {name!r} is not available here, {instruction_set()!r} is in use")
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """What is installed, which machine this is, and what serves each device; ``str`` is meant to be read."""
+
+    versions: dict[str, str]
+    devices: list[str]
+    cpu: str
+    cuda: str
+    cpu_instruction_set: str
+    cuda_archs: list[str]
+    fp4_scaled_mm: bool
+    fbgemm: bool
+
+    def __str__(self) -> str:
+        lines = {
+            "versions": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+            "devices": "; ".join(self.devices),
+            "CPU ops": f"{self.cpu}, {self.cpu_instruction_set}" if self.cpu == "native" else self.cpu,
+            "CUDA ops": self.cuda,
+            "CUDA archs": ", ".join(self.cuda_archs) or "none compiled",
+            "FP4 products": "scaled_mm on tensor cores" if self.fp4_scaled_mm else "decoded (no FP4 tensor cores here)",
+            "fbgemm": "installed" if self.fbgemm else "not installed",
+        }
+        return "\n".join(f"{name:<13} {value}" for name, value in lines.items())
+
+
+def info() -> Info:
+    """What is in use, and why: see :class:`Info`."""
+    load()
+    record = _build_record()
+    return Info(
+        versions=_versions(record),
+        devices=_devices(),
+        cpu=str(_libraries["cpu"]),
+        cuda=str(_libraries["cuda"]),
+        cpu_instruction_set=instruction_set(),
+        cuda_archs=record.get("cuda_archs", []),
+        fp4_scaled_mm=any(torch.cuda.get_device_capability(i)[0] in _FP4_CAPABILITIES for i in _cuda_devices()),
+        fbgemm=importlib.util.find_spec("fbgemm_gpu") is not None,
+    )
+
+
+def _build_record() -> dict:
+    path = _find("build.json")
+    return json.loads(path.read_text()) if path else {}
+
+
+def _versions(record: dict) -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in ("nvfp4-tensor", "torch", "torchao"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "(not installed, source tree)" if name == "nvfp4-tensor" else "(missing)"
+    versions["python"] = platform.python_version()
+    if torch.version.cuda:
+        versions["CUDA"] = torch.version.cuda
+    if record:
+        nvcc = f", nvcc {record['nvcc']}" if record["nvcc"] else ""
+        versions["built with"] = f"{record['compiler']}{nvcc}, torch {record['torch']}"
+    return versions
+
+
+def _cuda_devices() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def _devices() -> list[str]:
+    names = [f"CPU {platform.machine()}, {torch.get_num_threads()} threads"]
+    for i in _cuda_devices():
+        major, minor = torch.cuda.get_device_capability(i)
+        names.append(f"cuda:{i} {torch.cuda.get_device_name(i)}, sm_{major}{minor}")
+    return names
