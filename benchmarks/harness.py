@@ -28,7 +28,7 @@ _COPY_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}  # what 16384^2 and 4096^2 bf
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Something to time: run() does the work once; moved is the fewest bytes that it reads and writes (0: none stated)."""
+    """Something to time: run() does the work once; moved is the fewest bytes that it has to read and write."""
 
     name: str
     run: Callable[[], object]
@@ -125,13 +125,18 @@ def _captured(run: Callable[[], object]) -> tuple[Callable[[], object], str]:
     return graph.replay, "graph"
 
 
-def host_time(run: Callable[[], object], device: torch.device, *, calls: int = 200, rounds: int = 15) -> float:
-    """Seconds of host time per eager call: median over rounds of back-to-back calls, the device not waited for."""
+def host_time(run: Callable[[], object], device: torch.device, *, budget: float = 0.3, rounds: int = 15) -> float:
+    """Seconds of host time per eager call: median over rounds of back-to-back calls, the device not waited for.
+
+    ``budget`` seconds go to it all; a round has at most 500 calls, fewer than a stream takes before the host must wait.
+    """
 
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
+    run()
+    calls = min(max(int(budget / rounds / _clock(run)), 1), 500)
     taken = []
     for _ in range(rounds):
         synchronize()
@@ -250,6 +255,35 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
 
     return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def bars(path: Path, title: str, subjects: Sequence[dict]) -> bool:
+    """A PNG of each subject's share of the copy bandwidth, its time and the times of its peers; False: no matplotlib.
+
+    Subjects: dicts with name, median, share and times ({peer: factor}).
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 0.4 * len(subjects) + 1.4), layout="constrained")
+    shares = [100 * subject["share"] for subject in subjects]
+    colors = ["#3b6ea5" if "stochastic" in subject["name"] else "#7aa874" for subject in subjects]
+    axes.barh([subject["name"] for subject in subjects], shares, color=colors)
+    for i, subject in enumerate(subjects):
+        times = "".join(f", {factor:.3g}x {peer}" for peer, factor in subject["times"].items())
+        axes.text(shares[i] + 0.7, i, seconds(subject["median"]) + times, va="center", fontsize=8)
+    axes.axvline(100, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(135.0, *(share + 35 for share in shares)))
+    axes.set_xlabel("bytes that must move, in % of the measured copy bandwidth")
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True
 
 
 class Report:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
+import itertools
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from nvfp4_tensor.spec import QuantizeSpec
 
 NEAREST = QuantizeSpec()
 STOCHASTIC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC)
+PEERS = ("torchao", "compiled", "fbgemm")
 Run = Callable[[], object]
 
 
@@ -101,8 +103,7 @@ def fbgemm_peers(x: Tensor, amax: Tensor) -> dict[str, Run]:
         except (ImportError, AttributeError, OSError) as error:
             errors.append(str(error))
             continue
-        global_scale = 2688.0 / amax
-        return {"quantize, nearest": lambda: quantize(x, global_scale)}
+        return {"quantize, nearest": functools.partial(quantize, x, 2688.0 / amax)}
     raise RuntimeError("; ".join(errors))
 
 
@@ -194,16 +195,14 @@ def show(report: harness.Report, items: list[Subject], timings: dict[str, Timing
     kept, rows = [], []
     for item in items:
         timing = timings[item.name]
-        times = {
-            peer: timings[f"{item.name} / {peer}"].median / timing.median for peer in peers if peer in item.peers
-        }
+        times = {peer: timings[f"{item.name} / {peer}"].median / timing.median for peer in peers if peer in item.peers}
         share = timing.bandwidth / limit.bandwidth
         kept.append({**dataclasses.asdict(timing), "bandwidth": timing.bandwidth, "share": share, "times": times})
         rows.append(
             [
                 item.name,
                 seconds(timing.median),
-                f"{timing.bandwidth / 1e9:.0f} GB/s",
+                f"{timing.bandwidth / 1e9:.3g} GB/s",
                 f"{share:.0%}",
                 *(f"{times[peer]:.1f}x" if peer in times else "" for peer in peers),
             ]
@@ -213,6 +212,23 @@ def show(report: harness.Report, items: list[Subject], timings: dict[str, Timing
         nearest, stochastic = (timings[f"quantize, {mode}{suffix}"].median for mode in ("nearest", "stochastic"))
         report(f"stochastic{suffix}: {stochastic / nearest:.3f}x the time to nearest")
     return kept
+
+
+def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: int) -> dict:
+    """Every subject and the peers that run, on x: {"copy": bytes/s, "subjects": [...]}."""
+    state = torch.tensor([1, 2], device=x.device)
+    amax = torch.ops.nvfp4.amax(x, -1)
+    packed = torch.ops.nvfp4.quantize(x, amax, state, NEAREST.pack())
+    makers = {
+        "torchao": lambda: torchao_peers(x),
+        "compiled": lambda: compiled_peers(x, amax, state, packed),
+        "fbgemm": lambda: fbgemm_peers(x, amax),
+    }
+    peers = gather_peers(report, {name: makers[name] for name in wanted})
+    present = [name for name in wanted if any(name in runs for runs in peers.values())]
+    items = subjects(x, state, peers)
+    timings = measure(items, x.device, repeats)
+    return {"copy": timings[harness.COPY].bandwidth, "subjects": show(report, items, timings, present)}
 
 
 # --- host time -------------------------------------------------------------------------------------------------------
@@ -232,33 +248,7 @@ def host_times(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     return {name: harness.host_time(run, device) for name, run in chosen.items()}
 
 
-# --- picture ---------------------------------------------------------------------------------------------------------
-
-
-def picture(path: Path, title: str, kept: list[dict]) -> bool:
-    """Share of the copy bandwidth by subject, with time and times torchao written on each bar; needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(10, 0.4 * len(kept) + 1.4), layout="constrained")
-    names = [entry["name"] for entry in kept]
-    shares = [100 * entry["share"] for entry in kept]
-    axes.barh(names, shares, color=["#3b6ea5" if "stochastic" in name else "#7aa874" for name in names])
-    for i, entry in enumerate(kept):
-        peers = "".join(f", {times:.0f}x {peer}" for peer, times in entry["times"].items())
-        axes.text(shares[i] + 0.7, i, seconds(entry["median"]) + peers, va="center", fontsize=8)
-    axes.axvline(100, color="black", linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(135.0, *(share + 30 for share in shares)))
-    axes.set_xlabel("bytes that must move, in % of the measured copy bandwidth")
-    axes.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return True
+# --- command line -----------------------------------------------------------------------------------------------------
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -275,45 +265,31 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--repeats", type=int, help="timed runs of each variant (default: 50 on CUDA, 9 on CPU)")
-    parser.add_argument("--peers", nargs="*", choices=("torchao", "compiled", "fbgemm"), help="default: all")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="default: all")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    side = 16384 if device.type == "cuda" else 4096
     repeats = arguments.repeats or (50 if device.type == "cuda" else 9)
-    wanted = ("torchao", "compiled", "fbgemm") if arguments.peers is None else arguments.peers
     content, report = harness.record(device, dtype=arguments.dtype, repeats=repeats, runs=[]), harness.Report()
-    report(f"{content['machine'].get('gpu', content['machine']['processor'])}, native: {content['native'][device.type]}")
-    for rows, columns in arguments.shapes or [(side, side)]:
+    where = content["machine"].get("gpu", content["machine"]["processor"])
+    report(f"{where}, native: {content['native'][device.type]}")
+    side = 16384 if device.type == "cuda" else 4096
+    for (rows, columns), threads in itertools.product(arguments.shapes or [(side, side)], arguments.threads):
+        torch.set_num_threads(threads)
+        on = f", {threads} threads" if device.type == "cpu" else ""
+        report(f"\n{rows}x{columns} {arguments.dtype}{on}, median of {repeats}")
         x = torch.randn(rows, columns, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
-        state = torch.tensor([1, 2], device=device)
-        amax = torch.ops.nvfp4.amax(x, -1)
-        packed = torch.ops.nvfp4.quantize(x, amax, state, NEAREST.pack())
-        makers = {
-            "torchao": lambda x=x: torchao_peers(x),
-            "compiled": lambda x=x, amax=amax, state=state, packed=packed: compiled_peers(x, amax, state, packed),
-            "fbgemm": lambda x=x, amax=amax: fbgemm_peers(x, amax),
-        }
-        for threads in arguments.threads:
-            torch.set_num_threads(threads)
-            on = f", {threads} threads" if device.type == "cpu" else ""
-            report(f"\n{rows}x{columns} {arguments.dtype}{on}, median of {repeats}")
-            peers = gather_peers(report, {name: makers[name] for name in wanted})
-            present = [name for name in wanted if any(name in runs for runs in peers.values())]
-            items = subjects(x, state, peers)
-            kept = show(report, items, timings := measure(items, device, repeats), present)
-            limit = timings[harness.COPY]
-            content["runs"].append(
-                {"shape": [rows, columns], "threads": threads, "copy": limit.bandwidth, "subjects": kept}
-            )
+        run = {"shape": [rows, columns], "threads": threads, **time_all(report, x, arguments.peers, repeats)}
+        content["runs"].append(run)
     content["host"] = host_times(device, dtype)
     report("\nhost time of one eager call, 64x64")
     report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
     path = harness.result_path(device, "quantize", arguments.out)
     harness.save(path, content, report.text)
     largest = max(content["runs"], key=lambda run: (math.prod(run["shape"]), run["threads"]))
-    name = f"{largest['shape'][0]}x{largest['shape'][1]} {arguments.dtype}, {report.lines[0]}, copy {largest['copy'] / 1e9:.0f} GB/s"
-    if not picture(path.with_suffix(".png"), name, largest["subjects"]):
+    size = "x".join(map(str, largest["shape"]))
+    title = f"{size} {arguments.dtype}, {where}, copy {largest['copy'] / 1e9:.0f} GB/s"
+    if not harness.bars(path.with_suffix(".png"), title, largest["subjects"]):
         print("no picture: matplotlib is not installed")
 
 

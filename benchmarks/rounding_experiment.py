@@ -89,9 +89,7 @@ class Quantizer:
         spec = self.spec.replace(round_mode=mode)
         if self.columnwise:
             plain = spec.replace(hadamard_sign=None)
-            packed = torch.ops.nvfp4.quantize_pair(
-                self.x, self.amax_x, self.amax, state, plain.pack(), spec.pack()
-            )[3:]
+            packed = torch.ops.nvfp4.quantize_pair(self.x, self.amax_x, self.amax, state, plain.pack(), spec.pack())[3:]
         else:
             packed = torch.ops.nvfp4.quantize(self.x, self.amax, state, spec.pack())
         return torch.ops.nvfp4.dequantize(*packed, self.target.shape[1], torch.float32)
@@ -208,7 +206,12 @@ def main() -> None:
     )
     if not arguments.small or arguments.out:
         content["results"] = [
-            {**dataclasses.asdict(case), **dataclasses.asdict(outcome), "ratio": outcome.ratio, "theory": outcome.theory}
+            {
+                **dataclasses.asdict(case),
+                **dataclasses.asdict(outcome),
+                "ratio": outcome.ratio,
+                "theory": outcome.theory,
+            }
             for case, outcome in results
         ]
         harness.save(harness.result_path(device, "rounding_experiment", arguments.out), content, report.text)

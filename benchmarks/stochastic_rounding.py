@@ -28,7 +28,9 @@ def checks(rounder: Rounder, pair: PairRounder, random_bits: int, size: int, dev
     """Section name to a function that gives its findings; ``size`` is the side of square tensors."""
     generator = torch.Generator(device).manual_seed(2026)
     sections: dict[str, Callable[[], statistics.Findings]] = {
-        "cells of the grid": lambda: statistics.cells(rounder, random_bits, max(size * size // (112 * 4096), 1), device),
+        "cells of the grid": lambda: statistics.cells(
+            rounder, random_bits, max(size * size // (112 * 4096), 1), device
+        ),
         "bias in steps": lambda: statistics.bias(rounder, random_bits, size, size, generator),
         "errors of one draw": lambda: statistics.correlations(rounder, random_bits, size, size, generator),
         "errors of two draws": lambda: statistics.draws(rounder, random_bits, size, size, generator),
@@ -79,7 +81,9 @@ def judge_faults(report: harness.Report, size: int, device: torch.device) -> lis
         for title, run in checks(rounder, statistics.pair_of(rounder), 16, size, device).items():
             findings += [dataclasses.replace(finding, check=f"{title}: {finding.check}") for finding in run()]
         failed = [finding for finding in findings if not finding.ok]
-        kept.append({"fault": fault, "checks": len(findings), "failed": len(failed), **dataclasses.asdict(worst(findings))})
+        kept.append(
+            {"fault": fault, "checks": len(findings), "failed": len(failed), **dataclasses.asdict(worst(findings))}
+        )
     report("\n=== planted faults, in plain torch: how many lines see each, and the line that sees it best")
     header = ("fault", "lines that fail", *HEADER[:1], *HEADER[2:])
     report(
@@ -117,13 +121,13 @@ def main() -> None:
     findings = []
     for spec in (plain, plain.replace(random_bits=8), plain.replace(block_rows=16), plain.replace(scale_rounding="up")):
         findings += judge_op(report, spec, size, arguments.draws, device, arguments.all)
-    faults = judge_faults(report, 1024, device)
+    faults = judge_faults(report, min(size, 1024), device)
     largest = max(abs(finding["z"]) for finding in findings)
     failed = sum(abs(finding["z"]) > statistics.Z_BOUND for finding in findings)
     missed = [fault["fault"] for fault in faults[1:] if not fault["failed"]] + faults[:1] * bool(faults[0]["failed"])
     report(
-        f"\n{len(findings)} checks of the ops: {failed} failed, largest |z| {largest:.2f} (bound {statistics.Z_BOUND:g}); "
-        f"planted faults missed: {missed or 'none'}; {time.perf_counter() - start:.0f} s"
+        f"\n{len(findings)} checks of the ops in {time.perf_counter() - start:.0f} s: {failed} failed, "
+        f"largest |z| {largest:.2f} (bound {statistics.Z_BOUND:g}); planted faults missed: {missed or 'none'}"
     )
     content |= {"findings": findings, "faults": faults}
     harness.save(harness.result_path(device, "stochastic_rounding", arguments.out), content, report.text)

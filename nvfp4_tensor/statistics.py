@@ -93,14 +93,17 @@ def equal(check: str, a: Tensor, b: Tensor) -> Finding:
 # --- rounders and what they are given --------------------------------------------------------------------------------
 
 
-def op_rounder(spec: QuantizeSpec) -> Rounder:
-    """``torch.ops.nvfp4.quantize`` as a rounder.
+def unit_amax(like: Tensor, spec: QuantizeSpec) -> Tensor:
+    """The amax that makes S_enc exactly 1, so that a block whose largest element is 6 has a scale of exactly 1."""
+    assert spec.scale_ceiling is not None
+    return like.new_tensor(E2M1_MAX * spec.scale_ceiling)
 
-    amax = 6 * ceiling makes S_enc exactly 1, and a 6 in every block its scale exactly 1, so that x * enc = x = v.
-    """
+
+def op_rounder(spec: QuantizeSpec) -> Rounder:
+    """``torch.ops.nvfp4.quantize`` as a rounder of tensors with a 6 in every block: x * enc = x = v."""
 
     def codes(v: Tensor, rng_state: Tensor, **place) -> Tensor:
-        amax = v.new_tensor(E2M1_MAX * spec.scale_ceiling)
+        amax = unit_amax(v, spec)
         return unpack(torch.ops.nvfp4.quantize(v, amax, rng_state, spec.pack(), **place)[0])[..., : v.shape[-1]]
 
     return codes
@@ -110,7 +113,7 @@ def op_pair(spec: QuantizeSpec) -> PairRounder:
     """``torch.ops.nvfp4.quantize_pair`` as (v, rng_state) to the codes of v (M, K) and of its transpose (K, M)."""
 
     def codes(v: Tensor, rng_state: Tensor) -> tuple[Tensor, Tensor]:
-        amax = v.new_tensor(E2M1_MAX * spec.scale_ceiling)
+        amax = unit_amax(v, spec)
         packed = torch.ops.nvfp4.quantize_pair(v, amax, amax, rng_state, spec.pack(), spec.pack())
         return unpack(packed[0])[:, : v.shape[1]], unpack(packed[3])[:, : v.shape[0]]
 
@@ -270,8 +273,8 @@ def correlations(rounder: Rounder, random_bits: int, rows: int, columns: int, ge
             shared = shared_byte_covariance(block_f[..., near], block_f[..., far])
         elif random_bits == 16 and lag == BLOCK - 1:  # the windows are cyclic: element 15 shares a byte with element 0
             shared = shared_byte_covariance(block_f[..., far], block_f[..., near])
-        pair = (t[..., part] for t in (block_u, block_p) for part in (near, far))
-        yield correlation(f"in a block, {lag} apart", *pair, shared)
+        a, b, pa, pb = (t[..., part] for t in (block_u, block_p) for part in (near, far))
+        yield correlation(f"in a block, {lag} apart", a, b, pa, pb, shared)
     for lag in (1, 2, 4, columns // 32):
         near, far = slice(0, columns - BLOCK * lag), slice(BLOCK * lag, columns)
         yield correlation(f"{lag} blocks apart in a row", u[:, near], u[:, far], p[:, near], p[:, far])
@@ -338,9 +341,8 @@ def recover_random16(rounder: Rounder, rows: int, columns: int, state: Tensor, *
     An element at fraction f goes up exactly where its bits are at least 65536 - f: sixteen roundings with the same
     state, each element's fraction chosen by what it did before, give its bits away.
     """
-    shape = dict(size=(rows, columns), device=state.device)
-    bits = torch.zeros(**shape, dtype=torch.int32)
-    positive = torch.zeros(**shape, dtype=torch.bool)
+    bits = torch.zeros(rows, columns, dtype=torch.int32, device=state.device)
+    positive = torch.zeros_like(bits, dtype=torch.bool)
     for bit in reversed(range(16)):
         trial = bits + (1 << bit)
         probe = Probe(torch.zeros_like(bits), ONE - trial, positive)
