@@ -209,7 +209,10 @@ def _empty_like(func, types, args, kwargs):
         return torch.empty(t.shape, dtype=dtype, device=kwargs.get("device") or t.device)
     new = t._apply_fn_to_data(
         lambda data: torch.empty_like(
-            data, device=kwargs.get("device"), pin_memory=kwargs.get("pin_memory"), memory_format=torch.contiguous_format
+            data,
+            device=kwargs.get("device"),
+            pin_memory=kwargs.get("pin_memory"),
+            memory_format=torch.contiguous_format,
         )
     )
     return new._replace(orig_dtype=dtype or t.dtype)
@@ -251,4 +254,3 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1])
     y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return y.view(*input.shape[:-1], weight.shape[0])
-

@@ -46,8 +46,8 @@ class RoundingMode(enum.IntEnum):
     @classmethod
     def of(cls, mode: RoundingMode | str) -> RoundingMode:
         """The mode itself, or the one that a string names; ValueError with the list of names for any other."""
-        if isinstance(mode, cls):
-            return mode
+        if isinstance(mode, int) and not isinstance(mode, bool) and mode in cls._value2member_map_:
+            return cls(mode)  # a traced RoundingMode arrives as its integer
         if isinstance(mode, str) and (name := mode.lower()) in _ROUNDING_NAMES:
             return _ROUNDING_NAMES[name]
         raise ValueError(
@@ -115,9 +115,7 @@ def swizzle(scale: Tensor) -> Tensor:
     rows, columns = scale.shape
     row_tiles, column_tiles = scale_tiles(rows, columns * BLOCK)
     data = scale.view(torch.uint8) if scale.element_size() == 1 else scale
-    data = torch.nn.functional.pad(
-        data, (0, column_tiles * TILE_COLUMNS - columns, 0, row_tiles * TILE_ROWS - rows)
-    )
+    data = torch.nn.functional.pad(data, (0, column_tiles * TILE_COLUMNS - columns, 0, row_tiles * TILE_ROWS - rows))
     data = data.reshape(row_tiles, 4, 32, column_tiles, 4).permute(0, 3, 2, 1, 4)
     return data.reshape(row_tiles, column_tiles, 32, 16).view(scale.dtype)
 

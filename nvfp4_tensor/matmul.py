@@ -22,9 +22,7 @@ SCALED_MM_ALIGNMENT = 32
 """cuBLASLt takes FP4 rows of a multiple of 16 bytes, and outputs of as many columns as divide by 16."""
 
 
-def product(
-    a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 1, beta: float = 1
-) -> Tensor:
+def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
     """``alpha * a @ b + beta * bias`` of two matrices, or two batches of as many, at least one an NVFP4Tensor.
 
     bias broadcasts to the result. The result has the operands' common dtype.
@@ -39,7 +37,9 @@ def product(
     # (a @ b)^T = b^T @ a^T has the NVFP4 operand on the right
     if bias is not None:
         bias = bias.expand(*a.shape[:-1], b.shape[-1]).mT
-    return _times_nvfp4(b.mT, a.mT, bias, alpha).mT.contiguous()
+    left = a.mT
+    assert isinstance(left, NVFP4Tensor)
+    return _times_nvfp4(b.mT, left, bias, alpha).mT.contiguous()
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The operators ``torch.ops.nvfp4.*``: schema, shape inference, autograd, and the reference as every device's implementation.
+"""The operators ``torch.ops.nvfp4.*``: schema, shape inference, autograd, the reference as their implementation.
 
 The native extension registers faster kernels for CPU and CUDA under the same schemas; the dispatcher picks. All of
 them are functional and take their randomness as a tensor, so that torch.compile, CUDA graphs, activation
@@ -233,9 +233,7 @@ def _matmul_backward(ctx, grad):
     x_scale, *weight = ctx.saved_tensors
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.nvfp4.matmul(
-            grad, x_scale, *weight, None, ctx.columns, not ctx.transposed, ctx.x_dtype
-        )
+        grad_x = torch.ops.nvfp4.matmul(grad, x_scale, *weight, None, ctx.columns, not ctx.transposed, ctx.x_dtype)
     if ctx.needs_input_grad[5]:
         shape, dtype = ctx.bias
         grad_bias = grad.float().sum_to_size(shape).to(dtype)

@@ -12,18 +12,29 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nvfp4_tensor import format
-from nvfp4_tensor.format import BLOCK, E4M3_MAX, E4M3_NAN, E2M1_MAX, FLOAT32_MAX, FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.format import (
+    BLOCK,
+    E2M1_MAX,
+    E4M3_MAX,
+    E4M3_NAN,
+    FLOAT32_MAX,
+    FourOverSix,
+    RoundingMode,
+    ScaleRounding,
+)
 from nvfp4_tensor.spec import QuantizeSpec
 
-_CHUNK_ELEMENTS = 1 << 20
-"""Rows are quantized about this many elements at a time, so that the intermediates of a large layer stay small."""
+_CHUNK_ELEMENTS = 1 << 17
+"""Taken about this many elements at a time, so that the intermediates of a large layer stay small."""
 
 
 def amax(x: Tensor) -> Tensor:
     """max |x| over the finite elements of x (any shape): float32, 0-d; 0 where there is none."""
-    magnitude = x.float().abs()
-    magnitude = torch.where(magnitude <= FLOAT32_MAX, magnitude, 0.0)
-    return magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
+    largest = x.new_zeros((), dtype=torch.float32)
+    for piece in x.reshape(-1).split(_CHUNK_ELEMENTS) if x.numel() else ():
+        magnitude = piece.float().abs()
+        largest = torch.maximum(largest, torch.where(magnitude <= FLOAT32_MAX, magnitude, 0.0).amax())
+    return largest
 
 
 def hadamard(x: Tensor, sign: int) -> Tensor:
@@ -106,13 +117,13 @@ def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_
 
 def encode_scale(amax: Tensor, spec: QuantizeSpec) -> Tensor:
     """S_enc = min(6 * ceiling / amax, FLT_MAX), and 1 where amax is 0: float32, the shape of amax."""
-    s_enc = (amax.new_tensor(E2M1_MAX * spec.scale_ceiling) / amax).clamp(max=FLOAT32_MAX)
+    s_enc = (amax.new_tensor(spec.largest_value) / amax).clamp(max=FLOAT32_MAX)
     return torch.where(amax == 0, 1.0, s_enc)
 
 
 def per_tensor_scale(amax: Tensor, spec: QuantizeSpec) -> Tensor:
     """amax / (6 * ceiling), and 1 where amax is 0: float32, the shape of amax."""
-    return torch.where(amax == 0, 1.0, amax / amax.new_tensor(E2M1_MAX * spec.scale_ceiling))
+    return torch.where(amax == 0, 1.0, amax / amax.new_tensor(spec.largest_value))
 
 
 def block_encode(s_b: Tensor, s_enc: Tensor) -> Tensor:
@@ -136,7 +147,7 @@ def _four_over_six_error(blocks: Tensor, bits: Tensor, s_enc: Tensor, amax: Tens
     """The error of each row's block, (rows, blocks, 16) with scale bits (rows, blocks), elements added in order."""
     s = bits.view(torch.float8_e4m3fn).float().unsqueeze(-1)
     code = round_e2m1(blocks * block_encode(s, s_enc), RoundingMode.RNE)
-    decoded = format.code_values(code) * s * amax / amax.new_tensor(E2M1_MAX * spec.scale_ceiling)
+    decoded = format.code_values(code) * s * amax / amax.new_tensor(spec.largest_value)
     difference = (decoded - blocks).abs()
     if spec.four_over_six == FourOverSix.MSE:
         difference = difference * difference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nvfp4_tensor.format import DEFAULT_HADAMARD_SIGN, BLOCK, FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.format import BLOCK, DEFAULT_HADAMARD_SIGN, FourOverSix, RoundingMode, ScaleRounding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class QuantizeSpec:
     hardware_rounding: bool = False
 
     def __post_init__(self) -> None:
-        fix = object.__setattr__
+        fix = object.__setattr__  # the dataclass is frozen
         fix(self, "round_mode", RoundingMode.of(self.round_mode))
         fix(self, "scale_rounding", _scale_rounding(self.scale_rounding))
         fix(self, "four_over_six", _four_over_six(self.four_over_six))
@@ -62,6 +62,12 @@ class QuantizeSpec:
     @property
     def is_stochastic(self) -> bool:
         return self.round_mode == RoundingMode.STOCHASTIC
+
+    @property
+    def largest_value(self) -> float:
+        """6 * scale_ceiling: what the largest code times the largest block scale comes to."""
+        assert self.scale_ceiling is not None  # __post_init__ has resolved it
+        return 6.0 * self.scale_ceiling
 
     def replace(self, **changes) -> QuantizeSpec:
         """A copy with some fields changed; a change of four_over_six resets scale_ceiling to its default."""
@@ -116,8 +122,8 @@ class QuantizeSpec:
 
 
 def _scale_rounding(value: ScaleRounding | str) -> ScaleRounding:
-    if isinstance(value, ScaleRounding):
-        return value
+    if isinstance(value, int) and value in ScaleRounding._value2member_map_:
+        return ScaleRounding(value)
     if isinstance(value, str) and value.upper() in ScaleRounding.__members__:
         return ScaleRounding[value.upper()]
     raise ValueError(f"unknown scale_rounding {value!r}: use a ScaleRounding or one of 'nearest', 'up'")
@@ -128,8 +134,8 @@ def _four_over_six(value: FourOverSix | str | bool | None) -> FourOverSix | None
         return None
     if value is True:
         return FourOverSix.MSE
-    if isinstance(value, FourOverSix):
-        return value
+    if isinstance(value, int) and value in FourOverSix._value2member_map_:
+        return FourOverSix(value)
     if isinstance(value, str) and value.upper() in FourOverSix.__members__:
         return FourOverSix[value.upper()]
     raise ValueError(f"unknown four_over_six {value!r}: use None, True, a FourOverSix or one of 'mae', 'mse'")

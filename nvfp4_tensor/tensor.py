@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
         transposed: whether the logical tensor has the stored one's last two dimensions swapped.
     """
 
-    tensor_data_names = ["qdata", "scale", "per_tensor_scale"]
-    tensor_attribute_names = ["columns", "orig_dtype", "spec", "activation_spec", "transposed"]
+    tensor_data_names: ClassVar[list[str]] = ["qdata", "scale", "per_tensor_scale"]
+    tensor_attribute_names: ClassVar[list[str]] = ["columns", "orig_dtype", "spec", "activation_spec", "transposed"]
 
     qdata: Tensor
     scale: Tensor
@@ -187,7 +188,9 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
 def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool) -> NVFP4Tensor:
     t = NVFP4Tensor(**{**fields, "scale": fields["scale"].view(torch.float8_e4m3fn)})
-    return torch.nn.Parameter(t, requires_grad) if is_parameter else t.requires_grad_(requires_grad)
+    if is_parameter:
+        return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]  # still an NVFP4Tensor
+    return t.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([_rebuild, QuantizeSpec, RoundingMode, ScaleRounding, FourOverSix])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torchao.utils import fill_defaults
 
 from nvfp4_tensor import format
 from nvfp4_tensor.aten import unsupported
@@ -35,10 +36,9 @@ def _share(func, args, kwargs, t: NVFP4Tensor, aliasing: Aliasing | None = None)
     return return_and_correct_aliasing(func, args, kwargs, t)
 
 
-def _rebuilt(t: NVFP4Tensor, parts: Sequence[Tensor | None], **changes) -> NVFP4Tensor:
+def _rebuilt(t: NVFP4Tensor, parts: tuple[Tensor, Tensor, Tensor | None], **changes) -> NVFP4Tensor:
     """An NVFP4Tensor of codes (..., bytes), plain scales (..., blocks) and scales per row (..., 1) or None."""
     qdata, scale, row_scale = parts
-    assert qdata is not None and scale is not None
     scale = scale.reshape(scale.shape[:-1].numel(), scale.shape[-1]).contiguous()
     return t._replace(
         qdata=qdata.clone(memory_format=torch.contiguous_format),
@@ -48,7 +48,7 @@ def _rebuilt(t: NVFP4Tensor, parts: Sequence[Tensor | None], **changes) -> NVFP4
     )
 
 
-def _parts(t: NVFP4Tensor, per_row: bool = False) -> list[Tensor | None]:
+def _parts(t: NVFP4Tensor, per_row: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, plain scales as bytes, and the scales per row with the leading dimensions (None if one serves all)."""
     leading = t.qdata.shape[:-1]
     row_scale = None
@@ -56,12 +56,15 @@ def _parts(t: NVFP4Tensor, per_row: bool = False) -> list[Tensor | None]:
         row_scale = t.per_tensor_scale.view(*leading, 1)
     elif per_row:
         row_scale = t.per_tensor_scale.expand(*leading, 1)
-    return [t.qdata, t.unswizzled_scale().view(torch.uint8), row_scale]
+    return t.qdata, t.unswizzled_scale().view(torch.uint8), row_scale
 
 
 def _on_leading(t: NVFP4Tensor, function: Callable[[Tensor], Tensor], **changes) -> NVFP4Tensor:
     """A copy with ``function`` applied along the leading dimensions."""
-    return _rebuilt(t, [None if part is None else function(part) for part in _parts(t)], **changes)
+    qdata, scale, row_scale = _parts(t)
+    return _rebuilt(
+        t, (function(qdata), function(scale), None if row_scale is None else function(row_scale)), **changes
+    )
 
 
 def _checked_dim(t: NVFP4Tensor, dim: int) -> int:
@@ -121,15 +124,26 @@ def _with_shape(func, args, kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVF
         return _share(func, args, kwargs, t._replace(qdata=qdata))
     columns = shape[-1] if shape else 0
     if columns % BLOCK or t.columns % BLOCK:
-        raise unsupported(func, f"rows of {t.columns} and of {columns} elements do not consist of the same blocks of 16")
+        raise unsupported(
+            func, f"rows of {t.columns} and of {columns} elements do not consist of the same blocks of 16"
+        )
     if t.per_tensor_scale.dim() and t.columns % columns:
         raise unsupported(func, "the new rows would have more than one per-tensor scale each")
     qdata, scale, row_scale = _parts(t)
-    assert qdata is not None and scale is not None
     if row_scale is not None:
         row_scale = row_scale.expand(*row_scale.shape[:-1], t.columns // columns)
     parts = qdata.reshape(*shape[:-1], columns // 2), scale.reshape(*shape[:-1], columns // BLOCK), row_scale
     return _rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
+
+
+@implements(aten.as_strided.default)
+def _as_strided(func, types, args, kwargs):
+    """The tensor itself or its transpose, which is how a compiled graph returns a view of its input; nothing else."""
+    t, size, stride = args[:3]
+    for candidate in (t, t.mT) if t.dim() > 1 else (t,):
+        if (tuple(size), tuple(stride)) == (candidate.shape, candidate.stride()):
+            return _share(func, args, kwargs, candidate._replace())
+    raise unsupported(func, "its elements have no strides of their own")
 
 
 def _inferred(shape: Sequence[int], numel: int) -> list[int]:
@@ -189,7 +203,7 @@ def _expand(func, types, args, kwargs):
 
 @implements(aten.slice.Tensor)
 def _slice(func, types, args, kwargs):
-    t, dim, start, end, step = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    t, dim, start, end, step = fill_defaults(args, 5, [0, None, None, 1])
     stored = _stored_dim(t, dim)
     size = t.shape[dim]
     start, end, step = slice(start, end, step).indices(size)
@@ -202,7 +216,9 @@ def _slice(func, types, args, kwargs):
         view = _slice_of_tiles(t, stored, start, end)
         if view is not None:
             return _share(func, args, kwargs, view, Aliasing.PART)
-    return _on_leading(t, lambda part: part[(slice(None),) * stored + (slice(start, end, step),)])._marked(Aliasing.COPY)
+    return _on_leading(t, lambda part: part[(slice(None),) * stored + (slice(start, end, step),)])._marked(
+        Aliasing.COPY
+    )
 
 
 def _slice_of_tiles(t: NVFP4Tensor, stored: int, start: int, end: int) -> NVFP4Tensor | None:
@@ -235,7 +251,6 @@ def _slice_columns(func, args, kwargs, t: NVFP4Tensor, start: int, end: int, ste
         codes[..., columns:] = 0
         qdata = format.pack(codes)
     _, scale, row_scale = _parts(t)
-    assert scale is not None
     parts = qdata, scale[..., start // BLOCK : stop // BLOCK], row_scale
     return _rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
 
@@ -260,7 +275,7 @@ def _select(func, types, args, kwargs):
 
 @implements([aten.split.Tensor, aten.split_with_sizes.default])
 def _split(func, types, args, kwargs):
-    t, sizes, dim = [*args, *(0,)[len(args) - 2 :]]
+    t, sizes, dim = fill_defaults(args, 3, [0])
     length = t.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, max(sizes, 1))] or [length]
@@ -275,7 +290,7 @@ def _split(func, types, args, kwargs):
 
 @implements(aten.unbind.int)
 def _unbind(func, types, args, kwargs):
-    t, dim = [*args, *(0,)[len(args) - 1 :]]
+    t, dim = fill_defaults(args, 2, [0])
     return [aten.select.int(t, dim, index) for index in range(t.shape[dim])]
 
 
@@ -302,7 +317,7 @@ def _index(func, types, args, kwargs):
 
 @implements(aten.cat.default)
 def _cat(func, types, args, kwargs):
-    tensors, dim = [*args, *(0,)[len(args) - 1 :]]
+    tensors, dim = fill_defaults(args, 2, [0])
     first = tensors[0]
     for t in tensors:
         _check_joins(func, first, t)
@@ -310,11 +325,13 @@ def _cat(func, types, args, kwargs):
     one_scale = all(t.per_tensor_scale is first.per_tensor_scale and not t.per_tensor_scale.dim() for t in tensors)
     if stored == first.dim() - 1:
         if not one_scale:
-            raise unsupported(func, "tensors joined along the blocks need one per-tensor scale (quantize them with one amax)")
+            raise unsupported(
+                func, "tensors joined along the blocks need one per-tensor scale (quantize them with one amax)"
+            )
         if any(t.columns % BLOCK for t in tensors[:-1]):
             raise unsupported(func, "only the last of tensors joined along the blocks may end within a block of 16")
-    parts = [_parts(t, per_row=not one_scale) for t in tensors]
-    joined = [None if column[0] is None else torch.cat(column, dim=stored) for column in zip(*parts, strict=True)]
+    qdata, scale, row_scale = zip(*(_parts(t, per_row=not one_scale) for t in tensors), strict=True)
+    joined = torch.cat(qdata, stored), torch.cat(scale, stored), None if one_scale else torch.cat(row_scale, stored)
     columns = sum(t.columns for t in tensors) if stored == first.dim() - 1 else first.columns
     return _rebuilt(first, joined, columns=columns)
 
@@ -330,5 +347,5 @@ def _check_joins(func, first: NVFP4Tensor, t: Tensor) -> None:
 
 @implements(aten.stack.default)
 def _stack(func, types, args, kwargs):
-    tensors, dim = [*args, *(0,)[len(args) - 1 :]]
+    tensors, dim = fill_defaults(args, 2, [0])
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim=dim)

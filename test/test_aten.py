@@ -106,7 +106,12 @@ def test_new_tensors(spec):
         assert isinstance(new, NVFP4Tensor) and new.dtype == torch.bfloat16 and new.spec == t.spec
         assert value is None or (new.dequantize() == value).all()
     if spec.hadamard_sign is None:
-        for new, value in ((torch.ones_like(t), 1), (torch.full_like(t, 3.0), 3), (t.new_full((4, 5), -2.0), -2), (t.new_ones(3), 1)):
+        for new, value in (
+            (torch.ones_like(t), 1),
+            (torch.full_like(t, 3.0), 3),
+            (t.new_full((4, 5), -2.0), -2),
+            (t.new_ones(3), 1),
+        ):
             assert isinstance(new, NVFP4Tensor) and (new.dequantize() == value).all()
     assert torch.empty_like(t).shape == t.shape and torch.zeros_like(t.t()).shape == (72, 130)
     assert torch.empty_like(t.t()).stride() == t.t().stride()
@@ -168,7 +173,9 @@ def test_embedding():
     t = quantize(torch.randn(50, 40).bfloat16())
     indices = torch.tensor([[3, 49], [0, 3]])
     rows = torch.nn.functional.embedding(indices, t)
-    assert not isinstance(rows, NVFP4Tensor) and torch.equal(rows, torch.nn.functional.embedding(indices, t.dequantize()))
+    assert not isinstance(rows, NVFP4Tensor) and torch.equal(
+        rows, torch.nn.functional.embedding(indices, t.dequantize())
+    )
     joined = torch.cat([t, quantize(torch.randn(50, 40).bfloat16() * 9)])
     assert torch.equal(torch.nn.functional.embedding(indices + 48, joined), joined.dequantize()[indices + 48])
 
@@ -178,7 +185,7 @@ def test_embedding():
     [
         lambda t: t.mul_(2), lambda t: t.add_(t), lambda t: torch.sort(t), lambda t: t.as_strided((2, 2), (1, 1)),
         lambda t: torch.linalg.svd(t), lambda t: t.cumsum(0), lambda t: t.view(torch.int32), lambda t: t.triu(),
-        lambda t: torch.nn.functional.conv1d(t, torch.randn(2, 130, 3)), lambda t: t.index_fill_(0, torch.tensor([1]), 0),
+        lambda t: torch.nn.functional.conv1d(t, torch.randn(2, 130, 3)), lambda t: t.index_fill_(0, torch.tensor([1]), 0),  # noqa: E501
     ],
 )  # fmt: skip
 def test_everything_else_names_the_operator_and_the_way_out(call):
@@ -197,7 +204,10 @@ def test_the_words_of_a_refusal():
     )
 
 
-@pytest.mark.parametrize("function", [lambda t: t.to(torch.bfloat16), lambda t: t.reshape(-1), lambda t: t.chunk(2)[0], lambda t: t.isfinite()])
+@pytest.mark.parametrize(
+    "function",
+    [lambda t: t.to(torch.bfloat16), lambda t: t.reshape(-1), lambda t: t.chunk(2)[0], lambda t: t.isfinite()],
+)
 def test_inference_mode(function):
     with torch.inference_mode():
         t = quantize(torch.randn(64, 64))

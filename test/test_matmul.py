@@ -94,7 +94,11 @@ def test_matrix_times_vector():
     check((x @ w.t()).unsqueeze(0), x.unsqueeze(0), w.t())
 
 
-@pytest.mark.parametrize("activation", [QuantizeSpec(), QuantizeSpec(four_over_six=True), QuantizeSpec(block_rows=1, scale_rounding="up")], ids=str)
+@pytest.mark.parametrize(
+    "activation",
+    [QuantizeSpec(), QuantizeSpec(four_over_six=True), QuantizeSpec(block_rows=1, scale_rounding="up")],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_w4a4_is_the_product_of_both_quantized(device, dtype, activation):
     x, w = torch.randn(9, 70, device=device).to(dtype), quantize(torch.randn(33, 70, device=device).to(dtype))
@@ -106,7 +110,10 @@ def test_w4a4_is_the_product_of_both_quantized(device, dtype, activation):
 
 
 def test_w4a4_draws_afresh_and_repeats_under_a_seed():
-    x, w = torch.randn(9, 64), quantize(torch.randn(32, 64))._replace(activation_spec=QuantizeSpec(round_mode="stochastic"))
+    x, w = (
+        torch.randn(9, 64),
+        quantize(torch.randn(32, 64))._replace(activation_spec=QuantizeSpec(round_mode="stochastic")),
+    )
     torch.manual_seed(1)
     first, second = F.linear(x, w), F.linear(x, w)
     torch.manual_seed(1)
@@ -197,14 +204,16 @@ def test_what_a_product_refuses(call, message):
         call(torch.randn(3, 48), quantize(torch.randn(8, 48)))
 
 
-# --- the FP4 tensor core call, as far as it can be checked without the hardware ------------------------------------------
+# --- the FP4 tensor core call, as far as it can be checked without the hardware ------------------------------------------  # noqa: E501
 
 
 def fp4_operands(m, n, k, device):
     return (quantize(torch.empty(rows, k, dtype=torch.bfloat16, device=device)) for rows in (m, n))
 
 
-@pytest.mark.parametrize("shape", [(1, 16, 16), (128, 128, 64), (37, 40, 48), (5, 33, 100), (1000, 2000, 4096), (300, 8, 30)])
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 16), (128, 128, 64), (37, 40, 48), (5, 33, 100), (1000, 2000, 4096), (300, 8, 30)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_scaled_mm_passes_torchs_validation(shape, dtype, with_bias):
@@ -226,7 +235,9 @@ def test_torchs_validation_refuses_scales_that_are_short():
 def test_on_fp4_hardware_products_take_the_tensor_cores(monkeypatch):
     calls = []
     monkeypatch.setattr(products, "_has_fp4_tensor_cores", lambda device: True)
-    monkeypatch.setattr(products, "scaled_mm", lambda *a, **k: calls.append((a, k)) or torch.zeros(a[0].shape[0], a[1].shape[1]))
+    monkeypatch.setattr(
+        products, "scaled_mm", lambda *a, **k: calls.append((a, k)) or torch.zeros(a[0].shape[0], a[1].shape[1])
+    )
     x, w = torch.randn(5, 64), quantize(torch.randn(16, 64))
     w4a4 = w._replace(activation_spec=QuantizeSpec())
     F.linear(x, w4a4)
@@ -243,7 +254,9 @@ def test_on_fp4_hardware_products_take_the_tensor_cores(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0), reason="needs FP4 tensor cores")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0), reason="needs FP4 tensor cores"
+)
 @pytest.mark.parametrize("shape", [(1, 16, 16), (37, 40, 48), (256, 512, 1024), (5, 33, 100)])
 def test_scaled_mm_against_the_decoded_product(shape):
     m, n, k = shape

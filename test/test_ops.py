@@ -21,7 +21,9 @@ def quantized(x, spec=STOCHASTIC):
 def test_opcheck(device, dtype):
     x = torch.randn(33, 50, device=device).to(dtype)
     state, amax, spec = torch.tensor([1, 2], device=device), reference.amax(x), STOCHASTIC.pack()
-    opcheck(nvfp4.draw_rng_state.default, (x,), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    opcheck(
+        nvfp4.draw_rng_state.default, (x,), test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
     opcheck(nvfp4.amax.default, (x,))
     opcheck(nvfp4.amax.default, (x, DEFAULT_HADAMARD_SIGN))
     opcheck(nvfp4.amax_pair.default, (x, DEFAULT_HADAMARD_SIGN))

@@ -39,7 +39,8 @@ def test_golden(case, side):
     with np.load(DATA / "transformer_engine.npz") as archive:
         x = golden_input(archive, case)
         codes, scales, amax = (
-            torch.from_numpy(np.array(archive[f"{case['case']:02d}/{side}_{part}"])) for part in ("codes", "scales", "amax")
+            torch.from_numpy(np.array(archive[f"{case['case']:02d}/{side}_{part}"]))
+            for part in ("codes", "scales", "amax")
         )
     x = x if side == "row" else x.t()
     x_amax = torch.ops.nvfp4.amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
@@ -76,7 +77,8 @@ def test_random16_is_the_contracts_window_of_the_128_bits():
     for row, block in ((0, 0), (2, 1), (1, 2)):
         index = (7 + row) * 7 + 2 + block
         words = reference.philox4x32_7(
-            tuple(torch.tensor(word) for word in (index, 0, 0x13198A2E, 1)), (torch.tensor(0xA4093822), torch.tensor(0x299F31D0))
+            tuple(torch.tensor(word) for word in (index, 0, 0x13198A2E, 1)),
+            (torch.tensor(0xA4093822), torch.tensor(0x299F31D0)),
         )
         bits = sum(word.item() << 32 * i for i, word in enumerate(words))
         bits |= bits << 128
@@ -120,7 +122,9 @@ def test_rounding_by_exact_arithmetic(value, draw):
 
 @pytest.mark.parametrize("rounding", ["nearest", "up"])
 def test_e4m3_by_search(rounding):
-    v = torch.cat([torch.rand(2000) * 500, torch.rand(2000) * 0.05, torch.tensor(E4M3), torch.tensor([0.0, 1e-9, 1e30])])
+    v = torch.cat(
+        [torch.rand(2000) * 500, torch.rand(2000) * 0.05, torch.tensor(E4M3), torch.tensor([0.0, 1e-9, 1e30])]
+    )
     spec = QuantizeSpec(scale_rounding=rounding)
     got = reference.to_e4m3(v, spec.scale_rounding, v).view(torch.float8_e4m3fn).float()
     for value, result in zip(v.clamp(max=448).tolist(), got.tolist(), strict=True):

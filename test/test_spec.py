@@ -9,9 +9,14 @@ from nvfp4_tensor import FourOverSix, QuantizeSpec, RoundingMode, ScaleRounding
 
 ALL_SPECS = [
     QuantizeSpec(
-        round_mode=mode, block_rows=rows, scale_rounding=up, four_over_six=four, scale_ceiling=ceiling,
-        hadamard_sign=sign, random_bits=bits,
-    )  # fmt: skip
+        round_mode=mode,
+        block_rows=rows,
+        scale_rounding=up,
+        four_over_six=four,
+        scale_ceiling=ceiling,
+        hadamard_sign=sign,
+        random_bits=bits,
+    )
     for mode, rows, up, four, ceiling, sign, bits in itertools.product(
         RoundingMode, (1, 16), ScaleRounding, (None, "mae", "mse"), (448, 256), (None, 0, 0xD7E8), (16, 8)
     )
@@ -49,11 +54,19 @@ def test_hardware_rounding_needs_its_companions():
 @pytest.mark.parametrize(
     "argument",
     [
-        {"round_mode": "nearest"}, {"block_rows": 2}, {"scale_rounding": "down"}, {"scale_rounding": 7},
-        {"four_over_six": "rmse"}, {"four_over_six": 3}, {"scale_ceiling": 512}, {"hadamard_sign": 1 << 16},
-        {"hadamard_sign": False}, {"hadamard_sign": 1.5}, {"random_bits": 32},
+        {"round_mode": "nearest"},
+        {"block_rows": 2},
+        {"scale_rounding": "down"},
+        {"scale_rounding": 7},
+        {"four_over_six": "rmse"},
+        {"four_over_six": 3},
+        {"scale_ceiling": 512},
+        {"hadamard_sign": 1 << 16},
+        {"hadamard_sign": False},
+        {"hadamard_sign": 1.5},
+        {"random_bits": 32},
     ],
-)  # fmt: skip
+)
 def test_what_a_spec_refuses(argument):
     with pytest.raises(ValueError, match=next(iter(argument))):
         QuantizeSpec(**argument)
@@ -69,9 +82,15 @@ def test_str_names_what_is_not_plain():
     assert_expected_inline(
         str(
             QuantizeSpec(
-                round_mode="stochastic", block_rows=16, scale_rounding="up", four_over_six="mae", scale_ceiling=448,
-                hadamard_sign=True, random_bits=8, hardware_rounding=True,
-            )  # fmt: skip
+                round_mode="stochastic",
+                block_rows=16,
+                scale_rounding="up",
+                four_over_six="mae",
+                scale_ceiling=448,
+                hadamard_sign=True,
+                random_bits=8,
+                hardware_rounding=True,
+            )
         ),
         """stochastic, 16x16, scales up, 4/6 mae, ceiling 448, hadamard 0xd7e8, 8 random bits (hardware)""",
     )

@@ -23,13 +23,17 @@ SAME_FIELDS = NVFP4Tensor.tensor_attribute_names
 def assert_same(a: NVFP4Tensor, b: NVFP4Tensor) -> None:
     for name in NVFP4Tensor.tensor_data_names:
         x, y = getattr(a, name), getattr(b, name)
-        assert torch.equal(x.view(torch.uint8) if name == "scale" else x, y.view(torch.uint8) if name == "scale" else y), name
+        assert torch.equal(
+            x.view(torch.uint8) if name == "scale" else x, y.view(torch.uint8) if name == "scale" else y
+        ), name
     assert [getattr(a, name) for name in SAME_FIELDS] == [getattr(b, name) for name in SAME_FIELDS]
     assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(1,), (16,), (37,), (5, 16), (130, 72), (3, 5, 33), (2, 3, 4, 64), (0,), (32, 0), (0, 64), (2, 0, 7)])
+@pytest.mark.parametrize(
+    "shape", [(1,), (16,), (37,), (5, 16), (130, 72), (3, 5, 33), (2, 3, 4, 64), (0,), (32, 0), (0, 64), (2, 0, 7)]
+)
 def test_shape_dtype_and_fields(device, shape, dtype):
     x = torch.randn(shape, device=device).to(dtype)
     t = NVFP4Tensor.to_nvfp4(x)
@@ -63,7 +67,9 @@ def test_round_mode_by_name_and_enum(mode):
 
 def test_round_mode_replaces_that_of_the_spec():
     spec = QuantizeSpec(block_rows=16)
-    assert NVFP4Tensor.to_nvfp4(torch.randn(4, 32), spec=spec, round_mode="away").spec == spec.replace(round_mode="away")
+    assert NVFP4Tensor.to_nvfp4(torch.randn(4, 32), spec=spec, round_mode="away").spec == spec.replace(
+        round_mode="away"
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +87,7 @@ def test_round_mode_replaces_that_of_the_spec():
         (lambda: quantize(torch.zeros(4), amax=torch.ones((), dtype=torch.int64)), ValueError, "amax"),
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2)), ValueError, "int64"),
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(3, dtype=torch.int64)), ValueError, "rng_state"),
-        (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "not both"),
+        (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "not both"),  # noqa: E501
         (lambda: quantize(torch.zeros(4), origin=(0, 8), full_width=64), ValueError, "multiple of 16"),
         (lambda: quantize(torch.zeros(4), origin=(0, 16)), ValueError, "full_width"),
         (lambda: quantize(torch.zeros(4), origin=(0, 16), full_width=19), ValueError, "full_width"),
@@ -120,7 +126,11 @@ def test_amax_given_is_the_amax_used():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 3).flatmap(lambda n: st.tuples(*[st.integers(1, 40)] * n)), st.sampled_from(SPECS), st.integers(0, 2**40))
+@given(
+    st.integers(1, 3).flatmap(lambda n: st.tuples(*[st.integers(1, 40)] * n)),
+    st.sampled_from(SPECS),
+    st.integers(0, 2**40),
+)
 def test_fake_quantize_is_quantize_and_dequantize(shape, spec, seed):
     x, state = torch.randn(shape), torch.tensor([seed, 1])
     fake = fake_quantize(x, spec, rng_state=state)
@@ -146,7 +156,10 @@ def test_a_shard_gets_the_bits_of_the_whole():
 
 
 def test_the_three_properties_that_started_this_project():
-    values = [NVFP4Tensor.to_nvfp4(torch.tensor([1.3, 2.7]), round_mode=RoundingMode.STOCHASTIC).dequantize() for _ in range(100)]
+    values = [
+        NVFP4Tensor.to_nvfp4(torch.tensor([1.3, 2.7]), round_mode=RoundingMode.STOCHASTIC).dequantize()
+        for _ in range(100)
+    ]
     assert torch.stack(values).std(dim=0).max() > 0
     x = torch.randn(1000, 1000).bfloat16()
     spec = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
@@ -159,7 +172,7 @@ def test_repr_shows_what_it_is_and_no_values():
     t = quantize(torch.randn(256, 256).bfloat16(), SPECS[1])
     assert_expected_inline(
         repr(t),
-        """NVFP4Tensor(shape=(256, 256), dtype=torch.bfloat16, device=cpu, spec=(stochastic, 1x16, scales up), 4.50 bits/element)""",
+        """NVFP4Tensor(shape=(256, 256), dtype=torch.bfloat16, device=cpu, spec=(stochastic, 1x16, scales up), 4.50 bits/element)""",  # noqa: E501
     )
     assert_expected_inline(
         repr(torch.nn.Parameter(t.t()._replace(activation_spec=SPECS[0]))),
@@ -180,7 +193,15 @@ def test_copies_through_every_door(device, spec, transposed, parameter):
     for weights_only in (True, False):
         file.seek(0)
         loaded.append(torch.load(file, weights_only=weights_only)["t"])
-    for other in (t.clone(), copy.copy(t), copy.deepcopy(t), pickle.loads(pickle.dumps(t)), t.detach(), t.contiguous(), *loaded):
+    for other in (
+        t.clone(),
+        copy.copy(t),
+        copy.deepcopy(t),
+        pickle.loads(pickle.dumps(t)),
+        t.detach(),
+        t.contiguous(),
+        *loaded,
+    ):
         assert_same(t, other)
     for other in (copy.deepcopy(t), pickle.loads(pickle.dumps(t)), *loaded):
         assert isinstance(other, torch.nn.Parameter) == parameter

@@ -1,4 +1,4 @@
-"""Views, gathers and joins mean what they mean on a dense tensor, share storage where they can, and never lose a write."""
+"""Views, gathers and joins mean what they mean on a dense tensor, share storage where they can, lose no write."""
 
 import pytest
 import torch
@@ -15,7 +15,9 @@ TENSORS = {
     "transposed": lambda: quantize(torch.randn(300, 208)).t(),
     "transposed batch": lambda: quantize(torch.randn(3, 40, 70)).mT,
     "row scales": lambda: torch.cat([quantize(torch.randn(150, 96)), quantize(torch.randn(77, 96) * 50)]),
-    "row scales, transposed": lambda: torch.stack([quantize(torch.randn(20, 96)), quantize(torch.randn(20, 96) * 9)]).mT,
+    "row scales, transposed": lambda: (
+        torch.stack([quantize(torch.randn(20, 96)), quantize(torch.randn(20, 96) * 9)]).mT
+    ),
 }
 FUNCTIONS = {
     "view same": lambda t: t.view(t.shape),
@@ -116,15 +118,18 @@ def test_an_ordinary_matrix_is_refused_nothing_ordinary(function):
 @pytest.mark.parametrize(
     ("view", "shares"),
     [
-        ("view same", True), ("reshape", True), ("t", True), ("mT", True), ("unsqueeze first", True), ("rows on a tile", True),
-        ("rows to the end", True), ("columns on a tile", True), ("columns to the end", True), ("rows off a tile", False),
-        ("columns off a tile", False), ("flatten", False), ("unflatten last", False), ("expand", False), ("select", False),
+        ("view same", True), ("reshape", True), ("t", True), ("mT", True), ("unsqueeze first", True), ("rows on a tile", True),  # noqa: E501
+        ("rows to the end", True), ("columns on a tile", True), ("columns to the end", True), ("rows off a tile", False),  # noqa: E501
+        ("columns off a tile", False), ("flatten", False), ("unflatten last", False), ("expand", False), ("select", False),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_shares_storage(view, shares):
     t = TENSORS["matrix"]()
     piece = FUNCTIONS[view](t)
-    pointers = [(a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()) for a, b in ((t.qdata, piece.qdata), (t.scale, piece.scale))]
+    pointers = [
+        (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr())
+        for a, b in ((t.qdata, piece.qdata), (t.scale, piece.scale))
+    ]
     assert all((a == b) == shares for a, b in pointers)
     assert (piece.aliasing == Aliasing.COPY) == (not shares)
 
