@@ -1,10 +1,13 @@
-"""NVFP4 for PyTorch on the hardware people have."""
+"""NVFP4 for PyTorch on the hardware people have: one tensor, the same bits on a CPU, on Hopper and on Blackwell."""
 
-from nvfp4_tensor import ops, views  # registers the operators and what aten means on the tensor
+from nvfp4_tensor import native, ops, views  # registers the operators, and what aten means on the tensor
 from nvfp4_tensor.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.format import FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.native import info
 from nvfp4_tensor.spec import QuantizeSpec
 from nvfp4_tensor.tensor import NVFP4Tensor, fake_quantize, quantize
+
+native.load()
 
 __all__ = [
     "FourOverSix",
@@ -15,6 +18,8 @@ __all__ = [
     "RoundingMode",
     "ScaleRounding",
     "fake_quantize",
+    "info",
+    "native",
     "ops",
     "quantize",
     "views",

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from nvfp4_tensor.format import BLOCK, ceil_to
-from nvfp4_tensor.tensor import NVFP4Tensor, quantize
+from nvfp4_tensor.tensor import NVFP4Tensor, quantize, resolve_amax, resolve_rng_state
 
 SCALED_MM_ALIGNMENT = 32
 """cuBLASLt takes FP4 rows of a multiple of 16 bytes, and outputs of as many columns as divide by 16."""
@@ -83,11 +83,9 @@ def _decoded_product(x, x_scale, w: NVFP4Tensor, bias, alpha: float, out_dtype: 
 
 def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
     """x as the codes x block scales that it quantizes to, exact in bfloat16, and the per-tensor scale left out."""
-    from nvfp4_tensor.tensor import _checked_amax, _checked_rng_state
-
     spec = w.activation_spec
     assert spec is not None
-    amax, rng_state = _checked_amax(x, spec, None), _checked_rng_state(x, spec, None, None)
+    amax, rng_state = resolve_amax(x, spec, None), resolve_rng_state(x, spec, None, None)
     values, factor = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False)
     return _fit_columns(values, w), factor
 

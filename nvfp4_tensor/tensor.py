@@ -224,7 +224,7 @@ def quantize(
         ValueError: 0-d x, or an amax, rng_state, origin or full_width that does not fit.
     """
     spec = QuantizeSpec() if spec is None else spec
-    amax, rng_state, place = _checked_arguments(x, spec, amax, rng_state, generator, origin, full_width)
+    amax, rng_state, place = _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(x.detach(), amax, rng_state, spec.pack(), *place)
     return NVFP4Tensor(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
 
@@ -245,14 +245,14 @@ def fake_quantize(
     The result is (..., K); with a Hadamard transform in the spec it is the transformed tensor, K rounded up to 16.
     """
     spec = QuantizeSpec() if spec is None else spec
-    amax, rng_state, place = _checked_arguments(x, spec, amax, rng_state, generator, origin, full_width)
+    amax, rng_state, place = _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     dtype = x.dtype if dtype is None else dtype
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"fake_quantize gives bfloat16, float16 or float32, not {dtype}")
     return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), dtype, True, *place)[0]
 
 
-def _checked_arguments(x, spec, amax, rng_state, generator, origin, full_width):
+def _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):
     """(amax, rng_state, (row0, col0, full_width)) as the ops take them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: use torch.as_tensor first")
@@ -263,13 +263,13 @@ def _checked_arguments(x, spec, amax, rng_state, generator, origin, full_width):
     if x.dim() == 0:
         raise ValueError("a 0-d tensor has no dimension to block: use x.reshape(1)")
     return (
-        _checked_amax(x, spec, amax),
-        _checked_rng_state(x, spec, rng_state, generator),
-        _checked_place(x, spec, origin, full_width),
+        resolve_amax(x, spec, amax),
+        resolve_rng_state(x, spec, rng_state, generator),
+        _resolve_place(x, spec, origin, full_width),
     )
 
 
-def _checked_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) -> Tensor:
+def resolve_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) -> Tensor:
     if amax is None:
         return torch.ops.nvfp4.amax(x.detach(), -1 if spec.hadamard_sign is None else spec.hadamard_sign)
     if isinstance(amax, Tensor):
@@ -281,7 +281,7 @@ def _checked_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) ->
     return torch.full((), amax, dtype=torch.float32, device=x.device)
 
 
-def _checked_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
+def resolve_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
     if rng_state is not None and generator is not None:
         raise ValueError("give rng_state or generator, not both")
     if rng_state is not None:
@@ -300,7 +300,7 @@ def _checked_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Gener
     return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=x.device))
 
 
-def _checked_place(x: Tensor, spec: QuantizeSpec, origin, full_width: int | None) -> tuple[int, int, int]:
+def _resolve_place(x: Tensor, spec: QuantizeSpec, origin, full_width: int | None) -> tuple[int, int, int]:
     row0, col0 = origin
     if row0 < 0 or row0 % spec.block_rows:
         raise ValueError(f"the row of origin is a multiple of block_rows ({spec.block_rows}), got {row0}")
