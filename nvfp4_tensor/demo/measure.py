@@ -1,0 +1,67 @@
+"""What the demo measures of a model: perplexity, size, and how it goes on from a prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+
+def perplexity(model: nn.Module, tokens: Tensor, window: int, tick: Callable[[], object] = lambda: None) -> float:
+    """exp of the mean negative log likelihood of tokens (count,), in windows that do not see each other.
+
+    A window's first token is not predicted. ``tick`` is called after each window.
+    """
+    total, predicted = 0.0, 0
+    with torch.no_grad():
+        for ids in tokens.split(window):
+            logits = model(ids.unsqueeze(0)).logits[0, :-1].float()
+            total += cross_entropy(logits, ids[1:], reduction="sum").item()
+            predicted += len(ids) - 1
+            tick()
+    return math.exp(total / predicted)
+
+
+def greedy(model: nn.Module, prompt: Tensor, count: int, tick: Callable[[], object] = lambda: None) -> Tensor:
+    """The ``count`` most likely next tokens after prompt (1, length), one at a time: int64 (at most count,).
+
+    Stops at the model's end token. ``tick`` is called after each token.
+    """
+    ids, cache, output = prompt, None, []
+    with torch.no_grad():
+        for _ in range(count):
+            result = model(ids, past_key_values=cache, use_cache=True)
+            ids, cache = result.logits[:, -1:].argmax(dim=-1), result.past_key_values
+            tick()
+            if ids.item() == model.config.eos_token_id:
+                break
+            output.append(ids.item())
+    return torch.tensor(output, dtype=torch.int64)
+
+
+def _storages(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is made of: itself, or a subclass's parts, theirs included."""
+    if type(tensor.data) is Tensor:
+        yield tensor
+    else:
+        for name in tensor.data.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor, or of all the parts of a tensor subclass (ours or torchao's)."""
+    return sum(part.numel() * part.element_size() for part in _storages(tensor))
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters, one that two modules share counted once."""
+    return sum(stored_bytes(parameter) for parameter in model.parameters())
+
+
+def bits_per_weight(model: nn.Module, is_quantized: Callable[[nn.Module, str], bool]) -> float:
+    """Bits a weight of the modules that ``is_quantized(module, name)`` picks, scales and padding included."""
+    weights = [module.weight for name, module in model.named_modules() if is_quantized(module, name)]
+    return 8 * sum(map(stored_bytes, weights)) / sum(weight.numel() for weight in weights)

