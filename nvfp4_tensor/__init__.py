@@ -1,6 +1,7 @@
 """NVFP4 for PyTorch on the hardware people have: one tensor, the same bits on a CPU, on Hopper and on Blackwell."""
 
 from nvfp4_tensor import native, ops, views  # registers the operators, and what aten means on the tensor
+from nvfp4_tensor.calibration import calibrate
 from nvfp4_tensor.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.format import FourOverSix, RoundingMode, ScaleRounding
 from nvfp4_tensor.native import info
@@ -17,6 +18,7 @@ __all__ = [
     "QuantizeSpec",
     "RoundingMode",
     "ScaleRounding",
+    "calibrate",
     "fake_quantize",
     "info",
     "native",

@@ -146,6 +146,8 @@ def _copy_(func, types, args, kwargs):
     _check_writable(func, t, new_scale=source.per_tensor_scale is not t.per_tensor_scale)
     for name in t.tensor_data_names:
         getattr(t, name).copy_(getattr(source, name))
+    if source.activation_amax is not None:
+        t.activation_amax = source.activation_amax.to(t.device, copy=True)
     return t
 
 

@@ -6,9 +6,11 @@ import dataclasses
 
 import torch
 from torchao.core.config import AOBaseConfig
+from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from nvfp4_tensor.format import HIGH_PRECISION_DTYPES, FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.observer import ObservedLinear
 from nvfp4_tensor.spec import QuantizeSpec
 from nvfp4_tensor.tensor import NVFP4Tensor, quantize
 
@@ -49,10 +51,17 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         block_rows: for the weight; an activation always has 1x16 blocks.
         activation_round_mode: for the activation alone.
         weight_spec, activation_spec: the whole specs, instead of these.
+        step: None, or torchao's two steps towards static activation scales: "prepare" observes what each linear is
+            fed, "convert" quantizes with the amax observed (linears not prepared are left alone). See also
+            :func:`calibrate`.
+        percentile: for "convert": the percentile of the magnitudes observed that becomes the amax, 99.9 for
+            instance; None for the largest.
     """
 
     activation_round_mode: RoundingMode | str | None = None
     activation_spec: QuantizeSpec | None = None
+    step: QuantizationStep | str | None = None
+    percentile: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +70,10 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             self.activation_spec = QuantizeSpec(**self._shared_arguments())
             if self.activation_round_mode is not None:
                 self.activation_spec = self.activation_spec.replace(round_mode=self.activation_round_mode)
+        if self.step is not None:
+            self.step = QuantizationStep(self.step)
+        if self.percentile is not None and not 0 < self.percentile <= 100:
+            raise ValueError(f"percentile lies in (0, 100], got {self.percentile}")
         if self.weight_spec.hadamard_sign != self.activation_spec.hadamard_sign:
             raise ValueError(
                 "weight_spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs"
@@ -83,12 +96,32 @@ def _quantize_weight(module: torch.nn.Module, config: NVFP4WeightOnlyConfig) -> 
 
 @register_quantize_module_handler(NVFP4Config)
 def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config) -> torch.nn.Module:
+    assert config.activation_spec is not None
+    if config.step == QuantizationStep.PREPARE:
+        _check_quantizable(module)
+        return ObservedLinear.observe(module, config.activation_spec)
+    if config.step == QuantizationStep.CONVERT:
+        if not isinstance(module, ObservedLinear):
+            return module
+        activation_amax = module.amax_at(config.percentile)
+        return _quantize_linear(
+            module.stop_observing(), config.weight_spec, config.activation_spec, activation_amax=activation_amax
+        )
     return _quantize_linear(module, config.weight_spec, config.activation_spec)
 
 
 def _quantize_linear(
-    module: torch.nn.Module, weight_spec: QuantizeSpec | None, activation_spec: QuantizeSpec | None
+    module: torch.nn.Module, weight_spec: QuantizeSpec | None, activation_spec: QuantizeSpec | None, **fields
 ) -> torch.nn.Module:
+    _check_quantizable(module)
+    quantized = quantize(module.weight.detach(), weight_spec)._replace(activation_spec=activation_spec, **fields)
+    module.weight = torch.nn.Parameter(quantized, requires_grad=False)
+    if type(module) is torch.nn.Linear:
+        module.__class__ = NVFP4Linear
+    return module
+
+
+def _check_quantizable(module: torch.nn.Module) -> None:
     weight = getattr(module, "weight", None)
     if not isinstance(module, torch.nn.Linear):
         raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: leave it out with quantize_'s filter_fn")
@@ -100,8 +133,3 @@ def _quantize_linear(
             f"{module} has a weight of {type(weight.data).__name__}, {weight.dtype}: NVFP4 takes plain tensors of "
             "bfloat16, float16 or float32, so cast the model first"
         )
-    quantized = quantize(weight.detach(), weight_spec)._replace(activation_spec=activation_spec)
-    module.weight = torch.nn.Parameter(quantized, requires_grad=False)
-    if type(module) is torch.nn.Linear:
-        module.__class__ = NVFP4Linear
-    return module

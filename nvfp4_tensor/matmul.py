@@ -60,7 +60,7 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, bias: Tensor | None, alpha: float) -
     out_dtype = x.dtype
     if along_blocks and w.activation_spec is not None and not isinstance(x, NVFP4Tensor):
         if _has_fp4_tensor_cores(x.device):
-            x = quantize(x, w.activation_spec)
+            x = quantize(x, w.activation_spec, amax=w.activation_amax)
         else:
             x, x_scale = _quantized_values(x, w)
             return _decoded_product(x, x_scale, w, bias, alpha, out_dtype)
@@ -85,7 +85,7 @@ def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
     """x as the codes x block scales that it quantizes to, exact in bfloat16, and the per-tensor scale left out."""
     spec = w.activation_spec
     assert spec is not None
-    amax, rng_state = resolve_amax(x, spec, None), resolve_rng_state(x, spec, None, None)
+    amax, rng_state = resolve_amax(x, spec, w.activation_amax), resolve_rng_state(x, spec, None, None)
     values, factor = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False)
     return _fit_columns(values, w), factor
 

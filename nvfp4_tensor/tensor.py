@@ -40,10 +40,12 @@ class NVFP4Tensor(TorchAOBaseTensor):
         orig_dtype: bfloat16, float16 or float32: what it decodes to by default.
         spec: how the codes were made, and how ``copy_`` from a dense tensor makes new ones.
         activation_spec: None, or how a product quantizes the dense operand it meets (W4A4).
+        activation_amax: None, or the calibrated amax of that operand, float32 0-d; else each call takes its own.
         transposed: whether the logical tensor has the stored one's last two dimensions swapped.
     """
 
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale", "per_tensor_scale"]
+    optional_tensor_data_names: ClassVar[list[str]] = ["activation_amax"]
     tensor_attribute_names: ClassVar[list[str]] = ["columns", "orig_dtype", "spec", "activation_spec", "transposed"]
 
     qdata: Tensor
@@ -53,6 +55,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
     orig_dtype: torch.dtype
     spec: QuantizeSpec
     activation_spec: QuantizeSpec | None
+    activation_amax: Tensor | None
     transposed: bool
     aliasing: Aliasing
 
@@ -66,6 +69,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         spec: QuantizeSpec,
         activation_spec: QuantizeSpec | None = None,
         transposed: bool = False,
+        activation_amax: Tensor | None = None,
     ):
         shape = [*qdata.shape[:-1], columns]
         strides = [1]
@@ -84,6 +88,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         self.orig_dtype = orig_dtype
         self.spec = spec
         self.activation_spec = activation_spec
+        self.activation_amax = activation_amax
         self.transposed = transposed
         self.aliasing = Aliasing.WHOLE
         return self
@@ -145,8 +150,11 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     def _replace(self, **changes) -> NVFP4Tensor:
         """A tensor of the same fields but those given."""
-        names = self.tensor_data_names + self.tensor_attribute_names
-        return NVFP4Tensor(**{name: changes[name] if name in changes else getattr(self, name) for name in names})
+        return NVFP4Tensor(**{**self._fields(), **changes})
+
+    def _fields(self) -> dict:
+        names = self.tensor_data_names + self.tensor_attribute_names + self.optional_tensor_data_names
+        return {name: getattr(self, name) for name in names}
 
     def _marked(self, aliasing: Aliasing) -> NVFP4Tensor:
         self.aliasing = aliasing
@@ -154,8 +162,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     def __reduce_ex__(self, protocol):
         # Scales travel as bytes: pickle alone cannot load a float8 storage (torch.save can).
-        fields = {name: getattr(self, name) for name in self.tensor_data_names + self.tensor_attribute_names}
-        fields["scale"] = self.scale.view(torch.uint8)
+        fields = {**self._fields(), "scale": self.scale.view(torch.uint8)}
         return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False))
 
     @classmethod
@@ -167,13 +174,15 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled graph may depend on, for torch's cache of graphs."""
-        inner = [(t.shape, t.stride(), t.dtype, t.device) for t in (self.qdata, self.scale, self.per_tensor_scale)]
+        names, _ = self.__tensor_flatten__()
+        inner = [(name, t.shape, t.stride(), t.dtype, t.device) for name in names for t in (getattr(self, name),)]
         fields = [getattr(self, name) for name in self.tensor_attribute_names]
         return hashlib.blake2b(repr((self.shape, self.requires_grad, inner, fields)).encode()).hexdigest()
 
     def describe(self) -> str:
         """The spec in words, that of the activation if a product quantizes it, and the bits per element."""
-        activation = f", activation ({self.activation_spec})" if self.activation_spec is not None else ""
+        static = ", static" if self.activation_amax is not None else ""
+        activation = f", activation ({self.activation_spec}{static})" if self.activation_spec is not None else ""
         return f"{self.spec}{activation}, {self.bits_per_element:.2f} bits/element"
 
     def __repr__(self, *, tensor_contents=None) -> str:

@@ -1,0 +1,61 @@
+"""Static activation scales: observe what each linear is fed, then quantize that with one amax at every call.
+
+``calibrate(model, batches)`` does it in one go; ``quantize_(model, NVFP4Config(step="prepare"))``, running the model
+by hand and ``quantize_(model, NVFP4Config(step="convert"))`` is torchao's two-step flow over the same parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+from tqdm import tqdm
+
+from nvfp4_tensor.config import NVFP4Config
+from nvfp4_tensor.observer import ObservedLinear
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    config: NVFP4Config | None = None,
+    *,
+    filter_fn=None,
+    progress: bool = True,
+) -> nn.Module:
+    """Quantize a model in place to W4A4 with static activation scales, observed over ``batches``.
+
+    Args:
+        batches: what the model is called with: a tensor, a tuple of arguments or a mapping of keyword arguments each.
+        config: an NVFP4Config (its ``percentile`` chooses between the largest magnitude and a percentile).
+        filter_fn: which modules, as quantize_ takes it.
+        progress: show a progress bar over the batches.
+
+    Raises:
+        RuntimeError: a module that the filter selects saw no input.
+    """
+    config = NVFP4Config() if config is None else config
+    quantize_(model, dataclasses.replace(config, step="prepare"), filter_fn=filter_fn)
+    with torch.no_grad():
+        for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
+            if isinstance(batch, Mapping):
+                model(**batch)
+            elif isinstance(batch, tuple | list):
+                model(*batch)
+            else:
+                model(batch)
+    observed = {name: module for name, module in model.named_modules() if isinstance(module, ObservedLinear)}
+    unseen = [name for name, module in observed.items() if module.activation_histogram.sum() == 0]
+    if unseen:
+        for module in observed.values():
+            module.stop_observing()
+        raise RuntimeError(
+            f"no batch reached {', '.join(unseen)}: the model is as it was; leave them out with filter_fn, "
+            "or calibrate on batches that use them"
+        )
+    quantize_(model, dataclasses.replace(config, step="convert"))
+    return model

@@ -1,0 +1,108 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, calibrate, quantize
+
+
+def model():
+    return nn.Sequential(nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 32, bias=False)).bfloat16()
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 48, generator=generator).bfloat16() for _ in range(count)]
+
+
+def test_the_amax_is_that_of_all_batches(device):
+    m = model().to(device)
+    dense = copy.deepcopy(m)
+    data = [batch.to(device) for batch in batches()]
+    assert calibrate(m, data, progress=False) is m
+    inputs = data, [torch.relu(dense[0](batch)) for batch in data]
+    for layer, seen in zip((m[0], m[2]), inputs, strict=True):
+        assert layer.weight.activation_amax == torch.stack([x.float().abs().amax() for x in seen]).amax()
+    x = data[0] * 0.1  # an amax of its own would give other scales
+    expected = torch.nn.functional.linear(
+        quantize(x, amax=m[0].weight.activation_amax), m[0].weight._replace(activation_spec=None), m[0].bias
+    )
+    assert torch.equal(m[0](x), expected)
+    assert "static" in repr(m[0])
+
+
+def test_percentile():
+    x = torch.cat([torch.linspace(0, 1, 9_990), torch.full((10,), 100.0)]).reshape(-1, 50)
+    m = nn.Sequential(nn.Linear(50, 16))
+    for percentile, low, high in ((None, 100, 100), (100, 100, 100), (99.8, 0.96, 1.04), (50, 0.48, 0.52)):
+        calibrated = calibrate(copy.deepcopy(m), [x], NVFP4Config(percentile=percentile), progress=False)
+        assert low <= calibrated[0].weight.activation_amax <= high
+    with pytest.raises(ValueError, match="percentile"):
+        NVFP4Config(percentile=0)
+
+
+def test_two_steps_with_a_state_dict_between():
+    m, other = model(), model()
+    other.load_state_dict(m.state_dict())
+    for each in (m, other):
+        quantize_(each, NVFP4Config(step="prepare"))
+    for batch in batches():
+        m(batch)
+    assert "activation_amax" in dict(m[0].named_buffers())
+    other.load_state_dict(m.state_dict())
+    for each in (m, other):
+        quantize_(each, NVFP4Config(step="convert"))
+        assert not dict(each.named_buffers())
+    assert torch.equal(m(batches()[0]), other(batches()[0]))
+
+
+def test_a_static_scale_survives_saving_compiling_and_moving():
+    m = calibrate(model(), batches(), progress=False)
+    x = batches(1)[0]
+    file = io.BytesIO()
+    torch.save(m.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    fresh = model()
+    quantize_(fresh, NVFP4Config())
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh[0].weight.activation_amax, m[0].weight.activation_amax)
+    for other in (fresh, copy.deepcopy(m), torch.compile(m, fullgraph=True)):
+        assert torch.equal(other(x), m(x))
+    assert m.to("meta")[0].weight.activation_amax.device.type == "meta"
+
+
+def test_forms_of_a_batch():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, a, b):
+            return self.linear(a + b)
+
+    a, b = torch.ones(2, 16), torch.full((2, 16), 2.0)
+    m = calibrate(Two(), [(a, b), [b, b], {"a": a, "b": 4 * b}], progress=False)
+    assert m.linear.weight.activation_amax == 9
+
+
+def test_nothing_is_half_changed():
+    m = nn.ModuleDict({"used": nn.Linear(16, 16), "unused": nn.Linear(16, 16)})
+    m.forward = lambda x: m["used"](x)
+    with pytest.raises(RuntimeError, match=r"no batch reached unused.*filter_fn"):
+        calibrate(m, [torch.ones(2, 16)], progress=False)
+    assert all(type(layer) is nn.Linear and not dict(layer.named_buffers()) for layer in m.values())
+    calibrate(m, [torch.ones(2, 16)], filter_fn=lambda module, name: name == "used", progress=False)
+    assert isinstance(m["used"].weight, NVFP4Tensor) and type(m["unused"]) is nn.Linear
+    prepared = nn.Sequential(nn.Linear(16, 16))
+    quantize_(prepared, NVFP4Config(step="prepare"))
+    with pytest.raises(RuntimeError, match="seen no input"):
+        quantize_(prepared, NVFP4Config(step="convert"))
+
+
+def test_progress_is_shown(capsys):
+    calibrate(model(), batches(2))
+    assert "calibrating" in capsys.readouterr().err
