@@ -1,13 +1,15 @@
 """The one harness of all benchmarks: how time is taken, what it is compared with, and how results are kept.
 
 On CUDA each variant is captured in a graph and timed by events around one replay, after the L2 cache is flushed; on a
-CPU by perf_counter. Variants are interleaved, one run of each in turn, so that drift of the machine falls on all of
-them; the figure is the median. A copy of a large tensor runs among them: its bandwidth is what shares refer to.
+CPU by perf_counter, around as many calls as take a millisecond. Variants are interleaved, one run of each in turn, so
+that drift of the machine falls on all of them; the figure is the median. A copy of a large tensor runs among them: its
+bandwidth is what shares refer to.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -64,15 +66,15 @@ def measure(variants: Sequence[Variant], device: torch.device, *, repeats: int) 
     variants = [copy_variant(device), *variants]
     if device.type == "cuda":
         runs, methods = zip(*(_captured(variant.run) for variant in variants), strict=True)
-        take = _event_timer(device)
+        take, batches = _event_timer(device), [1] * len(variants)
     else:
         runs, methods, take = [variant.run for variant in variants], ["clock"] * len(variants), _clock
-        for run in runs:
-            run()  # code paths, allocations and compilation before the first timed run
+        batches = [_calls_a_millisecond(run) for run in runs]
+        runs = [functools.partial(_repeat, run, calls) for run, calls in zip(runs, batches, strict=True)]
     times: list[list[float]] = [[] for _ in variants]
     for _ in range(repeats):
-        for run, taken in zip(runs, times, strict=True):
-            taken.append(take(run))
+        for run, calls, taken in zip(runs, batches, times, strict=True):
+            taken.append(take(run) / calls)
     return {
         variant.name: Timing(variant.name, variant.moved, *_quartiles(taken), method)
         for variant, taken, method in zip(variants, times, methods, strict=True)
@@ -90,6 +92,17 @@ def _clock(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def _repeat(run: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        run()
+
+
+def _calls_a_millisecond(run: Callable[[], object]) -> int:
+    """At least one; the first call, uncounted, pays for compilation and the allocator."""
+    run()
+    return min(max(int(1e-3 / max(_clock(run), 1e-7)), 1), 1000)
 
 
 def _event_timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
@@ -140,7 +153,7 @@ def host_time(run: Callable[[], object], device: torch.device, *, budget: float 
     taken = []
     for _ in range(rounds):
         synchronize()
-        taken.append(_clock(lambda: [run() for _ in range(calls)]) / calls)
+        taken.append(_clock(functools.partial(_repeat, run, calls)) / calls)
     synchronize()
     return statistics.median(taken)
 
@@ -212,9 +225,12 @@ def commit() -> str:
 
 
 def command() -> str:
-    """What was typed, as ``python -m`` and the arguments."""
-    spec = sys.modules["__main__"].__spec__
-    return " ".join(["python", "-m", spec.name if spec else Path(sys.argv[0]).stem, *sys.argv[1:]])
+    """What was typed, as ``python -m`` and the arguments, without where the results were to go."""
+    spec, arguments = sys.modules["__main__"].__spec__, sys.argv[1:]
+    if "--out" in arguments:
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    return " ".join(["python", "-m", spec.name if spec else Path(sys.argv[0]).stem, *arguments])
 
 
 def record(device: torch.device, **content) -> dict:

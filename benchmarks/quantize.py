@@ -156,7 +156,8 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
         return lambda: nvfp4.fake_quantize(x, amax, state, bits, x.dtype)
 
     def pair(spec: QuantizeSpec, spec_t: QuantizeSpec, amax_of_transpose: Tensor) -> Run:
-        return lambda: nvfp4.quantize_pair(x, amax, amax_of_transpose, state, spec.pack(), spec_t.pack())
+        bits, bits_t = spec.pack(), spec_t.pack()
+        return lambda: nvfp4.quantize_pair(x, amax, amax_of_transpose, state, bits, bits_t)
 
     lines: list[tuple[str, Run, int]] = [
         ("amax", lambda: nvfp4.amax(x, -1), dense),
@@ -231,6 +232,19 @@ def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: 
     return {"copy": timings[harness.COPY].bandwidth, "subjects": show(report, items, timings, present)}
 
 
+def compare_runs(report: harness.Report, runs: list[dict]) -> None:
+    """Time per element of each subject, shape by shape and by thread count, where there is more than one."""
+    if len(runs) < 2:
+        return
+    header = ["ns an element", *(f"{run['shape'][0]}x{run['shape'][1]}, {run['threads']} thr." for run in runs)]
+    names = [subject["name"] for subject in runs[0]["subjects"]]
+    rows = [
+        [name, *(f"{run['subjects'][i]['median'] / math.prod(run['shape']) * 1e9:.4g}" for run in runs)]
+        for i, name in enumerate(names)
+    ]
+    report("\n" + harness.table(header, rows))
+
+
 # --- host time -------------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +295,7 @@ def main() -> None:
         x = torch.randn(rows, columns, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
         run = {"shape": [rows, columns], "threads": threads, **time_all(report, x, arguments.peers, repeats)}
         content["runs"].append(run)
+    compare_runs(report, content["runs"])
     content["host"] = host_times(device, dtype)
     report("\nhost time of one eager call, 64x64")
     report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))

@@ -70,7 +70,7 @@ def test_the_report_of_stochastic_rounding(monkeypatch, tmp_path, capsys) -> Non
 
 
 def test_the_quantize_benchmark(monkeypatch, tmp_path, capsys, device: str) -> None:
-    arguments = ("--device", device, "--shapes", "64x128", "--repeats", "2", "--peers", "torchao", "fbgemm")
+    arguments = ("--device", device, "--shapes", "64x128", "32x16", "--repeats", "2", "--peers", "torchao", "fbgemm")
     run(quantize, monkeypatch, *arguments, "--out", str(tmp_path))
     (path,) = tmp_path.glob("*/quantize.json")
     content = json.loads(path.read_text())
@@ -87,8 +87,9 @@ def test_the_quantize_benchmark(monkeypatch, tmp_path, capsys, device: str) -> N
     if importlib.util.find_spec("torchao"):
         assert subjects["dequantize"]["times"]["torchao"] > 0
     assert all(taken > 0 for taken in content["host"].values())
-    assert {"command", "commit", "machine", "versions", "native"} <= content.keys()
+    assert {"commit", "machine", "versions", "native"} <= content.keys() and str(tmp_path) not in content["command"]
     printed = capsys.readouterr().out
+    assert "64x128, " in printed and "32x16, " in printed  # the comparison of shapes
     assert device == "cuda" or "peer fbgemm is absent: RuntimeError: needs CUDA" in printed
     pytest.importorskip("matplotlib")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -126,7 +127,7 @@ def test_harness_takes_medians_of_interleaved_runs() -> None:
         return Variant(name, lambda: (order.append(name), time.sleep(pause)), moved=1000)
 
     timings = harness.measure([variant("a", 0.002), variant("b", 0.02)], torch.device("cpu"), repeats=3)
-    assert order == ["a", "b"] * 4  # once to warm up
+    assert order == ["a", "a", "b", "b"] + ["a", "b"] * 3  # each is warmed up and sized first
     assert 0.002 <= timings["a"].median < 0.02 <= timings["b"].median
     assert timings["b"].bandwidth == 1000 / timings["b"].median
     assert timings[harness.COPY].bandwidth > 1e8
