@@ -28,12 +28,12 @@ struct TensorScale {
 
   NVFP4_HD static TensorScale of(float amax, float ceiling) {
     const float encode = encode_scale(amax, ceiling);
-    return {amax, mul(kE2M1Max, ceiling), encode, div(1.0f, encode), mul(encode, 1.0f / 6.0f)};
+    return {amax, mul(kE2M1Max, ceiling), encode, reciprocal(encode), mul(encode, 1.0f / 6.0f)};
   }
 
   // enc: what the elements of a block with scale s_b are multiplied by.
   NVFP4_HD float block_encode(float s_b) const {
-    return s_b == 0.0f ? 0.0f : clamp_max(div(1.0f, mul(s_b, decode)), kFloatMax);
+    return s_b == 0.0f ? 0.0f : clamp_max(reciprocal(mul(s_b, decode)), kFloatMax);
   }
 
   // s_b of a block without four-over-six. A block_amax that is NaN or Inf says that the block holds one.

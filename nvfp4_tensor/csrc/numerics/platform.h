@@ -1,7 +1,7 @@
 // What makes one source mean the same float32 arithmetic on a host and on a device.
 //
 // The contract is IEEE float32, round to nearest even, in the order written, no fused multiply-add. On a device the
-// four functions below are intrinsics that the compiler never contracts; a host compiler needs -ffp-contract=off.
+// functions below are intrinsics that the compiler never contracts; a host compiler needs -ffp-contract=off.
 #pragma once
 
 #include <cstdint>
@@ -45,11 +45,13 @@ NVFP4_HD float add(float a, float b) { return __fadd_rn(a, b); }
 NVFP4_HD float sub(float a, float b) { return __fsub_rn(a, b); }
 NVFP4_HD float mul(float a, float b) { return __fmul_rn(a, b); }
 NVFP4_HD float div(float a, float b) { return __fdiv_rn(a, b); }
+NVFP4_HD float reciprocal(float a) { return __frcp_rn(a); }
 #else
 NVFP4_HD float add(float a, float b) { return a + b; }
 NVFP4_HD float sub(float a, float b) { return a - b; }
 NVFP4_HD float mul(float a, float b) { return a * b; }
 NVFP4_HD float div(float a, float b) { return a / b; }
+NVFP4_HD float reciprocal(float a) { return 1.0f / a; }
 #endif
 
 NVFP4_HD float magnitude(float v) { return bits_float(float_bits(v) & 0x7FFFFFFFu); }

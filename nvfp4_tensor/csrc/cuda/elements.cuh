@@ -1,0 +1,106 @@
+// Elements in registers: 16-byte loads of bfloat16, float16 and float32, a block's amax, its values and its signs.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "numerics/platform.h"
+
+namespace nvfp4 {
+
+template <typename T>
+__device__ __forceinline__ float to_float(T v);
+template <>
+__device__ __forceinline__ float to_float(float v) { return v; }
+template <>
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+template <>
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float(float v) { return v; }
+template <>
+__device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
+
+// The magnitude bits of infinity: below it, all is finite.
+template <typename T>
+constexpr uint32_t kInfinity = std::is_same_v<T, float> ? 0x7F800000u : std::is_same_v<T, __half> ? 0x7C00u : 0x7F80u;
+
+// N consecutive elements as they lie in memory.
+template <typename T, int N>
+struct Elements {
+  static constexpr bool kPacked = sizeof(T) == 2;  // two elements a word
+  static constexpr int kWords = N * sizeof(T) / 4;
+  uint32_t word[kWords];
+
+  __device__ __forceinline__ static Elements load(const T* from) {
+    Elements e;
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 v = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      e.word[4 * i] = v.x, e.word[4 * i + 1] = v.y, e.word[4 * i + 2] = v.z, e.word[4 * i + 3] = v.w;
+    }
+    return e;
+  }
+
+  __device__ __forceinline__ static Elements zero() {
+    Elements e;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) e.word[i] = 0;
+    return e;
+  }
+
+  __device__ __forceinline__ float value(int i) const {
+    if constexpr (!kPacked) {
+      return bits_float(word[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return bits_float(i % 2 ? word[i / 2] & 0xFFFF0000u : word[i / 2] << 16);
+    } else {
+      return to_float(__ushort_as_half(static_cast<uint16_t>(i % 2 ? word[i / 2] >> 16 : word[i / 2])));
+    }
+  }
+
+  // The bits of the largest magnitude, as an integer of T's width: ordered like the magnitudes, NaN and Inf on top.
+  __device__ __forceinline__ uint32_t amax_bits() const {
+    if constexpr (kPacked) {
+      uint32_t most = word[0] & 0x7FFF7FFFu;
+#pragma unroll
+      for (int i = 1; i < kWords; ++i) most = __vmaxu2(most, word[i] & 0x7FFF7FFFu);
+      return max(most & 0xFFFFu, most >> 16);
+    } else {
+      uint32_t most = word[0] & 0x7FFFFFFFu;
+#pragma unroll
+      for (int i = 1; i < kWords; ++i) most = max(most, word[i] & 0x7FFFFFFFu);
+      return most;
+    }
+  }
+
+  __device__ __forceinline__ static float magnitude_of(uint32_t bits) {
+    if constexpr (!kPacked) return bits_float(bits);
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return bits_float(bits << 16);
+    return to_float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  }
+
+  // The signs of elements first .. first + 7 in bits 3, 7, ..., 31.
+  __device__ __forceinline__ uint32_t signs(int first) const {
+    uint32_t even, odd;  // one element a byte, its sign in bit 7
+    if constexpr (kPacked) {
+      const uint32_t* w = word + first / 2;
+      const uint32_t a = __byte_perm(w[0], w[1], 0x7351), b = __byte_perm(w[2], w[3], 0x7351);
+      even = __byte_perm(a, b, 0x5410), odd = __byte_perm(a, b, 0x7632);
+    } else {
+      const uint32_t* w = word + first;
+      even = __byte_perm(__byte_perm(w[0], w[2], 0x0073), __byte_perm(w[4], w[6], 0x0073), 0x5410);
+      odd = __byte_perm(__byte_perm(w[1], w[3], 0x0073), __byte_perm(w[5], w[7], 0x0073), 0x5410);
+    }
+    return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+  }
+};
+
+}  // namespace nvfp4

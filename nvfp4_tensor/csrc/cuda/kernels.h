@@ -1,0 +1,96 @@
+// What the op registrations (ops.cu) and the kernels of this folder agree on: plain structs and one launcher a kernel.
+//
+// Every launcher only enqueues work on the stream it is given: nothing here waits for the device, reads a value back
+// from it or allocates, so all of it can be captured in a CUDA graph.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "numerics/layout.h"
+#include "numerics/spec.h"
+
+namespace nvfp4 {
+
+enum class Dtype { kBf16, kFp16, kFloat };
+
+inline int bytes_of(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : 2; }
+
+// A matrix with last stride 1.
+struct Matrix {
+  const void* data;
+  int64_t rows, columns, row_stride;  // elements
+  Dtype dtype;
+
+  NVFP4_HD int64_t blocks() const { return ceil_div(columns, kBlock); }  // in a row
+  NVFP4_HD int64_t column_tiles() const { return ceil_div(blocks(), kTileColumns); }
+
+  // Every block is whole and begins on 16 bytes, so that 16-byte loads serve.
+  bool whole_blocks() const {
+    const int64_t row_bytes = row_stride * bytes_of(dtype);
+    return columns % kBlock == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && (rows <= 1 || row_bytes % 16 == 0);
+  }
+};
+
+// Where the random bits of a matrix come from: block (r, c) is number first + r * width + c of the logical tensor.
+struct RandomPlace {
+  const int64_t* rng_state;  // (seed, offset) on the device, null where the mode is not stochastic
+  int64_t first, width;
+  int stream;
+};
+
+// Everything that quantizing a matrix needs beside the matrix and the place of its results.
+struct Quantization {
+  QuantizeSpec spec;
+  const float* amax;
+  float* per_tensor_scale;
+  RandomPlace random;
+};
+
+// Results of a quantization, with the strides that the shape of the matrix implies.
+struct Codes {
+  uint8_t* qdata;
+  uint8_t* scale;  // swizzled; padding is zero already, or is written by the kernel where launch_* says so
+};
+
+struct Values {
+  void* data;
+  Dtype dtype;
+  int64_t columns;  // of the output; the input's, or rounded up to 16 after a Hadamard transform
+  bool scaled;
+};
+
+// `out` must hold zero.
+void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t stream);
+void launch_amax_pair(const Matrix& x, int hadamard_sign, float* out, float* out_transposed, cudaStream_t stream);
+
+void launch_hadamard(const Matrix& x, uint32_t sign, void* out, cudaStream_t stream);
+
+// Any spec, any shape: 1x16 blocks or 16x16 tiles. Scale padding is left alone.
+void launch_quantize_any(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
+void launch_fake_quantize_any(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
+
+// The fast kernels: whole blocks, to nearest even or stochastic, neither four-over-six nor Hadamard on this side.
+void launch_quantize_rows(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
+void launch_quantize_tiles(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
+void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
+
+// bfloat16, both sides rounded alike; the transposed side may be Hadamard-transformed. Writes its scale padding.
+void launch_quantize_pair(const Matrix& x, const Quantization& how, const Quantization& how_transposed,
+                          const Codes& out, const Codes& out_transposed, cudaStream_t stream);
+
+struct Quantized {
+  const uint8_t* qdata;
+  const uint8_t* scale;
+  const float* per_tensor_scale;  // one, or one a row, or null
+  bool per_row;
+  int64_t rows, blocks;  // blocks in a row
+};
+
+void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream);
+
+// Thread blocks of a persistent grid: what fits at once, and no more than there is work for.
+unsigned persistent_grid(int blocks_per_sm, int64_t most);
+
+}  // namespace nvfp4

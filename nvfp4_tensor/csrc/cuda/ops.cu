@@ -1,0 +1,310 @@
+// The ops of ops.py on CUDA: arguments checked, outputs allocated, and the kernel that serves chosen.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+
+namespace nvfp4 {
+
+unsigned persistent_grid(int blocks_per_sm, int64_t most) {
+  static std::array<std::atomic<int>, 64> multiprocessors{};
+  int device = 0;
+  cudaGetDevice(&device);
+  std::atomic<int>& known = multiprocessors[device % multiprocessors.size()];
+  if (known == 0) {
+    int count = 0;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    known = count;
+  }
+  const int64_t resident = static_cast<int64_t>(known) * std::max(blocks_per_sm, 1);
+  return static_cast<unsigned>(std::max<int64_t>(std::min(resident, most), 1));
+}
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
+
+cudaStream_t current_stream(const Tensor& on) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+void check_launched(const char* op) {
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
+}
+
+bool is_native(ScalarType type) {
+  return type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Float;
+}
+
+Dtype dtype_of(ScalarType type, const char* name) {
+  STD_TORCH_CHECK(is_native(type), name,
+                  " must be bfloat16, float16 or float32; cast it, for example with .to(torch.bfloat16)");
+  return type == ScalarType::BFloat16 ? Dtype::kBf16 : type == ScalarType::Half ? Dtype::kFp16 : Dtype::kFloat;
+}
+
+int64_t leading_rows(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
+  return rows;
+}
+
+// A tensor (..., K) as rows of K with last stride 1: itself where it is (2-D with strided rows, or contiguous), else a
+// copy.
+struct Rows {
+  Tensor held;
+  Matrix matrix;
+
+  explicit Rows(const Tensor& x) : held(x) {
+    STD_TORCH_CHECK(x.dim() >= 1, "x must have at least one dimension");
+    const Dtype dtype = dtype_of(x.scalar_type(), "x");
+    const bool strided_rows = x.dim() == 2 && (x.stride(1) == 1 || x.size(1) <= 1) && x.stride(0) >= x.size(1);
+    if (!strided_rows && !x.is_contiguous()) held = torch::stable::contiguous(x);
+    const int64_t columns = x.size(x.dim() - 1), rows = leading_rows(x);
+    const int64_t row_stride = strided_rows && rows > 1 ? x.stride(0) : columns;
+    STD_TORCH_CHECK(rows < INT32_MAX && columns < INT32_MAX, "x has more than 2^31 - 1 rows or columns: split it");
+    matrix = {held.const_data_ptr(), rows, columns, row_stride, dtype};
+  }
+};
+
+Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Tensor& like) {
+  return torch::stable::new_empty(like, shape, type);
+}
+
+float* floats(Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+// A float32 0-d that holds zero, by the stream.
+Tensor zero_scalar(const Tensor& like, cudaStream_t stream) {
+  Tensor out = empty({}, ScalarType::Float, like);
+  cudaMemsetAsync(out.mutable_data_ptr(), 0, sizeof(float), stream);
+  return out;
+}
+
+std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
+  std::vector<int64_t> shape;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
+  shape.push_back(last);
+  return shape;
+}
+
+Tensor transposed_copy(const Tensor& x) { return torch::stable::contiguous(torch::stable::transpose(x, 0, 1)); }
+
+// --- amax, Hadamard --------------------------------------------------------------------------------------------------
+
+Tensor amax(const Tensor& x, int64_t hadamard_sign) {
+  const DeviceGuard guard(x.get_device_index());
+  const cudaStream_t stream = current_stream(x);
+  const Rows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
+  Tensor out = zero_scalar(x, stream);
+  launch_amax(rows.matrix, static_cast<int>(hadamard_sign), floats(out), stream);
+  check_launched("nvfp4::amax");
+  return out;
+}
+
+std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
+  STD_TORCH_CHECK(x.dim() == 2, "amax_pair takes a matrix");
+  const DeviceGuard guard(x.get_device_index());
+  const cudaStream_t stream = current_stream(x);
+  if (hadamard_sign < 0) {
+    Tensor row = nvfp4::amax(x, -1), column = empty({}, ScalarType::Float, x);
+    cudaMemcpyAsync(column.mutable_data_ptr(), row.mutable_data_ptr(), sizeof(float), cudaMemcpyDeviceToDevice, stream);
+    return {row, column};
+  }
+  const Rows rows(x);
+  if (rows.matrix.dtype != Dtype::kBf16 || !rows.matrix.whole_blocks()) {
+    return {nvfp4::amax(x, -1), nvfp4::amax(transposed_copy(x), hadamard_sign)};
+  }
+  Tensor row = zero_scalar(x, stream), column = zero_scalar(x, stream);
+  launch_amax_pair(rows.matrix, static_cast<int>(hadamard_sign), floats(row), floats(column), stream);
+  check_launched("nvfp4::amax_pair");
+  return {row, column};
+}
+
+Tensor hadamard(const Tensor& x, int64_t sign) {
+  const DeviceGuard guard(x.get_device_index());
+  const Rows rows(x);
+  Tensor out = empty(with_last(x, rows.matrix.blocks() * kBlock), ScalarType::BFloat16, x);
+  launch_hadamard(rows.matrix, static_cast<uint32_t>(sign), out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::hadamard");
+  return out;
+}
+
+// --- quantize --------------------------------------------------------------------------------------------------------
+
+Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<Tensor>& rng_state, int64_t stream,
+                          int64_t row0, int64_t col0, int64_t width, Tensor& factor) {
+  STD_TORCH_CHECK(amax.is_cuda() && amax.numel() == 1 && amax.scalar_type() == ScalarType::Float,
+                  "amax must be one float32 on the device of x");
+  Quantization how{};
+  how.spec = QuantizeSpec::unpack(spec);
+  how.amax = static_cast<const float*>(amax.const_data_ptr());
+  how.per_tensor_scale = floats(factor);
+  const int64_t blocks = ceil_div(width, kBlock);
+  how.random = {nullptr, row0 * blocks + col0 / kBlock, blocks, static_cast<int>(stream)};
+  if (!how.spec.is_stochastic()) return how;
+  STD_TORCH_CHECK(rng_state.has_value(), "stochastic rounding needs rng_state, an int64 tensor (seed, offset)");
+  STD_TORCH_CHECK(rng_state->is_cuda() && rng_state->scalar_type() == ScalarType::Long && rng_state->numel() == 2 &&
+                      rng_state->is_contiguous(),
+                  "rng_state must be int64 (seed, offset) on the device of x");
+  how.random.rng_state = static_cast<const int64_t*>(rng_state->const_data_ptr());
+  return how;
+}
+
+// Whether the fast kernels know the spec, on a side whose Hadamard transform (if any) they take care of.
+bool is_fast(const QuantizeSpec& spec) {
+  const bool mode = spec.round_mode == RoundingMode::kNearestEven || spec.is_stochastic();
+  return mode && spec.four_over_six == FourOverSix::kNone;
+}
+
+struct Outputs {
+  Tensor qdata, scale, factor;
+
+  Outputs(std::vector<int64_t> shape, int64_t rows, int64_t blocks, const Tensor& like)
+      : qdata(empty((shape.back() = blocks * kBlock / 2, shape), ScalarType::Byte, like)),
+        scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn,
+                    like)),
+        factor(empty({}, ScalarType::Float, like)) {}
+
+  Codes codes() {
+    return {static_cast<uint8_t*>(qdata.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr())};
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
+                                            int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
+                                            int64_t random_stream) {
+  const DeviceGuard guard(x.get_device_index());
+  const cudaStream_t stream = current_stream(x);
+  const Rows rows(x);
+  const Matrix& m = rows.matrix;
+  Outputs out(with_last(x, 0), m.rows, m.blocks(), x);
+  const Quantization how = quantization(spec, amax, rng_state, random_stream, row0, col0,
+                                        full_width ? full_width : m.columns, out.factor);
+  if (m.rows % kTileRows || m.blocks() % kTileColumns) {
+    cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
+  }
+  if (!is_fast(how.spec) || how.spec.hadamard_sign >= 0 || !m.whole_blocks()) {
+    launch_quantize_any(m, how, out.codes(), stream);
+  } else if (how.spec.block_rows == 1) {
+    launch_quantize_rows(m, how, out.codes(), stream);
+  } else {
+    launch_quantize_tiles(m, how, out.codes(), stream);
+  }
+  check_launched("nvfp4::quantize");
+  return {out.qdata, out.scale, out.factor};
+}
+
+bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b) {
+  return m.dtype == Dtype::kBf16 && m.whole_blocks() && m.rows && m.columns && is_fast(a) && is_fast(b) &&
+         a.block_rows == 1 && b.block_rows == 1 && a.round_mode == b.round_mode && a.hadamard_sign < 0;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
+    const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
+    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width) {
+  STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
+  const DeviceGuard guard(x.get_device_index());
+  const Rows rows(x);
+  const Matrix& m = rows.matrix;
+  if (!full_rows) full_rows = m.rows;
+  if (!full_width) full_width = m.columns;
+  if (!is_fast_pair(m, QuantizeSpec::unpack(spec), QuantizeSpec::unpack(spec_t))) {
+    return std::tuple_cat(quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
+                          quantize(transposed_copy(x), amax_t, rng_state, spec_t, col0, row0, full_rows, 1));
+  }
+  const int64_t blocks_t = ceil_div(m.rows, kBlock);
+  Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);
+  launch_quantize_pair(m, quantization(spec, amax, rng_state, 0, row0, col0, full_width, out.factor),
+                       quantization(spec_t, amax_t, rng_state, 1, col0, row0, full_rows, out_t.factor), out.codes(),
+                       out_t.codes(), current_stream(x));
+  check_launched("nvfp4::quantize_pair");
+  return {out.qdata, out.scale, out.factor, out_t.qdata, out_t.scale, out_t.factor};
+}
+
+// --- dequantize, fake quantize ---------------------------------------------------------------------------------------
+
+Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<Tensor>& per_tensor_scale,
+                  int64_t columns, ScalarType type) {
+  if (!is_native(type)) {
+    return torch::stable::to(dequantize(qdata, scale, per_tensor_scale, columns, ScalarType::Float), type);
+  }
+  STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && qdata.dim() >= 1, "qdata must be uint8 (..., K/2)");
+  const DeviceGuard guard(qdata.get_device_index());
+  const Tensor codes = torch::stable::contiguous(qdata), scales = torch::stable::contiguous(scale);
+  Quantized in{};
+  in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
+  in.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
+  in.rows = leading_rows(qdata), in.blocks = qdata.size(qdata.dim() - 1) / (kBlock / 2);
+  STD_TORCH_CHECK(scale.is_cuda() && scale.element_size() == 1 &&
+                      scale.numel() == ceil_div(in.rows, kTileRows) * ceil_div(in.blocks, kTileColumns) * kTileBytes,
+                  "scale does not cover qdata: it is swizzled, (row tiles, column tiles, 32, 16)");
+  STD_TORCH_CHECK(columns <= in.blocks * kBlock, "qdata holds ", in.blocks * kBlock, " columns, not ", columns);
+  std::optional<Tensor> factor;
+  if (per_tensor_scale.has_value()) {
+    factor = torch::stable::contiguous(*per_tensor_scale);
+    in.per_row = factor->numel() != 1;
+    STD_TORCH_CHECK(factor->is_cuda() && factor->scalar_type() == ScalarType::Float &&
+                        (factor->numel() == 1 || factor->numel() == in.rows),
+                    "per_tensor_scale must be float32, one or one per row");
+    in.per_tensor_scale = static_cast<const float*>(factor->const_data_ptr());
+  }
+  Tensor out = empty(with_last(qdata, columns), type, qdata);
+  launch_dequantize(in, columns, dtype_of(type, "dtype"), out.mutable_data_ptr(), current_stream(qdata));
+  check_launched("nvfp4::dequantize");
+  return out;
+}
+
+std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
+                                         int64_t spec, ScalarType type, bool scaled, int64_t row0, int64_t col0,
+                                         int64_t full_width) {
+  if (!is_native(type)) {
+    auto [values, factor] = fake_quantize(x, amax, rng_state, spec, ScalarType::Float, scaled, row0, col0, full_width);
+    return {torch::stable::to(values, type), factor};
+  }
+  const DeviceGuard guard(x.get_device_index());
+  const cudaStream_t stream = current_stream(x);
+  const Rows rows(x);
+  const Matrix& m = rows.matrix;
+  Tensor factor = empty({}, ScalarType::Float, x);
+  const Quantization how =
+      quantization(spec, amax, rng_state, 0, row0, col0, full_width ? full_width : m.columns, factor);
+  const int64_t columns = how.spec.hadamard_sign >= 0 ? m.blocks() * kBlock : m.columns;
+  Tensor out = empty(with_last(x, columns), type, x);
+  const Values values{out.mutable_data_ptr(), dtype_of(type, "dtype"), columns, scaled};
+  const bool fast = is_fast(how.spec) && how.spec.hadamard_sign < 0 && how.spec.block_rows == 1 && m.whole_blocks();
+  if (fast && values.dtype == m.dtype) {
+    launch_fake_quantize_rows(m, how, values, stream);
+  } else {
+    launch_fake_quantize_any(m, how, values, stream);
+  }
+  check_launched("nvfp4::fake_quantize");
+  return {out, factor};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) {
+  m.impl("amax", TORCH_BOX(&amax));
+  m.impl("amax_pair", TORCH_BOX(&amax_pair));
+  m.impl("hadamard", TORCH_BOX(&hadamard));
+  m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
+  m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
+}
+
+}  // namespace nvfp4
