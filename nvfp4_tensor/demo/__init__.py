@@ -46,11 +46,11 @@ def measure_all(device: str) -> list[Row]:
     with tqdm(total=sum(steps), unit="step", mininterval=0.5) as bar:
         for i, name in enumerate(RECIPES):
             bar.set_description(name)
-            rows.append(
-                run_recipe(
-                    name, model, tokens, prompt, tokenizer.decode, window=WINDOW, new_tokens=NEW_TOKENS, tick=bar.update
-                )
-            )
+            row = run_recipe(
+                name, model, tokens, prompt, tokenizer.decode,
+                window=WINDOW, new_tokens=NEW_TOKENS, end_token=tokenizer.eos_token_id, tick=bar.update,
+            )  # fmt: skip
+            rows.append(row)
             bar.update(sum(steps[: i + 1]) - bar.n)  # a continuation may end early
     return rows
 

@@ -25,10 +25,12 @@ def perplexity(model: nn.Module, tokens: Tensor, window: int, tick: Callable[[],
     return math.exp(total / predicted)
 
 
-def greedy(model: nn.Module, prompt: Tensor, count: int, tick: Callable[[], object] = lambda: None) -> Tensor:
+def greedy(
+    model: nn.Module, prompt: Tensor, count: int, end_token: int | None, tick: Callable[[], object] = lambda: None
+) -> Tensor:
     """The ``count`` most likely next tokens after prompt (1, length), one at a time: int64 (at most count,).
 
-    Stops at the model's end token. ``tick`` is called after each token.
+    Stops before ``end_token``. ``tick`` is called after each token.
     """
     ids, cache, output = prompt, None, []
     with torch.no_grad():
@@ -36,7 +38,7 @@ def greedy(model: nn.Module, prompt: Tensor, count: int, tick: Callable[[], obje
             result = model(ids, past_key_values=cache, use_cache=True)
             ids, cache = result.logits[:, -1:].argmax(dim=-1), result.past_key_values
             tick()
-            if ids.item() == model.config.eos_token_id:
+            if ids.item() == end_token:
                 break
             output.append(ids.item())
     return torch.tensor(output, dtype=torch.int64)
@@ -44,10 +46,11 @@ def greedy(model: nn.Module, prompt: Tensor, count: int, tick: Callable[[], obje
 
 def _storages(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of: itself, or a subclass's parts, theirs included."""
-    if type(tensor.data) is Tensor:
+    parts = getattr(tensor.data, "__tensor_flatten__", None)
+    if parts is None:
         yield tensor
     else:
-        for name in tensor.data.__tensor_flatten__()[0]:
+        for name in parts()[0]:
             yield from _storages(getattr(tensor, name))
 
 

