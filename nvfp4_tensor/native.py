@@ -43,7 +43,7 @@ _libraries: dict[str, Library] = {}
 
 
 def load() -> None:
-    """Load what is there, once; the schemas must exist. Warns, once, where plain torch serves a device that torch has."""
+    """Load what is there, once, after the schemas. Warns where plain torch serves a device that torch has."""
     if _libraries:
         return
     _libraries["cpu"] = _load("cpu")

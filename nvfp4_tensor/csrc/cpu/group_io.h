@@ -69,10 +69,16 @@ void scatter(const T* values, T* out, const Group& group, int64_t columns, int64
 
 // Calls f(lane, offset of the lane's scale) for pieces of 4 scales (together in memory) where it can, else 1.
 template <typename Function>
-void for_each_scale(const Group& group, int64_t blocks, int64_t column_tiles, Function f) {
-  if (group.block % 4 == 0 && blocks % 4 == 0 && group.count % 4 == 0) {
+inline void for_each_scale(const Group& group, int64_t blocks, int64_t column_tiles, Function f) {
+  const bool aligned = group.block % 4 == 0 && group.count % 4 == 0;
+  if (aligned && group.block + group.count <= blocks) {  // neighbouring tiles of one row
+    const int64_t first = scale_offset(group.row, group.block, column_tiles);
+    for (int lane = 0; lane < std::min(group.count, kGroupBlocks); lane += 4) {
+      f(lane, first + lane / 4 * kTileBytes, std::integral_constant<int, 4>());
+    }
+  } else if (aligned && blocks % 4 == 0) {
     int64_t row = group.row, block = group.block;
-    for (int lane = 0; lane < group.count; lane += 4) {
+    for (int lane = 0; lane < std::min(group.count, kGroupBlocks); lane += 4) {
       f(lane, scale_offset(row, block, column_tiles), std::integral_constant<int, 4>());
       if ((block += 4) == blocks) {
         block = 0;

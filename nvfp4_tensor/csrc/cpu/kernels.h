@@ -39,6 +39,7 @@ struct Plan {
   RandomKey key;
   int64_t first_block;  // the random-bits index of block (0, 0)
   int64_t row_blocks;   // and the step from row to row
+  bool banded;          // work units are bands of 16 rows, not groups
 };
 
 // (rows, blocks * 8) codes, and scales in the 128x4 layout.

@@ -212,12 +212,4 @@ struct RandomWindows {
   }
 };
 
-// rows x columns to out[column * out_stride + row].
-template <typename T>
-void transpose(const T* x, int64_t stride, int64_t rows, int64_t columns, T* out, int64_t out_stride) {
-  for (int64_t c = 0; c < columns; ++c) {
-    for (int64_t r = 0; r < rows; ++r) out[c * out_stride + r] = x[r * stride + c];
-  }
-}
-
 }  // namespace nvfp4::portable

@@ -1,0 +1,283 @@
+"""The CPU kernels against the reference, bit for bit, and the account that native.info() gives of them."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nvfp4_tensor import native, reference
+from nvfp4_tensor.format import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.spec import QuantizeSpec
+
+native.load()
+pytestmark = pytest.mark.skipif(native.instruction_set() == "torch", reason="the CPU library is not built")
+
+OPS = torch.ops.nvfp4
+RNG_STATE = torch.tensor([-7046029254386353131, 1442695040888963407])
+ROUNDINGS = (
+    {"round_mode": "rne"},
+    {"round_mode": "away"},
+    {"round_mode": "zero"},
+    {"round_mode": "stochastic"},
+    {"round_mode": "stochastic", "random_bits": 8},
+)
+SCALES = (
+    {},
+    {"scale_rounding": "up"},
+    {"scale_ceiling": 256},
+    {"four_over_six": "mae"},
+    {"four_over_six": "mse", "scale_rounding": "up"},
+    {"four_over_six": "mse", "scale_ceiling": 448},
+)
+SPECS = [
+    QuantizeSpec(block_rows=block_rows, hadamard_sign=sign, **rounding, **scale)
+    for block_rows, sign, rounding, scale in itertools.product((1, 16), (None, 0xD7E8), ROUNDINGS, SCALES)
+]
+SHAPES = ((1, 16), (64, 64), (130, 272), (33, 50), (1, 4112), (16, 1000), (3, 5, 48), (7,), (300, 37))
+EMPTY_SHAPES = ((0,), (0, 16), (5, 0), (3, 0, 32))
+
+
+def available_instruction_sets():
+    names = []
+    for name in ("avx512", "avx2", "portable"):
+        try:
+            native.set_instruction_set(name)
+            names.append(name)
+        except ValueError:
+            pass
+    if native.instruction_set() != "torch":
+        native.set_instruction_set("")
+    return names
+
+
+INSTRUCTION_SETS = available_instruction_sets()
+
+
+def each_instruction_set():
+    """Holds the kernels to each instruction set in turn: the reference, which is slow, then runs once for all."""
+    try:
+        for name in INSTRUCTION_SETS:
+            native.set_instruction_set(name)
+            yield name
+    finally:
+        if INSTRUCTION_SETS:
+            native.set_instruction_set("")
+
+
+def assert_op(op, args, expected):
+    """An op's results on each instruction set, against those of the reference."""
+    for name in each_instruction_set():
+        results = op(*args)
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        for i, (result, right) in enumerate(zip(results, expected, strict=True)):
+            assert_same_bits(result, right, f"output {i} of {op} on {name}")
+
+
+def assert_same_bits(actual, expected, what=""):
+    """Equal shapes, dtypes and bits; any NaN equals any NaN."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
+    if actual.dtype == torch.float8_e4m3fn:
+        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+    if actual.is_floating_point():
+        differ = (actual != expected) | (actual.signbit() != expected.signbit())
+        differ &= ~(actual.isnan() & expected.isnan())
+    else:
+        differ = actual != expected
+    assert not differ.any(), f"{differ.sum()} of {actual.numel()} differ, {what}"
+
+
+def sample(shape, dtype, seed=0):
+    """Values over several binades, on and near the grid's midpoints too, signed zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
+    grid = torch.randint(-28, 29, shape, generator=generator) * 0.25
+    return torch.where(torch.rand(shape, generator=generator) < 0.3, grid, x).to(dtype)
+
+
+def reference_amax(x, spec):
+    return reference.amax(x if spec.hadamard_sign is None else reference.hadamard(x, spec.hadamard_sign))
+
+
+def check_quantize(x, spec, amax=None, place=(0, 0, 0), stream=0):
+    expected_amax = reference_amax(x, spec)
+    assert_op(OPS.amax, (x, -1 if spec.hadamard_sign is None else spec.hadamard_sign), (expected_amax,))
+    amax = expected_amax if amax is None else amax
+    expected = reference.quantize(x, amax, RNG_STATE, spec, *place, stream)
+    assert_op(OPS.quantize, (x, amax, RNG_STATE, spec.pack(), *place, stream), expected)
+    return expected
+
+
+def check_decoding(x, spec, quantized, amax, dtype):
+    columns = x.shape[-1] if spec.hadamard_sign is None else quantized[0].shape[-1] * 2
+    for scaled in (True, False):
+        factor = quantized[2] if scaled else None
+        expected = reference.dequantize(*quantized[:2], factor, columns, dtype)
+        assert_op(OPS.dequantize, (*quantized[:2], factor, columns, dtype), (expected,))
+        assert_op(OPS.fake_quantize, (x, amax, RNG_STATE, spec.pack(), dtype, scaled), (expected, quantized[2]))
+
+
+def check_all(x, spec, dtype):
+    check_decoding(x, spec, check_quantize(x, spec), reference_amax(x, spec), dtype)
+
+
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+def test_every_spec_has_the_bits_of_the_reference(dtype):
+    for spec in SPECS:
+        x = sample((35, 312), dtype)
+        check_all(x, spec, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_has_the_bits_of_the_reference(shape):
+    for dtype, block_rows, mode in itertools.product(HIGH_PRECISION_DTYPES, (1, 16), ("rne", "stochastic")):
+        x = sample(shape, dtype)
+        spec = QuantizeSpec(block_rows=block_rows, round_mode=mode)
+        check_all(x, spec, torch.bfloat16)
+        check_quantize(x, spec, place=(1 << 33, 160, 1 << 20), stream=1)
+
+
+@pytest.mark.parametrize("shape", EMPTY_SHAPES, ids=str)
+def test_empty_tensors(shape):
+    x = torch.empty(shape)
+    for spec in (QuantizeSpec(), QuantizeSpec(block_rows=16), QuantizeSpec(hadamard_sign=True)):
+        check_all(x, spec, torch.bfloat16)
+    assert OPS.hadamard(x, 0).shape == reference.hadamard(x, 0).shape
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-5, 1.0, 1e4, 1e30, 3e38])
+def test_magnitudes(scale):
+    x = (sample((48, 80), torch.float32).clamp(-1, 1) * scale).requires_grad_(False)
+    x[5, 16:32] = 0
+    for dtype, options in itertools.product((torch.float32, torch.bfloat16), ({}, *SCALES[1:])):
+        spec = QuantizeSpec(**options)
+        y = x.to(dtype)
+        check_all(y, spec, dtype)
+        check_quantize(y, spec, amax=reference_amax(y, spec) / 3)  # an amax that x exceeds: codes saturate
+        check_quantize(y, spec, amax=torch.zeros(()))
+
+
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+def test_values_that_are_not_finite(dtype):
+    x = sample((40, 100), dtype)
+    x[0, 3], x[17, 40], x[18, 99], x[39, 0], x[39, 15] = float("nan"), float("inf"), -float("inf"), -float("nan"), -0.0
+    x[20, 32:48] = -0.0
+    for spec in SPECS[:: 5 if dtype != torch.bfloat16 else 1]:
+        check_all(x, spec, dtype)
+    nothing_finite = torch.full((4, 32), float("nan"), dtype=dtype)
+    check_quantize(nothing_finite, QuantizeSpec())
+
+
+def test_strided_input():
+    base = sample((96, 400), torch.bfloat16)
+    views = (
+        base[::2, 16:336],
+        base[5:9, 3:50],
+        base.t(),
+        base[:, ::3],
+        base[:1, 7:],
+        base[3],
+        base.view(4, 24, 400)[:, 1],
+    )
+    for x, spec in itertools.product(views, (QuantizeSpec(), QuantizeSpec(block_rows=16, round_mode="stochastic"))):
+        check_all(x, spec, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (300, 37), (257, 600), (5, 1), (0, 16)], ids=str)
+def test_a_matrix_and_its_transpose_in_one_pass(shape):
+    pairs = (
+        (QuantizeSpec(), QuantizeSpec(hadamard_sign=True)),
+        (QuantizeSpec(round_mode="stochastic"), QuantizeSpec(round_mode="stochastic", hadamard_sign=0x1234)),
+        (QuantizeSpec(block_rows=16, four_over_six="mse"), QuantizeSpec(block_rows=16, scale_rounding="up")),
+    )
+    for dtype, (spec, spec_t) in itertools.product(HIGH_PRECISION_DTYPES, pairs):
+        x = sample(shape, dtype)
+        amax, amax_t = reference_amax(x, spec), reference_amax(x.t(), spec_t)
+        sign = -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign
+        assert_op(OPS.amax_pair, (x, sign), (amax, amax_t))
+        args = (x, amax, amax_t, RNG_STATE, spec.pack(), spec_t.pack(), 32, 48, 1024, 4096)
+        expected = (
+            *reference.quantize(x, amax, RNG_STATE, spec, 32, 48, 4096, 0),
+            *reference.quantize(x.t(), amax_t, RNG_STATE, spec_t, 48, 32, 1024, 1),
+        )
+        assert_op(OPS.quantize_pair, args, expected)
+
+
+def test_hadamard_and_factors_per_row():
+    for dtype, shape in itertools.product(HIGH_PRECISION_DTYPES, ((3, 5, 40), (20, 256), (1, 16))):
+        x = sample(shape, dtype)
+        assert_op(OPS.hadamard, (x, 0xD7E8), (reference.hadamard(x, 0xD7E8),))
+        quantized = reference.quantize(x, reference.amax(x), None, QuantizeSpec())
+        factors = torch.rand(x.shape[:-1].numel()) * 1e3
+        for out_dtype in HIGH_PRECISION_DTYPES:  # float16 overflows, and has subnormals, in some rows
+            args = (*quantized[:2], factors * 1e-6 if shape[0] == 3 else factors * 1e3, shape[-1], out_dtype)
+            assert_op(OPS.dequantize, args, (reference.dequantize(*args),))
+
+
+def test_every_scale_byte_decodes():
+    scale = torch.arange(512, dtype=torch.int64).remainder(256).to(torch.uint8).view(1, 1, 32, 16)
+    qdata = torch.arange(128 * 32, dtype=torch.int64).remainder(256).to(torch.uint8).view(128, 32)
+    args = (qdata, scale.view(torch.float8_e4m3fn), torch.tensor(1.7), 64)
+    for dtype in (*HIGH_PRECISION_DTYPES, torch.float64):
+        assert_op(OPS.dequantize, (*args, dtype), (reference.dequantize(*args, dtype),))
+
+
+def test_results_do_not_depend_on_the_thread_count():
+    x = sample((1000, 528), torch.bfloat16)
+    spec, spec_t = QuantizeSpec(round_mode="stochastic"), QuantizeSpec(round_mode="stochastic", hadamard_sign=True)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            amax, amax_t = OPS.amax_pair(x, 0xD7E8)
+            pair = OPS.quantize_pair(x, amax, amax_t, RNG_STATE, spec.pack(), spec_t.pack())
+            decoded = OPS.dequantize(*pair[:3], 528, torch.float32)
+            results.append((amax, amax_t, *pair, decoded, *check_quantize(x, spec)))
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        assert_same_bits(one, two)
+
+
+def test_what_is_refused_says_what_to_do():
+    amax = torch.ones(())
+    for x in (torch.ones(4, 16, dtype=torch.float64), torch.ones(4, 16, dtype=torch.int64)):
+        with pytest.raises((RuntimeError, TypeError), match="cast"):
+            OPS.quantize(x, amax, None, QuantizeSpec().pack())
+    with pytest.raises((RuntimeError, ValueError), match="rng_state"):
+        OPS.quantize(torch.ones(4, 16), amax, None, QuantizeSpec(round_mode="stochastic").pack())
+    with pytest.raises(ValueError, match="not available"):
+        native.set_instruction_set("mmx")
+
+
+def test_info_tells_what_serves():
+    info = native.info()
+    assert info.cpu == "native" and info.cpu_instruction_set == native.instruction_set()
+    assert "torch" in info.versions and f"native, {info.cpu_instruction_set}" in str(info)
+
+
+def test_switched_off_plain_torch_serves_the_same_bits():
+    code = (
+        "import torch, nvfp4_tensor; from nvfp4_tensor import native, ops\n"
+        "native.load()\n"
+        "x = torch.randn(40, 100, generator=torch.Generator().manual_seed(3))\n"
+        "q = torch.ops.nvfp4.quantize(x, torch.ops.nvfp4.amax(x), None, 0)\n"
+        "print(native.info().cpu); print(q[0].long().sum().item(), q[1].view(torch.uint8).long().sum().item())"
+    )
+    outputs = {}
+    for switch in ("0", "1"):
+        environment = {**os.environ, "NVFP4_TENSOR_NATIVE": switch}
+        run = subprocess.run(
+            [sys.executable, "-W", "error::UserWarning:nvfp4_tensor", "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs[switch] = run.stdout.splitlines()
+    assert outputs["0"][0] == "plain torch (switched off by NVFP4_TENSOR_NATIVE=0)"
+    assert outputs["1"][0] == "native"
+    assert outputs["0"][1] == outputs["1"][1]
