@@ -97,8 +97,10 @@ def unpack(qdata: Tensor) -> Tensor:
 
 def code_values(codes: Tensor) -> Tensor:
     """Codes 0..15 (...) to float32 values (...); code 8 is -0.0."""
-    table = torch.tensor(CODE_VALUES + tuple(-v for v in CODE_VALUES), dtype=torch.float32, device=codes.device)
-    return table[codes.long()]
+    magnitude = (codes & 7).float()
+    # 2, 3 | 4, 5 | 6, 7 stand for 1 and 1.5 times 1, 2, 4. No table: copying one to a GPU would break graph capture.
+    magnitude = torch.where(magnitude < 4, magnitude / 2, torch.where(magnitude < 6, magnitude - 2, 2 * magnitude - 8))
+    return torch.where(codes >= 8, -magnitude, magnitude)
 
 
 def scale_tiles(rows: int, columns: int) -> tuple[int, int]:

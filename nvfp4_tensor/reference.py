@@ -2,7 +2,8 @@
 
 Every function states the formula it computes; float32 throughout, IEEE round to nearest even, in the order written.
 Two habits keep torch to that: a divisor is always a tensor (a Python scalar would be turned into a multiplication by
-its reciprocal), and nothing here is traced by a compiler (the ops of ``ops.py`` are opaque to it).
+its reciprocal), and nothing here is traced by a compiler (the ops of ``ops.py`` are opaque to it). A third keeps it
+capturable in a CUDA graph: no constant is copied from the host, all are filled or computed on the device.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def hadamard(x: Tensor, sign: int) -> Tensor:
     transform: butterflies over distances 1, 2, 4, 8, in float32.
     """
     x = pad(x.float(), (0, -x.shape[-1] % BLOCK))
-    signs = torch.tensor([-0.25 if sign >> i & 1 else 0.25 for i in range(BLOCK)], device=x.device)
+    signs = torch.where(sign >> torch.arange(BLOCK, device=x.device) & 1 == 1, -0.25, 0.25)
     y = x.unflatten(-1, (-1, BLOCK)) * signs
     for distance in (1, 2, 4, 8):
         low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
@@ -117,13 +118,13 @@ def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_
 
 def encode_scale(amax: Tensor, spec: QuantizeSpec) -> Tensor:
     """S_enc = min(6 * ceiling / amax, FLT_MAX), and 1 where amax is 0: float32, the shape of amax."""
-    s_enc = (amax.new_tensor(spec.largest_value) / amax).clamp(max=FLOAT32_MAX)
+    s_enc = (amax.new_full((), spec.largest_value) / amax).clamp(max=FLOAT32_MAX)
     return torch.where(amax == 0, 1.0, s_enc)
 
 
 def per_tensor_scale(amax: Tensor, spec: QuantizeSpec) -> Tensor:
     """amax / (6 * ceiling), and 1 where amax is 0: float32, the shape of amax."""
-    return torch.where(amax == 0, 1.0, amax / amax.new_tensor(spec.largest_value))
+    return torch.where(amax == 0, 1.0, amax / amax.new_full((), spec.largest_value))
 
 
 def block_encode(s_b: Tensor, s_enc: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def _four_over_six_error(blocks: Tensor, bits: Tensor, s_enc: Tensor, amax: Tens
     """The error of each row's block, (rows, blocks, 16) with scale bits (rows, blocks), elements added in order."""
     s = bits.view(torch.float8_e4m3fn).float().unsqueeze(-1)
     code = round_e2m1(blocks * block_encode(s, s_enc), RoundingMode.RNE)
-    decoded = format.code_values(code) * s * amax / amax.new_tensor(spec.largest_value)
+    decoded = format.code_values(code) * s * amax / amax.new_full((), spec.largest_value)
     difference = (decoded - blocks).abs()
     if spec.four_over_six == FourOverSix.MSE:
         difference = difference * difference
@@ -179,10 +180,10 @@ def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec) -> Tensor:
         block_amax = _over_tile(block_amax, lambda tiles: tiles.amax(dim=1))
         not_finite = _over_tile(not_finite.to(torch.uint8), lambda tiles: tiles.amax(dim=1)).bool()
     if spec.four_over_six is None:
-        sixth = torch.tensor(1 / 6, dtype=torch.float32, device=amax.device)
+        sixth = amax.new_full((), 1 / 6)
         bits = to_e4m3(block_amax * (s_enc * sixth), spec.scale_rounding, block_amax)
     else:
-        base = block_amax / amax.new_tensor(E2M1_MAX) * s_enc
+        base = block_amax / amax.new_full((), E2M1_MAX) * s_enc
         bits6 = to_e4m3(base, spec.scale_rounding, block_amax)
         bits4 = to_e4m3(base * 1.5, spec.scale_rounding, block_amax)
         error6, error4 = (_four_over_six_error(blocks, bits, s_enc, amax, spec) for bits in (bits6, bits4))
