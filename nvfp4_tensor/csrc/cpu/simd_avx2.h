@@ -1,0 +1,277 @@
+// Sixteen lanes in two AVX2 registers: the vocabulary of kernels_impl.h (see simd_portable.h for what each word means).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace nvfp4::avx2 {
+
+struct F { __m256 low, high; };
+struct I { __m256i low, high; };
+using Mask = I;  // all ones or all zeros
+
+alignas(64) inline constexpr int32_t kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+inline F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline I set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I bits(F x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
+inline F as_float(I x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
+
+inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store256(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline I load(const int32_t* p) { return {load256(p), load256(p + 8)}; }
+inline void store(float* p, F x) {
+  _mm256_storeu_ps(p, x.low);
+  _mm256_storeu_ps(p + 8, x.high);
+}
+inline void store(int32_t* p, I x) {
+  store256(p, x.low);
+  store256(p + 8, x.high);
+}
+// p[0], p[16], ... p[240].
+inline F gather_stride16(const float* p) {
+  const __m256i index = _mm256_slli_epi32(load256(kLaneNumbers), 4);
+  return {_mm256_i32gather_ps(p, index, 4), _mm256_i32gather_ps(p + 128, index, 4)};
+}
+
+inline F add(F a, F b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+inline F sub(F a, F b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+inline F mul(F a, F b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+inline F div(F a, F b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+inline F min(F a, F b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+inline I add(I a, I b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
+inline I sub(I a, I b) { return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)}; }
+inline I max(I a, I b) { return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)}; }
+inline I bit_and(I a, I b) { return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)}; }
+inline I bit_or(I a, I b) { return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)}; }
+inline I bit_xor(I a, I b) { return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)}; }
+inline F abs(F a) { return as_float(bit_and(bits(a), set(0x7FFFFFFF))); }
+template <int n>
+inline I shift_left(I a) {
+  return {_mm256_slli_epi32(a.low, n), _mm256_slli_epi32(a.high, n)};
+}
+template <int n>
+inline I shift_right(I a) {
+  return {_mm256_srli_epi32(a.low, n), _mm256_srli_epi32(a.high, n)};
+}
+
+inline Mask less(F a, F b) {
+  return bits(F{_mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ)});
+}
+inline Mask is_nan(F a) {
+  return bits(F{_mm256_cmp_ps(a.low, a.low, _CMP_UNORD_Q), _mm256_cmp_ps(a.high, a.high, _CMP_UNORD_Q)});
+}
+inline Mask equal(I a, I b) { return {_mm256_cmpeq_epi32(a.low, b.low), _mm256_cmpeq_epi32(a.high, b.high)}; }
+inline Mask greater(I a, I b) { return {_mm256_cmpgt_epi32(a.low, b.low), _mm256_cmpgt_epi32(a.high, b.high)}; }
+inline Mask both(Mask a, Mask b) { return bit_and(a, b); }
+inline Mask either(Mask a, Mask b) { return bit_or(a, b); }
+inline I select(Mask m, I yes, I no) {
+  return {_mm256_blendv_epi8(no.low, yes.low, m.low), _mm256_blendv_epi8(no.high, yes.high, m.high)};
+}
+inline F select(Mask m, F yes, F no) { return as_float(select(m, bits(yes), bits(no))); }
+inline uint32_t lanes(Mask m) {
+  const F f = as_float(m);
+  return uint32_t(_mm256_movemask_ps(f.low)) | uint32_t(_mm256_movemask_ps(f.high)) << 8;
+}
+
+inline F magnitude_to_6(F a) { return min(abs(a), set(6.0f)); }
+inline F add_exact_product(F t, float scale, F a) {
+  const __m256 s = _mm256_set1_ps(scale);
+  return {_mm256_fmadd_ps(t.low, s, a.low), _mm256_fmadd_ps(t.high, s, a.high)};
+}
+template <int fraction_bits>
+inline I fixed_point(F t, F a) {
+  const I inverse_t = sub(set(254 << 23), bits(t));
+  const F steps = mul(a, mul(as_float(inverse_t), set(float(2 << fraction_bits))));
+  const I count = {_mm256_cvttps_epi32(steps.low), _mm256_cvttps_epi32(steps.high)};
+  return add(add(count, bits(t)), set((6 << fraction_bits) + (6 << 23)));
+}
+
+template <int distance>
+inline F swap_lanes(F a) {
+  if constexpr (distance == 4) return {_mm256_permute2f128_ps(a.low, a.low, 1), _mm256_permute2f128_ps(a.high, a.high, 1)};
+  constexpr int order = distance == 1 ? 0b10110001 : 0b01001110;
+  return {_mm256_permute_ps(a.low, order), _mm256_permute_ps(a.high, order)};
+}
+
+// --- 32 elements as even and odd ones --------------------------------------------------------------------------------
+
+inline void load_pairs(const Bf16* p, F& even, F& odd) {
+  const I x = {load256(p), load256(p + 16)};
+  even = as_float(shift_left<16>(x));
+  odd = as_float(bit_and(x, set(int32_t(0xFFFF0000))));
+}
+
+// Words 0, 2, .. 14 of 32 bits' halves, as the low 128 bits.
+inline __m128i even_words(__m256i x) {
+  const __m256i words = _mm256_packus_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0xFFFF)), _mm256_setzero_si256());
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(words, 0b1000));
+}
+
+inline void load_pairs(const Fp16* p, F& even, F& odd) {
+  const I x = {load256(p), load256(p + 16)}, upper = shift_right<16>(x);
+  even = {_mm256_cvtph_ps(even_words(x.low)), _mm256_cvtph_ps(even_words(x.high))};
+  odd = {_mm256_cvtph_ps(even_words(upper.low)), _mm256_cvtph_ps(even_words(upper.high))};
+}
+
+inline void split(__m256 a, __m256 b, __m256& even, __m256& odd) {
+  const auto in_order = [](__m256 x) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0b11011000));
+  };
+  even = in_order(_mm256_shuffle_ps(a, b, 0b10001000));
+  odd = in_order(_mm256_shuffle_ps(a, b, 0b11011101));
+}
+inline void load_pairs(const float* p, F& even, F& odd) {
+  split(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8), even.low, odd.low);
+  split(_mm256_loadu_ps(p + 16), _mm256_loadu_ps(p + 24), even.high, odd.high);
+}
+
+inline void store_pairs(Bf16* p, F even, F odd) {
+  const I one = set(1), half = set(0x7FFF), e = bits(even), o = bits(odd);
+  const I low = shift_right<16>(add(add(e, half), bit_and(shift_right<16>(e), one)));
+  const I high = add(add(o, half), bit_and(shift_right<16>(o), one));
+  store256(p, _mm256_blend_epi16(low.low, high.low, 0b10101010));
+  store256(p + 16, _mm256_blend_epi16(low.high, high.high, 0b10101010));
+}
+
+inline void store_pairs(Fp16* p, F even, F odd) {
+  const auto halves = [](__m256 x) {
+    return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  };
+  store256(p, _mm256_or_si256(halves(even.low), _mm256_slli_epi32(halves(odd.low), 16)));
+  store256(p + 16, _mm256_or_si256(halves(even.high), _mm256_slli_epi32(halves(odd.high), 16)));
+}
+
+inline void merge(float* p, __m256 even, __m256 odd) {
+  const __m256 a = _mm256_unpacklo_ps(even, odd), b = _mm256_unpackhi_ps(even, odd);
+  _mm256_storeu_ps(p, _mm256_permute2f128_ps(a, b, 0x20));
+  _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(a, b, 0x31));
+}
+inline void store_pairs(float* p, F even, F odd) {
+  merge(p, even.low, odd.low);
+  merge(p + 16, even.high, odd.high);
+}
+
+inline I pack_codes(I even_code, I odd_code, F even_value, F odd_value) {
+  const I codes = bit_or(bit_and(even_code, set(7)), bit_and(shift_left<4>(odd_code), set(0x70)));
+  const I signs = bit_or(bit_and(shift_right<28>(bits(even_value)), set(8)),
+                         bit_and(shift_right<24>(bits(odd_value)), set(0x80)));
+  return bit_or(codes, signs);
+}
+
+// 32 lanes of a byte each to 32 bytes in order.
+inline __m256i bytes_of(I a, I b) {
+  const __m256i words = _mm256_packus_epi16(_mm256_packus_epi32(a.low, a.high), _mm256_packus_epi32(b.low, b.high));
+  return _mm256_permutevar8x32_epi32(words, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+inline void store_codes(uint8_t* out, const I* pairs) {
+  for (int i = 0; i < 4; ++i) store256(out + 32 * i, bytes_of(pairs[2 * i], pairs[2 * i + 1]));
+}
+inline I load_bytes(const uint8_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+}
+inline void store_bytes(uint8_t* out, I x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(bytes_of(x, x)));
+}
+inline void load_codes(const uint8_t* bytes, I& even, I& odd) {
+  even = load_bytes(bytes);
+  odd = shift_right<4>(even);  // e2m1_values looks at four bits only
+}
+inline F e2m1_values(I codes) {
+  const __m256 table = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+  const F magnitude = {_mm256_permutevar8x32_ps(table, codes.low), _mm256_permutevar8x32_ps(table, codes.high)};
+  return as_float(bit_or(bits(magnitude), shift_left<28>(bit_and(codes, set(8)))));
+}
+
+struct Spread {
+  alignas(64) float values[16];
+  explicit Spread(F x) { store(values, x); }
+  F pair(int p) const { return {_mm256_broadcast_ss(values + 2 * p), _mm256_broadcast_ss(values + 2 * p + 1)}; }
+};
+
+// --- block maxima ----------------------------------------------------------------------------------------------------
+
+// The largest of 16 magnitudes of 15 bits: the instruction for it finds the smallest of 8.
+inline int32_t largest16(const void* p) {
+  const __m256i x = _mm256_andnot_si256(load256(p), _mm256_set1_epi16(0x7FFF));
+  const __m128i least = _mm_min_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  return 0x7FFF - _mm_cvtsi128_si32(_mm_minpos_epu16(least)) % 0x10000;
+}
+template <typename T>
+I block_magnitudes16(const T* p) {
+  alignas(64) int32_t out[16];
+  for (int block = 0; block < 16; ++block) out[block] = largest16(p + 16 * block);
+  return load(out);
+}
+inline I block_magnitudes(const Bf16* p) { return shift_left<16>(block_magnitudes16(p)); }
+inline I block_magnitudes(const Fp16* p) {
+  const I m = block_magnitudes16(p);
+  return bits(F{_mm256_cvtph_ps(even_words(m.low)), _mm256_cvtph_ps(even_words(m.high))});
+}
+inline I block_magnitudes(const float* p) {
+  alignas(64) int32_t out[16];
+  for (int block = 0; block < 16; ++block) {
+    const __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
+    const __m256i most = _mm256_max_epi32(_mm256_and_si256(load256(p + 16 * block), mask),
+                                          _mm256_and_si256(load256(p + 16 * block + 8), mask));
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0b01001110));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0b10110001));
+    out[block] = _mm_cvtsi128_si32(m);
+  }
+  return load(out);
+}
+
+// --- random bits -----------------------------------------------------------------------------------------------------
+
+inline void multiply_wide(__m256i a, __m256i b, __m256i& low, __m256i& high) {
+  const __m256i even = _mm256_mul_epu32(a, b), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0b10101010);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0b10101010);
+}
+inline void multiply_wide(I a, uint32_t constant, I& low, I& high) {
+  const __m256i b = _mm256_set1_epi32(int32_t(constant));
+  multiply_wide(a.low, b, low.low, high.low);
+  multiply_wide(a.high, b, low.high, high.high);
+}
+inline I xor3(I a, I b, I c) { return bit_xor(bit_xor(a, b), c); }
+
+// Each block's 16 bytes in order.
+struct RandomWindows {
+  alignas(64) uint8_t bytes[16][16];
+  static I lane_order(I x) { return x; }
+  RandomWindows() = default;
+  explicit RandomWindows(const I* word) {
+    place(0, word[0].low, word[1].low, word[2].low, word[3].low);
+    place(8, word[0].high, word[1].high, word[2].high, word[3].high);
+  }
+  void pair(int p, I& even, I& odd) const {
+    const __m128i a = block(2 * p), b = block(2 * p + 1);
+    even = {_mm256_cvtepu16_epi32(a), _mm256_cvtepu16_epi32(b)};
+    odd = {_mm256_cvtepu16_epi32(_mm_alignr_epi8(a, a, 1)), _mm256_cvtepu16_epi32(_mm_alignr_epi8(b, b, 1))};
+  }
+
+ private:
+  __m128i block(int i) const { return _mm_load_si128(reinterpret_cast<const __m128i*>(bytes[i])); }
+  void place(int first, __m256i w0, __m256i w1, __m256i w2, __m256i w3) {
+    const __m256i a = _mm256_unpacklo_epi32(w0, w1), b = _mm256_unpackhi_epi32(w0, w1);
+    const __m256i c = _mm256_unpacklo_epi32(w2, w3), d = _mm256_unpackhi_epi32(w2, w3);
+    put(first, _mm256_unpacklo_epi64(a, c));
+    put(first + 1, _mm256_unpackhi_epi64(a, c));
+    put(first + 2, _mm256_unpacklo_epi64(b, d));
+    put(first + 3, _mm256_unpackhi_epi64(b, d));
+  }
+  void put(int i, __m256i two) {
+    _mm_store_si128(reinterpret_cast<__m128i*>(bytes[i]), _mm256_castsi256_si128(two));
+    _mm_store_si128(reinterpret_cast<__m128i*>(bytes[i + 4]), _mm256_extracti128_si256(two, 1));
+  }
+};
+
+}  // namespace nvfp4::avx2
