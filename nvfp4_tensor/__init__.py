@@ -6,7 +6,7 @@ from nvfp4_tensor.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.format import FourOverSix, RoundingMode, ScaleRounding
 from nvfp4_tensor.native import info
 from nvfp4_tensor.spec import QuantizeSpec
-from nvfp4_tensor.tensor import NVFP4Tensor, fake_quantize, quantize
+from nvfp4_tensor.tensor import NVFP4Tensor, fake_quantize, quantize, quantize_experts
 
 native.load()
 
@@ -24,5 +24,6 @@ __all__ = [
     "native",
     "ops",
     "quantize",
+    "quantize_experts",
     "views",
 ]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
+from torchao.utils import fill_defaults
 
 from nvfp4_tensor.format import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.matmul import product
+from nvfp4_tensor.matmul import grouped_product, product
 from nvfp4_tensor.tensor import Aliasing, NVFP4Tensor, quantize
 
 aten = torch.ops.aten
@@ -26,6 +27,9 @@ def _dispatch(cls, func, types, args=(), kwargs=None):
     kwargs = kwargs or {}
     implementation = cls._ATEN_OP_TABLE[cls].get(func)
     if implementation is not None:
+        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False):  # a view of an ordinary tensor has to be an ordinary tensor
+                return implementation(func, types, args, kwargs)
         return implementation(func, types, args, kwargs)
     if _reads_values(func):
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
@@ -232,6 +236,17 @@ def _mm(func, types, args, kwargs):
 def _addmm(func, types, args, kwargs):
     bias, a, b = args
     return product(a, b, bias=_dense(bias), **kwargs)
+
+
+@implements(aten._grouped_mm.default)
+def _grouped_mm(func, types, args, kwargs):
+    x, w, *rest = args
+    offs, bias, out_dtype = fill_defaults(rest, 3, [kwargs.get("offs"), kwargs.get("bias"), kwargs.get("out_dtype")])
+    if offs is None:
+        return product(x, w)
+    if bias is not None or out_dtype not in (None, x.dtype):
+        raise unsupported(func, "a grouped product has no bias, and the dtype of its input")
+    return grouped_product(x, w, offs)
 
 
 @implements(aten.mv.default)

@@ -98,8 +98,7 @@ def _quantize_weight(module: torch.nn.Module, config: NVFP4WeightOnlyConfig) -> 
 def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config) -> torch.nn.Module:
     assert config.activation_spec is not None
     if config.step == QuantizationStep.PREPARE:
-        _check_quantizable(module)
-        return ObservedLinear.observe(module, config.activation_spec)
+        return ObservedLinear.observe(_quantizable(module), config.activation_spec)
     if config.step == QuantizationStep.CONVERT:
         if not isinstance(module, ObservedLinear):
             return module
@@ -113,19 +112,19 @@ def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config
 def _quantize_linear(
     module: torch.nn.Module, weight_spec: QuantizeSpec | None, activation_spec: QuantizeSpec | None, **fields
 ) -> torch.nn.Module:
-    _check_quantizable(module)
-    quantized = quantize(module.weight.detach(), weight_spec)._replace(activation_spec=activation_spec, **fields)
-    module.weight = torch.nn.Parameter(quantized, requires_grad=False)
-    if type(module) is torch.nn.Linear:
-        module.__class__ = NVFP4Linear
-    return module
+    linear = _quantizable(module)
+    quantized = quantize(linear.weight.detach(), weight_spec)._replace(activation_spec=activation_spec, **fields)
+    linear.weight = torch.nn.Parameter(quantized, requires_grad=False)
+    if type(linear) is torch.nn.Linear:
+        linear.__class__ = NVFP4Linear
+    return linear
 
 
-def _check_quantizable(module: torch.nn.Module) -> None:
-    weight = getattr(module, "weight", None)
+def _quantizable(module: torch.nn.Module) -> torch.nn.Linear:
+    """The module, if it is a linear with a dense weight that NVFP4 takes."""
     if not isinstance(module, torch.nn.Linear):
         raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: leave it out with quantize_'s filter_fn")
-    assert isinstance(weight, torch.Tensor)
+    weight = module.weight
     if isinstance(weight, NVFP4Tensor):
         raise ValueError(f"{module} is NVFP4 already: start from the dense model")
     if type(weight.data) is not torch.Tensor or weight.dtype not in HIGH_PRECISION_DTYPES:
@@ -133,3 +132,4 @@ def _check_quantizable(module: torch.nn.Module) -> None:
             f"{module} has a weight of {type(weight.data).__name__}, {weight.dtype}: NVFP4 takes plain tensors of "
             "bfloat16, float16 or float32, so cast the model first"
         )
+    return module

@@ -42,6 +42,23 @@ def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 
     return _times_nvfp4(b.mT, left, bias, alpha).mT.contiguous()
 
 
+def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
+    """Rows offs[e-1]..offs[e] of x (M, K) times w[e], w (E, K, N) of experts: what a mixture of experts multiplies."""
+    if isinstance(x, NVFP4Tensor) or not isinstance(w, NVFP4Tensor) or x.dim() != 2 or w.dim() != 3:
+        raise TypeError("a grouped product takes dense rows (M, K) and NVFP4 experts (E, K, N)")
+    if x.shape[1] != w.shape[1] or x.dtype != w.dtype or offs.shape != w.shape[:1]:
+        raise RuntimeError(
+            f"rows {tuple(x.shape)} {x.dtype}, offsets {tuple(offs.shape)} and experts {tuple(w.shape)} {w.dtype} "
+            "do not fit: (M, K), (E,) and (E, K, N) of one dtype"
+        )
+    x_scale, out_dtype = None, x.dtype
+    if w.transposed and w.activation_spec is not None:
+        x, x_scale = _quantized_values(x, w)
+    return torch.ops.nvfp4.grouped_matmul(
+        x, x_scale, *_weight(w), offs, x.shape[-1] if w.transposed else w.columns, not w.transposed, out_dtype
+    )
+
+
 def _check_operands(a: Tensor, b: Tensor) -> None:
     if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
         raise RuntimeError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
@@ -75,10 +92,11 @@ def _decoded_product(x, x_scale, w: NVFP4Tensor, bias, alpha: float, out_dtype: 
     if alpha != 1:
         x_scale = torch.full((), alpha, device=x.device) if x_scale is None else x_scale * alpha
     columns = x.shape[-1] if w.transposed else w.columns
-    return torch.ops.nvfp4.matmul(
-        x, x_scale, w.qdata.contiguous(), w.scale.contiguous(), w.per_tensor_scale, bias, columns, not w.transposed,
-        out_dtype,
-    )  # fmt: skip
+    return torch.ops.nvfp4.matmul(x, x_scale, *_weight(w), bias, columns, not w.transposed, out_dtype)
+
+
+def _weight(w: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return w.qdata.contiguous(), w.scale.contiguous(), w.per_tensor_scale
 
 
 def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:

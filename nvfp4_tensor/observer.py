@@ -27,7 +27,8 @@ class ObservedLinear(nn.Linear):
     @classmethod
     def observe(cls, linear: nn.Linear, spec: QuantizeSpec) -> ObservedLinear:
         """The same module, observed from now on."""
-        assert type(linear) is nn.Linear
+        if type(linear) is not nn.Linear:
+            raise TypeError(f"only a plain nn.Linear is observed, not {linear}: leave it out with filter_fn")
         linear.__class__ = cls
         assert isinstance(linear, ObservedLinear)
         device = linear.weight.device

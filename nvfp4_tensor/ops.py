@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor import reference
-from nvfp4_tensor.format import BLOCK, ceil_to, scale_tiles
+from nvfp4_tensor.format import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
 from nvfp4_tensor.spec import QuantizeSpec
 
 _library = torch.library.Library("nvfp4", "DEF")
@@ -37,6 +37,8 @@ for _schema in (
     f"fake_quantize(Tensor x, Tensor amax, Tensor? rng_state, int spec, ScalarType dtype, bool scaled=True, {_PLACE})"
     " -> (Tensor values, Tensor per_tensor_scale)",
     "matmul(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor? bias,"
+    " SymInt columns, bool transposed, ScalarType out_dtype) -> Tensor",
+    "grouped_matmul(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor offs,"
     " SymInt columns, bool transposed, ScalarType out_dtype) -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -241,3 +243,54 @@ def _matmul_backward(ctx, grad):
 
 
 torch.library.register_autograd("nvfp4::matmul", _matmul_backward, setup_context=_matmul_context, lib=_library)
+
+
+@_implement("grouped_matmul")
+def grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, transposed, out_dtype):
+    """Rows offs[e-1]..offs[e] of x (M, K) times expert e of qdata (E, N, K/2), as ``matmul``; zeros behind the last.
+
+    offs: int32 (E,), the ends of the groups. x_scale: 0-d or one per row. This implementation reads offs on the host
+    and calls ``matmul`` for each expert that has rows.
+    """
+    experts, rows, half = qdata.shape
+    linear = None if rows % TILE_ROWS == 0 else unswizzle(scale, experts * rows, half * 2 // BLOCK)
+    y = x.new_zeros((x.shape[0], columns if transposed else rows), dtype=out_dtype)
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > start:
+            own = slice(expert * rows, (expert + 1) * rows)
+            tiles = slice(own.start // TILE_ROWS, own.stop // TILE_ROWS)
+            y[start:end] = torch.ops.nvfp4.matmul(
+                x[start:end],
+                x_scale[start:end] if x_scale is not None and x_scale.dim() else x_scale,
+                qdata[expert],
+                scale[tiles] if linear is None else swizzle(linear[own]),
+                per_tensor_scale[own] if per_tensor_scale.dim() else per_tensor_scale,
+                None,
+                columns,
+                transposed,
+                out_dtype,
+            )
+        start = end
+    return y
+
+
+@_fake("grouped_matmul")
+def _(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, transposed, out_dtype):
+    return x.new_empty((x.shape[0], columns if transposed else qdata.shape[-2]), dtype=out_dtype)
+
+
+def _grouped_matmul_context(ctx, inputs, output):
+    x, x_scale, qdata, scale, per_tensor_scale, offs, ctx.columns, ctx.transposed, _ = inputs
+    ctx.save_for_backward(x_scale, qdata, scale, per_tensor_scale, offs)
+    ctx.x_dtype = x.dtype
+
+
+def _grouped_matmul_backward(ctx, grad):
+    grad_x = torch.ops.nvfp4.grouped_matmul(grad, *ctx.saved_tensors, ctx.columns, not ctx.transposed, ctx.x_dtype)
+    return grad_x, *[None] * 8
+
+
+torch.library.register_autograd(
+    "nvfp4::grouped_matmul", _grouped_matmul_backward, setup_context=_grouped_matmul_context, lib=_library
+)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from nvfp4_tensor import format
-from nvfp4_tensor.format import BLOCK, HIGH_PRECISION_DTYPES, FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.format import BLOCK, HIGH_PRECISION_DTYPES, FourOverSix, RoundingMode, ScaleRounding, ceil_to
 from nvfp4_tensor.spec import QuantizeSpec
 
 
@@ -236,6 +236,27 @@ def quantize(
     amax, rng_state, place = _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(x.detach(), amax, rng_state, spec.pack(), *place)
     return NVFP4Tensor(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
+
+
+def quantize_experts(
+    x: Tensor,
+    spec: QuantizeSpec | None = None,
+    *,
+    rng_state: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> NVFP4Tensor:
+    """Quantize experts (E, N, K), each with a per-tensor scale of its own.
+
+    spec, rng_state, generator: as :func:`quantize` takes them; one rng_state serves all, whose bits differ by place.
+    """
+    if x.dim() != 3:
+        raise ValueError(f"experts are a tensor (E, N, K), got {tuple(x.shape)}")
+    spec = QuantizeSpec() if spec is None else spec
+    rng_state = resolve_rng_state(x, spec, rng_state, generator)
+    rows = ceil_to(x.shape[1], spec.block_rows)
+    experts = torch.stack([quantize(w, spec, rng_state=rng_state, origin=(e * rows, 0)) for e, w in enumerate(x)])
+    assert isinstance(experts, NVFP4Tensor)
+    return experts
 
 
 def fake_quantize(

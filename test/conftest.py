@@ -16,5 +16,6 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _fresh():
     torch.manual_seed(0)
+    torch._dynamo.reset()  # else the recompilations of all tests count towards one limit

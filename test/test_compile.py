@@ -17,11 +17,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-
-
 def quantized_model(config, device="cpu"):
     m = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32, bias=False)).to(device)
     quantize_(m, config)

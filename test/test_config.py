@@ -72,6 +72,18 @@ def test_quantize_(device, dtype, config):
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])
+@pytest.mark.parametrize("leading", [(3,), (2, 3), (2, 1, 3), ()])
+def test_inference_mode(config, leading):
+    m = model()
+    quantize_(m, config)
+    x = torch.randn(*leading, 72).bfloat16()
+    expected = m(x)
+    with torch.inference_mode():
+        assert torch.equal(m(x), expected)
+        assert torch.equal(torch.compile(m, fullgraph=True)(x), expected)
+
+
 def test_stochastic_weights_follow_the_seed():
     m = model()
     draws = []

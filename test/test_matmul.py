@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor import matmul as products
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -202,6 +202,48 @@ def test_per_row_scales_multiply_in_float32(device):
 def test_what_a_product_refuses(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.randn(3, 48), quantize(torch.randn(8, 48)))
+
+
+@pytest.mark.parametrize("rows", [128, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, QuantizeSpec()], ids=["weight only", "w4a4"])
+def test_experts(device, rows, dtype, activation):
+    experts = torch.randn(4, rows, 64, device=device).to(dtype) * torch.tensor([1.0, 30, 0.01, 5]).view(4, 1, 1).to(
+        device, dtype
+    )
+    w = quantize_experts(experts)._replace(activation_spec=activation)
+    assert torch.equal(w[1].dequantize(), quantize(experts[1]).dequantize())
+    x, offs = (
+        torch.randn(20, 64, device=device).to(dtype),
+        torch.tensor([3, 3, 11, 18], dtype=torch.int32, device=device),
+    )
+    y = torch._grouped_mm(x, w.mT, offs=offs)
+    assert y.shape == (20, rows) and y.dtype == dtype and (y[18:] == 0).all()
+    seen = x if activation is None else quantize(x, activation).dequantize(torch.float32)
+    for expert, (start, end) in enumerate(((0, 3), (3, 3), (3, 11), (11, 18))):
+        check(y[start:end], seen[start:end], w[expert].t())
+    back = torch._grouped_mm(y, w, offs=offs)
+    check(back[11:18], y[11:18], w[3])
+
+
+def test_gradient_of_experts():
+    w = quantize_experts(torch.randn(3, 32, 48).bfloat16())
+    x, offs = torch.randn(10, 48).bfloat16().requires_grad_(), torch.tensor([4, 4, 10], dtype=torch.int32)
+    y = torch._grouped_mm(x, w.mT, offs=offs)
+    upstream = torch.randn(10, 32).bfloat16()
+    (grad,) = torch.autograd.grad(y, x, upstream)
+    check(grad[:4], upstream[:4], w[0])
+    check(grad[4:], upstream[4:], w[2])
+    compiled = torch.compile(lambda x: torch._grouped_mm(x, w.mT, offs=offs), fullgraph=True)
+    assert torch.equal(compiled(x), y)
+
+
+def test_experts_draw_different_bits():
+    w = torch.rand(1, 16, 64).expand(3, 16, 64)
+    t = quantize_experts(w, QuantizeSpec(round_mode="stochastic"), rng_state=torch.tensor([1, 2]))
+    assert not torch.equal(t.qdata[0], t.qdata[1]) and not torch.equal(t.qdata[1], t.qdata[2])
+    with pytest.raises(ValueError, match="experts"):
+        quantize_experts(torch.rand(4, 4))
 
 
 # --- the FP4 tensor core call, as far as it can be checked without the hardware ------------------------------------------  # noqa: E501
