@@ -54,6 +54,15 @@ def test_opcheck_matmul(device, transposed, dtype):
         opcheck(nvfp4.matmul.default, (x, x_scale, *weight, bias, 50, transposed, dtype))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_opcheck_grouped_matmul(device, transposed):
+    qdata, scale, factor = quantized(torch.randn(2, 40, 50, device=device))
+    x = torch.randn(6, 40 if transposed else 50, device=device, requires_grad=True)
+    offs = torch.tensor([2, 5], dtype=torch.int32, device=device)
+    for x_scale in (None, torch.rand(6, device=device)):
+        opcheck(nvfp4.grouped_matmul.default, (x, x_scale, qdata, scale, factor, offs, 50, transposed, torch.float32))
+
+
 @pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(hadamard_sign, scaled):
