@@ -74,14 +74,21 @@ void ask_for_huge_pages(const Tensor& t) {
 #endif
 }
 
-Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Tensor& like) {
-  const Tensor out = torch::stable::new_empty(like, shape, type);
+// A CPU tensor, past the dispatcher: torch::stable::new_empty would cost a small quantize a third of its time.
+Tensor empty(const std::vector<int64_t>& shape, ScalarType type) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
+  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(), dtype,
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  const Tensor out(handle);
   ask_for_huge_pages(out);
   return out;
 }
 
-Tensor scalar(float value, const Tensor& like) {
-  Tensor out = empty({}, ScalarType::Float, like);
+Tensor scalar(float value) {
+  Tensor out = empty({}, ScalarType::Float);
   *static_cast<float*>(out.mutable_data_ptr()) = value;
   return out;
 }
@@ -119,7 +126,7 @@ Tensor tensor_amax(const Tensor& x, int64_t hadamard_sign) {
   parallel(m.rows && m.columns ? groups_of(m.rows, m.blocks()) : 0, kGroupElements, [&](int64_t begin, int64_t end) {
     raise_to(most, kernels().amax(m, int(hadamard_sign), begin, end));
   });
-  return scalar(bits_float(most), x);
+  return scalar(bits_float(most));
 }
 
 int64_t pair_units(const Matrix& m) { return ceil_div(m.rows, kPairRows) * ceil_div(m.columns, kPairColumns); }
@@ -128,7 +135,7 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
   STD_TORCH_CHECK(x.dim() == 2, "amax_pair takes a matrix");
   if (hadamard_sign < 0) {
     const Tensor both = tensor_amax(x, -1);
-    return {both, scalar(read_scalar(both, "amax"), x)};
+    return {both, scalar(read_scalar(both, "amax"))};
   }
   const Rows rows(x);
   std::atomic<uint32_t> row{0}, column{0};
@@ -138,7 +145,7 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
     raise_to(row, row_most);
     raise_to(column, column_most);
   });
-  return {scalar(bits_float(row), x), scalar(bits_float(column), x)};
+  return {scalar(bits_float(row)), scalar(bits_float(column))};
 }
 
 std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
@@ -151,7 +158,7 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
 Tensor hadamard(const Tensor& x, int64_t sign) {
   const Rows rows(x);
   const Matrix& m = rows.matrix;
-  Tensor out = empty(with_last(x, m.blocks() * kBlock), ScalarType::BFloat16, x);
+  Tensor out = empty(with_last(x, m.blocks() * kBlock), ScalarType::BFloat16);
   uint16_t* data = static_cast<uint16_t*>(out.mutable_data_ptr());
   parallel(groups_of(m.rows, m.blocks()), kGroupElements, [&](int64_t begin, int64_t end) {
     kernels().hadamard(m, int(sign), data, begin, end);
@@ -183,10 +190,9 @@ struct Outputs {
   Tensor qdata, scale;
   Quantized pointers;
 
-  Outputs(const Tensor& like, const std::vector<int64_t>& leading, int64_t rows, int64_t blocks)
-      : qdata(empty(with_codes(leading, blocks), ScalarType::Byte, like)),
-        scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn,
-                    like)),
+  Outputs(const std::vector<int64_t>& leading, int64_t rows, int64_t blocks)
+      : qdata(empty(with_codes(leading, blocks), ScalarType::Byte)),
+        scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn)),
         pointers{static_cast<uint8_t*>(qdata.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr()),
                  scale.size(1)} {
     if (rows % kTileRows || blocks % kTileColumns) std::memset(pointers.scale, 0, scale.numel());
@@ -198,9 +204,7 @@ struct Outputs {
   }
 };
 
-Tensor factor_of(const Plan& plan, const Tensor& like) {
-  return scalar(per_tensor_scale(plan.tensor.amax, plan.spec.scale_ceiling), like);
-}
+Tensor factor_of(const Plan& plan) { return scalar(per_tensor_scale(plan.tensor.amax, plan.spec.scale_ceiling)); }
 
 // Units of Kernels::quantize, and the elements of one.
 std::pair<int64_t, int64_t> quantize_units(const Matrix& m, const Plan& plan) {
@@ -217,10 +221,10 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
   const Plan plan = make_plan(spec, amax, rng_state, int(stream), m, row0, col0, full_width);
   std::vector<int64_t> leading = with_last(x, 0);
   leading.pop_back();
-  const Outputs out(x, leading, m.rows, m.blocks());
+  const Outputs out(leading, m.rows, m.blocks());
   const auto [units, elements] = quantize_units(m, plan);
   parallel(units, elements, [&](int64_t begin, int64_t end) { kernels().quantize(m, plan, out.pointers, begin, end); });
-  return {out.qdata, out.scale, factor_of(plan, x)};
+  return {out.qdata, out.scale, factor_of(plan)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
@@ -232,12 +236,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
   const Matrix transposed{m.data, m.columns, m.rows, 0, m.dtype};
   const Plan plan = make_plan(spec, amax, rng_state, 0, m, row0, col0, full_width);
   const Plan plan_t = make_plan(spec_t, amax_t, rng_state, 1, transposed, col0, row0, full_rows);
-  const Outputs out(x, {m.rows}, m.rows, m.blocks());
-  const Outputs out_t(x, {m.columns}, m.columns, transposed.blocks());
+  const Outputs out({m.rows}, m.rows, m.blocks());
+  const Outputs out_t({m.columns}, m.columns, transposed.blocks());
   parallel(pair_units(m), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {
     kernels().quantize_pair(m, plan, out.pointers, plan_t, out_t.pointers, begin, end);
   });
-  return {out.qdata, out.scale, factor_of(plan, x), out_t.qdata, out_t.scale, factor_of(plan_t, x)};
+  return {out.qdata, out.scale, factor_of(plan), out_t.qdata, out_t.scale, factor_of(plan_t)};
 }
 
 // --- dequantize, fake quantize ---------------------------------------------------------------------------------------
@@ -277,7 +281,7 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, std::optional<Tensor
     in.factors = static_cast<const float*>(factors->const_data_ptr());
     in.factor_per_row = count != 1;
   }
-  Tensor out = empty(with_last(qdata, columns), type, qdata);
+  Tensor out = empty(with_last(qdata, columns), type);
   void* data = out.mutable_data_ptr();
   const Dtype dtype = dtype_of(type, "dtype");
   parallel(groups_of(in.rows, in.blocks), kGroupElements, [&](int64_t begin, int64_t end) {
@@ -298,8 +302,8 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, st
   const Matrix& m = rows.matrix;
   const Plan plan = make_plan(spec, amax, rng_state, 0, m, row0, col0, full_width);
   const int64_t columns = plan.spec.hadamard_sign < 0 ? m.columns : m.blocks() * kBlock;
-  Tensor out = empty(with_last(x, columns), type, x);
-  const Tensor factor = factor_of(plan, x);
+  Tensor out = empty(with_last(x, columns), type);
+  const Tensor factor = factor_of(plan);
   const float* factor_data = scaled ? static_cast<const float*>(factor.const_data_ptr()) : nullptr;
   void* data = out.mutable_data_ptr();
   const Dtype dtype = dtype_of(type, "dtype");
