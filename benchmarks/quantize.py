@@ -216,7 +216,7 @@ def show(report: harness.Report, items: list[Subject], timings: dict[str, Timing
 
 
 def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: int) -> dict:
-    """Every subject and the peers that run, on x: {"copy": bytes/s, "subjects": [...]}."""
+    """Every subject and the peers that run, on x: {"copy": bytes/s, "copied_by": how, "subjects": [...]}."""
     state = torch.tensor([1, 2], device=x.device)
     amax = torch.ops.nvfp4.amax(x, -1)
     packed = torch.ops.nvfp4.quantize(x, amax, state, NEAREST.pack())
@@ -229,7 +229,8 @@ def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: 
     present = [name for name in wanted if any(name in runs for runs in peers.values())]
     items = subjects(x, state, peers)
     timings = measure(items, x.device, repeats)
-    return {"copy": timings[harness.COPY].bandwidth, "subjects": show(report, items, timings, present)}
+    limit = timings[harness.COPY]
+    return {"copy": limit.bandwidth, "copied_by": limit.name, "subjects": show(report, items, timings, present)}
 
 
 def compare_runs(report: harness.Report, runs: list[dict]) -> None:
