@@ -100,12 +100,11 @@ inline void store_scales(uint8_t* scale, int64_t column_tiles, const Group& grou
   });
 }
 
-inline I load_scales(const uint8_t* scale, int64_t column_tiles, const Group& group, int64_t blocks) {
-  alignas(16) uint8_t lane_bytes[16] = {};
+inline void load_scales(const uint8_t* scale, int64_t column_tiles, const Group& group, int64_t blocks,
+                        uint8_t* lane_bytes) {
   for_each_scale(group, blocks, column_tiles, [&](int lane, int64_t offset, auto width) {
     std::memcpy(lane_bytes + lane, scale + offset, width);
   });
-  return load_bytes(lane_bytes);
 }
 
 // Codes go straight to memory from a whole group, through a buffer from the last, partial one.

@@ -59,8 +59,8 @@ struct Rows {
   }
 };
 
-// Fresh memory of this size comes from the kernel page by page, which costs more than quantizing into it: one thread
-// decodes 4096^2 to bfloat16 in 14.4 ms onto pages of 4 KiB, ... ms onto pages of 2 MiB, where the system grants them.
+// Fresh memory comes from the system page by page, which costs more than the arithmetic: one thread decodes 4096^2 to
+// bfloat16 in 14.4 ms onto pages of 4 KiB, in 4.4 ms onto pages of 2 MiB, where the system grants them.
 constexpr size_t kHugePageBytes = 2 << 20;
 
 void ask_for_huge_pages(const Tensor& t) {
@@ -173,6 +173,7 @@ Plan make_plan(int64_t spec_bits, const Tensor& amax, const std::optional<Tensor
   Plan plan{};
   plan.spec = QuantizeSpec::unpack(spec_bits);
   plan.tensor = TensorScale::of(read_scalar(amax, "amax"), plan.spec.scale_ceiling);
+  // Rows of a band share the cache lines of their scales (4096^2, one thread: 3.5 -> 3.0 ms).
   plan.banded = plan.spec.block_rows > 1 || (m.blocks() >= kGroupBlocks && m.rows >= kTileRows);
   plan.row_blocks = ceil_div(full_width ? full_width : m.columns, kBlock);
   plan.first_block = row0 * plan.row_blocks + col0 / kBlock;

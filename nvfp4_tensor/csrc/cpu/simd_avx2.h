@@ -190,6 +190,9 @@ inline F e2m1_values(I codes) {
   return as_float(bit_or(bits(magnitude), shift_left<28>(bit_and(codes, set(8)))));
 }
 
+constexpr bool kDecodesByTable = false;
+inline void lookup_pair(const uint8_t*, const uint16_t*, const uint16_t*, void*) {}
+
 struct Spread {
   alignas(64) float values[16];
   explicit Spread(F x) { store(values, x); }

@@ -146,6 +146,18 @@ inline F e2m1_values(I codes) {
   return _mm512_permutexvar_ps(codes, table);
 }
 
+// Two blocks' values as words, looked up in their rows of 16: 32 lookups in one instruction.
+constexpr bool kDecodesByTable = true;
+inline void lookup_pair(const uint8_t* codes, const uint16_t* first_row, const uint16_t* second_row, void* out) {
+  const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first_row));
+  const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second_row));
+  const I rows = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  const I second_half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+  const I bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  const I nibbles = _mm512_ternarylogic_epi32(bytes, shift_left<12>(bytes), set(0x000F000F), 0xA8);  // (a | b) & c
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(bit_or(nibbles, second_half), rows));
+}
+
 inline I load_bytes(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

@@ -163,6 +163,10 @@ inline void store_bytes(uint8_t* out, I x) {
   for (int lane = 0; lane < 16; ++lane) out[lane] = uint8_t(x[lane]);
 }
 
+// Whether looking a code's value up in a row of 16 words (lookup_pair) beats computing it.
+constexpr bool kDecodesByTable = false;
+inline void lookup_pair(const uint8_t*, const uint16_t*, const uint16_t*, void*) {}
+
 // One number a block, given to the lanes of a pair of blocks.
 struct Spread {
   F values;
