@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -42,7 +43,7 @@ int64_t leading_rows(const Tensor& x) {
   return rows;
 }
 
-// A tensor (..., K) as rows of K with last stride 1: itself where it is (2-D with strided rows, or contiguous), else a copy.
+// A tensor (..., K) as rows of K with last stride 1: itself if contiguous, or 2-D with strided rows; else a copy.
 struct Rows {
   Tensor held;
   Matrix matrix;
@@ -259,7 +260,8 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, std::optional<Tensor
   check_cpu(qdata, "qdata");
   check_cpu(scale, "scale");
   STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && qdata.dim() >= 1, "qdata must be uint8 (..., K/2)");
-  STD_TORCH_CHECK(scale.dim() == 4 && scale.element_size() == 1, "scale must be e4m3 (row tiles, column tiles, 32, 16)");
+  STD_TORCH_CHECK(scale.dim() == 4 && scale.element_size() == 1,
+                  "scale must be e4m3 (row tiles, column tiles, 32, 16)");
   const Tensor codes = torch::stable::contiguous(qdata), scales = torch::stable::contiguous(scale);
   Encoded in{};
   in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());

@@ -1,4 +1,5 @@
-// Sixteen lanes in two AVX2 registers: the vocabulary of kernels_impl.h (see simd_portable.h for what each word means).
+// Sixteen lanes in two AVX2 registers: the vocabulary of the kernels; simd_portable.h
+// says what each word means.
 #pragma once
 
 #include <immintrin.h>
@@ -95,9 +96,12 @@ inline I fixed_point(F t, F a) {
 
 template <int distance>
 inline F swap_lanes(F a) {
-  if constexpr (distance == 4) return {_mm256_permute2f128_ps(a.low, a.low, 1), _mm256_permute2f128_ps(a.high, a.high, 1)};
-  constexpr int order = distance == 1 ? 0b10110001 : 0b01001110;
-  return {_mm256_permute_ps(a.low, order), _mm256_permute_ps(a.high, order)};
+  if constexpr (distance == 4) {
+    return {_mm256_permute2f128_ps(a.low, a.low, 1), _mm256_permute2f128_ps(a.high, a.high, 1)};
+  } else {
+    constexpr int order = distance == 1 ? 0b10110001 : 0b01001110;
+    return {_mm256_permute_ps(a.low, order), _mm256_permute_ps(a.high, order)};
+  }
 }
 
 // --- 32 elements as even and odd ones --------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-// Sixteen lanes in one AVX-512 register: the vocabulary of kernels_impl.h (see simd_portable.h for what each word means).
+// Sixteen lanes in one AVX-512 register: the vocabulary of the kernels; simd_portable.h
+// says what each word means.
 #pragma once
 
 #include <immintrin.h>
