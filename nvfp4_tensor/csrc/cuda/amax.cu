@@ -57,9 +57,9 @@ void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t st
     using T = decltype(type);
     if (hadamard_sign < 0 && contiguous && aligned) {
       const int64_t threads = ceil_div(count * static_cast<int64_t>(sizeof(T)), 64);
-      launch_persistent(amax_contiguous<T>, threads, stream, static_cast<const T*>(x.data), count, out);
+      launch_walk<amax_contiguous<T>>(threads, stream, static_cast<const T*>(x.data), count, out);
     } else {
-      launch_persistent(amax_any<T>, x.rows * x.blocks(), stream, x, hadamard_sign, out);
+      launch_walk<amax_any<T>>(x.rows * x.blocks(), stream, x, hadamard_sign, out);
     }
   });
 }

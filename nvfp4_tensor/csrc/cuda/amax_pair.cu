@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 2) amax_pair(Matrix x, HadamardFacto
 
 void launch_amax_pair(const Matrix& x, int hadamard_sign, float* out, float* out_transposed, cudaStream_t stream) {
   if (x.rows * x.columns == 0) return;
-  launch_persistent(amax_pair, ceil_div(x.rows, kBlock) * (x.columns / kColumns), stream, x,
+  launch_walk<amax_pair>(ceil_div(x.rows, kBlock) * (x.columns / kColumns), stream, x,
                     HadamardFactors::from(static_cast<uint32_t>(hadamard_sign)), out, out_transposed);
 }
 

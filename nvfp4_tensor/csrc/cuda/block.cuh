@@ -82,7 +82,6 @@ __device__ __forceinline__ DrawSource draw_source(const Quantization& how, bool 
   DrawSource source{};
   if (stochastic) {
     source.key = RandomKey::of(how.random.rng_state[0], how.random.rng_state[1], how.random.stream);
-    source.eight = static_cast<uint32_t>(16 - how.spec.random_bits) / 8;
     source.hardware = how.spec.hardware_rounding;
   }
   return source;
@@ -121,16 +120,24 @@ void for_dtype(Dtype dtype, Function f) {
 
 template <typename Function>
 void for_mode(const QuantizeSpec& spec, Function f) {
-  if (spec.is_stochastic()) return f(std::integral_constant<Fast, Fast::kStochastic>{});
-  return f(std::integral_constant<Fast, Fast::kNearestEven>{});
+  if (!spec.is_stochastic()) return f(std::integral_constant<Fast, Fast::kNearestEven>{});
+  if (spec.random_bits == 8) return f(std::integral_constant<Fast, Fast::kStochastic8>{});
+  return f(std::integral_constant<Fast, Fast::kStochastic16>{});
 }
 
-// Launches a persistent kernel over so many units of work, one a thread and turn.
-template <typename... Parameters, typename... Arguments>
-void launch_persistent(void (*kernel)(Parameters...), int64_t units, cudaStream_t stream, Arguments... arguments) {
-  int blocks_per_sm = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, kThreads, 0);
-  kernel<<<persistent_grid(blocks_per_sm, ceil_div(units, kThreads)), kThreads, 0, stream>>>(arguments...);
+// Launches a kernel that walks so many units of work, one a thread and turn. The grid is a few waves of what fits at
+// once: with one, a static share each, warps end up to a third apart and the last run alone; with many, thread blocks
+// do not live long enough to pay for their table of enc. Measured on an H200: 1, 8, 16 and 64 waves quantize to
+// nearest at 83, 87, 88 and 74 % of its copy bandwidth, and dequantize, which has no table, at 79, 83, 87 and 86 %.
+template <auto kernel, typename... Arguments>
+void launch_walk(int64_t units, cudaStream_t stream, Arguments... arguments) {
+  constexpr int kWaves = 12;
+  static const int blocks_per_sm = [] {
+    int count = 0;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, 0);
+    return count < 1 ? 1 : count;
+  }();
+  kernel<<<grid_of(kWaves * blocks_per_sm, ceil_div(units, kThreads)), kThreads, 0, stream>>>(arguments...);
 }
 
 }  // namespace nvfp4

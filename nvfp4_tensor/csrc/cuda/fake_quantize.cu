@@ -1,7 +1,7 @@
-// fake_quantize, 1x16 blocks to the input's own dtype: quantized and decoded in registers, no codes written.
+// fake_quantize, 1x16 blocks to the dtype of the input: quantized and decoded in registers, no codes written.
 //
 // One thread quantizes a block; for the stores, neighbouring lanes exchange halves of codes (8 bytes), so that each
-// store of a warp fills whole sectors: first the even lane's block, half by it and half by the odd lane, then the odd's.
+// store of a warp fills whole sectors: first the even lane's block, half by either lane, then the odd lane's.
 #include "block.cuh"
 #include "decode.cuh"
 
@@ -16,30 +16,38 @@ __device__ __forceinline__ void store_half(T* to, uint32_t codes, float s_b, flo
   store8(to, v);
 }
 
+template <typename T>
+__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const Walk& at) {
+  if (!at.inside()) return Elements<T, kBlock>::zero();
+  return Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock));
+}
+
 template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) fake_quantize_rows(Matrix x, Quantization how,
                                                                                       bool scaled, T* out) {
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
   const float* enc = encode_table(tensor);
-  const DrawSource source = draw_source(how, mode == Fast::kStochastic);
+  const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   const float factor = scaled ? per_tensor_scale(tensor.amax, how.spec.scale_ceiling) : 1.0f;
   const bool odd = threadIdx.x % 2;
+  Walk at(x.rows, x.blocks());
+  auto block = load<T>(x, at);
   // Whole warps turn together, for the exchange.
-  for (Walk at(x.rows, x.blocks()); __any_sync(0xFFFFFFFFu, at.inside()); at.step()) {
+  while (__any_sync(0xFFFFFFFFu, at.inside())) {
     const bool inside = at.inside();
-    const auto block = inside ? Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock))
-                              : Elements<T, kBlock>::zero();
     const uint8_t s_bits = scale_from_bits<T>(block.amax_bits(), tensor.sixth, how.spec.scale_rounding);
     const uint64_t number = block_number(how.random, at.row, at.column);
     const uint2 codes = encode16<mode>(block, s_bits, enc[s_bits], source, number);
     const float s_b = e4m3_value(s_bits);
+    const int64_t own = (static_cast<int64_t>(at.row) * at.width + at.column) * kBlock;
+    at.step();
+    block = load<T>(x, at);  // in flight during the rest
 
     // The output is contiguous, so a neighbour's block is the neighbouring block of the output, whatever its row.
     const uint32_t other_codes = __shfl_xor_sync(0xFFFFFFFFu, odd ? codes.x : codes.y, 1);
     const float other_s_b = __shfl_xor_sync(0xFFFFFFFFu, s_b, 1);
     const bool other_inside = __shfl_xor_sync(0xFFFFFFFFu, inside, 1);
-    const int64_t own = (static_cast<int64_t>(at.row) * at.width + at.column) * kBlock;
     T* even_block = out + (odd ? own - kBlock : own) + (odd ? 8 : 0);
     const uint32_t my_codes = odd ? codes.y : codes.x;
     if (odd ? other_inside : inside) {
@@ -57,7 +65,7 @@ void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const V
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
     for_mode(how.spec, [&](auto mode) {
-      launch_persistent(fake_quantize_rows<T, mode.value>, x.rows * x.blocks(), stream, x, how, out.scaled,
+      launch_walk<fake_quantize_rows<T, mode.value>>(x.rows * x.blocks(), stream, x, how, out.scaled,
                         static_cast<T*>(out.data));
     });
   });

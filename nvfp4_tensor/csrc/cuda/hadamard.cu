@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) hadamard_rows(Matrix x, uint32_t sig
 void launch_hadamard(const Matrix& x, uint32_t sign, void* out, cudaStream_t stream) {
   if (x.rows * x.blocks() == 0) return;
   for_dtype(x.dtype, [&](auto type) {
-    launch_persistent(hadamard_rows<decltype(type)>, x.rows * x.blocks(), stream, x, sign, static_cast<uint4*>(out));
+    launch_walk<hadamard_rows<decltype(type)>>(x.rows * x.blocks(), stream, x, sign, static_cast<uint4*>(out));
   });
 }
 

@@ -90,7 +90,7 @@ struct Quantized {
 
 void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream);
 
-// Thread blocks of a persistent grid: what fits at once, and no more than there is work for.
-unsigned persistent_grid(int blocks_per_sm, int64_t most);
+// So many thread blocks a multiprocessor, but no more than there is work for, and at least one.
+unsigned grid_of(int64_t blocks_per_sm, int64_t most);
 
 }  // namespace nvfp4

@@ -16,7 +16,7 @@
 
 namespace nvfp4 {
 
-unsigned persistent_grid(int blocks_per_sm, int64_t most) {
+unsigned grid_of(int64_t blocks_per_sm, int64_t most) {
   static std::array<std::atomic<int>, 64> multiprocessors{};
   int device = 0;
   cudaGetDevice(&device);
@@ -26,15 +26,26 @@ unsigned persistent_grid(int blocks_per_sm, int64_t most) {
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
     known = count;
   }
-  const int64_t resident = static_cast<int64_t>(known) * std::max(blocks_per_sm, 1);
-  return static_cast<unsigned>(std::max<int64_t>(std::min(resident, most), 1));
+  return static_cast<unsigned>(std::max<int64_t>(std::min(known * blocks_per_sm, most), 1));
 }
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using torch::stable::accelerator::DeviceGuard;
+
+// Makes the device of a tensor current, at no cost where it is already.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor& t) {
+    int current = -1;
+    cudaGetDevice(&current);
+    if (current != t.get_device_index()) guard_.emplace(t.get_device_index());
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
 
 cudaStream_t current_stream(const Tensor& on) {
   void* stream = nullptr;
@@ -81,9 +92,19 @@ struct Rows {
   }
 };
 
+// Contiguous, on the device of `like`; straight to the allocator, without the dispatcher (1 us a tensor).
 Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Tensor& like) {
-  return torch::stable::new_empty(like, shape, type);
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
+  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                         strides.data(), dtype, aoti_torch_device_type_cuda(),
+                                                         like.get_device_index(), &handle));
+  return Tensor(handle);
 }
+
+Tensor contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 float* floats(Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
@@ -106,7 +127,7 @@ Tensor transposed_copy(const Tensor& x) { return torch::stable::contiguous(torch
 // --- amax, Hadamard --------------------------------------------------------------------------------------------------
 
 Tensor amax(const Tensor& x, int64_t hadamard_sign) {
-  const DeviceGuard guard(x.get_device_index());
+  const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   const Rows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
   Tensor out = zero_scalar(x, stream);
@@ -117,7 +138,7 @@ Tensor amax(const Tensor& x, int64_t hadamard_sign) {
 
 std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
   STD_TORCH_CHECK(x.dim() == 2, "amax_pair takes a matrix");
-  const DeviceGuard guard(x.get_device_index());
+  const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   if (hadamard_sign < 0) {
     Tensor row = nvfp4::amax(x, -1), column = empty({}, ScalarType::Float, x);
@@ -135,7 +156,7 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
 }
 
 Tensor hadamard(const Tensor& x, int64_t sign) {
-  const DeviceGuard guard(x.get_device_index());
+  const OnDeviceOf guard(x);
   const Rows rows(x);
   Tensor out = empty(with_last(x, rows.matrix.blocks() * kBlock), ScalarType::BFloat16, x);
   launch_hadamard(rows.matrix, static_cast<uint32_t>(sign), out.mutable_data_ptr(), current_stream(x));
@@ -187,7 +208,7 @@ struct Outputs {
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
                                             int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
                                             int64_t random_stream) {
-  const DeviceGuard guard(x.get_device_index());
+  const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   const Rows rows(x);
   const Matrix& m = rows.matrix;
@@ -210,14 +231,15 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
 
 bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b) {
   return m.dtype == Dtype::kBf16 && m.whole_blocks() && m.rows && m.columns && is_fast(a) && is_fast(b) &&
-         a.block_rows == 1 && b.block_rows == 1 && a.round_mode == b.round_mode && a.hadamard_sign < 0;
+         a.block_rows == 1 && b.block_rows == 1 && a.round_mode == b.round_mode &&
+         (!a.is_stochastic() || a.random_bits == b.random_bits) && a.hadamard_sign < 0;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
     int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
-  const DeviceGuard guard(x.get_device_index());
+  const OnDeviceOf guard(x);
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   if (!full_rows) full_rows = m.rows;
@@ -243,8 +265,8 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
     return torch::stable::to(dequantize(qdata, scale, per_tensor_scale, columns, ScalarType::Float), type);
   }
   STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && qdata.dim() >= 1, "qdata must be uint8 (..., K/2)");
-  const DeviceGuard guard(qdata.get_device_index());
-  const Tensor codes = torch::stable::contiguous(qdata), scales = torch::stable::contiguous(scale);
+  const OnDeviceOf guard(qdata);
+  const Tensor codes = nvfp4::contiguous(qdata), scales = nvfp4::contiguous(scale);
   Quantized in{};
   in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
   in.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
@@ -255,7 +277,7 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
   STD_TORCH_CHECK(columns <= in.blocks * kBlock, "qdata holds ", in.blocks * kBlock, " columns, not ", columns);
   std::optional<Tensor> factor;
   if (per_tensor_scale.has_value()) {
-    factor = torch::stable::contiguous(*per_tensor_scale);
+    factor = nvfp4::contiguous(*per_tensor_scale);
     in.per_row = factor->numel() != 1;
     STD_TORCH_CHECK(factor->is_cuda() && factor->scalar_type() == ScalarType::Float &&
                         (factor->numel() == 1 || factor->numel() == in.rows),
@@ -275,7 +297,7 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
     auto [values, factor] = fake_quantize(x, amax, rng_state, spec, ScalarType::Float, scaled, row0, col0, full_width);
     return {torch::stable::to(values, type), factor};
   }
-  const DeviceGuard guard(x.get_device_index());
+  const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   const Rows rows(x);
   const Matrix& m = rows.matrix;

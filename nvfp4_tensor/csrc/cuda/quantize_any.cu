@@ -149,14 +149,14 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_any(Matrix x, Quantiza
 void launch_quantize_any(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream) {
   const int64_t rows = ceil_div(x.rows, how.spec.block_rows) * how.spec.block_rows;
   for_dtype(x.dtype, [&](auto type) {
-    launch_persistent(quantize_any<decltype(type)>, rows * x.blocks(), stream, x, how, out);
+    launch_walk<quantize_any<decltype(type)>>(rows * x.blocks(), stream, x, how, out);
   });
 }
 
 void launch_fake_quantize_any(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream) {
   const int64_t rows = ceil_div(x.rows, how.spec.block_rows) * how.spec.block_rows;
   for_dtype(x.dtype, [&](auto type) {
-    launch_persistent(fake_quantize_any<decltype(type)>, rows * x.blocks(), stream, x, how, out);
+    launch_walk<fake_quantize_any<decltype(type)>>(rows * x.blocks(), stream, x, how, out);
   });
 }
 

@@ -4,7 +4,7 @@
 // thread 16 elements of one, and by columns, a thread 16 rows of two of them. 16-byte chunk c of row r lies at chunk
 // c ^ (r / 16): eight groups of 16 rows by four words then fall into 32 different banks, and so do four even chunks of
 // a row and of the row 16 below it. The tile makes two whole tiles of block scales on either side; they are gathered in
-// shared memory and written, padding included, as 1024 contiguous bytes each.
+// shared memory and written, padding included, as 1024 contiguous bytes each. The next tile is copied meanwhile.
 #include "block.cuh"
 #include "columns.cuh"
 
@@ -17,18 +17,26 @@ constexpr int kTile = 128;
 constexpr int kChunks = kTile * 2 / 16;       // 16-byte chunks of a row
 constexpr int kTileBlocks = kTile / kBlock;   // of a row
 constexpr int kScaleBytes = kTile * kTileBlocks;
+constexpr int kBlocksPerSm = 3;               // 68 KB of shared memory and 80 registers a thread each
 
 struct Shared {
-  uint4 x[kTile][kChunks];
+  uint4 x[2][kTile][kChunks];  // the tile at work and the next
   uint8_t scale[kScaleBytes], scale_transposed[kScaleBytes];
   float enc[128], enc_transposed[128];
 };
 
-// One side of the pair: what it writes, in units of a tile's place.
+// One side of the pair.
 struct Side {
   Quantization how;
   Codes out;
   uint32_t rows, blocks;  // blocks in a row of codes
+};
+
+// What a side's blocks need that is the same for all of them.
+struct Encoder {
+  const float* enc;
+  float sixth;
+  DrawSource source;
 };
 
 __device__ __forceinline__ void copy_chunk(uint4* to, const void* from, bool inside) {
@@ -36,68 +44,79 @@ __device__ __forceinline__ void copy_chunk(uint4* to, const void* from, bool ins
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(inside ? 16 : 0));
 }
 
-__device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32_t column0, Shared& shared) {
+// Starts the copy of the tile at (row0, column0); one commit group, empty past the last tile.
+__device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32_t column0, uint4 (*to)[kChunks]) {
+  constexpr uint32_t kRowsATurn = kThreads / kChunks;  // = kBlock: turn i loads group i of 16 rows
+  const uint32_t chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks, column = column0 + chunk * 8;
+  const uint32_t rows = column < x.columns ? static_cast<uint32_t>(x.rows) : 0;
+  const Bf16* from = element_at<Bf16>(x, row0 + row, column);
 #pragma unroll
-  for (int i = 0; i < kTile * kChunks / kThreads; ++i) {
-    const uint32_t index = i * kThreads + threadIdx.x, row = index / kChunks, chunk = index % kChunks;
-    const bool inside = row0 + row < x.rows && column0 + chunk * 8 < x.columns;
-    const Bf16* from = inside ? element_at<Bf16>(x, row0 + row, column0 + chunk * 8) : static_cast<const Bf16*>(x.data);
-    copy_chunk(&shared.x[row][chunk ^ row / kBlock], from, inside);
+  for (int i = 0; i < kTile / kRowsATurn; ++i) {
+    const bool inside = row0 + row + i * kRowsATurn < rows;
+    copy_chunk(&to[row + i * kRowsATurn][chunk ^ i], inside ? from : x.data, inside);
+    from += x.row_stride * kRowsATurn;
   }
-  asm volatile("cp.async.commit_group;");
 }
 
-// Block (row, block) of a side, where the tile begins at (row0, block0): codes to memory, scale to shared memory.
 template <Fast mode>
-__device__ __forceinline__ void quantize_one(const Elements<Bf16, kBlock>& x, const Side& side,
-                                             float sixth, const float* enc, const DrawSource& source,
-                                             uint32_t row0, uint32_t row, uint32_t block0, uint32_t block,
+__device__ __forceinline__ void quantize_one(const Elements<Bf16, kBlock>& x, const Encoder& encoder,
+                                             ScaleRounding rounding, uint64_t number, bool inside, uint2* codes,
                                              uint8_t* scale) {
-  const bool inside = row0 + row < side.rows && block0 + block < side.blocks;
-  uint8_t s_bits = 0;
-  if (inside) {
-    s_bits = scale_from_bits<Bf16>(x.amax_bits(), sixth, side.how.spec.scale_rounding);
-    const uint64_t number = block_number(side.how.random, row0 + row, block0 + block);
-    const uint2 codes = encode16<mode>(x, s_bits, enc[s_bits], source, number);
-    reinterpret_cast<uint2*>(side.out.qdata)[static_cast<int64_t>(row0 + row) * side.blocks + block0 + block] = codes;
-  }
-  scale[scale_offset(row, block, kTileBlocks / kTileColumns)] = s_bits;
+  const uint8_t s_bits = scale_from_bits<Bf16>(x.amax_bits(), encoder.sixth, rounding);
+  const uint2 coded = encode16<mode>(x, s_bits, encoder.enc[s_bits], encoder.source, number);
+  if (inside) *codes = coded;
+  *scale = inside ? s_bits : 0;
+}
+
+// Where block (row, block) of a side has its codes.
+__device__ __forceinline__ uint2* codes_at(const Side& side, uint32_t row, uint32_t block) {
+  return reinterpret_cast<uint2*>(side.out.qdata) + (static_cast<int64_t>(row) * side.blocks + block);
 }
 
 template <Fast mode>
-__device__ __forceinline__ void quantize_by_rows(const Side& side, float sixth, uint32_t row0, uint32_t block0,
-                                                 Shared& shared) {
-  const DrawSource source = draw_source(side.how, mode == Fast::kStochastic);
+__device__ __forceinline__ void quantize_by_rows(const Side& side, const Encoder& encoder, uint32_t row0,
+                                                 uint32_t block0, const uint4 (*x)[kChunks], uint8_t* scale) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Lanes: 4 blocks, 2 rows 16 apart, 4 rows; warps and turns: the other half of the row, 4 x 4 rows.
+  const uint32_t block = lane % 4 + 4 * (warp % 2);
+  const uint32_t first = lane / 8 + 4 * (warp / 2) + 16 * (lane / 4 % 2);
+  const bool block_inside = block0 + block < side.blocks;
+  uint2* codes = codes_at(side, row0 + first, block0 + block);
+  uint64_t number = block_number(side.how.random, row0 + first, block0 + block);
+  scale += scale_offset(first, block, kTileBlocks / kTileColumns);
 #pragma unroll 1
-  for (uint32_t i = 0; i < kTile * kTileBlocks / kThreads; ++i) {
-    // Lanes: 4 blocks, 2 rows 16 apart, 4 rows; warps and turns: the other half of the row, 4 x 4 rows.
-    const uint32_t block = lane % 4 + 4 * (warp % 2);
-    const uint32_t row = lane / 8 + 4 * (warp / 2) + 16 * (lane / 4 % 2) + 32 * i;
-    const uint4 low = shared.x[row][(2 * block) ^ row / kBlock], high = shared.x[row][(2 * block + 1) ^ row / kBlock];
-    const Elements<Bf16, kBlock> x = {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
-    quantize_one<mode>(x, side, sixth, shared.enc, source, row0, row, block0, block, shared.scale);
+  for (uint32_t row = first; row < kTile; row += 32) {
+    const uint4 low = x[row][(2 * block) ^ row / kBlock], high = x[row][(2 * block + 1) ^ row / kBlock];
+    const Elements<Bf16, kBlock> elements = {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+    quantize_one<mode>(elements, encoder, side.how.spec.scale_rounding, number,
+                       block_inside && row0 + row < side.rows, codes, scale);
+    codes += 32 * static_cast<int64_t>(side.blocks), number += 32 * side.how.random.width, scale += 4;
   }
 }
 
 template <Fast mode, bool transform>
-__device__ __forceinline__ void quantize_by_columns(const Side& side, const HadamardFactors& factors, float sixth,
-                                                    uint32_t row0, uint32_t block0, Shared& shared) {
-  const DrawSource source = draw_source(side.how, mode == Fast::kStochastic);
+__device__ __forceinline__ void quantize_by_columns(const Side& side, const Encoder& encoder,
+                                                    const HadamardFactors& factors, uint32_t row0, uint32_t block0,
+                                                    const uint4 (*x)[kChunks], uint8_t* scale) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t group = lane / 4;  // of 16 rows: a block of the transpose
+  const bool group_inside = block0 + group < side.blocks;
 #pragma unroll 1
   for (uint32_t chunk = warp; chunk < kChunks; chunk += kThreads / 32) {
     uint32_t word[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      word[i] = reinterpret_cast<const uint32_t*>(&shared.x[group * kBlock + i][chunk ^ group])[lane % 4];
+      word[i] = reinterpret_cast<const uint32_t*>(&x[group * kBlock + i][chunk ^ group])[lane % 4];
     }
+    const uint32_t column = chunk * 8 + lane % 4 * 2;
+    uint2* codes = codes_at(side, row0 + column, block0 + group);
+    const uint64_t number = block_number(side.how.random, row0 + column, block0 + group);
+    uint8_t* to = scale + scale_offset(column, group, kTileBlocks / kTileColumns);
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      const uint32_t column = chunk * 8 + lane % 4 * 2 + which;
-      quantize_one<mode>(column_block<transform>(word, which, factors), side, sixth, shared.enc_transposed, source,
-                         row0, column, block0, group, shared.scale_transposed);
+    for (int which = 0; which < 2; ++which) {  // the columns are whole blocks of x: both inside or neither
+      quantize_one<mode>(column_block<transform>(word, which, factors), encoder, side.how.spec.scale_rounding,
+                         number + which * side.how.random.width, group_inside && row0 + column < side.rows,
+                         codes + which * static_cast<int64_t>(side.blocks), to + which * 16);
     }
   }
 }
@@ -112,38 +131,53 @@ __device__ __forceinline__ void store_scales(const uint8_t* scale, const Side& s
   *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(scale + at);
 }
 
+template <Fast mode>
+__device__ __forceinline__ Encoder make_encoder(const Side& side, float* enc) {
+  const TensorScale tensor = tensor_scale(side.how);
+  if (threadIdx.x < 128) enc[threadIdx.x] = tensor.block_encode(e4m3_value(static_cast<uint8_t>(threadIdx.x)));
+  return {enc, tensor.sixth, draw_source(side.how, mode != Fast::kNearestEven)};
+}
+
 template <Fast mode, bool transform>
-__global__ void __launch_bounds__(kThreads, 4) quantize_pair(Matrix x, Side side, Side transposed,
-                                                             HadamardFactors factors) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) quantize_pair(Matrix x, Side side, Side transposed,
+                                                                        HadamardFactors factors) {
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   write_per_tensor_scale(side.how);
   write_per_tensor_scale(transposed.how);
   const uint32_t tiles_across = static_cast<uint32_t>(ceil_div(x.columns, kTile));
-  const uint32_t row0 = blockIdx.x / tiles_across * kTile, column0 = blockIdx.x % tiles_across * kTile;
-  load_tile(x, row0, column0, shared);
-  const TensorScale tensor = tensor_scale(side.how), tensor_transposed = tensor_scale(transposed.how);
-  const float s_b = e4m3_value(static_cast<uint8_t>(threadIdx.x % 128));
-  if (threadIdx.x < 128) {
-    shared.enc[threadIdx.x] = tensor.block_encode(s_b);
-  } else {
-    shared.enc_transposed[threadIdx.x - 128] = tensor_transposed.block_encode(s_b);
+  const uint32_t tiles = static_cast<uint32_t>(ceil_div(x.rows, kTile)) * tiles_across;
+  load_tile(x, blockIdx.x / tiles_across * kTile, blockIdx.x % tiles_across * kTile, shared.x[0]);
+  asm volatile("cp.async.commit_group;");
+  const Encoder encoder = make_encoder<mode>(side, shared.enc);
+  const Encoder encoder_transposed = make_encoder<mode>(transposed, shared.enc_transposed);
+  uint32_t stage = 0;
+  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x, stage ^= 1) {
+    const uint32_t next = tile + gridDim.x;
+    if (next < tiles) {
+      load_tile(x, next / tiles_across * kTile, next % tiles_across * kTile, shared.x[stage ^ 1]);
+    }
+    asm volatile("cp.async.commit_group;");
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    __syncthreads();
+    const uint32_t row0 = tile / tiles_across * kTile, column0 = tile % tiles_across * kTile;
+    const uint4 (*elements)[kChunks] = shared.x[stage];
+    quantize_by_rows<mode>(side, encoder, row0, column0 / kBlock, elements, shared.scale);
+    quantize_by_columns<mode, transform>(transposed, encoder_transposed, factors, column0, row0 / kBlock, elements,
+                                         shared.scale_transposed);
+    __syncthreads();
+    store_scales(shared.scale, side, row0, column0 / kBlock);
+    store_scales(shared.scale_transposed, transposed, column0, row0 / kBlock);
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();
-  quantize_by_rows<mode>(side, tensor.sixth, row0, column0 / kBlock, shared);
-  quantize_by_columns<mode, transform>(transposed, factors, tensor_transposed.sixth, column0, row0 / kBlock, shared);
-  __syncthreads();
-  store_scales(shared.scale, side, row0, column0 / kBlock);
-  store_scales(shared.scale_transposed, transposed, column0, row0 / kBlock);
 }
 
 template <Fast mode, bool transform>
 void launch(const Matrix& x, const Side& side, const Side& transposed, cudaStream_t stream) {
   const auto kernel = quantize_pair<mode, transform>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   const int64_t tiles = ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   const int sign = transposed.how.spec.hadamard_sign;
-  kernel<<<static_cast<unsigned>(tiles), kThreads, sizeof(Shared), stream>>>(
+  kernel<<<grid_of(kBlocksPerSm, tiles), kThreads, sizeof(Shared), stream>>>(
       x, side, transposed, HadamardFactors::from(static_cast<uint32_t>(sign)));
 }
 

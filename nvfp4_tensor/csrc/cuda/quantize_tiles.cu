@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
   const float* enc = encode_table(tensor);
-  const DrawSource source = draw_source(how, mode == Fast::kStochastic);
+  const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   const uint32_t column_tiles = static_cast<uint32_t>(x.column_tiles()), blocks = static_cast<uint32_t>(x.blocks());
   const uint32_t lane = threadIdx.x % 32, warps = kThreads / 32;
   const uint32_t first = blockIdx.x * warps + threadIdx.x / 32;
@@ -53,7 +53,7 @@ void launch_quantize_tiles(const Matrix& x, const Quantization& how, const Codes
   const int64_t warps = ceil_div(x.rows, kBlock) * ceil_div(x.blocks(), kTilesAWarp);
   for_dtype(x.dtype, [&](auto type) {
     for_mode(how.spec, [&](auto mode) {
-      launch_persistent(quantize_tiles<decltype(type), mode.value>, warps * 32, stream, x, how, out);
+      launch_walk<quantize_tiles<decltype(type), mode.value>>(warps * 32, stream, x, how, out);
     });
   });
 }

@@ -25,7 +25,7 @@
 namespace nvfp4 {
 
 // The modes with a fast path; the rest of them is served by round_e2m1 of numerics/e2m1.h.
-enum class Fast { kNearestEven, kStochastic };
+enum class Fast { kNearestEven, kStochastic16, kStochastic8 };
 
 __device__ __forceinline__ float saturate_fma(float a, float b, float c) {
   float out;
@@ -53,7 +53,7 @@ __device__ __forceinline__ uint32_t stochastic_bits(float a, uint32_t draw) {
 // the constant under each code taken off at the end.
 template <Fast mode>
 __device__ __forceinline__ uint32_t pack_codes(const uint32_t (&bits)[8]) {
-  constexpr bool high = mode == Fast::kStochastic;
+  constexpr bool high = mode != Fast::kNearestEven;
   constexpr uint32_t constant = high ? 0x43004300u * 0x1111u : 0u;
   uint32_t packed = 0u - constant;
 #pragma unroll
@@ -66,29 +66,20 @@ __device__ __forceinline__ uint32_t pack_codes(const uint32_t (&bits)[8]) {
 // What a kernel's threads know about their random bits.
 struct DrawSource {
   RandomKey key;
-  uint32_t eight;  // 1 where the lower 8 of the 16 bits are to be zero (random_bits = 8), else 0
   bool hardware;
 };
 
-// The random bits of a block's 16 elements, handed out as stochastic_bits wants them.
-struct Draws {
-  Words4 words;
-  uint32_t eight;
-
-  // PRMT takes bytes b and b + 1 of a word (or a zero and byte b + 1) and the constant's upper two. The window of the
-  // last byte of a word needs the next word too. Selectors and mask are the same for a whole kernel.
-  __device__ __forceinline__ uint32_t of(int element) const {
-    const uint32_t byte = element % 4, word = words.word[element / 4];
-    if (byte < 3) return __byte_perm(word, kDrawBase, (0x7600u | (byte + 1) << 4 | byte) + eight * (4 - byte));
-    const uint32_t next = words.word[(element / 4 + 1) % 4];
-    return (__byte_perm(word, next, 0x0043u) & (0xFFFFu - eight * 0xFFu)) | kDrawBase;
-  }
-
-  // The eight bits of an element by itself.
-  __device__ __forceinline__ uint32_t byte_of(int element) const {
-    return words.word[(element + 1) / 4 % 4] >> ((element + 1) % 4 * 8) & 0xFFu;
-  }
-};
+// A block's random bits, handed out as stochastic_bits wants them: PRMT takes bytes b and b + 1 of a word (8 bits: a
+// zero and byte b + 1) under the constant's upper two. The window of the last byte of a word needs the next word too.
+// The modes are types because a selector that is not an immediate costs a move each.
+template <Fast mode>
+__device__ __forceinline__ uint32_t draw_of(const Words4& words, int element) {
+  constexpr bool eight = mode == Fast::kStochastic8;
+  const uint32_t byte = element % 4, word = words.word[element / 4], next = words.word[(element / 4 + 1) % 4];
+  if (byte < 3) return __byte_perm(word, kDrawBase, 0x7600u | (byte + 1) << 4 | (eight ? 4u : byte));
+  if (eight) return __byte_perm(next, kDrawBase, 0x7604u);
+  return (__byte_perm(word, next, 0x0043u) & 0xFFFFu) | kDrawBase;
+}
 
 #if defined(NVFP4_HARDWARE_NEAREST)
 __device__ __forceinline__ uint32_t hardware_nearest(const float (&v)[8]) {
@@ -106,13 +97,18 @@ __device__ __forceinline__ uint32_t hardware_nearest(const float (&v)[8]) {
 #endif
 
 #if defined(NVFP4_HARDWARE_STOCHASTIC)
-__device__ __forceinline__ uint32_t hardware_stochastic(const float (&v)[8], const Draws& draws, int first) {
+// The top byte of an element's 16 bits.
+__device__ __forceinline__ uint32_t byte_of(const Words4& words, int element) {
+  return words.word[(element + 1) / 4 % 4] >> ((element + 1) % 4 * 8) & 0xFFu;
+}
+
+__device__ __forceinline__ uint32_t hardware_stochastic(const float (&v)[8], const Words4& words, int first) {
   uint32_t half[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int e = first + 4 * i;
-    const uint32_t bits = draws.byte_of(e) | draws.byte_of(e + 2) << 8 | draws.byte_of(e + 1) << 16 |
-                          draws.byte_of(e + 3) << 24;
+    const uint32_t bits = byte_of(words, e) | byte_of(words, e + 2) << 8 | byte_of(words, e + 1) << 16 |
+                          byte_of(words, e + 3) << 24;
     uint16_t codes;
     asm("cvt.rs.satfinite.e2m1x4.f32 %0, {%1, %2, %3, %4}, %5;"
         : "=h"(codes)
@@ -124,9 +120,9 @@ __device__ __forceinline__ uint32_t hardware_stochastic(const float (&v)[8], con
 #endif
 
 // Codes of elements first .. first + 7 of a block, times enc, packed.
-template <Fast mode, typename T, int N>
-__device__ __forceinline__ uint32_t encode8(const Elements<T, N>& x, int first, float enc, const Draws& draws,
-                                            int first_draw, [[maybe_unused]] bool hardware) {
+template <Fast mode, typename T>
+__device__ __forceinline__ uint32_t encode8(const Elements<T, kBlock>& x, int first, float enc, const Words4& words,
+                                            [[maybe_unused]] bool hardware) {
 #if defined(NVFP4_HARDWARE_NEAREST)
   float v[8];
 #pragma unroll
@@ -134,13 +130,13 @@ __device__ __forceinline__ uint32_t encode8(const Elements<T, N>& x, int first, 
   if constexpr (mode == Fast::kNearestEven) return hardware_nearest(v);
 #endif
 #if defined(NVFP4_HARDWARE_STOCHASTIC)
-  if (hardware) return hardware_stochastic(v, draws, first_draw);
+  if (mode == Fast::kStochastic8 && hardware) return hardware_stochastic(v, words, first);
 #endif
   uint32_t bits[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float a = __fmul_rn(fabsf(x.value(first + i)), enc);
-    bits[i] = mode == Fast::kStochastic ? stochastic_bits(a, draws.of(first_draw + i)) : nearest_even_bits(a);
+    bits[i] = mode == Fast::kNearestEven ? nearest_even_bits(a) : stochastic_bits(a, draw_of<mode>(words, first + i));
   }
   return pack_codes<mode>(bits) | x.signs(first);
 }
@@ -149,14 +145,10 @@ __device__ __forceinline__ uint32_t encode8(const Elements<T, N>& x, int first, 
 template <Fast mode, typename T>
 __device__ __forceinline__ uint2 encode16(const Elements<T, kBlock>& x, uint32_t s_bits, float enc,
                                           const DrawSource& source, uint64_t block_number) {
-  Draws draws;
-  if constexpr (mode == Fast::kStochastic) {
-    draws.words = source.key.block_words(block_number);
-    draws.eight = source.eight;
-  }
-  uint2 codes;
-  codes.x = encode8<mode>(x, 0, enc, draws, 0, source.hardware);
-  codes.y = encode8<mode>(x, 8, enc, draws, 8, source.hardware);
+  Words4 words{};
+  if constexpr (mode != Fast::kNearestEven) words = source.key.block_words(block_number);
+  const uint2 codes = make_uint2(encode8<mode>(x, 0, enc, words, source.hardware),
+                                 encode8<mode>(x, 8, enc, words, source.hardware));
   return s_bits == kE4M3Nan ? make_uint2(0u, 0u) : codes;
 }
 

@@ -9,14 +9,25 @@ struct Words4 {
   uint32_t word[4];
 };
 
+// All 64 bits of a product. Written out for the device, since nvcc adds zeros to the upper word of the C++ form.
+NVFP4_HD uint64_t wide_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return static_cast<uint64_t>(a) * b;
+#endif
+}
+
 NVFP4_HD Words4 philox4x32_7(uint32_t key0, uint32_t key1, Words4 counter) {
   uint32_t c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
 #if defined(__CUDACC__)
 #pragma unroll
 #endif
   for (int round = 0; round < 7; ++round) {
-    const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0;
-    const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+    const uint64_t product0 = wide_product(c0, 0xD2511F53u);
+    const uint64_t product1 = wide_product(c2, 0xCD9E8D57u);
     c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
     c1 = static_cast<uint32_t>(product1);
     c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;

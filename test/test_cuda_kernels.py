@@ -1,0 +1,299 @@
+"""The CUDA kernels against the reference, bit for bit, over dtypes, modes, shapes, strides and magnitudes.
+
+What the reference computes on the CPU is the oracle; every comparison is of bits (NaN equal to NaN). The last tests
+need no GPU: they look for Blackwell's rounding instructions in the library that was built.
+"""
+
+import itertools
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvfp4_tensor import native, ops, reference
+from nvfp4_tensor.format import HIGH_PRECISION_DTYPES, RoundingMode
+from nvfp4_tensor.spec import QuantizeSpec
+
+N = torch.ops.nvfp4
+MODES = [
+    {"round_mode": "rne"},
+    {"round_mode": "away"},
+    {"round_mode": "zero"},
+    {"round_mode": "stochastic"},
+    {"round_mode": "stochastic", "random_bits": 8},
+]
+SHAPES = [(128, 256), (1, 16), (33, 50), (7, 1), (129, 272), (3, 5, 48), (40,), (100, 1040)]
+EMPTY_SHAPES = [(0, 64), (32, 0), (2, 0, 16), (0,)]
+MAGNITUDES = {torch.bfloat16: (1e-38, 1e-30, 1.0, 3e38), torch.float32: (1e-38, 1e-6, 1e4, 3e38)}
+MAGNITUDES[torch.float16] = (1e-6, 1.0, 100.0, 6e4)
+
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _cuda_kernels(request):
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if native.info().cuda != "native":
+        pytest.skip(f"the CUDA library is not in use: {native.info().cuda}")
+
+
+def specs(**common):
+    """Every rounding mode with every way to choose scales that ``common`` leaves open."""
+    for mode, scale_rounding, four_over_six, ceiling in itertools.product(
+        MODES, ("nearest", "up"), (None, "mae", "mse"), (448, 256)
+    ):
+        yield QuantizeSpec(
+            scale_rounding=scale_rounding, four_over_six=four_over_six, scale_ceiling=ceiling, **mode, **common
+        )
+
+
+def inputs(shape, dtype, magnitude, poison=True):
+    """Gaussian values of a magnitude, with zeros, -0.0 and (poison) a NaN and an Inf among them."""
+    x = torch.randn(shape).clamp(-1, 1).mul(magnitude).to(dtype)
+    flat = x.view(-1)
+    if flat.numel() > 40:
+        flat[3], flat[17], flat[20:24] = -0.0, 0.0, -magnitude
+        if poison:
+            flat[flat.numel() // 2], flat[flat.numel() // 3] = float("nan"), float("-inf")
+    return x
+
+
+def rng_state():
+    return torch.randint(-(2**63), 2**63 - 1, (2,))
+
+
+def assert_same_bits(actual, expected, what=""):
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        a = a.cpu()
+        assert a.shape == b.shape and a.dtype == b.dtype, (what, i, a.shape, b.shape, a.dtype, b.dtype)
+        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+        same = a.view(integer) == b.view(integer)
+        if a.element_size() > 1 and a.dtype.is_floating_point:
+            same |= a.isnan() & b.isnan()
+        assert same.all(), f"{what}: result {i} differs in {int((~same).sum())} of {same.numel()} elements"
+
+
+def amax_of(x, spec):
+    return ops.amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
+
+
+def check_quantize(x, spec, on_gpu=None, place=(0, 0, 0), stream=0):
+    state, amax = rng_state(), amax_of(x, spec)
+    expected = reference.quantize(x, amax, state, spec, *place, stream)
+    on_gpu = x.cuda() if on_gpu is None else on_gpu
+    actual = N.quantize(on_gpu, amax.cuda(), state.cuda(), spec.pack(), *place, stream)
+    assert_same_bits(actual, expected, f"{spec}, {tuple(x.shape)}, {x.dtype}")
+
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
+@pytest.mark.parametrize("block_rows", [1, 16])
+@pytest.mark.parametrize("hadamard_sign", [None, 0xD7E8])
+def test_quantize_every_spec(dtype, block_rows, hadamard_sign):
+    for i, spec in enumerate(specs(block_rows=block_rows, hadamard_sign=hadamard_sign)):
+        check_quantize(inputs(SHAPES[i % len(SHAPES)], dtype, 1.0, poison=i % 2 == 0), spec)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_quantize_every_shape_and_magnitude(dtype, mode):
+    for shape, block_rows in itertools.product(SHAPES, (1, 16)):
+        for magnitude in MAGNITUDES[dtype]:
+            check_quantize(inputs(shape, dtype, magnitude), QuantizeSpec(block_rows=block_rows, **mode))
+
+
+@gpu
+@pytest.mark.parametrize("shape", EMPTY_SHAPES)
+def test_empty(shape):
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    check_quantize(x, QuantizeSpec())
+    assert N.amax(x.cuda()).item() == 0
+
+
+@gpu
+def test_strided_and_unaligned_rows():
+    for padding, offset, columns in itertools.product((0, 3, 16), (0, 1, 8), (64, 50)):
+        storage = inputs((offset + 40 * (columns + padding),), torch.bfloat16, 1.0)
+        for spec in (QuantizeSpec(), QuantizeSpec(round_mode="stochastic", block_rows=16)):
+            view = storage[offset:].view(40, columns + padding)[:, :columns]
+            on_gpu = storage.cuda()[offset:].view(40, columns + padding)[:, :columns]
+            check_quantize(view, spec, on_gpu)
+            assert_same_bits([N.amax(on_gpu)], [ops.amax(view)])
+    x = inputs((48, 80), torch.bfloat16, 1.0)
+    check_quantize(x.t(), QuantizeSpec(), x.cuda().t())
+
+
+@gpu
+def test_random_bits_follow_the_place_in_the_logical_tensor():
+    spec = QuantizeSpec(round_mode="stochastic")
+    x, state = torch.randn(200, 320).bfloat16(), rng_state()
+    amax = ops.amax(x)
+    whole = N.quantize(x.cuda(), amax.cuda(), state.cuda(), spec.pack())[0].cpu()
+    for rows, columns in ((slice(0, 37), slice(0, 320)), (slice(37, 200), slice(64, 208))):
+        piece = x[rows, columns].cuda()
+        place = (rows.start, columns.start, 320)
+        got = N.quantize(piece, amax.cuda(), state.cuda(), spec.pack(), *place)[0].cpu()
+        assert torch.equal(got, whole[rows, columns.start // 2 : columns.stop // 2])
+    for place in ((2**31 + 5, 16, 2**33), (0, 2**20, 2**24)):
+        check_quantize(x[:20], spec, place=place, stream=1)
+
+
+@gpu
+def test_bits_do_not_depend_on_the_launch():
+    """One row alone, and the same row within a matrix that fills the device many times over."""
+    spec = QuantizeSpec(round_mode="stochastic")
+    x, state = torch.randn(5000, 4096, device="cuda").bfloat16(), rng_state().cuda()
+    amax = N.amax(x)
+    whole = N.quantize(x, amax, state, spec.pack())[0]
+    for row in (0, 1, 2499, 4999):
+        assert torch.equal(N.quantize(x[row : row + 1], amax, state, spec.pack(), row)[0], whole[row : row + 1])
+
+
+@gpu
+def test_cuda_graph_replay_draws_what_rng_state_holds():
+    spec = QuantizeSpec(round_mode="stochastic")
+    x, state = torch.randn(256, 512).bfloat16(), rng_state()
+    on_gpu, on_gpu_state = x.cuda(), state.cuda()
+    N.quantize(on_gpu, N.amax(on_gpu), on_gpu_state, spec.pack())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = N.quantize(on_gpu, N.amax(on_gpu), on_gpu_state, spec.pack())
+    seen = []
+    for _ in range(2):
+        on_gpu_state.copy_(state)
+        graph.replay()
+        assert_same_bits(replayed, reference.quantize(x, ops.amax(x), state, spec))
+        seen.append(replayed[0].cpu())
+        state = rng_state()
+    assert not torch.equal(*seen)
+
+
+# --- pair, amax, Hadamard --------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(128, 128), (256, 384), (130, 272), (16, 16), (33, 50), (300, 144), (0, 32), (32, 0)], ids=str
+)
+def test_pair(dtype, shape):
+    for mode, mode_t, sign in itertools.product(MODES, MODES, (None, 0xD7E8, 0x1234)):
+        if mode != mode_t and sign == 0x1234:
+            continue
+        x, state = inputs(shape, dtype, 1.0), rng_state()
+        spec, spec_t = QuantizeSpec(**mode), QuantizeSpec(hadamard_sign=sign, **mode_t)
+        amaxes = ops.amax_pair(x, -1 if sign is None else sign)
+        assert_same_bits(N.amax_pair(x.cuda(), -1 if sign is None else sign), amaxes, "amax_pair")
+        place = (64, 32, 4096, 1 << 20)
+        expected = ops.quantize_pair(x, *amaxes, state, spec.pack(), spec_t.pack(), *place)
+        on_gpu = [a.cuda() for a in amaxes]
+        actual = N.quantize_pair(x.cuda(), *on_gpu, state.cuda(), spec.pack(), spec_t.pack(), *place)
+        assert_same_bits(actual, expected, f"{spec} and {spec_t}, {shape}, {dtype}")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
+def test_amax_and_hadamard(dtype):
+    for shape, magnitude in itertools.product(SHAPES, MAGNITUDES[dtype]):
+        x = inputs(shape, dtype, magnitude)
+        assert_same_bits([N.amax(x.cuda())], [ops.amax(x)])
+        assert_same_bits([N.amax(x.cuda(), 0xD7E8)], [ops.amax(x, 0xD7E8)])
+        assert_same_bits([N.hadamard(x.cuda(), 0xD7E8)], [reference.hadamard(x, 0xD7E8)])
+
+
+# --- dequantize, fake quantize ---------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
+@pytest.mark.parametrize("out_dtype", HIGH_PRECISION_DTYPES)
+def test_fake_quantize_and_dequantize(dtype, out_dtype):
+    for shape, mode, block_rows, sign in itertools.product(SHAPES, MODES, (1, 16), (None, 0xD7E8)):
+        spec = QuantizeSpec(block_rows=block_rows, hadamard_sign=sign, **mode)
+        x, state = inputs(shape, dtype, 1.0), rng_state()
+        amax, scaled = amax_of(x, spec), block_rows == 1
+        quantized = reference.quantize(x, amax, state, spec)
+        columns = quantized[0].shape[-1] * 2 if sign is not None else x.shape[-1]
+        factor = quantized[2] if scaled else None
+        values = reference.dequantize(*quantized[:2], factor, columns, out_dtype)
+        on_gpu = [None if t is None else t.cuda() for t in (*quantized[:2], factor)]
+        assert_same_bits([N.dequantize(*on_gpu, columns, out_dtype)], [values], f"dequantize {shape}")
+        actual = N.fake_quantize(x.cuda(), amax.cuda(), state.cuda(), spec.pack(), out_dtype, scaled)
+        assert_same_bits(actual, (values, quantized[2]), f"fake_quantize {spec}, {shape}")
+
+
+@gpu
+def test_dequantize_with_a_factor_a_row():
+    qdata, scale, _ = reference.quantize(torch.randn(70, 96), torch.tensor(4.0), None, QuantizeSpec())
+    factors = torch.rand(70)
+    expected = reference.dequantize(qdata, scale, factors, 96, torch.bfloat16)
+    assert_same_bits([N.dequantize(qdata.cuda(), scale.cuda(), factors.cuda(), 96, torch.bfloat16)], [expected])
+
+
+@gpu
+def test_what_the_kernels_refuse():
+    x, amax = torch.randn(16, 32, device="cuda"), torch.tensor(1.0, device="cuda")
+    with pytest.raises(RuntimeError, match="rng_state"):
+        N.quantize(x, amax, None, QuantizeSpec(round_mode="stochastic").pack())
+    with pytest.raises(RuntimeError, match="bfloat16, float16 or float32"):
+        N.quantize(x.double(), amax, None, QuantizeSpec().pack())
+    with pytest.raises(RuntimeError, match="amax"):
+        N.quantize(x, torch.tensor(1.0), None, QuantizeSpec().pack())
+
+
+# --- what was compiled for hardware that is not at hand --------------------------------------------------------------
+
+
+def _cuobjdump():
+    """cuobjdump, from the CUDA toolkit or from Triton's package; None where there is neither."""
+    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
+    packaged = Path(sysconfig.get_path("purelib")) / "triton/backends/nvidia/bin/cuobjdump"
+    return found or (str(packaged) if packaged.exists() else None)
+
+
+@pytest.fixture(scope="module")
+def disassembly():
+    """The machine code of the built library, as {architecture: text}."""
+    libraries = sorted(Path(native.__file__).parent.glob("lib/libnvfp4_cuda*.so"))
+    if not libraries:
+        pytest.skip("the CUDA library was not built here")
+    if (cuobjdump := _cuobjdump()) is None:
+        pytest.skip("no disassembler: neither the CUDA toolkit's cuobjdump nor Triton's package is here")
+    listed = subprocess.run([cuobjdump, "-lelf", str(libraries[0])], capture_output=True, text=True, check=True).stdout
+    texts = {}
+    for arch in sorted(set(re.findall(r"\.(sm_\w+)\.cubin", listed))):
+        command = [cuobjdump, "-sass", "-arch", arch, str(libraries[0])]
+        texts[arch] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return texts
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_120a"])
+def test_blackwell_rounds_to_nearest_in_hardware(disassembly, arch):
+    if arch not in disassembly:
+        pytest.skip(f"the library was built without {arch}")
+    assert re.search(r"E2M1\.F32\.PACK_AB_MERGE_C\b(?!\.RS)", disassembly[arch])
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_blackwell_rounds_stochastically_in_hardware(disassembly, arch):
+    if arch not in disassembly:
+        pytest.skip(f"the library was built without {arch}")
+    assert re.search(r"E2M1\.F32\.PACK_AB_MERGE_C\.RS", disassembly[arch])
+
+
+def test_hopper_has_no_such_instruction(disassembly):
+    if "sm_90a" not in disassembly:
+        pytest.skip("the library was built without sm_90a")
+    assert "E2M1" not in disassembly["sm_90a"] and RoundingMode.STOCHASTIC == 3
