@@ -81,7 +81,7 @@ inline F e4m3_values(I bytes) {
   return as_float(bit_or(bits(select(equal(s, set(kE4M3Nan)), as_float(set(0x7FC00000)), value)), sign));
 }
 
-inline I to_e4m3(F v, F block_amax, ScaleRounding rounding) {
+NVFP4_INLINE I to_e4m3(F v, F block_amax, ScaleRounding rounding) {
   const Mask nan = is_nan(v);
   v = min(v, set(kE4M3Max));
   const I b = bits(v);
@@ -106,12 +106,12 @@ struct BlockScales {
   uint32_t nan_lanes;
 };
 
-inline BlockScales finish_scales(I bytes, I magnitudes, const TensorScale& tensor) {
+NVFP4_INLINE BlockScales finish_scales(I bytes, I magnitudes, const TensorScale& tensor) {
   bytes = select(greater(magnitudes, set(kInfBits - 1)), set(kE4M3Nan), bytes);
   return {bytes, block_encode(e4m3_values(bytes), tensor), lanes(equal(bytes, set(kE4M3Nan)))};
 }
 
-inline BlockScales block_scales(I magnitudes, const Plan& plan) {
+NVFP4_INLINE BlockScales block_scales(I magnitudes, const Plan& plan) {
   const F amax = as_float(magnitudes);
   return finish_scales(to_e4m3(mul(amax, set(plan.tensor.sixth)), amax, plan.spec.scale_rounding), magnitudes,
                        plan.tensor);

@@ -10,6 +10,9 @@
 #include "numerics/philox.h"
 #include "numerics/spec.h"
 
+// For what runs once a group: inlined, its constants stay in registers from group to group.
+#define NVFP4_INLINE inline __attribute__((always_inline))
+
 #define NVFP4_STRING_(x) #x
 #define NVFP4_STRING(x) NVFP4_STRING_(x)
 

@@ -6,7 +6,7 @@
 namespace nvfp4::NVFP4_ISA {
 
 template <Rounding rounding, typename T>
-void quantize_group(const T* x, const BlockScales& scales, const RandomWindows* random, uint8_t* codes) {
+NVFP4_INLINE void quantize_group(const T* x, const BlockScales& scales, const RandomWindows* random, uint8_t* codes) {
   const Spread encode(scales.encode);
   I bytes[kPairs];
   for (int p = 0; p < kPairs; ++p) {
@@ -41,15 +41,24 @@ void as_floats(const T* x, float* out) {
 }
 
 template <typename T>
-BlockScales group_scales(const T* x, const Plan& plan) {
-  const I magnitudes = block_magnitudes(x);
-  if (plan.spec.four_over_six == FourOverSix::kNone) return block_scales(magnitudes, plan);
+BlockScales four_over_six_scales(const T* x, const Plan& plan) {
   alignas(64) float elements[kGroupElements];
   as_floats(x, elements);
+  const I magnitudes = block_magnitudes(x);
   const Candidates candidates = candidate_scales(magnitudes, plan);
   const F error6 = block_errors(elements, candidates.bytes[0], plan);
   const F error4 = block_errors(elements, candidates.bytes[1], plan);
   return finish_scales(choose(candidates, error6, error4), magnitudes, plan.tensor);
+}
+
+// The scales of each group's blocks.
+template <typename T>
+void group_scales(const T* const* x, int count, const Plan& plan, BlockScales* scales) {
+  if (plan.spec.four_over_six != FourOverSix::kNone) {
+    for (int i = 0; i < count; ++i) scales[i] = four_over_six_scales(x[i], plan);
+  } else {
+    for (int i = 0; i < count; ++i) scales[i] = block_scales(block_magnitudes(x[i]), plan);
+  }
 }
 
 // Rows' errors added in halves: row i + row i+8, then +4, +2, +1.
@@ -145,7 +154,7 @@ struct Batch {
 template <typename T, typename U, typename Sink>
 void quantize_loaded(const U* const* x, Batch<T>& batch, int64_t blocks, const Plan& plan, Sink& sink) {
   if (plan.spec.block_rows == 1) {
-    for (int i = 0; i < batch.count; ++i) batch.scales[i] = group_scales(x[i], plan);
+    group_scales(x, batch.count, plan, batch.scales);
   } else {
     batch.scales[0] = tile_scales(x, batch.count, plan);
   }
