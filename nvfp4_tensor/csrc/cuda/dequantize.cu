@@ -1,65 +1,82 @@
-// dequantize: one thread half a block, 4 bytes of codes in and 16 (32) bytes of bfloat16 (float32) out, so that both
-// sides of a warp are contiguous; several such halves a turn, to have their loads in flight together.
+// dequantize: a lane has half a block, 4 bytes of codes in and 16 (32) bytes of bfloat16 (float32) out, of each of four
+// rows i, i + 32, i + 64, i + 96, whose scales are 16 contiguous bytes: one load. Eight lanes span a tile of scales, so
+// a warp reads whole sectors of codes and of scales and writes whole lines. Its next loads are under way meanwhile.
 #include "block.cuh"
 #include "decode.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kHalves = 4;  // a thread and turn
+constexpr int kGroups = 4, kGroupRows = 32;     // a lane's rows, that far apart
+constexpr int kWarpRows = 4;                    // neighbouring ones
+constexpr int kTileHalves = 2 * kTileColumns;   // lanes across a tile of scales
 
-// A half block on its way: what is loaded of it, and where it goes.
-struct Half {
-  uint32_t row, half, codes;
-  uint8_t s_bits;
-  bool inside;
+__host__ __device__ __forceinline__ int64_t row_units(int64_t rows) {
+  return ceil_div(rows, kTileRows) * (kGroupRows / kWarpRows);
+}
+
+// The four half blocks of a lane, on their way; where one does not exist, the codes are zeros.
+struct Halves {
+  uint32_t row, half;
+  uint32_t codes[kGroups];
+  uint4 scale;
 };
 
-__device__ __forceinline__ void load(Half (&halves)[kHalves], Walk& at, const Quantized& in, uint32_t column_tiles) {
+__device__ __forceinline__ Halves load(const Quantized& in, const Walk& at, uint32_t lane) {
+  Halves h{};
+  const uint32_t row_tile = at.row / (kGroupRows / kWarpRows), part = at.row % (kGroupRows / kWarpRows);
+  h.row = row_tile * kTileRows + part * kWarpRows + lane / kTileHalves;
+  h.half = at.column * kTileHalves + lane % kTileHalves;
+  if (!at.inside()) return h;
+  const uint32_t halves = static_cast<uint32_t>(in.blocks) * 2;
+  const uint32_t* codes = reinterpret_cast<const uint32_t*>(in.qdata) + (static_cast<int64_t>(h.row) * halves + h.half);
 #pragma unroll
-  for (int j = 0; j < kHalves; ++j) {
-    Half& h = halves[j];
-    h.row = at.row, h.half = at.column, h.inside = at.inside();
-    at.step();
-    if (!h.inside) continue;
-    h.codes = __ldg(reinterpret_cast<const uint32_t*>(in.qdata) + (static_cast<int64_t>(h.row) * at.width + h.half));
-    h.s_bits = __ldg(in.scale + scale_offset(h.row, h.half / 2, column_tiles));
+  for (int group = 0; group < kGroups; ++group) {
+    if (h.half < halves && h.row + group * kGroupRows < in.rows) h.codes[group] = __ldg(codes);
+    codes += static_cast<int64_t>(kGroupRows) * halves;
   }
+  const int64_t chunk = (static_cast<int64_t>(row_tile) * at.width + at.column) * kGroupRows + h.row % kGroupRows;
+  h.scale = __ldg(reinterpret_cast<const uint4*>(in.scale) + chunk);
+  return h;
 }
 
 template <bool whole, typename T>
-__device__ __forceinline__ void store(const Half& h, const Quantized& in, float factor, int64_t columns, T* out) {
-  if (!h.inside) return;
-  if (in.per_row) factor = __ldg(in.per_tensor_scale + h.row);
-  const float s_b = e4m3_value(h.s_bits);
-  float v[8];
+__device__ __forceinline__ void store(const Halves& h, const Quantized& in, float factor, uint32_t columns, T* out) {
+  const uint32_t scales[kGroups] = {h.scale.x, h.scale.y, h.scale.z, h.scale.w};
+  const uint32_t column = h.half * 8;
+  T* to = out + (static_cast<int64_t>(h.row) * columns + column);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = mul(mul(mul(biased_value(h.codes, i), kCodeBias), s_b), factor);
-  T* to = out + (static_cast<int64_t>(h.row) * columns + h.half * 8);
-  if constexpr (whole) {
-    store8(to, v);
-  } else {
+  for (int group = 0; group < kGroups; ++group, to += static_cast<int64_t>(kGroupRows) * columns) {
+    const uint32_t row = h.row + group * kGroupRows;
+    if (column >= columns || row >= in.rows) continue;
+    if (in.per_row) factor = __ldg(in.per_tensor_scale + row);
+    const float s_b = e4m3_value(static_cast<uint8_t>(scales[group] >> (h.half / 2 % kTileColumns * 8)));
+    float v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (h.half * 8 + i < columns) to[i] = from_float<T>(v[i]);
+    for (int i = 0; i < 8; ++i) v[i] = mul(mul(mul(biased_value(h.codes[group], i), kCodeBias), s_b), factor);
+    if constexpr (whole) {
+      store8(to, v);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (column + i < columns) to[i] = from_float<T>(v[i]);
+      }
     }
   }
 }
 
-// The next turn's loads are under way while this turn's values are stored.
 template <typename T, bool whole>
-__global__ void __launch_bounds__(kThreads) dequantize(Quantized in, int64_t columns, T* out) {
-  const uint32_t column_tiles = (static_cast<uint32_t>(in.blocks) + kTileColumns - 1) / kTileColumns;
+__global__ void __launch_bounds__(kThreads) dequantize(Quantized in, uint32_t columns, T* out) {
   const float factor = in.per_tensor_scale && !in.per_row ? *in.per_tensor_scale : 1.0f;
-  Walk at(in.rows, in.blocks * 2);
-  Half now[kHalves], next[kHalves];
-  load(next, at, in, column_tiles);
-  while (next[0].inside) {
-#pragma unroll
-    for (int j = 0; j < kHalves; ++j) now[j] = next[j];
-    load(next, at, in, column_tiles);
-#pragma unroll
-    for (int j = 0; j < kHalves; ++j) store<whole>(now[j], in, factor, columns, out);
+  const uint32_t lane = threadIdx.x % 32, warps = kThreads / 32;
+  Walk at(row_units(in.rows), ceil_div(in.blocks, kTileColumns), blockIdx.x * warps + threadIdx.x / 32,
+          gridDim.x * warps);
+  Halves next = load(in, at, lane);
+  while (at.inside()) {
+    const Halves now = next;
+    at.step();
+    next = load(in, at, lane);
+    store<whole>(now, in, factor, columns, out);
   }
 }
 
@@ -67,13 +84,14 @@ __global__ void __launch_bounds__(kThreads) dequantize(Quantized in, int64_t col
 
 void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream) {
   if (in.rows * in.blocks == 0) return;
-  const int64_t units = ceil_div(in.rows * in.blocks * 2, kHalves);
+  const int64_t threads = row_units(in.rows) * ceil_div(in.blocks, kTileColumns) * 32;
+  const uint32_t width = static_cast<uint32_t>(columns);
   for_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     if (columns % kBlock == 0) {
-      launch_walk<dequantize<T, true>>(units, stream, in, columns, static_cast<T*>(out));
+      launch_walk<dequantize<T, true>>(threads, stream, in, width, static_cast<T*>(out));
     } else {
-      launch_walk<dequantize<T, false>>(units, stream, in, columns, static_cast<T*>(out));
+      launch_walk<dequantize<T, false>>(threads, stream, in, width, static_cast<T*>(out));
     }
   });
 }

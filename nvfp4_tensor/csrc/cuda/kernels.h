@@ -51,7 +51,7 @@ struct Quantization {
 // Results of a quantization, with the strides that the shape of the matrix implies.
 struct Codes {
   uint8_t* qdata;
-  uint8_t* scale;  // swizzled; padding is zero already, or is written by the kernel where launch_* says so
+  uint8_t* scale;  // swizzled
 };
 
 struct Values {
@@ -67,11 +67,12 @@ void launch_amax_pair(const Matrix& x, int hadamard_sign, float* out, float* out
 
 void launch_hadamard(const Matrix& x, uint32_t sign, void* out, cudaStream_t stream);
 
-// Any spec, any shape: 1x16 blocks or 16x16 tiles. Scale padding is left alone.
+// Any spec, any shape: 1x16 blocks or 16x16 tiles. The padding of the scales is left alone.
 void launch_quantize_any(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 void launch_fake_quantize_any(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
 
-// The fast kernels: whole blocks, to nearest even or stochastic, neither four-over-six nor Hadamard on this side.
+// The fast kernels: whole blocks, to nearest even or stochastic, neither four-over-six nor Hadamard on this side. That
+// of rows writes the padding of the scales, that of tiles leaves it alone.
 void launch_quantize_rows(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 void launch_quantize_tiles(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);

@@ -215,15 +215,14 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
   Outputs out(with_last(x, 0), m.rows, m.blocks(), x);
   const Quantization how = quantization(spec, amax, rng_state, random_stream, row0, col0,
                                         full_width ? full_width : m.columns, out.factor);
-  if (m.rows % kTileRows || m.blocks() % kTileColumns) {
-    cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
-  }
-  if (!is_fast(how.spec) || how.spec.hadamard_sign >= 0 || !m.whole_blocks()) {
-    launch_quantize_any(m, how, out.codes(), stream);
-  } else if (how.spec.block_rows == 1) {
+  const bool fast = is_fast(how.spec) && how.spec.hadamard_sign < 0 && m.whole_blocks();
+  if (fast && how.spec.block_rows == 1) {
     launch_quantize_rows(m, how, out.codes(), stream);
   } else {
-    launch_quantize_tiles(m, how, out.codes(), stream);
+    if (m.rows % kTileRows || m.blocks() % kTileColumns) {
+      cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
+    }
+    (fast ? launch_quantize_tiles : launch_quantize_any)(m, how, out.codes(), stream);
   }
   check_launched("nvfp4::quantize");
   return {out.qdata, out.scale, out.factor};

@@ -1,5 +1,9 @@
-// quantize, 1x16 blocks: the fast kernel. One thread has the blocks of two neighbouring rows: 64 bytes of bfloat16 in
-// flight, and the addresses and Philox's round keys serve both.
+// quantize, 1x16 blocks: the fast kernel.
+//
+// A tile of scales is 128 rows by 4 blocks, and its 16 contiguous bytes i are those of rows i, i + 32, i + 64, i + 96.
+// So a warp takes 8 rows i and 4 blocks, a lane the four rows of one of them: the lanes of a row then exchange their
+// four scales and the warp writes 128 contiguous bytes, padding included. Scales written a byte at a time are a sixth
+// of the operations of the L2, which then was at 95 % of what it can do while the memory was at 81 %.
 //
 // 16384^2 bfloat16 on an H200 allows about 20 issued instructions an element at 90 % of the memory bandwidth.
 #include "block.cuh"
@@ -7,54 +11,86 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kRowsAThread = 2;
+constexpr int kGroups = 4, kGroupRows = 32;  // a lane's rows, that far apart
+constexpr int kWarpRows = 8;
 
-// The block of the i-th of a thread's rows; past the last row, the last row's.
+__host__ __device__ __forceinline__ int64_t row_units(int64_t rows) {
+  return ceil_div(rows, kTileRows) * (kGroupRows / kWarpRows);
+}
+
+// Where a lane's first row, and its block column, lie; the walk is over warps' units: 8 rows of a row tile's 32.
+struct Place {
+  uint32_t row, column;
+};
+
+__device__ __forceinline__ Place place(const Walk& at, uint32_t lane) {
+  const uint32_t row_tile = at.row / (kGroupRows / kWarpRows), part = at.row % (kGroupRows / kWarpRows);
+  const uint32_t row = row_tile * kTileRows + part * kWarpRows + lane / kTileColumns;
+  return {row, at.column * kTileColumns + lane % kTileColumns};
+}
+
+// The block of a lane's group-th row; where there is none, some block that there is.
 template <typename T>
-__device__ __forceinline__ Elements<T, kBlock> load_row(const Matrix& x, const Walk& at, int i) {
-  const uint32_t row = min(at.row * kRowsAThread + i, static_cast<uint32_t>(x.rows) - 1);
-  return Elements<T, kBlock>::load(element_at<T>(x, row, at.column * kBlock));
+__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const Place& at, int group, uint32_t blocks) {
+  const uint32_t row = min(at.row + group * kGroupRows, static_cast<uint32_t>(x.rows) - 1);
+  return Elements<T, kBlock>::load(element_at<T>(x, row, min(at.column, blocks - 1) * kBlock));
+}
+
+// Byte g of each of four neighbouring lanes to lane g, the lowest lane's lowest: a 4 x 4 transpose of bytes.
+__device__ __forceinline__ uint32_t transpose_bytes(uint32_t mine, uint32_t lane) {
+  const uint32_t next = __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
+  const uint32_t pairs = lane & 1 ? __byte_perm(next, mine, 0x7351) : __byte_perm(mine, next, 0x6240);
+  const uint32_t far = __shfl_xor_sync(0xFFFFFFFFu, pairs, 2);
+  return lane & 2 ? __byte_perm(far, pairs, 0x7632) : __byte_perm(pairs, far, 0x5410);
 }
 
 template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) quantize_rows(Matrix x, Quantization how,
                                                                                  Codes out) {
   write_per_tensor_scale(how);
-  const TensorScale tensor = tensor_scale(how);
-  const float* enc = encode_table(tensor);
+  const float* enc = encode_table(tensor_scale(how));
+  const float sixth = tensor_scale(how).sixth;
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
-  const uint32_t column_tiles = static_cast<uint32_t>(x.column_tiles()), rows = static_cast<uint32_t>(x.rows);
-  Walk at(ceil_div(x.rows, kRowsAThread), x.blocks());
+  const uint32_t rows = static_cast<uint32_t>(x.rows), blocks = static_cast<uint32_t>(x.blocks());
+  const uint32_t lane = threadIdx.x % 32, warps = kThreads / 32;
+  Walk at(row_units(x.rows), x.column_tiles(), blockIdx.x * warps + threadIdx.x / 32, gridDim.x * warps);
   if (!at.inside()) return;
-  Elements<T, kBlock> block[kRowsAThread];
-  for (int i = 0; i < kRowsAThread; ++i) block[i] = load_row<T>(x, at, i);
-  for (bool more = true; more;) {
-    const uint32_t row = at.row * kRowsAThread, column = at.column;
-    uint2* codes = reinterpret_cast<uint2*>(out.qdata) + (static_cast<int64_t>(row) * at.width + column);
-    uint8_t* scale = out.scale + scale_offset(row, column, column_tiles);  // row is even: its neighbour is 16 bytes on
-    const uint64_t number = block_number(how.random, row, column);
+  Place here = place(at, lane);
+  Elements<T, kBlock> block[2] = {load<T>(x, here, 0, blocks), load<T>(x, here, 1, blocks)};
+  while (at.inside()) {
+    uint2* codes = reinterpret_cast<uint2*>(out.qdata) + (static_cast<int64_t>(here.row) * blocks + here.column);
+    uint64_t number = block_number(how.random, here.row, here.column);
+    uint32_t* scale = reinterpret_cast<uint32_t*>(out.scale) +
+                      ((static_cast<uint64_t>(here.row / kTileRows) * at.width + at.column) * (kTileBytes / 4) +
+                       here.row % kGroupRows * kGroups + lane % kTileColumns);
     at.step();
-    more = at.inside();
+    const Place next = place(at, lane);
+    uint32_t s_bytes = 0;
 #pragma unroll
-    for (int i = 0; i < kRowsAThread; ++i) {
-      const uint8_t s_bits = scale_from_bits<T>(block[i].amax_bits(), tensor.sixth, how.spec.scale_rounding);
-      const uint2 coded = encode16<mode>(block[i], s_bits, enc[s_bits], source, number + i * how.random.width);
-      if (more) block[i] = load_row<T>(x, at, i);  // in flight while the other row is encoded
-      if (row + i < rows) {
-        codes[i * at.width] = coded;
-        scale[i * 16] = s_bits;
+    for (int group = 0; group < kGroups; ++group) {
+      const Elements<T, kBlock>& x_block = block[group % 2];
+      const uint8_t s_bits = scale_from_bits<T>(x_block.amax_bits(), sixth, how.spec.scale_rounding);
+      const uint2 coded = encode16<mode>(x_block, s_bits, enc[s_bits], source, number);
+      // Two rows on, perhaps of the next unit: in flight while the row between is encoded.
+      block[group % 2] = load<T>(x, group < 2 ? here : next, (group + 2) % kGroups, blocks);
+      if (here.column < blocks && here.row + group * kGroupRows < rows) {
+        *codes = coded;
+        s_bytes |= static_cast<uint32_t>(s_bits) << (8 * group);
       }
+      codes += static_cast<int64_t>(kGroupRows) * blocks, number += kGroupRows * how.random.width;
     }
+    *scale = transpose_bytes(s_bytes, lane);
+    here = next;
   }
 }
 
 }  // namespace
 
 void launch_quantize_rows(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream) {
-  const int64_t units = ceil_div(x.rows, kRowsAThread) * x.blocks();
+  const int64_t threads = row_units(x.rows) * x.column_tiles() * 32;
   for_dtype(x.dtype, [&](auto type) {
     for_mode(how.spec, [&](auto mode) {
-      launch_walk<quantize_rows<decltype(type), mode.value>>(units, stream, x, how, out);
+      launch_walk<quantize_rows<decltype(type), mode.value>>(threads, stream, x, how, out);
     });
   });
 }
