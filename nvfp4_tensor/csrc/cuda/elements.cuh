@@ -32,6 +32,20 @@ __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bf
 template <typename T>
 constexpr uint32_t kInfinity = std::is_same_v<T, float> ? 0x7F800000u : std::is_same_v<T, __half> ? 0x7C00u : 0x7F80u;
 
+// The magnitudes of two packed elements. For bfloat16 nvcc makes it an HFMA2, which leaves the busier ALU pipe alone.
+template <typename T>
+__device__ __forceinline__ uint32_t magnitudes(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    __nv_bfloat162 v;
+    memcpy(&v, &pair, 4);
+    v = __habs2(v);
+    memcpy(&pair, &v, 4);
+    return pair;
+  } else {
+    return pair & 0x7FFF7FFFu;
+  }
+}
+
 // N consecutive elements as they lie in memory.
 template <typename T, int N>
 struct Elements {
@@ -69,9 +83,9 @@ struct Elements {
   // The bits of the largest magnitude, as an integer of T's width: ordered like the magnitudes, NaN and Inf on top.
   __device__ __forceinline__ uint32_t amax_bits() const {
     if constexpr (kPacked) {
-      uint32_t most = word[0] & 0x7FFF7FFFu;
+      uint32_t most = magnitudes<T>(word[0]);
 #pragma unroll
-      for (int i = 1; i < kWords; ++i) most = __vmaxu2(most, word[i] & 0x7FFF7FFFu);
+      for (int i = 1; i < kWords; ++i) most = __vmaxu2(most, magnitudes<T>(word[i]));
       return max(most & 0xFFFFu, most >> 16);
     } else {
       uint32_t most = word[0] & 0x7FFFFFFFu;

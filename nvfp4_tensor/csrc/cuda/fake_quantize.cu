@@ -25,14 +25,14 @@ __device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const Walk&
 template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) fake_quantize_rows(Matrix x, Quantization how,
                                                                                       bool scaled, T* out) {
+  Walk at(x.rows, x.blocks());
+  auto block = load<T>(x, at);  // on its way while the table is made
+  const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
   const float* enc = encode_table(tensor);
-  const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   const float factor = scaled ? per_tensor_scale(tensor.amax, how.spec.scale_ceiling) : 1.0f;
   const bool odd = threadIdx.x % 2;
-  Walk at(x.rows, x.blocks());
-  auto block = load<T>(x, at);
   // Whole warps turn together, for the exchange.
   while (__any_sync(0xFFFFFFFFu, at.inside())) {
     const bool inside = at.inside();

@@ -47,16 +47,16 @@ __device__ __forceinline__ uint32_t transpose_bytes(uint32_t mine, uint32_t lane
 template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) quantize_rows(Matrix x, Quantization how,
                                                                                  Codes out) {
-  write_per_tensor_scale(how);
-  const float* enc = encode_table(tensor_scale(how));
-  const float sixth = tensor_scale(how).sixth;
-  const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   const uint32_t rows = static_cast<uint32_t>(x.rows), blocks = static_cast<uint32_t>(x.blocks());
   const uint32_t lane = threadIdx.x % 32, warps = kThreads / 32;
   Walk at(row_units(x.rows), x.column_tiles(), blockIdx.x * warps + threadIdx.x / 32, gridDim.x * warps);
-  if (!at.inside()) return;
   Place here = place(at, lane);
-  Elements<T, kBlock> block[2] = {load<T>(x, here, 0, blocks), load<T>(x, here, 1, blocks)};
+  Elements<T, kBlock> block[2];  // on their way while the table is made
+  if (at.inside()) block[0] = load<T>(x, here, 0, blocks), block[1] = load<T>(x, here, 1, blocks);
+  const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
+  write_per_tensor_scale(how);
+  const TensorScale tensor = tensor_scale(how);
+  const float* enc = encode_table(tensor);
   while (at.inside()) {
     uint2* codes = reinterpret_cast<uint2*>(out.qdata) + (static_cast<int64_t>(here.row) * blocks + here.column);
     uint64_t number = block_number(how.random, here.row, here.column);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) quantize_row
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const Elements<T, kBlock>& x_block = block[group % 2];
-      const uint8_t s_bits = scale_from_bits<T>(x_block.amax_bits(), sixth, how.spec.scale_rounding);
+      const uint8_t s_bits = scale_from_bits<T>(x_block.amax_bits(), tensor.sixth, how.spec.scale_rounding);
       const uint2 coded = encode16<mode>(x_block, s_bits, enc[s_bits], source, number);
       // Two rows on, perhaps of the next unit: in flight while the row between is encoded.
       block[group % 2] = load<T>(x, group < 2 ? here : next, (group + 2) % kGroups, blocks);
