@@ -1,0 +1,220 @@
+// torch.ops.nvfp4.matmul on CUDA: arguments made a Problem, and the kernel chosen.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "matmul_problem.cuh"
+
+namespace nvfp4 {
+
+const Machine& this_machine() {
+  thread_local Machine machine;
+  thread_local int known = -1;
+  int device = 0;
+  cudaGetDevice(&device);
+  if (known != device) {
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    cudaDeviceGetAttribute(&machine.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    cudaDeviceGetAttribute(&machine.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    machine.capability = 10 * major + minor;
+    known = device;
+  }
+  return machine;
+}
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Beyond so many rows of x decoding w once and torch's product are faster than the few-rows kernel once for each 16.
+constexpr int kMostFewRows = 64;
+
+Dtype dtype_of(const Tensor& t, const char* name) {
+  switch (t.scalar_type()) {
+    case ScalarType::BFloat16: return Dtype::kBf16;
+    case ScalarType::Half: return Dtype::kFp16;
+    case ScalarType::Float: return Dtype::kFloat;
+    default: break;
+  }
+  STD_TORCH_CHECK(false, "nvfp4::matmul takes ", name, " in bfloat16, float16 or float32: cast it");
+}
+
+Tensor empty_like_product(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
+  std::vector<int64_t> strides(shape.size());
+  int64_t step = 1;
+  for (size_t i = shape.size(); i-- > 0; step *= std::max<int64_t>(shape[i], 1)) strides[i] = step;
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), aoti_torch_device_type_cuda(),
+      like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+Tensor call(const char* op, const char* overload, std::vector<StableIValue> arguments) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, arguments.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(arguments[0]);
+}
+
+// (code * s_b) * per_tensor_scale, or without it code * s_b.
+Tensor decode(const Tensor& qdata, const Tensor& scale, std::optional<Tensor> per_tensor_scale, int64_t columns,
+              ScalarType dtype) {
+  using torch::stable::detail::from;
+  return call("nvfp4::dequantize", "", {from(qdata), from(scale), from(per_tensor_scale), from(columns), from(dtype)});
+}
+
+// a @ b in float32: torch's own, which for bfloat16 and float16 operands adds in float32 too.
+Tensor float_product(const Tensor& a, const Tensor& b) {
+  using torch::stable::detail::from;
+  const char* op = a.dim() == 3 ? "aten::bmm" : "aten::mm";
+  if (a.scalar_type() == ScalarType::Float) return call(op, "", {from(a), from(b)});
+  return call(op, "dtype", {from(a), from(b), from(ScalarType::Float)});
+}
+
+// bias as what it is added with: steps by expert, row and column of the result.
+Tensor place_bias(Problem& p, Tensor bias, const std::vector<int64_t>& shape) {
+  const int64_t dims = static_cast<int64_t>(shape.size());
+  std::vector<int64_t> steps(dims, 0);
+  auto read_steps = [&] {
+    for (int64_t i = 0; i < bias.dim(); ++i) {
+      const int64_t d = dims - bias.dim() + i;
+      if (d >= 0) steps[d] = bias.size(i) == 1 ? 0 : bias.stride(i);
+    }
+  };
+  read_steps();
+  // leading dimensions of x that are rows together need one step for all
+  const bool rows_are_one_dim = dims == 2 || (dims == 3 && p.experts == shape[0] && p.M == shape[1]);
+  const bool same_for_all_rows = std::all_of(steps.begin(), steps.end() - 1, [](int64_t step) { return step == 0; });
+  if (!rows_are_one_dim && !same_for_all_rows) {
+    using torch::stable::detail::from;
+    bias = torch::stable::contiguous(
+        call("aten::expand", "", {from(bias), from(torch::headeronly::IntHeaderOnlyArrayRef(shape)), from(false)}));
+    read_steps();
+  }
+  p.bias = bias.const_data_ptr();
+  p.bias_dtype = dtype_of(bias, "bias");
+  p.bias_column = steps[dims - 1];
+  p.bias_row = same_for_all_rows ? 0 : rows_are_one_dim ? steps[dims - 2] : p.N;
+  p.bias_expert = dims == 3 && rows_are_one_dim ? steps[0] : 0;
+  return bias;
+}
+
+Tensor as_floats(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor& qdata, const Tensor& scale,
+              const Tensor& per_tensor_scale, std::optional<Tensor> bias, int64_t columns, bool transposed,
+              ScalarType out_dtype) {
+  STD_TORCH_CHECK(qdata.dim() == 2 || qdata.dim() == 3, "nvfp4::matmul takes qdata (N, K/2) or (E, N, K/2)");
+  const bool batched = qdata.dim() == 3;
+  STD_TORCH_CHECK(!batched || x_given.dim() == 3, "nvfp4::matmul takes x (E, M, K) for a batch of weights");
+  int current = -1;
+  cudaGetDevice(&current);
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (current != x_given.get_device_index()) guard.emplace(x_given.get_device_index());
+  void* raw_stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x_given.get_device_index(), &raw_stream));
+  const auto stream = static_cast<cudaStream_t>(raw_stream);
+
+  const int64_t weight_rows = qdata.size(qdata.dim() - 2);
+  const int64_t inner = transposed ? weight_rows : columns, outer = transposed ? columns : weight_rows;
+  STD_TORCH_CHECK(x_given.dim() >= 1 && x_given.size(x_given.dim() - 1) == inner, "nvfp4::matmul: x has ",
+                  x_given.size(x_given.dim() - 1), " columns where the weight has ", inner);
+  std::vector<int64_t> shape;
+  for (int64_t i = 0; i + 1 < x_given.dim(); ++i) shape.push_back(x_given.size(i));
+  shape.push_back(outer);
+
+  const bool rows_fit = x_given.dim() == 2 && (x_given.stride(1) == 1 || inner <= 1) && x_given.stride(0) >= inner;
+  const Tensor x = rows_fit || x_given.is_contiguous() ? x_given : torch::stable::contiguous(x_given);
+  Problem p = {};
+  p.experts = batched ? static_cast<int>(qdata.size(0)) : 1;
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
+  STD_TORCH_CHECK(rows < INT32_MAX && outer < INT32_MAX && inner < INT32_MAX, "nvfp4::matmul: a size beyond 2^31");
+  p.M = static_cast<int>(batched ? shape[1] : rows);
+  p.N = static_cast<int>(outer);
+  p.K = static_cast<int>(inner);
+  Tensor y = empty_like_product(x, shape, out_dtype);
+  if (rows == 0 || outer == 0) return y;
+  p.y = y.mutable_data_ptr();
+  p.y_dtype = dtype_of(y, "out_dtype");
+  p.x = x.const_data_ptr();
+  p.x_dtype = dtype_of(x, "x");
+  p.x_row = rows_fit && rows > 1 ? x.stride(0) : inner;
+
+  Tensor x_factor, w_factor = as_floats(per_tensor_scale), placed_bias;
+  if (x_scale) {
+    x_factor = as_floats(*x_scale);
+    p.x_scale = static_cast<const float*>(x_factor.const_data_ptr());
+    p.x_scale_step = x_factor.numel() > 1;
+  }
+  const bool one_a_row = w_factor.numel() > p.experts || (w_factor.numel() > 1 && p.experts == 1);
+  const bool scale_inside = transposed && one_a_row;  // a factor of each summand
+  if (!scale_inside) {
+    p.w_scale = static_cast<const float*>(w_factor.const_data_ptr());
+    p.w_scale_step = one_a_row;
+    p.w_scale_expert = w_factor.numel() == 1 ? 0 : one_a_row ? p.N : 1;
+  }
+  if (bias) placed_bias = place_bias(p, *bias, shape);
+
+  const bool half = p.x_dtype != Dtype::kFloat;
+  if (half && !transposed && inner > 0) {
+    const Tensor codes = qdata.is_contiguous() ? qdata : torch::stable::contiguous(qdata);
+    const Tensor scales = scale.is_contiguous() ? scale : torch::stable::contiguous(scale);
+    p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
+    p.code_row = codes.size(codes.dim() - 1);
+    p.Kp = static_cast<int>(p.code_row * 2);
+    p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
+    p.scale_band = (p.Kp + 63) / 64 * 512;
+    const bool many = p.M > 16 && fits_matmul_many_rows(p);
+    if (many || p.M <= kMostFewRows) {
+      many ? launch_matmul_many_rows(p, stream) : launch_matmul_few_rows(p, stream);
+      const cudaError_t error = cudaGetLastError();
+      STD_TORCH_CHECK(error == cudaSuccess, "nvfp4::matmul: ", cudaGetErrorString(error));
+      return y;
+    }
+  }
+  // Decode and multiply: the sums in float32, then the same epilogue.
+  const ScalarType type = scale_inside ? ScalarType::Float : x.scalar_type();
+  const Tensor w = decode(qdata, scale, scale_inside ? std::optional<Tensor>(w_factor) : std::nullopt, columns, type);
+  Tensor a = batched ? x : torch::stable::reshape(x, {rows, inner});
+  if (a.scalar_type() != type) a = torch::stable::to(a, type);
+  const int64_t last = w.dim() - 1;
+  const Tensor sums = torch::stable::contiguous(
+      float_product(a, transposed ? w : torch::stable::transpose(w, last - 1, last)));
+  launch_matmul_finish(p, static_cast<const float*>(sums.const_data_ptr()), stream);
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(error == cudaSuccess, "nvfp4::matmul: ", cudaGetErrorString(error));
+  return y;
+}
+
+__global__ void finish_kernel(const __grid_constant__ Problem p, const float* sums) {
+  const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int n = static_cast<int>(i % p.N);
+    const int64_t row = i / p.N;
+    store_rounded(p.y, p.y_dtype, i,
+                  finish(p, static_cast<int>(row / p.M), static_cast<int>(row % p.M), n, sums[i]));
+  }
+}
+
+}  // namespace
+
+void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream) {
+  const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
+  const int64_t blocks = std::min<int64_t>((all + 255) / 256, this_machine().multiprocessors * 8);
+  finish_kernel<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(p, sums);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) { m.impl("matmul", TORCH_BOX(&matmul)); }
+
+}  // namespace nvfp4

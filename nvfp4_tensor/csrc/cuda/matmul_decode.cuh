@@ -1,0 +1,101 @@
+// E2M1 codes to bf16 or fp16 in registers, times their block scale, for the tensor cores.
+//
+// Moved to the top of a float's mantissa and the bottom of its exponent, the three bits of an E2M1 magnitude ARE that
+// float, subnormals included, but for a power of two (2^-126 in bf16, 2^-14 in fp16). So a code needs no table: mask,
+// one multiplication that puts sign and magnitude in their places, mask, and the multiplication by the block scale
+// takes the power of two along. Codes i and i + 4 of a word are decoded together, one in each half of a register: 17
+// instructions for 8 codes, 9 of them on the ALU pipe, which has half of the issue rate. (Byte-permute tables: 21.)
+//
+// What is decoded is code * s_b * kUnit, exact: at most 6 significant bits. kUnit keeps the factor that the scale is
+// multiplied by inside the exponent's range, and leaves the sum as a float32 power of two.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace nvfp4 {
+
+template <typename T>
+struct Decoder;
+
+template <>
+struct Decoder<__nv_bfloat16> {
+  static constexpr float kUnit = 0x1p-8f;  // 448 * 2^118 is the largest scale factor: finite in bf16
+
+  static __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000));
+    return d;
+  }
+  // Two scale bytes, in bits 0..7 and 16..23, to s_b * 2^118 in the two halves. As bf16 bits they are s_b * 2^-120.
+  static __device__ __forceinline__ uint32_t scale_factors(uint32_t bytes) {
+    constexpr uint32_t k2To119 = 0x7B007B00;
+    return multiply(multiply(bytes * 16, k2To119), k2To119);
+  }
+  // The codes in bits 0..3 (kNibble 0) or 4..7 (kNibble 1) of each half, as bits of two bf16.
+  template <int kNibble>
+  static __device__ __forceinline__ uint32_t spread(uint32_t word) {
+    constexpr uint32_t kPlaces = kNibble == 0 ? (1u << 12) + (1u << 6) : (1u << 8) + (1u << 2);
+    return ((word & (0x000F000Fu << (4 * kNibble))) * kPlaces) & 0x81C081C0u;
+  }
+};
+
+template <>
+struct Decoder<__half> {
+  static constexpr float kUnit = 0x1p-7f;  // 448 * 2^7 is the largest scale factor: finite in fp16
+
+  static __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000));
+    return d;
+  }
+  // Likewise to s_b * 2^7. As fp16 bits they are s_b * 2^-8.
+  static __device__ __forceinline__ uint32_t scale_factors(uint32_t bytes) {
+    constexpr uint32_t k2To15 = 0x78007800;
+    return multiply(bytes * 128, k2To15);
+  }
+  // The two copies of a code would overlap here, so sign and magnitude are moved apart.
+  template <int kNibble>
+  static __device__ __forceinline__ uint32_t spread(uint32_t word) {
+    constexpr int kSign = 12 - 4 * kNibble, kMagnitude = 9 - 4 * kNibble;
+    return ((word << kSign) & 0x80008000u) | ((word << kMagnitude) & 0x0E000E00u);
+  }
+};
+
+// Codes (0, 4), (1, 5), (2, 6), (3, 7) of a word, scaled, to four registers.
+template <typename T>
+__device__ __forceinline__ void decode_word(uint32_t word, uint32_t factor, uint32_t (&out)[4]) {
+  using D = Decoder<T>;
+  const uint32_t high = word >> 8;
+  out[0] = D::multiply(D::template spread<0>(word), factor);
+  out[1] = D::multiply(D::template spread<1>(word), factor);
+  out[2] = D::multiply(D::template spread<0>(high), factor);
+  out[3] = D::multiply(D::template spread<1>(high), factor);
+}
+
+// Two scale bytes as Decoder::scale_factors takes them, of any sign, NaN included.
+template <typename T>
+__device__ __forceinline__ uint32_t any_scale_factors(uint32_t bytes) {
+  const uint32_t magnitude = bytes & 0x007F007Fu;
+  const uint32_t is_nan = (magnitude + 0x00010001u) >> 7 & 0x00010001u;
+  return Decoder<T>::scale_factors(magnitude) | (bytes & 0x00800080u) << 8 | is_nan * 0x7FFFu;
+}
+
+// Four scale bytes to the factors of their blocks, each in both halves of a register.
+template <typename T>
+__device__ __forceinline__ void scale_factors(uint32_t bytes, uint32_t (&out)[4]) {
+  const uint32_t pairs[2] = {__byte_perm(bytes, 0, 0x4140), __byte_perm(bytes, 0, 0x4342)};
+  uint32_t factors[2] = {Decoder<T>::scale_factors(pairs[0]), Decoder<T>::scale_factors(pairs[1])};
+  if ((bytes | (bytes + 0x01010101u)) & 0x80808080u) {  // a negative or NaN: rare, so one test for four
+    factors[0] = any_scale_factors<T>(pairs[0]);
+    factors[1] = any_scale_factors<T>(pairs[1]);
+  }
+  out[0] = __byte_perm(factors[0], 0, 0x1010);
+  out[1] = __byte_perm(factors[0], 0, 0x3232);
+  out[2] = __byte_perm(factors[1], 0, 0x1010);
+  out[3] = __byte_perm(factors[1], 0, 0x3232);
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,124 @@
+// Which shape of the few-rows kernel serves a problem, and how the machine is divided.
+#include <algorithm>
+#include <array>
+
+#include "matmul_few_rows.cuh"
+
+namespace nvfp4 {
+namespace few_rows {
+namespace {
+
+// 16 warps with slices of 256: K = 4096 fills a block. In flight an SM has 80 to 120 KB of w.
+using UpTo8 = Shape<16, 1, 2, 1, 3, 4, 32>;
+using UpTo16 = Shape<16, 2, 2, 1, 3, 4, 32>;
+// The same for devices whose blocks have 99 KB of shared memory.
+using SmallUpTo8 = Shape<16, 1, 2, 1, 1, 2, 8>;
+using SmallUpTo16 = Shape<16, 2, 2, 1, 1, 2, 8>;
+
+constexpr int kMostBlocksInCluster = 8;
+constexpr int kMostTilesAStep = kTilesPerBand;
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+int log2_ceil(int n) {
+  int log = 0;
+  while (1 << log < n) ++log;
+  return log;
+}
+
+cudaLaunchConfig_t configuration(
+    dim3 grid, int threads, int shared_bytes, cudaStream_t stream, cudaLaunchAttribute* cluster) {
+  cluster->id = cudaLaunchAttributeClusterDimension;
+  cluster->val.clusterDim.x = grid.x;
+  cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = cluster;
+  config.numAttrs = grid.x > 1;
+  return config;
+}
+
+// Clusters of so many blocks that run at a time: fewer than multiprocessors / blocks where they do not divide a GPC.
+template <auto kKernel, typename S>
+int resident_clusters(int blocks) {
+  struct Known {
+    int device = -1;
+    std::array<int, kMostBlocksInCluster + 1> clusters{};
+  };
+  thread_local Known known;
+  int device = 0;
+  cudaGetDevice(&device);
+  if (known.device != device) {
+    known = {};
+    known.device = device;
+    cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+  }
+  int& count = known.clusters[blocks];
+  if (count == 0) {
+    count = this_machine().multiprocessors / blocks;
+    if (blocks > 1) {
+      cudaLaunchAttribute cluster;
+      const auto config = configuration(dim3(blocks, count), S::kWarps * 32, S::kSharedBytes, nullptr, &cluster);
+      int active = 0;
+      if (cudaOccupancyMaxActiveClusters(&active, kKernel, &config) == cudaSuccess && active > 0) {
+        count = std::min(count, active);
+      }
+    }
+  }
+  return count;
+}
+
+template <typename T, typename S, bool kPlain>
+void launch(const Problem& p, cudaStream_t stream) {
+  constexpr auto kKernel = kernel<T, S, kPlain>;
+  const int slices = ceil_div(p.Kp, S::kSlice);
+  Work work;
+  work.log2_warps_in_k = std::clamp(log2_ceil(slices), log2_ceil(S::kWarps * S::kTiles / kMostTilesAStep),
+                                    log2_ceil(S::kWarps));
+  const int shares = ceil_div(slices, 1 << work.log2_warps_in_k);  // of K, a block each
+  work.cluster = this_machine().capability >= 90 ? std::min(shares, kMostBlocksInCluster) : 1;
+  work.passes = ceil_div(shares, work.cluster);
+  const int bands = p.N % 128 == 0 ? p.N / 128 : ceil_div(p.N, 128) + (p.experts > 1);  // an expert may begin inside one
+  const int groups = bands * kTilesPerBand / S::kTiles;
+  const int clusters = std::min(groups, resident_clusters<kKernel, S>(work.cluster));
+  work.groups = groups / clusters;
+  work.more_groups = groups % clusters;
+  cudaLaunchAttribute cluster;
+  const auto config =
+      configuration(dim3(work.cluster, clusters, p.experts), S::kWarps * 32, S::kSharedBytes, stream, &cluster);
+  cudaLaunchKernelEx(&config, kKernel, p, work);
+}
+
+template <typename S>
+void launch_shape(const Problem& p, cudaStream_t stream) {
+  const bool aligned = (reinterpret_cast<uintptr_t>(p.codes) | p.code_row) % 16 == 0;
+  const bool plain = aligned && p.N % 128 == 0 && p.Kp % S::kSlice == 0;
+  if (p.x_dtype == Dtype::kBf16) {
+    plain ? launch<__nv_bfloat16, S, true>(p, stream) : launch<__nv_bfloat16, S, false>(p, stream);
+  } else {
+    plain ? launch<__half, S, true>(p, stream) : launch<__half, S, false>(p, stream);
+  }
+}
+
+}  // namespace
+}  // namespace few_rows
+
+void launch_matmul_few_rows(const Problem& p, cudaStream_t stream) {
+  using namespace few_rows;
+  const bool roomy = this_machine().shared_bytes >= std::max(UpTo8::kSharedBytes, UpTo16::kSharedBytes);
+  for (int m = 0; m < p.M; m += 16) {
+    Problem part = p;
+    part.first_m = m;
+    part.some_m = std::min(p.M - m, 16);
+    if (part.some_m <= 8) {
+      roomy ? launch_shape<UpTo8>(part, stream) : launch_shape<SmallUpTo8>(part, stream);
+    } else {
+      roomy ? launch_shape<UpTo16>(part, stream) : launch_shape<SmallUpTo16>(part, stream);
+    }
+  }
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,116 @@
+// Which shape of Hopper's many-rows kernel serves a problem, and the tensor maps that it copies by.
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+
+#include "matmul_many_rows_sm90.cuh"
+
+namespace nvfp4 {
+namespace many_rows {
+namespace {
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  return encode;
+}
+
+struct Matrix2d {
+  const void* data;
+  CUtensorMapDataType type;
+  int64_t columns, rows, row_bytes;
+};
+
+CUtensorMap tensor_map(const Matrix2d& m, int box_columns, int box_rows, CUtensorMapSwizzle swizzle) {
+  CUtensorMap map;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(m.columns), static_cast<cuuint64_t>(m.rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(m.row_bytes)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  tensor_map_encoder()(&map, m.type, 2, const_cast<void*>(m.data), sizes, strides, box, steps,
+                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return map;
+}
+
+constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
+
+template <typename T, typename S>
+void launch(const Problem& p, int ranks, cudaStream_t stream) {
+  auto kernel = many_rows::kernel<T, S>;
+  thread_local int prepared = -1;
+  int device = 0;
+  cudaGetDevice(&device);
+  if (prepared != device) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+    prepared = device;
+  }
+  const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const int64_t tokens = static_cast<int64_t>(p.experts) * p.M, rows = static_cast<int64_t>(p.experts) * p.N;
+  const CUtensorMap x =
+      tensor_map({p.x, x_type, p.K, tokens, p.x_row * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64,
+                                       S::kRows, CU_TENSOR_MAP_SWIZZLE_64B);
+  Work work;
+  work.token_tiles = ceil_div(p.M, S::kTokens);
+  work.token_group = std::min(kTokenGroup, work.token_tiles);
+  const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
+  work.row_tiles = ceil_div(bands * kBand, S::kRows);
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = ranks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(ranks, work.row_tiles * work.token_tiles, p.experts);
+  config.blockDim = dim3(S::kThreads);
+  config.dynamicSmemBytes = S::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = ranks > 1;
+  cudaLaunchKernelEx(&config, kernel, p, x, codes, work);
+}
+
+template <typename S>
+void launch_shape(const Problem& p, cudaStream_t stream) {
+  // Blocks that split K, while there are fewer tiles than half of the multiprocessors.
+  const int tiles = p.experts * ceil_div(p.N, S::kRows) * ceil_div(p.M, S::kTokens), steps = ceil_div(p.Kp, kStageK);
+  int ranks = 1;
+  while (ranks < 4 && tiles * ranks * 2 <= this_machine().multiprocessors && steps >= ranks * 8) ranks *= 2;
+  if (p.x_dtype == Dtype::kBf16) {
+    launch<__nv_bfloat16, S>(p, ranks, stream);
+  } else {
+    launch<__half, S>(p, ranks, stream);
+  }
+}
+
+}  // namespace
+}  // namespace many_rows
+
+bool fits_matmul_many_rows(const Problem& p) {
+  const auto aligned = [](const void* data, int64_t row_bytes) {
+    return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(row_bytes)) % 16 == 0;
+  };
+  return this_machine().capability == 90 && aligned(p.x, p.x_row * 2) && aligned(p.codes, p.code_row) &&
+         aligned(p.scales, p.scale_band) && many_rows::tensor_map_encoder() != nullptr;
+}
+
+void launch_matmul_many_rows(const Problem& p, cudaStream_t stream) {
+  using namespace many_rows;
+  if (p.M <= 32) {
+    launch_shape<Shape<32, 2, 2, 10>>(p, stream);
+  } else if (p.M <= 64) {
+    launch_shape<Shape<64, 2, 2, 8>>(p, stream);
+  } else if (p.M <= 128) {
+    launch_shape<Shape<128, 2, 2, 5>>(p, stream);
+  } else {
+    launch_shape<Shape<256, 2, 1, 3>>(p, stream);
+  }
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,297 @@
+// y = x w^T on Hopper for more than a few rows of x: wgmma with w decoded into registers as its A operand.
+//
+// A thread block computes 128 rows of w (one band of scales) by kTokens rows of x. One warp keeps the copy engine busy:
+// x in bf16 (128-byte swizzle, B operand as it lies), codes (64-byte swizzle) and scales. Two warpgroups of 64 rows of w
+// decode codes into A fragments, so that no decoded weight ever goes through shared memory. While one decodes, the tensor
+// cores multiply what the other has decoded.
+//
+// wgmma's A fragment has elements 2t, 2t + 1 and 2t + 8, 2t + 9 of each 16 in lane t of a quad: byte t of two words of
+// codes. So the quad reads the same words (one broadcast) and each lane takes its byte.
+//
+// Where rows of w are too few to fill the machine, a cluster splits K and adds through distributed shared memory, in the
+// order of its blocks.
+#pragma once
+
+#include <cuda.h>
+
+#include "matmul_decode.cuh"
+#include "matmul_problem.cuh"
+#include "matmul_shared.cuh"
+#include "matmul_wgmma.cuh"
+
+namespace nvfp4 {
+namespace many_rows {
+
+constexpr int kBand = 128;     // rows of w that share a band of scales
+constexpr int kStageK = 128;   // a stage of the pipeline: two column tiles of scales
+
+// kTokens rows of x by kRowGroups * 64 of w. kSplit: warpgroups that share rows, one for each half of a stage's K.
+template <int kTokens_, int kRowGroups_, int kSplit_, int kStages_>
+struct Shape {
+  static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kSplit = kSplit_, kStages = kStages_;
+  static constexpr int kRows = kRowGroups * 64, kBands = kRows / kBand;
+  static constexpr int kGroups = kRowGroups * kSplit;
+  static constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 128;
+  static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : 112, kProducerRegisters = kGroups == 2 ? 40 : 32;
+  // Elements of K decoded before their products start, in halves of a stage: what the registers hold.
+  static constexpr int kBatch = kSplit == 1 && kGroups == 2 ? 2 : 1;
+  // Products as long as decoding: warpgroups take turns at the tensor cores, or all would decode at the same time.
+  static constexpr bool kTurns = false;
+  static constexpr int kXBytes = kTokens * kStageK * 2;
+  static constexpr int kCodeBytes = kRows * kStageK / 2;
+  static constexpr int kScaleBytes = kBands * 1024;
+  static constexpr int kStageBytes = kXBytes + kCodeBytes + kScaleBytes;
+  static constexpr int kPitch = kRows + 4;  // of the sums in shared memory, in floats: no bank conflicts either way
+  static constexpr int kSumBytes = kTokens * kPitch * 4;
+  static constexpr int kPoolBytes = kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
+  static constexpr int kSharedBytes = kPoolBytes + 16 * kStages + 1024;  // and what aligns the pool to 1024
+};
+
+struct Work {
+  int token_tiles, token_group;  // blocks of one group of token tiles run together, so that both operands stay in L2
+  int row_tiles;                 // of an expert
+};
+
+__device__ __forceinline__ void copy_box(
+    uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// The A fragments of 64 elements of K: for each 16, rows g and g + 8 by elements 2t.. and 2t + 8...
+template <typename T>
+__device__ __forceinline__ void decode_fragments(
+    const uint32_t (&code_at)[2], int chunk0, uint32_t swizzle, const uint32_t (&scales)[2], uint32_t byte_of_lane,
+    uint32_t (&a)[16]) {
+  using D = Decoder<T>;
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    uint32_t factors[4];
+    scale_factors<T>(scales[row], factors);
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      const uint4 v = load_shared_16(code_at[row] + (((chunk0 + chunk) ^ swizzle) * 16));
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        // the lane's byte, its two codes at the top of the low bytes of both halves
+        const uint32_t pair = __byte_perm(words[word] * 16, words[word], byte_of_lane);
+        a[(chunk * 2 + word / 2) * 4 + word % 2 * 2 + row] =
+            D::multiply(D::template spread<1>(pair), factors[chunk * 2 + word / 2]);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The products of kHalves * 64 elements of K, whose B operands lie half_step apart (descriptor units).
+template <typename T, typename S, int kHalves>
+__device__ __forceinline__ void multiply_fragments(
+    uint32_t (&a)[S::kBatch][16], uint64_t x, int group, float (&sum)[S::kTokens / 2]) {
+  constexpr int kTurn = 2;  // named barriers: 1 is all consumers', the next are the groups' turns
+#pragma unroll
+  for (int i = 0; i < kHalves * 16; ++i) asm volatile("" : "+r"((&a[0][0])[i])::"memory");  // all decoded first
+  if (S::kTurns) named_barrier_sync(kTurn + group, 256);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < kHalves * 4; ++k) {
+    Wgmma<S::kTokens, T>::run(sum, &a[0][0] + 4 * k, x + k / 4 * (S::kXBytes / 32) + k % 4 * 2);
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  if (S::kTurns) named_barrier_arrive(kTurn + (group + 1) % S::kGroups, 256);
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+template <typename S>
+__device__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map, uint32_t pool,
+                        uint32_t full, uint32_t empty, int row, int token, int begin, int end) {
+  uint64_t keep, stream;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
+  const int column_tiles = (p.Kp + 63) / 64, last_band = (p.experts * p.N - 1) / kBand;
+  for (int step = begin; step < end; ++step) {
+    const int stage = (step - begin) % S::kStages, round = (step - begin) / S::kStages;
+    const uint32_t at = pool + stage * S::kStageBytes, barrier = full + 8 * stage;
+    barrier_wait(empty + 8 * stage, round % 2 ^ 1);
+    barrier_expect(barrier, S::kStageBytes);
+    copy_box(at, x_map, step * kStageK, token, barrier, keep);
+    copy_box(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, keep);
+    copy_box(at + S::kXBytes, code_map, step * kStageK / 2, row, barrier, stream);
+    // beyond K codes and x are zero; there the last scales stand in, never a NaN that the row has not met
+    const int second = min(step * 2 + 1, column_tiles - 1);
+    for (int band = 0; band < S::kBands; ++band) {
+      const uint32_t to = at + S::kXBytes + S::kCodeBytes + band * 1024;
+      const uint8_t* scales = p.scales + min(row / kBand + band, last_band) * p.scale_band;
+      copy_bytes(to, scales + step * 1024, 512, barrier);
+      copy_bytes(to + 512, scales + second * 512, 512, barrier);
+    }
+  }
+}
+
+template <typename T, typename S>
+__device__ __forceinline__ void consume(uint32_t pool, uint32_t full, uint32_t empty, int steps,
+                                        float (&sum)[S::kTokens / 2]) {
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
+  const int row = group % S::kRowGroups * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and 8 further
+  const int first_half = group / S::kRowGroups;
+  const uint32_t byte_of_lane = 0x0400u + (lane % 4) * 0x0101u;
+  const uint32_t swizzle = row / 2 % 4;  // of 16-byte chunks; the same 8 rows further
+  const uint32_t scale_offset = row / kBand * 1024 + row % 32 * 16 + row % kBand / 32 * 4;
+  int stage = 0, parity = 0;
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(full + 8 * stage, parity);
+    const uint32_t x_at = pool + stage * S::kStageBytes, code_at = x_at + S::kXBytes;
+    // K-major, 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes
+    const uint64_t x = (1ull << 62) | (64ull << 32) | (1ull << 16) | (x_at >> 4);
+    const uint32_t rows_at[2] = {code_at + row * 64, code_at + (row + 8) * 64};
+#pragma unroll
+    for (int batch = 0; batch < 2 / S::kSplit / S::kBatch; ++batch) {
+      uint32_t a[S::kBatch][16];
+      const int half0 = first_half + batch;
+#pragma unroll
+      for (int i = 0; i < S::kBatch; ++i) {
+        const uint32_t scale_at = code_at + S::kCodeBytes + (half0 + i) * 512 + scale_offset;
+        const uint32_t scales[2] = {load_shared_4(scale_at), load_shared_4(scale_at + 128)};
+        decode_fragments<T>(rows_at, (half0 + i) * 2, swizzle, scales, byte_of_lane, a[i]);
+      }
+      multiply_fragments<T, S, S::kBatch>(a, x + half0 * (S::kXBytes / 32), group, sum);
+    }
+    if (lane == 0) barrier_arrive(empty + 8 * stage);
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  }
+}
+
+// y of one token for four consecutive rows of w.
+__device__ __forceinline__ void write_four(const Problem& p, int expert, int m, int n, float4 sum) {
+  const float v[4] = {sum.x, sum.y, sum.z, sum.w};
+  const int64_t at = (static_cast<int64_t>(expert) * p.M + m) * p.N + n;
+  if (n >= 0 && n + 3 < p.N && p.N % 4 == 0 && n % 4 == 0 && p.y_dtype != Dtype::kFloat) {
+    float f[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f[i] = finish(p, expert, m, n + i, v[i]);
+    uint2 packed;
+    if (p.y_dtype == Dtype::kBf16) {
+      const __nv_bfloat162 low = __floats2bfloat162_rn(f[0], f[1]), high = __floats2bfloat162_rn(f[2], f[3]);
+      packed = make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
+    } else {
+      const __half2 low = __floats2half2_rn(f[0], f[1]), high = __floats2half2_rn(f[2], f[3]);
+      packed = make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
+    }
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.y) + at) = packed;
+    return;
+  }
+  for (int i = 0; i < 4; ++i) {
+    if (n + i >= 0 && n + i < p.N) store_rounded(p.y, p.y_dtype, at + i, finish(p, expert, m, n + i, v[i]));
+  }
+}
+
+template <typename T, typename S>
+__device__ __forceinline__ void leave_sums(const float (&sum)[S::kTokens / 2], float* sums) {
+  constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
+  const int row = group % S::kRowGroups * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  for (int turn = 0; turn < S::kSplit; ++turn) {
+    named_barrier_sync(1, S::kConsumers);  // all are done with the pool, or with their share of the sums
+    if (group / S::kRowGroups != turn) continue;
+#pragma unroll
+    for (int i = 0; i < S::kTokens / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float* to = sums + (i * 8 + lane % 4 * 2 + j % 2) * S::kPitch + row + j / 2 * 8;
+        *to = turn == 0 ? sum[i * 4 + j] * kToOne : *to + sum[i * 4 + j] * kToOne;
+      }
+    }
+  }
+  named_barrier_sync(1, S::kConsumers);
+}
+
+template <typename S>
+__device__ __forceinline__ void write_sums(
+    const Problem& p, const float* sums, int expert, int token, int row, int rank, int ranks) {
+  constexpr int kWarps = S::kConsumers / 32;
+  const int lane = threadIdx.x % 32;
+  for (int i = threadIdx.x / 32 * ranks + rank; i < S::kTokens && token + i < p.M; i += kWarps * ranks) {
+#pragma unroll
+    for (int r = lane * 4; r < S::kRows; r += 128) {
+      float4 total = make_float4(0, 0, 0, 0);
+      for (int from = 0; from < ranks; ++from) {
+        const float4 v = load_four_from_rank(sums + i * S::kPitch + r, from);
+        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+      }
+      write_four(p, expert, token + i, row + r, total);
+    }
+  }
+}
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    kernel(const __grid_constant__ Problem p, const __grid_constant__ CUtensorMap x_map,
+           const __grid_constant__ CUtensorMap code_map, const Work work) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ uint8_t shared[];
+  const uint32_t pool = (address_of(shared) + 1023) / 1024 * 1024;
+  float* sums = reinterpret_cast<float*>(shared + (pool - address_of(shared)));
+  const uint32_t full = pool + S::kPoolBytes, empty = full + 8 * S::kStages;
+  const int ranks = gridDim.x, rank = blockIdx.x, expert = blockIdx.z;
+
+  // blocks go down the rows of w, token_group tiles of tokens wide
+  const int in_group = work.row_tiles * work.token_group, group = blockIdx.y / in_group;
+  const int width = min(work.token_group, work.token_tiles - group * work.token_group);
+  const int tile = blockIdx.y - group * in_group;
+  const int token = (group * work.token_group + tile % width) * S::kTokens;
+  const int row = expert * p.N / kBand * kBand + tile / width * S::kRows;  // counted over the batch
+
+  const int steps = (p.Kp + kStageK - 1) / kStageK;
+  const int begin = steps * rank / ranks, end = steps * (rank + 1) / ranks;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, S::kConsumers / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  if (threadIdx.x >= S::kConsumers) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
+    if (threadIdx.x == S::kConsumers) {
+      produce<S>(p, &x_map, &code_map, pool, full, empty, row, expert * p.M + token, begin, end);
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));
+    float sum[S::kTokens / 2];
+#pragma unroll
+    for (int i = 0; i < S::kTokens / 2; ++i) sum[i] = 0;
+    if (S::kTurns && threadIdx.x / 128 == S::kGroups - 1) named_barrier_arrive(2, 256);  // the first turn
+    consume<T, S>(pool, full, empty, end - begin, sum);
+    leave_sums<T, S>(sum, sums);
+  }
+  if (ranks > 1) cluster_sync();
+  if (threadIdx.x < S::kConsumers) write_sums<S>(p, sums, expert, token, row - expert * p.N, rank, ranks);
+  if (ranks > 1) cluster_sync();
+#endif
+}
+
+}  // namespace many_rows
+}  // namespace nvfp4

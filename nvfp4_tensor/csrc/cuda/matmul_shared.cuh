@@ -1,0 +1,104 @@
+// Shared memory, its barriers and its copies: one instruction each.
+#pragma once
+
+#include <cstdint>
+
+namespace nvfp4 {
+
+// A lane's own 16-byte (or 8-byte) pieces of w on their way from memory: it alone writes and reads them.
+__device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_8(uint32_t to, const uint8_t* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ uint32_t address_of(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "WAIT_%=: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra WAIT_%=; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// What the block of this rank in the cluster has where this one has `from`.
+__device__ __forceinline__ uint32_t address_in_rank(const void* from, uint32_t rank) {
+  uint32_t address = address_of(from);
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+#endif
+  return address;
+}
+
+__device__ __forceinline__ float load_from_rank(const float* from, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_in_rank(from, rank)) : "memory");
+  return v;
+#else
+  return *from;
+#endif
+}
+
+__device__ __forceinline__ float4 load_four_from_rank(const float* from, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address_in_rank(from, rank))
+               : "memory");
+  return v;
+#else
+  return *reinterpret_cast<const float4*>(from);
+#endif
+}
+
+}  // namespace nvfp4

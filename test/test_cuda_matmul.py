@@ -1,0 +1,215 @@
+"""The CUDA products against the reference's decoded operands, in float64 and within the bound of float32 addition."""
+
+import pytest
+import torch
+
+from nvfp4_tensor import reference
+from nvfp4_tensor.format import BLOCK, E4M3_NAN, ceil_to, scale_tiles
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _cuda_kernels():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("nvfp4::matmul", "CUDA"):
+        pytest.skip("the CUDA library is not in use")
+
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+SMALLEST = {torch.bfloat16: 1e-38, torch.float16: 2.0**-24, torch.float32: 1e-38}
+
+
+def random_weight(*shape, low=0x10, high=0x70):
+    """Random codes (..., N, K/2 padded) and swizzled random scale bytes: every weight that the format can hold."""
+    *leading, rows, columns = shape
+    columns = ceil_to(columns, BLOCK)
+    codes = torch.randint(0, 256, (*leading, rows, columns // 2), dtype=torch.uint8, device="cuda")
+    tiles = scale_tiles(torch.Size(leading).numel() * rows, columns)
+    scale = torch.randint(low, high, (*tiles, 32, 16), dtype=torch.uint8, device="cuda")
+    return codes, scale.view(torch.float8_e4m3fn)
+
+
+def zero_padding(codes, columns):
+    """Codes beyond the logical columns are zero, as quantize leaves them."""
+    keep = torch.arange(codes.shape[-1] * 2, device=codes.device).view(-1, 2) < columns
+    return codes & (keep[:, 0] * 0x0F + keep[:, 1] * 0xF0).to(torch.uint8)
+
+
+def products(x, x_scale, codes, scale, factor, bias, columns, transposed=False):
+    """The product in float64, and the float64 sum of its summands' magnitudes."""
+    w = reference.dequantize(codes, scale, None, columns, torch.float32).double()
+    if factor.dim() and transposed:
+        w, alpha = w * factor.double().reshape(*codes.shape[:-1], 1), 1.0
+    else:
+        alpha = factor.double().reshape(*codes.shape[:-2], 1, -1) if factor.dim() else factor.double()
+    if x_scale is not None:
+        alpha = alpha * (x_scale.double().reshape(*x.shape[:-1], 1) if x_scale.dim() else x_scale.double())
+    w = w if transposed else w.mT
+    y, magnitude = (x.double() @ w) * alpha, (x.double().abs() @ w.abs()) * abs(alpha)
+    return (y, magnitude) if bias is None else (y + bias.double(), magnitude + bias.double().abs())
+
+
+def check(x, codes, scale, factor, *, x_scale=None, bias=None, columns=None, transposed=False, out_dtype=None):
+    """Within the bound of one rounding to out_dtype and of float32 addition in any order; returns the product."""
+    columns = (codes.shape[-1] * 2 if transposed else x.shape[-1]) if columns is None else columns
+    out_dtype = out_dtype or x.dtype
+    arguments = (x, x_scale, codes, scale, factor, bias, columns, transposed, out_dtype)
+    y = torch.ops.nvfp4.matmul(*arguments)
+    assert torch.equal(y.view(torch.uint8), torch.ops.nvfp4.matmul(*arguments).view(torch.uint8)), "not deterministic"
+    expected, magnitude = products(x, x_scale, codes, scale, factor, bias, columns, transposed)
+    assert y.shape == expected.shape and y.dtype == out_dtype
+    summands = codes.shape[-2] if transposed else columns
+    bound = (
+        magnitude * (2.0**-24 * (summands**0.5 + 4) * 4) + expected.abs() * ROUNDING[out_dtype] + SMALLEST[out_dtype]
+    )
+    excess = (y.double() - expected).abs() - bound
+    assert not (excess > 0).any(), f"{(excess > 0).sum()} of {y.numel()} beyond the bound, by {excess.max()}"
+    return y
+
+
+def factor(value=0.0123):
+    return torch.tensor(value, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256, 300])
+@pytest.mark.parametrize("shape", [(256, 512), (384, 4096), (128, 8192), (1024, 1280), (130, 144), (77, 48), (1, 16)])
+def test_product(shape, rows, dtype):
+    codes, scale = random_weight(*shape, high=0x48 if dtype == torch.float16 else 0x70)
+    check(torch.randn(rows, shape[1], device="cuda").to(dtype), codes, scale, factor())
+
+
+@pytest.mark.parametrize("columns", [1, 3, 15, 17, 100, 250, 1000, 4097])
+@pytest.mark.parametrize("rows", [1, 5, 16, 40, 100])
+def test_columns_not_multiples_of_anything(columns, rows):
+    codes, scale = random_weight(200, columns)
+    check(torch.randn(rows, columns, device="cuda").bfloat16(), zero_padding(codes, columns), scale, factor())
+
+
+@pytest.mark.parametrize("rows", [1000, 4097])
+def test_many_rows(rows):
+    codes, scale = random_weight(640, 1024)
+    check(torch.randn(rows, 1024, device="cuda").bfloat16(), codes, scale, factor())
+
+
+def test_wide_weight():
+    """More rows of w than one block's partial sums hold."""
+    codes, scale = random_weight(128 * 300, 256)
+    for rows in (3, 12, 20):
+        check(torch.randn(rows, 256, device="cuda").bfloat16(), codes, scale, factor())
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_long_rows(rows):
+    """More of K than the slices of a cluster cover."""
+    codes, scale = random_weight(64, 40000)
+    check(torch.randn(rows, 40000, device="cuda").bfloat16(), codes, scale, factor())
+
+
+@pytest.mark.parametrize("rows", [0, 3, 50])
+def test_empty(rows):
+    codes, scale = random_weight(32, 64)
+    x = torch.randn(rows, 64, device="cuda").bfloat16()
+    assert torch.ops.nvfp4.matmul(x[:0], None, codes, scale, factor(), None, 64, False, x.dtype).shape == (0, 32)
+    y = torch.ops.nvfp4.matmul(x, None, codes[:0], scale[:0], factor(), None, 64, False, x.dtype)
+    assert y.shape == (rows, 0)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 12, 48, 200])
+def test_epilogue(rows, out_dtype):
+    """A scale for each row of x and of w, every form of bias, every output dtype: one rounding."""
+    codes, scale = random_weight(256, 512, high=0x48)
+    x = torch.randn(rows, 512, device="cuda").bfloat16()
+    w_scale, x_scale = torch.rand(256, device="cuda") * 0.01, torch.rand(rows, device="cuda")
+    for bias in (
+        None,
+        torch.randn(256, device="cuda"),
+        torch.randn(256, device="cuda").bfloat16(),
+        torch.randn(rows, 1, device="cuda"),
+        torch.randn(rows, 256, device="cuda").half(),
+        torch.randn(512, 2, device="cuda")[:256, 0],
+    ):
+        check(x, codes, scale, w_scale, x_scale=x_scale, bias=bias, out_dtype=out_dtype)
+        check(x, codes, scale, factor(), x_scale=factor(0.5), bias=bias, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_activation_shapes(rows):
+    codes, scale = random_weight(128, 256)
+    x = torch.randn(3, rows, 256, device="cuda").bfloat16()
+    bias = torch.randn(3, rows, 128, device="cuda")
+    check(x, codes, scale, factor(), bias=bias)
+    check(x[0, 0], codes, scale, factor())
+    check(x.transpose(0, 1), codes, scale, factor())
+    check(x.reshape(3, 1, rows, 256), codes, scale, factor())
+    check(torch.randn(rows, 300, device="cuda").bfloat16()[:, 20:276], codes, scale, factor())
+    check(torch.randn(rows, 264, device="cuda").bfloat16()[:, 8:], codes, scale, factor())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_decoded(dtype, transposed):
+    """float32 activations, and products along the other dimension."""
+    codes, scale = random_weight(96, 160)
+    x = torch.randn(20, 96 if transposed else 160, device="cuda").to(dtype)
+    check(x, codes, scale, factor(), transposed=transposed, bias=torch.randn(160 if transposed else 96, device="cuda"))
+    check(x, codes, scale, torch.rand(96, device="cuda"), transposed=transposed)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40, 200])
+@pytest.mark.parametrize("shape", [(4, 128, 256), (3, 200, 512), (5, 72, 96)])
+def test_experts(shape, rows):
+    codes, scale = random_weight(*shape)
+    x = torch.randn(shape[0], rows, shape[2], device="cuda").bfloat16()
+    check(x, codes, scale, factor())
+    check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=torch.rand(shape[0], rows, device="cuda"))
+    check(x, codes, scale, torch.rand(shape[:2], device="cuda"), bias=torch.randn(shape[0], 1, shape[1], device="cuda"))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 64, 150])
+def test_not_a_number_stays_in_its_row(rows):
+    codes, scale = random_weight(256, 1024)
+    x = torch.randn(rows, 1024, device="cuda").bfloat16()
+    clean = torch.ops.nvfp4.matmul(x, None, codes, scale, factor(), None, 1024, False, torch.float32)
+    scale.view(torch.uint8)[1, 3, 5, 6] = E4M3_NAN  # row 128 + 5 + 32, block 14
+    x[rows // 2, 7] = float("nan")
+    y = torch.ops.nvfp4.matmul(x, None, codes, scale, factor(), None, 1024, False, torch.float32)
+    clean[rows // 2], clean[:, 165] = float("nan"), float("nan")
+    assert torch.equal(y.isnan(), clean.isnan()) and torch.equal(y[~y.isnan()], clean[~y.isnan()])
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+def test_every_scale(rows):
+    """All finite scales, subnormal and negative ones too."""
+    codes, _ = random_weight(256, 512)
+    scale = torch.arange(2 * 8 * 512, device="cuda").remainder(256).to(torch.uint8).view(2, 8, 32, 16)
+    scale[scale & 0x7F == E4M3_NAN] = 0
+    check(torch.randn(rows, 512, device="cuda").bfloat16(), codes, scale.view(torch.float8_e4m3fn), factor())
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+def test_cancellation(rows):
+    """Sums far smaller than their summands: the second half of K undoes the first."""
+    codes, scale = random_weight(256, 2048)
+    codes[:, 512:] = codes[:, :512]
+    scale.view(torch.uint8)[:, 16:] = scale.view(torch.uint8)[:, :16]
+    x = torch.randn(rows, 2048, device="cuda").bfloat16()
+    x[:, 1024:] = -x[:, :1024]
+    check(x, codes, scale, factor(), out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+def test_cuda_graph(rows):
+    codes, scale = random_weight(512, 1024)
+    x = torch.randn(rows, 1024, device="cuda").bfloat16()
+    arguments = (x, None, codes, scale, factor(), None, 1024, False, x.dtype)
+    torch.ops.nvfp4.matmul(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch.ops.nvfp4.matmul(*arguments)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, torch.ops.nvfp4.matmul(*arguments))
