@@ -56,7 +56,7 @@ def load() -> None:
         why = "; ".join(f"{name}: {_libraries[name].reason}" for name in missing)
         warnings.warn(
             f"nvfp4_tensor: plain torch serves in place of native kernels, correct but slow ({why}). "
-            "Build them with `pip install --no-build-isolation .`",
+            "Build them with `pip install .`",
             stacklevel=2,
         )
 
