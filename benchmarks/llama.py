@@ -1,0 +1,213 @@
+"""A Llama-shaped decoder, small enough to read: what a serving engine multiplies, and nothing else of one.
+
+RMSNorm, rotary embedding, grouped-query attention over a static key-value cache, SwiGLU. The projections to queries,
+keys and values are one linear, and so are gate and up, as engines have them. A block takes and gives the residual
+stream and the update not yet added to it, so that the addition fuses into the next norm even where each block is a
+graph of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+from torchao.core.config import AOBaseConfig
+from torchao.quantization import quantize_
+
+from nvfp4_tensor.format import ceil_to
+
+SPLIT = 256
+"""Keys that one batch entry of the decode attention takes; the cache's length is a multiple."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    rope_theta: float
+    eps: float = 1e-5
+
+
+LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256, 500_000.0)
+SMOLLM2_135M = Shape(30, 576, 9, 3, 64, 1536, 49152, 100_000.0)
+
+
+class Cache(NamedTuple):
+    """One layer's keys and values, (B, kv_heads, length, head_dim) each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        width = shape.heads * shape.head_dim
+        self.attention_norm = nn.RMSNorm(shape.hidden, eps=shape.eps)
+        self.qkv = nn.Linear(shape.hidden, width + 2 * shape.kv_heads * shape.head_dim, bias=False)
+        self.out = nn.Linear(width, shape.hidden, bias=False)
+        self.ffn_norm = nn.RMSNorm(shape.hidden, eps=shape.eps)
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, T, hidden), the residual stream
+        update: Tensor,  # (B, T, hidden), to be added to it
+        rotation: Tensor,  # (T, 1, 2, head_dim / 2) float32, cosines and sines
+        bias: Tensor,  # (cache length,) float32, added to a single token's scores
+        positions: Tensor,  # (T,) int64
+        cache: Cache,
+    ) -> tuple[Tensor, Tensor]:
+        x = x + update
+        x = x + self.out(self._attend(self.qkv(self.attention_norm(x)), rotation, bias, positions, cache))
+        gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
+        return x, self.down(silu(gate) * up)
+
+    def _attend(self, qkv: Tensor, rotation: Tensor, bias: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        heads, kv_heads = self.shape.heads, self.shape.kv_heads
+        qkv = qkv.unflatten(-1, (-1, self.shape.head_dim))
+        qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
+        q, k = rotate(qk, rotation).split([heads, kv_heads], dim=2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, head_dim)
+        cache.keys.index_copy_(2, positions, k)
+        cache.values.index_copy_(2, positions, v)
+        if q.shape[2] == 1:
+            y = attend_one(q, *cache, bias)
+        else:
+            y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2).flatten(2)
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """x (B, T, heads, head_dim), the halves of each head turned by the angles of rotation."""
+    (a, b), (cos, sin) = x.float().chunk(2, dim=-1), rotation.unbind(-2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention of one query a head, q (B, heads, 1, D), over k and v (B, kv_heads, length, D).
+
+    The heads that share keys are the rows of one product, and the keys are split into batches of :data:`SPLIT`: few
+    heads over a long cache would otherwise leave most multiprocessors idle.
+    """
+    batch, kv_heads, length, depth = k.shape
+    q = q.view(batch, kv_heads, 1, -1, depth)
+    k, v = (t.view(batch, kv_heads, length // SPLIT, SPLIT, depth) for t in (k, v))
+    scores = (q @ k.mT).float() * depth**-0.5 + bias.view(-1, 1, SPLIT)  # (B, kv_heads, splits, group, SPLIT)
+    weights = (scores - scores.amax((2, 4), keepdim=True)).exp()
+    total = weights.sum((2, 4)).unsqueeze(-1)
+    y = (weights.to(v.dtype) @ v).float().sum(2) / total
+    return y.to(v.dtype).view(batch, -1, 1, depth)
+
+
+class Llama(nn.Module):
+    """Tokens to the logits of the last. The cache is the caller's, see :meth:`new_cache`."""
+
+    rotations: Tensor
+
+    def __init__(self, shape: Shape, max_length: int = 8192) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, eps=shape.eps)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        with torch.device("cpu"):
+            frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+            angles = torch.outer(torch.arange(max_length), frequencies)
+            rotations = torch.stack((angles.cos(), angles.sin()), dim=1).unsqueeze(1)
+        self.register_buffer("rotations", rotations, persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, caches: list[Cache]) -> Tensor:
+        """tokens (B, T) int64 at positions (T,) -> logits (B, vocab).
+
+        Either one token at any position, or the whole prompt from position 0 on.
+        """
+        x = self.embedding(tokens)
+        update = torch.zeros_like(x)
+        rotation = self.rotations[positions]
+        length = caches[0].keys.shape[2]
+        past = torch.arange(length, device=x.device) <= positions[-1]
+        bias = torch.zeros(length, device=x.device).masked_fill(~past, float("-inf"))
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, update = layer(x, update, rotation, bias, positions, cache)
+        return self.head(self.norm((x + update)[:, -1]))
+
+    def new_cache(self, batch: int, length: int) -> list[Cache]:
+        """Empty caches for at least ``length`` positions."""
+        shape = (batch, self.shape.kv_heads, ceil_to(length, SPLIT), self.shape.head_dim)
+        device, dtype = self.embedding.weight.device, self.embedding.weight.dtype
+        return [Cache(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))) for _ in self.layers]
+
+    def compile_layers(self) -> None:
+        """Each block as one full graph, compiled once for all of them."""
+        torch._dynamo.config.recompile_limit = 64  # every recipe, batch and length is a graph of the same code
+        for layer in self.layers:
+            layer.compile(fullgraph=True, dynamic=False)
+
+    def linears(self) -> Iterator[nn.Linear]:
+        return (module for module in self.modules() if isinstance(module, nn.Linear))
+
+
+def random_model(
+    shape: Shape, config: AOBaseConfig | None, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Llama:
+    """Gaussian weights, made on the device and quantized layer by layer: the dense model never exists as a whole."""
+    with torch.device("meta"):
+        model = Llama(shape).to(dtype)
+    model.rotations = Llama(dataclasses.replace(shape, layers=0, vocab=1)).rotations.to(device)
+    for part in (model.embedding, *model.layers, model.norm, model.head):
+        part.to_empty(device=device)
+        for parameter in part.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            else:
+                nn.init.ones_(parameter)
+        if config is not None:
+            quantize_(part, config)
+    return model.eval().requires_grad_(False)
+
+
+def smollm2(config: AOBaseConfig | None, length: int, device: torch.device) -> tuple[Llama, Tensor]:
+    """SmolLM2-135M-Instruct with its own weights, and the first ``length`` tokens of a text, int64."""
+    from nvfp4_tensor.demo.model import evaluation_tokens, load_model
+
+    source, tokenizer = load_model()
+    model = from_transformers(source, SMOLLM2_135M).to(device)
+    if config is not None:
+        quantize_(model, config)
+    return model.eval().requires_grad_(False), evaluation_tokens(tokenizer, length).to(device)
+
+
+def from_transformers(source: nn.Module, shape: Shape) -> Llama:
+    """The weights of transformers' LlamaForCausalLM in a Llama; a head that was the embedding becomes its own."""
+    model = Llama(shape).to(next(source.parameters()).dtype)
+    state = dict(source.state_dict())
+    renamed = {
+        "embedding.weight": state["model.embed_tokens.weight"],
+        "norm.weight": state["model.norm.weight"],
+        "head.weight": state["lm_head.weight"],
+    }
+    for i in range(shape.layers):
+        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        renamed |= {
+            f"layers.{i}.qkv.weight": torch.cat([state[f"{attention}{name}_proj.weight"] for name in "qkv"]),
+            f"layers.{i}.out.weight": state[attention + "o_proj.weight"],
+            f"layers.{i}.gate_up.weight": torch.cat([state[f"{mlp}{name}_proj.weight"] for name in ("gate", "up")]),
+            f"layers.{i}.down.weight": state[mlp + "down_proj.weight"],
+            f"layers.{i}.attention_norm.weight": state[f"model.layers.{i}.input_layernorm.weight"],
+            f"layers.{i}.ffn_norm.weight": state[f"model.layers.{i}.post_attention_layernorm.weight"],
+        }
+    model.load_state_dict(renamed)
+    return model
