@@ -18,6 +18,7 @@ constexpr int kChunks = kTile * 2 / 16;       // 16-byte chunks of a row
 constexpr int kTileBlocks = kTile / kBlock;   // of a row
 constexpr int kScaleBytes = kTile * kTileBlocks;
 constexpr int kBlocksPerSm = 3;               // 68 KB of shared memory and 80 registers a thread each
+constexpr int kWaves = 4;                     // a static share each leaves some warps to end alone
 
 struct Shared {
   uint4 x[2][kTile][kChunks];  // the tile at work and the next
@@ -177,7 +178,7 @@ void launch(const Matrix& x, const Side& side, const Side& transposed, cudaStrea
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   const int64_t tiles = ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   const int sign = transposed.how.spec.hadamard_sign;
-  kernel<<<grid_of(kBlocksPerSm, tiles), kThreads, sizeof(Shared), stream>>>(
+  kernel<<<grid_of(kWaves * kBlocksPerSm, tiles), kThreads, sizeof(Shared), stream>>>(
       x, side, transposed, HadamardFactors::from(static_cast<uint32_t>(sign)));
 }
 

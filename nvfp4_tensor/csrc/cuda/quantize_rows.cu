@@ -29,13 +29,6 @@ __device__ __forceinline__ Place place(const Walk& at, uint32_t lane) {
   return {row, at.column * kTileColumns + lane % kTileColumns};
 }
 
-// The block of a lane's group-th row; where there is none, some block that there is.
-template <typename T>
-__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const Place& at, int group, uint32_t blocks) {
-  const uint32_t row = min(at.row + group * kGroupRows, static_cast<uint32_t>(x.rows) - 1);
-  return Elements<T, kBlock>::load(element_at<T>(x, row, min(at.column, blocks - 1) * kBlock));
-}
-
 // Byte g of each of four neighbouring lanes to lane g, the lowest lane's lowest: a 4 x 4 transpose of bytes.
 __device__ __forceinline__ uint32_t transpose_bytes(uint32_t mine, uint32_t lane) {
   const uint32_t next = __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
@@ -49,10 +42,19 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) quantize_row
                                                                                  Codes out) {
   const uint32_t rows = static_cast<uint32_t>(x.rows), blocks = static_cast<uint32_t>(x.blocks());
   const uint32_t lane = threadIdx.x % 32, warps = kThreads / 32;
+  const auto inside = [=](const Place& p, int group) {
+    return p.column < blocks && p.row + group * kGroupRows < rows;
+  };
   Walk at(row_units(x.rows), x.column_tiles(), blockIdx.x * warps + threadIdx.x / 32, gridDim.x * warps);
+  const int64_t group_stride = kGroupRows * x.row_stride;
   Place here = place(at, lane);
+  const T* from = element_at<T>(x, here.row, here.column * kBlock);
   Elements<T, kBlock> block[2];  // on their way while the table is made
-  if (at.inside()) block[0] = load<T>(x, here, 0, blocks), block[1] = load<T>(x, here, 1, blocks);
+#pragma unroll
+  for (int group = 0; group < 2; ++group, from += group_stride) {
+    block[group] = Elements<T, kBlock>::zero();
+    if (inside(here, group)) block[group] = Elements<T, kBlock>::load(from);
+  }
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
@@ -72,8 +74,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) quantize_row
       const uint8_t s_bits = scale_from_bits<T>(x_block.amax_bits(), tensor.sixth, how.spec.scale_rounding);
       const uint2 coded = encode16<mode>(x_block, s_bits, enc[s_bits], source, number);
       // Two rows on, perhaps of the next unit: in flight while the row between is encoded.
-      block[group % 2] = load<T>(x, group < 2 ? here : next, (group + 2) % kGroups, blocks);
-      if (here.column < blocks && here.row + group * kGroupRows < rows) {
+      if (group == 2) from = element_at<T>(x, next.row, next.column * kBlock);
+      if (inside(group < 2 ? here : next, (group + 2) % kGroups)) block[group % 2] = Elements<T, kBlock>::load(from);
+      from += group_stride;
+      if (inside(here, group)) {
         *codes = coded;
         s_bytes |= static_cast<uint32_t>(s_bits) << (8 * group);
       }

@@ -67,18 +67,18 @@ __device__ __forceinline__ uint32_t pack_codes(const uint32_t (&bits)[8]) {
 struct DrawSource {
   RandomKey key;
   bool hardware;
+  uint32_t base;  // kDrawBase, from opaque_base()
 };
 
 // A block's random bits, handed out as stochastic_bits wants them: PRMT takes bytes b and b + 1 of a word (8 bits: a
-// zero and byte b + 1) under the constant's upper two. The window of the last byte of a word needs the next word too.
-// The modes are types because a selector that is not an immediate costs a move each.
+// zero and byte b + 1) under the base's upper two. The window of the last byte of a word needs the next word too.
 template <Fast mode>
-__device__ __forceinline__ uint32_t draw_of(const Words4& words, int element) {
+__device__ __forceinline__ uint32_t draw_of(const Words4& words, int element, uint32_t base) {
   constexpr bool eight = mode == Fast::kStochastic8;
   const uint32_t byte = element % 4, word = words.word[element / 4], next = words.word[(element / 4 + 1) % 4];
-  if (byte < 3) return __byte_perm(word, kDrawBase, 0x7600u | (byte + 1) << 4 | (eight ? 4u : byte));
-  if (eight) return __byte_perm(next, kDrawBase, 0x7604u);
-  return (__byte_perm(word, next, 0x0043u) & 0xFFFFu) | kDrawBase;
+  if (byte < 3) return __byte_perm(word, base, 0x7600u | (byte + 1) << 4 | (eight ? 4u : byte));
+  if (eight) return __byte_perm(next, base, 0x7604u);
+  return (__byte_perm(word, next, 0x0043u) & 0xFFFFu) | base;
 }
 
 #if defined(NVFP4_HARDWARE_NEAREST)
@@ -122,7 +122,7 @@ __device__ __forceinline__ uint32_t hardware_stochastic(const float (&v)[8], con
 // Codes of elements first .. first + 7 of a block, times enc, packed.
 template <Fast mode, typename T>
 __device__ __forceinline__ uint32_t encode8(const Elements<T, kBlock>& x, int first, float enc, const Words4& words,
-                                            [[maybe_unused]] bool hardware) {
+                                            const DrawSource& source) {
 #if defined(NVFP4_HARDWARE_NEAREST)
   float v[8];
 #pragma unroll
@@ -130,13 +130,14 @@ __device__ __forceinline__ uint32_t encode8(const Elements<T, kBlock>& x, int fi
   if constexpr (mode == Fast::kNearestEven) return hardware_nearest(v);
 #endif
 #if defined(NVFP4_HARDWARE_STOCHASTIC)
-  if (mode == Fast::kStochastic8 && hardware) return hardware_stochastic(v, words, first);
+  if (mode == Fast::kStochastic8 && source.hardware) return hardware_stochastic(v, words, first);
 #endif
   uint32_t bits[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float a = __fmul_rn(fabsf(x.value(first + i)), enc);
-    bits[i] = mode == Fast::kNearestEven ? nearest_even_bits(a) : stochastic_bits(a, draw_of<mode>(words, first + i));
+    bits[i] = mode == Fast::kNearestEven ? nearest_even_bits(a)
+                                         : stochastic_bits(a, draw_of<mode>(words, first + i, source.base));
   }
   return pack_codes<mode>(bits) | x.signs(first);
 }
@@ -147,8 +148,7 @@ __device__ __forceinline__ uint2 encode16(const Elements<T, kBlock>& x, uint32_t
                                           const DrawSource& source, uint64_t block_number) {
   Words4 words{};
   if constexpr (mode != Fast::kNearestEven) words = source.key.block_words(block_number);
-  const uint2 codes = make_uint2(encode8<mode>(x, 0, enc, words, source.hardware),
-                                 encode8<mode>(x, 8, enc, words, source.hardware));
+  const uint2 codes = make_uint2(encode8<mode>(x, 0, enc, words, source), encode8<mode>(x, 8, enc, words, source));
   return s_bits == kE4M3Nan ? make_uint2(0u, 0u) : codes;
 }
 
