@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nvfp4_tensor import native, ops, reference
-from nvfp4_tensor.format import HIGH_PRECISION_DTYPES, RoundingMode
+from nvfp4_tensor.format import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.spec import QuantizeSpec
 
 N = torch.ops.nvfp4
@@ -265,7 +265,7 @@ def _cuobjdump():
 
 @pytest.fixture(scope="module")
 def disassembly():
-    """The machine code of the built library, as {architecture: text}."""
+    """The machine code of the built library for Hopper and Blackwell, as {architecture: text}."""
     libraries = sorted(Path(native.__file__).parent.glob("lib/libnvfp4_cuda*.so"))
     if not libraries:
         pytest.skip("the CUDA library was not built here")
@@ -273,7 +273,7 @@ def disassembly():
         pytest.skip("no disassembler: neither the CUDA toolkit's cuobjdump nor Triton's package is here")
     listed = subprocess.run([cuobjdump, "-lelf", str(libraries[0])], capture_output=True, text=True, check=True).stdout
     texts = {}
-    for arch in sorted(set(re.findall(r"\.(sm_\w+)\.cubin", listed))):
+    for arch in sorted(set(re.findall(r"\.(sm_\w+)\.cubin", listed)) - {"sm_80"}):
         command = [cuobjdump, "-sass", "-arch", arch, str(libraries[0])]
         texts[arch] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return texts
@@ -296,4 +296,4 @@ def test_blackwell_rounds_stochastically_in_hardware(disassembly, arch):
 def test_hopper_has_no_such_instruction(disassembly):
     if "sm_90a" not in disassembly:
         pytest.skip("the library was built without sm_90a")
-    assert "E2M1" not in disassembly["sm_90a"] and RoundingMode.STOCHASTIC == 3
+    assert "E2M1" not in disassembly["sm_90a"]

@@ -119,27 +119,46 @@ __device__ __forceinline__ uint32_t hardware_stochastic(const float (&v)[8], con
 }
 #endif
 
-// Codes of elements first .. first + 7 of a block, times enc, packed.
+// Codes of elements first .. first + 7 of a block, times enc, packed: in software,
 template <Fast mode, typename T>
-__device__ __forceinline__ uint32_t encode8(const Elements<T, kBlock>& x, int first, float enc, const Words4& words,
-                                            const DrawSource& source) {
-#if defined(NVFP4_HARDWARE_NEAREST)
-  float v[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = mul(x.value(first + i), enc);
-  if constexpr (mode == Fast::kNearestEven) return hardware_nearest(v);
-#endif
-#if defined(NVFP4_HARDWARE_STOCHASTIC)
-  if (mode == Fast::kStochastic8 && source.hardware) return hardware_stochastic(v, words, first);
-#endif
+__device__ __forceinline__ uint32_t encode8_software(const Elements<T, kBlock>& x, int first, float enc,
+                                                     const Words4& words, uint32_t base) {
   uint32_t bits[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float a = __fmul_rn(fabsf(x.value(first + i)), enc);
     bits[i] = mode == Fast::kNearestEven ? nearest_even_bits(a)
-                                         : stochastic_bits(a, draw_of<mode>(words, first + i, source.base));
+                                         : stochastic_bits(a, draw_of<mode>(words, first + i, base));
   }
   return pack_codes<mode>(bits) | x.signs(first);
+}
+
+// and by what the device has: to nearest the same bits, stochastically its own where the spec asks for them.
+template <Fast mode, typename T>
+__device__ __forceinline__ uint32_t encode8(const Elements<T, kBlock>& x, int first, float enc, const Words4& words,
+                                            const DrawSource& source) {
+  [[maybe_unused]] const auto scaled = [&](float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = mul(x.value(first + i), enc);
+  };
+#if defined(NVFP4_HARDWARE_STOCHASTIC)
+  if (mode == Fast::kStochastic8 && source.hardware) {
+    float v[8];
+    scaled(v);
+    return hardware_stochastic(v, words, first);
+  }
+#endif
+#if defined(NVFP4_HARDWARE_NEAREST)
+  if constexpr (mode == Fast::kNearestEven) {
+    float v[8];
+    scaled(v);
+    return hardware_nearest(v);
+  } else {
+    return encode8_software<mode>(x, first, enc, words, source.base);
+  }
+#else
+  return encode8_software<mode>(x, first, enc, words, source.base);
+#endif
 }
 
 // A whole block: 64 bits of codes; zeros where the scale is NaN.
