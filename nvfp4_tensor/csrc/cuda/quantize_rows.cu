@@ -94,7 +94,7 @@ void launch_quantize_rows(const Matrix& x, const Quantization& how, const Codes&
   const int64_t threads = row_units(x.rows) * x.column_tiles() * 32;
   for_dtype(x.dtype, [&](auto type) {
     for_mode(how.spec, [&](auto mode) {
-      launch_walk<quantize_rows<decltype(type), mode.value>>(threads, stream, x, how, out);
+      launch_walk<quantize_rows<decltype(type), mode.value>, 6>(threads, stream, x, how, out);
     });
   });
 }
