@@ -14,9 +14,18 @@ const Kernels* avx512_kernels() {
                     __builtin_cpu_supports("avx512vbmi");
   return runs ? &avx512::kKernels : nullptr;
 }
+const Kernels* avx512_bf16_kernels() {
+  static const Kernels named = [] {
+    Kernels kernels = avx512::kKernels;
+    kernels.name = "avx512_bf16";
+    return kernels;
+  }();
+  return avx512_kernels() && __builtin_cpu_supports("avx512bf16") ? &named : nullptr;
+}
 }  // namespace nvfp4
 #else
 namespace nvfp4 {
 const Kernels* avx512_kernels() { return nullptr; }
+const Kernels* avx512_bf16_kernels() { return nullptr; }
 }  // namespace nvfp4
 #endif

@@ -1,0 +1,225 @@
+// nvfp4.matmul on the CPU: arguments checked, a way to multiply chosen, work divided among torch's threads.
+#include "cpu/matmul.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "numerics/layout.h"
+
+namespace nvfp4 {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// About 5 us of work: fewer multiplications are not worth a second thread.
+constexpr int64_t kProductsPerThread = 1 << 16;
+
+struct Free {
+  void operator()(float* p) const { std::free(p); }
+};
+using Words = std::unique_ptr<float[], Free>;
+
+Words allocate(int64_t words) {
+  void* p = std::aligned_alloc(64, std::max<int64_t>(1, ceil_div(words, 16)) * 64);
+  STD_TORCH_CHECK(p != nullptr, "out of memory");
+  return Words(static_cast<float*>(p));
+}
+
+// Units [0, count) of about so many products each, among torch's threads.
+template <typename Function>
+void parallel(int64_t count, int64_t products_per_unit, Function f) {
+  if (count <= 0) return;
+  const int64_t grain = std::max<int64_t>(1, kProductsPerThread / std::max<int64_t>(products_per_unit, 1));
+  if (count <= grain) return f(0, count);
+  torch::stable::parallel_for(0, count, grain, f);
+}
+
+// --- which way -------------------------------------------------------------------------------------------------------
+
+struct Choice {
+  const ProductKernels* bf16;  // null where the instruction set in use has none
+  const ProductKernels* wide;
+
+  static Choice current() {
+    const std::string_view name = kernels().name;
+    if (name == "avx512_bf16" && avx512_bf16_products()) return {avx512_bf16_products(), avx512_products()};
+    if (name.substr(0, 6) == "avx512" && avx512_products()) return {nullptr, avx512_products()};
+    if (name == "avx2" && avx2_products()) return {nullptr, avx2_products()};
+    return {nullptr, &portable_products()};
+  }
+};
+
+// False: x holds numbers that this way cannot take.
+bool multiply(const ProductWay& way, const Product& p) {
+  const Words packed = allocate(way.packed_words(p));
+  std::atomic<unsigned> range{0};
+  const int64_t x_elements = p.batches * p.x_rows * p.depth();
+  const int64_t pack_units = way.pack_units(p);
+  parallel(pack_units, x_elements / std::max<int64_t>(pack_units, 1), [&](int64_t begin, int64_t end) {
+    range |= way.pack(p, packed.get(), begin, end);
+  });
+  if (range & way.refuses) return false;
+  const int64_t units = way.units(p);
+  const int64_t products = p.batches * p.x_rows * p.rows * p.columns;
+  parallel(units, products / std::max<int64_t>(units, 1), [&](int64_t begin, int64_t end) {
+    const Words scratch = allocate(way.scratch_words);
+    way.multiply(p, packed.get(), scratch.get(), begin, end);
+  });
+  return true;
+}
+
+bool multiply(const ProductKernels& kernels, const Product& p) {
+  if (p.transposed) return multiply(kernels.across, p);
+  return multiply(p.x_rows <= kernels.most_few_rows ? kernels.few : kernels.many, p);
+}
+
+void multiply(const Product& p) {
+  const Choice choice = Choice::current();
+  if (choice.bf16 && p.x_dtype == Dtype::kBf16 && !p.summand_factors && multiply(*choice.bf16, p)) return;
+  if (!multiply(*choice.wide, p)) multiply(choice.wide->many, p);
+}
+
+// --- arguments -------------------------------------------------------------------------------------------------------
+
+void check_cpu(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.is_cpu(), name, " is on another device than x: move it to the CPU");
+}
+
+bool is_native(ScalarType type) {
+  return type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Float;
+}
+
+Dtype dtype_of(ScalarType type) {
+  if (type == ScalarType::BFloat16) return Dtype::kBf16;
+  return type == ScalarType::Half ? Dtype::kFp16 : Dtype::kFloat;
+}
+
+Tensor contiguous_as(const Tensor& t, ScalarType type) {
+  return torch::stable::contiguous(t.scalar_type() == type ? t : torch::stable::to(t, type));
+}
+
+// One float32 or `count` of them.
+Tensor factors_of(const Tensor& t, int64_t count, const char* name) {
+  check_cpu(t, name);
+  STD_TORCH_CHECK(t.numel() == 1 || t.numel() == count, name, " must hold one number, or one a row: 1 or ", count,
+                  ", not ", t.numel());
+  return contiguous_as(t, ScalarType::Float);
+}
+
+// bias: contiguous, broadcast to y of this shape.
+void place_bias(const Tensor& bias, const std::vector<int64_t>& shape, Product& p) {
+  const int64_t dims = int64_t(shape.size()), missing = dims - bias.dim();
+  STD_TORCH_CHECK(missing >= 0 && dims <= kMostDims, "bias has more dimensions than the product");
+  p.bias = static_cast<const float*>(bias.const_data_ptr());
+  int64_t repeat = 1, stride = 1;
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    const int64_t size = i < missing ? 1 : bias.size(i - missing);
+    STD_TORCH_CHECK(size == 1 || size == shape[i], "bias of size ", size, " in dimension ", i,
+                    " does not broadcast to a product of size ", shape[i]);
+    const int64_t step = size == 1 ? 0 : stride;
+    stride *= size;
+    if (i == dims - 1) {
+      p.bias_step = step;
+      continue;
+    }
+    if (step) {
+      const int at = p.bias_rows.dims++;
+      p.bias_rows.repeat[at] = repeat;
+      p.bias_rows.size[at] = size;
+      p.bias_rows.stride[at] = step;
+    }
+    repeat *= shape[i];
+  }
+}
+
+void check_weight(const Tensor& qdata, const Tensor& scale, const Product& p) {
+  check_cpu(qdata, "qdata");
+  check_cpu(scale, "scale");
+  STD_TORCH_CHECK(p.columns <= p.blocks * kBlock && p.columns > (p.blocks - 1) * kBlock, "qdata of ", p.blocks,
+                  " blocks a row cannot hold ", p.columns, " columns");
+  const int64_t rows = p.batches * p.rows;
+  STD_TORCH_CHECK(scale.size(0) >= ceil_div(rows, kTileRows) && p.column_tiles >= ceil_div(p.blocks, kTileColumns),
+                  "scale has too few tiles for qdata");
+}
+
+Product describe(const Tensor& x, const Tensor& qdata, const Tensor& scale, int64_t columns, bool transposed) {
+  STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && (qdata.dim() == 2 || qdata.dim() == 3),
+                  "qdata must be uint8 (N, K/2) or (E, N, K/2)");
+  STD_TORCH_CHECK(scale.dim() == 4 && scale.element_size() == 1, "scale must be e4m3 (row tiles, column tiles, 32, 16)");
+  Product p{};
+  const int64_t dims = qdata.dim();
+  p.batches = dims == 3 ? qdata.size(0) : 1;
+  p.rows = qdata.size(dims - 2);
+  p.columns = columns;
+  p.blocks = qdata.size(dims - 1) * 2 / kBlock;
+  p.column_tiles = scale.size(1);
+  p.transposed = transposed;
+  check_weight(qdata, scale, p);
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == p.depth(), "x must have ", p.depth(),
+                  " columns to be multiplied with this weight");
+  STD_TORCH_CHECK(dims == 2 || (x.dim() == 3 && x.size(0) == p.batches), "x must be (", p.batches,
+                  ", M, K): as many matrices as the weight has");
+  p.x_rows = 1;
+  for (int64_t i = dims == 3 ? 1 : 0; i + 1 < x.dim(); ++i) p.x_rows *= x.size(i);
+  return p;
+}
+
+Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor& qdata, const Tensor& scale,
+              const Tensor& per_tensor_scale, std::optional<Tensor> bias, int64_t columns, bool transposed,
+              ScalarType out_dtype) {
+  if (!is_native(out_dtype)) {
+    return torch::stable::to(
+        matmul(x_given, x_scale, qdata, scale, per_tensor_scale, bias, columns, transposed, ScalarType::Float),
+        out_dtype);
+  }
+  check_cpu(x_given, "x");
+  Product p = describe(x_given, qdata, scale, columns, transposed);
+  const Tensor x = contiguous_as(x_given, is_native(x_given.scalar_type()) ? x_given.scalar_type() : ScalarType::Float);
+  const Tensor codes = torch::stable::contiguous(qdata), scales = torch::stable::contiguous(scale);
+  p.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
+  p.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
+  p.x = x.const_data_ptr();
+  p.x_dtype = dtype_of(x.scalar_type());
+
+  const Tensor factors = factors_of(per_tensor_scale, p.batches * p.rows, "per_tensor_scale");
+  const float* factor_data = static_cast<const float*>(factors.const_data_ptr());
+  const bool factor_a_row = per_tensor_scale.dim() != 0 && factors.numel() != 1;
+  (factor_a_row && transposed ? p.summand_factors : p.factors) = factor_data;
+  p.factor_step = factor_a_row;
+  std::optional<Tensor> x_factors, wide_bias;
+  if (x_scale.has_value()) {
+    x_factors = factors_of(*x_scale, p.batches * p.x_rows, "x_scale");
+    p.x_scale = static_cast<const float*>(x_factors->const_data_ptr());
+    p.x_scale_step = x_factors->numel() != 1;
+  }
+  std::vector<int64_t> shape;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
+  shape.push_back(p.width());
+  if (bias.has_value()) {
+    check_cpu(*bias, "bias");
+    wide_bias = contiguous_as(*bias, ScalarType::Float);
+    place_bias(*wide_bias, shape, p);
+  }
+  Tensor out = torch::stable::new_empty(x, shape, out_dtype);
+  p.out = out.mutable_data_ptr();
+  p.out_dtype = dtype_of(out_dtype);
+  if (out.numel()) multiply(p);
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) { m.impl("matmul", TORCH_BOX(&matmul)); }
+
+}  // namespace nvfp4

@@ -1,0 +1,55 @@
+// What products need beyond simd_avx2.h.
+#pragma once
+
+#include "cpu/simd_avx2.h"
+
+namespace nvfp4::avx2 {
+namespace {
+
+constexpr int kMostVectors = 1;  // a "register" is two: 12 of the 16 hold an output tile
+constexpr int tile_rows(int) { return 6; }
+constexpr int kFewX = 2;
+constexpr int few_rows(int x) { (void)x; return 2; }
+constexpr int kMostFewFloatRows = 8;  // 8 rows of 4096^2: few 5.4 ms of one thread, many 6.6; 16 rows: 10.1 and 6.6
+
+constexpr float kCodeFactor = 256.0f;  // see matmul_simd_avx512.h
+
+inline F multiply_add(F a, F b, F c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+inline float sum(F x) {
+  const __m256 all = _mm256_add_ps(x.low, x.high);
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+inline I load_chunk(const uint8_t* codes) { return {load256(codes), load256(codes + 32)}; }
+template <int v>
+__m256 code_values(__m256i codes) {
+  const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f * kCodeFactor, 1.0f * kCodeFactor, 1.5f * kCodeFactor,
+                                           2.0f * kCodeFactor, 3.0f * kCodeFactor, 4.0f * kCodeFactor,
+                                           6.0f * kCodeFactor);
+  const __m256 magnitude = _mm256_permutevar8x32_ps(magnitudes, _mm256_srli_epi32(codes, 4 * v));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(codes, 28 - 4 * v), _mm256_set1_epi32(int32_t(0x80000000)));
+  return _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign));
+}
+template <int v>
+F code_values(I codes) {
+  return {code_values<v>(codes.low), code_values<v>(codes.high)};
+}
+
+// Scales of four blocks in two lanes each.
+inline __m256 four_scales(const uint8_t* p) {
+  int32_t word;
+  std::memcpy(&word, p, sizeof word);
+  const __m128i bytes = _mm_cvtepu8_epi16(_mm_cvtsi32_si128(word));
+  const __m128 scales = _mm_cvtph_ps(_mm_slli_epi16(bytes, 7));
+  const __m128i nan = _mm_cvtepi16_epi32(_mm_cmpgt_epi16(bytes, _mm_set1_epi16(0x7E)));  // all ones are a NaN
+  const __m128 all = _mm_or_ps(scales, _mm_castsi128_ps(nan));
+  return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(all), _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+}
+inline F chunk_scales(const uint8_t* first, const uint8_t* second) { return {four_scales(first), four_scales(second)}; }
+
+}  // namespace
+}  // namespace nvfp4::avx2

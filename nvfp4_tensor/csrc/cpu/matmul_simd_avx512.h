@@ -1,0 +1,48 @@
+// What products need beyond simd_avx512.h.
+#pragma once
+
+#include "cpu/simd_avx512.h"
+
+namespace nvfp4::avx512 {
+namespace {
+
+constexpr int kMostVectors = 4;  // registers of a row of an output tile, and for so many of them, its rows: 24 sums
+constexpr int tile_rows(int vectors) { return 24 / vectors; }
+constexpr int kFewX = 8;         // rows of x that meet a decoded weight in registers
+constexpr int few_rows(int x) { return x > 4 ? 2 : 4; }      // and rows of the weight side by side
+constexpr int kMostFewFloatRows = 5;  // 4 rows of 4096^2: few 2.1 ms of one thread, many 3.5; 8 rows: 5.3 and 3.5
+
+// Codes are looked up as 2^8 times themselves and scales as 2^-8 times: a byte of e4m3 shifted up by seven is just that
+// in float16.
+constexpr float kCodeFactor = 256.0f;
+
+inline F multiply_add(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline float sum(F x) { return _mm512_reduce_add_ps(x); }
+
+inline I load_chunk(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
+// Code v of each lane's eight.
+template <int v>
+F code_values(I codes) {
+  const F table = mul(set(kCodeFactor), _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f,
+                                                       -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f));
+  return _mm512_permutexvar_ps(v ? _mm512_srli_epi32(codes, 4 * v) : codes, table);
+}
+
+inline int32_t load_word(const uint8_t* p) {
+  int32_t word;
+  std::memcpy(&word, p, sizeof word);
+  return word;
+}
+
+// Scales of eight blocks, four at each place, in two lanes each.
+inline F chunk_scales(const uint8_t* first, const uint8_t* second) {
+  const __m128i bytes = _mm_insert_epi32(_mm_cvtsi32_si128(load_word(first)), load_word(second), 1);
+  const __m256 scales = _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
+  const __mmask8 nan = _mm_cmpge_epu16_mask(_mm_cvtepu8_epi16(bytes), _mm_set1_epi16(0x7F));
+  const __m256 all = _mm256_mask_mov_ps(scales, nan, _mm256_set1_ps(__builtin_nanf("")));
+  const I twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  return _mm512_permutexvar_ps(twice, _mm512_castps256_ps512(all));
+}
+
+}  // namespace
+}  // namespace nvfp4::avx512

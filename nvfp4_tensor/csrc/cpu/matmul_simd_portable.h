@@ -1,0 +1,41 @@
+// What products need beyond simd_portable.h.
+#pragma once
+
+#include "cpu/simd_portable.h"
+#include "numerics/e4m3.h"
+
+namespace nvfp4::portable {
+namespace {
+
+constexpr int kMostVectors = 1;
+constexpr int tile_rows(int) { return 2; }
+constexpr int kFewX = 2;
+constexpr int few_rows(int x) { (void)x; return 1; }
+constexpr int kMostFewFloatRows = 16;
+
+inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
+inline F multiply_add(F a, F b, F c) { return a * b + c; }
+inline float sum(F x) {
+  for (int half : {8, 4, 2, 1}) {
+    for (int lane = 0; lane < half; ++lane) x[lane] += x[lane + half];
+  }
+  return x[0];
+}
+
+inline I load_chunk(const uint8_t* codes) { return load_as<I>(codes); }  // little-endian, as every target of torch is
+// Code v of each lane's eight.
+template <int v>
+F code_values(I codes) {
+  return e2m1_values(shift_right<4 * v>(codes) & 15);
+}
+// Scales of eight blocks, four at each place, in two lanes each.
+inline F chunk_scales(const uint8_t* first, const uint8_t* second) {
+  F out;
+  for (int block = 0; block < 8; ++block) {
+    out[2 * block] = out[2 * block + 1] = e4m3_value(block < 4 ? first[block] : second[block - 4]);
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace nvfp4::portable
