@@ -42,7 +42,7 @@ class Generator:
         self.tokens = torch.nn.functional.pad(prompt, (0, count))
         self.positions = torch.arange(length, device=prompt.device)
         self.position = self.positions.new_full((1,), length)
-        self.caches = model.new_cache(batch, length + count)
+        self.caches = model.new_caches(batch, length + count)
         self.prefill()
         self.advance = self._capture() if prompt.is_cuda else self.step
 
@@ -51,7 +51,7 @@ class Generator:
         """Read the prompt, choose the first token."""
         logits = self.model(self.prompt, self.positions, self.caches)
         length = self.prompt.shape[1]
-        self.tokens[:, length] = logits.argmax(-1)
+        self.tokens[:, length : length + 1] = self.model.choose(logits)
         self.position.fill_(length)
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ class Generator:
         token = self.tokens.index_select(1, self.position)
         logits = self.model(token, self.position, self.caches)
         self.position += 1
-        self.tokens.index_copy_(1, self.position, logits.argmax(-1, keepdim=True))
+        self.tokens.index_copy_(1, self.position, self.model.choose(logits))
 
     def decode(self) -> None:
         """Choose the tokens behind the first, ``count`` - 1 steps."""
@@ -134,8 +134,8 @@ class Contender:
     def moved(self) -> int:
         """The fewest bytes that decoding reads: each step the linears, and the cache as far as the prompt fills it."""
         generator = self.generator
-        length, slots = generator.prompt.shape[1], generator.caches[0].keys.shape[2]
-        cache = sum(stored_bytes(part) for layer in generator.caches for part in layer) * length // slots
+        length, slots = generator.prompt.shape[1], generator.caches[0].shape[2]
+        cache = sum(map(stored_bytes, generator.caches)) * length // slots
         return (generator.count - 1) * (self.linear_bytes + cache)
 
 
@@ -151,7 +151,7 @@ def make_model(name: str, recipe: str, layers: int | None, text_length: int, dev
         text = torch.randint(LLAMA_8B.vocab, (text_length,), device=device)
     if static:
         positions = torch.arange(text_length, device=device)
-        calibrate(model, [(text[None], positions, model.new_cache(1, text_length))], RECIPES[STATIC], progress=False)
+        calibrate(model, [(text[None], positions, model.new_caches(1, text_length))], RECIPES[STATIC], progress=False)
     return model, text
 
 
@@ -208,7 +208,7 @@ def run_model(report: harness.Report, name: str, arguments: argparse.Namespace, 
     for recipe in arguments.recipes:
         models[recipe], text = make_model(name, recipe, arguments.layers, max(arguments.prompt), device)
         if not arguments.eager:
-            models[recipe].compile_layers()
+            models[recipe].compile_parts()
     runs = []
     for batch, length in itertools.product(arguments.batch, arguments.prompt):
         prompt = text[:length].repeat(batch, 1)

@@ -9,8 +9,8 @@ graph of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,6 @@ LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256, 500_000.0)
 SMOLLM2_135M = Shape(30, 576, 9, 3, 64, 1536, 49152, 100_000.0)
 
 
-class Cache(NamedTuple):
-    """One layer's keys and values, (B, kv_heads, length, head_dim) each."""
-
-    keys: Tensor
-    values: Tensor
-
-
 class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -64,35 +57,36 @@ class Block(nn.Module):
         self,
         x: Tensor,  # (B, T, hidden), the residual stream
         update: Tensor,  # (B, T, hidden), to be added to it
-        rotation: Tensor,  # (T, 1, 2, head_dim / 2) float32, cosines and sines
+        rotation: Tensor,  # (T, 1, 2, head_dim) float32, cosines and sines
         bias: Tensor,  # (cache length,) float32, added to a single token's scores
         positions: Tensor,  # (T,) int64
-        cache: Cache,
+        cache: Tensor,  # (B, 2 * kv_heads, cache length, head_dim), keys and values
     ) -> tuple[Tensor, Tensor]:
         x = x + update
         x = x + self.out(self._attend(self.qkv(self.attention_norm(x)), rotation, bias, positions, cache))
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
         return x, self.down(silu(gate) * up)
 
-    def _attend(self, qkv: Tensor, rotation: Tensor, bias: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        heads, kv_heads = self.shape.heads, self.shape.kv_heads
-        qkv = qkv.unflatten(-1, (-1, self.shape.head_dim))
-        qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
-        q, k = rotate(qk, rotation).split([heads, kv_heads], dim=2)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, head_dim)
-        cache.keys.index_copy_(2, positions, k)
-        cache.values.index_copy_(2, positions, v)
+    def _attend(self, qkv: Tensor, rotation: Tensor, bias: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+        heads, kv_heads, depth = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
+        q, k, v = qkv.unflatten(-1, (-1, depth)).split([heads, kv_heads, kv_heads], dim=2)
+        kv = torch.cat((rotate(k, rotation), v), dim=2)
+        q, kv = rotate(q, rotation).transpose(1, 2), kv.transpose(1, 2)  # (B, heads, T, head_dim)
+        cache.index_copy_(2, positions, kv)
         if q.shape[2] == 1:
-            y = attend_one(q, *cache, bias)
+            y = attend_one(q, *cache.chunk(2, dim=1), bias)
         else:
-            y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            y = scaled_dot_product_attention(q, *kv.chunk(2, dim=1), is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).flatten(2)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """x (B, T, heads, head_dim), the halves of each head turned by the angles of rotation."""
-    (a, b), (cos, sin) = x.float().chunk(2, dim=-1), rotation.unbind(-2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    """x (B, T, heads, head_dim), the halves (a, b) of each head turned to (a cos - b sin, b cos + a sin).
+
+    rotation holds the sines with the first half's sign turned already.
+    """
+    cos, sin = rotation.unbind(-2)
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -101,9 +95,9 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     The heads that share keys are the rows of one product, and the keys are split into batches of :data:`SPLIT`: few
     heads over a long cache would otherwise leave most multiprocessors idle.
     """
-    batch, kv_heads, length, depth = k.shape
+    batch, kv_heads, _, depth = k.shape
     q = q.view(batch, kv_heads, 1, -1, depth)
-    k, v = (t.view(batch, kv_heads, length // SPLIT, SPLIT, depth) for t in (k, v))
+    k, v = (t.unflatten(2, (-1, SPLIT)) for t in (k, v))
     scores = (q @ k.mT).float() * depth**-0.5 + bias.view(-1, 1, SPLIT)  # (B, kv_heads, splits, group, SPLIT)
     weights = (scores - scores.amax((2, 4), keepdim=True)).exp()
     total = weights.sum((2, 4)).unsqueeze(-1)
@@ -112,7 +106,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Tokens to the logits of the last. The cache is the caller's, see :meth:`new_cache`."""
+    """Tokens to the logits of the last. The caches, one a layer, are the caller's: see :meth:`new_caches`."""
 
     rotations: Tensor
 
@@ -126,35 +120,47 @@ class Llama(nn.Module):
         with torch.device("cpu"):
             frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
             angles = torch.outer(torch.arange(max_length), frequencies)
-            rotations = torch.stack((angles.cos(), angles.sin()), dim=1).unsqueeze(1)
+            cos, sin = angles.cos(), angles.sin()
+            rotations = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), dim=1).unsqueeze(1)
         self.register_buffer("rotations", rotations, persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, caches: list[Cache]) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> Tensor:
         """tokens (B, T) int64 at positions (T,) -> logits (B, vocab).
 
         Either one token at any position, or the whole prompt from position 0 on.
         """
-        x = self.embedding(tokens)
-        update = torch.zeros_like(x)
-        rotation = self.rotations[positions]
-        length = caches[0].keys.shape[2]
-        past = torch.arange(length, device=x.device) <= positions[-1]
-        bias = torch.zeros(length, device=x.device).masked_fill(~past, float("-inf"))
+        x, update, rotation, bias = self.enter(tokens, positions, caches[0].shape[2])
         for layer, cache in zip(self.layers, caches, strict=True):
             x, update = layer(x, update, rotation, bias, positions, cache)
+        return self.leave(x, update)
+
+    def enter(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the first block takes: (x, update, rotation, bias) over a cache of ``length``."""
+        x = self.embedding(tokens)
+        past = torch.arange(length, device=x.device) <= positions[-1]
+        return x, torch.zeros_like(x), self.rotations[positions], torch.where(past, 0.0, float("-inf"))
+
+    def leave(self, x: Tensor, update: Tensor) -> Tensor:
+        """What the last block gives, the last token's, to logits."""
         return self.head(self.norm((x + update)[:, -1]))
 
-    def new_cache(self, batch: int, length: int) -> list[Cache]:
-        """Empty caches for at least ``length`` positions."""
-        shape = (batch, self.shape.kv_heads, ceil_to(length, SPLIT), self.shape.head_dim)
-        device, dtype = self.embedding.weight.device, self.embedding.weight.dtype
-        return [Cache(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))) for _ in self.layers]
+    def choose(self, logits: Tensor) -> Tensor:
+        """The most likely token, (B, 1)."""
+        return logits.argmax(-1, keepdim=True)
 
-    def compile_layers(self) -> None:
-        """Each block as one full graph, compiled once for all of them."""
+    def new_caches(self, batch: int, length: int) -> list[Tensor]:
+        """Empty caches for at least ``length`` positions."""
+        shape = (batch, 2 * self.shape.kv_heads, ceil_to(length, SPLIT), self.shape.head_dim)
+        weight = self.embedding.weight
+        return [torch.zeros(shape, device=weight.device, dtype=weight.dtype) for _ in self.layers]
+
+    def compile_parts(self) -> None:
+        """Each block as one full graph, compiled once for all of them, and what is before and behind them."""
         torch._dynamo.config.recompile_limit = 64  # every recipe, batch and length is a graph of the same code
+        compile = functools.partial(torch.compile, fullgraph=True, dynamic=False)
         for layer in self.layers:
-            layer.compile(fullgraph=True, dynamic=False)
+            layer.forward = compile(layer.forward)
+        self.enter, self.leave, self.choose = map(compile, (self.enter, self.leave, self.choose))
 
     def linears(self) -> Iterator[nn.Linear]:
         return (module for module in self.modules() if isinstance(module, nn.Linear))

@@ -43,7 +43,7 @@ def decoded(m: Llama) -> Llama:
 
 def all_logits(m: Llama, tokens: torch.Tensor, start: int) -> torch.Tensor:
     """Logits behind each token from ``start`` - 1 on, (B, T - start + 1, vocab): one prefill, then token by token."""
-    positions, caches = torch.arange(tokens.shape[1], device=tokens.device), m.new_cache(*tokens.shape)
+    positions, caches = torch.arange(tokens.shape[1], device=tokens.device), m.new_caches(*tokens.shape)
     with torch.no_grad():
         steps = [m(tokens[:, :start], positions[:start], caches)]
         steps += [m(tokens[:, i : i + 1], positions[i : i + 1], caches) for i in range(start, tokens.shape[1])]
@@ -131,13 +131,13 @@ def test_compiled_equals_eager(device, config):
     eager = Generator(m, tokens, 6)
     eager.advance = eager.step
     expected = eager.generate().clone()
-    m.compile_layers()
+    m.compile_parts()
     counter = torch._dynamo.utils.counters["stats"]
     before = counter["unique_graphs"]
     generator = Generator(m, tokens, 6)
     for _ in range(2):
         assert torch.equal(generator.generate(), expected)
-    assert counter["unique_graphs"] - before == 2, "one graph of a block for prefill, one for decode, in all layers"
+    assert counter["unique_graphs"] - before == 7, "blocks, before and behind them: two graphs each; the choice"
 
 
 def test_random_models_are_quantized_as_they_grow():
