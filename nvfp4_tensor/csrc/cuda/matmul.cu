@@ -176,7 +176,12 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
     p.scale_band = (p.Kp + 63) / 64 * 512;
     const bool many = p.M > 16 && fits_matmul_many_rows(p);
     if (many || p.M <= kMostFewRows) {
-      many ? launch_matmul_many_rows(p, stream) : launch_matmul_few_rows(p, stream);
+      if (many) {
+        const Tensor scratch = empty_like_product(x, {matmul_many_rows_scratch(p)}, ScalarType::Byte);
+        launch_matmul_many_rows(p, scratch.mutable_data_ptr(), stream);
+      } else {
+        launch_matmul_few_rows(p, stream);
+      }
       const cudaError_t error = cudaGetLastError();
       STD_TORCH_CHECK(error == cudaSuccess, "nvfp4::matmul: ", cudaGetErrorString(error));
       return y;

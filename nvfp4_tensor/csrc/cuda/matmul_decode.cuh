@@ -15,6 +15,8 @@
 
 #include <cstdint>
 
+#include "matmul_problem.cuh"
+
 namespace nvfp4 {
 
 template <typename T>
@@ -96,6 +98,21 @@ __device__ __forceinline__ void scale_factors(uint32_t bytes, uint32_t (&out)[4]
   out[1] = __byte_perm(factors[0], 0, 0x3232);
   out[2] = __byte_perm(factors[1], 0, 0x1010);
   out[3] = __byte_perm(factors[1], 0, 0x3232);
+}
+
+// Eight elements of a row of x from column k on, zero beyond K.
+__device__ __forceinline__ uint4 load_x(const Problem& p, const uint16_t* row, int k, bool aligned) {
+  if (aligned && k + 8 <= p.K) return *reinterpret_cast<const uint4*>(row + k);
+  uint32_t v[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = k + i < p.K ? row[k + i] : 0;
+  return make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+}
+
+// They in the order in which decode_word decodes, two registers for each of two products.
+__device__ __forceinline__ uint4 to_fragment(uint4 v) {
+  return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                    __byte_perm(v.y, v.w, 0x7632));
 }
 
 }  // namespace nvfp4

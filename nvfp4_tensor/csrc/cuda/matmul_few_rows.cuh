@@ -59,16 +59,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Eight elements of a row of x from column k on, zero beyond K.
-__device__ __forceinline__ uint4 load_x(const Problem& p, const uint16_t* row, int k, bool aligned) {
-  if (aligned && k + 8 <= p.K) return *reinterpret_cast<const uint4*>(row + k);
-  uint32_t v[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = k + i < p.K ? row[k + i] : 0;
-  return make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-}
-
-// A warp's slice of x, 8 elements for each word of codes that a lane will decode: first as it lies in memory...
+// A warp's slice of x as it lies in memory: 8 elements for each word of codes that a lane will decode.
 template <typename S>
 __device__ __forceinline__ void load_slice(
     const Problem& p, int expert, int k0, int lane, uint4 (&v)[S::kChunks][4][S::kColumns]) {
@@ -87,12 +78,6 @@ __device__ __forceinline__ void load_slice(
       }
     }
   }
-}
-
-// ... then in the order in which decode_word decodes, which makes it B fragments.
-__device__ __forceinline__ uint4 to_fragment(uint4 v) {
-  return make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-                    __byte_perm(v.y, v.w, 0x7632));
 }
 
 // The lane's first row of a tile, counted over the batch; its second is 32 further.
@@ -318,7 +303,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
     }
     if (work.cluster > 1) cluster_sync();
     write_tiles<S>(p, work, partial, expert, tile0, tiles);
-    if (work.cluster > 1) cluster_sync();
+    if (work.cluster > 1) cluster_wait_all();
     else __syncthreads();
   }
 }

@@ -42,7 +42,7 @@ CUtensorMap tensor_map(const Matrix2d& m, int box_columns, int box_rows, CUtenso
 constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 
 template <typename T, typename S>
-void launch(const Problem& p, int ranks, cudaStream_t stream) {
+void launch(const Problem& p, const void* permuted, int ranks, cudaStream_t stream) {
   auto kernel = many_rows::kernel<T, S>;
   thread_local int prepared = -1;
   int device = 0;
@@ -52,9 +52,10 @@ void launch(const Problem& p, int ranks, cudaStream_t stream) {
     prepared = device;
   }
   const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const int64_t columns = ceil_div(p.K, kStageK) * kStageK;
   const int64_t tokens = static_cast<int64_t>(p.experts) * p.M, rows = static_cast<int64_t>(p.experts) * p.N;
   const CUtensorMap x =
-      tensor_map({p.x, x_type, p.K, tokens, p.x_row * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
+      tensor_map({permuted, x_type, columns, tokens, columns * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
   const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64,
                                        S::kRows, CU_TENSOR_MAP_SWIZZLE_64B);
   Work work;
@@ -62,30 +63,32 @@ void launch(const Problem& p, int ranks, cudaStream_t stream) {
   work.token_group = std::min(kTokenGroup, work.token_tiles);
   const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
   work.row_tiles = ceil_div(bands * kBand, S::kRows);
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = ranks;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // begins while permute_x runs, and waits for it
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = ranks;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(ranks, work.row_tiles * work.token_tiles, p.experts);
   config.blockDim = dim3(S::kThreads);
   config.dynamicSmemBytes = S::kSharedBytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = ranks > 1;
+  config.attrs = attributes;
+  config.numAttrs = 1 + (ranks > 1);
   cudaLaunchKernelEx(&config, kernel, p, x, codes, work);
 }
 
 template <typename S>
-void launch_shape(const Problem& p, cudaStream_t stream) {
-  // Blocks that split K, while there are fewer tiles than half of the multiprocessors.
+void launch_shape(const Problem& p, const void* permuted, cudaStream_t stream) {
+  // Two blocks split K where tiles are fewer than half of the multiprocessors (four were slower: 22 us, not 18, at
+  // 4096 x 4096, M = 32).
   const int tiles = p.experts * ceil_div(p.N, S::kRows) * ceil_div(p.M, S::kTokens), steps = ceil_div(p.Kp, kStageK);
-  int ranks = 1;
-  while (ranks < 4 && tiles * ranks * 2 <= this_machine().multiprocessors && steps >= ranks * 8) ranks *= 2;
+  const int ranks = tiles * 2 <= this_machine().multiprocessors && steps >= 8 ? 2 : 1;
   if (p.x_dtype == Dtype::kBf16) {
-    launch<__nv_bfloat16, S>(p, ranks, stream);
+    launch<__nv_bfloat16, S>(p, permuted, ranks, stream);
   } else {
-    launch<__half, S>(p, ranks, stream);
+    launch<__half, S>(p, permuted, ranks, stream);
   }
 }
 
@@ -96,20 +99,27 @@ bool fits_matmul_many_rows(const Problem& p) {
   const auto aligned = [](const void* data, int64_t row_bytes) {
     return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(row_bytes)) % 16 == 0;
   };
-  return this_machine().capability == 90 && aligned(p.x, p.x_row * 2) && aligned(p.codes, p.code_row) &&
-         aligned(p.scales, p.scale_band) && many_rows::tensor_map_encoder() != nullptr;
+  return this_machine().capability == 90 && aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) &&
+         many_rows::tensor_map_encoder() != nullptr;
 }
 
-void launch_matmul_many_rows(const Problem& p, cudaStream_t stream) {
+int64_t matmul_many_rows_scratch(const Problem& p) {
+  return static_cast<int64_t>(p.experts) * p.M * many_rows::ceil_div(p.K, many_rows::kStageK) * many_rows::kStageK * 2;
+}
+
+void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t stream) {
   using namespace many_rows;
+  const int64_t threads = matmul_many_rows_scratch(p) / 64;
+  const int64_t blocks = std::min<int64_t>((threads + 127) / 128, this_machine().multiprocessors * 16);
+  permute_x<<<static_cast<unsigned>(blocks), 128, 0, stream>>>(p, static_cast<uint4*>(scratch));
   if (p.M <= 32) {
-    launch_shape<Shape<32, 2, 2, 10>>(p, stream);
+    launch_shape<Shape<32, 2, 2, 10>>(p, scratch, stream);
   } else if (p.M <= 64) {
-    launch_shape<Shape<64, 2, 2, 8>>(p, stream);
+    launch_shape<Shape<64, 2, 2, 8>>(p, scratch, stream);
   } else if (p.M <= 128) {
-    launch_shape<Shape<128, 2, 2, 5>>(p, stream);
+    launch_shape<Shape<128, 2, 1, 5>>(p, scratch, stream);
   } else {
-    launch_shape<Shape<256, 2, 1, 3>>(p, stream);
+    launch_shape<Shape<256, 2, 1, 3>>(p, scratch, stream);
   }
 }
 

@@ -33,8 +33,9 @@ struct Problem {
 
 // Each only enqueues, and each needs M, N, K > 0 and x in bf16 or fp16.
 void launch_matmul_few_rows(const Problem& p, cudaStream_t stream);  // any such problem; made for M <= 16
-bool fits_matmul_many_rows(const Problem& p);                        // a Hopper, and rows aligned to 16 bytes
-void launch_matmul_many_rows(const Problem& p, cudaStream_t stream);
+bool fits_matmul_many_rows(const Problem& p);                        // a Hopper, and codes aligned to 16 bytes
+int64_t matmul_many_rows_scratch(const Problem& p);                  // bytes that it needs
+void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t stream);
 void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream);  // alpha, bias, rounding
 
 struct Machine {

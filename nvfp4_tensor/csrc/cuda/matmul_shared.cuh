@@ -48,6 +48,15 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
 
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
+// True in one lane of a warp whose lanes are all here.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected = threadIdx.x % 32 == 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+#endif
+  return elected;
+}
+
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -56,16 +65,28 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
 }
 
+#if __CUDA_ARCH__ >= 900
+#define NVFP4_MBARRIER_WAIT "mbarrier.try_wait"  // sleeps a while
+#else
+#define NVFP4_MBARRIER_WAIT "mbarrier.test_wait"
+#endif
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{ .reg .pred done;\n"
-      "WAIT_%=: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "WAIT_%=: " NVFP4_MBARRIER_WAIT ".parity.shared.b64 done, [%0], %1;\n"
       "@!done bra WAIT_%=; }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
 __device__ __forceinline__ void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Until all blocks have come: keeps shared memory that others read alive, and orders nothing.
+__device__ __forceinline__ void cluster_wait_all() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
