@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "numerics/layout.h"
@@ -22,8 +23,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// About 5 us of work: fewer multiplications are not worth a second thread.
-constexpr int64_t kProductsPerThread = 1 << 16;
+constexpr int64_t kProductsPerThread = 1 << 17;  // about 10 us of them at one row of x: less is not worth a second thread
+constexpr int64_t kClaims = 8;                   // of each thread, where all are equally fast
 
 struct Free {
   void operator()(float* p) const { std::free(p); }
@@ -36,14 +37,29 @@ Words allocate(int64_t words) {
   return Words(static_cast<float*>(p));
 }
 
-// Units [0, count) of about so many products each, among torch's threads.
-template <typename Function>
-void parallel(int64_t count, int64_t products_per_unit, Function f) {
-  if (count <= 0) return;
-  const int64_t grain = std::max<int64_t>(1, kProductsPerThread / std::max<int64_t>(products_per_unit, 1));
-  if (count <= grain) return f(0, count);
-  torch::stable::parallel_for(0, count, grain, f);
-}
+// Work in units [0, count), claimed by workers as they go: one that the system holds up, or that shares its core, leaves
+// its share to the others.
+class Claims {
+ public:
+  Claims(int64_t count, int64_t workers) : count_(count), step_(std::max<int64_t>(1, count / (workers * kClaims))) {}
+
+  template <typename Function>
+  void run(Function f) {
+    for (int64_t begin; (begin = next_.fetch_add(step_)) < count_;) {
+      const int64_t end = std::min(begin + step_, count_);
+      f(begin, end);
+      done_.fetch_add(end - begin, std::memory_order_release);
+    }
+  }
+  // Until all is done. It waits only for what another worker has claimed, so it cannot wait for one that never runs.
+  void wait() const {
+    while (done_.load(std::memory_order_acquire) < count_) std::this_thread::yield();
+  }
+
+ private:
+  const int64_t count_, step_;
+  std::atomic<int64_t> next_{0}, done_{0};
+};
 
 // --- which way -------------------------------------------------------------------------------------------------------
 
@@ -62,21 +78,24 @@ struct Choice {
 
 // False: x holds numbers that this way cannot take.
 bool multiply(const ProductWay& way, const Product& p) {
-  const Words packed = allocate(way.packed_words(p));
-  std::atomic<unsigned> range{0};
-  const int64_t x_elements = p.batches * p.x_rows * p.depth();
-  const int64_t pack_units = way.pack_units(p);
-  parallel(pack_units, x_elements / std::max<int64_t>(pack_units, 1), [&](int64_t begin, int64_t end) {
-    range |= way.pack(p, packed.get(), begin, end);
-  });
-  if (range & way.refuses) return false;
-  const int64_t units = way.units(p);
   const int64_t products = p.batches * p.x_rows * p.rows * p.columns;
-  parallel(units, products / std::max<int64_t>(units, 1), [&](int64_t begin, int64_t end) {
-    const Words scratch = allocate(way.scratch_words);
-    way.multiply(p, packed.get(), scratch.get(), begin, end);
-  });
-  return true;
+  const int64_t workers = std::clamp<int64_t>(products / kProductsPerThread, 1, torch::stable::get_num_threads());
+  const Words packed = allocate(way.packed_words(p)), scratch = allocate(workers * way.scratch_words);
+  Claims packing(way.pack_units(p), workers), multiplying(way.units(p), workers);
+  std::atomic<unsigned> range{0};
+  const auto work = [&](int64_t worker, int64_t) {
+    packing.run([&](int64_t begin, int64_t end) { range |= way.pack(p, packed.get(), begin, end); });
+    packing.wait();
+    if (range & way.refuses) return;
+    float* own = scratch.get() + worker * way.scratch_words;
+    multiplying.run([&](int64_t begin, int64_t end) { way.multiply(p, packed.get(), own, begin, end); });
+  };
+  if (workers == 1) {
+    work(0, 1);
+  } else {
+    torch::stable::parallel_for(0, workers, 1, work);
+  }
+  return !(range & way.refuses);
 }
 
 bool multiply(const ProductKernels& kernels, const Product& p) {
