@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks import generate
 from benchmarks.generate import Generator
-from benchmarks.llama import SPLIT, Block, Llama, Shape, attend_one, from_transformers, random_model
+from benchmarks.llama import Block, Llama, Shape, from_transformers, random_model
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, fake_quantize
 from nvfp4_tensor.demo.measure import stored_bytes
 
@@ -82,12 +82,9 @@ def test_decode_with_the_cache_equals_prefill(device, config):
         torch.testing.assert_close(all_logits(m, tokens, start)[:, -1], whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("length", [1, 100, SPLIT, 2 * SPLIT - 1])
-def test_attention_of_one_query_reads_what_is_written(length):
-    q, k, v = (torch.randn(2, heads, size, 16) for heads, size in ((6, 1), (3, 2 * SPLIT), (3, 2 * SPLIT)))
-    bias = torch.zeros(2 * SPLIT).masked_fill(torch.arange(2 * SPLIT) >= length, float("-inf"))
-    expected = nn.functional.scaled_dot_product_attention(q, k[:, :, :length], v[:, :, :length], enable_gqa=True)
-    torch.testing.assert_close(attend_one(q, k, v, bias), expected)
+def test_the_choice_is_the_most_likely_token(device):
+    m, logits = model(device=device), torch.randn(50, TINY.vocab, device=device)
+    assert torch.equal(m.choose(logits), logits.argmax(-1, keepdim=True))
 
 
 def test_the_model_is_transformers_llama():
