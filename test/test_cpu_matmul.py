@@ -200,7 +200,7 @@ def test_tiny_and_huge_numbers(isa, m, transposed, exponent):
     n, k = 60, 150
     qdata, scale, factors = random_weight(n, k)
     x_scale = torch.tensor(2.0 ** (100 if exponent < 0 else -100))
-    for dtype, factor in itertools.product((torch.bfloat16, torch.float32), (factors, factors[0])):
+    for dtype, factor in itertools.product((torch.bfloat16, torch.float32), (factors * 256, factors[0])):
         x = torch.randn(m, n if transposed else k)
         x[:, ::3] *= 2.0**exponent
         if exponent < 0:
