@@ -1,0 +1,136 @@
+"""How fast x @ w^T is on a CPU with w in NVFP4, beside torch's linear with w in the dtype of x.
+
+    python -m benchmarks.matmul_cpu [--shapes 4096x4096] [--rows 1 4 16 512] [--threads 1 2] [--sets avx512 avx2]
+
+Rows: shapes of the weight (N x K) and rows of x. Columns: median time of the product, bytes that have to move a second
+and their share of the copy bandwidth measured in the same run, multiplications and additions a second, torch's median
+time and how many times faster than it; the same of any instruction set that is asked for besides the best. Variants
+are interleaved, and the copy among them leaves nothing of a weight in the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+
+import torch
+from torch.nn.functional import linear
+
+from benchmarks import harness
+from benchmarks.harness import Timing, Variant, seconds
+from nvfp4_tensor import native, quantize
+
+LARGE, LARGE_ROWS = (4096, 4096), (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024)
+SMALL, SMALL_ROWS = ((576, 576), (192, 576), (1536, 576), (576, 1536)), (1,)
+"""SmolLM2-135M's layers; a token at a time."""
+TORCH = "torch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    shape: tuple[int, int]
+    rows: int
+
+
+def variants(case: Case, dtype: torch.dtype, sets: list[str]) -> list[Variant]:
+    """torch's linear, and the product on each instruction set, named by it."""
+    n, k = case.shape
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(n, k, generator=generator).to(dtype)
+    x = torch.randn(case.rows, k, generator=generator).to(dtype)
+    q = quantize(w)
+    own = (case.rows * (n + k)) * x.element_size()
+
+    def multiply(isa: str) -> None:
+        if native.instruction_set() != isa:
+            native.set_instruction_set(isa)
+        torch.ops.nvfp4.matmul(x, None, q.qdata, q.scale, q.per_tensor_scale, None, k, False, dtype)
+
+    return [
+        Variant(TORCH, lambda: linear(x, w), own + w.numel() * w.element_size()),
+        *(Variant(isa, lambda isa=isa: multiply(isa), own + w.numel() * 9 // 16) for isa in sets),
+    ]
+
+
+def row(case: Case, isa: str, timings: dict[str, Timing]) -> tuple[dict, list[str]]:
+    """What is kept of a case on one instruction set, and its line of the table."""
+    timing, peer, limit = timings[isa], timings[TORCH], timings[harness.COPY]
+    n, k = case.shape
+    flops = 2 * case.rows * n * k / timing.median
+    kept = {
+        "shape": [n, k],
+        "rows": case.rows,
+        "instruction_set": isa,
+        **{key: value for key, value in dataclasses.asdict(timing).items() if key != "name"},
+        "share": timing.bandwidth / limit.bandwidth,
+        "flops": flops,
+        "torch": peer.median,
+        "speedup": peer.median / timing.median,
+    }
+    line = [
+        f"{n}x{k}, M={case.rows}, {isa}",
+        seconds(timing.median),
+        f"{timing.bandwidth / 1e9:.3g} GB/s",
+        f"{kept['share']:.0%}",
+        f"{flops / 1e9:.3g} GFLOP/s",
+        seconds(peer.median),
+        f"{kept['speedup']:.2f}x",
+    ]
+    return kept, line
+
+
+def time_all(
+    report: harness.Report, cases: list[Case], dtype: torch.dtype, sets: list[str], repeats: int
+) -> list[dict]:
+    kept, lines = [], []
+    for case in cases:
+        timings = harness.measure(variants(case, dtype, sets), torch.device("cpu"), repeats=repeats)
+        for isa in sets:
+            facts, line = row(case, isa, timings)
+            kept.append(facts)
+            lines.append(line)
+    report(harness.table(["", "time", "moved", "of copy", "speed", "torch", "faster"], lines))
+    return kept
+
+
+def cases_of(shapes: list[tuple[int, int]] | None, rows: list[int] | None) -> list[Case]:
+    if shapes is None:
+        large = [Case(LARGE, m) for m in rows or LARGE_ROWS]
+        return large + [Case(shape, m) for shape, m in itertools.product(SMALL, rows or SMALL_ROWS)]
+    return [Case(shape, m) for shape, m in itertools.product(shapes, rows or LARGE_ROWS)]
+
+
+def shape(text: str) -> tuple[int, int]:
+    rows, columns = map(int, text.split("x"))
+    return rows, columns
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=shape, nargs="+", help="N x K (default: 4096x4096 and SmolLM2-135M's layers)")
+    parser.add_argument("--rows", type=int, nargs="+", help="rows of x (default: 1 to 1024)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
+    parser.add_argument("--sets", nargs="+", default=[], help="instruction sets (default: the best of this machine)")
+    parser.add_argument("--repeats", type=int, default=25, help="timed runs of each variant")
+    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    native.set_instruction_set("")
+    sets = arguments.sets or [native.instruction_set()]
+    device, dtype = torch.device("cpu"), getattr(torch, arguments.dtype)
+    content = harness.record(device, dtype=arguments.dtype, repeats=arguments.repeats, runs=[])
+    report = harness.Report()
+    report(f"{content['machine']['processor']}, native: {content['native']['cpu']}")
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        report(f"\n{arguments.dtype}, {threads} threads, median of {arguments.repeats}")
+        cases = cases_of(arguments.shapes, arguments.rows)
+        results = time_all(report, cases, dtype, sets, arguments.repeats)
+        content["runs"].append({"threads": threads, "cases": results})
+    native.set_instruction_set("")
+    harness.save(harness.result_path(device, "matmul", arguments.out), content, report.text)
+
+
+if __name__ == "__main__":
+    main()
