@@ -85,7 +85,17 @@ __device__ __forceinline__ uint32_t any_scale_factors(uint32_t bytes) {
   return Decoder<T>::scale_factors(magnitude) | (bytes & 0x00800080u) << 8 | is_nan * 0x7FFFu;
 }
 
-// Four scale bytes to the factors of their blocks, each in both halves of a register.
+// The low two of four scale bytes to the factors of their blocks, each in both halves of a register.
+template <typename T>
+__device__ __forceinline__ void two_scale_factors(uint32_t bytes, uint32_t (&out)[2]) {
+  const uint32_t pair = __byte_perm(bytes, 0, 0x4140);
+  uint32_t factors = Decoder<T>::scale_factors(pair);
+  if ((pair | (pair + 0x00010001u)) & 0x00800080u) factors = any_scale_factors<T>(pair);  // negative or NaN: rare
+  out[0] = __byte_perm(factors, 0, 0x1010);
+  out[1] = __byte_perm(factors, 0, 0x3232);
+}
+
+// Four scale bytes likewise.
 template <typename T>
 __device__ __forceinline__ void scale_factors(uint32_t bytes, uint32_t (&out)[4]) {
   const uint32_t pairs[2] = {__byte_perm(bytes, 0, 0x4140), __byte_perm(bytes, 0, 0x4342)};

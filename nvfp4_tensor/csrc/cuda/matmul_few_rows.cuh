@@ -112,8 +112,8 @@ struct Cursor {
   }
 };
 
-// Starts the copies of what a lane multiplies in a step: of each tile, for each 128 elements, 32 codes of each of its two
-// rows, and the scales of both rows for 64 elements. kPlain: no tile and no slice reaches beyond w.
+// Starts the copies of what a lane multiplies in a step: of each tile, for each 128 elements, 32 codes of each of its
+// two rows, and the scales of both rows for 64 elements. kPlain: no tile and no slice reaches beyond w.
 template <typename S, bool kPlain>
 __device__ __forceinline__ void copy_step(const Problem& p, const Cursor& cursor, int lane, uint32_t to) {
   const int last = p.experts * p.N - 1;
@@ -204,7 +204,8 @@ __device__ __forceinline__ void write_tiles(
   const uint32_t rank = blockIdx.x;
   const int first_row = expert * p.N;
   // consecutive threads: the 16 rows of a tile, then its columns, so that what M leaves out is skipped in whole warps
-  for (int i = threadIdx.x + rank * S::kWarps * 32; i < tiles * kTileRows * p.some_m; i += work.cluster * S::kWarps * 32) {
+  constexpr int kThreads = S::kWarps * 32;
+  for (int i = threadIdx.x + rank * kThreads; i < tiles * kTileRows * p.some_m; i += work.cluster * kThreads) {
     const int r = i % kTileRows, tile = i / kTileRows % tiles, m = i / kTileRows / tiles;
     const int lane = r % 4 + r / 8 * 4, half = r / 4 % 2;  // row r is r % 4 + 32 (r / 4)
     const int n = tile_row(tile0 + tile, lane * 4) + half * 32 - first_row;

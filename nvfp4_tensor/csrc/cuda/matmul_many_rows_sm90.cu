@@ -64,7 +64,7 @@ void launch(const Problem& p, const void* permuted, int ranks, cudaStream_t stre
   const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
   work.row_tiles = ceil_div(bands * kBand, S::kRows);
   cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // begins while permute_x runs, and waits for it
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // begins while permute_x runs, waits for it
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = ranks;
@@ -112,14 +112,18 @@ void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t strea
   const int64_t threads = matmul_many_rows_scratch(p) / 64;
   const int64_t blocks = std::min<int64_t>((threads + 127) / 128, this_machine().multiprocessors * 16);
   permute_x<<<static_cast<unsigned>(blocks), 128, 0, stream>>>(p, static_cast<uint4*>(scratch));
+  // H200, us at 14336 x 8192 and 4096 x 4096: M = 32 in tiles of 32 tokens by 256 rows 39 and 24, by 128 rows 44 and
+  // 18; M = 256 in tiles of 256 tokens 110 and 62 (41 where two blocks split K), of 128 tokens 124 and 40 (29).
+  const int row_tiles = p.experts * ceil_div(p.N, 128);
   if (p.M <= 32) {
-    launch_shape<Shape<32, 2, 2, 10>>(p, scratch, stream);
+    row_tiles >= 100 ? launch_shape<Shape<32, 4, 8>>(p, scratch, stream)
+                     : launch_shape<Shape<32, 2, 10>>(p, scratch, stream);
   } else if (p.M <= 64) {
-    launch_shape<Shape<64, 2, 2, 8>>(p, scratch, stream);
-  } else if (p.M <= 128) {
-    launch_shape<Shape<128, 2, 1, 5>>(p, scratch, stream);
+    launch_shape<Shape<64, 2, 8>>(p, scratch, stream);
+  } else if (p.M <= 128 || row_tiles * ceil_div(p.M, 256) * 2 <= this_machine().multiprocessors) {
+    launch_shape<Shape<128, 2, 5>>(p, scratch, stream);
   } else {
-    launch_shape<Shape<256, 2, 1, 3>>(p, scratch, stream);
+    launch_shape<Shape<256, 2, 3>>(p, scratch, stream);
   }
 }
 

@@ -1,16 +1,16 @@
 // y = x w^T on Hopper for more than a few rows of x: wgmma with w decoded into registers as its A operand.
 //
-// A thread block computes kRows rows of w by kTokens rows of x. One warp keeps the copy engine busy: x (128-byte swizzle,
-// the B operand as it lies), codes (64-byte swizzle) and scales. Warpgroups of 64 rows of w decode codes into A fragments,
-// so that no decoded weight ever goes through shared memory.
+// A thread block computes kRows rows of w by kTokens rows of x. One warp keeps the copy engine busy: x (128-byte
+// swizzle, the B operand as it lies), codes (64-byte swizzle) and scales. Warpgroups of 64 rows of w decode codes into
+// A fragments, so that no decoded weight ever goes through shared memory.
 //
-// The order of K inside a product is free. Lane t of a quad holds elements 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16; for
-// its 16 bytes of codes to be that as they lie, x is rewritten first, each 128 elements of it in the order of
-// `permute_x`. (Reading x as it lies costs each lane a byte of every word of codes: 380 instructions instead of 165 for
+// The order of K inside a product is free. Lane t of a quad holds elements 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16;
+// for its 16 bytes of codes to be that as they lie, x is rewritten first, each 128 elements of it in the order of
+// `permute_x`. (With x as it lies a lane needs a byte of every word of codes: 380 instructions instead of 165 for
 // 16 x 128 weights, and 1.3 times the time at 14336 x 8192, M = 32.)
 //
-// Where rows of w are too few to fill the machine, a cluster splits K and adds through distributed shared memory, in the
-// order of its blocks.
+// Where rows of w are too few to fill the machine, a cluster splits K and adds through distributed shared memory, in
+// the order of its blocks.
 #pragma once
 
 #include <cuda.h>
@@ -26,16 +26,13 @@ namespace many_rows {
 constexpr int kBand = 128;     // rows of w that share a band of scales
 constexpr int kStageK = 128;   // a stage of the pipeline: two column tiles of scales
 
-// kTokens rows of x by kRowGroups * 64 of w. kSplit: warpgroups that share rows, one for each half of a stage's K.
-template <int kTokens_, int kRowGroups_, int kSplit_, int kStages_>
+// kTokens rows of x by kGroups * 64 of w, a warpgroup each.
+template <int kTokens_, int kGroups_, int kStages_>
 struct Shape {
-  static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kSplit = kSplit_, kStages = kStages_;
-  static constexpr int kRows = kRowGroups * 64, kBands = kRows / kBand;
-  static constexpr int kGroups = kRowGroups * kSplit;
+  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kStages = kStages_;
+  static constexpr int kRows = kGroups * 64, kBands = kRows / kBand;
   static constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 128;
-  static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : 112, kProducerRegisters = kGroups == 2 ? 40 : 32;
-  // Elements of K decoded before their products start, in halves of a stage: what the registers hold.
-  static constexpr int kBatch = kSplit == 1 && kGroups == 2 ? 2 : 1;
+  static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : 104, kProducerRegisters = kGroups == 2 ? 56 : 64;
   static constexpr int kXBytes = kTokens * kStageK * 2;
   static constexpr int kCodeBytes = kRows * kStageK / 2;
   static constexpr int kScaleBytes = kBands * 1024;
@@ -52,7 +49,9 @@ __global__ void permute_x(const __grid_constant__ Problem p, uint4* out) {
   const int groups = (p.K + kStageK - 1) / kStageK;
   const int64_t all = static_cast<int64_t>(p.experts) * p.M * groups * 4;
   const bool aligned = (reinterpret_cast<uintptr_t>(p.x) | (p.x_row * 2)) % 16 == 0;
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
+#endif
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     const int64_t row = i / (groups * 4);
@@ -109,20 +108,18 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The products of kHalves * 64 elements of K, whose B operands lie half_step apart (descriptor units).
-template <typename T, typename S, int kHalves>
-__device__ __forceinline__ void multiply_fragments(
-    uint32_t (&a)[S::kBatch][16], uint64_t x, float (&sum)[S::kTokens / 2]) {
+// Starts the products of 64 elements of K.
+template <typename T, typename S>
+__device__ __forceinline__ void start_products(uint32_t (&a)[16], uint64_t x, float (&sum)[S::kTokens / 2]) {
 #pragma unroll
-  for (int i = 0; i < kHalves * 16; ++i) asm volatile("" : "+r"((&a[0][0])[i])::"memory");  // all decoded first
+  for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i])::"memory");  // all decoded first
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int k = 0; k < kHalves * 4; ++k) {
-    Wgmma<S::kTokens, T>::run(sum, &a[0][0] + 4 * k, x + k / 4 * (S::kXBytes / 32) + k % 4 * 2);
-  }
+  for (int k = 0; k < 4; ++k) Wgmma<S::kTokens, T>::run(sum, a + 4 * k, x + k * 2);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
+
+__device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 template <typename S>
 __device__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map, uint32_t pool,
@@ -152,41 +149,64 @@ __device__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtens
   }
 }
 
+// What a lane of a warpgroup needs of a stage.
 template <typename T, typename S>
-__device__ __forceinline__ void consume(uint32_t pool, uint32_t full, uint32_t empty, int steps,
-                                        float (&sum)[S::kTokens / 2]) {
-  const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
-  const int row = group % S::kRowGroups * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and 8 further
-  const int first_half = group / S::kRowGroups;
-  const uint32_t chunk = (lane % 4 ^ row / 2 % 4) * 16;  // the lane's 16 bytes, swizzled; the same 8 rows further
-  const uint32_t scale_offset = row / kBand * 1024 + lane % 4 / 2 * 512 + row % 32 * 16 + row % kBand / 32 * 4;
-  int stage = 0, parity = 0;
-  for (int step = 0; step < steps; ++step) {
-    barrier_wait(full + 8 * stage, parity);
-    const uint32_t x_at = pool + stage * S::kStageBytes, code_at = x_at + S::kXBytes;
-    // K-major, 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes
-    const uint64_t x = (1ull << 62) | (64ull << 32) | (1ull << 16) | (x_at >> 4);
-    const uint32_t rows_at[2] = {code_at + row * 64 + chunk, code_at + (row + 8) * 64 + chunk};
-    const uint32_t scale_at = code_at + S::kCodeBytes + scale_offset;
-    uint32_t factors[4];  // row 0: blocks 0, 1; row 1: blocks 0, 1
-    scale_factors<T>(
-        __byte_perm(load_shared_4(scale_at), load_shared_4(scale_at + 128), lane % 2 ? 0x7632 : 0x5410), factors);
-#pragma unroll
-    for (int batch = 0; batch < 2 / S::kSplit / S::kBatch; ++batch) {
-      uint32_t a[S::kBatch][16];
-      const int half0 = first_half + batch;
-#pragma unroll
-      for (int i = 0; i < S::kBatch; ++i) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const uint32_t factor = half0 + i == 0 ? factors[2 * r] : factors[2 * r + 1];
-          decode_fragments<T>(load_shared_8(rows_at[r] + (half0 + i) * 8), factor, r, a[i]);
-        }
-      }
-      multiply_fragments<T, S, S::kBatch>(a, x + half0 * (S::kXBytes / 32), sum);
-    }
-    if (lane == 0) barrier_arrive(empty + 8 * stage);
+struct Consumer {
+  uint32_t pool, full, empty;
+  int lane = threadIdx.x % 32, stage = 0, parity = 0;
+  uint32_t code_offset, scale_offset;
+
+  __device__ Consumer(uint32_t pool, uint32_t full, uint32_t empty) : pool(pool), full(full), empty(empty) {
+    const int row = threadIdx.x / 32 * 16 + lane / 4;  // and 8 further
+    code_offset = S::kXBytes + row * 64 + (lane % 4 ^ row / 2 % 4) * 16;  // its 16 bytes, swizzled
+    scale_offset = S::kXBytes + S::kCodeBytes + row / kBand * 1024 + lane % 4 / 2 * 512 + row % 32 * 16 +
+                   row % kBand / 32 * 4;
+  }
+  __device__ __forceinline__ void wait() const { barrier_wait(full + 8 * stage, parity); }
+  __device__ __forceinline__ void next() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void release(int which) const {
+    if (lane == 0) barrier_arrive(empty + 8 * which);
+  }
+  // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
+  __device__ __forceinline__ uint64_t x(int half) const {
+    const uint32_t at = pool + stage * S::kStageBytes + half * (S::kXBytes / 2);
+    return (1ull << 62) | (64ull << 32) | (1ull << 16) | (at >> 4);
+  }
+  __device__ __forceinline__ void decode(int half, uint32_t (&a)[16]) const {
+    const uint32_t at = pool + stage * S::kStageBytes;
+    const uint32_t scales = __byte_perm(load_shared_4(at + scale_offset), load_shared_4(at + scale_offset + 128),
+                                        (lane % 2 ? 0x62 : 0x40) + half * 0x11);
+    uint32_t factors[2];  // of this half, for both rows
+    two_scale_factors<T>(scales, factors);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      decode_fragments<T>(load_shared_8(at + code_offset + row * 512 + half * 8), factors[row], row, a);
+    }
+  }
+};
+
+// Decodes the next 64 elements of K while the products of the last are under way.
+template <typename T, typename S>
+__device__ __forceinline__ void consume(Consumer<T, S> in, int steps, float (&sum)[S::kTokens / 2]) {
+  if (steps == 0) return;
+  uint32_t a0[16], a1[16];
+  in.wait();
+  in.decode(0, a0);
+  for (int step = 0; step < steps; ++step) {
+    const int stage = in.stage;
+    start_products<T, S>(a0, in.x(0), sum);
+    in.decode(1, a1);
+    wait_products();
+    start_products<T, S>(a1, in.x(1), sum);
+    in.next();
+    if (step + 1 < steps) {
+      in.wait();
+      in.decode(0, a0);
+    }
+    wait_products();
+    in.release(stage);
   }
 }
 
@@ -217,18 +237,13 @@ __device__ __forceinline__ void write_four(const Problem& p, int expert, int m, 
 template <typename T, typename S>
 __device__ __forceinline__ void leave_sums(const float (&sum)[S::kTokens / 2], float* sums) {
   constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
-  const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
-  const int row = group % S::kRowGroups * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  for (int turn = 0; turn < S::kSplit; ++turn) {
-    named_barrier_sync(1, S::kConsumers);  // all are done with the pool, or with their share of the sums
-    if (group / S::kRowGroups != turn) continue;
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  named_barrier_sync(1, S::kConsumers);  // all are done with the pool
 #pragma unroll
-    for (int i = 0; i < S::kTokens / 8; ++i) {
+  for (int i = 0; i < S::kTokens / 8; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float* to = sums + (i * 8 + lane % 4 * 2 + j % 2) * S::kPitch + row + j / 2 * 8;
-        *to = turn == 0 ? sum[i * 4 + j] * kToOne : *to + sum[i * 4 + j] * kToOne;
-      }
+    for (int j = 0; j < 4; ++j) {
+      sums[(i * 8 + lane % 4 * 2 + j % 2) * S::kPitch + row + j / 2 * 8] = sum[i * 4 + j] * kToOne;
     }
   }
   named_barrier_sync(1, S::kConsumers);
@@ -293,7 +308,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     float sum[S::kTokens / 2];
 #pragma unroll
     for (int i = 0; i < S::kTokens / 2; ++i) sum[i] = 0;
-    consume<T, S>(pool, full, empty, end - begin, sum);
+    consume<T, S>(Consumer<T, S>(pool, full, empty), end - begin, sum);
     leave_sums<T, S>(sum, sums);
   }
   if (ranks > 1) cluster_sync();

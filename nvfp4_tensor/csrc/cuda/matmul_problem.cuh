@@ -1,4 +1,4 @@
-// One product y = round(alpha * (x w^T) + bias) of a dense x and an NVFP4 w, its epilogue, and the kernels that make it.
+// One product y = round(alpha * (x w^T) + bias) of a dense x and an NVFP4 w, its epilogue, and its kernels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +11,7 @@
 
 namespace nvfp4 {
 
-// Rows of w are counted over the whole batch: row n of expert e is row e * N + n, and 128 of them share a band of scales.
+// Rows of w are counted over the whole batch: row n of expert e is row e * N + n; 128 of them share a band of scales.
 struct Problem {
   const void* x;          // (E, M, K) bf16 or fp16
   int64_t x_row;          // elements between rows of x; experts are M rows apart
@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_rounded(void* to, Dtype dtype, int64_t i, 
 // alpha * sum + bias in float32, unfused, rounded once to y's dtype by the caller.
 __device__ __forceinline__ float finish(const Problem& p, int expert, int m, int n, float sum) {
   float alpha = 1;
-  if (p.w_scale) alpha = p.w_scale[static_cast<int64_t>(expert) * p.w_scale_expert + static_cast<int64_t>(n) * p.w_scale_step];
+  if (p.w_scale) alpha = p.w_scale[static_cast<int64_t>(expert) * p.w_scale_expert + n * p.w_scale_step];
   if (p.x_scale) alpha = __fmul_rn(alpha, p.x_scale[(static_cast<int64_t>(expert) * p.M + m) * p.x_scale_step]);
   float y = __fmul_rn(sum, alpha);
   if (p.bias) {

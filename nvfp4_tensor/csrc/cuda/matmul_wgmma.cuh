@@ -1,4 +1,4 @@
-// wgmma with A, 64 rows, in registers and B, K-major, in shared memory, 16 of K at a time, float32 sums: the widths used.
+// wgmma with A, 64 rows, in registers and B, K-major, in shared memory, 16 of K at a time, float32 sums.
 #pragma once
 
 #include <cuda_bf16.h>
