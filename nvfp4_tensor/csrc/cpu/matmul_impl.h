@@ -58,15 +58,21 @@ struct Chunk {
     const uint8_t* first = row.scales + chunk * 2 * kTileBytes;
     return Chunk(row.codes + chunk * kChunkBytes, first, first + kTileBytes);
   }
-  // The last: blocks beyond the row have codes and scales of zero.
-  static __attribute__((noinline)) Chunk last(const WeightRow& row, int64_t chunk) {
-    uint8_t codes[kChunkBytes] = {}, scales[kChunkBlocks] = {};
-    const int64_t count = row.blocks - chunk * kChunkBlocks;
-    std::memcpy(codes, row.codes + chunk * kChunkBytes, count * (kBlock / 2));
-    for (int64_t b = 0; b < count; ++b) {
-      scales[b] = row.scales[(chunk * 2 + b / kTileColumns) * kTileBytes + b % kTileColumns];
-    }
-    return Chunk(codes, scales, scales + kTileColumns);
+  // The last: blocks beyond the row have codes and scales of zero, whatever the tiles' padding holds.
+  static Chunk last(const WeightRow& row, int64_t chunk) {
+    const int count = int(row.blocks - chunk * kChunkBlocks);
+    const uint8_t* first = row.scales + chunk * 2 * kTileBytes;
+    uint8_t scales[kChunkBlocks] = {};
+    std::memcpy(scales, first, kTileColumns);
+    if (count > kTileColumns) std::memcpy(scales + kTileColumns, first + kTileBytes, kTileColumns);
+    uint64_t bits;
+    std::memcpy(&bits, scales, sizeof bits);
+    bits &= ~uint64_t{0} >> 8 * (kChunkBlocks - count);
+    std::memcpy(scales, &bits, sizeof bits);
+    Chunk out;
+    out.codes = load_part(row.codes + chunk * kChunkBytes, count * (kBlock / 2));
+    out.scales = chunk_scales(scales, scales + kTileColumns);
+    return out;
   }
   static Chunk of(const WeightRow& row, int64_t chunk) {
     return (chunk + 1) * kChunkBlocks <= row.blocks ? whole(row, chunk) : last(row, chunk);

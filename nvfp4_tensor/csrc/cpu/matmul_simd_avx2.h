@@ -25,6 +25,12 @@ inline float sum(F x) {
 }
 
 inline I load_chunk(const uint8_t* codes) { return {load256(codes), load256(codes + 32)}; }
+// The first `count` bytes of a chunk, 1 to 63, and zeros.
+inline I load_part(const uint8_t* codes, int count) {
+  uint8_t bytes[64] = {};
+  std::memcpy(bytes, codes, count);
+  return load_chunk(bytes);
+}
 template <int v>
 __m256 code_values(__m256i codes) {
   const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f * kCodeFactor, 1.0f * kCodeFactor, 1.5f * kCodeFactor,

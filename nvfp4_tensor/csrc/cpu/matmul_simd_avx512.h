@@ -20,6 +20,10 @@ inline F multiply_add(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(F x) { return _mm512_reduce_add_ps(x); }
 
 inline I load_chunk(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
+// The first `count` bytes of a chunk, 1 to 63, and zeros.
+inline I load_part(const uint8_t* codes, int count) {
+  return _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - count), codes);
+}
 // Code v of each lane's eight.
 template <int v>
 F code_values(I codes) {

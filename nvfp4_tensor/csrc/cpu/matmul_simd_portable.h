@@ -23,6 +23,12 @@ inline float sum(F x) {
 }
 
 inline I load_chunk(const uint8_t* codes) { return load_as<I>(codes); }  // little-endian, as every target of torch is
+// The first `count` bytes of a chunk, 1 to 63, and zeros.
+inline I load_part(const uint8_t* codes, int count) {
+  uint8_t bytes[64] = {};
+  std::memcpy(bytes, codes, count);
+  return load_chunk(bytes);
+}
 // Code v of each lane's eight.
 template <int v>
 F code_values(I codes) {
