@@ -59,6 +59,28 @@ struct Many {
   }
   static int64_t pack_units(const Product& p) { return p.batches * tiles(p) * depth_parts(p); }
 
+  // Words [word, word + kChunkWords) of rows [row, row + kLanes) of x to (kChunkWords, kLanes), in the order of a chunk.
+  static unsigned pack_lanes(const Product& p, int64_t batch, int64_t row, int64_t word, float* out, int64_t step) {
+    alignas(64) float words[kLanes][kChunkWords];
+    const int64_t count = least(kLanes, p.x_rows - row);
+    unsigned range = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      range |= load_x(p, batch * p.x_rows + row + i, word * Math::kPerWord,
+                      reinterpret_cast<typename Math::Value*>(words[i]));
+    }
+    if (count < kLanes) std::memset(words[count], 0, (kLanes - count) * sizeof words[0]);
+    for (int first = 0; first < kChunkWords; first += kLanes) {
+      F lines[kLanes];
+      for (int i = 0; i < kLanes; ++i) lines[i] = load(words[i] + first);
+      transpose(lines);
+      for (int i = 0; i < kLanes; ++i) {
+        const int at = (first + i) % Math::kVectors * kLanes + (first + i) / Math::kVectors;
+        store(out + at * step, lines[i]);
+      }
+    }
+    return range;
+  }
+
   // A unit: a tile of rows of x, a part of the depth, as (depth, rows in lanes).
   static unsigned pack(const Product& p, float* packed, int64_t begin, int64_t end) {
     unsigned range = 0;
@@ -68,16 +90,8 @@ struct Many {
       const int64_t last = least((part + 1) * kDepthWords, depth_words(p));
       for (int64_t word = part * kDepthWords; word < last; word += kChunkWords) {
         float* out = packed + tile_start(p, batch, tile) + word * lanes;
-        for (int64_t lane = 0; lane < lanes; ++lane) {
-          const int64_t row = tile * kTileLanes + lane;
-          alignas(64) float words[kChunkWords] = {};
-          if (row < p.x_rows) {
-            range |= load_x(p, batch * p.x_rows + row, word * Math::kPerWord,
-                            reinterpret_cast<typename Math::Value*>(words));
-          }
-          for (int v = 0; v < Math::kVectors; ++v) {
-            for (int i = 0; i < kLanes; ++i) out[(v * kLanes + i) * lanes + lane] = words[i * Math::kVectors + v];
-          }
+        for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+          range |= pack_lanes(p, batch, tile * kTileLanes + lane, word, out + lane, lanes);
         }
       }
     }
@@ -135,13 +149,25 @@ struct Many {
       }
     }
     for (int64_t tile = first_tile; tile < last_tile; ++tile, sums += kPanelRows * kTileLanes) {
-      const int64_t lanes = tile_lanes(p, tile), count = least(lanes, p.x_rows - tile * kTileLanes);
-      for (int64_t lane = 0; lane < count; ++lane) {
-        alignas(64) float line[(kPanelRows + 31) / 32 * 32];
-        for (int64_t r = 0; r < rows; ++r) line[r] = sums[r * lanes + lane];
-        finish(p, batch, tile * kTileLanes + lane, row, rows, line);
+      const int64_t lanes = tile_lanes(p, tile);
+      for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+        finish_lanes(p, batch, tile * kTileLanes + lane, row, rows, sums + lane, lanes);
       }
     }
+  }
+
+  // Sums (rows, kLanes) to columns [column, column + rows) of kLanes rows of y, from x_row on.
+  static void finish_lanes(const Product& p, int64_t batch, int64_t x_row, int64_t column, int64_t rows,
+                           const float* sums, int64_t step) {
+    alignas(64) float lines[kLanes][(kPanelRows + 31) / 32 * 32];
+    for (int64_t first = 0; first < rows; first += kLanes) {
+      F block[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) block[i] = load(sums + (first + i) * step);
+      transpose(block);
+      for (int64_t i = 0; i < kLanes; ++i) store(lines[i] + first, block[i]);
+    }
+    const int64_t count = least(kLanes, p.x_rows - x_row);
+    for (int64_t i = 0; i < count; ++i) finish(p, batch, x_row + i, column, rows, lines[i]);
   }
 
   static constexpr int64_t kPanelWords = kPanelRows * kDepthWords;

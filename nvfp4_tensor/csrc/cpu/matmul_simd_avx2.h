@@ -24,6 +24,16 @@ inline float sum(F x) {
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
+// Lane i of register j and lane j of register i change places, of 16 registers.
+inline void transpose(F* r) {
+  float rows[16][16], columns[16][16];
+  std::memcpy(rows, r, sizeof rows);
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < 16; ++j) columns[j][i] = rows[i][j];
+  }
+  std::memcpy(static_cast<void*>(r), columns, sizeof columns);
+}
+
 inline I load_chunk(const uint8_t* codes) { return {load256(codes), load256(codes + 32)}; }
 // The first `count` bytes of a chunk, 1 to 63, and zeros.
 inline I load_part(const uint8_t* codes, int count) {

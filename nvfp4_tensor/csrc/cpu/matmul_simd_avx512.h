@@ -19,6 +19,37 @@ constexpr float kCodeFactor = 256.0f;
 inline F multiply_add(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(F x) { return _mm512_reduce_add_ps(x); }
 
+// Lane i of register j and lane j of register i change places, of 16 registers.
+inline void transpose(F* r) {
+  F t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  const auto low = [](F a, F b) { return as_float(_mm512_unpacklo_epi64(bits(a), bits(b))); };
+  const auto high = [](F a, F b) { return as_float(_mm512_unpackhi_epi64(bits(a), bits(b))); };
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = low(t[i], t[i + 2]);
+    r[i + 1] = high(t[i], t[i + 2]);
+    r[i + 2] = low(t[i + 1], t[i + 3]);
+    r[i + 3] = high(t[i + 1], t[i + 3]);
+  }
+  constexpr int even = 0b10001000, odd = 0b11011101;  // quarters of the registers
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const F a = _mm512_shuffle_f32x4(r[j], r[4 + j], even), b = _mm512_shuffle_f32x4(r[j], r[4 + j], odd);
+    const F c = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], even), d = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], odd);
+    t[j] = _mm512_shuffle_f32x4(a, c, even);
+    t[4 + j] = _mm512_shuffle_f32x4(b, d, even);
+    t[8 + j] = _mm512_shuffle_f32x4(a, c, odd);
+    t[12 + j] = _mm512_shuffle_f32x4(b, d, odd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
 inline I load_chunk(const uint8_t* codes) { return _mm512_loadu_si512(codes); }
 // The first `count` bytes of a chunk, 1 to 63, and zeros.
 inline I load_part(const uint8_t* codes, int count) {
