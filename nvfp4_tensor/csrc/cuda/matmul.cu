@@ -53,7 +53,7 @@ Tensor empty_like_product(const Tensor& like, const std::vector<int64_t>& shape,
   int64_t step = 1;
   for (size_t i = shape.size(); i-- > 0; step *= std::max<int64_t>(shape[i], 1)) strides[i] = step;
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), aoti_torch_device_type_cuda(),
       like.get_device_index(), &handle));
@@ -61,7 +61,7 @@ Tensor empty_like_product(const Tensor& like, const std::vector<int64_t>& shape,
 }
 
 Tensor call(const char* op, const char* overload, std::vector<StableIValue> arguments) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, arguments.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, arguments.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(arguments[0]);
 }
 
@@ -121,7 +121,7 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (current != x_given.get_device_index()) guard.emplace(x_given.get_device_index());
   void* raw_stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x_given.get_device_index(), &raw_stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x_given.get_device_index(), &raw_stream));
   const auto stream = static_cast<cudaStream_t>(raw_stream);
 
   const int64_t weight_rows = qdata.size(qdata.dim() - 2);

@@ -3,15 +3,15 @@
 // A block of threads keeps its x in registers and streams w past it. Each warp owns one slice of K, its B fragments of
 // x for the tensor cores loaded once, and walks down tiles of 16 rows of w, the A operand: the small M lies on the
 // 8-wide side of mma.m16n8k16. The order of K inside an MMA is free, so a lane's 16 bytes of codes are its A fragment
-// as they lie, and x is permuted alike while it is loaded. Codes go from memory to registers, nowhere else, kDepth
-// tiles ahead.
+// as they lie, and x is permuted alike while it is loaded. Each lane copies what it will decode itself to a place of
+// its own in shared memory, kDepth steps ahead: no barrier stands between memory and decoding.
 //
 // The 16 rows of a tile are r + 32 i, r in four consecutive rows, i in 0..3: in the 128x4 order of the scales these are
 // 64 consecutive bytes for each 64 elements, so a tile reads whole sectors of them.
 //
-// Sums over the slices: warps through shared memory every kBatch tiles, then thread blocks of a cluster (each has
-// 1/C of K) through distributed shared memory, always in the same order. Without clusters (sm_80) a block goes through
-// all of K itself.
+// Sums over the slices: warps leave theirs of a step in a slot of shared memory, one of them adds a step later, in the
+// order of the warps; then blocks of a cluster, which split K, add through distributed shared memory, in the order of
+// the blocks. Without clusters (sm_80) a block goes through all of K itself.
 #pragma once
 
 #include "matmul_decode.cuh"
@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
 
   if (threadIdx.x == 0 && p.w_scale) prefetch(p.w_scale);
   if (threadIdx.x < S::kSlots) {
-    barrier_init(full + 8 * threadIdx.x, S::kWarps);
-    barrier_init(empty + 8 * threadIdx.x, 1);
+    barrier_init(full + 8 * threadIdx.x, S::kWarps * 32);
+    barrier_init(empty + 8 * threadIdx.x, 32);
   }
   __syncthreads();
 
@@ -285,15 +285,13 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
           *reinterpret_cast<float4*>(to + i * 128) =
               make_float4(d[0] * kToOne, d[1] * kToOne, d[2] * kToOne, d[3] * kToOne);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(full + 8 * slot);
+        barrier_arrive(full + 8 * slot);
         // A step's sums are added a step later, when the other warps have most likely come as far.
         auto add = [&](uint32_t its_slot, uint32_t its_parity) {
           barrier_wait(full + 8 * its_slot, its_parity);
           add_warps<S>(slots + its_slot * S::kSlotSums, partial + turn * tiles_a_step * S::kTileSums,
                        min(tiles - turn * tiles_a_step, tiles_a_step), warps_in_k, lane, pass == 0);
-          __syncwarp();
-          if (lane == 0) barrier_arrive(empty + 8 * its_slot);
+          barrier_arrive(empty + 8 * its_slot);
           turn += S::kWarps;
         };
         if (turn == step - 1) add(slot == 0 ? S::kSlots - 1 : slot - 1, slot == 0 ? parity ^ 1 : parity);

@@ -59,6 +59,7 @@ void launch(const Problem& p, const void* permuted, int ranks, cudaStream_t stre
   const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64,
                                        S::kRows, CU_TENSOR_MAP_SWIZZLE_64B);
   Work work;
+  work.ranks = ranks;
   work.token_tiles = ceil_div(p.M, S::kTokens);
   work.token_group = std::min(kTokenGroup, work.token_tiles);
   const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
@@ -70,7 +71,7 @@ void launch(const Problem& p, const void* permuted, int ranks, cudaStream_t stre
   attributes[1].val.clusterDim.x = ranks;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ranks, work.row_tiles * work.token_tiles, p.experts);
+  config.gridDim = dim3(ranks * work.row_tiles * work.token_tiles, 1, p.experts);
   config.blockDim = dim3(S::kThreads);
   config.dynamicSmemBytes = S::kSharedBytes;
   config.stream = stream;

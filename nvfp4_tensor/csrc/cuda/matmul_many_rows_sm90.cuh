@@ -69,6 +69,7 @@ __global__ void permute_x(const __grid_constant__ Problem p, uint4* out) {
 }
 
 struct Work {
+  int ranks;                     // blocks that share a tile and split K
   int token_tiles, token_group;  // blocks of one group of token tiles run together, so that both operands stay in L2
   int row_tiles;                 // of an expert
 };
@@ -276,12 +277,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const uint32_t pool = (address_of(shared) + 1023) / 1024 * 1024;
   float* sums = reinterpret_cast<float*>(shared + (pool - address_of(shared)));
   const uint32_t full = pool + S::kPoolBytes, empty = full + 8 * S::kStages;
-  const int ranks = gridDim.x, rank = blockIdx.x, expert = blockIdx.z;
+  const int ranks = work.ranks, rank = blockIdx.x % ranks, block = blockIdx.x / ranks, expert = blockIdx.z;
 
   // blocks go down the rows of w, token_group tiles of tokens wide
-  const int in_group = work.row_tiles * work.token_group, group = blockIdx.y / in_group;
+  const int in_group = work.row_tiles * work.token_group, group = block / in_group;
   const int width = min(work.token_group, work.token_tiles - group * work.token_group);
-  const int tile = blockIdx.y - group * in_group;
+  const int tile = block - group * in_group;
   const int token = (group * work.token_group + tile % width) * S::kTokens;
   const int row = expert * p.N / kBand * kBand + tile / width * S::kRows;  // counted over the batch
 
