@@ -1,9 +1,9 @@
-// What matmul.cpp asks of the product kernels: y = round_once(x_scale * factor * sum + bias), where the float32 sum runs
-// along the weight's blocks (x @ w^T) or across them (x @ w) (numerics contract, section 6).
+// What matmul.cpp asks of the product kernels: y = round_once(x_scale * factor * sum + bias), where the float32 sum
+// runs along the weight's blocks (x @ w^T) or across them (x @ w) (numerics contract, section 6).
 //
 // Three ways, each in float32 and, where the machine multiplies bfloat16, in bfloat16:
-//   few      one to eight rows of x: every row of the weight passes through registers once, its codes a table lookup away
-//            from numbers, its block scales applied to the sums over parts of a block.
+//   few      up to a dozen rows of x: every row of the weight passes through registers once, its codes a table lookup
+//            away from numbers, its block scales applied to the sums over parts of a block.
 //   many     x @ w^T: panels of weight rows are decoded (exactly), each number then meets 16 to 64 rows of x at a time.
 //   across   x @ w: blocks of the weight are decoded with 128 columns in lanes, each number of x meets all of them.
 #pragma once
@@ -30,7 +30,7 @@ struct BiasRows {
 };
 
 struct Product {
-  // The weight (batches, rows, columns): codes of `blocks` blocks a row, scales in the 128x4 layout over all batches' rows.
+  // The weight (batches, rows, columns): codes of `blocks` blocks a row, scales in the 128x4 layout of all rows.
   const uint8_t* qdata;
   const uint8_t* scale;
   int64_t column_tiles, blocks;

@@ -17,6 +17,8 @@ struct Few {
   using Value = typename Math::Value;
   static constexpr int kVectors = Math::kFewVectors, kVectorValues = kChunk / kVectors;
 
+  static_assert(Math::kMostFewRows <= kMostFewRows);
+
   static int64_t row_values(const Product& p) { return chunks_of(p.columns) * kChunk; }
   static int64_t packed_words(const Product& p) {
     return p.batches * p.x_rows * row_values(p) * int64_t(sizeof(Value)) / int64_t(sizeof(float));
@@ -65,19 +67,20 @@ struct Few {
     });
   }
 
-  // Chunks [begin, end) of rows first, first + 1, .. of the weight with a group of x, to partial sums of whole registers,
-  // (kRows, kX, kLanes), which start from zero where `begin` is 0.
+  // Chunks [begin, end) of rows first, first + 1, .. of the weight with a group of x, to partial sums of whole
+  // registers, (kRows, kX, kLanes), which start from zero where `begin` is 0.
   template <int kRows, int kX>
-  static void multiply_rows(const Product& p, int64_t first, int64_t begin, int64_t end, const Value* x, float* partial) {
+  static void multiply_rows(const Product& p, int64_t first, int64_t begin, int64_t end, const Value* x,
+                            float* partial) {
     const int64_t whole = least(end, p.blocks / kChunkBlocks);
     WeightRow rows[kRows];
-    F sums[kRows][kX];  // GCC keeps them in registers only where each<> unrolls, not where a loop does: 2.5 times faster
+    F sums[kRows][kX];  // GCC keeps them in registers where each<> unrolls, not where a loop does: 2.5 times faster
     each<kRows>([&](auto r) {
       rows[r] = WeightRow(p, first + r);
       each<kX>([&](auto m) { sums[r][m] = begin ? load(partial + (r * kX + m) * kLanes) : set(0.0f); });
     });
     for (int64_t chunk = begin; chunk < whole; ++chunk) {
-      // The next rows: the hardware's own prefetching leaves one thread at 0.55 ms where this takes 0.38 (4096^2, M = 1).
+      // The next rows: the hardware's own prefetching leaves one thread at 0.55 ms, this at 0.38 (4096^2, M = 1).
       const uint8_t* scales = rows[0].scales + chunk * 2 * kTileBytes + kRows * kTileBytes / 32;
       __builtin_prefetch(scales);
       __builtin_prefetch(scales + kTileBytes);

@@ -81,7 +81,7 @@ Tensor empty(const std::vector<int64_t>& shape, ScalarType type) {
   for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(), dtype,
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(), dtype,
                                                          aoti_torch_device_type_cpu(), 0, &handle));
   const Tensor out(handle);
   ask_for_huge_pages(out);
