@@ -49,7 +49,7 @@ class OnDeviceOf {
 
 cudaStream_t current_stream(const Tensor& on) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -98,7 +98,7 @@ Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Tensor& l
   for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
                                                          strides.data(), dtype, aoti_torch_device_type_cuda(),
                                                          like.get_device_index(), &handle));
   return Tensor(handle);
