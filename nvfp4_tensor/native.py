@@ -3,7 +3,7 @@
 Two libraries register C++ under the schemas of ``ops.py``: ``libnvfp4_cpu`` and ``libnvfp4_cuda``, the latter loaded
 only where torch has CUDA. Neither is required; without one, plain torch serves the same ops with the same bits, more
 slowly, and :func:`info` says why. ``NVFP4_TENSOR_NATIVE=0`` in the environment leaves both out;
-``NVFP4_TENSOR_ISA=avx2`` (or ``portable``) holds the CPU kernels to a smaller instruction set.
+``NVFP4_TENSOR_ISA=avx512``, ``avx2`` or ``portable`` holds the CPU kernels to a smaller instruction set.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _cpu_library() -> ctypes.CDLL | None:
 
 
 def instruction_set() -> str:
-    """What the CPU kernels run on: "avx512", "avx2", "portable"; "torch" where no CPU library is loaded."""
+    """What the CPU kernels run on: "avx512_bf16", "avx512", "avx2", "portable"; "torch" where no library is loaded."""
     handle = _cpu_library()
     return handle.nvfp4_cpu_isa().decode() if handle else "torch"
 
