@@ -33,13 +33,19 @@ def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 
     elif bias is not None and beta != 1:
         bias = bias.float() * beta
     if isinstance(b, NVFP4Tensor):
-        return _times_nvfp4(a, b, bias, alpha)
+        return _times_nvfp4(a, b, b.transposed, bias, alpha)
     # (a @ b)^T = b^T @ a^T has the NVFP4 operand on the right
     if bias is not None:
         bias = bias.expand(*a.shape[:-1], b.shape[-1]).mT
-    left = a.mT
-    assert isinstance(left, NVFP4Tensor)
-    return _times_nvfp4(b.mT, left, bias, alpha).mT.contiguous()
+    assert isinstance(a, NVFP4Tensor)
+    return _times_nvfp4(b.mT, a, not a.transposed, bias, alpha).mT.contiguous()
+
+
+def linear_product(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> Tensor:
+    """x (M, K) @ w^T + bias of a matrix w (N, K): what :func:`product` gives for w.t(), without making that view."""
+    if x.shape[1] != w.shape[1] or x.dtype != w.dtype or x.device != w.device:
+        _check_operands(x, w.t())
+    return _times_nvfp4(x, w, not w.transposed, bias, 1)
 
 
 def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
@@ -71,28 +77,29 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
         raise RuntimeError(f"both operands of a product are on one device, got {a.device} and {b.device}")
 
 
-def _times_nvfp4(x: Tensor, w: NVFP4Tensor, bias: Tensor | None, alpha: float) -> Tensor:
-    """x (M, K) or (E, M, K) times w, which is the transpose of what it stores if the sum runs along its blocks."""
-    along_blocks = w.transposed
+def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | None, alpha: float) -> Tensor:
+    """x (M, K) or (E, M, K) times what w stores, transposed if the sum runs along its blocks."""
     out_dtype = x.dtype
     if along_blocks and w.activation_spec is not None and not isinstance(x, NVFP4Tensor):
         if _has_fp4_tensor_cores(x.device):
             x = quantize(x, w.activation_spec, amax=w.activation_amax)
         else:
             x, x_scale = _quantized_values(x, w)
-            return _decoded_product(x, x_scale, w, bias, alpha, out_dtype)
+            return _decoded_product(x, x_scale, w, along_blocks, bias, alpha, out_dtype)
     if not isinstance(x, NVFP4Tensor):
-        return _decoded_product(x, None, w, bias, alpha, out_dtype)
+        return _decoded_product(x, None, w, along_blocks, bias, alpha, out_dtype)
     if along_blocks and _fits_scaled_mm(x, w) and _has_fp4_tensor_cores(x.device):
-        return scaled_mm_product(x, w.mT, bias, alpha, out_dtype)
-    return _decoded_product(*_decoded(x, w), w, bias, alpha, out_dtype)
+        return scaled_mm_product(x, w, bias, alpha, out_dtype)
+    return _decoded_product(*_decoded(x, w, along_blocks), w, along_blocks, bias, alpha, out_dtype)
 
 
-def _decoded_product(x, x_scale, w: NVFP4Tensor, bias, alpha: float, out_dtype: torch.dtype) -> Tensor:
+def _decoded_product(
+    x, x_scale, w: NVFP4Tensor, along_blocks: bool, bias, alpha: float, out_dtype: torch.dtype
+) -> Tensor:
     if alpha != 1:
         x_scale = torch.full((), alpha, device=x.device) if x_scale is None else x_scale * alpha
-    columns = x.shape[-1] if w.transposed else w.columns
-    return torch.ops.nvfp4.matmul(x, x_scale, *_weight(w), bias, columns, not w.transposed, out_dtype)
+    columns = x.shape[-1] if along_blocks else w.columns
+    return torch.ops.nvfp4.matmul(x, x_scale, *_weight(w), bias, columns, not along_blocks, out_dtype)
 
 
 def _weight(w: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,14 +115,14 @@ def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
     return _fit_columns(values, w), factor
 
 
-def _decoded(x: NVFP4Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor | None]:
+def _decoded(x: NVFP4Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Tensor, Tensor | None]:
     """(values, factor) of an NVFP4 left operand: exact bfloat16 values wherever the factor can stay out of the sum."""
     if x.transposed:  # the sum runs across the rows that have the factors
         if x.per_tensor_scale.dim():
             return x._decode(torch.float32, x.per_tensor_scale).mT, None
         return x._decode(torch.bfloat16, None).mT, x.per_tensor_scale
     both_transformed = x.spec.hadamard_sign is not None and x.spec.hadamard_sign == w.spec.hadamard_sign
-    columns = ceil_to(x.columns, BLOCK) if both_transformed and w.transposed else x.columns
+    columns = ceil_to(x.columns, BLOCK) if both_transformed and along_blocks else x.columns
     return x._decode(torch.bfloat16, None, columns), x.per_tensor_scale
 
 
@@ -134,11 +141,10 @@ def _has_fp4_tensor_cores(device: torch.device) -> bool:
 
 
 def _fits_scaled_mm(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
-    """Two matrices that sum along both their blocks, with one per-tensor scale each and nothing empty."""
+    """Two matrices that sum along their blocks, with one per-tensor scale each and nothing empty."""
     return (
         a.dim() == 2
         and not a.transposed
-        and b.transposed
         and a.per_tensor_scale.dim() == 0
         and b.per_tensor_scale.dim() == 0
         and a.numel() > 0
@@ -149,13 +155,13 @@ def _fits_scaled_mm(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
 def scaled_mm_product(
     a: NVFP4Tensor, b: NVFP4Tensor, bias: Tensor | None, alpha: float, out_dtype: torch.dtype
 ) -> Tensor:
-    """alpha * a @ b^T + bias by FP4 tensor cores, a (M, K) and b (N, K), neither transposed.
+    """alpha * a @ b^T + bias by FP4 tensor cores, of what a (M, K) and b (N, K) store.
 
     K is padded to 32 and N to 16 with zeros where they do not divide; the scale layout covers both already. With a
     bias or an alpha the product leaves the tensor cores in float32, so that it is rounded once.
     """
     epilogue = bias is not None or alpha != 1
-    rows = b.shape[0]
+    rows = b.qdata.shape[0]
     recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
     a_qdata, b_qdata = (_pad_for_scaled_mm(t.qdata) for t in (a, b))
