@@ -84,6 +84,20 @@ def test_inference_mode(config, leading):
         assert torch.equal(torch.compile(m, fullgraph=True)(x), expected)
 
 
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast(device, config, grad):
+    linear = nn.Linear(72, 40, device=device)
+    quantize_(linear, config)
+    x = torch.randn(3, 72, device=device)
+    with torch.set_grad_enabled(grad), torch.autocast(device, torch.bfloat16):
+        y = linear(x)
+    assert y.dtype == torch.bfloat16
+    low = copy.deepcopy(linear).to(torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(y, low(x.bfloat16()))
+
+
 def test_stochastic_weights_follow_the_seed():
     m = model()
     draws = []
