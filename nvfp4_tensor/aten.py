@@ -267,7 +267,7 @@ def _functional_linear(func, types, args, kwargs):
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input @ weight^T + bias as one product, rounded once (aten's own linear adds some biases after rounding)."""
     rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
-    if _needs_only_the_product(input, weight, bias):
+    if isinstance(weight, NVFP4Tensor) and _needs_only_the_product(input, weight, bias):
         # Past two dispatches, the ops' Python autograd kernels and __torch_function__ on every attribute: of the host's
         # time, 23 us become 10, and 31 become 18 with W4A4 (1 x 576 times 192 x 576 on a CPU).
         with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass():
@@ -277,12 +277,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if input.dim() == 2 else y.view(*input.shape[:-1], weight.shape[0])
 
 
-def _needs_only_the_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _needs_only_the_product(input: Tensor, weight: NVFP4Tensor, bias: Tensor | None) -> bool:
     """Whether nothing between here and the product has a say: no gradient, no trace, no autocast."""
     device = input.device.type
     return (
-        isinstance(weight, NVFP4Tensor)
-        and weight.dim() == 2
+        weight.dim() == 2
         and not torch.compiler.is_compiling()
         and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
         and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)))

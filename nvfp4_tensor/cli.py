@@ -38,9 +38,9 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _selftest(options: argparse.Namespace) -> int:
-    from nvfp4_tensor import selftest
+    from nvfp4_tensor.selftest import main
 
-    return selftest.main()
+    return main()
 
 
 def _demo(options: argparse.Namespace) -> int:
