@@ -97,7 +97,7 @@ def _decoded_product(
     x, x_scale, w: NVFP4Tensor, along_blocks: bool, bias, alpha: float, out_dtype: torch.dtype
 ) -> Tensor:
     if alpha != 1:
-        x_scale = torch.full((), alpha, device=x.device) if x_scale is None else x_scale * alpha
+        x_scale = torch.full((), alpha, dtype=torch.float32, device=x.device) if x_scale is None else x_scale * alpha
     columns = x.shape[-1] if along_blocks else w.columns
     return torch.ops.nvfp4.matmul(x, x_scale, *_weight(w), bias, columns, not along_blocks, out_dtype)
 

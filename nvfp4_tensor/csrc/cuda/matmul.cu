@@ -108,7 +108,10 @@ Tensor place_bias(Problem& p, Tensor bias, const std::vector<int64_t>& shape) {
   return bias;
 }
 
-Tensor as_floats(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+Tensor as_floats(const Tensor& t) {
+  const Tensor floats = t.scalar_type() == ScalarType::Float ? t : torch::stable::to(t, ScalarType::Float);
+  return floats.is_contiguous() ? floats : torch::stable::contiguous(floats);
+}
 
 Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor& qdata, const Tensor& scale,
               const Tensor& per_tensor_scale, std::optional<Tensor> bias, int64_t columns, bool transposed,
