@@ -92,7 +92,7 @@ def torchao_peers(x: Tensor) -> dict[str, Run]:
 
 
 def mslk_peers(x: Tensor, amax: Tensor) -> dict[str, Run]:
-    """MSLK's Triton kernels, once fbgemm_gpu_genai's. The quantizer is written in instructions of sm_100.
+    """MSLK's Triton kernels, once fbgemm_gpu_genai's. Its quantizer rounds by an instruction that begins at sm_100.
 
     With MSLK_PYTHON_ONLY=1 in the environment it imports without its native library, which these do not call.
     """
@@ -100,8 +100,15 @@ def mslk_peers(x: Tensor, amax: Tensor) -> dict[str, Run]:
         raise RuntimeError("needs CUDA")
     from mslk.quantize.triton import fp4_quantize
 
+    scale = 2688.0 / amax
+
+    def quantize() -> object:
+        if torch.cuda.get_device_capability(x.device) < (10, 0):  # else Triton prints the PTX that ptxas rejects
+            raise RuntimeError("rounds by cvt.rn.satfinite.e2m1x2.f32, which begins at sm_100")
+        return fp4_quantize.triton_quantize_nvfp4(x, scale)
+
     return {
-        "quantize, nearest": functools.partial(fp4_quantize.triton_quantize_nvfp4, x, 2688.0 / amax),
+        "quantize, nearest": quantize,
         "fake quantize, nearest": functools.partial(
             fp4_quantize.triton_fake_quantize_nvfp4_per_tensor, x, amax.reshape(1)
         ),
