@@ -204,6 +204,7 @@ def test_compiled_peer_is_given_the_reference() -> None:
     """What torch.compile is timed on gives the op's bits, uncompiled."""
     x = torch.randn(64, 128, dtype=torch.bfloat16)
     state, amax = torch.tensor([1, 2]), torch.ops.nvfp4.amax(x, -1)
+    assert torch.equal(quantize.reference_amax(x), amax)
     for spec in (quantize.NEAREST, quantize.STOCHASTIC, quantize.NEAREST.replace(block_rows=16)):
         qdata, scale = quantize.reference_quantize(x, amax, state, spec)
         expected = torch.ops.nvfp4.quantize(x, amax, state, spec.pack())
