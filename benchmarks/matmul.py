@@ -167,13 +167,14 @@ def main() -> None:
     content, report = harness.record(device, repeats=repeats, runs=[]), harness.Report()
     where = content["machine"].get("gpu", content["machine"]["processor"])
     report(f"{where}, native: {content['native'][device.type]}, median of {repeats}")
-    ms = arguments.rows or ROWS[device.type]
+    ms, wanted = arguments.rows or ROWS[device.type], arguments.peers
     for rows, columns in arguments.shapes or SHAPES[device.type]:
         length = arguments.chain or (chain_length(rows, columns) if device.type == "cuda" else 1)
         layers = [Layer.random(rows, columns, device, seed) for seed in range(length)]
         xs = [torch.randn(m, columns, device=device).bfloat16() for m in ms]
         report(f"\n{rows}x{columns}")
-        products = ways(report, layers, xs, arguments.peers)
+        products = ways(report, layers, xs, wanted)
+        wanted = [peer for peer in wanted if peer in products]
         timings = harness.measure([v for x in xs for v in variants(layers, x, products)], device, repeats=repeats)
         report(f"copy {timings[harness.COPY].bandwidth / 1e9:.0f} GB/s")
         run = {"shape": [rows, columns], "chain_length": length}
@@ -182,7 +183,7 @@ def main() -> None:
             run["chain"] = show(report, layers[0], list(products), ms, timings, length)
         content["runs"].append(run)
     if device.type == "cuda":
-        content["host"] = host_times(report, device, arguments.peers)
+        content["host"] = host_times(report, device, wanted)
         report("\nhost time of one eager call, 1024x1024")
         report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
     harness.save(harness.result_path(device, "matmul", arguments.out), content, report.text)

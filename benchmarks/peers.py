@@ -3,8 +3,8 @@
 Every peer is given the same weight in the layout of a checkpoint, rearranges it once, and then multiplies. One that is
 not installed, does not run here or does not give the product of the weight is left out and named with the reason.
 
-    humming   humming-kernels: Humming's own kernels, compiled at the first call. Behind vLLM's NVFP4 on Hopper
-    quack     quack-kernels: CuTe DSL kernels, compiled at the first call of each shape
+    humming   humming-kernels, of the vLLM project: CUDA C++, all that a weight may need compiled at the first call
+    quack     quack-kernels, of Dao-AILab: CuTe DSL, compiled at the first call of each kind
 """
 
 from __future__ import annotations
