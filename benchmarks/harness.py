@@ -204,7 +204,7 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("nvfp4-tensor", "torchao", "triton", "fbgemm-gpu", "mslk"):
+    for package in ("nvfp4-tensor", "torchao", "triton", "humming-kernels", "quack-kernels", "mslk-cuda"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

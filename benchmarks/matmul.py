@@ -2,27 +2,39 @@
 
     python -m benchmarks.matmul [--device cuda] [--shapes 14336x8192 28672x8192 4096x4096] [--rows 1 16 64 1024]
 
-Columns for each number M of rows of x: the time of torch's bfloat16 linear and of ``torch.ops.nvfp4.matmul`` in one
-run, their ratio, the bytes that have to be read and written (codes, scales, x, y) a second as a share of the copy
-bandwidth, and TFLOP/s. W4A4 is the same product with the activation quantized and decoded before it. The last table
-gives the host's time for one eager call.
+Two measures, one table each, for each number M of rows of x:
+
+    single   one product, started cold: the weight is not in the cache, and the time between the two events that
+             enclose it includes starting it. What the project's targets are judged by.
+    chain    R products with R weights, one after another in a CUDA graph, the time divided by R: a step of a decoder.
+             R is as many as exceed the L2 cache several times, so that no weight is still there from the last round.
+
+Columns: torch's bfloat16 linear and ``torch.ops.nvfp4.matmul``, their ratio, the bytes that have to be read and written
+(codes, scales, x, y) a second as a share of the copy bandwidth, and TFLOP/s; W4A4, the same product with the activation
+quantized and decoded before it; and the ratio to bf16 that other libraries reach in this run with the same weights,
+where they are installed. The last table gives the host's time for one eager call.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import math
 
 import torch
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, peers
 from benchmarks.harness import Timing, Variant, seconds
+from benchmarks.peers import Linear, Weight
+from nvfp4_tensor import format
 from nvfp4_tensor.spec import QuantizeSpec
 
 SHAPES = {"cuda": [(14336, 8192), (28672, 8192), (4096, 4096)], "cpu": [(4096, 4096)]}
 ROWS = {"cuda": [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096], "cpu": [1, 4, 16, 512]}
 NEAREST = QuantizeSpec().pack()
+CHAIN_BYTES = 256 << 20  # of NVFP4 weights, over four times the 60 MB of an H200's L2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +47,8 @@ class Layer:
     factor: Tensor
 
     @classmethod
-    def random(cls, rows: int, columns: int, device: torch.device) -> Layer:
-        generator = torch.Generator(device).manual_seed(0)
+    def random(cls, rows: int, columns: int, device: torch.device, seed: int = 0) -> Layer:
+        generator = torch.Generator(device).manual_seed(seed)
         dense = torch.randn(rows, columns, device=device, generator=generator).bfloat16()
         return cls(dense, *torch.ops.nvfp4.quantize(dense, torch.ops.nvfp4.amax(dense, -1), None, NEAREST))
 
@@ -50,44 +62,89 @@ class Layer:
         values, x_scale = torch.ops.nvfp4.fake_quantize(x, torch.ops.nvfp4.amax(x, -1), None, NEAREST, x.dtype, False)
         return self.product(values, x_scale)
 
+    def weight(self) -> Weight:
+        """As a checkpoint has it, which is what peers take."""
+        rows, columns = self.dense.shape
+        return Weight(self.codes, format.unswizzle(self.scale, rows, columns // format.BLOCK), self.factor)
+
     def moved(self, m: int) -> int:
         """The fewest bytes that a product of m rows reads and writes."""
-        rows, columns = self.dense.shape
-        return self.codes.numel() + self.scale.numel() + 2 * m * (rows + columns)
+        return self.codes.numel() + self.scale.numel() + 2 * m * sum(self.dense.shape)
 
 
-def variants(layer: Layer, m: int) -> list[Variant]:
-    x = torch.randn(m, layer.dense.shape[1], device=layer.dense.device).bfloat16()
-    dense_moved = layer.dense.numel() * 2 + 2 * m * sum(layer.dense.shape)
-    return [
-        Variant(f"bf16 {m}", lambda: torch.nn.functional.linear(x, layer.dense), dense_moved),
-        Variant(f"nvfp4 {m}", lambda: layer.product(x), layer.moved(m)),
-        Variant(f"w4a4 {m}", lambda: layer.product_of_quantized(x), layer.moved(m)),
-    ]
+def ways(report: harness.Report, layers: list[Layer], xs: list[Tensor], wanted: list[str]) -> dict[str, list[Linear]]:
+    """The ways of multiplying, each as one function of x for each layer: torch's, ours, the peers that run."""
+    makers = {name: peers.PRODUCTS[name] for name in wanted}
+    return {
+        "bf16": [functools.partial(torch.nn.functional.linear, weight=layer.dense) for layer in layers],
+        "nvfp4": [layer.product for layer in layers],
+        "w4a4": [layer.product_of_quantized for layer in layers],
+        **peers.products(report, makers, [layer.weight() for layer in layers], xs),
+    }
 
 
-def show(report: harness.Report, layer: Layer, rows: list[int], timings: dict[str, Timing]) -> list[dict]:
-    limit = timings[harness.COPY]
-    flops = 2.0 * layer.dense.numel()
+def variants(layers: list[Layer], x: Tensor, products: dict[str, list[Linear]]) -> list[Variant]:
+    """Each way's single product and, where there are several layers, its chain, named "way M" and "way M chain"."""
+    layer, m = layers[0], x.shape[0]
+    found = []
+    for way, linears in products.items():
+        moved = 2 * layer.dense.numel() + 2 * m * sum(layer.dense.shape) if way == "bf16" else layer.moved(m)
+        found.append(Variant(f"{way} {m}", functools.partial(linears[0], x), moved))
+        if len(layers) > 1:
+            found.append(Variant(f"{way} {m} chain", functools.partial(chain, linears, x), moved * len(layers)))
+    return found
+
+
+def chain(linears: list[Linear], x: Tensor) -> None:
+    for linear in linears:
+        linear(x)
+
+
+def show(
+    report: harness.Report, layer: Layer, ways: list[str], rows: list[int], timings: dict[str, Timing], length: int
+) -> list[dict]:
+    """The table of single products (length 1) or of chains of so many, and what is kept of it."""
+    limit, flops = timings[harness.COPY].bandwidth, 2.0 * layer.dense.numel()
     kept, lines = [], []
     for m in rows:
-        bf16, nvfp4, w4a4 = (timings[f"{name} {m}"] for name in ("bf16", "nvfp4", "w4a4"))
-        ratio, share = bf16.median / nvfp4.median, nvfp4.bandwidth / limit.bandwidth
-        times = {"bf16": dataclasses.asdict(bf16), "nvfp4": dataclasses.asdict(nvfp4), "w4a4": dataclasses.asdict(w4a4)}
-        kept.append({"m": m, "ratio": ratio, "share": share, **times})
+        suffix = " chain" if length > 1 else ""
+        times = {way: timings[f"{way} {m}{suffix}"] for way in ways}
+        bf16, nvfp4 = times["bf16"].median / length, times["nvfp4"].median / length
+        ratios = {way: times["bf16"].median / times[way].median for way in ways if way != "bf16"}
+        share = times["nvfp4"].bandwidth / limit
+        kept.append({"m": m, "ratio": ratios, "share": share, **{w: dataclasses.asdict(t) for w, t in times.items()}})
         lines.append(
             [
                 str(m),
-                seconds(bf16.median),
-                seconds(nvfp4.median),
-                f"{ratio:.2f}x",
+                seconds(bf16),
+                seconds(nvfp4),
+                f"{ratios['nvfp4']:.2f}x",
                 f"{share:.0%}",
-                f"{flops * m / nvfp4.median / 1e12:.3g}",
-                f"{bf16.median / w4a4.median:.2f}x",
+                f"{flops * m / nvfp4 / 1e12:.3g}",
+                *(f"{ratios[way]:.2f}x" for way in ways[2:]),
             ]
         )
-    report(harness.table(["M", "bf16", "nvfp4", "times bf16", "of copy", "TFLOP/s", "W4A4 times bf16"], lines))
+    others = [f"{way} x bf16" for way in ways[2:]]
+    report("single product" if length == 1 else f"chain of {length} weights, one product")
+    report(harness.table(["M", "bf16", "nvfp4", "nvfp4 x bf16", "of copy", "TFLOP/s", *others], lines))
     return kept
+
+
+def host_times(report: harness.Report, device: torch.device, wanted: list[str]) -> dict[str, float]:
+    """Seconds of host time of an eager call, a small product of each way but W4A4."""
+    layer = Layer.random(1024, 1024, device)
+    xs = [torch.randn(m, 1024, device=device).bfloat16() for m in (1, 64)]
+    products = ways(report, [layer], xs, wanted)
+    return {
+        f"{way}, M = {len(x)}": harness.host_time(functools.partial(linear, x), device)
+        for way, (linear,) in products.items()
+        for x in xs
+        if way != "w4a4"
+    }
+
+
+def chain_length(rows: int, columns: int) -> int:
+    return math.ceil(CHAIN_BYTES / (rows * columns * 9 / 16))
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -100,6 +157,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", type=shape, nargs="+", help="N x K of the weights")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of x")
+    parser.add_argument("--chain", type=int, help="weights of a chain (default: 256 MB on CUDA, none on CPU)")
+    parser.add_argument("--peers", nargs="*", choices=peers.PRODUCTS, default=list(peers.PRODUCTS), help="default: all")
     parser.add_argument("--repeats", type=int, help="timed runs of each variant (default: 25 on CUDA, 5 on CPU)")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
@@ -108,18 +167,24 @@ def main() -> None:
     content, report = harness.record(device, repeats=repeats, runs=[]), harness.Report()
     where = content["machine"].get("gpu", content["machine"]["processor"])
     report(f"{where}, native: {content['native'][device.type]}, median of {repeats}")
-    content["host"] = {}
+    ms, wanted = arguments.rows or ROWS[device.type], arguments.peers
     for rows, columns in arguments.shapes or SHAPES[device.type]:
-        layer, ms = Layer.random(rows, columns, device), arguments.rows or ROWS[device.type]
-        timings = harness.measure([v for m in ms for v in variants(layer, m)], device, repeats=repeats)
-        report(f"\n{rows}x{columns}, copy {timings[harness.COPY].bandwidth / 1e9:.0f} GB/s")
-        content["runs"].append({"shape": [rows, columns], "rows": show(report, layer, ms, timings)})
+        length = arguments.chain or (chain_length(rows, columns) if device.type == "cuda" else 1)
+        layers = [Layer.random(rows, columns, device, seed) for seed in range(length)]
+        xs = [torch.randn(m, columns, device=device).bfloat16() for m in ms]
+        report(f"\n{rows}x{columns}")
+        products = ways(report, layers, xs, wanted)
+        wanted = [peer for peer in wanted if peer in products]
+        timings = harness.measure([v for x in xs for v in variants(layers, x, products)], device, repeats=repeats)
+        report(f"copy {timings[harness.COPY].bandwidth / 1e9:.0f} GB/s")
+        run = {"shape": [rows, columns], "chain_length": length}
+        run["single"] = show(report, layers[0], list(products), ms, timings, 1)
+        if length > 1:
+            run["chain"] = show(report, layers[0], list(products), ms, timings, length)
+        content["runs"].append(run)
     if device.type == "cuda":
-        layer = Layer.random(256, 256, device)
-        for m in (1, 64):
-            x = torch.randn(m, 256, device=device).bfloat16()
-            content["host"][f"M = {m}"] = harness.host_time(lambda x=x, layer=layer: layer.product(x), device)
-        report("\nhost time of one eager call, 256x256")
+        content["host"] = host_times(report, device, wanted)
+        report("\nhost time of one eager call, 1024x1024")
         report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
     harness.save(harness.result_path(device, "matmul", arguments.out), content, report.text)
 

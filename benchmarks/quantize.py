@@ -4,7 +4,7 @@
 
 Columns: median time, bytes that have to move a second, their share of the copy bandwidth measured in the same run, and
 how many times faster than each peer: torchao's eager functions, torch.compile of the reference's arithmetic, and
-fbgemm's Triton quantizer. A peer that is not installed or does not run here is a missing column, and named with its
+MSLK's Triton kernels. A peer that is not installed or does not run here is a missing column, and named with its
 reason. A second table gives the host's time for one eager call on a small tensor.
 """
 
@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,14 +23,14 @@ from torch import Tensor
 import nvfp4_tensor
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant, seconds
+from benchmarks.peers import Run, gather
 from nvfp4_tensor import format, reference
 from nvfp4_tensor.format import BLOCK, RoundingMode
 from nvfp4_tensor.spec import QuantizeSpec
 
 NEAREST = QuantizeSpec()
 STOCHASTIC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC)
-PEERS = ("torchao", "compiled", "fbgemm")
-Run = Callable[[], object]
+PEERS = ("torchao", "compiled", "mslk")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +56,12 @@ def reference_quantize(x: Tensor, amax: Tensor, state: Tensor, spec: QuantizeSpe
     return format.pack(codes.flatten(-2)), format.swizzle(bits)
 
 
+def reference_amax(x: Tensor) -> Tensor:
+    """reference.amax of the whole tensor: the pieces that it takes x in would be unrolled, 2,048 of them at 16384^2."""
+    magnitude = x.float().abs()
+    return torch.where(magnitude <= format.FLOAT32_MAX, magnitude, 0.0).amax()
+
+
 def compiled_peers(x: Tensor, amax: Tensor, state: Tensor, packed: tuple[Tensor, ...]) -> dict[str, Run]:
     """Name of a subject to torch.compile of the reference for it."""
     quantize = torch.compile(reference_quantize, dynamic=False)
@@ -66,7 +71,7 @@ def compiled_peers(x: Tensor, amax: Tensor, state: Tensor, packed: tuple[Tensor,
         "quantize, stochastic": STOCHASTIC,
         "quantize, nearest, 16x16": NEAREST.replace(block_rows=16),
     }
-    amax_of = torch.compile(reference.amax, dynamic=False)
+    amax_of = torch.compile(reference_amax, dynamic=False)
     return {
         "amax": lambda: amax_of(x),
         "dequantize": lambda: decode(*packed, x.shape[1], x.dtype),
@@ -92,43 +97,28 @@ def torchao_peers(x: Tensor) -> dict[str, Run]:
     }
 
 
-def fbgemm_peers(x: Tensor, amax: Tensor) -> dict[str, Run]:
-    """fbgemm's Triton quantizer, under the name of either package that carries it."""
+def mslk_peers(x: Tensor, amax: Tensor) -> dict[str, Run]:
+    """MSLK's Triton kernels, once fbgemm_gpu_genai's. Its quantizer rounds by an instruction that begins at sm_100.
+
+    With MSLK_PYTHON_ONLY=1 in the environment it imports without its native library, which these do not call.
+    """
     if not x.is_cuda:
         raise RuntimeError("needs CUDA")
-    errors = []
-    for module in ("fbgemm_gpu.experimental.gemm.triton_gemm.fp4_quantize", "mslk.quantize.triton.fp4_quantize"):
-        try:
-            quantize = importlib.import_module(module).triton_quantize_nvfp4
-        except (ImportError, AttributeError, OSError) as error:
-            errors.append(str(error))
-            continue
-        return {"quantize, nearest": functools.partial(quantize, x, 2688.0 / amax)}
-    raise RuntimeError("; ".join(errors))
+    from mslk.quantize.triton import fp4_quantize
 
+    scale = 2688.0 / amax
 
-def gather_peers(report: harness.Report, makers: dict[str, Callable[[], dict[str, Run]]]) -> dict[str, dict[str, Run]]:
-    """Subject name to {peer: run}, of the peers that import, compile and run; the others are named with the reason."""
-    found: dict[str, dict[str, Run]] = {}
-    for peer, make in makers.items():
-        try:
-            runs = make()
-        except Exception as error:  # whatever a third party raises on import is its reason to be absent
-            report(f"peer {peer} is absent: {_first_line(error)}")
-            continue
-        for subject, run in runs.items():
-            try:
-                run()
-            except Exception as error:
-                report(f"peer {peer} does not run {subject!r}: {_first_line(error)}")
-            else:
-                found.setdefault(subject, {})[peer] = run
-    return found
+    def quantize() -> object:
+        if torch.cuda.get_device_capability(x.device) < (10, 0):  # else Triton prints the PTX that ptxas rejects
+            raise RuntimeError("rounds by cvt.rn.satfinite.e2m1x2.f32, which begins at sm_100")
+        return fp4_quantize.triton_quantize_nvfp4(x, scale)
 
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+    return {
+        "quantize, nearest": quantize,
+        "fake quantize, nearest": functools.partial(
+            fp4_quantize.triton_fake_quantize_nvfp4_per_tensor, x, amax.reshape(1)
+        ),
+    }
 
 
 # --- subjects --------------------------------------------------------------------------------------------------------
@@ -223,11 +213,11 @@ def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: 
     makers = {
         "torchao": lambda: torchao_peers(x),
         "compiled": lambda: compiled_peers(x, amax, state, packed),
-        "fbgemm": lambda: fbgemm_peers(x, amax),
+        "mslk": lambda: mslk_peers(x, amax),
     }
-    peers = gather_peers(report, {name: makers[name] for name in wanted})
-    present = [name for name in wanted if any(name in runs for runs in peers.values())]
-    items = subjects(x, state, peers)
+    found = gather(report, {name: makers[name] for name in wanted})
+    present = [name for name in wanted if any(name in runs for runs in found.values())]
+    items = subjects(x, state, found)
     timings = measure(items, x.device, repeats)
     limit = timings[harness.COPY]
     return {"copy": limit.bandwidth, "copied_by": limit.name, "subjects": show(report, items, timings, present)}

@@ -1,5 +1,6 @@
 """The benchmarks run, and what they print is right: the reference experiment in small, the harness, the reports."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -8,9 +9,10 @@ import time
 import pytest
 import torch
 
-from benchmarks import harness, quantize, rounding_experiment, stochastic_rounding
+from benchmarks import harness, matmul, peers, quantize, rounding_experiment, stochastic_rounding
 from benchmarks.harness import Variant
-from nvfp4_tensor import statistics
+from nvfp4_tensor import reference, statistics
+from nvfp4_tensor.format import swizzle
 
 
 def run(module, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -70,7 +72,7 @@ def test_the_report_of_stochastic_rounding(monkeypatch, tmp_path, capsys) -> Non
 
 
 def test_the_quantize_benchmark(monkeypatch, tmp_path, capsys, device: str) -> None:
-    arguments = ("--device", device, "--shapes", "64x128", "32x16", "--repeats", "2", "--peers", "torchao", "fbgemm")
+    arguments = ("--device", device, "--shapes", "64x128", "32x16", "--repeats", "2", "--peers", "torchao", "mslk")
     run(quantize, monkeypatch, *arguments, "--out", str(tmp_path))
     (path,) = tmp_path.glob("*/quantize.json")
     content = json.loads(path.read_text())
@@ -90,15 +92,119 @@ def test_the_quantize_benchmark(monkeypatch, tmp_path, capsys, device: str) -> N
     assert {"commit", "machine", "versions", "native"} <= content.keys() and str(tmp_path) not in content["command"]
     printed = capsys.readouterr().out
     assert "64x128, " in printed and "32x16, " in printed  # the comparison of shapes
-    assert device == "cuda" or "peer fbgemm is absent: RuntimeError: needs CUDA" in printed
+    assert device == "cuda" or "peer mslk is absent: RuntimeError: needs CUDA" in printed
     pytest.importorskip("matplotlib")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_matmul_benchmark(monkeypatch, tmp_path, capsys, device: str) -> None:
+    """Both measures, their figures consistent with each other and with the bytes that a product moves."""
+    arguments = ("--device", device, "--shapes", "128x64", "--rows", "1", "8", "--chain", "3", "--repeats", "2")
+    run(matmul, monkeypatch, *arguments, "--peers", "--out", str(tmp_path))
+    (path,) = tmp_path.glob("*/matmul.json")
+    (entry,) = json.loads(path.read_text())["runs"]
+    assert entry["chain_length"] == 3
+    for table, products in (("single", 1), ("chain", 3)):
+        for m, row in zip((1, 8), entry[table], strict=True):
+            assert row["m"] == m
+            assert row["nvfp4"]["moved"] == products * (128 * 64 * 9 // 16 + 2 * m * (128 + 64))
+            assert row["bf16"]["moved"] == products * (128 * 64 * 2 + 2 * m * (128 + 64))
+            for way in ("nvfp4", "w4a4"):
+                assert row["ratio"][way] == pytest.approx(row["bf16"]["median"] / row[way]["median"])
+    printed = capsys.readouterr().out
+    assert "single product" in printed and "chain of 3 weights, one product" in printed
+
+
+def test_chains_exceed_the_cache() -> None:
+    """60 MB of L2, four times over: what an H200 has."""
+    assert matmul.chain_length(4096, 4096) == 29 and matmul.chain_length(14336, 8192) == 5
+    for rows, columns in matmul.SHAPES["cuda"]:
+        assert matmul.chain_length(rows, columns) * rows * columns * 9 / 16 > 4 * (60 << 20)
+
+
+def checkpoint_weight(rows: int, columns: int) -> tuple[matmul.Layer, peers.Weight]:
+    layer = matmul.Layer.random(rows, columns, torch.device("cpu"))
+    return layer, layer.weight()
+
+
+def test_a_peer_is_given_what_we_multiply_with() -> None:
+    layer, weight = checkpoint_weight(160, 192)
+    expected = reference.dequantize(layer.codes, layer.scale, layer.factor, 192, torch.float32)
+    assert weight.codes.shape == (160, 96) and weight.scale.shape == (160, 12)
+    assert torch.equal(weight.decoded(), expected)
+    x = torch.randn(5, 192).bfloat16()
+    assert peers.relative_error(layer.product(x), x.float() @ expected.mT) < 4e-3
+
+
+def test_a_peer_that_multiplies_wrongly_is_left_out() -> None:
+    """The faults that a wrong reading of the format would make, each far beyond the tolerance."""
+    _, weight = checkpoint_weight(64, 128)
+    report, x = harness.Report(), torch.randn(3, 128).bfloat16()
+
+    def linear(weight: peers.Weight) -> peers.Linear:
+        return lambda x: (x.float() @ weight.decoded().mT).bfloat16()
+
+    def broken(weight: peers.Weight) -> peers.Linear:
+        raise ImportError("no such package")
+
+    swapped = dataclasses.replace(weight, codes=(weight.codes << 4) | (weight.codes >> 4))
+    unscaled = dataclasses.replace(weight, factor=torch.ones(()))
+    tiled = dataclasses.replace(weight, scale=swizzle(weight.scale)[0].transpose(0, 1).reshape(-1)[:512].view(64, 8))
+    makers = {
+        "right": linear,
+        "nibbles swapped": lambda weight: linear(swapped),
+        "factor forgotten": lambda weight: linear(unscaled),
+        "scales tiled": lambda weight: linear(tiled),
+        "not a number": lambda weight: lambda x: linear(weight)(x) * torch.nan,
+        "not installed": broken,
+    }
+    assert list(peers.products(report, makers, [weight], [x])) == ["right"]
+    assert [line.split(":")[0] for line in report.lines] == [
+        *(f"peer {name} is left out" for name in list(makers)[1:-1]),
+        "peer not installed is absent",
+    ]
+
+
+def test_quack_is_given_the_weight_in_its_layout() -> None:
+    """quack's own decoding of our codes and scales, the factor left to its epilogue, has our values' bits."""
+    formats = pytest.importorskip("quack.operand_transform.formats")
+    _, weight = checkpoint_weight(256, 128)
+    nvfp4 = formats.decode_format("nvfp4")
+    assert torch.equal(nvfp4.dequant_reference(weight.codes, weight.scale) * weight.factor, weight.decoded())
+    blob, strip = nvfp4.prepare(weight.codes, weight.scale)  # a permutation: every byte is there again
+    assert torch.equal(blob.flatten().sort().values, weight.codes.flatten().sort().values)
+    assert torch.equal(strip.flatten().sort().values, weight.scale.view(torch.uint8).flatten().sort().values)
+
+
+def test_humming_is_given_the_weight_in_its_layout() -> None:
+    schema = pytest.importorskip("humming.schema").BaseWeightSchema.from_config(peers.HUMMING_CONFIG)
+    _, weight = checkpoint_weight(256, 128)
+    attributes = schema.get_tensors_attrs(256, 128, torch.bfloat16)
+    given = peers.humming_tensors(weight)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in given.items()} == {
+        name: (attribute["shape"], attribute["dtype"]) for name, attribute in attributes.items()
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("peer", peers.PRODUCTS)
+def test_a_peer_multiplies_on_the_gpu(peer: str) -> None:
+    """Where it is installed its product is right, which is what the benchmark demands of it before timing it."""
+    pytest.importorskip(peer)
+    layers = [matmul.Layer.random(512, 1024, torch.device("cuda"), seed) for seed in range(2)]
+    x, report = torch.randn(17, 1024, device="cuda").bfloat16(), harness.Report()
+    found = peers.products(report, {peer: peers.PRODUCTS[peer]}, [layer.weight() for layer in layers], [x])
+    assert not report.lines
+    for layer, linear in zip(layers, found[peer], strict=True):
+        assert peers.relative_error(linear(x), x.float() @ layer.weight().decoded().mT) < 4e-3
 
 
 def test_compiled_peer_is_given_the_reference() -> None:
     """What torch.compile is timed on gives the op's bits, uncompiled."""
     x = torch.randn(64, 128, dtype=torch.bfloat16)
     state, amax = torch.tensor([1, 2]), torch.ops.nvfp4.amax(x, -1)
+    assert torch.equal(quantize.reference_amax(x), amax)
     for spec in (quantize.NEAREST, quantize.STOCHASTIC, quantize.NEAREST.replace(block_rows=16)):
         qdata, scale = quantize.reference_quantize(x, amax, state, spec)
         expected = torch.ops.nvfp4.quantize(x, amax, state, spec.pack())
@@ -112,8 +218,8 @@ def test_a_peer_that_fails_is_named_and_left_out() -> None:
     def broken() -> object:
         raise ValueError("no such kernel\nand more")
 
-    peers = quantize.gather_peers(report, {"absent": broken, "present": lambda: {"amax": int, "quantize": broken}})
-    assert peers == {"amax": {"present": int}}
+    found = peers.gather(report, {"absent": broken, "present": lambda: {"amax": int, "quantize": broken}})
+    assert found == {"amax": {"present": int}}
     assert report.lines == [
         "peer absent is absent: ValueError: no such kernel",
         "peer present does not run 'quantize': ValueError: no such kernel",
