@@ -95,10 +95,11 @@ struct FloatMath {
 
   // sum + a * b, lane by lane.
   static F dot(F sum, F a, F b) { return multiply_add(a, b, sum); }
+  static constexpr int kHalves = 1;
   // Register v of a chunk's undivided codes in the order of packed x, 8 of them.
   static constexpr int kFewVectors = 8;
   template <int v>
-  static F codes(const Chunk& chunk) { return code_values<v>(chunk.codes); }
+  static F codes(I bytes) { return code_values<v>(bytes); }
   // Register u of a chunk's numbers, 8 of them.
   static constexpr int kVectors = 8;
   template <int u>
@@ -106,24 +107,49 @@ struct FloatMath {
 };
 
 #if defined(__AVX512BF16__)
+// The numbers of the codes as bfloat16, times kCodeFactor, for an index whose fifth bit does not count.
+struct CodeWords {
+  alignas(64) uint16_t twice[32];
+
+  constexpr CodeWords() : twice() {
+    constexpr uint16_t magnitudes[8] = {0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0};
+    static_assert(kCodeFactor == 1 << 8);
+    for (int code = 0; code < 16; ++code) {
+      const int magnitude = magnitudes[code % 8] ? magnitudes[code % 8] + (8 << 7) : 0;
+      twice[code] = twice[16 + code] = uint16_t(code / 8 << 15 | magnitude);
+    }
+  }
+};
+inline constexpr CodeWords kCodeWords;
+
 // Two bfloat16 a word. Their products are added one after the other, each sum rounded to nearest.
 struct Bf16Math {
   using Value = uint16_t;
   static constexpr int kPerWord = 2;
   static constexpr unsigned kRefusedByFew = kTiny | kHuge, kRefusedByMany = kTiny;
-  static constexpr int kMostFewRows = 12;  // 12 rows of 4096^2: few 1.46 ms of one thread, many 1.87; 16: 1.85, 1.88
+  static constexpr int kMostFewRows = 40;  // 40 rows of 4096^2: few 3.36 ms of one thread, many 3.65; 48: 4.05, 3.67
 
   static F dot(F sum, F a, F b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+  static constexpr int kHalves = 2;
   static constexpr int kFewVectors = 4;
   template <int v>
-  static F codes(const Chunk& chunk) {  // code v of each two bytes' four: five bits of index into the same table twice
-    const I zero_to_six = _mm512_set_epi32(
-        int32_t(0xC0C0C080), int32_t(0xC040C000), int32_t(0xBFC0BF80), int32_t(0xBF008000), 0x40C04080, 0x40404000,
-        0x3FC03F80, 0x3F000000, int32_t(0xC0C0C080), int32_t(0xC040C000), int32_t(0xBFC0BF80), int32_t(0xBF008000),
-        0x40C04080, 0x40404000, 0x3FC03F80, 0x3F000000);
-    const I times_256 = _mm512_set1_epi16(8 << 7);
-    const I table = _mm512_mask_add_epi16(zero_to_six, 0xFEFEFEFE, zero_to_six, times_256);
-    return as_float(_mm512_permutexvar_epi16(v ? _mm512_srli_epi16(chunk.codes, 4 * v) : chunk.codes, table));
+  static F codes(I bytes) {  // code v of each two bytes' four
+    const I words = v ? _mm512_srli_epi16(bytes, 4 * v) : bytes;
+    return as_float(_mm512_permutexvar_epi16(words, _mm512_load_si512(kCodeWords.twice)));
+  }
+  // Of the codes of a pair of chunks, half 0 or 1 of each block, a block a lane.
+  template <int half>
+  static I half_of_pair(I first, I second) {
+    return bits(_mm512_shuffle_ps(as_float(first), as_float(second), half ? 0b11011101 : 0b10001000));
+  }
+  // Their scales in that order, from the tile of the first on.
+  static F pair_scales(const uint8_t* at) {
+    const auto eight = [](const uint8_t* p) {
+      return _mm_insert_epi32(_mm_cvtsi32_si128(load_word(p)), load_word(p + kTileBytes), 1);
+    };
+    const __m256i words = _mm256_cvtepu8_epi16(_mm_unpacklo_epi16(eight(at), eight(at + 2 * kTileBytes)));
+    const F scales = _mm512_cvtph_ps(_mm256_slli_epi16(words, 7));
+    return select(_mm256_cmpge_epu16_mask(words, _mm256_set1_epi16(0x7F)), set(__builtin_nanf("")), scales);
   }
   static constexpr int kVectors = 4;
   // Elements 2u and 2u+1 of each lane's eight; a decoded number has zeros in its lower half.

@@ -17,7 +17,30 @@ constexpr int kMostFewFloatRows = 5;  // 4 rows of 4096^2: few 2.1 ms of one thr
 constexpr float kCodeFactor = 256.0f;
 
 inline F multiply_add(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-inline float sum(F x) { return _mm512_reduce_add_ps(x); }
+// Lane i: the sum of the lanes of the register at p + i * step. Halves of registers are added, not lanes: 45
+// instructions in place of 16 times 11.
+inline F sums_of_lanes(const float* p, int64_t step) {
+  F r[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = load(p + i * step);
+  const auto low = [](F a, F b) { return as_float(_mm512_unpacklo_epi64(bits(a), bits(b))); };
+  const auto high = [](F a, F b) { return as_float(_mm512_unpackhi_epi64(bits(a), bits(b))); };
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    r[i] = add(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) r[i] = add(low(r[2 * i], r[2 * i + 1]), high(r[2 * i], r[2 * i + 1]));
+  constexpr int even = 0b10001000, odd = 0b11011101;  // quarters of the registers
+#pragma GCC unroll 2
+  for (int n = 2; n; --n) {
+#pragma GCC unroll 2
+    for (int i = 0; i < n; ++i) {
+      r[i] = add(_mm512_shuffle_f32x4(r[2 * i], r[2 * i + 1], even), _mm512_shuffle_f32x4(r[2 * i], r[2 * i + 1], odd));
+    }
+  }
+  return r[0];
+}
 
 // Lane i of register j and lane j of register i change places, of 16 registers.
 inline void transpose(F* r) {
