@@ -10,7 +10,7 @@ constexpr int kMostVectors = 4;  // registers of a row of an output tile, and fo
 constexpr int tile_rows(int vectors) { return 24 / vectors; }
 constexpr int kFewX = 8;         // rows of x that meet a decoded weight in registers
 constexpr int few_rows(int x) { return x > 4 ? 2 : 4; }      // and rows of the weight side by side
-constexpr int kMostFewFloatRows = 5;  // 4 rows of 4096^2: few 2.1 ms of one thread, many 3.5; 8 rows: 5.3 and 3.5
+constexpr int kMostFewFloatRows = 12;  // 12 rows of 4096^2: few 2.4 ms of one thread, many 2.6; 16 rows: 3.0 and 2.5
 
 // Codes are looked up as 2^8 times themselves and scales as 2^-8 times: a byte of e4m3 shifted up by seven is just that
 // in float16.
