@@ -2,7 +2,7 @@
 // runs along the weight's blocks (x @ w^T) or across them (x @ w) (numerics contract, section 6).
 //
 // Three ways, each in float32 and, where the machine multiplies bfloat16, in bfloat16:
-//   few      up to 40 rows of x: the weight's codes are looked up in registers for 8 rows at a time, its block scales
+//   few      up to 31 rows of x: the weight's codes are looked up in registers for 8 rows at a time, its block scales
 //            applied to the sums over blocks or halves of them.
 //   many     x @ w^T: panels of weight rows are decoded (exactly), each number then meets 16 to 64 rows of x at a time.
 //   across   x @ w: blocks of the weight are decoded with 128 columns in lanes, each number of x meets all of them.
@@ -15,7 +15,7 @@
 namespace nvfp4 {
 
 constexpr int kMostDims = 16;
-constexpr int kMostFewRows = 40;  // of x, with any instruction set
+constexpr int kMostFewRows = 31;  // of x, with any instruction set
 
 // How the rows of y (leading dimensions flattened) find their row of the bias.
 struct BiasRows {

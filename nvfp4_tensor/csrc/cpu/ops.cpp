@@ -119,15 +119,18 @@ int64_t groups_of(int64_t rows, int64_t blocks) { return ceil_div(rows * blocks,
 
 // --- amax, Hadamard --------------------------------------------------------------------------------------------------
 
+float amax_of(const Matrix& m, int hadamard_sign) {
+  std::atomic<uint32_t> most{0};
+  parallel(m.rows && m.columns ? groups_of(m.rows, m.blocks()) : 0, kGroupElements, [&](int64_t begin, int64_t end) {
+    raise_to(most, kernels().amax(m, hadamard_sign, begin, end));
+  });
+  return bits_float(most);
+}
+
 Tensor tensor_amax(const Tensor& x, int64_t hadamard_sign) {
   // Of a 0-d tensor the one element is a row.
   const Rows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
-  std::atomic<uint32_t> most{0};
-  const Matrix& m = rows.matrix;
-  parallel(m.rows && m.columns ? groups_of(m.rows, m.blocks()) : 0, kGroupElements, [&](int64_t begin, int64_t end) {
-    raise_to(most, kernels().amax(m, int(hadamard_sign), begin, end));
-  });
-  return scalar(bits_float(most));
+  return scalar(amax_of(rows.matrix, int(hadamard_sign)));
 }
 
 int64_t pair_units(const Matrix& m) { return ceil_div(m.rows, kPairRows) * ceil_div(m.columns, kPairColumns); }
@@ -169,11 +172,13 @@ Tensor hadamard(const Tensor& x, int64_t sign) {
 
 // --- quantize --------------------------------------------------------------------------------------------------------
 
-Plan make_plan(int64_t spec_bits, const Tensor& amax, const std::optional<Tensor>& rng_state, int stream,
+// Without amax, that of the matrix.
+Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::optional<Tensor>& rng_state, int stream,
                const Matrix& m, int64_t row0, int64_t col0, int64_t full_width) {
   Plan plan{};
   plan.spec = QuantizeSpec::unpack(spec_bits);
-  plan.tensor = TensorScale::of(read_scalar(amax, "amax"), plan.spec.scale_ceiling);
+  const float most = amax.has_value() ? read_scalar(*amax, "amax") : amax_of(m, plan.spec.hadamard_sign);
+  plan.tensor = TensorScale::of(most, plan.spec.scale_ceiling);
   // Rows of a band share the cache lines of their scales (4096^2, one thread: 3.5 -> 3.0 ms).
   plan.banded = plan.spec.block_rows > 1 || (m.blocks() >= kGroupBlocks && m.rows >= kTileRows);
   plan.row_blocks = ceil_div(full_width ? full_width : m.columns, kBlock);
@@ -215,9 +220,9 @@ std::pair<int64_t, int64_t> quantize_units(const Matrix& m, const Plan& plan) {
   return {ceil_div(m.rows, kBlock), kBlock * m.columns};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, std::optional<Tensor> rng_state,
-                                            int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
-                                            int64_t stream) {
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tensor> amax,
+                                            std::optional<Tensor> rng_state, int64_t spec, int64_t row0, int64_t col0,
+                                            int64_t full_width, int64_t stream) {
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Plan plan = make_plan(spec, amax, rng_state, int(stream), m, row0, col0, full_width);
