@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/empty.h"
 #include "numerics/layout.h"
 
 namespace nvfp4 {
@@ -238,7 +239,7 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
     wide_bias = contiguous_as(*bias, ScalarType::Float);
     place_bias(*wide_bias, shape, p);
   }
-  Tensor out = torch::stable::new_empty(x, shape, out_dtype);
+  Tensor out = empty(shape, out_dtype);
   p.out = out.mutable_data_ptr();
   p.out_dtype = dtype_of(out_dtype);
   if (out.numel()) multiply(p);
