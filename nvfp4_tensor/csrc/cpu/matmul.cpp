@@ -83,8 +83,7 @@ struct Choice {
 
 // False: x holds numbers that this way cannot take.
 bool multiply(const ProductWay& way, const Product& p) {
-  const int64_t products = p.batches * p.x_rows * p.rows * p.columns;
-  const int64_t workers = std::clamp<int64_t>(products / kProductsPerThread, 1, torch::stable::get_num_threads());
+  const int64_t workers = p.workers;
   const Words packed = allocate(way.packed_words(p)), scratch = allocate(workers * way.scratch_words);
   Claims packing(way.pack_units(p), workers), multiplying(way.units(p), workers);
   std::atomic<unsigned> range{0};
@@ -239,6 +238,8 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
     wide_bias = contiguous_as(*bias, ScalarType::Float);
     place_bias(*wide_bias, shape, p);
   }
+  const int64_t products = p.batches * p.x_rows * p.rows * p.columns;
+  p.workers = std::clamp<int64_t>(products / kProductsPerThread, 1, torch::stable::get_num_threads());
   Tensor out = empty(shape, out_dtype);
   p.out = out.mutable_data_ptr();
   p.out_dtype = dtype_of(out_dtype);
