@@ -1,4 +1,4 @@
-// Few rows of x: x @ w^T with every row of the weight read once, in the vocabulary of matmul_impl.h.
+// Few rows of x: x @ w^T with the weight decoded in registers for each 8 rows of x, in the vocabulary of matmul_impl.h.
 //
 // Codes become numbers by one table lookup; the block scales, which would cost a multiplication for each, are applied
 // to sums over part of a block instead: a lane holds elements of one block only, of a chunk half a block, of a pair of
