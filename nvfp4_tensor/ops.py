@@ -29,7 +29,7 @@ for _schema in (
     "amax(Tensor x, int hadamard_sign=-1) -> Tensor",
     "amax_pair(Tensor x, int hadamard_sign=-1) -> (Tensor amax, Tensor amax_t)",
     "hadamard(Tensor x, int sign) -> Tensor",
-    f"quantize(Tensor x, Tensor amax, Tensor? rng_state, int spec, {_PLACE}, int stream=0) -> ({_QUANTIZED})",
+    f"quantize(Tensor x, Tensor? amax, Tensor? rng_state, int spec, {_PLACE}, int stream=0) -> ({_QUANTIZED})",
     "quantize_pair(Tensor x, Tensor amax, Tensor amax_t, Tensor? rng_state, int spec, int spec_t,"
     " SymInt row0=0, SymInt col0=0, SymInt full_rows=0, SymInt full_width=0)"
     f" -> ({_QUANTIZED}, Tensor qdata_t, Tensor scale_t, Tensor per_tensor_scale_t)",
@@ -117,8 +117,14 @@ def _(x, sign):
 
 @_implement("quantize")
 def quantize(x, amax, rng_state, spec, row0=0, col0=0, full_width=0, stream=0):
-    """x (..., K) to (qdata, scale, per_tensor_scale); see :func:`reference.quantize`."""
+    """x (..., K) to (qdata, scale, per_tensor_scale), amax that of x by default; see :func:`reference.quantize`."""
+    if amax is None:
+        amax = _amax_for(x, QuantizeSpec.unpack(spec))
     return reference.quantize(x, amax, rng_state, QuantizeSpec.unpack(spec), row0, col0, full_width, stream)
+
+
+def _amax_for(x: Tensor, spec: QuantizeSpec) -> Tensor:
+    return amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
 
 
 def _fake_quantized(x, rows, columns, leading):

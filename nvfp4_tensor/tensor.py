@@ -276,6 +276,7 @@ def fake_quantize(
     """
     spec = QuantizeSpec() if spec is None else spec
     amax, rng_state, place = _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
+    amax = resolve_amax(x, spec, None) if amax is None else amax
     dtype = x.dtype if dtype is None else dtype
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"fake_quantize gives bfloat16, float16 or float32, not {dtype}")
@@ -283,7 +284,7 @@ def fake_quantize(
 
 
 def _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):
-    """(amax, rng_state, (row0, col0, full_width)) as the ops take them."""
+    """(amax or None for that of x, rng_state, (row0, col0, full_width)) as the ops take them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: use torch.as_tensor first")
     if isinstance(x, NVFP4Tensor):
@@ -293,7 +294,7 @@ def _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):
     if x.dim() == 0:
         raise ValueError("a 0-d tensor has no dimension to block: use x.reshape(1)")
     return (
-        resolve_amax(x, spec, amax),
+        None if amax is None else resolve_amax(x, spec, amax),
         resolve_rng_state(x, spec, rng_state, generator),
         _resolve_place(x, spec, origin, full_width),
     )

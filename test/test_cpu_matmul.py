@@ -77,6 +77,7 @@ def check(x, qdata, scale, factors, columns, *, x_scale=None, bias=None, transpo
 SHAPES = [  # M, N, K: each kernel's tiles, panels, chunks and groups whole, short by one and over by one
     (1, 1, 1),
     (1, 576, 576),
+    (4, 1061, 80),
     (1, 35, 1600),
     (2, 33, 100),
     (3, 130, 1000),
@@ -85,7 +86,11 @@ SHAPES = [  # M, N, K: each kernel's tiles, panels, chunks and groups whole, sho
     (9, 50, 77),
     (16, 96, 272),
     (17, 97, 300),
+    (19, 600, 300),
+    (20, 34, 400),
     (31, 49, 128),
+    (40, 65, 560),
+    (41, 31, 640),
     (48, 24, 1040),
     (64, 48, 256),
     (65, 145, 257),
@@ -247,9 +252,10 @@ def test_infinities_and_zeros_in_the_padding_do_not_meet(isa, m):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_any_number_of_threads_gives_the_same_bits(isa, transposed):
-    n, k = 300, 700
-    qdata, scale, factors = random_weight(n, k)
-    for m, dtype in itertools.product((1, 6, 16, 100, 600), DTYPES):
+    k = 700
+    weights = {n: random_weight(n, k) for n in (300, 1100)}
+    for (m, n), dtype in itertools.product(((1, 1100), (6, 1100), (16, 300), (100, 300), (600, 300)), DTYPES):
+        qdata, scale, factors = weights[n]
         x = torch.randn(m, n if transposed else k).to(dtype)
         results = []
         for count in (1, 2, 3, 5, 1):

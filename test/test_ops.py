@@ -30,6 +30,7 @@ def test_opcheck(device, dtype):
     opcheck(nvfp4.hadamard.default, (x, DEFAULT_HADAMARD_SIGN))
     opcheck(nvfp4.quantize.default, (x, amax, state, spec, 16, 32, 500, 1))
     opcheck(nvfp4.quantize.default, (x.view(3, 11, 50), amax, None, QuantizeSpec(block_rows=16).pack()))
+    opcheck(nvfp4.quantize.default, (x, None, state, spec))
     opcheck(nvfp4.quantize_pair.default, (x, amax, amax, state, spec, STOCHASTIC.replace(hadamard_sign=True).pack()))
     opcheck(nvfp4.dequantize.default, (*quantized(x), 50, dtype))
     opcheck(nvfp4.dequantize.default, (*quantized(x)[:2], None, 50, dtype))
@@ -93,6 +94,21 @@ def test_gradients_of_matmul(device):
     y = nvfp4.matmul(x, None, qdata, scale, factor, bias, 40, False, torch.float32)
     got = torch.autograd.grad(y, (x, bias), upstream)
     torch.testing.assert_close(got, (upstream @ decoded, upstream.sum(0)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hadamard_sign", [None, True])
+@pytest.mark.parametrize("shape", [(3,), (5, 7, 50), (300, 1000), (0, 16), (4, 0)], ids=str)
+def test_amax_is_that_of_x_by_default(device, dtype, hadamard_sign, shape):
+    x = torch.randn(shape, device=device).to(dtype)
+    if x.numel() > 3:
+        x.view(-1)[1], x.view(-1)[2] = torch.inf, torch.nan
+    spec = STOCHASTIC.replace(hadamard_sign=hadamard_sign)
+    state = torch.tensor([1, 2], device=device)
+    own = nvfp4.quantize(x, None, state, spec.pack())
+    given = nvfp4.quantize(x, nvfp4.amax(x, -1 if hadamard_sign is None else spec.hadamard_sign), state, spec.pack())
+    for part, expected in zip(own, given, strict=True):
+        assert torch.equal(part.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
 
 def test_stochastic_without_a_state_is_refused(device):

@@ -2,8 +2,8 @@
 // runs along the weight's blocks (x @ w^T) or across them (x @ w) (numerics contract, section 6).
 //
 // Three ways, each in float32 and, where the machine multiplies bfloat16, in bfloat16:
-//   few      up to a dozen rows of x: every row of the weight passes through registers once, its codes a table lookup
-//            away from numbers, its block scales applied to the sums over parts of a block.
+//   few      up to 31 rows of x: the weight's codes are looked up in registers for 8 rows at a time, its block scales
+//            applied to the sums over blocks or halves of them.
 //   many     x @ w^T: panels of weight rows are decoded (exactly), each number then meets 16 to 64 rows of x at a time.
 //   across   x @ w: blocks of the weight are decoded with 128 columns in lanes, each number of x meets all of them.
 #pragma once
@@ -15,7 +15,7 @@
 namespace nvfp4 {
 
 constexpr int kMostDims = 16;
-constexpr int kMostFewRows = 16;  // rows of x, with any instruction set
+constexpr int kMostFewRows = 31;  // of x, with any instruction set
 
 // How the rows of y (leading dimensions flattened) find their row of the bias.
 struct BiasRows {
@@ -40,6 +40,7 @@ struct Product {
   Dtype x_dtype;
   int64_t x_rows;
   bool transposed;
+  int64_t workers;  // among whom the work is divided; the result does not depend on it
   const float* summand_factors;  // transposed, one a row of the weight: a factor of each summand; else null
   // The epilogue. A null pointer is a factor of one, or no bias; a step is 0 where one number serves all.
   const float* x_scale;

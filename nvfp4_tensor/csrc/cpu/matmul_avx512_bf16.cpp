@@ -5,6 +5,7 @@
 #define NVFP4_ISA avx512
 #include "cpu/matmul_simd_avx512.h"
 //
+#include "cpu/matmul_bf16.h"
 #include "cpu/matmul_many.h"
 
 namespace nvfp4 {

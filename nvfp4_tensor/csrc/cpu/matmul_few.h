@@ -1,7 +1,8 @@
-// Few rows of x: x @ w^T with every row of the weight read once, in the vocabulary of matmul_impl.h.
+// Few rows of x: x @ w^T with the weight decoded in registers for each 8 rows of x, in the vocabulary of matmul_impl.h.
 //
 // Codes become numbers by one table lookup; the block scales, which would cost a multiplication for each, are applied
-// to the sums over a chunk instead: a lane holds elements of one block only.
+// to sums over part of a block instead: a lane holds elements of one block only, of a chunk half a block, of a pair of
+// chunks all of it (Math::kHalves).
 #pragma once
 
 #include "cpu/matmul_impl.h"
@@ -10,104 +11,170 @@ namespace nvfp4::NVFP4_ISA {
 namespace {
 
 constexpr int kFewDepth = 64;  // chunks, shared by the rows of a group of x, which so stay in the first-level cache
-constexpr int kFewUnit = 32;  // rows of the weight
+// Rows of the weight that meet a part of x together, where that leaves each worker kFewShare such units: more spare the
+// second-level cache reading x (16 rows, two threads: 0.77 -> 0.69 ms), fewer keep many workers busy.
+constexpr int kFewRowStep = 32, kMostFewUnitRows = 128, kFewShare = 8;
+constexpr int kFewAhead = 4;   // the row that is prefetched; with 8, two threads are up to 10 % slower
+static_assert(kFewRowStep % kLanes == 0 && kMostFewUnitRows % kFewRowStep == 0);
+
+// p, of which the compiler no longer knows where it points: sums stay in memory from chunk to chunk. GCC kept them in
+// registers that it did not have: 4 rows of 4096^2 took 0.46 ms of one thread, with this and pairs of chunks 0.39.
+template <typename T>
+inline __attribute__((always_inline)) T* reread(T* p) {
+  asm("" : "+r"(p));
+  return p;
+}
 
 template <class Math>
 struct Few {
   using Value = typename Math::Value;
   static constexpr int kVectors = Math::kFewVectors, kVectorValues = kChunk / kVectors;
+  static constexpr int kHalves = Math::kHalves;  // chunks that are multiplied together
 
   static_assert(Math::kMostFewRows <= kMostFewRows);
 
   static int64_t row_values(const Product& p) { return chunks_of(p.columns) * kChunk; }
+  static int64_t paired_chunks(const Product& p) { return p.blocks / (kHalves * kChunkBlocks) * kHalves; }
   static int64_t packed_words(const Product& p) {
     return p.batches * p.x_rows * row_values(p) * int64_t(sizeof(Value)) / int64_t(sizeof(float));
   }
   static int64_t pack_units(const Product& p) { return p.batches * p.x_rows; }
 
-  // Rows of x go in groups of kFewX, those of a group chunk by chunk beside each other.
-  static unsigned pack(const Product& p, float* packed, int64_t begin, int64_t end) {
-    unsigned range = 0;
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t in_group = row % p.x_rows % kFewX, group = row - in_group;
-      const int64_t group_rows = least(kFewX, p.x_rows - group % p.x_rows);
-      Value* out = reinterpret_cast<Value*>(packed) + group * row_values(p) + in_group * kChunk;
-      for (int64_t first = 0; first < row_values(p); first += kChunk, out += group_rows * kChunk) {
-        Value values[kChunk];
-        range |= load_x(p, row, first, values);
-        for (int v = 0; v < kVectors; ++v) {
-          for (int i = 0; i < kVectorValues; ++i) out[v * kVectorValues + i] = values[i * kVectors + v];
-        }
-      }
+  // Rows of x go in groups of at most kFewX, as equal as they can be: first_row(g) to first_row(g + 1).
+  static int64_t groups(const Product& p) { return ceil_div(p.x_rows, kFewX); }
+  static int64_t first_row(const Product& p, int64_t group) { return group * p.x_rows / groups(p); }
+  static int64_t group_of(const Product& p, int64_t row) { return ((row + 1) * groups(p) - 1) / p.x_rows; }
+
+  // Elements [first, first + kChunk) of a row of x, in a chunk's order.
+  static unsigned pack_chunk(const Product& p, int64_t row, int64_t first, Value* out) {
+    Value values[kChunk];
+    const unsigned range = load_x(p, row, first, values);
+    for (int v = 0; v < kVectors; ++v) {
+      for (int i = 0; i < kVectorValues; ++i) out[v * kVectorValues + i] = values[i * kVectors + v];
     }
     return range;
   }
 
-  static int64_t row_units(const Product& p) { return ceil_div(p.rows, kFewUnit); }
+  // The rows of a group lie beside each other chunk by chunk, those of a pair of chunks half by half.
+  static unsigned pack_row(const Product& p, int64_t row, Value* out, int64_t step) {
+    unsigned range = 0;
+    int64_t chunk = 0;
+    if constexpr (kHalves == 2) {
+      for (; chunk < paired_chunks(p); chunk += 2, out += 2 * step) {
+        alignas(64) Value chunks[2][kChunk];
+        each<2>([&](auto c) { range |= pack_chunk(p, row, (chunk + c) * kChunk, chunks[c]); });
+        each<kVectors>([&](auto v) {
+          constexpr int at = v * kVectorValues;
+          const I first = bits(load(reinterpret_cast<const float*>(chunks[0] + at)));
+          const I second = bits(load(reinterpret_cast<const float*>(chunks[1] + at)));
+          each<2>([&](auto half) {
+            const I words = Math::template half_of_pair<half>(first, second);
+            store(reinterpret_cast<float*>(out + half * step + at), as_float(words));
+          });
+        });
+      }
+    }
+    for (; chunk < chunks_of(p.columns); ++chunk, out += step) range |= pack_chunk(p, row, chunk * kChunk, out);
+    return range;
+  }
+
+  static unsigned pack(const Product& p, float* packed, int64_t begin, int64_t end) {
+    unsigned range = 0;
+    for (int64_t flat = begin; flat < end; ++flat) {
+      const int64_t row = flat % p.x_rows, group = group_of(p, row), first = first_row(p, group);
+      Value* out = reinterpret_cast<Value*>(packed) + (flat - row + first) * row_values(p) + (row - first) * kChunk;
+      range |= pack_row(p, flat, out, (first_row(p, group + 1) - first) * kChunk);
+    }
+    return range;
+  }
+
+  static int64_t unit_rows(const Product& p) {
+    const int64_t steps = p.batches * p.rows / (p.workers * kFewShare * kFewRowStep);
+    return least(kMostFewUnitRows, most(1, steps) * kFewRowStep);
+  }
+  static int64_t row_units(const Product& p) { return ceil_div(p.rows, unit_rows(p)); }
   static int64_t units(const Product& p) { return p.batches * row_units(p); }
 
-  // The sums over a chunk of each row, times the scales, to sums[row][x].
-  template <int kRows, int kX>
-  static __attribute__((always_inline)) inline void add_chunks(const Chunk* chunks, const Value* x, F (*sums)[kX]) {
-    F parts[kRows][kX];
+  // Adds the sums over parts of blocks, times the scales, to sums (kRows, kX, kLanes). codes(r, half), scales(r): of
+  // row r of the weight.
+  template <int kRows, int kX, int kParts, typename Codes, typename Scales>
+  static __attribute__((always_inline)) inline void add_products(Codes codes, Scales scales, const Value* x,
+                                                                 float* sums) {
+    F factors[kRows];
+    each<kRows>([&](auto r) { factors[r] = scales(r); });
+    F parts[kRows][kX];  // GCC keeps them in registers where each<> unrolls, not where a loop does: 2.5 times faster
     each<kRows>([&](auto r) {
       each<kX>([&](auto m) { parts[r][m] = set(0.0f); });
     });
-    each<kVectors>([&](auto v) {
-      F w[kRows];
-      each<kRows>([&](auto r) { w[r] = Math::template codes<v>(chunks[r]); });
+    each<kParts>([&](auto half) {
+      I bytes[kRows];
+      each<kRows>([&](auto r) { bytes[r] = codes(r, half); });
+      each<kVectors>([&](auto v) {
+        F w[kRows];
+        each<kRows>([&](auto r) { w[r] = Math::template codes<v>(bytes[r]); });
+        each<kX>([&](auto m) {
+          const Value* at = x + (half * kX + m) * kChunk + v * kVectorValues;
+          const F xs = load(reinterpret_cast<const float*>(at));
+          each<kRows>([&](auto r) { parts[r][m] = Math::dot(parts[r][m], w[r], xs); });
+        });
+      });
+    });
+    sums = reread(sums);
+    each<kRows>([&](auto r) {
       each<kX>([&](auto m) {
-        const F xs = load(reinterpret_cast<const float*>(x + m * kChunk + v * kVectorValues));
-        each<kRows>([&](auto r) { parts[r][m] = Math::dot(parts[r][m], w[r], xs); });
+        float* at = sums + (r * kX + m) * kLanes;
+        store(at, multiply_add(parts[r][m], factors[r], load(at)));
       });
-    });
-    each<kRows>([&](auto r) {
-      const F scales = chunks[r].scales;
-      each<kX>([&](auto m) { sums[r][m] = multiply_add(parts[r][m], scales, sums[r][m]); });
     });
   }
 
-  // Chunks [begin, end) of rows first, first + 1, .. of the weight with a group of x, to partial sums of whole
-  // registers, (kRows, kX, kLanes), which start from zero where `begin` is 0.
+  // Adds chunks [begin, end) of rows first, first + 1, .. of the weight with a group of x to sums (kRows, kX, kLanes).
   template <int kRows, int kX>
-  static void multiply_rows(const Product& p, int64_t first, int64_t begin, int64_t end, const Value* x,
-                            float* partial) {
-    const int64_t whole = least(end, p.blocks / kChunkBlocks);
+  static void multiply_rows(const Product& p, int64_t first, int64_t begin, int64_t end, const Value* x, float* sums) {
     WeightRow rows[kRows];
-    F sums[kRows][kX];  // GCC keeps them in registers where each<> unrolls, not where a loop does: 2.5 times faster
-    each<kRows>([&](auto r) {
-      rows[r] = WeightRow(p, first + r);
-      each<kX>([&](auto m) { sums[r][m] = begin ? load(partial + (r * kX + m) * kLanes) : set(0.0f); });
-    });
-    for (int64_t chunk = begin; chunk < whole; ++chunk) {
-      // The next rows: the hardware's own prefetching leaves one thread at 0.55 ms, this at 0.38 (4096^2, M = 1).
-      const uint8_t* scales = rows[0].scales + chunk * 2 * kTileBytes + kRows * kTileBytes / 32;
-      __builtin_prefetch(scales);
-      __builtin_prefetch(scales + kTileBytes);
-      Chunk chunks[kRows];
-      each<kRows>([&](auto r) {
-        __builtin_prefetch(rows[r].codes + chunk * kChunkBytes + kRows * p.blocks * (kBlock / 2));
-        chunks[r] = Chunk::whole(rows[r], chunk);
+    each<kRows>([&](auto r) { rows[r] = WeightRow(p, first + r); });
+    int64_t chunk = begin;
+    for (const int64_t paired = least(end, paired_chunks(p)); chunk < paired; chunk += kHalves) {
+      const int64_t code_at = chunk * kChunkBytes, scale_at = chunk * 2 * kTileBytes;
+      // The hardware's own prefetching leaves one thread at 0.55 ms, this at 0.38 (4096^2, M = 1).
+      each<2 * kHalves>([&](auto tile) {
+        __builtin_prefetch(rows[0].scales + scale_at + kFewAhead * kTileBytes / 32 + tile * kTileBytes);
       });
-      add_chunks<kRows, kX>(chunks, x + chunk * kX * kChunk, sums);
+      const auto codes = [&](auto r, auto half) {
+        if constexpr (half == 0) {
+          each<kHalves>([&](auto c) {
+            __builtin_prefetch(rows[r].codes + code_at + kFewAhead * p.blocks * (kBlock / 2) + c * kChunkBytes);
+          });
+        }
+        const uint8_t* at = rows[r].codes + code_at;
+        const I bytes = load_chunk(at);
+        if constexpr (kHalves == 2) return Math::template half_of_pair<half>(bytes, load_chunk(at + kChunkBytes));
+        return bytes;
+      };
+      const auto scales = [&](auto r) {
+        const uint8_t* at = rows[r].scales + scale_at;
+        if constexpr (kHalves == 2) return Math::pair_scales(at);
+        return chunk_scales(at, at + kTileBytes);
+      };
+      add_products<kRows, kX, kHalves>(codes, scales, x + chunk * kX * kChunk, sums);
     }
-    if (whole < end) {
+    for (; chunk < end; ++chunk) {
       Chunk chunks[kRows];
-      each<kRows>([&](auto r) { chunks[r] = Chunk::last(rows[r], whole); });
-      add_chunks<kRows, kX>(chunks, x + whole * kX * kChunk, sums);
+      each<kRows>([&](auto r) { chunks[r] = Chunk::of(rows[r], chunk); });
+      const auto codes = [&](auto r, auto) { return chunks[r].codes; };
+      const auto scales = [&](auto r) { return chunks[r].scales; };
+      add_products<kRows, kX, 1>(codes, scales, x + chunk * kX * kChunk, sums);
     }
-    each<kRows>([&](auto r) {
-      each<kX>([&](auto m) { store(partial + (r * kX + m) * kLanes, sums[r][m]); });
-    });
   }
 
-  // Rows [first, first + count) of the weight with a group of kX rows of x: sums[m * kFewUnit + r].
+  // Rows [first, first + count) of the weight with a group of kX rows of x: sums[m * kMostFewUnitRows + r].
   template <int kX>
   static void multiply_group(const Product& p, int64_t first, int64_t count, const Value* x, float* partial,
                              float* sums) {
     constexpr int rows = few_rows(kX);
-    constexpr int64_t part = kFewDepth / kX;
-    for (int64_t begin = 0; begin < chunks_of(p.columns) || begin == 0; begin += part) {
+    constexpr int64_t part = kFewDepth / kX / kHalves * kHalves;
+    std::memset(partial, 0, ceil_div(count, kLanes) * kLanes * kX * kLanes * sizeof *partial);
+    for (int64_t begin = 0; begin < chunks_of(p.columns); begin += part) {
       const int64_t end = least(begin + part, chunks_of(p.columns));
       int64_t r = 0;
       for (; r + rows <= count; r += rows) {
@@ -115,32 +182,35 @@ struct Few {
       }
       for (; r < count; ++r) multiply_rows<1, kX>(p, first + r, begin, end, x, partial + r * kX * kLanes);
     }
-    for (int64_t r = 0; r < count; ++r) {
-      for (int m = 0; m < kX; ++m) sums[m * kFewUnit + r] = sum(load(partial + (r * kX + m) * kLanes));
+    for (int64_t r = 0; r < count; r += kLanes) {
+      for (int m = 0; m < kX; ++m) {
+        store(sums + m * kMostFewUnitRows + r, sums_of_lanes(partial + (r * kX + m) * kLanes, kX * kLanes));
+      }
     }
   }
 
+  // The same with a group of x_rows, 1 to kX.
   template <int kX>
-  static void multiply_groups(const Product& p, int64_t first, int64_t count, const Value* x, int64_t x_rows,
-                              float* partial, float* sums) {
-    for (; x_rows >= kX; x_rows -= kX, x += kX * row_values(p), sums += kX * kFewUnit) {
-      multiply_group<kX>(p, first, count, x, partial, sums);
-    }
-    if constexpr (kX > 1) {
-      if (x_rows) multiply_groups<kX - 1>(p, first, count, x, x_rows, partial, sums);
-    }
+  static void multiply_group(const Product& p, int64_t x_rows, int64_t first, int64_t count, const Value* x,
+                             float* partial, float* sums) {
+    if (x_rows == kX) return multiply_group<kX>(p, first, count, x, partial, sums);
+    if constexpr (kX > 1) multiply_group<kX - 1>(p, x_rows, first, count, x, partial, sums);
   }
 
-  static constexpr int64_t kSumWords = kMostFewRows * kFewUnit;
-  static constexpr int64_t kScratchWords = kSumWords + kFewUnit * kFewX * kLanes;
+  static constexpr int64_t kSumWords = kMostFewRows * kMostFewUnitRows;
+  static constexpr int64_t kScratchWords = kSumWords + kMostFewUnitRows * kFewX * kLanes;
 
   static void multiply(const Product& p, const float* packed, float* scratch, int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t batch = unit / row_units(p), row = unit % row_units(p) * kFewUnit;
-      const int64_t count = least(kFewUnit, p.rows - row);
+      const int64_t batch = unit / row_units(p), row = unit % row_units(p) * unit_rows(p);
+      const int64_t count = least(unit_rows(p), p.rows - row);
       const Value* x = reinterpret_cast<const Value*>(packed) + batch * p.x_rows * row_values(p);
-      multiply_groups<kFewX>(p, batch * p.rows + row, count, x, p.x_rows, scratch + kSumWords, scratch);
-      for (int64_t m = 0; m < p.x_rows; ++m) finish(p, batch, m, row, count, scratch + m * kFewUnit);
+      for (int64_t group = 0; group < groups(p); ++group) {
+        const int64_t m = first_row(p, group), x_rows = first_row(p, group + 1) - m;
+        multiply_group<kFewX>(p, x_rows, batch * p.rows + row, count, x + m * row_values(p), scratch + kSumWords,
+                              scratch + m * kMostFewUnitRows);
+      }
+      for (int64_t m = 0; m < p.x_rows; ++m) finish(p, batch, m, row, count, scratch + m * kMostFewUnitRows);
     }
   }
 

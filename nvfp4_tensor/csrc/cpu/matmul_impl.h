@@ -84,9 +84,10 @@ struct Chunk {
 
 inline int64_t chunks_of(int64_t columns) { return ceil_div(columns, kChunk); }
 
-// --- two arithmetics -------------------------------------------------------------------------------------------------
+// --- arithmetic ------------------------------------------------------------------------------------------------------
 
-// What a 4-byte word holds, and how words multiply. `Value` is what x is packed to for few rows.
+// What a 4-byte word holds, and how words multiply; matmul_bf16.h has another. `Value` is what x is packed to for few
+// rows.
 struct FloatMath {
   using Value = float;
   static constexpr int kPerWord = 1;
@@ -95,43 +96,16 @@ struct FloatMath {
 
   // sum + a * b, lane by lane.
   static F dot(F sum, F a, F b) { return multiply_add(a, b, sum); }
+  static constexpr int kHalves = 1;
   // Register v of a chunk's undivided codes in the order of packed x, 8 of them.
   static constexpr int kFewVectors = 8;
   template <int v>
-  static F codes(const Chunk& chunk) { return code_values<v>(chunk.codes); }
+  static F codes(I bytes) { return code_values<v>(bytes); }
   // Register u of a chunk's numbers, 8 of them.
   static constexpr int kVectors = 8;
   template <int u>
   static F numbers(const Chunk& chunk) { return chunk.values<u>(); }
 };
-
-#if defined(__AVX512BF16__)
-// Two bfloat16 a word. Their products are added one after the other, each sum rounded to nearest.
-struct Bf16Math {
-  using Value = uint16_t;
-  static constexpr int kPerWord = 2;
-  static constexpr unsigned kRefusedByFew = kTiny | kHuge, kRefusedByMany = kTiny;
-  static constexpr int kMostFewRows = 12;  // 12 rows of 4096^2: few 1.46 ms of one thread, many 1.87; 16: 1.85, 1.88
-
-  static F dot(F sum, F a, F b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-  static constexpr int kFewVectors = 4;
-  template <int v>
-  static F codes(const Chunk& chunk) {  // code v of each two bytes' four: five bits of index into the same table twice
-    const I zero_to_six = _mm512_set_epi32(
-        int32_t(0xC0C0C080), int32_t(0xC040C000), int32_t(0xBFC0BF80), int32_t(0xBF008000), 0x40C04080, 0x40404000,
-        0x3FC03F80, 0x3F000000, int32_t(0xC0C0C080), int32_t(0xC040C000), int32_t(0xBFC0BF80), int32_t(0xBF008000),
-        0x40C04080, 0x40404000, 0x3FC03F80, 0x3F000000);
-    const I times_256 = _mm512_set1_epi16(8 << 7);
-    const I table = _mm512_mask_add_epi16(zero_to_six, 0xFEFEFEFE, zero_to_six, times_256);
-    return as_float(_mm512_permutexvar_epi16(v ? _mm512_srli_epi16(chunk.codes, 4 * v) : chunk.codes, table));
-  }
-  static constexpr int kVectors = 4;
-  // Elements 2u and 2u+1 of each lane's eight; a decoded number has zeros in its lower half.
-  template <int u>
-  static F numbers(const Chunk& chunk) { return pair(chunk.values<2 * u>(), chunk.values<2 * u + 1>()); }
-  static F pair(F low, F high) { return as_float(bit_or(shift_right<16>(bits(low)), bits(high))); }
-};
-#endif
 
 // --- x ---------------------------------------------------------------------------------------------------------------
 

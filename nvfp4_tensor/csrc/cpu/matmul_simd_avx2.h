@@ -23,6 +23,12 @@ inline float sum(F x) {
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
+// Lane i: the sum of the lanes of the register at p + i * step.
+inline F sums_of_lanes(const float* p, int64_t step) {
+  alignas(64) float sums[16];
+  for (int i = 0; i < 16; ++i) sums[i] = sum(load(p + i * step));
+  return load(sums);
+}
 
 // Lane i of register j and lane j of register i change places, of 16 registers.
 inline void transpose(F* r) {

@@ -1,5 +1,4 @@
 // The ops of ops.py on the CPU: arguments checked, outputs allocated, work divided among torch's threads.
-#include <sys/mman.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -11,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu/empty.h"
 #include "cpu/kernels.h"
 #include "numerics/layout.h"
 
@@ -60,34 +60,6 @@ struct Rows {
   }
 };
 
-// Fresh memory comes from the system page by page, which costs more than the arithmetic: one thread decodes 4096^2 to
-// bfloat16 in 14.4 ms onto pages of 4 KiB, in 4.4 ms onto pages of 2 MiB, where the system grants them.
-constexpr size_t kHugePageBytes = 2 << 20;
-
-void ask_for_huge_pages(const Tensor& t) {
-#if defined(MADV_HUGEPAGE)
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr());
-  const uintptr_t first = (begin + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-  const uintptr_t end = (begin + t.numel() * t.element_size()) / kHugePageBytes * kHugePageBytes;
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
-#else
-  (void)t;
-#endif
-}
-
-// A CPU tensor, past the dispatcher: torch::stable::new_empty would cost a small quantize a third of its time.
-Tensor empty(const std::vector<int64_t>& shape, ScalarType type) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
-  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(), dtype,
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
-  const Tensor out(handle);
-  ask_for_huge_pages(out);
-  return out;
-}
-
 Tensor scalar(float value) {
   Tensor out = empty({}, ScalarType::Float);
   *static_cast<float*>(out.mutable_data_ptr()) = value;
@@ -119,15 +91,18 @@ int64_t groups_of(int64_t rows, int64_t blocks) { return ceil_div(rows * blocks,
 
 // --- amax, Hadamard --------------------------------------------------------------------------------------------------
 
+float amax_of(const Matrix& m, int hadamard_sign) {
+  std::atomic<uint32_t> most{0};
+  parallel(m.rows && m.columns ? groups_of(m.rows, m.blocks()) : 0, kGroupElements, [&](int64_t begin, int64_t end) {
+    raise_to(most, kernels().amax(m, hadamard_sign, begin, end));
+  });
+  return bits_float(most);
+}
+
 Tensor tensor_amax(const Tensor& x, int64_t hadamard_sign) {
   // Of a 0-d tensor the one element is a row.
   const Rows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
-  std::atomic<uint32_t> most{0};
-  const Matrix& m = rows.matrix;
-  parallel(m.rows && m.columns ? groups_of(m.rows, m.blocks()) : 0, kGroupElements, [&](int64_t begin, int64_t end) {
-    raise_to(most, kernels().amax(m, int(hadamard_sign), begin, end));
-  });
-  return scalar(bits_float(most));
+  return scalar(amax_of(rows.matrix, int(hadamard_sign)));
 }
 
 int64_t pair_units(const Matrix& m) { return ceil_div(m.rows, kPairRows) * ceil_div(m.columns, kPairColumns); }
@@ -169,11 +144,13 @@ Tensor hadamard(const Tensor& x, int64_t sign) {
 
 // --- quantize --------------------------------------------------------------------------------------------------------
 
-Plan make_plan(int64_t spec_bits, const Tensor& amax, const std::optional<Tensor>& rng_state, int stream,
+// Without amax, that of the matrix.
+Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::optional<Tensor>& rng_state, int stream,
                const Matrix& m, int64_t row0, int64_t col0, int64_t full_width) {
   Plan plan{};
   plan.spec = QuantizeSpec::unpack(spec_bits);
-  plan.tensor = TensorScale::of(read_scalar(amax, "amax"), plan.spec.scale_ceiling);
+  const float most = amax.has_value() ? read_scalar(*amax, "amax") : amax_of(m, plan.spec.hadamard_sign);
+  plan.tensor = TensorScale::of(most, plan.spec.scale_ceiling);
   // Rows of a band share the cache lines of their scales (4096^2, one thread: 3.5 -> 3.0 ms).
   plan.banded = plan.spec.block_rows > 1 || (m.blocks() >= kGroupBlocks && m.rows >= kTileRows);
   plan.row_blocks = ceil_div(full_width ? full_width : m.columns, kBlock);
@@ -215,9 +192,9 @@ std::pair<int64_t, int64_t> quantize_units(const Matrix& m, const Plan& plan) {
   return {ceil_div(m.rows, kBlock), kBlock * m.columns};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, std::optional<Tensor> rng_state,
-                                            int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
-                                            int64_t stream) {
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tensor> amax,
+                                            std::optional<Tensor> rng_state, int64_t spec, int64_t row0, int64_t col0,
+                                            int64_t full_width, int64_t stream) {
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Plan plan = make_plan(spec, amax, rng_state, int(stream), m, row0, col0, full_width);

@@ -228,6 +228,14 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
   return {out.qdata, out.scale, out.factor};
 }
 
+// The op: without amax, that of x (or of its Hadamard transform).
+std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Tensor> amax,
+                                               std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
+                                               int64_t col0, int64_t full_width, int64_t random_stream) {
+  if (!amax.has_value()) amax = nvfp4::amax(x, QuantizeSpec::unpack(spec).hadamard_sign);
+  return quantize(x, *amax, rng_state, spec, row0, col0, full_width, random_stream);
+}
+
 bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b) {
   return m.dtype == Dtype::kBf16 && m.whole_blocks() && m.rows && m.columns && is_fast(a) && is_fast(b) &&
          a.block_rows == 1 && b.block_rows == 1 && a.round_mode == b.round_mode &&
@@ -322,7 +330,7 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) {
   m.impl("amax", TORCH_BOX(&amax));
   m.impl("amax_pair", TORCH_BOX(&amax_pair));
   m.impl("hadamard", TORCH_BOX(&hadamard));
-  m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("quantize", TORCH_BOX(&quantize_op));
   m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
