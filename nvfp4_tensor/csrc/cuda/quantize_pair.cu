@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32
 #pragma unroll
   for (int i = 0; i < kTile / kRowsATurn; ++i) {
     const bool inside = row0 + row + i * kRowsATurn < rows;
-    copy_chunk(&to[row + i * kRowsATurn][chunk ^ i], inside ? from : x.data, inside);
+    copy_chunk(&to[row + i * kRowsATurn][chunk ^ i], from, inside);
     from += x.row_stride * kRowsATurn;
   }
 }
@@ -146,22 +146,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) quantize_pair(Matrix x
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   write_per_tensor_scale(side.how);
   write_per_tensor_scale(transposed.how);
-  const uint32_t tiles_across = static_cast<uint32_t>(ceil_div(x.columns, kTile));
-  const uint32_t tiles = static_cast<uint32_t>(ceil_div(x.rows, kTile)) * tiles_across;
-  load_tile(x, blockIdx.x / tiles_across * kTile, blockIdx.x % tiles_across * kTile, shared.x[0]);
+  Walk tile(ceil_div(x.rows, kTile), ceil_div(x.columns, kTile), blockIdx.x, gridDim.x);
+  load_tile(x, tile.row * kTile, tile.column * kTile, shared.x[0]);
   asm volatile("cp.async.commit_group;");
   const Encoder encoder = make_encoder<mode>(side, shared.enc);
   const Encoder encoder_transposed = make_encoder<mode>(transposed, shared.enc_transposed);
-  uint32_t stage = 0;
-  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x, stage ^= 1) {
-    const uint32_t next = tile + gridDim.x;
-    if (next < tiles) {
-      load_tile(x, next / tiles_across * kTile, next % tiles_across * kTile, shared.x[stage ^ 1]);
-    }
+  for (uint32_t stage = 0; tile.inside(); stage ^= 1) {
+    const uint32_t row0 = tile.row * kTile, column0 = tile.column * kTile;
+    tile.step();
+    if (tile.inside()) load_tile(x, tile.row * kTile, tile.column * kTile, shared.x[stage ^ 1]);
     asm volatile("cp.async.commit_group;");
     asm volatile("cp.async.wait_group 1;" ::: "memory");
     __syncthreads();
-    const uint32_t row0 = tile / tiles_across * kTile, column0 = tile % tiles_across * kTile;
     const uint4 (*elements)[kChunks] = shared.x[stage];
     quantize_by_rows<mode>(side, encoder, row0, column0 / kBlock, elements, shared.scale);
     quantize_by_columns<mode, transform>(transposed, encoder_transposed, factors, column0, row0 / kBlock, elements,
