@@ -8,8 +8,9 @@
 //
 // Stochastically: float32 itself has this code. In the encoding of 2^-126 a, c is a number with its integer part from
 // bit 22 up, subnormal for a < 1 and normal above, and the 16 bits below are floor(2^16 frac): adding r16 to those
-// carries into the code just as the contract has it. The way there is by t = (a + 2) / 8, which saturates where a = 6;
-// rounded toward zero, a + 2 keeps 2^-22 of an a below 2 and 2^-21 above, where 2^-17 and 2^-16 are looked at.
+// carries into the code just as the contract has it. Multiplied by 2^-126 toward zero, an a below 1 keeps 2^-23 where
+// 2^-17 is looked at, and all others are exact; what comes out above code 7, at most 255, is held to 7 when codes are
+// packed, two an instruction.
 //
 // Both leave most of the work to the FMA pipes; min, max, shifts and logic share one pipe of half their rate.
 #pragma once
@@ -44,11 +45,11 @@ __device__ __forceinline__ uint32_t nearest_even_bits(float a) {
   return float_bits(__fadd_rn(__fmaf_rn(second, 2.0f, __fmaf_rn(first, 4.0f, 8388608.0f)), third));
 }
 
-// draw = r16 << 8; the result has the code in bits 24..26 and zeros above.
+// draw = r16 << 8; the result has the code, or more than 7 for 7, in its top byte.
 __device__ __forceinline__ uint32_t stochastic_bits(float a, uint32_t draw) {
-  float t;
-  asm("fma.rz.sat.f32 %0, %1, 0f3E000000, 0f3E800000;" : "=f"(t) : "f"(a));  // a / 8 + 1 / 4
-  return float_bits(__fmaf_rn(t, 0x1p-123f, -0x1p-125f)) * 4u + draw;
+  float v;
+  asm("mul.rz.sat.f32 %0, %1, 0f00800000;" : "=f"(v) : "f"(a));  // 2^-126 a, at most 1: times four that is 254 << 24
+  return float_bits(v) * 4u + draw;
 }
 
 // Eight results of the functions above to 32 bits of unsigned codes, element 0 lowest.
@@ -60,12 +61,10 @@ __device__ __forceinline__ uint32_t pack_codes(const uint32_t (&bits)[8]) {
     for (int i = 3; i >= 0; --i) packed += __byte_perm(bits[i], bits[i + 4], 0x5410) << (4 * i);
     return packed;
   } else {
+    const auto pair = [&](int i) { return __vminu2(__byte_perm(bits[i], bits[i + 2], 0x7632), 0x07FF07FFu); };
     uint32_t half[2];  // codes of even and of odd elements, one a byte
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      half[i] = __byte_perm(__byte_perm(bits[i], bits[i + 2], 0x0073), __byte_perm(bits[i + 4], bits[i + 6], 0x0073),
-                            0x5410);
-    }
+    for (int i = 0; i < 2; ++i) half[i] = __byte_perm(pair(i), pair(i + 4), 0x7531);
     return half[1] * 16u + half[0];
   }
 }
@@ -132,7 +131,7 @@ __device__ __forceinline__ uint32_t encode8_software(const Elements<T, kBlock>& 
   uint32_t bits[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float a = __fmul_rn(fabsf(x.value(first + i)), enc);
+    const float a = __fmul_rn(x.magnitude(first + i), enc);
     bits[i] = mode == Fast::kNearestEven ? nearest_even_bits(a)
                                          : stochastic_bits(a, draw_of<mode>(words, first + i));
   }
