@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nvfp4_tensor import native, ops, reference
-from nvfp4_tensor.format import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.format import HIGH_PRECISION_DTYPES, TILE_ROWS
 from nvfp4_tensor.spec import QuantizeSpec
 
 N = torch.ops.nvfp4
@@ -80,6 +80,12 @@ def assert_same_bits(actual, expected, what=""):
         assert same.all(), f"{what}: result {i} differs in {int((~same).sum())} of {same.numel()} elements"
 
 
+def equal_bits(actual, expected):
+    """Whether large tensors have the same bits, without leaving their device."""
+    pairs = zip(actual, expected, strict=True)
+    return all(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)
+
+
 def amax_of(x, spec):
     return ops.amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
 
@@ -111,6 +117,16 @@ def test_quantize_every_shape_and_magnitude(dtype, mode):
     for shape, block_rows in itertools.product(SHAPES, (1, 16)):
         for magnitude in MAGNITUDES[dtype]:
             check_quantize(inputs(shape, dtype, magnitude), QuantizeSpec(block_rows=block_rows, **mode))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
+@pytest.mark.parametrize("four_over_six", ["mae", "mse"])
+def test_four_over_six_every_shape_and_magnitude(dtype, four_over_six):
+    for shape, block_rows, mode in itertools.product(SHAPES, (1, 16), MODES[::3]):
+        for magnitude in MAGNITUDES[dtype]:
+            spec = QuantizeSpec(block_rows=block_rows, four_over_six=four_over_six, **mode)
+            check_quantize(inputs(shape, dtype, magnitude), spec)
 
 
 @gpu
@@ -161,6 +177,22 @@ def test_bits_do_not_depend_on_the_launch():
 
 
 @gpu
+@pytest.mark.parametrize("block_rows", [1, 16])
+@pytest.mark.parametrize("four_over_six", [None, "mse"])
+@pytest.mark.parametrize("mode", [MODES[0], MODES[3]], ids=str)
+def test_fast_kernels_make_the_bits_of_the_general_one(mode, four_over_six, block_rows):
+    """Where every thread has several blocks; a matrix that does not begin on 16 bytes is the general kernel's."""
+    spec = QuantizeSpec(block_rows=block_rows, four_over_six=four_over_six, **mode).pack()
+    unaligned = torch.randn(8192 * 16384 + 1, device="cuda").bfloat16()[1:].view(8192, 16384)
+    amax, state = N.amax(unaligned), rng_state().cuda()
+    general, fast = (N.quantize(x, amax, state, spec) for x in (unaligned, unaligned.clone()))
+    assert equal_bits(fast, general)
+    qdata, scale, factor = fast
+    values, last = N.dequantize(*fast, 16384, torch.bfloat16), slice(8192 - TILE_ROWS, 8192)
+    assert equal_bits([N.dequantize(qdata[last], scale[-1:], factor, 16384, torch.bfloat16)], [values[last]])
+
+
+@gpu
 def test_cuda_graph_replay_draws_what_rng_state_holds():
     spec = QuantizeSpec(round_mode="stochastic")
     x, state = torch.randn(256, 512).bfloat16(), rng_state()
@@ -201,6 +233,20 @@ def test_pair(dtype, shape):
         on_gpu = [a.cuda() for a in amaxes]
         actual = N.quantize_pair(x.cuda(), *on_gpu, state.cuda(), spec.pack(), spec_t.pack(), *place)
         assert_same_bits(actual, expected, f"{spec} and {spec_t}, {shape}, {dtype}")
+
+
+@gpu
+@pytest.mark.parametrize("sign", [None, 0xD7E8])
+def test_pair_of_a_matrix_that_fills_the_device(sign):
+    """Every thread block has several tiles; the two sides alone are the oracle."""
+    spec, spec_t = (QuantizeSpec(round_mode="stochastic", hadamard_sign=s).pack() for s in (None, sign))
+    x, state = torch.randn(8000, 7056, device="cuda").bfloat16(), rng_state().cuda()
+    amaxes = N.amax_pair(x, -1 if sign is None else sign)
+    x_t = x.t().contiguous()
+    assert torch.equal(amaxes[1], N.amax(x_t, -1 if sign is None else sign))
+    alone = *N.quantize(x, amaxes[0], state, spec), *N.quantize(x_t, amaxes[1], state, spec_t, stream=1)
+    pair = N.quantize_pair(x, *amaxes, state, spec, spec_t)
+    assert equal_bits(pair, alone)
 
 
 @gpu

@@ -78,20 +78,11 @@ __device__ __forceinline__ void write_per_tensor_scale(const Quantization& how) 
   if (blockIdx.x == 0 && threadIdx.x == 0) *how.per_tensor_scale = per_tensor_scale(*how.amax, how.spec.scale_ceiling);
 }
 
-// kDrawBase, out of memory. PRMT has room for one immediate, and left to itself the compiler takes the base for it and
-// moves a selector into a register for every element: 16 more instructions a block.
-__device__ __forceinline__ uint32_t opaque_base() {
-  __shared__ volatile uint32_t of_thread[kThreads];
-  of_thread[threadIdx.x] = kDrawBase;
-  return of_thread[threadIdx.x];
-}
-
 __device__ __forceinline__ DrawSource draw_source(const Quantization& how, bool stochastic) {
   DrawSource source{};
   if (stochastic) {
     source.key = RandomKey::of(how.random.rng_state[0], how.random.rng_state[1], how.random.stream);
     source.hardware = how.spec.hardware_rounding;
-    source.base = opaque_base();
   }
   return source;
 }

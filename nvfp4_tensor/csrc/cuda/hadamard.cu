@@ -4,11 +4,17 @@
 namespace nvfp4 {
 namespace {
 
-template <typename T>
+template <typename T, bool whole>
 __global__ void __launch_bounds__(kThreads) hadamard_rows(Matrix x, uint32_t sign, uint4* out) {
   for (Walk at(x.rows, x.blocks()); at.inside(); at.step()) {
     float v[kBlock];
-    load_block<T>(x, at.row, at.column, v);
+    if constexpr (whole) {
+      const auto elements = Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock));
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) v[i] = elements.value(i);
+    } else {
+      load_block<T>(x, at.row, at.column, v);
+    }
     hadamard16(v, sign);
     uint32_t word[kBlock / 2];
 #pragma unroll
@@ -24,7 +30,13 @@ __global__ void __launch_bounds__(kThreads) hadamard_rows(Matrix x, uint32_t sig
 void launch_hadamard(const Matrix& x, uint32_t sign, void* out, cudaStream_t stream) {
   if (x.rows * x.blocks() == 0) return;
   for_dtype(x.dtype, [&](auto type) {
-    launch_walk<hadamard_rows<decltype(type)>>(x.rows * x.blocks(), stream, x, sign, static_cast<uint4*>(out));
+    using T = decltype(type);
+    const int64_t blocks = x.rows * x.blocks();
+    if (x.whole_blocks()) {
+      launch_walk<hadamard_rows<T, true>>(blocks, stream, x, sign, static_cast<uint4*>(out));
+    } else {
+      launch_walk<hadamard_rows<T, false>>(blocks, stream, x, sign, static_cast<uint4*>(out));
+    }
   });
 }
 

@@ -67,6 +67,10 @@ void launch_amax_pair(const Matrix& x, int hadamard_sign, float* out, float* out
 
 void launch_hadamard(const Matrix& x, uint32_t sign, void* out, cudaStream_t stream);
 
+// Whole blocks to their transpose (columns, rows padded to 16): of x's dtype, or Hadamard-transformed bfloat16 where
+// hadamard_sign >= 0.
+void launch_transpose(const Matrix& x, int hadamard_sign, void* out, cudaStream_t stream);
+
 // Any spec, any shape: 1x16 blocks or 16x16 tiles. The padding of the scales is left alone.
 void launch_quantize_any(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 void launch_fake_quantize_any(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
@@ -76,6 +80,9 @@ void launch_fake_quantize_any(const Matrix& x, const Quantization& how, const Va
 void launch_quantize_rows(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 void launch_quantize_tiles(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
+
+// Whole blocks, 1x16 or 16x16, to nearest even or stochastic, with four-over-six. Leaves the padding of the scales alone.
+void launch_quantize_four_over_six(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 
 // bfloat16, both sides rounded alike; the transposed side may be Hadamard-transformed. Writes its scale padding.
 void launch_quantize_pair(const Matrix& x, const Quantization& how, const Quantization& how_transposed,

@@ -122,8 +122,6 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
   return shape;
 }
 
-Tensor transposed_copy(const Tensor& x) { return torch::stable::contiguous(torch::stable::transpose(x, 0, 1)); }
-
 // --- amax, Hadamard --------------------------------------------------------------------------------------------------
 
 Tensor amax(const Tensor& x, int64_t hadamard_sign) {
@@ -133,6 +131,28 @@ Tensor amax(const Tensor& x, int64_t hadamard_sign) {
   Tensor out = zero_scalar(x, stream);
   launch_amax(rows.matrix, static_cast<int>(hadamard_sign), floats(out), stream);
   check_launched("nvfp4::amax");
+  return out;
+}
+
+Tensor hadamard(const Tensor& x, int64_t sign) {
+  const OnDeviceOf guard(x);
+  const Rows rows(x);
+  Tensor out = empty(with_last(x, rows.matrix.blocks() * kBlock), ScalarType::BFloat16, x);
+  launch_hadamard(rows.matrix, static_cast<uint32_t>(sign), out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::hadamard");
+  return out;
+}
+
+// x^T, rows padded to 16 perhaps; Hadamard-transformed, in bfloat16, where sign >= 0. m is the matrix of x.
+Tensor transposed(const Tensor& x, const Matrix& m, int64_t sign) {
+  if (!m.whole_blocks()) {
+    const Tensor copy = torch::stable::contiguous(torch::stable::transpose(x, 0, 1));
+    return sign < 0 ? copy : nvfp4::hadamard(copy, sign);
+  }
+  const ScalarType type = sign < 0 ? x.scalar_type() : ScalarType::BFloat16;
+  Tensor out = empty({m.columns, ceil_div(m.rows, kBlock) * kBlock}, type, x);
+  launch_transpose(m, static_cast<int>(sign), out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::transpose");
   return out;
 }
 
@@ -147,21 +167,12 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
   }
   const Rows rows(x);
   if (rows.matrix.dtype != Dtype::kBf16 || !rows.matrix.whole_blocks()) {
-    return {nvfp4::amax(x, -1), nvfp4::amax(transposed_copy(x), hadamard_sign)};
+    return {nvfp4::amax(x, -1), nvfp4::amax(transposed(x, rows.matrix, hadamard_sign), -1)};
   }
   Tensor row = zero_scalar(x, stream), column = zero_scalar(x, stream);
   launch_amax_pair(rows.matrix, static_cast<int>(hadamard_sign), floats(row), floats(column), stream);
   check_launched("nvfp4::amax_pair");
   return {row, column};
-}
-
-Tensor hadamard(const Tensor& x, int64_t sign) {
-  const OnDeviceOf guard(x);
-  const Rows rows(x);
-  Tensor out = empty(with_last(x, rows.matrix.blocks() * kBlock), ScalarType::BFloat16, x);
-  launch_hadamard(rows.matrix, static_cast<uint32_t>(sign), out.mutable_data_ptr(), current_stream(x));
-  check_launched("nvfp4::hadamard");
-  return out;
 }
 
 // --- quantize --------------------------------------------------------------------------------------------------------
@@ -185,11 +196,15 @@ Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<
   return how;
 }
 
-// Whether the fast kernels know the spec, on a side whose Hadamard transform (if any) they take care of.
-bool is_fast(const QuantizeSpec& spec) {
-  const bool mode = spec.round_mode == RoundingMode::kNearestEven || spec.is_stochastic();
-  return mode && spec.four_over_six == FourOverSix::kNone;
+// Whether the fast kernels know the rounding mode, on a side whose Hadamard transform (if any) they take care of.
+bool is_fast_mode(const QuantizeSpec& spec) {
+  return spec.round_mode == RoundingMode::kNearestEven || spec.is_stochastic();
 }
+
+bool is_fast(const QuantizeSpec& spec) { return is_fast_mode(spec) && spec.four_over_six == FourOverSix::kNone; }
+
+// The packed spec of what is already transformed.
+int64_t without_hadamard(int64_t spec) { return spec & ~(int64_t{0xFFFF} << 16 | 1 << 9); }
 
 struct Outputs {
   Tensor qdata, scale, factor;
@@ -208,6 +223,11 @@ struct Outputs {
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
                                             int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
                                             int64_t random_stream) {
+  if (const int sign = QuantizeSpec::unpack(spec).hadamard_sign; sign >= 0) {
+    // What is quantized is the transform rounded to bfloat16, so two fast kernels do what one slow one would.
+    return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0,
+                    full_width ? full_width : x.size(x.dim() - 1), random_stream);
+  }
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   const Rows rows(x);
@@ -215,14 +235,16 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
   Outputs out(with_last(x, 0), m.rows, m.blocks(), x);
   const Quantization how = quantization(spec, amax, rng_state, random_stream, row0, col0,
                                         full_width ? full_width : m.columns, out.factor);
-  const bool fast = is_fast(how.spec) && how.spec.hadamard_sign < 0 && m.whole_blocks();
-  if (fast && how.spec.block_rows == 1) {
+  const bool fast = is_fast_mode(how.spec) && m.whole_blocks();
+  const bool plain = how.spec.four_over_six == FourOverSix::kNone;
+  if (fast && plain && how.spec.block_rows == 1) {
     launch_quantize_rows(m, how, out.codes(), stream);
   } else {
     if (m.rows % kTileRows || m.blocks() % kTileColumns) {
       cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
     }
-    (fast ? launch_quantize_tiles : launch_quantize_any)(m, how, out.codes(), stream);
+    const auto launch = !fast ? launch_quantize_any : plain ? launch_quantize_tiles : launch_quantize_four_over_six;
+    launch(m, how, out.codes(), stream);
   }
   check_launched("nvfp4::quantize");
   return {out.qdata, out.scale, out.factor};
@@ -252,8 +274,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
   if (!full_rows) full_rows = m.rows;
   if (!full_width) full_width = m.columns;
   if (!is_fast_pair(m, QuantizeSpec::unpack(spec), QuantizeSpec::unpack(spec_t))) {
-    return std::tuple_cat(quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
-                          quantize(transposed_copy(x), amax_t, rng_state, spec_t, col0, row0, full_rows, 1));
+    const Tensor x_t = transposed(x, m, QuantizeSpec::unpack(spec_t).hadamard_sign);
+    return std::tuple_cat(
+        quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
+        quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, 1));
   }
   const int64_t blocks_t = ceil_div(m.rows, kBlock);
   Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);

@@ -1,8 +1,5 @@
 // quantize and fake_quantize for every spec and every shape, straight from numerics/*.h: what the fast kernels leave.
-//
-// One lane a row of 16 elements. With 16x16 tiles, 16 lanes are the 16 rows of one tile, and what the tile shares
-// (its maximum, its errors added in halves) goes through shuffles among them.
-#include "block.cuh"
+#include "row_lanes.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -15,13 +12,6 @@ __device__ __forceinline__ float tile_max(float v, bool tile) {
     const float other = __shfl_xor_sync(0xFFFFFFFFu, v, half);
     v = !(v <= kFloatMax) || v > other ? v : other;  // NaN and Inf win
   }
-  return v;
-}
-
-__device__ __forceinline__ float tile_sum(float v, bool tile) {
-  if (!tile) return v;
-#pragma unroll
-  for (int half = 8; half; half /= 2) v = add(v, __shfl_xor_sync(0xFFFFFFFFu, v, half));
   return v;
 }
 
@@ -42,30 +32,6 @@ __device__ __forceinline__ uint8_t choose_scale(const float (&v)[kBlock], const 
   return error4 < error6 ? four : six;
 }
 
-// Where a lane's next row of a block lies. Tiles are walked by half-warps, rows of blocks by lanes.
-struct Place {
-  uint32_t row, column;
-  bool inside;
-};
-
-struct Blocks {
-  Walk at;
-  bool tile;
-
-  __device__ Blocks(const Matrix& x, bool is_tile)
-      : at(is_tile ? ceil_div(x.rows, kBlock) : x.rows, x.blocks(),
-           (blockIdx.x * blockDim.x + threadIdx.x) / (is_tile ? kBlock : 1),
-           gridDim.x * blockDim.x / (is_tile ? kBlock : 1)),
-        tile(is_tile) {}
-
-  __device__ bool any() const { return __any_sync(0xFFFFFFFFu, at.inside()); }
-
-  __device__ Place place(const Matrix& x) const {
-    const uint32_t row = tile ? at.row * kBlock + threadIdx.x % kBlock : at.row;
-    return {row, at.column, at.inside() && row < x.rows};
-  }
-};
-
 // One row of a block: its values (transformed), scale and codes.
 struct Encoded {
   uint8_t s_bits;
@@ -74,7 +40,7 @@ struct Encoded {
 
 template <typename T>
 __device__ __forceinline__ Encoded encode(const Matrix& x, const Quantization& how, const TensorScale& tensor,
-                                          const DrawSource& source, const Place& place, bool tile) {
+                                          const DrawSource& source, const RowPlace& place, bool tile) {
   const QuantizeSpec& spec = how.spec;
   float v[kBlock] = {};
   if (place.inside) load_block<T>(x, place.row, place.column, v);
@@ -100,8 +66,8 @@ __global__ void __launch_bounds__(kThreads) quantize_any(Matrix x, Quantization 
   const DrawSource source = draw_source(how, how.spec.is_stochastic());
   const uint32_t column_tiles = static_cast<uint32_t>(x.column_tiles());
   const bool tile = how.spec.block_rows == kBlock;
-  for (Blocks blocks(x, tile); blocks.any(); blocks.at.step()) {
-    const Place place = blocks.place(x);
+  for (RowLanes lanes(x, tile); lanes.any(); lanes.at.step()) {
+    const RowPlace place = lanes.place(x);
     const Encoded encoded = encode<T>(x, how, tensor, source, place, tile);
     if (!place.inside) continue;
     uint2 codes = make_uint2(0u, 0u);
@@ -130,8 +96,8 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_any(Matrix x, Quantiza
   const DrawSource source = draw_source(how, how.spec.is_stochastic());
   const float factor = out.scaled ? per_tensor_scale(tensor.amax, how.spec.scale_ceiling) : 1.0f;
   const bool tile = how.spec.block_rows == kBlock;
-  for (Blocks blocks(x, tile); blocks.any(); blocks.at.step()) {
-    const Place place = blocks.place(x);
+  for (RowLanes lanes(x, tile); lanes.any(); lanes.at.step()) {
+    const RowPlace place = lanes.place(x);
     const Encoded encoded = encode<T>(x, how, tensor, source, place, tile);
     if (!place.inside) continue;
     const float s_b = e4m3_value(encoded.s_bits);
@@ -147,16 +113,14 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_any(Matrix x, Quantiza
 }  // namespace
 
 void launch_quantize_any(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream) {
-  const int64_t rows = ceil_div(x.rows, how.spec.block_rows) * how.spec.block_rows;
   for_dtype(x.dtype, [&](auto type) {
-    launch_walk<quantize_any<decltype(type)>>(rows * x.blocks(), stream, x, how, out);
+    launch_walk<quantize_any<decltype(type)>>(RowLanes::threads(x, how.spec), stream, x, how, out);
   });
 }
 
 void launch_fake_quantize_any(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream) {
-  const int64_t rows = ceil_div(x.rows, how.spec.block_rows) * how.spec.block_rows;
   for_dtype(x.dtype, [&](auto type) {
-    launch_walk<fake_quantize_any<decltype(type)>>(rows * x.blocks(), stream, x, how, out);
+    launch_walk<fake_quantize_any<decltype(type)>>(RowLanes::threads(x, how.spec), stream, x, how, out);
   });
 }
 

@@ -5,6 +5,8 @@
 // c ^ (r / 16): eight groups of 16 rows by four words then fall into 32 different banks, and so do four even chunks of
 // a row and of the row 16 below it. The tile makes two whole tiles of block scales on either side; they are gathered in
 // shared memory and written, padding included, as 1024 contiguous bytes each. The next tile is copied meanwhile.
+#include <atomic>
+
 #include "block.cuh"
 #include "columns.cuh"
 
@@ -17,7 +19,7 @@ constexpr int kTile = 128;
 constexpr int kChunks = kTile * 2 / 16;       // 16-byte chunks of a row
 constexpr int kTileBlocks = kTile / kBlock;   // of a row
 constexpr int kScaleBytes = kTile * kTileBlocks;
-constexpr int kBlocksPerSm = 3;               // 68 KB of shared memory and 80 registers a thread each
+constexpr int kBlocksPerSm = 2;               // with 128 registers a thread: 2 % ahead of 3 with 80
 constexpr int kWaves = 4;                     // a static share each leaves some warps to end alone
 
 struct Shared {
@@ -40,22 +42,25 @@ struct Encoder {
   DrawSource source;
 };
 
+// Rows of `rows` from `first` on.
+__device__ __forceinline__ uint32_t rows_left(uint32_t rows, uint32_t first) { return rows - min(rows, first); }
+
 __device__ __forceinline__ void copy_chunk(uint4* to, const void* from, bool inside) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(inside ? 16 : 0));
 }
 
-// Starts the copy of the tile at (row0, column0); one commit group, empty past the last tile.
+// Starts the copy of the tile at (row0, column0); one commit group, empty past the last tile. A thread copies a chunk of
+// each of eight neighbouring rows, so that their places are one register and constants.
 __device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32_t column0, uint4 (*to)[kChunks]) {
-  constexpr uint32_t kRowsATurn = kThreads / kChunks;  // = kBlock: turn i loads group i of 16 rows
-  const uint32_t chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks, column = column0 + chunk * 8;
-  const uint32_t rows = column < x.columns ? static_cast<uint32_t>(x.rows) : 0;
-  const Bf16* from = element_at<Bf16>(x, row0 + row, column);
+  constexpr int kRowsAThread = kTile * kChunks / kThreads;
+  const uint32_t chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRowsAThread;
+  const uint32_t column = column0 + chunk * 8;
+  const uint32_t rows = column < x.columns ? rows_left(static_cast<uint32_t>(x.rows), row0 + first) : 0;
+  const Bf16* from = element_at<Bf16>(x, row0 + first, column);
 #pragma unroll
-  for (int i = 0; i < kTile / kRowsATurn; ++i) {
-    const bool inside = row0 + row + i * kRowsATurn < rows;
-    copy_chunk(&to[row + i * kRowsATurn][chunk ^ i], inside ? from : x.data, inside);
-    from += x.row_stride * kRowsATurn;
+  for (int i = 0; i < kRowsAThread; ++i, from += x.row_stride) {
+    copy_chunk(&to[first + i][chunk ^ first / kBlock], from, i < rows);
   }
 }
 
@@ -74,24 +79,27 @@ __device__ __forceinline__ uint2* codes_at(const Side& side, uint32_t row, uint3
   return reinterpret_cast<uint2*>(side.out.qdata) + (static_cast<int64_t>(row) * side.blocks + block);
 }
 
+// Both walks keep a thread within one group of 16 rows, so that all its shared memory lies at constants from one place.
 template <Fast mode>
 __device__ __forceinline__ void quantize_by_rows(const Side& side, const Encoder& encoder, uint32_t row0,
                                                  uint32_t block0, const uint4 (*x)[kChunks], uint8_t* scale) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Lanes: 4 blocks, 2 rows 16 apart, 4 rows; warps and turns: the other half of the row, 4 x 4 rows.
-  const uint32_t block = lane % 4 + 4 * (warp % 2);
-  const uint32_t first = lane / 8 + 4 * (warp / 2) + 16 * (lane / 4 % 2);
-  const bool block_inside = block0 + block < side.blocks;
+  // Lanes: 4 blocks, 2 groups, 4 rows; warps: the halves of a row, 4 x 2 groups; turns: 4 x 4 rows of a group.
+  constexpr int kRowsATurn = 4;
+  const uint32_t block = lane % 4 + 4 * (warp % 2), group = lane / 4 % 2 + 2 * (warp / 2);
+  const uint32_t first = group * kBlock + lane / 8;
+  const uint32_t rows = block0 + block < side.blocks ? rows_left(side.rows, row0 + first) : 0;
+  const uint4* low = &x[first][(2 * block) ^ group];
+  const uint4* high = &x[first][(2 * block + 1) ^ group];
   uint2* codes = codes_at(side, row0 + first, block0 + block);
   uint64_t number = block_number(side.how.random, row0 + first, block0 + block);
   scale += scale_offset(first, block, kTileBlocks / kTileColumns);
-#pragma unroll 1
-  for (uint32_t row = first; row < kTile; row += 32) {
-    const uint4 low = x[row][(2 * block) ^ row / kBlock], high = x[row][(2 * block + 1) ^ row / kBlock];
-    const Elements<Bf16, kBlock> elements = {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
-    quantize_one<mode>(elements, encoder, side.how.spec.scale_rounding, number,
-                       block_inside && row0 + row < side.rows, codes, scale);
-    codes += 32 * static_cast<int64_t>(side.blocks), number += 32 * side.how.random.width, scale += 4;
+#pragma unroll
+  for (int row = 0; row < kBlock; row += kRowsATurn) {
+    const uint4 a = low[row * kChunks], b = high[row * kChunks];
+    const Elements<Bf16, kBlock> elements = {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+    quantize_one<mode>(elements, encoder, side.how.spec.scale_rounding, number, row < rows, codes, scale + row * 16);
+    codes += kRowsATurn * static_cast<int64_t>(side.blocks), number += kRowsATurn * side.how.random.width;
   }
 }
 
@@ -101,24 +109,25 @@ __device__ __forceinline__ void quantize_by_columns(const Side& side, const Enco
                                                     const uint4 (*x)[kChunks], uint8_t* scale) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t group = lane / 4;  // of 16 rows: a block of the transpose
-  const bool group_inside = block0 + group < side.blocks;
-#pragma unroll 1
-  for (uint32_t chunk = warp; chunk < kChunks; chunk += kThreads / 32) {
+  const uint32_t first = warp * 8 + lane % 4 * 2;
+  constexpr int kColumnsATurn = kThreads / 32 * 8;
+  const uint32_t columns = block0 + group < side.blocks ? rows_left(side.rows, row0 + first) : 0;
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(&x[group * kBlock][warp ^ group]) + lane % 4;
+  uint2* codes = codes_at(side, row0 + first, block0 + group);
+  uint64_t number = block_number(side.how.random, row0 + first, block0 + group);
+  scale += scale_offset(first, group, kTileBlocks / kTileColumns);
+#pragma unroll
+  for (int column = 0; column < kTile; column += kColumnsATurn) {
     uint32_t word[kBlock];
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      word[i] = reinterpret_cast<const uint32_t*>(&x[group * kBlock + i][chunk ^ group])[lane % 4];
-    }
-    const uint32_t column = chunk * 8 + lane % 4 * 2;
-    uint2* codes = codes_at(side, row0 + column, block0 + group);
-    const uint64_t number = block_number(side.how.random, row0 + column, block0 + group);
-    uint8_t* to = scale + scale_offset(column, group, kTileBlocks / kTileColumns);
+    for (int i = 0; i < kBlock; ++i) word[i] = words[(i * kChunks + column / 8) * 4];
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {  // the columns are whole blocks of x: both inside or neither
+    for (int which = 0; which < 2; ++which) {
       quantize_one<mode>(column_block<transform>(word, which, factors), encoder, side.how.spec.scale_rounding,
-                         number + which * side.how.random.width, group_inside && row0 + column < side.rows,
-                         codes + which * static_cast<int64_t>(side.blocks), to + which * 16);
+                         number + which * side.how.random.width, column < columns,
+                         codes + which * static_cast<int64_t>(side.blocks), scale + column / 32 * 4 + which * 16);
     }
+    codes += kColumnsATurn * static_cast<int64_t>(side.blocks), number += kColumnsATurn * side.how.random.width;
   }
 }
 
@@ -146,22 +155,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) quantize_pair(Matrix x
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   write_per_tensor_scale(side.how);
   write_per_tensor_scale(transposed.how);
-  const uint32_t tiles_across = static_cast<uint32_t>(ceil_div(x.columns, kTile));
-  const uint32_t tiles = static_cast<uint32_t>(ceil_div(x.rows, kTile)) * tiles_across;
-  load_tile(x, blockIdx.x / tiles_across * kTile, blockIdx.x % tiles_across * kTile, shared.x[0]);
+  Walk tile(ceil_div(x.rows, kTile), ceil_div(x.columns, kTile), blockIdx.x, gridDim.x);
+  load_tile(x, tile.row * kTile, tile.column * kTile, shared.x[0]);
   asm volatile("cp.async.commit_group;");
   const Encoder encoder = make_encoder<mode>(side, shared.enc);
   const Encoder encoder_transposed = make_encoder<mode>(transposed, shared.enc_transposed);
-  uint32_t stage = 0;
-  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x, stage ^= 1) {
-    const uint32_t next = tile + gridDim.x;
-    if (next < tiles) {
-      load_tile(x, next / tiles_across * kTile, next % tiles_across * kTile, shared.x[stage ^ 1]);
-    }
+  for (uint32_t stage = 0; tile.inside(); stage ^= 1) {
+    const uint32_t row0 = tile.row * kTile, column0 = tile.column * kTile;
+    tile.step();
+    if (tile.inside()) load_tile(x, tile.row * kTile, tile.column * kTile, shared.x[stage ^ 1]);
     asm volatile("cp.async.commit_group;");
     asm volatile("cp.async.wait_group 1;" ::: "memory");
     __syncthreads();
-    const uint32_t row0 = tile / tiles_across * kTile, column0 = tile % tiles_across * kTile;
     const uint4 (*elements)[kChunks] = shared.x[stage];
     quantize_by_rows<mode>(side, encoder, row0, column0 / kBlock, elements, shared.scale);
     quantize_by_columns<mode, transform>(transposed, encoder_transposed, factors, column0, row0 / kBlock, elements,
@@ -172,10 +177,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) quantize_pair(Matrix x
   }
 }
 
+// Once a device: the call takes as long as an allocation.
+template <auto kernel>
+void allow_shared_memory() {
+  static std::atomic<uint64_t> allowed{0};  // a bit a device
+  int device = 0;
+  cudaGetDevice(&device);
+  const uint64_t bit = uint64_t{1} << device % 64;
+  if (device < 64 && allowed & bit) return;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+  allowed |= bit;
+}
+
 template <Fast mode, bool transform>
 void launch(const Matrix& x, const Side& side, const Side& transposed, cudaStream_t stream) {
-  const auto kernel = quantize_pair<mode, transform>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+  constexpr auto kernel = quantize_pair<mode, transform>;
+  allow_shared_memory<kernel>();
   const int64_t tiles = ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   const int sign = transposed.how.spec.hadamard_sign;
   kernel<<<grid_of(kWaves * kBlocksPerSm, tiles), kThreads, sizeof(Shared), stream>>>(

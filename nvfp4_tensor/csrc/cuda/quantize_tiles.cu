@@ -7,6 +7,19 @@ namespace {
 
 constexpr int kTilesAWarp = 8, kRowsAThread = 4;
 
+// The scales of a warp's tiles: those of four tiles side by side are one word for each of their 16 rows, two such words
+// a row, and each lane writes one. Zeros, the padding, where a tile of scales goes on past the last block.
+__device__ __forceinline__ void store_scales(uint32_t s_bits, const Walk& at, uint32_t lane, const Matrix& x,
+                                             uint8_t* scale) {
+  uint32_t word = s_bits << (8 * (lane % kTileColumns));
+  word |= __shfl_xor_sync(0xFFFFFFFFu, word, 1);
+  word |= __shfl_xor_sync(0xFFFFFFFFu, word, 2);
+  const uint32_t row = at.row * kBlock + lane / kTilesAWarp + kRowsAThread * (lane % kTileColumns);
+  const uint32_t column = at.column * kTilesAWarp + lane % kTilesAWarp / kTileColumns * kTileColumns;
+  if (row >= x.rows || column >= x.blocks()) return;
+  *reinterpret_cast<uint32_t*>(scale + scale_offset(row, column, static_cast<uint32_t>(x.column_tiles()))) = word;
+}
+
 template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_tiles(Matrix x, Quantization how,
                                                                                    Codes out) {
@@ -14,7 +27,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
   const TensorScale tensor = tensor_scale(how);
   const float* enc = encode_table(tensor);
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
-  const uint32_t column_tiles = static_cast<uint32_t>(x.column_tiles()), blocks = static_cast<uint32_t>(x.blocks());
+  const uint32_t blocks = static_cast<uint32_t>(x.blocks());
   const uint32_t lane = threadIdx.x % 32, warps = kThreads / 32;
   const uint32_t first = blockIdx.x * warps + threadIdx.x / 32;
   for (Walk at(ceil_div(x.rows, kBlock), ceil_div(blocks, kTilesAWarp), first, gridDim.x * warps); at.inside();
@@ -42,8 +55,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_til
       if (column >= blocks || row >= x.rows) continue;
       const uint2 codes = encode16<mode>(block[i], s_bits, block_enc, source, block_number(how.random, row, column));
       reinterpret_cast<uint2*>(out.qdata)[static_cast<int64_t>(row) * blocks + column] = codes;
-      out.scale[scale_offset(row, column, column_tiles)] = s_bits;
     }
+    store_scales(s_bits, at, lane, x, out.scale);
   }
 }
 

@@ -1,13 +1,18 @@
-// Rounding to E2M1 in about nine instructions an element, and the packing of the codes.
+// Rounding to E2M1 in about nine instructions an element to nearest and eight stochastically, and the packing of codes.
 //
-// c(a), the piecewise linear code of a magnitude a (numerics/e2m1.h), is a sum of saturations:
+// To nearest: c(a), the piecewise linear code of a magnitude a (numerics/e2m1.h), is a sum of saturations,
 //     c(a) = 4 sat(a/2) + 2 sat(a/2 - 1) + sat(a/2 - 2),    sat(t) = min(max(t, 0), 1)
 // Each sat is exact in float32 (a flag of the multiplier, so it costs nothing), only one of the three is ever strictly
-// between 0 and 1, and the whole saturates at code 7, which is 6. Added term by term to a large number whose last place
-// is one unit, c is rounded once, at the one fractional term, and its integer part is left in the low bits of the sum:
-//     to nearest even   2^23 + c,               rounded to nearest even: an even code is an even integer
-//     stochastic        2^7 + r16 2^-16 + c,    rounded down to 2^-16:  128 + (r16 + floor(2^16 c)) 2^-16
-// All of it runs on the FMA pipes; min, max, shifts and logic share one pipe of half their rate.
+// between 0 and 1, and the whole saturates at code 7, which is 6. Added term by term to 2^23, whose last place is one
+// unit, c is rounded once, at the one fractional term, and left in the low bits: an even code is an even integer.
+//
+// Stochastically: float32 itself has this code. In the encoding of 2^-126 a, c is a number with its integer part from
+// bit 22 up, subnormal for a < 1 and normal above, and the 16 bits below are floor(2^16 frac): adding r16 to those
+// carries into the code just as the contract has it. Multiplied by 2^-126 toward zero, an a below 1 keeps 2^-23 where
+// 2^-17 is looked at, and all others are exact; what comes out above code 7, at most 255, is held to 7 when codes are
+// packed, two an instruction.
+//
+// Both leave most of the work to the FMA pipes; min, max, shifts and logic share one pipe of half their rate.
 #pragma once
 
 #include "elements.cuh"
@@ -40,46 +45,46 @@ __device__ __forceinline__ uint32_t nearest_even_bits(float a) {
   return float_bits(__fadd_rn(__fmaf_rn(second, 2.0f, __fmaf_rn(first, 4.0f, 8388608.0f)), third));
 }
 
-constexpr uint32_t kDrawBase = 0x43000000u;  // 128.0, whose last place is 2^-16
-
-// draw = 0x4300 and the 16 random bits; the result has the code in bits 16..18, under 0x43000000.
+// draw = r16 << 8; the result has the code, or more than 7 for 7, in its top byte.
 __device__ __forceinline__ uint32_t stochastic_bits(float a, uint32_t draw) {
-  const float first = saturate_fma(a, 0.5f, 0.0f);
-  const float second = saturate_fma(a, 0.5f, -1.0f), third = saturate_fma(a, 0.5f, -2.0f);
-  return float_bits(__fadd_rz(__fmaf_rz(second, 2.0f, __fmaf_rz(first, 4.0f, bits_float(draw))), third));
+  float v;
+  asm("mul.rz.sat.f32 %0, %1, 0f00800000;" : "=f"(v) : "f"(a));  // 2^-126 a, at most 1: times four that is 254 << 24
+  return float_bits(v) * 4u + draw;
 }
 
-// Eight results of the functions above to 32 bits of unsigned codes, element 0 lowest: multiply-adds by powers of 16,
-// the constant under each code taken off at the end.
+// Eight results of the functions above to 32 bits of unsigned codes, element 0 lowest.
 template <Fast mode>
 __device__ __forceinline__ uint32_t pack_codes(const uint32_t (&bits)[8]) {
-  constexpr bool high = mode != Fast::kNearestEven;
-  constexpr uint32_t constant = high ? 0x43004300u * 0x1111u : 0u;
-  uint32_t packed = 0u - constant;
+  if constexpr (mode == Fast::kNearestEven) {
+    uint32_t packed = 0;
 #pragma unroll
-  for (int i = 3; i >= 0; --i) {  // codes i and i + 4 in the two halves of a word
-    packed += __byte_perm(bits[i], bits[i + 4], high ? 0x7632 : 0x5410) << (4 * i);
+    for (int i = 3; i >= 0; --i) packed += __byte_perm(bits[i], bits[i + 4], 0x5410) << (4 * i);
+    return packed;
+  } else {
+    const auto pair = [&](int i) { return __vminu2(__byte_perm(bits[i], bits[i + 2], 0x7632), 0x07FF07FFu); };
+    uint32_t half[2];  // codes of even and of odd elements, one a byte
+#pragma unroll
+    for (int i = 0; i < 2; ++i) half[i] = __byte_perm(pair(i), pair(i + 4), 0x7531);
+    return half[1] * 16u + half[0];
   }
-  return packed;
+}
+
+// A block's random bits, r16 << 8, as stochastic_bits adds them (8 bits: its upper eight), a PRMT each: bytes b and
+// b + 1 of a word between zeros. The window of the last byte of a word takes its zeros from the window after it.
+template <Fast mode>
+__device__ __forceinline__ uint32_t draw_of(const Words4& words, int element) {
+  constexpr bool eight = mode == Fast::kStochastic8;
+  const uint32_t byte = element % 4, word = words.word[element / 4], next = words.word[(element / 4 + 1) % 4];
+  if (eight) return byte < 3 ? __byte_perm(word, 0, 0x4044u | (byte + 1) << 8) : __byte_perm(next, 0, 0x4044u);
+  if (byte < 3) return __byte_perm(word, 0, 0x4004u | (byte + 1) << 8 | byte << 4);
+  return __byte_perm(word, __byte_perm(next, 0, 0x4104u), 0x4534u);
 }
 
 // What a kernel's threads know about their random bits.
 struct DrawSource {
   RandomKey key;
   bool hardware;
-  uint32_t base;  // kDrawBase, from opaque_base()
 };
-
-// A block's random bits, handed out as stochastic_bits wants them: PRMT takes bytes b and b + 1 of a word (8 bits: a
-// zero and byte b + 1) under the base's upper two. The window of the last byte of a word needs the next word too.
-template <Fast mode>
-__device__ __forceinline__ uint32_t draw_of(const Words4& words, int element, uint32_t base) {
-  constexpr bool eight = mode == Fast::kStochastic8;
-  const uint32_t byte = element % 4, word = words.word[element / 4], next = words.word[(element / 4 + 1) % 4];
-  if (byte < 3) return __byte_perm(word, base, 0x7600u | (byte + 1) << 4 | (eight ? 4u : byte));
-  if (eight) return __byte_perm(next, base, 0x7604u);
-  return (__byte_perm(word, next, 0x0043u) & 0xFFFFu) | base;
-}
 
 #if defined(NVFP4_HARDWARE_NEAREST)
 __device__ __forceinline__ uint32_t hardware_nearest(const float (&v)[8]) {
@@ -122,13 +127,13 @@ __device__ __forceinline__ uint32_t hardware_stochastic(const float (&v)[8], con
 // Codes of elements first .. first + 7 of a block, times enc, packed: in software,
 template <Fast mode, typename T>
 __device__ __forceinline__ uint32_t encode8_software(const Elements<T, kBlock>& x, int first, float enc,
-                                                     const Words4& words, uint32_t base) {
+                                                     const Words4& words) {
   uint32_t bits[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float a = __fmul_rn(fabsf(x.value(first + i)), enc);
+    const float a = __fmul_rn(x.magnitude(first + i), enc);
     bits[i] = mode == Fast::kNearestEven ? nearest_even_bits(a)
-                                         : stochastic_bits(a, draw_of<mode>(words, first + i, base));
+                                         : stochastic_bits(a, draw_of<mode>(words, first + i));
   }
   return pack_codes<mode>(bits) | x.signs(first);
 }
@@ -154,10 +159,10 @@ __device__ __forceinline__ uint32_t encode8(const Elements<T, kBlock>& x, int fi
     scaled(v);
     return hardware_nearest(v);
   } else {
-    return encode8_software<mode>(x, first, enc, words, source.base);
+    return encode8_software<mode>(x, first, enc, words);
   }
 #else
-  return encode8_software<mode>(x, first, enc, words, source.base);
+  return encode8_software<mode>(x, first, enc, words);
 #endif
 }
 
