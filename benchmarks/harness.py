@@ -203,7 +203,7 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("nvfp4-tensor", "torchao", "triton", "fbgemm-gpu", "mslk"):
+    for package in ("nvfp4-tensor", "torchao", "triton", "fbgemm-gpu-genai", "mslk-cuda"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
