@@ -58,11 +58,11 @@ def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
         if fp4_products.has_grouped_fp4(x.device) and fp4_products.fits_grouped_tensor_cores(x, w):
             return fp4_products.scaled_grouped_product(quantize(x, w.activation_spec, amax=w.activation_amax), w, offs)
         x, x_scale = _quantized_values(x, w)
-    codes, scale, _ = _weight(w)
+    weight = w.qdata.contiguous(), w.scale.contiguous(), w.per_tensor_scale
+    if w.transposed and x.dtype != torch.float32:
+        return torch.ops.nvfp4.grouped_linear(x, x_scale, *weight, offs, out_dtype)
     columns = x.shape[-1] if w.transposed else w.columns
-    return torch.ops.nvfp4.grouped_matmul(
-        x, x_scale, codes, scale, w.per_tensor_scale, offs, columns, not w.transposed, out_dtype
-    )
+    return torch.ops.nvfp4.grouped_matmul(x, x_scale, *weight, offs, columns, not w.transposed, out_dtype)
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:

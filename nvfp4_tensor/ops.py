@@ -41,6 +41,8 @@ for _schema in (
     " SymInt columns, bool transposed, ScalarType out_dtype) -> Tensor",
     "grouped_matmul(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor offs,"
     " SymInt columns, bool transposed, ScalarType out_dtype) -> Tensor",
+    "grouped_linear(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor offs,"
+    " ScalarType out_dtype) -> Tensor",
     "grouped_fp4_matmul(Tensor x, Tensor x_scale, Tensor x_factor, Tensor w, Tensor w_scale, Tensor w_factor,"
     " Tensor offs) -> Tensor",
 ):
@@ -299,6 +301,17 @@ def _grouped_matmul_backward(ctx, grad):
 torch.library.register_autograd(
     "nvfp4::grouped_matmul", _grouped_matmul_backward, setup_context=_grouped_matmul_context, lib=_library
 )
+
+
+@_implement("grouped_linear")
+def grouped_linear(x, x_scale, qdata, scale, per_tensor_scale, offs, out_dtype):
+    """``grouped_matmul`` along the blocks, for x in bfloat16 or float16: on CUDA nothing waits for offs."""
+    return grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, x.shape[-1], False, out_dtype)
+
+
+@_fake("grouped_linear")
+def _(x, x_scale, qdata, scale, per_tensor_scale, offs, out_dtype):
+    return x.new_empty((x.shape[0], qdata.shape[-2]), dtype=out_dtype)
 
 
 @_implement("grouped_fp4_matmul")

@@ -61,6 +61,9 @@ def test_opcheck_grouped_matmul(device, transposed):
     offs = torch.tensor([2, 5], dtype=torch.int32, device=device)
     for x_scale in (None, torch.rand(6, device=device)):
         opcheck(nvfp4.grouped_matmul.default, (x, x_scale, qdata, scale, factor, offs, 50, transposed, torch.float32))
+        if not transposed:
+            rows = x.detach().bfloat16()
+            opcheck(nvfp4.grouped_linear.default, (rows, x_scale, qdata, scale, factor, offs, torch.float32))
 
 
 @pytest.mark.parametrize("hadamard_sign", [None, 0x1234])

@@ -140,6 +140,7 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
   STD_TORCH_CHECK(rows < INT32_MAX && outer < INT32_MAX && inner < INT32_MAX, "nvfp4::matmul: a size beyond 2^31");
   p.M = static_cast<int>(batched ? shape[1] : rows);
+  p.rows = static_cast<int>(rows);
   p.N = static_cast<int>(outer);
   p.K = static_cast<int>(inner);
   Tensor y = empty_like_product(x, shape, out_dtype);

@@ -41,6 +41,10 @@ CUtensorMap tensor_map(const Matrix2d& m, int box_columns, int box_rows, CUtenso
 
 constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 
+int token_tiles(const Problem& p, int tokens) {
+  return p.offs ? most_token_tiles(p, tokens) : ceil_div(p.M, tokens);
+}
+
 template <typename T, typename S>
 void launch(const Problem& p, const void* permuted, int ranks, cudaStream_t stream) {
   auto kernel = many_rows::kernel<T, S>;
@@ -53,14 +57,14 @@ void launch(const Problem& p, const void* permuted, int ranks, cudaStream_t stre
   }
   const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const int64_t columns = ceil_div(p.K, kStageK) * kStageK;
-  const int64_t tokens = static_cast<int64_t>(p.experts) * p.M, rows = static_cast<int64_t>(p.experts) * p.N;
+  const int64_t rows = static_cast<int64_t>(p.experts) * p.N;
   const CUtensorMap x =
-      tensor_map({permuted, x_type, columns, tokens, columns * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
+      tensor_map({permuted, x_type, columns, p.rows, columns * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
   const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64,
                                        S::kRows, CU_TENSOR_MAP_SWIZZLE_64B);
   Work work;
   work.ranks = ranks;
-  work.token_tiles = ceil_div(p.M, S::kTokens);
+  work.token_tiles = token_tiles(p, S::kTokens);
   work.token_group = std::min(kTokenGroup, work.token_tiles);
   const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
   work.row_tiles = ceil_div(bands * kBand, S::kRows);
@@ -71,7 +75,7 @@ void launch(const Problem& p, const void* permuted, int ranks, cudaStream_t stre
   attributes[1].val.clusterDim.x = ranks;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ranks * work.row_tiles * work.token_tiles, 1, p.experts);
+  config.gridDim = dim3(ranks * work.row_tiles * work.token_tiles, 1, p.offs ? 1 : p.experts);
   config.blockDim = dim3(S::kThreads);
   config.dynamicSmemBytes = S::kSharedBytes;
   config.stream = stream;
@@ -84,7 +88,8 @@ template <typename S>
 void launch_shape(const Problem& p, const void* permuted, cudaStream_t stream) {
   // Two blocks split K where tiles are fewer than half of the multiprocessors (four were slower: 22 us, not 18, at
   // 4096 x 4096, M = 32).
-  const int tiles = p.experts * ceil_div(p.N, S::kRows) * ceil_div(p.M, S::kTokens), steps = ceil_div(p.Kp, kStageK);
+  const int tiles = (p.offs ? 1 : p.experts) * ceil_div(p.N, S::kRows) * token_tiles(p, S::kTokens);
+  const int steps = ceil_div(p.Kp, kStageK);
   const int ranks = tiles * 2 <= this_machine().multiprocessors && steps >= 8 ? 2 : 1;
   if (p.x_dtype == Dtype::kBf16) {
     launch<__nv_bfloat16, S>(p, permuted, ranks, stream);
@@ -105,7 +110,7 @@ bool fits_matmul_many_rows(const Problem& p) {
 }
 
 int64_t matmul_many_rows_scratch(const Problem& p) {
-  return static_cast<int64_t>(p.experts) * p.M * many_rows::ceil_div(p.K, many_rows::kStageK) * many_rows::kStageK * 2;
+  return static_cast<int64_t>(p.rows) * many_rows::ceil_div(p.K, many_rows::kStageK) * many_rows::kStageK * 2;
 }
 
 void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t stream) {
@@ -116,12 +121,13 @@ void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t strea
   // H200, us at 14336 x 8192 and 4096 x 4096: M = 32 in tiles of 32 tokens by 256 rows 39 and 24, by 128 rows 44 and
   // 18; M = 256 in tiles of 256 tokens 110 and 62 (41 where two blocks split K), of 128 tokens 124 and 40 (29).
   const int row_tiles = p.experts * ceil_div(p.N, 128);
-  if (p.M <= 32) {
+  const int m = p.offs ? 2 * p.rows / p.experts : p.M;  // groups differ: twice the mean is seldom exceeded
+  if (m <= 32) {
     row_tiles >= 100 ? launch_shape<Shape<32, 4, 8>>(p, scratch, stream)
                      : launch_shape<Shape<32, 2, 10>>(p, scratch, stream);
-  } else if (p.M <= 64) {
+  } else if (m <= 64) {
     launch_shape<Shape<64, 2, 8>>(p, scratch, stream);
-  } else if (p.M <= 128 || row_tiles * ceil_div(p.M, 256) * 2 <= this_machine().multiprocessors) {
+  } else if (m <= 128 || row_tiles * ceil_div(m, 256) * 2 <= this_machine().multiprocessors) {
     launch_shape<Shape<128, 2, 5>>(p, scratch, stream);
   } else {
     launch_shape<Shape<256, 2, 3>>(p, scratch, stream);

@@ -16,6 +16,7 @@
 #include <cuda.h>
 
 #include "matmul_decode.cuh"
+#include "matmul_groups.cuh"
 #include "matmul_problem.cuh"
 #include "matmul_shared.cuh"
 #include "matmul_wgmma.cuh"
@@ -47,13 +48,15 @@ struct Shape {
 // codes decoded by decode_word are A fragments. A thread moves 32 elements: its w of all four t.
 __global__ void permute_x(const __grid_constant__ Problem p, uint4* out) {
   const int groups = (p.K + kStageK - 1) / kStageK;
-  const int64_t all = static_cast<int64_t>(p.experts) * p.M * groups * 4;
+  const int64_t all = static_cast<int64_t>(p.rows) * groups * 4;
   const bool aligned = (reinterpret_cast<uintptr_t>(p.x) | (p.x_row * 2)) % 16 == 0;
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  const int64_t thread = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  if (p.offs) zero_rows_of_no_expert(p, thread, threads);
+  for (int64_t i = thread; i < all; i += threads) {
     const int64_t row = i / (groups * 4);
     const int k0 = static_cast<int>(i % (groups * 4)) / 4 * kStageK + static_cast<int>(i % 4) * 8;
     const uint16_t* from = static_cast<const uint16_t*>(p.x) + row * p.x_row;
@@ -71,6 +74,7 @@ __global__ void permute_x(const __grid_constant__ Problem p, uint4* out) {
 struct Work {
   int ranks;                     // blocks that share a tile and split K
   int token_tiles, token_group;  // blocks of one group of token tiles run together, so that both operands stay in L2
+                                 // (of groups of rows: as many token tiles as there can be)
   int row_tiles;                 // of an expert
 };
 
@@ -252,10 +256,10 @@ __device__ __forceinline__ void leave_sums(const float (&sum)[S::kTokens / 2], f
 
 template <typename S>
 __device__ __forceinline__ void write_sums(
-    const Problem& p, const float* sums, int expert, int token, int row, int rank, int ranks) {
+    const Problem& p, const float* sums, int expert, int token, int last_token, int row, int rank, int ranks) {
   constexpr int kWarps = S::kConsumers / 32;
   const int lane = threadIdx.x % 32;
-  for (int i = threadIdx.x / 32 * ranks + rank; i < S::kTokens && token + i < p.M; i += kWarps * ranks) {
+  for (int i = threadIdx.x / 32 * ranks + rank; i < S::kTokens && token + i < last_token; i += kWarps * ranks) {
 #pragma unroll
     for (int r = lane * 4; r < S::kRows; r += 128) {
       float4 total = make_float4(0, 0, 0, 0);
@@ -277,13 +281,22 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const uint32_t pool = (address_of(shared) + 1023) / 1024 * 1024;
   float* sums = reinterpret_cast<float*>(shared + (pool - address_of(shared)));
   const uint32_t full = pool + S::kPoolBytes, empty = full + 8 * S::kStages;
-  const int ranks = work.ranks, rank = blockIdx.x % ranks, block = blockIdx.x / ranks, expert = blockIdx.z;
+  const int ranks = work.ranks, rank = blockIdx.x % ranks, block = blockIdx.x / ranks;
 
   // blocks go down the rows of w, token_group tiles of tokens wide
   const int in_group = work.row_tiles * work.token_group, group = block / in_group;
   const int width = min(work.token_group, work.token_tiles - group * work.token_group);
   const int tile = block - group * in_group;
-  const int token = (group * work.token_group + tile % width) * S::kTokens;
+  const int token_tile = group * work.token_group + tile % width;
+  int expert = blockIdx.z, token = token_tile * S::kTokens, last_token = p.M;
+  if (p.offs) {
+    const TokenTile rows = TokenTiles(p, S::kTokens).find(token_tile);
+    if (rows.expert < 0) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");  // the grid is not done before permute_x is
+      return;
+    }
+    expert = rows.expert, token = rows.begin, last_token = rows.end;
+  }
   const int row = expert * p.N / kBand * kBand + tile / width * S::kRows;  // counted over the batch
 
   const int steps = (p.Kp + kStageK - 1) / kStageK;
@@ -313,7 +326,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     leave_sums<T, S>(sum, sums);
   }
   if (ranks > 1) cluster_sync();
-  if (threadIdx.x < S::kConsumers) write_sums<S>(p, sums, expert, token, row - expert * p.N, rank, ranks);
+  if (threadIdx.x < S::kConsumers) write_sums<S>(p, sums, expert, token, last_token, row - expert * p.N, rank, ranks);
   if (ranks > 1) cluster_wait_all();
 #endif
 }
