@@ -98,6 +98,20 @@ void launch_shape(const Problem& p, const void* permuted, cudaStream_t stream) {
   }
 }
 
+// H200, us, 8 experts of 14336 x 4096 with 32 and 128 rows each on average, 64 of 2048 x 7168 with 64 and 512: tiles of
+// 32 tokens by 256 rows of w 152, 470, 516, -; of 64 164, 427, 475, 3022; of 128 232, 374, 444, 2267; of 256 -, 369,
+// 687, 2177.
+void launch_groups(const Problem& p, const void* permuted, cudaStream_t stream) {
+  const int mean = p.rows / p.experts;
+  if (mean <= 48) {
+    launch_shape<Shape<32, 4, 8>>(p, permuted, stream);
+  } else if (mean <= 192) {
+    launch_shape<Shape<128, 2, 5>>(p, permuted, stream);
+  } else {
+    launch_shape<Shape<256, 2, 3>>(p, permuted, stream);
+  }
+}
+
 }  // namespace
 }  // namespace many_rows
 
@@ -118,16 +132,16 @@ void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t strea
   const int64_t threads = matmul_many_rows_scratch(p) / 64;
   const int64_t blocks = std::min<int64_t>((threads + 127) / 128, this_machine().multiprocessors * 16);
   permute_x<<<static_cast<unsigned>(blocks), 128, 0, stream>>>(p, static_cast<uint4*>(scratch));
+  if (p.offs) return launch_groups(p, scratch, stream);
   // H200, us at 14336 x 8192 and 4096 x 4096: M = 32 in tiles of 32 tokens by 256 rows 39 and 24, by 128 rows 44 and
   // 18; M = 256 in tiles of 256 tokens 110 and 62 (41 where two blocks split K), of 128 tokens 124 and 40 (29).
   const int row_tiles = p.experts * ceil_div(p.N, 128);
-  const int m = p.offs ? 2 * p.rows / p.experts : p.M;  // groups differ: twice the mean is seldom exceeded
-  if (m <= 32) {
+  if (p.M <= 32) {
     row_tiles >= 100 ? launch_shape<Shape<32, 4, 8>>(p, scratch, stream)
                      : launch_shape<Shape<32, 2, 10>>(p, scratch, stream);
-  } else if (m <= 64) {
+  } else if (p.M <= 64) {
     launch_shape<Shape<64, 2, 8>>(p, scratch, stream);
-  } else if (m <= 128 || row_tiles * ceil_div(m, 256) * 2 <= this_machine().multiprocessors) {
+  } else if (p.M <= 128 || row_tiles * ceil_div(p.M, 256) * 2 <= this_machine().multiprocessors) {
     launch_shape<Shape<128, 2, 5>>(p, scratch, stream);
   } else {
     launch_shape<Shape<256, 2, 3>>(p, scratch, stream);
