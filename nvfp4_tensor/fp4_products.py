@@ -2,8 +2,8 @@
 
 All take codes two a byte and block scales in the 128x4 order, as an :class:`NVFP4Tensor` stores them. They want K in
 multiples of 32 (16 bytes of codes) and N of 16, so zeros fill up what does not divide; the scales' tiles cover it.
-None of this has run on the hardware: the calls pass torch's validation, or a product computed from the arguments' bytes
-(test_fp4_products.py).
+None of this has run on the hardware: the calls pass torch's validation, and products computed from the arguments' bytes
+have the right values (test_fp4_products.py).
 """
 
 from __future__ import annotations

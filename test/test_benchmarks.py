@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import harness, quantize, rounding_experiment, stochastic_rounding
+from benchmarks import experts, harness, quantize, rounding_experiment, stochastic_rounding
 from benchmarks.harness import Variant
 from nvfp4_tensor import statistics
 
@@ -93,6 +93,17 @@ def test_the_quantize_benchmark(monkeypatch, tmp_path, capsys, device: str) -> N
     assert device == "cuda" or "peer fbgemm is absent: RuntimeError: needs CUDA" in printed
     pytest.importorskip("matplotlib")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_of_experts(monkeypatch, tmp_path, capsys) -> None:
+    arguments = "--device", "cpu", "--shrink", "32", "--tokens", "1", "5", "--repeats", "2", "--out", str(tmp_path)
+    run(experts, monkeypatch, *arguments)
+    mixtral, deepseek = json.loads((tmp_path / "cpu" / "experts.json").read_text())["runs"]
+    assert [row["rows"] for row in mixtral["tokens"]] == [2, 10] and mixtral["tokens"][0]["active"] == 2
+    assert [row["rows"] for row in deepseek["tokens"]] == [8, 40] and deepseek["tokens"][0]["active"] == 8
+    assert "times bf16" in capsys.readouterr().out
+    skewed = experts.group_ends(experts.MODELS["mixtral"], 5, True, torch.device("cpu"))
+    assert torch.diff(skewed, prepend=skewed.new_zeros(1)).unique().tolist() == [0, 5]
 
 
 def test_compiled_peer_is_given_the_reference() -> None:

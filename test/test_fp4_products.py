@@ -6,6 +6,8 @@ and their checks that compute the product from the bytes of their arguments, so 
 
 import copy
 import io
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -299,6 +301,33 @@ def test_grouped_product_by_tensor_cores(grouped, offs, shape):
         start = end
     compiled = torch.compile(lambda x, offs: torch._grouped_mm(x, w.mT, offs=offs), fullgraph=True)
     assert torch.equal(compiled(x, offs)[: offs[-1]], y[: offs[-1]])
+
+
+ON_HOPPER = """
+import sys, torch
+from nvfp4_tensor import QuantizeSpec, fp4_products, quantize, quantize_experts
+w = quantize_experts(torch.randn(4, 200, 528, device="cuda").bfloat16())
+x, offs = quantize(torch.randn(30, 528, device="cuda").bfloat16()), torch.tensor([3, 20, 20, 30], device="cuda")
+if sys.argv[1] == "wrong":
+    fp4_products.grouped_scale = lambda x, offs: x.scale.reshape(-1)
+print("accepted", fp4_products.scaled_grouped_product(x, w.mT, offs.int()).shape)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper"
+)
+def test_torchs_own_checks_of_the_grouped_product():
+    """A Hopper passes torch's check of the device, so that all of its checks of arguments run.
+
+    In a process of its own: the kernel then launched is Blackwell's, and leaves the context unusable.
+    """
+    for scales, accepted in (("right", True), ("wrong", False)):
+        command = [sys.executable, "-c", ON_HOPPER, scales]
+        printed = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ("accepted torch.Size([30, 200])" in printed.stdout) == accepted, printed.stderr
+        assert accepted or "must have same number of dimensions" in printed.stderr
 
 
 def test_what_the_grouped_product_leaves_to_decoding(monkeypatch, grouped):
