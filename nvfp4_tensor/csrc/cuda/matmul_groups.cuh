@@ -27,7 +27,7 @@ class TokenTiles {
 
   __device__ int count() const {
     int mine = 0;
-    for (int expert = lane_; expert < p_.experts; expert += 32) mine += tiles(begin(expert), p_.offs[expert]);
+    for (int expert = lane_; expert < p_.experts; expert += 32) mine += tiles(end(expert - 1), end(expert));
     return __reduce_add_sync(0xFFFFFFFF, mine);
   }
 
@@ -35,7 +35,7 @@ class TokenTiles {
     for (int first = 0, before = 0; first < p_.experts; first += 32) {
       const int expert = first + lane_;
       const bool is_one = expert < p_.experts;
-      const int from = is_one ? begin(expert) : 0, to = is_one ? p_.offs[expert] : 0;
+      const int from = is_one ? end(expert - 1) : 0, to = is_one ? end(expert) : 0;
       const int own = tiles(from, to);
       int sum = own;  // of this lane's and those before it
 #pragma unroll
@@ -56,7 +56,8 @@ class TokenTiles {
   }
 
  private:
-  __device__ int begin(int expert) const { return expert ? p_.offs[expert - 1] : 0; }
+  // Offsets beyond the rows of x would be read beyond them.
+  __device__ int end(int expert) const { return expert < 0 ? 0 : min(p_.offs[expert], p_.rows); }
   __device__ int tiles(int from, int to) const { return to > from ? (to - from + tokens_ - 1) / tokens_ : 0; }
 
   const Problem& p_;
