@@ -6,8 +6,8 @@ namespace nvfp4 {
 namespace {
 
 // Beyond so many rows an expert, on average, Hopper's many-rows kernel is faster. H200, us, few or many rows: 8 experts of
-// 14336 x 4096 with 8 rows each 105 or 121, with 16 149 or 123; 64 of 2048 x 7168 with 4 193 or 203, with 8 232 or 206,
-// and 127 or 67 where eight of them have all of these rows.
+// 14336 x 4096 with 2 rows each 86 or 110, with 8 105 or 112; 64 of 2048 x 7168 with 4 194 or 204, with 8 229 or 205, and
+// 133 or 63 where eight of them have all of these rows.
 constexpr int kFewRows = 4;
 
 const float* factors_of(const Tensor& t, const char* name) {

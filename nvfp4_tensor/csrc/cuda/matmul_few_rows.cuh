@@ -353,9 +353,10 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
     GroupShares<S> shares(p, work);
     Share share;
     while (shares.next(p, work, share)) multiply(share);
-    constexpr int kThreads = S::kWarps * 32;
-    const int64_t block = blockIdx.y * gridDim.x + blockIdx.x;
-    zero_rows_of_no_expert(p, block * kThreads + threadIdx.x, kThreads * gridDim.x * gridDim.y);
+    for (int row = p.offs[p.experts - 1] + blockIdx.y * gridDim.x + blockIdx.x; row < p.rows;
+         row += gridDim.x * gridDim.y) {
+      zero_row(p, row, threadIdx.x, S::kWarps * 32);
+    }
   } else {
     multiply(own_share<S>(p, work));
   }

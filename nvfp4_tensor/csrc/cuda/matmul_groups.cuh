@@ -64,13 +64,9 @@ class TokenTiles {
   int tokens_, lane_;
 };
 
-// Zeros for the rows beyond the last group, by all threads of a grid.
-__device__ __forceinline__ void zero_rows_of_no_expert(const Problem& p, int64_t thread, int64_t threads) {
-  const int64_t first = max(p.offs[p.experts - 1], 0) * static_cast<int64_t>(p.N);
-  const int64_t all = p.rows * static_cast<int64_t>(p.N);
-  for (int64_t i = first + thread; i < all; i += threads) {
-    store_rounded(p.y, p.y_dtype, i, 0);
-  }
+// Zeros for one row of y, by so many threads.
+__device__ __forceinline__ void zero_row(const Problem& p, int64_t row, int thread, int threads) {
+  for (int n = thread; n < p.N; n += threads) store_rounded(p.y, p.y_dtype, row * p.N + n, 0);
 }
 
 #endif  // __CUDACC__
