@@ -116,7 +116,9 @@ void launch_matmul_few_rows(const Problem& p, cudaStream_t stream) {
     Problem part = p;
     part.first_m = m;
     part.some_m = std::min(p.M - m, 16);
-    if (part.some_m <= 8) {
+    if (fits_matmul_few_rows_sm90(part)) {
+      launch_matmul_few_rows_sm90(part, stream);
+    } else if (part.some_m <= 8) {
       roomy ? launch_shape<UpTo8>(part, stream) : launch_shape<SmallUpTo8>(part, stream);
     } else {
       roomy ? launch_shape<UpTo16>(part, stream) : launch_shape<SmallUpTo16>(part, stream);
