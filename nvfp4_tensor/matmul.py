@@ -112,8 +112,12 @@ def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
     """x as the codes x block scales that it quantizes to, exact in bfloat16, and the per-tensor scale left out."""
     spec = w.activation_spec
     assert spec is not None
-    amax, rng_state = resolve_amax(x, spec, w.activation_amax), resolve_rng_state(x, spec, None, None)
-    values, factor = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False)
+    rng_state = resolve_rng_state(x, spec, None, None)
+    if w.activation_amax is None:
+        values, factor = torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16)
+    else:
+        amax = resolve_amax(x, spec, w.activation_amax)
+        values, factor = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False)
     return _fit_columns(values, w), factor
 
 

@@ -37,6 +37,8 @@ for _schema in (
     "dequantize(Tensor qdata, Tensor scale, Tensor? per_tensor_scale, SymInt columns, ScalarType dtype) -> Tensor",
     f"fake_quantize(Tensor x, Tensor amax, Tensor? rng_state, int spec, ScalarType dtype, bool scaled=True, {_PLACE})"
     " -> (Tensor values, Tensor per_tensor_scale)",
+    "quantize_activation(Tensor x, Tensor? rng_state, int spec, ScalarType dtype)"
+    " -> (Tensor values, Tensor per_tensor_scale)",
     "matmul(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor? bias,"
     " SymInt columns, bool transposed, ScalarType out_dtype) -> Tensor",
     "grouped_matmul(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor offs,"
@@ -199,7 +201,8 @@ def _fake_quantize_context(ctx, inputs, output):
     ctx.factor = None if scaled else reference.per_tensor_scale(amax, spec)
 
 
-def _fake_quantize_backward(ctx, grad, _grad_factor):
+def _through(ctx, grad):
+    """The gradient of x from that of the values which stand for it."""
     grad = grad.float()
     if ctx.factor is not None:  # values = x / per_tensor_scale
         grad = grad / ctx.factor
@@ -207,11 +210,48 @@ def _fake_quantize_backward(ctx, grad, _grad_factor):
         identity = torch.eye(BLOCK, device=grad.device)
         transform = torch.ops.nvfp4.hadamard(identity, ctx.hadamard_sign).float()
         grad = (grad.unflatten(-1, (-1, BLOCK)) @ transform.t()).flatten(-2)
-    return grad[..., : ctx.shape[-1]].to(ctx.dtype), *[None] * 8
+    return grad[..., : ctx.shape[-1]].to(ctx.dtype)
+
+
+def _fake_quantize_backward(ctx, grad, _grad_factor):
+    return _through(ctx, grad), *[None] * 8
 
 
 torch.library.register_autograd(
     "nvfp4::fake_quantize", _fake_quantize_backward, setup_context=_fake_quantize_context, lib=_library
+)
+
+
+@_implement("quantize_activation")
+def quantize_activation(x, rng_state, spec, dtype):
+    """:func:`fake_quantize` by the amax of x itself, the per-tensor scale left out: what a W4A4 product multiplies."""
+    hadamard_sign = QuantizeSpec.unpack(spec).hadamard_sign
+    own_amax = torch.ops.nvfp4.amax(x, -1 if hadamard_sign is None else hadamard_sign)
+    return torch.ops.nvfp4.fake_quantize(x, own_amax, rng_state, spec, dtype, False)
+
+
+@_fake("quantize_activation")
+def _(x, rng_state, spec, dtype):
+    values = x.new_empty((*x.shape[:-1], _fake_quantize_columns(x, spec)), dtype=dtype)
+    return values, x.new_empty((), dtype=torch.float32)
+
+
+def _quantize_activation_context(ctx, inputs, output):
+    x, _, spec, _ = inputs
+    ctx.shape, ctx.dtype, ctx.hadamard_sign = x.shape, x.dtype, QuantizeSpec.unpack(spec).hadamard_sign
+    ctx.save_for_backward(output[1])
+
+
+def _quantize_activation_backward(ctx, grad, _grad_factor):
+    (ctx.factor,) = ctx.saved_tensors
+    return _through(ctx, grad), None, None, None
+
+
+torch.library.register_autograd(
+    "nvfp4::quantize_activation",
+    _quantize_activation_backward,
+    setup_context=_quantize_activation_context,
+    lib=_library,
 )
 
 

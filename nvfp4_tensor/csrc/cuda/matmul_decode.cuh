@@ -85,6 +85,19 @@ __device__ __forceinline__ uint32_t any_scale_factors(uint32_t bytes) {
   return Decoder<T>::scale_factors(magnitude) | (bytes & 0x00800080u) << 8 | is_nan * 0x7FFFu;
 }
 
+// One of two halves in both: which the multiplications take along, where a byte permutation would be an instruction.
+__device__ __forceinline__ uint32_t low_in_both(uint32_t v) {
+  uint32_t both;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(both) : "r"(v));
+  return both;
+}
+
+__device__ __forceinline__ uint32_t high_in_both(uint32_t v) {
+  uint32_t both;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(both) : "r"(v));
+  return both;
+}
+
 // The low two of four scale bytes to the factors of their blocks, each in both halves of a register.
 template <typename T>
 __device__ __forceinline__ void two_scale_factors(uint32_t bytes, uint32_t (&out)[2]) {
@@ -104,10 +117,10 @@ __device__ __forceinline__ void scale_factors(uint32_t bytes, uint32_t (&out)[4]
     factors[0] = any_scale_factors<T>(pairs[0]);
     factors[1] = any_scale_factors<T>(pairs[1]);
   }
-  out[0] = __byte_perm(factors[0], 0, 0x1010);
-  out[1] = __byte_perm(factors[0], 0, 0x3232);
-  out[2] = __byte_perm(factors[1], 0, 0x1010);
-  out[3] = __byte_perm(factors[1], 0, 0x3232);
+  out[0] = low_in_both(factors[0]);
+  out[1] = high_in_both(factors[0]);
+  out[2] = low_in_both(factors[1]);
+  out[3] = high_in_both(factors[1]);
 }
 
 // Eight elements of a row of x from column k on, zero beyond K.

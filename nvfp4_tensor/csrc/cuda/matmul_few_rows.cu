@@ -126,7 +126,11 @@ void launch_matmul_few_rows(const Problem& p, cudaStream_t stream) {
     Problem part = p;
     part.first_m = m;
     part.some_m = std::min(p.M - m, 16);
-    few_rows::launch_columns<false>(part, part.some_m, stream);
+    if (fits_matmul_few_rows_sm90(part)) {
+      launch_matmul_few_rows_sm90(part, stream);
+    } else {
+      few_rows::launch_columns<false>(part, part.some_m, stream);
+    }
   }
 }
 

@@ -39,6 +39,8 @@ struct Problem {
 // Each only enqueues, and each needs M, N, K > 0 and x in bf16 or fp16.
 void launch_matmul_few_rows(const Problem& p, cudaStream_t stream);  // any such problem; made for M <= 16
 void launch_matmul_few_rows_grouped(const Problem& p, cudaStream_t stream);
+bool fits_matmul_few_rows_sm90(const Problem& p);                    // what it calls where alignment allows
+void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream);  // for at most 16 rows
 bool fits_matmul_many_rows(const Problem& p);                        // a Hopper, and codes aligned to 16 bytes
 int64_t matmul_many_rows_scratch(const Problem& p);                  // bytes that it needs
 void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t stream);

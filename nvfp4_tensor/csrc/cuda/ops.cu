@@ -236,6 +236,20 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
   return {out, factor};
 }
 
+std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
+                                               ScalarType type) {
+  const OnDeviceOf guard(x);
+  const Rows rows(x);
+  const QuantizeSpec how = QuantizeSpec::unpack(spec);
+  if (x.scalar_type() != type || !fits_quantize_activation(rows.matrix, how)) {
+    return fake_quantize(x, nvfp4::amax(x, how.hadamard_sign), rng_state, spec, type, false, 0, 0, 0);
+  }
+  Tensor factor = empty({}, ScalarType::Float, x), out = empty(with_last(x, rows.matrix.columns), type, x);
+  launch_quantize_activation(rows.matrix, how, floats(factor), out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::quantize_activation");
+  return {out, factor};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) {
@@ -246,6 +260,7 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) {
   m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
+  m.impl("quantize_activation", TORCH_BOX(&quantize_activation));
 }
 
 }  // namespace nvfp4
