@@ -64,11 +64,11 @@ struct Plan {
     const int64_t whole_cost = static_cast<int64_t>(rounds) * steps * stage_cycles;
     const int64_t cut_cost = stages * stage_cycles / runs + kWaitCycles +
                              (1 + ceil_div(runs, tiles)) * (rows * tokens / kSumsPerCycle);
-    const bool whole = whole_cost <= cut_cost;
+    const bool whole = whole_cost <= cut_cost || stages * runs >= INT32_MAX;
     blocks = whole ? ceil_div(tiles, rounds) : runs;
     whole_tiles = whole ? tiles : std::max(tiles / runs - 1, 0) * runs;
     cut_tiles = tiles - whole_tiles;
-    cost = std::min(whole_cost, cut_cost);
+    cost = whole ? whole_cost : cut_cost;
   }
 
   // In the scratch: x permuted, flags, sums of cut tiles.
