@@ -37,13 +37,17 @@ __global__ void __launch_bounds__(kPermuteThreads)
   const uint16_t* from = static_cast<const uint16_t*>(p.x) + row * p.x_row;
   const auto swizzled = [](int unit) { return unit ^ (unit >> 3 & 3); };
   uint4 v[4];
+  if (aligned && (first + 128) * 8 <= p.K) {  // all loads under way at once
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (first + i * 32 + lane < units) v[i] = to_fragment(load_x(p, from, (first + i * 32 + lane) * 8, aligned));
+    for (int i = 0; i < 4; ++i) v[i] = *reinterpret_cast<const uint4*>(from + (first + i * 32 + lane) * 8);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = load_x(p, from, (first + i * 32 + lane) * 8, aligned);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t word[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+    const uint4 pairs = to_fragment(v[i]);
+    const uint32_t word[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
     const int t = lane % 16 / 4, w = lane % 4, to = (i * 2 + lane / 16) * 16 + w * 4;
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[warp][swizzled(to + j) * 4 + t] = word[j];

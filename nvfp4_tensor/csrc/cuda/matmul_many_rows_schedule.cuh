@@ -33,7 +33,8 @@ struct Place {
 __device__ __forceinline__ void plan_groups(const Problem& p, const Work& launched, int tokens, Work* work) {
   const int token_tiles = TokenTiles(p, tokens).count(), blocks = gridDim.x, steps = launched.steps;
   const int tiles = token_tiles * launched.row_tiles, waves = (tiles + blocks - 1) / blocks;
-  const bool whole = waves * steps <= static_cast<int64_t>(tiles) * steps / blocks + launched.cut_cost;
+  const int64_t stages = static_cast<int64_t>(tiles) * steps;
+  const bool whole = waves * steps <= stages / blocks + launched.cut_cost || stages * blocks >= INT32_MAX;
   if (threadIdx.x % 32 == 0) {
     *work = launched;
     work->token_tiles = token_tiles;
@@ -76,28 +77,28 @@ class Segments {
       return true;
     }
     if (at_ >= end_) return false;
-    const int tile = static_cast<int>(at_ / work_.steps), begin = static_cast<int>(at_ % work_.steps);
-    const int end = static_cast<int>(min(static_cast<int64_t>(work_.steps), begin + (end_ - at_)));
+    const int tile = at_ / work_.steps, begin = at_ - tile * work_.steps;
+    const int end = min(work_.steps, begin + (end_ - at_));
     s = {work_.whole_tiles + tile, begin, end};
     at_ += end - begin;
     return true;
   }
   // Where the sums of the run behind this one lie, `behind` = 1, 2, ...; -1 where that run is not of this tile.
   __device__ int other(const Segment& s, int behind) const {
-    const int64_t tile_end = static_cast<int64_t>(s.tile - work_.whole_tiles + 1) * work_.steps;
+    const int tile_end = (s.tile - work_.whole_tiles + 1) * work_.steps;
     return cut(number_ + behind) < tile_end ? number_of(number_ + behind) : -1;
   }
 
  private:
   // Runs are numbered from the last block: a block waits only for blocks that were started before it.
   __device__ int number_of(int block) const { return gridDim.x - 1 - block; }
-  __device__ int64_t cut(int number) const {
-    return static_cast<int64_t>(work_.cut_tiles) * work_.steps * number / static_cast<int>(gridDim.x);
+  // Below 2^31 (Plan sees to it): 64-bit divisions would take a microsecond of the start.
+  __device__ int cut(int number) const {
+    return work_.cut_tiles * work_.steps * number / static_cast<int>(gridDim.x);
   }
 
   const Work& work_;
-  int whole_, number_;
-  int64_t at_, end_;
+  int whole_, number_, at_, end_;
 };
 
 }  // namespace many_rows

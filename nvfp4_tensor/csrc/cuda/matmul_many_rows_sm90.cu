@@ -66,11 +66,11 @@ struct Plan {
     const int64_t whole_cost = static_cast<int64_t>(rounds) * steps * stage_cycles;
     const int wait_and_sums = kWaitCycles + (1 + ceil_div(runs, tiles)) * (rows * tokens / kSumsPerCycle);
     const int64_t cut_cost = stages * stage_cycles / runs + wait_and_sums;
-    const bool whole = whole_cost <= cut_cost;
+    const bool whole = whole_cost <= cut_cost || stages * runs >= INT32_MAX;
     blocks = whole ? ceil_div(tiles, rounds) : runs;
     whole_tiles = whole ? tiles : std::max(tiles / runs - 1, 0) * runs;
     cut_tiles = tiles - whole_tiles;
-    cost = std::min(whole_cost, cut_cost);
+    cost = whole ? whole_cost : cut_cost;
     this->cut_cost = wait_and_sums / stage_cycles;
     if (p.offs) blocks = std::min(most_blocks, tiles), cut_tiles = 1;  // the device counts tiles, and cuts some or none
   }

@@ -27,6 +27,7 @@ struct Shape {
   // Registers are dealt out by warpgroup: one for the warp that copies.
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : 104, kProducerRegisters = kGroups == 2 ? 56 : 64;
+  static constexpr int kSumsAtOnce = kGroups == 2 && kTokens <= 128 ? 2 : 1;  // blocks' that fit into registers
   static constexpr int kXBytes = kTokens * kStageK * 2;
   static constexpr int kCodeBytes = kRows * kStageK / 2;
   static constexpr int kScaleBytes = kRows / kBand * 1024;
@@ -98,18 +99,21 @@ template <typename S, bool kGrouped>
 __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
                                         const Work& work, Ring<S> ring) {
   asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(x_map), "l"(code_map) : "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // for permute_x
   Segments segments(work);
+  bool permuted = false;
   for (Segment s; segments.next(s);) {
     const Place place = place_of<S, kGrouped>(p, work, s.tile);
+    if (!permuted) asm volatile("griddepcontrol.wait;" ::: "memory");  // for permute_x
+    permuted = true;
     for (int step = s.begin; step < s.end; ++step, ring.next()) {
       barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
       if (elect_one()) copy_stage<S>(p, x_map, code_map, ring.data(), ring.full(), place, step);
     }
   }
+  if (!permuted) asm volatile("griddepcontrol.wait;" ::: "memory");  // the grid is not done before permute_x is
 }
 
-// A lane's codes and scales of a stage: rows g and g + 8 of its warp's 16, 32 elements from 32 t on.
+// A lane's codes and scales of a stage: its two rows, 32 elements from 32 t on.
 struct Encoded {
   uint4 codes[2];
   uint32_t scales[2];
@@ -137,7 +141,7 @@ struct Consumer : Ring<S> {
   uint32_t code_offset, scale_offset;
 
   __device__ explicit Consumer(uint32_t pool) : Ring<S>(pool) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + first_row(lane);
     code_offset = S::kXBytes + row * 64 + (lane % 4 ^ row / 2 % 4) * 16;  // its 16 bytes, swizzled
     scale_offset = S::kXBytes + S::kCodeBytes + row / kBand * 1024 + lane % 4 / 2 * 512 + row % 32 * 16 +
                    row % kBand / 32 * 4;
@@ -145,7 +149,8 @@ struct Consumer : Ring<S> {
   __device__ __forceinline__ Encoded wait_and_load() const {
     barrier_wait(this->full(), this->parity);
     const uint32_t codes = this->data() + code_offset, scales = this->data() + scale_offset;
-    return {{load_shared_16(codes), load_shared_16(codes + 512)}, {load_shared_4(scales), load_shared_4(scales + 128)}};
+    const uint32_t next_codes = (codes + 128) ^ 16;  // two rows further the swizzle differs in its lowest bit
+    return {{load_shared_16(codes), load_shared_16(next_codes)}, {load_shared_4(scales), load_shared_4(scales + 32)}};
   }
   __device__ __forceinline__ void release(int which) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(this->empty(which));
@@ -180,7 +185,7 @@ __device__ __forceinline__ void consume(Consumer<S>& in, int steps, float (&sum)
   int last = 0;
   Encoded encoded = in.wait_and_load();
   for (int step = 0; step < steps; ++step) {
-    // of row g, first and second half, and of row g + 8
+    // of the first row, both halves, and of the second
     scale_factors<T>(__byte_perm(encoded.scales[0], encoded.scales[1], threadIdx.x % 2 ? 0x7632 : 0x5410), factors);
     decode_half<T>(encoded, factors, 0, a0);
     start_products<T, S>(a0, in.x(0), sum);
@@ -211,7 +216,9 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, uin
       continue;
     }
     if (s.end < work.steps) {
-      for (int behind = 1, block; (block = segments.other(s, behind)) >= 0; ++behind) add_sums<S>(work, block, sum);
+      const int others = wait_for_others<S>(work, segments, s);
+#pragma unroll S::kSumsAtOnce
+      for (int behind = 1; behind <= others; ++behind) add_sums<S>(work, segments.other(s, behind), sum);
     }
     write_tile<T, S>(p, place_of<S, kGrouped>(p, work, s.tile), sum, shared);
   }
