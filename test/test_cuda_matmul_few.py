@@ -76,8 +76,10 @@ def test_chain_of_products(rows, captured):
     weights = [random_weight(4096, 4096, high=0x38) for _ in range(4)]
     x = torch.randn(rows, 4096, device="cuda").bfloat16()
 
+    one = factor(1.0)
+
     def product(x, weight):
-        return torch.ops.nvfp4.matmul(x, None, *weight, factor(1.0), None, 4096, False, torch.bfloat16)
+        return torch.ops.nvfp4.matmul(x, None, *weight, one, None, 4096, False, torch.bfloat16)
 
     def chain(synchronize):
         y = x

@@ -28,14 +28,15 @@ PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 
 // Bytes, in dimensions of these sizes (the first contiguous, the others at these steps), fetched in boxes.
 template <int kDimensions>
-CUtensorMap tensor_map(const void* data, const cuuint64_t (&sizes)[kDimensions], const cuuint64_t (&steps)[kDimensions - 1],
-                       const cuuint32_t (&box)[kDimensions], CUtensorMapSwizzle swizzle) {
+CUtensorMap tensor_map(const void* data, const cuuint64_t (&sizes)[kDimensions],
+                       const cuuint64_t (&steps)[kDimensions - 1],
+                       const cuuint32_t (&box)[kDimensions], CUtensorMapSwizzle swizzle,
+                       CUtensorMapL2promotion promotion) {
   CUtensorMap map;
   cuuint32_t ones[kDimensions];
   std::fill_n(ones, kDimensions, 1);
-  tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kDimensions, const_cast<void*>(data), sizes, steps, box, ones,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kDimensions, const_cast<void*>(data), sizes, steps, box,
+                       ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return map;
 }
 
@@ -44,9 +45,9 @@ Maps maps_of(const Problem& p) {
   using u64 = cuuint64_t;
   const u64 row = p.code_row, bands = static_cast<u64>(p.experts) * p.N / 128, groups = ceil_div(p.Kp, 64);
   return {tensor_map<4>(p.codes, {static_cast<u64>(p.Kp / 2), 32, 4, bands}, {row, row * 32, row * 128},
-                        {kUnitElements / 2, 4, 4, 1}, CU_TENSOR_MAP_SWIZZLE_128B),
+                        {kUnitElements / 2, 4, 4, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
           tensor_map<3>(p.scales, {512, groups, bands}, {512, static_cast<u64>(p.scale_band)},
-                        {64, kUnitElements / 64, 1}, CU_TENSOR_MAP_SWIZZLE_NONE)};
+                        {64, kUnitElements / 64, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE)};
 }
 
 struct Launch {
@@ -128,9 +129,9 @@ bool fits_matmul_few_rows_sm90(const Problem& p) {
   };
   const Machine& machine = this_machine();
   return machine.capability >= 90 && machine.shared_bytes >= std::max(UpTo8::kSharedBytes, UpTo16::kSharedBytes) &&
-         p.N % 128 == 0 && p.Kp % 64 == 0 && p.Kp <= kMostBlocksInCluster * kWarps * UpTo16::kSlice &&
-         p.K % 8 == 0 &&
-         aligned(p.x, p.x_row * 2) && aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) && tensor_map_encoder() != nullptr;
+         p.N % 128 == 0 && p.K % 8 == 0 && p.Kp % 64 == 0 &&
+         p.Kp <= kMostBlocksInCluster * kWarps * UpTo16::kSlice && aligned(p.x, p.x_row * 2) &&
+         aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) && tensor_map_encoder() != nullptr;
 }
 
 void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream) {

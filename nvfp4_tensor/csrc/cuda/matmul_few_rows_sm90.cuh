@@ -8,10 +8,10 @@
 // The 16 rows of a tile are r + 32 i, r in four consecutive rows, i in 0..3: in the 128x4 order of the scales these are
 // 64 consecutive bytes for each 64 elements, so a tile reads whole sectors of them.
 //
-// Four more warps add the sums of the others, in their order, and write y while they go on. Where a row is more than 16
-// slices, blocks of a cluster split it, and their adding warps send what they have to those of the first block.
+// Four more warps add the sums of the others, in their order, and write y while they go on. Where a row has more than
+// 16 slices, blocks of a cluster split it, and their adding warps send what they have to those of the first block.
 //
-// A chain of such kernels overlaps: each is let begin while the one before still runs, and copies w, which that one does
+// A chain of such kernels overlaps: each is let begin while the one before still runs, and copies w, which that does
 // not write, before it waits for x. So that nothing earlier can be writing w either, it lets the next one begin only
 // after its own wait. Copies of one tile go ahead of x, not more: what is asked for later waits behind them (H200,
 // 14336 x 8192, M = 1: with four times as many, x came 5.5 us after the start).
@@ -30,7 +30,7 @@ namespace few_rows_sm90 {
 constexpr int kWarps = 16;  // that multiply
 constexpr int kAdders = 4;  // warps that add
 constexpr int kThreads = (kWarps + kAdders) * 32;
-// Of the 96 that a thread has at first (5 warps share a quarter's 512 a lane): what the multiplying warps need takes 104.
+// Of a thread. It has 96 at first, since 5 warps share the 512 of a quarter of the multiprocessor.
 constexpr int kMultiplyingRegisters = 104, kAddingRegisters = 5 * 96 - 4 * kMultiplyingRegisters;
 constexpr int kTileRows = 16;
 constexpr int kTilesPerBand = 128 / kTileRows;
@@ -77,7 +77,9 @@ __device__ __forceinline__ __nv_bfloat16 rounded(float v) { return __float2bfloa
 template <>
 __device__ __forceinline__ __half rounded(float v) { return __float2half_rn(v); }
 
-__device__ __forceinline__ void add_to(float4& sum, float4 v) { sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w; }
+__device__ __forceinline__ void add_to(float4& sum, float4 v) {
+  sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+}
 
 __device__ __forceinline__ void copy_unit(const Maps& maps, uint32_t tile, int k, uint32_t codes, uint32_t scales,
                                           uint32_t barrier) {
@@ -89,8 +91,8 @@ __device__ __forceinline__ void copy_unit(const Maps& maps, uint32_t tile, int k
   copy_box_3d(scales, &maps.scales, first * 64, k / 64, band, barrier, policy);
 }
 
-// The lane's first row of a tile, counted in its band; the other one is at this ^ 32. Neighbouring lane groups differ in
-// bit 5, so that what eight lanes read at once of a copy in the engine's 128-byte swizzle lies in different banks.
+// The lane's first row of a tile, counted in its band; the other one is at this ^ 32. Neighbouring lane groups differ
+// in bit 5, so that what eight lanes read at once of a copy in the engine's 128-byte swizzle lies in different banks.
 __device__ __forceinline__ int row_in_band(uint32_t tile, int lane) {
   const int g = lane / 4;
   return tile % kTilesPerBand * 4 + g % 4 + g / 4 * 64 + g % 2 * 32;
@@ -114,16 +116,14 @@ struct Place {
 };
 
 // Adds the product of a unit with the x of its columns.
-template <typename T, typename S, typename Release>
+template <typename T, typename S>
 __device__ __forceinline__ void multiply_unit(const Place& place, uint32_t codes_at, uint32_t scales_at,
-                                              const uint4 (&b)[2][4][S::kColumns], float (&sum)[S::kColumns][4],
-                                              Release release) {
+                                              const uint4 (&b)[2][4][S::kColumns], float (&sum)[S::kColumns][4]) {
 #pragma unroll
   for (int chunk = 0; chunk < 2; ++chunk) {
     const uint4 codes[2] = {load_shared_16(codes_at + (place.first ^ chunk * 64)),
                             load_shared_16(codes_at + (place.second ^ chunk * 64))};
     const uint2 scales = load_shared_8(scales_at + place.scales + chunk * 128);
-    if (chunk == 1) release();
     uint32_t factors[4];  // first row: blocks 0, 1; second row: blocks 0, 1
     scale_factors<T>(__byte_perm(scales.x, scales.y, place.selector), factors);
 #pragma unroll
@@ -194,8 +194,8 @@ __device__ __forceinline__ void turn_slice(int rows, int lane, uint32_t by,
 
 // What a warp that multiplies does.
 template <typename T, typename S>
-__device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, const Work& work, uint32_t shared, int warp,
-                                         int lane, int expert, uint32_t begin, int tiles) {
+__device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, const Work& work, uint32_t shared,
+                                         int warp, int lane, int expert, uint32_t begin, int tiles) {
   const int group = warp / work.warps_in_k;
   const int k0 = (blockIdx.x * work.warps_in_k + warp % work.warps_in_k) * S::kSlice;
   const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
@@ -205,21 +205,18 @@ __device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, con
   const bool mine = group < work.row_groups && k0 < p.Kp;
   const uint32_t end = mine ? begin + tiles : 0;
   uint32_t tile = begin + group, next_tile = tile;  // to be multiplied, to be fetched
-  auto copy_first = [&](int from, int to) {
+  auto copy_tile = [&](uint32_t which, uint32_t to) {
 #pragma unroll
-    for (int d = from; d < to; ++d) {
-      const uint32_t its = tile + d / S::kUnits * work.row_groups;
-      if (its < end) {
-        copy_unit(maps, its, k0 + d % S::kUnits * kUnitElements, codes + d * kUnitCodes, scales + d * kUnitScales,
-                  copied + 8 * d);
-      }
+    for (int unit = 0; unit < S::kUnits; ++unit) {
+      copy_unit(maps, which, k0 + unit * kUnitElements, codes + (to + unit) * kUnitCodes,
+                scales + (to + unit) * kUnitScales, copied + 8 * (to + unit));
     }
   };
   if (elect_one()) {
 #pragma unroll
     for (int d = 0; d < S::kDepth; ++d) barrier_init(copied + 8 * d, 1);
     show_barriers_to_copies();
-    copy_first(0, S::kUnits);
+    if (tile < end) copy_tile(tile, 0);
   }
   next_tile += S::kDepth / S::kUnits * work.row_groups;
   __syncthreads();
@@ -228,7 +225,13 @@ __device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, con
     wait_for_previous_kernel();
     uint4 b[S::kUnits][2][4][S::kColumns];
     fetch_slice<S>(p, expert, k0, lane, b);
-    if (elect_one()) copy_first(S::kUnits, S::kDepth);
+    if (elect_one()) {
+#pragma unroll
+      for (int to = S::kUnits; to < S::kDepth; to += S::kUnits) {
+        const uint32_t which = tile + to / S::kUnits * work.row_groups;
+        if (which < end) copy_tile(which, to);
+      }
+    }
     turn_slice<S>(p.some_m, lane, shared + S::kSlotsAt + warp * S::kSlots * S::kTileSums * 4, b);
     const Place place(lane);
     __syncwarp();  // the other lanes have read x out of the slots
@@ -239,16 +242,14 @@ __device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, con
       if (tile < end) {
 #pragma unroll
         for (int unit = 0; unit < S::kUnits; ++unit) {
-          barrier_wait(copied + 8 * at, parity);
-          const uint32_t its_codes = codes + at * kUnitCodes, its_scales = scales + at * kUnitScales;
-          multiply_unit<T, S>(place, its_codes, its_scales, b[unit], sum, [&] {
-            __syncwarp();
-            if (next_tile < end && elect_one()) {
-              copy_unit(maps, next_tile, k0 + unit * kUnitElements, its_codes, its_scales, copied + 8 * at);
-            }
-          });
-          if (++at == S::kDepth) at = 0, parity ^= 1;
+          const uint32_t its = at + unit;
+          barrier_wait(copied + 8 * its, parity);
+          multiply_unit<T, S>(place, codes + its * kUnitCodes, scales + its * kUnitScales, b[unit], sum);
         }
+        // Only now: a load out of shared memory that waits in its queue would see what a copy begun before it brings.
+        __syncwarp();
+        if (next_tile < end && elect_one()) copy_tile(next_tile, at);
+        if ((at += S::kUnits) == S::kDepth) at = 0, parity ^= 1;
       }
       tile += work.row_groups;
       next_tile += work.row_groups;
@@ -263,7 +264,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, con
   if (work.cluster > 1) cluster_wait();
 }
 
-// Writes a tile of y: sum[column] has rows n and n ^ 32, columns 8 column + 2 (lane % 4) and the next. `value` finishes.
+// Writes a tile of y: sum[column] has its columns n and n ^ 32, rows 8 column + 2 (lane % 4) and the next.
 template <typename T, typename S, typename Value>
 __device__ __forceinline__ void write_tile(const Problem& p, int expert, int n, int lane,
                                            const float4 (&sum)[S::kColumns], Value value) {
@@ -282,20 +283,88 @@ __device__ __forceinline__ void write_tile(const Problem& p, int expert, int n, 
   }
 }
 
+template <typename T, typename S>
+__device__ __forceinline__ void finish_tile(const Problem& p, int expert, uint32_t tile, int lane, bool uniform,
+                                            float alpha, float4 (&sum)[S::kColumns]) {
+  constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
+#pragma unroll
+  for (int column = 0; column < S::kColumns; ++column) {
+    sum[column].x *= kToOne, sum[column].y *= kToOne, sum[column].z *= kToOne, sum[column].w *= kToOne;
+  }
+  const int n = tile / kTilesPerBand * 128 + row_in_band(tile, lane) - expert * p.N;
+  if (uniform && p.y_dtype == p.x_dtype) {
+    write_tile<T, S>(p, expert, n, lane, sum, [&](int, int, float v) { return __fmul_rn(v, alpha); });
+  } else {
+    const auto finished = [&](int m, int n, float v) { return finish(p, expert, p.first_m + m, n, v); };
+    switch (p.y_dtype) {
+      case Dtype::kBf16: write_tile<__nv_bfloat16, S>(p, expert, n, lane, sum, finished); break;
+      case Dtype::kFp16: write_tile<__half, S>(p, expert, n, lane, sum, finished); break;
+      case Dtype::kFloat: write_tile<float, S>(p, expert, n, lane, sum, finished); break;
+    }
+  }
+}
+
+// The sums that the warps of a tile left, added in their order.
+template <typename S>
+__device__ __forceinline__ void add_warps(uint32_t from, int warps, float4 (&sum)[S::kColumns]) {
+#pragma unroll
+  for (int column = 0; column < S::kColumns; ++column) sum[column] = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+  for (int warp = 0; warp < warps; ++warp) {
+#pragma unroll
+    for (int column = 0; column < S::kColumns; ++column) {
+      add_to(sum[column], load_shared_floats(from + warp * S::kSlots * S::kTileSums * 4 + column * 512));
+    }
+  }
+}
+
+// One warp of each block of a cluster, and a place in the first block where the others leave a tile's sums.
+struct Inbox {
+  uint32_t full, empty;  // barriers: the first block's, and each other block's own
+  uint32_t sums;         // of the second block; the others' follow
+  uint32_t parity;
+
+  template <typename S>
+  __device__ __forceinline__ void send(uint32_t rank, const float4 (&sum)[S::kColumns]) {
+    barrier_wait(empty, parity ^ 1);
+#pragma unroll
+    for (int column = 0; column < S::kColumns; ++column) {
+      send_floats(in_rank(sums + (rank - 1) * S::kTileSums * 4 + column * 512, 0), sum[column], in_rank(full, 0));
+    }
+    parity ^= 1;
+  }
+
+  // Adds what the others sent, in their order. After the last tile nobody waits for room, and may be gone.
+  template <typename S>
+  __device__ __forceinline__ void receive(int others, int lane, bool last, float4 (&sum)[S::kColumns]) {
+    if (lane == 0) barrier_expect(full, others * S::kTileSums * 4);
+    barrier_wait(full, parity);
+    for (int other = 0; other < others; ++other) {
+#pragma unroll
+      for (int column = 0; column < S::kColumns; ++column) {
+        add_to(sum[column], load_shared_floats(sums + other * S::kTileSums * 4 + column * 512));
+      }
+    }
+    __syncwarp();
+    if (lane < others && !last) barrier_arrive_cluster(in_rank(empty, lane + 1));
+    parity ^= 1;
+  }
+};
+
 // What a warp that adds does: every fourth tile is its own.
 template <typename T, typename S>
-__device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t shared, int adder, int lane, int expert,
-                                    uint32_t begin, int tiles) {
+__device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t shared, int adder, int lane,
+                                    int expert, uint32_t begin, int tiles) {
   constexpr int kTileBytes = S::kTileSums * 4;
   const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
-  const uint32_t inbox_full = empty + 8 * S::kSlots + 16 * adder, inbox_empty = inbox_full + 8;
-  const uint32_t inbox = shared + S::kInboxAt + adder * (kMostBlocksInCluster - 1) * kTileBytes + lane * 16;
-  const uint32_t rank = blockIdx.x;
+  const uint32_t inbox_at = empty + 8 * S::kSlots + 16 * adder;
+  Inbox inbox = {inbox_at, inbox_at + 8,
+                 shared + S::kInboxAt + adder * (kMostBlocksInCluster - 1) * kTileBytes + lane * 16, 0};
   if (adder == 0 && lane < S::kSlots) {
     barrier_init(full + 8 * lane, work.warps_in_k * work.row_groups * 32);
     barrier_init(empty + 8 * lane, kAdders * 32);
   }
-  if (lane < 2) barrier_init(inbox_full + 8 * lane, 1);
+  if (lane < 2) barrier_init(inbox_at + 8 * lane, 1);
   show_barriers_to_cluster();
   __syncthreads();
   if (work.cluster > 1) cluster_arrive();
@@ -305,70 +374,28 @@ __device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t
   const float alpha = uniform ? finish(p, expert, 0, 0, 1.0f) : 0.0f;
   if (work.cluster > 1) cluster_wait();
 
-  uint32_t slot = 0, slot_parity = 0, parity = 0;
+  uint32_t slot = 0, parity = 0;
 #pragma unroll 1
   for (int first = 0; first < tiles; first += work.row_groups) {
     const int step_end = min(first + work.row_groups, tiles);
     int tile = first + static_cast<uint32_t>(adder - first) % kAdders;
-    barrier_wait(full + 8 * slot, slot_parity);
+    barrier_wait(full + 8 * slot, parity);
     if (tile >= step_end) barrier_arrive(empty + 8 * slot);
 #pragma unroll 1
     for (; tile < step_end; tile += kAdders) {
-    float4 sum[S::kColumns];
-    const uint32_t from =
-        shared + S::kSlotsAt + ((tile - first) * work.warps_in_k * S::kSlots + slot) * kTileBytes + lane * 16;
-#pragma unroll
-    for (int column = 0; column < S::kColumns; ++column) sum[column] = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-    for (int warp = 0; warp < work.warps_in_k; ++warp) {
-#pragma unroll
-      for (int column = 0; column < S::kColumns; ++column) {
-        add_to(sum[column], load_shared_floats(from + warp * S::kSlots * kTileBytes + column * 512));
+      float4 sum[S::kColumns];
+      const int group = tile - first;
+      add_warps<S>(shared + S::kSlotsAt + (group * work.warps_in_k * S::kSlots + slot) * kTileBytes + lane * 16,
+                   work.warps_in_k, sum);
+      if (tile + kAdders >= step_end) barrier_arrive(empty + 8 * slot);
+      if (blockIdx.x != 0) {
+        inbox.send<S>(blockIdx.x, sum);
+      } else {
+        if (work.cluster > 1) inbox.receive<S>(work.cluster - 1, lane, tile + kAdders >= tiles, sum);
+        finish_tile<T, S>(p, expert, begin + tile, lane, uniform, alpha, sum);
       }
     }
-    if (tile + kAdders >= step_end) barrier_arrive(empty + 8 * slot);
-    if (rank != 0) {
-      barrier_wait(inbox_empty, parity ^ 1);
-#pragma unroll
-      for (int column = 0; column < S::kColumns; ++column) {
-        send_floats(in_rank(inbox + (rank - 1) * kTileBytes + column * 512, 0), sum[column], in_rank(inbox_full, 0));
-      }
-      parity ^= 1;
-      continue;
-    }
-    if (work.cluster > 1) {
-      if (lane == 0) barrier_expect(inbox_full, (work.cluster - 1) * kTileBytes);
-      barrier_wait(inbox_full, parity);
-      parity ^= 1;
-      for (int other = 0; other < work.cluster - 1; ++other) {
-#pragma unroll
-        for (int column = 0; column < S::kColumns; ++column) {
-          add_to(sum[column], load_shared_floats(inbox + other * kTileBytes + column * 512));
-        }
-      }
-      __syncwarp();
-      // nobody waits for the last one, and a block that has sent all may be gone
-      if (lane < work.cluster - 1 && tile + kAdders < tiles) barrier_arrive_cluster(in_rank(inbox_empty, lane + 1));
-    }
-    constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
-#pragma unroll
-    for (int column = 0; column < S::kColumns; ++column) {
-      sum[column].x *= kToOne, sum[column].y *= kToOne, sum[column].z *= kToOne, sum[column].w *= kToOne;
-    }
-    const uint32_t absolute = begin + tile;
-    const int n = absolute / kTilesPerBand * 128 + row_in_band(absolute, lane) - expert * p.N;
-    if (uniform && p.y_dtype == p.x_dtype) {
-      write_tile<T, S>(p, expert, n, lane, sum, [&](int, int, float v) { return __fmul_rn(v, alpha); });
-    } else {
-      const auto finished = [&](int m, int n, float v) { return finish(p, expert, p.first_m + m, n, v); };
-      switch (p.y_dtype) {
-        case Dtype::kBf16: write_tile<__nv_bfloat16, S>(p, expert, n, lane, sum, finished); break;
-        case Dtype::kFp16: write_tile<__half, S>(p, expert, n, lane, sum, finished); break;
-        case Dtype::kFloat: write_tile<float, S>(p, expert, n, lane, sum, finished); break;
-      }
-    }
-    }
-    if (++slot == S::kSlots) slot = 0, slot_parity ^= 1;
+    if (++slot == S::kSlots) slot = 0, parity ^= 1;
   }
 }
 

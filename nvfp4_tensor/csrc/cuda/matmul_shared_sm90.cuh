@@ -67,9 +67,9 @@ __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier) {
 // Registers of a thread, moved between groups of four warps.
 template <int kCount>
 __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount)); }
+
 template <int kCount>
 __device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount)); }
-
 
 }  // namespace nvfp4
 
