@@ -3,7 +3,7 @@
 from nvfp4_tensor import native, ops, views  # registers the operators, and what aten means on the tensor
 from nvfp4_tensor.calibration import calibrate
 from nvfp4_tensor.config import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.format import FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.format import FourOverSix, ProductBackend, RoundingMode, ScaleRounding
 from nvfp4_tensor.native import info
 from nvfp4_tensor.spec import QuantizeSpec
 from nvfp4_tensor.tensor import NVFP4Tensor, fake_quantize, quantize, quantize_experts
@@ -15,6 +15,7 @@ __all__ = [
     "NVFP4Config",
     "NVFP4Tensor",
     "NVFP4WeightOnlyConfig",
+    "ProductBackend",
     "QuantizeSpec",
     "RoundingMode",
     "ScaleRounding",

@@ -145,8 +145,14 @@ def _copy_(func, types, args, kwargs):
         raise unsupported(func, "the Hadamard transforms of source and destination differ")
     if source.shape != t.shape or source.transposed != t.transposed:
         raise unsupported(func, f"source {_layout(source)} and destination {_layout(t)} are stored differently")
+    if source.per_tensor_scale.dim() > t.per_tensor_scale.dim() == 0 or (
+        source.per_tensor_scale.dim() == 1 and t.per_tensor_scale.dim() == 2
+    ):
+        raise unsupported(
+            func, "the source has more per-tensor scales (one a row, or one a matrix) than the destination"
+        )
     if source.per_tensor_scale.dim() > t.per_tensor_scale.dim():
-        raise unsupported(func, "the source has one per-tensor scale a row and the destination one for all")
+        source = source._replace(per_tensor_scale=source.row_scale())
     _check_writable(func, t, new_scale=source.per_tensor_scale is not t.per_tensor_scale)
     for name in t.tensor_data_names:
         getattr(t, name).copy_(getattr(source, name))
@@ -189,7 +195,7 @@ def _new(func, like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
     spec = like.spec.replace(round_mode="rne", hardware_rounding=False) if like.spec.is_stochastic else like.spec
     dense = torch.full((), fill, dtype=dtype, device=device).expand(shape)
     return quantize(dense, spec, amax=None if spec.hadamard_sign is not None else amax)._replace(
-        spec=like.spec, activation_spec=like.activation_spec
+        spec=like.spec, activation_spec=like.activation_spec, product_backend=like.product_backend
     )
 
 

@@ -9,7 +9,8 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from nvfp4_tensor.format import HIGH_PRECISION_DTYPES, FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.format import HIGH_PRECISION_DTYPES, FourOverSix, ProductBackend, RoundingMode, ScaleRounding
+from nvfp4_tensor.fp4_products import check_backend, check_installed
 from nvfp4_tensor.observer import ObservedLinear
 from nvfp4_tensor.spec import QuantizeSpec
 from nvfp4_tensor.tensor import NVFP4Tensor, quantize
@@ -54,12 +55,14 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         step: None, or torchao's two steps towards static activation scales: "prepare" observes what each linear is
             fed, "convert" quantizes with the amax observed (linears not prepared are left alone). See also
             :func:`calibrate`.
+        product_backend: what multiplies: AUTO, SCALED_MM or FBGEMM, or their names in lower case.
         percentile: for "convert": the percentile of the magnitudes observed that becomes the amax, 99.9 for
             instance; None for the largest.
     """
 
     activation_round_mode: RoundingMode | str | None = None
     activation_spec: QuantizeSpec | None = None
+    product_backend: ProductBackend | str = ProductBackend.AUTO
     step: QuantizationStep | str | None = None
     percentile: float | None = None
 
@@ -70,6 +73,7 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             self.activation_spec = QuantizeSpec(**self._shared_arguments())
             if self.activation_round_mode is not None:
                 self.activation_spec = self.activation_spec.replace(round_mode=self.activation_round_mode)
+        self.product_backend = ProductBackend.of(self.product_backend)
         if self.step is not None:
             self.step = QuantizationStep(self.step)
         if self.percentile is not None and not 0 < self.percentile <= 100:
@@ -96,28 +100,35 @@ def _quantize_weight(module: torch.nn.Module, config: NVFP4WeightOnlyConfig) -> 
 
 @register_quantize_module_handler(NVFP4Config)
 def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config) -> torch.nn.Module:
-    assert config.activation_spec is not None
+    assert config.activation_spec is not None and isinstance(config.product_backend, ProductBackend)
     if config.step == QuantizationStep.PREPARE:
         return ObservedLinear.observe(_quantizable(module), config.activation_spec)
     if config.step == QuantizationStep.CONVERT:
         if not isinstance(module, ObservedLinear):
             return module
-        activation_amax = module.amax_at(config.percentile)
-        return _quantize_linear(
-            module.stop_observing(), config.weight_spec, config.activation_spec, activation_amax=activation_amax
-        )
-    return _quantize_linear(module, config.weight_spec, config.activation_spec)
+        fields = {"activation_amax": module.amax_at(config.percentile), "product_backend": config.product_backend}
+        return _quantize_linear(module.stop_observing(), config.weight_spec, config.activation_spec, **fields)
+    return _quantize_linear(module, config.weight_spec, config.activation_spec, product_backend=config.product_backend)
 
 
 def _quantize_linear(
     module: torch.nn.Module, weight_spec: QuantizeSpec | None, activation_spec: QuantizeSpec | None, **fields
 ) -> torch.nn.Module:
     linear = _quantizable(module)
+    _check_backend(linear.weight, fields.get("product_backend", ProductBackend.AUTO))
     quantized = quantize(linear.weight.detach(), weight_spec)._replace(activation_spec=activation_spec, **fields)
     linear.weight = torch.nn.Parameter(quantized, requires_grad=False)
     if type(linear) is torch.nn.Linear:
         linear.__class__ = NVFP4Linear
     return linear
+
+
+def _check_backend(weight: torch.Tensor, backend: ProductBackend) -> None:
+    """What is known before the first product: a weight still on a CPU may yet move to another device."""
+    if weight.device.type == "cuda":
+        check_backend(backend, weight.device, weight.dtype)
+    elif weight.device.type != "meta":
+        check_installed(backend)
 
 
 def _quantizable(module: torch.nn.Module) -> torch.nn.Linear:

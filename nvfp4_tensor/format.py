@@ -81,6 +81,27 @@ class FourOverSix(enum.IntEnum):
     MSE = 2
 
 
+class ProductBackend(enum.IntEnum):
+    """What multiplies an NVFP4 weight by quantized activations (W4A4)."""
+
+    AUTO = 0
+    """scaled_mm where the device has FP4 tensor cores, decoded operands elsewhere."""
+    SCALED_MM = 1
+    """cuBLASLt through torch's scaled_mm; an error on a device without FP4 tensor cores."""
+    FBGEMM = 2
+    """fbgemm's f4f4bf16, bfloat16 models only; an error where it, or a device of compute capability 10, is missing."""
+
+    @classmethod
+    def of(cls, backend: ProductBackend | str) -> ProductBackend:
+        """The backend itself, or the one that a string names; ValueError with the list of names for any other."""
+        if isinstance(backend, int) and not isinstance(backend, bool) and backend in cls._value2member_map_:
+            return cls(backend)
+        if isinstance(backend, str) and backend.upper() in cls.__members__:
+            return cls[backend.upper()]
+        names = ", ".join(repr(member.name.lower()) for member in cls)
+        raise ValueError(f"unknown product_backend {backend!r}: use a ProductBackend or one of {names}")
+
+
 def ceil_to(n: int, multiple: int) -> int:
     return (n + multiple - 1) // multiple * multiple
 

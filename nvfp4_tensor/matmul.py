@@ -1,4 +1,4 @@
-"""Which product runs where: FP4 tensor cores through torch's scaled_mm, or the op ``nvfp4.matmul`` everywhere else.
+"""Which product runs where: FP4 tensor cores (``fp4_products.py``), or the op ``nvfp4.matmul`` everywhere else.
 
 One function, :func:`product`, is behind mm, addmm, bmm, baddbmm, linear and matmul on an :class:`NVFP4Tensor`. The
 result is ``round_once(alpha * sum + bias)`` with a float32 sum (numerics contract, section 6), whichever way it goes.
@@ -9,17 +9,12 @@ along the NVFP4 operand's blocks: that is the forward product. Its gradient sums
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
+from nvfp4_tensor import fp4_products
 from nvfp4_tensor.format import BLOCK, ceil_to
 from nvfp4_tensor.tensor import NVFP4Tensor, quantize, resolve_amax, resolve_rng_state
-
-SCALED_MM_ALIGNMENT = 32
-"""cuBLASLt takes FP4 rows of a multiple of 16 bytes, and outputs of as many columns as divide by 16."""
 
 
 def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
@@ -59,10 +54,15 @@ def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
         )
     x_scale, out_dtype = None, x.dtype
     if w.transposed and w.activation_spec is not None:
+        fp4_products.check_backend(w.product_backend, x.device, x.dtype)
+        if fp4_products.has_grouped_fp4(x.device) and fp4_products.fits_grouped_tensor_cores(x, w):
+            return fp4_products.scaled_grouped_product(quantize(x, w.activation_spec, amax=w.activation_amax), w, offs)
         x, x_scale = _quantized_values(x, w)
-    return torch.ops.nvfp4.grouped_matmul(
-        x, x_scale, *_weight(w), offs, x.shape[-1] if w.transposed else w.columns, not w.transposed, out_dtype
-    )
+    weight = w.qdata.contiguous(), w.scale.contiguous(), w.per_tensor_scale
+    if w.transposed and x.dtype != torch.float32:
+        return torch.ops.nvfp4.grouped_linear(x, x_scale, *weight, offs, out_dtype)
+    columns = x.shape[-1] if w.transposed else w.columns
+    return torch.ops.nvfp4.grouped_matmul(x, x_scale, *weight, offs, columns, not w.transposed, out_dtype)
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:
@@ -81,15 +81,17 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | N
     """x (M, K) or (E, M, K) times what w stores, transposed if the sum runs along its blocks."""
     out_dtype = x.dtype
     if along_blocks and w.activation_spec is not None and not isinstance(x, NVFP4Tensor):
-        if _has_fp4_tensor_cores(x.device):
+        fp4_products.check_backend(w.product_backend, x.device, x.dtype)
+        if fp4_products.has_fp4_tensor_cores(x.device):
             x = quantize(x, w.activation_spec, amax=w.activation_amax)
         else:
             x, x_scale = _quantized_values(x, w)
             return _decoded_product(x, x_scale, w, along_blocks, bias, alpha, out_dtype)
     if not isinstance(x, NVFP4Tensor):
         return _decoded_product(x, None, w, along_blocks, bias, alpha, out_dtype)
-    if along_blocks and _fits_scaled_mm(x, w) and _has_fp4_tensor_cores(x.device):
-        return scaled_mm_product(x, w, bias, alpha, out_dtype)
+    if along_blocks and fp4_products.fits_tensor_cores(x, w) and fp4_products.has_fp4_tensor_cores(x.device):
+        fp4_products.check_backend(w.product_backend, x.device, x.dtype)
+        return fp4_products.tensor_core_product(x, w, bias, alpha, out_dtype)
     return _decoded_product(*_decoded(x, w, along_blocks), w, along_blocks, bias, alpha, out_dtype)
 
 
@@ -103,15 +105,19 @@ def _decoded_product(
 
 
 def _weight(w: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return w.qdata.contiguous(), w.scale.contiguous(), w.per_tensor_scale
+    return w.qdata.contiguous(), w.scale.contiguous(), w.row_scale()
 
 
 def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
     """x as the codes x block scales that it quantizes to, exact in bfloat16, and the per-tensor scale left out."""
     spec = w.activation_spec
     assert spec is not None
-    amax, rng_state = resolve_amax(x, spec, w.activation_amax), resolve_rng_state(x, spec, None, None)
-    values, factor = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False)
+    rng_state = resolve_rng_state(x, spec, None, None)
+    if w.activation_amax is None:
+        values, factor = torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16)
+    else:
+        amax = resolve_amax(x, spec, w.activation_amax)
+        values, factor = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False)
     return _fit_columns(values, w), factor
 
 
@@ -119,70 +125,13 @@ def _decoded(x: NVFP4Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Tensor
     """(values, factor) of an NVFP4 left operand: exact bfloat16 values wherever the factor can stay out of the sum."""
     if x.transposed:  # the sum runs across the rows that have the factors
         if x.per_tensor_scale.dim():
-            return x._decode(torch.float32, x.per_tensor_scale).mT, None
+            return x._decode(torch.float32, x.row_scale()).mT, None
         return x._decode(torch.bfloat16, None).mT, x.per_tensor_scale
     both_transformed = x.spec.hadamard_sign is not None and x.spec.hadamard_sign == w.spec.hadamard_sign
     columns = ceil_to(x.columns, BLOCK) if both_transformed and along_blocks else x.columns
-    return x._decode(torch.bfloat16, None, columns), x.per_tensor_scale
+    return x._decode(torch.bfloat16, None, columns), x.row_scale()
 
 
 def _fit_columns(values: Tensor, w: NVFP4Tensor) -> Tensor:
     """Transformed values fill their padding; the product sums it only if w was transformed alike."""
     return values if w.spec.hadamard_sign is not None else values[..., : w.columns]
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def _has_fp4_tensor_cores(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.cuda is not None and _capability(device) >= (10, 0)
-
-
-def _fits_scaled_mm(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
-    """Two matrices that sum along their blocks, with one per-tensor scale each and nothing empty."""
-    return (
-        a.dim() == 2
-        and not a.transposed
-        and a.per_tensor_scale.dim() == 0
-        and b.per_tensor_scale.dim() == 0
-        and a.numel() > 0
-        and b.numel() > 0
-    )
-
-
-def scaled_mm_product(
-    a: NVFP4Tensor, b: NVFP4Tensor, bias: Tensor | None, alpha: float, out_dtype: torch.dtype
-) -> Tensor:
-    """alpha * a @ b^T + bias by FP4 tensor cores, of what a (M, K) and b (N, K) store.
-
-    K is padded to 32 and N to 16 with zeros where they do not divide; the scale layout covers both already. With a
-    bias or an alpha the product leaves the tensor cores in float32, so that it is rounded once.
-    """
-    epilogue = bias is not None or alpha != 1
-    rows = b.qdata.shape[0]
-    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
-    a_qdata, b_qdata = (_pad_for_scaled_mm(t.qdata) for t in (a, b))
-    b_qdata = pad(b_qdata, (0, 0, 0, -rows % 16))
-    y = scaled_mm(
-        a_qdata.view(torch.float4_e2m1fn_x2),
-        b_qdata.view(torch.float4_e2m1fn_x2).t(),
-        [a.scale.reshape(-1), a.per_tensor_scale],
-        recipe,
-        [b.scale.reshape(-1), b.per_tensor_scale],
-        recipe,
-        swizzle,
-        swizzle,
-        output_dtype=torch.float32 if epilogue else out_dtype,
-    )[:, :rows]
-    if alpha != 1:
-        y = y * alpha
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(out_dtype).contiguous()
-
-
-def _pad_for_scaled_mm(qdata: Tensor) -> Tensor:
-    return pad(qdata.contiguous(), (0, -qdata.shape[-1] % (SCALED_MM_ALIGNMENT // 2)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib.util
 import json
 import os
 import platform
@@ -18,6 +17,8 @@ import warnings
 from pathlib import Path
 
 import torch
+
+from nvfp4_tensor import fbgemm
 
 _FP4_CAPABILITIES = (10, 12)
 """Major compute capabilities whose tensor cores take FP4 through torch's scaled_mm."""
@@ -125,7 +126,7 @@ class Info:
     cpu_instruction_set: str
     cuda_archs: list[str]
     fp4_scaled_mm: bool
-    fbgemm: bool
+    fbgemm: str
 
     def __str__(self) -> str:
         lines = {
@@ -135,7 +136,7 @@ class Info:
             "CUDA ops": self.cuda,
             "CUDA archs": ", ".join(self.cuda_archs) or "none compiled",
             "FP4 products": "scaled_mm on tensor cores" if self.fp4_scaled_mm else "decoded (no FP4 tensor cores here)",
-            "fbgemm": "installed" if self.fbgemm else "not installed",
+            "fbgemm": self.fbgemm,
         }
         return "\n".join(f"{name:<13} {value}" for name, value in lines.items())
 
@@ -152,7 +153,7 @@ def info() -> Info:
         cpu_instruction_set=instruction_set(),
         cuda_archs=record.get("cuda_archs", []),
         fp4_scaled_mm=any(torch.cuda.get_device_capability(i)[0] in _FP4_CAPABILITIES for i in _cuda_devices()),
-        fbgemm=importlib.util.find_spec("fbgemm_gpu") is not None,
+        fbgemm=str(fbgemm.product()),
     )
 
 

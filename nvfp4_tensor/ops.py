@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, scaled_grouped_mm  # type: ignore[attr-defined]  # stub
 
 from nvfp4_tensor import reference
 from nvfp4_tensor.format import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
@@ -36,10 +37,16 @@ for _schema in (
     "dequantize(Tensor qdata, Tensor scale, Tensor? per_tensor_scale, SymInt columns, ScalarType dtype) -> Tensor",
     f"fake_quantize(Tensor x, Tensor amax, Tensor? rng_state, int spec, ScalarType dtype, bool scaled=True, {_PLACE})"
     " -> (Tensor values, Tensor per_tensor_scale)",
+    "quantize_activation(Tensor x, Tensor? rng_state, int spec, ScalarType dtype)"
+    " -> (Tensor values, Tensor per_tensor_scale)",
     "matmul(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor? bias,"
     " SymInt columns, bool transposed, ScalarType out_dtype) -> Tensor",
     "grouped_matmul(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor offs,"
     " SymInt columns, bool transposed, ScalarType out_dtype) -> Tensor",
+    "grouped_linear(Tensor x, Tensor? x_scale, Tensor qdata, Tensor scale, Tensor per_tensor_scale, Tensor offs,"
+    " ScalarType out_dtype) -> Tensor",
+    "grouped_fp4_matmul(Tensor x, Tensor x_scale, Tensor x_factor, Tensor w, Tensor w_scale, Tensor w_factor,"
+    " Tensor offs) -> Tensor",
 ):
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -200,7 +207,8 @@ def _fake_quantize_context(ctx, inputs, output):
     ctx.factor = None if scaled else reference.per_tensor_scale(amax, spec)
 
 
-def _fake_quantize_backward(ctx, grad, _grad_factor):
+def _through(ctx, grad):
+    """The gradient of x from that of the values which stand for it."""
     grad = grad.float()
     if ctx.factor is not None:  # values = x / per_tensor_scale
         grad = grad / ctx.factor
@@ -208,11 +216,48 @@ def _fake_quantize_backward(ctx, grad, _grad_factor):
         identity = torch.eye(BLOCK, device=grad.device)
         transform = torch.ops.nvfp4.hadamard(identity, ctx.hadamard_sign).float()
         grad = (grad.unflatten(-1, (-1, BLOCK)) @ transform.t()).flatten(-2)
-    return grad[..., : ctx.shape[-1]].to(ctx.dtype), *[None] * 8
+    return grad[..., : ctx.shape[-1]].to(ctx.dtype)
+
+
+def _fake_quantize_backward(ctx, grad, _grad_factor):
+    return _through(ctx, grad), *[None] * 8
 
 
 torch.library.register_autograd(
     "nvfp4::fake_quantize", _fake_quantize_backward, setup_context=_fake_quantize_context, lib=_library
+)
+
+
+@_implement("quantize_activation")
+def quantize_activation(x, rng_state, spec, dtype):
+    """:func:`fake_quantize` by the amax of x itself, the per-tensor scale left out: what a W4A4 product multiplies."""
+    hadamard_sign = QuantizeSpec.unpack(spec).hadamard_sign
+    own_amax = torch.ops.nvfp4.amax(x, -1 if hadamard_sign is None else hadamard_sign)
+    return torch.ops.nvfp4.fake_quantize(x, own_amax, rng_state, spec, dtype, False)
+
+
+@_fake("quantize_activation")
+def _(x, rng_state, spec, dtype):
+    values = x.new_empty((*x.shape[:-1], _fake_quantize_columns(x, spec)), dtype=dtype)
+    return values, x.new_empty((), dtype=torch.float32)
+
+
+def _quantize_activation_context(ctx, inputs, output):
+    x, _, spec, _ = inputs
+    ctx.shape, ctx.dtype, ctx.hadamard_sign = x.shape, x.dtype, QuantizeSpec.unpack(spec).hadamard_sign
+    ctx.save_for_backward(output[1])
+
+
+def _quantize_activation_backward(ctx, grad, _grad_factor):
+    (ctx.factor,) = ctx.saved_tensors
+    return _through(ctx, grad), None, None, None
+
+
+torch.library.register_autograd(
+    "nvfp4::quantize_activation",
+    _quantize_activation_backward,
+    setup_context=_quantize_activation_context,
+    lib=_library,
 )
 
 
@@ -255,11 +300,13 @@ torch.library.register_autograd("nvfp4::matmul", _matmul_backward, setup_context
 def grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, transposed, out_dtype):
     """Rows offs[e-1]..offs[e] of x (M, K) times expert e of qdata (E, N, K/2), as ``matmul``; zeros behind the last.
 
-    offs: int32 (E,), the ends of the groups. x_scale: 0-d or one per row. This implementation reads offs on the host
-    and calls ``matmul`` for each expert that has rows.
+    offs: int32 (E,), the ends of the groups. x_scale: 0-d or one per row. per_tensor_scale: 0-d, (E, 1) or one per
+    row of w (E * N,). This implementation reads offs on the host and calls ``matmul`` for each expert that has rows.
     """
     experts, rows, half = qdata.shape
     linear = None if rows % TILE_ROWS == 0 else unswizzle(scale, experts * rows, half * 2 // BLOCK)
+    factors = per_tensor_scale if per_tensor_scale.dim() == 2 else per_tensor_scale.expand(experts * rows)
+    factors = factors.reshape(experts, -1)
     y = x.new_zeros((x.shape[0], columns if transposed else rows), dtype=out_dtype)
     start = 0
     for expert, end in enumerate(offs.tolist()):
@@ -271,7 +318,7 @@ def grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, tr
                 x_scale[start:end] if x_scale is not None and x_scale.dim() else x_scale,
                 qdata[expert],
                 scale[tiles] if linear is None else swizzle(linear[own]),
-                per_tensor_scale[own] if per_tensor_scale.dim() else per_tensor_scale,
+                factors[expert] if per_tensor_scale.dim() == 1 else factors[expert, 0],
                 None,
                 columns,
                 transposed,
@@ -300,3 +347,33 @@ def _grouped_matmul_backward(ctx, grad):
 torch.library.register_autograd(
     "nvfp4::grouped_matmul", _grouped_matmul_backward, setup_context=_grouped_matmul_context, lib=_library
 )
+
+
+@_implement("grouped_linear")
+def grouped_linear(x, x_scale, qdata, scale, per_tensor_scale, offs, out_dtype):
+    """``grouped_matmul`` along the blocks, for x in bfloat16 or float16: on CUDA nothing waits for offs."""
+    return grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, x.shape[-1], False, out_dtype)
+
+
+@_fake("grouped_linear")
+def _(x, x_scale, qdata, scale, per_tensor_scale, offs, out_dtype):
+    return x.new_empty((x.shape[0], qdata.shape[-2]), dtype=out_dtype)
+
+
+@_implement("grouped_fp4_matmul")
+def grouped_fp4_matmul(x, x_scale, x_factor, w, w_scale, w_factor, offs):
+    """x (M, K/2) times w (E, N, K/2), transposed, by group, on FP4 tensor cores: bfloat16 (M, N).
+
+    torch's scaled_grouped_mm as an op, because it has no shape inference of its own (2.13). Codes are uint8, two each;
+    x_scale is what :func:`fp4_products.grouped_scale` gives, w_scale (E, swizzled); x_factor 0-d, w_factor (E,).
+    """
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    x, w = x.view(torch.float4_e2m1fn_x2), w.view(torch.float4_e2m1fn_x2).mT
+    scales = [x_scale, x_factor], recipe, [w_scale, w_factor], recipe
+    return scaled_grouped_mm(x, w, *scales, swizzle, swizzle, offs=offs, output_dtype=torch.bfloat16)
+
+
+@_fake("grouped_fp4_matmul")
+def _(x, x_scale, x_factor, w, w_scale, w_factor, offs):
+    return x.new_empty((x.shape[0], w.shape[1]), dtype=torch.bfloat16)

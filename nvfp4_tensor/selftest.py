@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nvfp4_tensor import native, ops
+from nvfp4_tensor import fbgemm, fp4_products, native, ops
 from nvfp4_tensor.format import DEFAULT_HADAMARD_SIGN, FourOverSix, RoundingMode, ScaleRounding
 from nvfp4_tensor.matmul import product
 from nvfp4_tensor.spec import QuantizeSpec
-from nvfp4_tensor.tensor import quantize
+from nvfp4_tensor.tensor import quantize, quantize_experts
 
 _TWO_MODES = (RoundingMode.RNE, RoundingMode.STOCHASTIC)
 SPECS = (
@@ -44,7 +44,7 @@ class Check:
 
     def __str__(self) -> str:
         verdict = f"{self.differing} of {self.elements} elements differ" if self.differing else "identical"
-        return f"{self.device:<8} {self.op:<14} {self.config:<38} {verdict}"
+        return f"{self.device:<8} {self.op:<17} {self.config:<38} {verdict}"
 
 
 def main() -> int:
@@ -66,8 +66,13 @@ def run() -> Iterator[Check]:
             yield from check_spec(spec, device)
         yield check_hadamard(device)
         yield check_matmul(device)
-        if device == "cuda" and torch.cuda.get_device_capability() >= (10, 0):
+        yield check_experts("grouped_linear", device, None)
+        if fp4_products.has_fp4_tensor_cores(torch.device(device)):
             yield check_scaled_mm(device)
+        if fp4_products.has_grouped_fp4(torch.device(device)):
+            yield check_experts("scaled_grouped_mm", device, QuantizeSpec())
+            if fbgemm.product().op is not None:
+                yield check_fbgemm(device)
 
 
 def samples() -> Iterator[Tensor]:
@@ -182,3 +187,30 @@ def check_scaled_mm(device: str) -> Check:
     return Check("scaled_mm", "within the bound of a float32 sum", device, elements, differing)
 
 
+def check_fbgemm(device: str) -> Check:
+    """NVFP4 x NVFP4 through fbgemm's f4f4bf16, against the product of what the operands decode to."""
+    generator = torch.Generator().manual_seed(4)
+    elements = differing = 0
+    for m, n, k in ((128, 128, 256), (37, 50, 83), (1, 96, 320)):
+        a, b = (quantize(torch.randn(rows, k, generator=generator).bfloat16().to(device)) for rows in (m, n))
+        y = fp4_products.fbgemm_product(a, b, None, 1, torch.bfloat16).cpu()
+        a64, b64 = (t.dequantize(torch.float32).cpu().double() for t in (a, b))
+        elements += y.numel()
+        differing += outside_bound(y, a64, b64.t())
+    return Check("f4f4bf16", "within the bound of a float32 sum", device, elements, differing)
+
+
+def check_experts(name: str, device: str, activation: QuantizeSpec | None) -> Check:
+    """Rows in groups, some of them empty, times each group's own expert; quantized first where ``activation`` says."""
+    generator = torch.Generator().manual_seed(5)
+    elements = differing = 0
+    for ends, n, k in (((1, 1, 3), 128, 256), ((20, 90, 90), 72, 320), ((150, 151, 300), 256, 96)):
+        weight = torch.randn(len(ends), n, k, generator=generator).bfloat16()
+        w = quantize_experts(weight.to(device))._replace(activation_spec=activation)
+        x = torch.randn(ends[-1], k, generator=generator).bfloat16().to(device)
+        y = torch._grouped_mm(x, w.mT, offs=torch.tensor(ends, dtype=torch.int32, device=device)).cpu()
+        seen = x if activation is None else quantize(x, activation).dequantize(torch.float32)
+        x64, w64, elements = seen.cpu().double(), w.dequantize(torch.float32).cpu().double(), elements + y.numel()
+        for expert, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            differing += outside_bound(y[start:end], x64[start:end], w64[expert].t())
+    return Check(name, "within the bound of a float32 sum", device, elements, differing)

@@ -11,7 +11,15 @@ from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from nvfp4_tensor import format
-from nvfp4_tensor.format import BLOCK, HIGH_PRECISION_DTYPES, FourOverSix, RoundingMode, ScaleRounding, ceil_to
+from nvfp4_tensor.format import (
+    BLOCK,
+    HIGH_PRECISION_DTYPES,
+    FourOverSix,
+    ProductBackend,
+    RoundingMode,
+    ScaleRounding,
+    ceil_to,
+)
 from nvfp4_tensor.spec import QuantizeSpec
 
 
@@ -35,18 +43,22 @@ class NVFP4Tensor(TorchAOBaseTensor):
         qdata: uint8 (*leading, columns rounded up to 16, halved), two codes a byte, the even element low.
         scale: float8_e4m3fn (row tiles, column tiles, 32, 16), swizzled as cuBLASLt takes it; rows are the leading
             dimensions flattened. :meth:`unswizzled_scale` gives the plain matrix.
-        per_tensor_scale: float32, 0-d or one per row (rows joined from tensors of different scales have one each).
+        per_tensor_scale: float32, 0-d; or (E, 1), one for each matrix of (E, N, K); or one per row (rows joined from
+            tensors of different scales have one each). :meth:`row_scale` gives the last in place of the second.
         columns: size of the stored last dimension, without padding.
         orig_dtype: bfloat16, float16 or float32: what it decodes to by default.
         spec: how the codes were made, and how ``copy_`` from a dense tensor makes new ones.
         activation_spec: None, or how a product quantizes the dense operand it meets (W4A4).
         activation_amax: None, or the calibrated amax of that operand, float32 0-d; else each call takes its own.
         transposed: whether the logical tensor has the stored one's last two dimensions swapped.
+        product_backend: what multiplies it by quantized operands.
     """
 
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale", "per_tensor_scale"]
     optional_tensor_data_names: ClassVar[list[str]] = ["activation_amax"]
-    tensor_attribute_names: ClassVar[list[str]] = ["columns", "orig_dtype", "spec", "activation_spec", "transposed"]
+    tensor_attribute_names: ClassVar[list[str]] = [
+        "columns", "orig_dtype", "spec", "activation_spec", "transposed", "product_backend",
+    ]  # fmt: skip
 
     qdata: Tensor
     scale: Tensor
@@ -57,6 +69,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
     activation_spec: QuantizeSpec | None
     activation_amax: Tensor | None
     transposed: bool
+    product_backend: ProductBackend
     aliasing: Aliasing
 
     def __new__(
@@ -69,6 +82,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         spec: QuantizeSpec,
         activation_spec: QuantizeSpec | None = None,
         transposed: bool = False,
+        product_backend: ProductBackend = ProductBackend.AUTO,
         activation_amax: Tensor | None = None,
     ):
         shape = [*qdata.shape[:-1], columns]
@@ -90,6 +104,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         self.activation_spec = activation_spec
         self.activation_amax = activation_amax
         self.transposed = transposed
+        self.product_backend = product_backend
         self.aliasing = Aliasing.WHOLE
         return self
 
@@ -123,7 +138,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         dtype = self.orig_dtype if dtype is None else dtype
         if dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"dequantize gives bfloat16, float16 or float32, not {dtype}: cast its result instead")
-        values = self._decode(dtype, self.per_tensor_scale)
+        values = self._decode(dtype, self.row_scale())
         return values.transpose(-2, -1) if self.transposed else values
 
     def _decode(self, dtype: torch.dtype, per_tensor_scale: Tensor | None, columns: int | None = None) -> Tensor:
@@ -132,6 +147,12 @@ class NVFP4Tensor(TorchAOBaseTensor):
         return torch.ops.nvfp4.dequantize(
             self.qdata.contiguous(), self.scale.contiguous(), per_tensor_scale, columns, dtype
         )
+
+    def row_scale(self) -> Tensor:
+        """The per-tensor scale if there is one, else one per row: float32 0-d or (rows,), as the ops take it."""
+        if self.per_tensor_scale.dim() < 2:
+            return self.per_tensor_scale
+        return self.per_tensor_scale.expand(self.qdata.shape[:-1]).reshape(-1)
 
     def unswizzled_scale(self) -> Tensor:
         """Block scales in the order of the stored tensor: e4m3 (*leading, columns / 16, rounded up)."""
@@ -182,7 +203,10 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def describe(self) -> str:
         """The spec in words, that of the activation if a product quantizes it, and the bits per element."""
         static = ", static" if self.activation_amax is not None else ""
-        activation = f", activation ({self.activation_spec}{static})" if self.activation_spec is not None else ""
+        backend = f", by {self.product_backend.name.lower()}" if self.product_backend != ProductBackend.AUTO else ""
+        activation = (
+            f", activation ({self.activation_spec}{static}{backend})" if self.activation_spec is not None else ""
+        )
         return f"{self.spec}{activation}, {self.bits_per_element:.2f} bits/element"
 
     def __repr__(self, *, tensor_contents=None) -> str:
@@ -202,7 +226,7 @@ def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool) -> NVFP4Tens
     return t.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuild, QuantizeSpec, RoundingMode, ScaleRounding, FourOverSix])
+torch.serialization.add_safe_globals([_rebuild, QuantizeSpec, RoundingMode, ScaleRounding, FourOverSix, ProductBackend])
 
 
 def quantize(

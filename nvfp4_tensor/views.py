@@ -53,7 +53,7 @@ def _parts(t: NVFP4Tensor, per_row: bool = False) -> tuple[Tensor, Tensor, Tenso
     leading = t.qdata.shape[:-1]
     row_scale = None
     if t.per_tensor_scale.dim():
-        row_scale = t.per_tensor_scale.view(*leading, 1)
+        row_scale = t.row_scale().view(*leading, 1)
     elif per_row:
         row_scale = t.per_tensor_scale.expand(*leading, 1)
     return t.qdata, t.unswizzled_scale().view(torch.uint8), row_scale
@@ -121,7 +121,7 @@ def _with_shape(func, args, kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVF
         shape[-2:] = shape[:-3:-1]
     if shape and shape[-1] == t.columns:
         qdata = t.qdata.view(*shape[:-1], t.qdata.shape[-1])
-        return _share(func, args, kwargs, t._replace(qdata=qdata))
+        return _share(func, args, kwargs, t._replace(qdata=qdata, per_tensor_scale=_scale_of_shape(t, shape)))
     columns = shape[-1] if shape else 0
     if columns % BLOCK or t.columns % BLOCK:
         raise unsupported(
@@ -134,6 +134,13 @@ def _with_shape(func, args, kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVF
         row_scale = row_scale.expand(*row_scale.shape[:-1], t.columns // columns)
     parts = qdata.reshape(*shape[:-1], columns // 2), scale.reshape(*shape[:-1], columns // BLOCK), row_scale
     return _rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
+
+
+def _scale_of_shape(t: NVFP4Tensor, shape: Sequence[int]) -> Tensor:
+    """The per-tensor scales for the same rows in other leading dimensions: one a matrix only while those stay."""
+    if t.per_tensor_scale.dim() < 2 or (len(shape) == 3 and shape[0] == t.per_tensor_scale.shape[0]):
+        return t.per_tensor_scale
+    return t.per_tensor_scale.view(()) if t.per_tensor_scale.numel() == 1 else t.row_scale()
 
 
 @implements(aten.as_strided.default)
@@ -215,10 +222,12 @@ def _slice(func, types, args, kwargs):
     if step == 1 and t.qdata.shape[:stored].numel() == 1:
         view = _slice_of_tiles(t, stored, start, end)
         if view is not None:
-            return _share(func, args, kwargs, view, Aliasing.PART)
-    return _on_leading(t, lambda part: part[(slice(None),) * stored + (slice(start, end, step),)])._marked(
-        Aliasing.COPY
-    )
+            own_scales = stored == 0 and t.per_tensor_scale.dim() == 2
+            return _share(func, args, kwargs, view, Aliasing.WHOLE if own_scales else Aliasing.PART)
+    copy = _on_leading(t, lambda part: part[(slice(None),) * stored + (slice(start, end, step),)])
+    if stored == 0 and t.per_tensor_scale.dim() == 2:
+        copy = copy._replace(per_tensor_scale=t.per_tensor_scale[start:end:step])
+    return copy._marked(Aliasing.COPY)
 
 
 def _slice_of_tiles(t: NVFP4Tensor, stored: int, start: int, end: int) -> NVFP4Tensor | None:
@@ -228,10 +237,15 @@ def _slice_of_tiles(t: NVFP4Tensor, stored: int, start: int, end: int) -> NVFP4T
     first, last = start * rows_each, end * rows_each
     if first % TILE_ROWS or (last % TILE_ROWS and last != rows):
         return None
+    per_tensor_scale = t.per_tensor_scale
+    if per_tensor_scale.dim() == 2 and stored == 0:
+        per_tensor_scale = per_tensor_scale[start:end]
+    elif per_tensor_scale.dim():
+        per_tensor_scale = t.row_scale()[first:last]
     return t._replace(
         qdata=t.qdata.narrow(stored, start, end - start),
         scale=t.scale[first // TILE_ROWS : -(-last // TILE_ROWS)],
-        per_tensor_scale=t.per_tensor_scale[first:last] if t.per_tensor_scale.dim() else t.per_tensor_scale,
+        per_tensor_scale=per_tensor_scale,
     )
 
 
@@ -333,7 +347,10 @@ def _cat(func, types, args, kwargs):
     qdata, scale, row_scale = zip(*(_parts(t, per_row=not one_scale) for t in tensors), strict=True)
     joined = torch.cat(qdata, stored), torch.cat(scale, stored), None if one_scale else torch.cat(row_scale, stored)
     columns = sum(t.columns for t in tensors) if stored == first.dim() - 1 else first.columns
-    return _rebuilt(first, joined, columns=columns)
+    result = _rebuilt(first, joined, columns=columns)
+    if not one_scale and stored == 0 and first.dim() == 3 and all(t.per_tensor_scale.dim() != 1 for t in tensors):
+        return result._replace(per_tensor_scale=torch.cat([t.per_tensor_scale.expand(len(t), 1) for t in tensors]))
+    return result
 
 
 def _check_joins(func, first: NVFP4Tensor, t: Tensor) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import harness, matmul, peers, quantize, rounding_experiment, stochastic_rounding
+from benchmarks import experts, harness, matmul, peers, quantize, rounding_experiment, stochastic_rounding
 from benchmarks.harness import Variant
 from nvfp4_tensor import reference, statistics
 from nvfp4_tensor.format import swizzle
@@ -198,6 +198,17 @@ def test_a_peer_multiplies_on_the_gpu(peer: str) -> None:
     assert not report.lines
     for layer, linear in zip(layers, found[peer], strict=True):
         assert peers.relative_error(linear(x), x.float() @ layer.weight().decoded().mT) < 4e-3
+
+
+def test_the_report_of_experts(monkeypatch, tmp_path, capsys) -> None:
+    arguments = "--device", "cpu", "--shrink", "32", "--tokens", "1", "5", "--repeats", "2", "--out", str(tmp_path)
+    run(experts, monkeypatch, *arguments)
+    mixtral, deepseek = json.loads((tmp_path / "cpu" / "experts.json").read_text())["runs"]
+    assert [row["rows"] for row in mixtral["tokens"]] == [2, 10] and mixtral["tokens"][0]["active"] == 2
+    assert [row["rows"] for row in deepseek["tokens"]] == [8, 40] and deepseek["tokens"][0]["active"] == 8
+    assert "times bf16" in capsys.readouterr().out
+    skewed = experts.group_ends(experts.MODELS["mixtral"], 5, True, torch.device("cpu"))
+    assert torch.diff(skewed, prepend=skewed.new_zeros(1)).unique().tolist() == [0, 5]
 
 
 def test_compiled_peer_is_given_the_reference() -> None:

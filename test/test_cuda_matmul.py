@@ -94,6 +94,21 @@ def test_many_rows(rows):
     check(torch.randn(rows, 1024, device="cuda").bfloat16(), codes, scale, factor())
 
 
+@pytest.mark.parametrize(
+    "shape, rows",
+    [((8960, 1024), 600), ((8960, 1024), 520), ((2048, 4096), 100), ((1152, 8192), 24), ((896, 2048), 60)],
+    ids=["whole and cut", "wider tiles", "every block a piece", "few tokens", "uneven pieces"],
+)
+def test_tiles_cut_along_k(shape, rows):
+    """Tiles that several blocks share: the same bits each time, whoever comes last."""
+    codes, scale = random_weight(*shape)
+    x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+    y = check(x, codes, scale, factor())
+    for _ in range(20):
+        again = torch.ops.nvfp4.matmul(x, None, codes, scale, factor(), None, shape[1], False, x.dtype)
+        assert torch.equal(y, again)
+
+
 def test_wide_weight():
     """More rows of w than one block's partial sums hold."""
     codes, scale = random_weight(128 * 300, 256)

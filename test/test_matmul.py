@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
-from nvfp4_tensor import matmul as products
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -244,63 +243,3 @@ def test_experts_draw_different_bits():
     assert not torch.equal(t.qdata[0], t.qdata[1]) and not torch.equal(t.qdata[1], t.qdata[2])
     with pytest.raises(ValueError, match="experts"):
         quantize_experts(torch.rand(4, 4))
-
-
-# --- the FP4 tensor core call, as far as it can be checked without the hardware ------------------------------------------  # noqa: E501
-
-
-def fp4_operands(m, n, k, device):
-    return (quantize(torch.empty(rows, k, dtype=torch.bfloat16, device=device)) for rows in (m, n))
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 16, 16), (128, 128, 64), (37, 40, 48), (5, 33, 100), (1000, 2000, 4096), (300, 8, 30)]
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_scaled_mm_passes_torchs_validation(shape, dtype, with_bias):
-    """torch's meta function checks dtypes, strides, sizes of scales, recipes, swizzles and alignments of the call."""
-    m, n, k = shape
-    a, b = fp4_operands(m, n, k, "meta")
-    bias = torch.empty(n, dtype=dtype, device="meta") if with_bias else None
-    y = products.scaled_mm_product(a, b, bias, 1, dtype)
-    assert y.shape == (m, n) and y.dtype == dtype and y.is_contiguous()
-
-
-def test_torchs_validation_refuses_scales_that_are_short():
-    a, b = fp4_operands(200, 128, 64, "meta")
-    a = a._replace(scale=a.scale[:1])
-    with pytest.raises(Exception, match="scale"):
-        products.scaled_mm_product(a, b, None, 1, torch.bfloat16)
-
-
-def test_on_fp4_hardware_products_take_the_tensor_cores(monkeypatch):
-    calls = []
-    monkeypatch.setattr(products, "_has_fp4_tensor_cores", lambda device: True)
-    monkeypatch.setattr(
-        products, "scaled_mm", lambda *a, **k: calls.append((a, k)) or torch.zeros(a[0].shape[0], a[1].shape[1])
-    )
-    x, w = torch.randn(5, 64), quantize(torch.randn(16, 64))
-    w4a4 = w._replace(activation_spec=QuantizeSpec())
-    F.linear(x, w4a4)
-    quantize(x) @ w.t()
-    assert len(calls) == 2
-    (a, b, scale_a, *_), _ = calls[0]
-    quantized = quantize(x)
-    assert torch.equal(a.view(torch.uint8), quantized.qdata) and b.shape == (32, 16) and b.stride() == (1, 32)
-    assert torch.equal(scale_a[0].view(torch.uint8), quantized.scale.flatten().view(torch.uint8))
-    assert torch.equal(scale_a[1], quantized.per_tensor_scale)
-    F.linear(x, w)  # bf16 x NVFP4 has no FP4 instruction
-    torch.mm(x[:, :16], w4a4)  # nor has a sum across the blocks
-    assert len(calls) == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0), reason="needs FP4 tensor cores"
-)
-@pytest.mark.parametrize("shape", [(1, 16, 16), (37, 40, 48), (256, 512, 1024), (5, 33, 100)])
-def test_scaled_mm_against_the_decoded_product(shape):
-    m, n, k = shape
-    a, b = quantize(torch.randn(m, k, device="cuda")), quantize(torch.randn(n, k, device="cuda"))
-    check(products.scaled_mm_product(a, b, None, 1, torch.bfloat16), a, b.t())

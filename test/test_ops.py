@@ -45,6 +45,24 @@ def test_opcheck_fake_quantize(device, hadamard_sign, scaled):
     opcheck(nvfp4.fake_quantize.default, (x, reference.amax(x).detach(), state, spec, torch.float32, scaled))
 
 
+@pytest.mark.parametrize("spec", [QuantizeSpec(), STOCHASTIC.replace(hadamard_sign=True)])
+def test_opcheck_quantize_activation(device, spec):
+    x = torch.randn(4, 5, 48, device=device, requires_grad=True)
+    opcheck(nvfp4.quantize_activation.default, (x, torch.tensor([1, 2], device=device), spec.pack(), torch.bfloat16))
+
+
+@pytest.mark.parametrize("spec", [QuantizeSpec(), STOCHASTIC.replace(hadamard_sign=True)])
+def test_quantize_activation_is_fake_quantize_by_its_own_amax(device, spec):
+    x, state = torch.randn(7, 48, device=device, requires_grad=True), torch.tensor([1, 2], device=device)
+    amax = nvfp4.amax(x.detach(), -1 if spec.hadamard_sign is None else spec.hadamard_sign)
+    expected = nvfp4.fake_quantize(x, amax, state, spec.pack(), torch.float32, False)
+    got = nvfp4.quantize_activation(x, state, spec.pack(), torch.float32)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    upstream = torch.randn_like(got[0])
+    grads = [torch.autograd.grad(values, x, upstream)[0] for values in (got[0], expected[0])]
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_opcheck_matmul(device, transposed, dtype):
@@ -62,6 +80,9 @@ def test_opcheck_grouped_matmul(device, transposed):
     offs = torch.tensor([2, 5], dtype=torch.int32, device=device)
     for x_scale in (None, torch.rand(6, device=device)):
         opcheck(nvfp4.grouped_matmul.default, (x, x_scale, qdata, scale, factor, offs, 50, transposed, torch.float32))
+        if not transposed:
+            rows = x.detach().bfloat16()
+            opcheck(nvfp4.grouped_linear.default, (rows, x_scale, qdata, scale, factor, offs, torch.float32))
 
 
 @pytest.mark.parametrize("hadamard_sign", [None, 0x1234])

@@ -13,6 +13,8 @@ def test_this_machine_agrees_with_the_reference(spec):
     assert all(check.differing == 0 and check.elements > 0 for check in checks), checks
     assert selftest.check_hadamard("cpu").differing == 0
     assert selftest.check_matmul("cpu").differing == 0
+    for activation in (None, QuantizeSpec()):
+        assert selftest.check_experts("grouped_linear", "cpu", activation).differing == 0
 
 
 def test_a_wrong_bit_in_a_kernel_is_counted_and_fails(monkeypatch, capsys):
@@ -38,8 +40,8 @@ def test_a_wrong_bit_in_a_kernel_is_counted_and_fails(monkeypatch, capsys):
 def test_a_wrong_product_leaves_the_bound(monkeypatch):
     matmul = torch.ops.nvfp4.matmul
     monkeypatch.setattr(torch.ops.nvfp4, "matmul", lambda *arguments: matmul(*arguments) * 1.01)
-    check = selftest.check_matmul("cpu")
-    assert check.differing > check.elements / 2
+    for check in (selftest.check_matmul("cpu"), selftest.check_experts("grouped_linear", "cpu", None)):
+        assert check.differing > check.elements / 2
 
 
 def test_bits_are_what_is_compared():

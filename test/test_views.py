@@ -201,3 +201,28 @@ def test_views_of_a_hadamard_transform_do_not_cut_it():
     assert torch.equal(t[:, 16:48].dequantize(), t.dequantize()[:, 16:48])
     with pytest.raises(TypeError, match="cannot be cut"):
         t[:, :40]
+
+
+@pytest.mark.parametrize("rows", [128, 40])
+def test_experts_keep_one_per_tensor_scale_each(rows):
+    x = torch.randn(3, rows, 64) * torch.tensor([1.0, 50, 0.02]).view(3, 1, 1)
+    parts = [quantize(e) for e in x]
+    w = torch.stack(parts)
+    assert w.per_tensor_scale.shape == (3, 1) and w.row_scale().shape == (3 * rows,)
+    dense = torch.stack([part.dequantize() for part in parts])
+    assert torch.equal(w.dequantize(), dense) and torch.equal(w.mT.dequantize(), dense.mT)
+    assert torch.equal(w[1].dequantize(), dense[1]) and torch.equal(w[1:].dequantize(), dense[1:])
+    assert torch.equal(w[[2, 0]].dequantize(), dense[[2, 0]])
+    assert torch.equal(w.view(3 * rows, 64).dequantize(), dense.view(-1, 64))
+    assert torch.equal(torch.cat([w, w[:1]]).per_tensor_scale, w.per_tensor_scale[[0, 1, 2, 0]])
+    assert torch.equal(torch.cat([w, w], dim=1).dequantize(), torch.cat([dense, dense], dim=1))
+    target = torch.stack([quantize(torch.randn(rows, 64)) for _ in range(3)])
+    assert torch.equal(target.copy_(w).dequantize(), dense)
+    by_row = torch.cat([part.unsqueeze(0) for part in parts]).view(-1, 64).view(3, rows, 64)
+    assert by_row.per_tensor_scale.dim() == 1 and torch.equal(by_row.copy_(w).dequantize(), dense)
+    with pytest.raises(TypeError, match="more per-tensor scales"):
+        target.copy_(by_row)
+    if rows == 128:
+        assert w[1].per_tensor_scale.dim() == 0
+        w[1].copy_(x[0])  # its scale is its own
+        assert torch.equal(w.dequantize(), dense[[0, 0, 2]])

@@ -35,6 +35,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// Up to so many rows of x the few-rows kernel is faster than wgmma's.
+constexpr int kMostRowsByMma = 16;
 // Beyond so many rows of x decoding w once and torch's product are faster than the few-rows kernel once for each 16.
 constexpr int kMostFewRows = 64;
 
@@ -108,9 +110,121 @@ Tensor place_bias(Problem& p, Tensor bias, const std::vector<int64_t>& shape) {
   return bias;
 }
 
-Tensor as_floats(const Tensor& t) {
-  const Tensor floats = t.scalar_type() == ScalarType::Float ? t : torch::stable::to(t, ScalarType::Float);
-  return floats.is_contiguous() ? floats : torch::stable::contiguous(floats);
+// t itself where it can be.
+Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+Tensor packed_floats(const Tensor& t) {
+  return packed(t.scalar_type() == ScalarType::Float ? t : torch::stable::to(t, ScalarType::Float));
+}
+
+// The current device and stream are x's while this lives.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor& x) {
+    int current = -1;
+    cudaGetDevice(&current);
+    if (current != x.get_device_index()) guard_.emplace(x.get_device_index());
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  cudaStream_t stream_;
+};
+
+void check_launch() {
+  const cudaError_t error = cudaGetLastError();
+  STD_TORCH_CHECK(error == cudaSuccess, "nvfp4::matmul: ", cudaGetErrorString(error));
+}
+
+// The shape of x (..., K) w^T.
+std::vector<int64_t> product_shape(const Tensor& x, int64_t inner, int64_t outer) {
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == inner, "nvfp4::matmul: x has ", x.size(x.dim() - 1),
+                  " columns where the weight has ", inner);
+  std::vector<int64_t> shape;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
+  shape.push_back(outer);
+  return shape;
+}
+
+Problem sizes(const std::vector<int64_t>& shape, int64_t inner, bool batched) {
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
+  STD_TORCH_CHECK(rows < INT32_MAX && shape.back() < INT32_MAX && inner < INT32_MAX,
+                  "nvfp4::matmul: a size beyond 2^31");
+  Problem p = {};
+  p.experts = batched ? static_cast<int>(shape[0]) : 1;
+  p.M = static_cast<int>(batched ? shape[1] : rows);
+  p.rows = static_cast<int>(rows);
+  p.N = static_cast<int>(shape.back());
+  p.K = static_cast<int>(inner);
+  return p;
+}
+
+// x as the kernels take it: rows at any distance, their elements together.
+Tensor place_x(Problem& p, const Tensor& given) {
+  const bool rows_fit = given.dim() == 2 && (given.stride(1) == 1 || p.K <= 1) && given.stride(0) >= p.K;
+  const Tensor x = rows_fit || given.is_contiguous() ? given : torch::stable::contiguous(given);
+  p.x = x.const_data_ptr();
+  p.x_dtype = dtype_of(x, "x");
+  p.x_row = rows_fit && p.M > 1 ? x.stride(0) : p.K;
+  return x;
+}
+
+Tensor place_x_scale(Problem& p, const Tensor& scale) {
+  const Tensor factor = packed_floats(scale);
+  p.x_scale = static_cast<const float*>(factor.const_data_ptr());
+  p.x_scale_step = factor.numel() > 1;
+  return factor;
+}
+
+bool one_a_row(const Problem& p, const Tensor& w_scale) {
+  return w_scale.numel() > p.experts || (w_scale.numel() > 1 && p.experts == 1);
+}
+
+void place_w_scale(Problem& p, const Tensor& factor) {
+  p.w_scale = static_cast<const float*>(factor.const_data_ptr());
+  p.w_scale_step = one_a_row(p, factor);
+  p.w_scale_expert = factor.numel() == 1 ? 0 : p.w_scale_step ? p.N : 1;
+}
+
+// The kernels that decode w as they go; false where none is made for the problem.
+bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
+  if (p.x_dtype == Dtype::kFloat || p.K == 0) return false;
+  const Tensor codes = packed(qdata), scales = packed(scale);
+  p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
+  p.code_row = codes.size(codes.dim() - 1);
+  p.Kp = static_cast<int>(p.code_row * 2);
+  p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
+  p.scale_band = (p.Kp + 63) / 64 * 512;
+  if (p.M > kMostRowsByMma && fits_matmul_many_rows(p)) {
+    const Tensor scratch = empty_like_product(x, {matmul_many_rows_scratch(p)}, ScalarType::Byte);
+    launch_matmul_many_rows(p, scratch.mutable_data_ptr(), stream);
+  } else if (p.M <= kMostFewRows) {
+    launch_matmul_few_rows(p, stream);
+  } else {
+    return false;
+  }
+  check_launch();
+  return true;
+}
+
+// Decode and multiply: the sums in float32, then the same epilogue. `w_factor`, where given, goes
+// inside the sums.
+void decoded_product(const Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
+                     std::optional<Tensor> w_factor, int64_t columns, bool transposed, cudaStream_t stream) {
+  const ScalarType type = w_factor ? ScalarType::Float : x.scalar_type();
+  const Tensor w = decode(qdata, scale, w_factor, columns, type);
+  Tensor a = qdata.dim() == 3 ? x : torch::stable::reshape(x, {p.M, p.K});
+  if (a.scalar_type() != type) a = torch::stable::to(a, type);
+  const int64_t last = w.dim() - 1;
+  const Tensor sums = torch::stable::contiguous(
+      float_product(a, transposed ? w : torch::stable::transpose(w, last - 1, last)));
+  launch_matmul_finish(p, static_cast<const float*>(sums.const_data_ptr()), stream);
+  check_launch();
 }
 
 Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor& qdata, const Tensor& scale,
@@ -119,88 +233,25 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   STD_TORCH_CHECK(qdata.dim() == 2 || qdata.dim() == 3, "nvfp4::matmul takes qdata (N, K/2) or (E, N, K/2)");
   const bool batched = qdata.dim() == 3;
   STD_TORCH_CHECK(!batched || x_given.dim() == 3, "nvfp4::matmul takes x (E, M, K) for a batch of weights");
-  int current = -1;
-  cudaGetDevice(&current);
-  std::optional<torch::stable::accelerator::DeviceGuard> guard;
-  if (current != x_given.get_device_index()) guard.emplace(x_given.get_device_index());
-  void* raw_stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x_given.get_device_index(), &raw_stream));
-  const auto stream = static_cast<cudaStream_t>(raw_stream);
-
+  const OnDeviceOf device(x_given);
   const int64_t weight_rows = qdata.size(qdata.dim() - 2);
   const int64_t inner = transposed ? weight_rows : columns, outer = transposed ? columns : weight_rows;
-  STD_TORCH_CHECK(x_given.dim() >= 1 && x_given.size(x_given.dim() - 1) == inner, "nvfp4::matmul: x has ",
-                  x_given.size(x_given.dim() - 1), " columns where the weight has ", inner);
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i + 1 < x_given.dim(); ++i) shape.push_back(x_given.size(i));
-  shape.push_back(outer);
-
-  const bool rows_fit = x_given.dim() == 2 && (x_given.stride(1) == 1 || inner <= 1) && x_given.stride(0) >= inner;
-  const Tensor x = rows_fit || x_given.is_contiguous() ? x_given : torch::stable::contiguous(x_given);
-  Problem p = {};
-  p.experts = batched ? static_cast<int>(qdata.size(0)) : 1;
-  int64_t rows = 1;
-  for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
-  STD_TORCH_CHECK(rows < INT32_MAX && outer < INT32_MAX && inner < INT32_MAX, "nvfp4::matmul: a size beyond 2^31");
-  p.M = static_cast<int>(batched ? shape[1] : rows);
-  p.N = static_cast<int>(outer);
-  p.K = static_cast<int>(inner);
-  Tensor y = empty_like_product(x, shape, out_dtype);
-  if (rows == 0 || outer == 0) return y;
+  const std::vector<int64_t> shape = product_shape(x_given, inner, outer);
+  Problem p = sizes(shape, inner, batched);
+  Tensor y = empty_like_product(x_given, shape, out_dtype);
+  if (y.numel() == 0) return y;
   p.y = y.mutable_data_ptr();
   p.y_dtype = dtype_of(y, "out_dtype");
-  p.x = x.const_data_ptr();
-  p.x_dtype = dtype_of(x, "x");
-  p.x_row = rows_fit && rows > 1 ? x.stride(0) : inner;
-
-  Tensor x_factor, w_factor = as_floats(per_tensor_scale), placed_bias;
-  if (x_scale) {
-    x_factor = as_floats(*x_scale);
-    p.x_scale = static_cast<const float*>(x_factor.const_data_ptr());
-    p.x_scale_step = x_factor.numel() > 1;
-  }
-  const bool one_a_row = w_factor.numel() > p.experts || (w_factor.numel() > 1 && p.experts == 1);
-  const bool scale_inside = transposed && one_a_row;  // a factor of each summand
-  if (!scale_inside) {
-    p.w_scale = static_cast<const float*>(w_factor.const_data_ptr());
-    p.w_scale_step = one_a_row;
-    p.w_scale_expert = w_factor.numel() == 1 ? 0 : one_a_row ? p.N : 1;
-  }
+  const Tensor x = place_x(p, x_given), w_factor = packed_floats(per_tensor_scale);
+  Tensor x_factor, placed_bias;  // live as long as p
+  if (x_scale) x_factor = place_x_scale(p, *x_scale);
+  const bool scale_inside = transposed && one_a_row(p, w_factor);  // a factor of each summand
+  if (!scale_inside) place_w_scale(p, w_factor);
   if (bias) placed_bias = place_bias(p, *bias, shape);
-
-  const bool half = p.x_dtype != Dtype::kFloat;
-  if (half && !transposed && inner > 0) {
-    const Tensor codes = qdata.is_contiguous() ? qdata : torch::stable::contiguous(qdata);
-    const Tensor scales = scale.is_contiguous() ? scale : torch::stable::contiguous(scale);
-    p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
-    p.code_row = codes.size(codes.dim() - 1);
-    p.Kp = static_cast<int>(p.code_row * 2);
-    p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
-    p.scale_band = (p.Kp + 63) / 64 * 512;
-    const bool many = p.M > 16 && fits_matmul_many_rows(p);
-    if (many || p.M <= kMostFewRows) {
-      if (many) {
-        const Tensor scratch = empty_like_product(x, {matmul_many_rows_scratch(p)}, ScalarType::Byte);
-        launch_matmul_many_rows(p, scratch.mutable_data_ptr(), stream);
-      } else {
-        launch_matmul_few_rows(p, stream);
-      }
-      const cudaError_t error = cudaGetLastError();
-      STD_TORCH_CHECK(error == cudaSuccess, "nvfp4::matmul: ", cudaGetErrorString(error));
-      return y;
-    }
+  if (transposed || !fused_product(p, x, qdata, scale, device.stream())) {
+    const std::optional<Tensor> inside = scale_inside ? std::optional<Tensor>(w_factor) : std::nullopt;
+    decoded_product(p, x, qdata, scale, inside, columns, transposed, device.stream());
   }
-  // Decode and multiply: the sums in float32, then the same epilogue.
-  const ScalarType type = scale_inside ? ScalarType::Float : x.scalar_type();
-  const Tensor w = decode(qdata, scale, scale_inside ? std::optional<Tensor>(w_factor) : std::nullopt, columns, type);
-  Tensor a = batched ? x : torch::stable::reshape(x, {rows, inner});
-  if (a.scalar_type() != type) a = torch::stable::to(a, type);
-  const int64_t last = w.dim() - 1;
-  const Tensor sums = torch::stable::contiguous(
-      float_product(a, transposed ? w : torch::stable::transpose(w, last - 1, last)));
-  launch_matmul_finish(p, static_cast<const float*>(sums.const_data_ptr()), stream);
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "nvfp4::matmul: ", cudaGetErrorString(error));
   return y;
 }
 

@@ -36,6 +36,17 @@ struct Decoder<__nv_bfloat16> {
     constexpr uint32_t k2To119 = 0x7B007B00;
     return multiply(multiply(bytes * 16, k2To119), k2To119);
   }
+  // The same from s_b in two fp16.
+  static __device__ __forceinline__ uint32_t factors_of_halves(uint32_t s) {
+    constexpr uint32_t k2To118 = 0x7A807A80;
+    float low, high;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(low), "=f"(high)
+        : "r"(s));
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return multiply(pair, k2To118);
+  }
   // The codes in bits 0..3 (kNibble 0) or 4..7 (kNibble 1) of each half, as bits of two bf16.
   template <int kNibble>
   static __device__ __forceinline__ uint32_t spread(uint32_t word) {
@@ -57,6 +68,10 @@ struct Decoder<__half> {
   static __device__ __forceinline__ uint32_t scale_factors(uint32_t bytes) {
     constexpr uint32_t k2To15 = 0x78007800;
     return multiply(bytes * 128, k2To15);
+  }
+  static __device__ __forceinline__ uint32_t factors_of_halves(uint32_t s) {
+    constexpr uint32_t k2To7 = 0x58005800;
+    return multiply(s, k2To7);
   }
   // The two copies of a code would overlap here, so sign and magnitude are moved apart.
   template <int kNibble>
@@ -85,6 +100,19 @@ __device__ __forceinline__ uint32_t any_scale_factors(uint32_t bytes) {
   return Decoder<T>::scale_factors(magnitude) | (bytes & 0x00800080u) << 8 | is_nan * 0x7FFFu;
 }
 
+// One of two halves in both: which the multiplications take along, where a byte permutation would be an instruction.
+__device__ __forceinline__ uint32_t low_in_both(uint32_t v) {
+  uint32_t both;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(both) : "r"(v));
+  return both;
+}
+
+__device__ __forceinline__ uint32_t high_in_both(uint32_t v) {
+  uint32_t both;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(both) : "r"(v));
+  return both;
+}
+
 // The low two of four scale bytes to the factors of their blocks, each in both halves of a register.
 template <typename T>
 __device__ __forceinline__ void two_scale_factors(uint32_t bytes, uint32_t (&out)[2]) {
@@ -98,16 +126,29 @@ __device__ __forceinline__ void two_scale_factors(uint32_t bytes, uint32_t (&out
 // Four scale bytes likewise.
 template <typename T>
 __device__ __forceinline__ void scale_factors(uint32_t bytes, uint32_t (&out)[4]) {
+#if __CUDA_ARCH__ >= 890  // converts e4m3, NaN and signs included: no branch, and as many instructions
+  uint32_t pairs[2];
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(bytes));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t factors = Decoder<T>::factors_of_halves(pairs[i]);
+    out[2 * i] = low_in_both(factors);
+    out[2 * i + 1] = high_in_both(factors);
+  }
+#else
   const uint32_t pairs[2] = {__byte_perm(bytes, 0, 0x4140), __byte_perm(bytes, 0, 0x4342)};
   uint32_t factors[2] = {Decoder<T>::scale_factors(pairs[0]), Decoder<T>::scale_factors(pairs[1])};
   if ((bytes | (bytes + 0x01010101u)) & 0x80808080u) {  // a negative or NaN: rare, so one test for four
     factors[0] = any_scale_factors<T>(pairs[0]);
     factors[1] = any_scale_factors<T>(pairs[1]);
   }
-  out[0] = __byte_perm(factors[0], 0, 0x1010);
-  out[1] = __byte_perm(factors[0], 0, 0x3232);
-  out[2] = __byte_perm(factors[1], 0, 0x1010);
-  out[3] = __byte_perm(factors[1], 0, 0x3232);
+  out[0] = low_in_both(factors[0]);
+  out[1] = high_in_both(factors[0]);
+  out[2] = low_in_both(factors[1]);
+  out[3] = high_in_both(factors[1]);
+#endif
 }
 
 // Eight elements of a row of x from column k on, zero beyond K.

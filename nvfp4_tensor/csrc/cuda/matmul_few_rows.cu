@@ -73,9 +73,9 @@ int resident_clusters(int blocks) {
   return count;
 }
 
-template <typename T, typename S, bool kPlain>
+template <typename T, typename S, bool kPlain, bool kGrouped>
 void launch(const Problem& p, cudaStream_t stream) {
-  constexpr auto kKernel = kernel<T, S, kPlain>;
+  constexpr auto kKernel = kernel<T, S, kPlain, kGrouped>;
   const int slices = ceil_div(p.Kp, S::kSlice);
   Work work;
   work.log2_warps_in_k = std::clamp(log2_ceil(slices), log2_ceil(S::kWarps * S::kTiles / kMostTilesAStep),
@@ -86,23 +86,35 @@ void launch(const Problem& p, cudaStream_t stream) {
   const bool begin_inside = p.experts > 1 && p.N % 128 != 0;  // of a band
   const int bands = ceil_div(p.N, 128) + begin_inside;
   const int groups = bands * kTilesPerBand / S::kTiles;
-  const int clusters = std::min(groups, resident_clusters<kKernel, S>(work.cluster));
+  const int64_t all = kGrouped ? static_cast<int64_t>(groups) * most_token_tiles(p, S::kColumns * 8) : groups;
+  const int clusters = static_cast<int>(std::min<int64_t>(all, resident_clusters<kKernel, S>(work.cluster)));
+  work.groups_of_expert = groups;
   work.groups = groups / clusters;
   work.more_groups = groups % clusters;
   cudaLaunchAttribute cluster;
   const auto config =
-      configuration(dim3(work.cluster, clusters, p.experts), S::kWarps * 32, S::kSharedBytes, stream, &cluster);
+      configuration(dim3(work.cluster, clusters, kGrouped ? 1 : p.experts), S::kWarps * 32, S::kSharedBytes, stream, &cluster);
   cudaLaunchKernelEx(&config, kKernel, p, work);
 }
 
-template <typename S>
+template <typename S, bool kGrouped>
 void launch_shape(const Problem& p, cudaStream_t stream) {
   const bool aligned = (reinterpret_cast<uintptr_t>(p.codes) | p.code_row) % 16 == 0;
   const bool plain = aligned && p.N % 128 == 0 && p.Kp % S::kSlice == 0;
   if (p.x_dtype == Dtype::kBf16) {
-    plain ? launch<__nv_bfloat16, S, true>(p, stream) : launch<__nv_bfloat16, S, false>(p, stream);
+    plain ? launch<__nv_bfloat16, S, true, kGrouped>(p, stream) : launch<__nv_bfloat16, S, false, kGrouped>(p, stream);
   } else {
-    plain ? launch<__half, S, true>(p, stream) : launch<__half, S, false>(p, stream);
+    plain ? launch<__half, S, true, kGrouped>(p, stream) : launch<__half, S, false, kGrouped>(p, stream);
+  }
+}
+
+template <bool kGrouped>
+void launch_columns(const Problem& p, int columns, cudaStream_t stream) {
+  const bool roomy = this_machine().shared_bytes >= std::max(UpTo8::kSharedBytes, UpTo16::kSharedBytes);
+  if (columns <= 8) {
+    roomy ? launch_shape<UpTo8, kGrouped>(p, stream) : launch_shape<SmallUpTo8, kGrouped>(p, stream);
+  } else {
+    roomy ? launch_shape<UpTo16, kGrouped>(p, stream) : launch_shape<SmallUpTo16, kGrouped>(p, stream);
   }
 }
 
@@ -110,18 +122,22 @@ void launch_shape(const Problem& p, cudaStream_t stream) {
 }  // namespace few_rows
 
 void launch_matmul_few_rows(const Problem& p, cudaStream_t stream) {
-  using namespace few_rows;
-  const bool roomy = this_machine().shared_bytes >= std::max(UpTo8::kSharedBytes, UpTo16::kSharedBytes);
   for (int m = 0; m < p.M; m += 16) {
     Problem part = p;
     part.first_m = m;
     part.some_m = std::min(p.M - m, 16);
-    if (part.some_m <= 8) {
-      roomy ? launch_shape<UpTo8>(part, stream) : launch_shape<SmallUpTo8>(part, stream);
+    if (fits_matmul_few_rows_sm90(part)) {
+      launch_matmul_few_rows_sm90(part, stream);
     } else {
-      roomy ? launch_shape<UpTo16>(part, stream) : launch_shape<SmallUpTo16>(part, stream);
+      few_rows::launch_columns<false>(part, part.some_m, stream);
     }
   }
+}
+
+void launch_matmul_few_rows_grouped(const Problem& p, cudaStream_t stream) {
+  // H200, us, 8 or 16 columns: 8 experts of 14336 x 4096 with 2 rows each 85 or 97, with 8 119 or 105; 64 of 2048 x 7168
+  // with 4 rows 193 or 220, with 8 264 or 232.
+  few_rows::launch_columns<true>(p, p.rows <= 4 * p.experts ? 8 : 16, stream);
 }
 
 }  // namespace nvfp4

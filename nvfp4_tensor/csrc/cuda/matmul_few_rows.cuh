@@ -15,6 +15,8 @@
 #pragma once
 
 #include "matmul_decode.cuh"
+#include "matmul_groups.cuh"
+#include "matmul_mma.cuh"
 #include "matmul_problem.cuh"
 #include "matmul_shared.cuh"
 
@@ -39,42 +41,75 @@ struct Shape {
   static constexpr int kSharedBytes = kRingBytes + (kSlots * kSlotSums + kMaxTiles * kTileSums) * 4 + 16 * kSlots;
 };
 
-// How a grid of (cluster, clusters, experts) blocks divides the work.
+// How a grid of (cluster, clusters, experts) blocks divides the work; of groups, (cluster, clusters) do all of it.
 struct Work {
   int cluster;              // blocks that share rows and split K
   int passes;               // over K, where a cluster's slices do not cover it
   int log2_warps_in_k;      // of a block's warps, how many split K; the others take other rows
   int groups, more_groups;  // S::kTiles tiles each: every cluster takes so many, and the first ones another
+  int groups_of_expert;     // that all of its rows are
 };
 
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// Rows of x and tiles of w that a cluster multiplies by each other.
+struct Share {
+  int expert, m, rows;  // rows m.. of the expert (of all, in groups)
+  int begin, end;       // tiles, counted over the batch
+};
+
+__device__ __forceinline__ int first_tile(const Problem& p, int expert) {
+  return expert * p.N / 128 * kTilesPerBand;
 }
 
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// The one share of a cluster where each expert has clusters of its own.
+template <typename S>
+__device__ __forceinline__ Share own_share(const Problem& p, const Work& work) {
+  const int cluster = blockIdx.y, expert = blockIdx.z;
+  const int begin = first_tile(p, expert) + (cluster * work.groups + min(cluster, work.more_groups)) * S::kTiles;
+  return {expert, p.first_m, p.some_m, begin, begin + (work.groups + (cluster < work.more_groups)) * S::kTiles};
 }
+
+// The shares of a cluster in a product of groups: of all pairs of a token tile and a group of tiles of w, those of one
+// token tile together, every cluster takes as many, whoever has the tokens.
+template <typename S>
+struct GroupShares {
+  static constexpr int kTokens = S::kColumns * 8;
+  int64_t at, end;
+  TokenTiles tiles;
+
+  __device__ GroupShares(const Problem& p, const Work& work) : tiles(p, kTokens) {
+    const int64_t all = static_cast<int64_t>(tiles.count()) * work.groups_of_expert;
+    at = all * blockIdx.y / gridDim.y;
+    end = all * (blockIdx.y + 1) / gridDim.y;
+  }
+  __device__ bool next(const Problem& p, const Work& work, Share& share) {
+    if (at >= end) return false;
+    const int token_tile = static_cast<int>(at / work.groups_of_expert);
+    const int group = static_cast<int>(at - static_cast<int64_t>(token_tile) * work.groups_of_expert);
+    const int groups = static_cast<int>(min(end - at, static_cast<int64_t>(work.groups_of_expert - group)));
+    const TokenTile rows = tiles.find(token_tile);
+    const int begin = first_tile(p, rows.expert) + group * S::kTiles;
+    share = {rows.expert, rows.begin, min(rows.end - rows.begin, kTokens), begin, begin + groups * S::kTiles};
+    at += groups;
+    return true;
+  }
+};
 
 // A warp's slice of x as it lies in memory: 8 elements for each word of codes that a lane will decode.
 template <typename S>
 __device__ __forceinline__ void load_slice(
-    const Problem& p, int expert, int k0, int lane, uint4 (&v)[S::kChunks][4][S::kColumns]) {
+    const Problem& p, const Share& share, int k0, int lane, uint4 (&v)[S::kChunks][4][S::kColumns]) {
   const uint16_t* x = static_cast<const uint16_t*>(p.x);
   const bool aligned = (reinterpret_cast<uintptr_t>(x) | (p.x_row * 2)) % 16 == 0;
 #pragma unroll
   for (int column = 0; column < S::kColumns; ++column) {
     const int m = column * 8 + lane / 4;
-    const uint16_t* row = x + (static_cast<int64_t>(expert) * p.M + p.first_m + m) * p.x_row;
+    const uint16_t* row = x + (static_cast<int64_t>(share.expert) * p.M + share.m + m) * p.x_row;
 #pragma unroll
     for (int chunk = 0; chunk < S::kChunks; ++chunk) {
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         v[chunk][word][column] = make_uint4(0, 0, 0, 0);
-        if (m < p.some_m) v[chunk][word][column] = load_x(p, row, k0 + chunk * 128 + lane % 4 * 32 + word * 8, aligned);
+        if (m < share.rows) v[chunk][word][column] = load_x(p, row, k0 + chunk * 128 + lane % 4 * 32 + word * 8, aligned);
       }
     }
   }
@@ -200,12 +235,12 @@ __device__ __forceinline__ void add_warps(
 
 template <typename S>
 __device__ __forceinline__ void write_tiles(
-    const Problem& p, const Work& work, const float* partial, int expert, int tile0, int tiles) {
+    const Problem& p, const Work& work, const Share& share, const float* partial, int tile0, int tiles) {
   const uint32_t rank = blockIdx.x;
-  const int first_row = expert * p.N;
+  const int first_row = share.expert * p.N;
   // consecutive threads: the 16 rows of a tile, then its columns, so that what M leaves out is skipped in whole warps
   constexpr int kThreads = S::kWarps * 32;
-  for (int i = threadIdx.x + rank * kThreads; i < tiles * kTileRows * p.some_m; i += work.cluster * kThreads) {
+  for (int i = threadIdx.x + rank * kThreads; i < tiles * kTileRows * share.rows; i += work.cluster * kThreads) {
     const int r = i % kTileRows, tile = i / kTileRows % tiles, m = i / kTileRows / tiles;
     const int lane = r % 4 + r / 8 * 4, half = r / 4 % 2;  // row r is r % 4 + 32 (r / 4)
     const int n = tile_row(tile0 + tile, lane * 4) + half * 32 - first_row;
@@ -213,23 +248,19 @@ __device__ __forceinline__ void write_tiles(
     const int e = m / 8 * 128 + (lane * 4 + m % 8 / 2) * 4 + half * 2 + m % 2;
     float sum = 0;
     for (int from = 0; from < work.cluster; ++from) sum += load_from_rank(partial + tile * S::kTileSums + e, from);
-    const int64_t at = (static_cast<int64_t>(expert) * p.M + p.first_m + m) * p.N + n;
-    store_rounded(p.y, p.y_dtype, at, finish(p, expert, p.first_m + m, n, sum));
+    const int64_t at = (static_cast<int64_t>(share.expert) * p.M + share.m + m) * p.N + n;
+    store_rounded(p.y, p.y_dtype, at, finish(p, share.expert, share.m + m, n, sum));
   }
 }
 
-template <typename T, typename S, bool kPlain>
+template <typename T, typename S, bool kPlain, bool kGrouped>
 __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constant__ Problem p, const Work work) {
   extern __shared__ __align__(16) uint8_t shared[];
   float* slots = reinterpret_cast<float*>(shared + S::kRingBytes);
   float* partial = slots + S::kSlots * S::kSlotSums;
   const uint32_t full = address_of(partial + S::kMaxTiles * S::kTileSums), empty = full + 8 * S::kSlots;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int cluster = blockIdx.y, expert = blockIdx.z;
   const int warps_in_k = 1 << work.log2_warps_in_k;
-  const int begin = expert * p.N / 128 * kTilesPerBand +
-                    (cluster * work.groups + min(cluster, work.more_groups)) * S::kTiles;
-  const int end = begin + (work.groups + (cluster < work.more_groups)) * S::kTiles;
   const int mine = warp >> work.log2_warps_in_k, tiles_a_step = (S::kWarps >> work.log2_warps_in_k) * S::kTiles;
   const uint32_t ring = address_of(shared) + warp * S::kDepth * S::kStepBytes;
 
@@ -244,66 +275,79 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
     return (tiles / S::kTiles + (tiles_a_step / S::kTiles - 1)) * warps_in_k / S::kWarps;
   };
   uint32_t slot = 0, parity = 0;
-  for (int tile0 = begin; tile0 < end; tile0 += S::kMaxTiles) {
-    const int tiles = min(end - tile0, S::kMaxTiles);
-    const int steps = steps_of(tiles);
-    for (int pass = 0; pass < work.passes; ++pass) {
-      const int slice = ((pass * work.cluster + blockIdx.x) << work.log2_warps_in_k) + (warp & (warps_in_k - 1));
-      const int k0 = slice * S::kSlice;
-      // where the last step has fewer tiles than warps for them, or K ends before this warp's slice
-      const int my_steps = k0 < p.Kp ? steps_of(tiles - mine * S::kTiles) : 0;
-      uint4 b[S::kChunks][4][S::kColumns];
-      Cursor cursor(p, tile0 + mine * S::kTiles, k0 + lane % 4 * 32, lane, tiles_a_step);
+  auto multiply = [&](const Share& share) {
+    for (int tile0 = share.begin; tile0 < share.end; tile0 += S::kMaxTiles) {
+      const int tiles = min(share.end - tile0, S::kMaxTiles);
+      const int steps = steps_of(tiles);
+      for (int pass = 0; pass < work.passes; ++pass) {
+        const int slice = ((pass * work.cluster + blockIdx.x) << work.log2_warps_in_k) + (warp & (warps_in_k - 1));
+        const int k0 = slice * S::kSlice;
+        // where the last step has fewer tiles than warps for them, or K ends before this warp's slice
+        const int my_steps = k0 < p.Kp ? steps_of(tiles - mine * S::kTiles) : 0;
+        uint4 b[S::kChunks][4][S::kColumns];
+        Cursor cursor(p, tile0 + mine * S::kTiles, k0 + lane % 4 * 32, lane, tiles_a_step);
 #pragma unroll
-      for (int d = 0; d < S::kDepth; ++d, cursor.advance(p)) {
-        if (d < my_steps) copy_step<S, kPlain>(p, cursor, lane, ring + d * S::kStepBytes);
-        commit_copies();
-        if (d == 0) load_slice<S>(p, expert, k0, lane, b);  // x is wanted when the first step's copies have come
-      }
-#pragma unroll
-      for (int i = 0; i < S::kChunks * 4 * S::kColumns; ++i) (&b[0][0][0])[i] = to_fragment((&b[0][0][0])[i]);
-
-      int turn = warp;  // the next step whose sums this warp adds
-      uint32_t at = ring;
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        float sum[S::kTiles][S::kColumns][4] = {};
-        if (step < my_steps) {
-          wait_copies<S::kDepth - 1>();
-          multiply_step<T, S>(at, lane, b, sum);
-          if (step + S::kDepth < my_steps) copy_step<S, kPlain>(p, cursor, lane, at);
+        for (int d = 0; d < S::kDepth; ++d, cursor.advance(p)) {
+          if (d < my_steps) copy_step<S, kPlain>(p, cursor, lane, ring + d * S::kStepBytes);
           commit_copies();
-          cursor.advance(p);
-          at = at == ring + (S::kDepth - 1) * S::kStepBytes ? ring : at + S::kStepBytes;
+          if (d == 0) load_slice<S>(p, share, k0, lane, b);  // x is wanted when the first step's copies have come
         }
-        barrier_wait(empty + 8 * slot, parity ^ 1);
-        float* to = slots + slot * S::kSlotSums + warp * S::kTiles * S::kTileSums + lane * 4;
 #pragma unroll
-        for (int i = 0; i < S::kTiles * S::kColumns; ++i) {
-          constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
-          const float(&d)[4] = (&sum[0][0])[i];
-          *reinterpret_cast<float4*>(to + i * 128) =
-              make_float4(d[0] * kToOne, d[1] * kToOne, d[2] * kToOne, d[3] * kToOne);
+        for (int i = 0; i < S::kChunks * 4 * S::kColumns; ++i) (&b[0][0][0])[i] = to_fragment((&b[0][0][0])[i]);
+
+        int turn = warp;  // the next step whose sums this warp adds
+        uint32_t at = ring;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+          float sum[S::kTiles][S::kColumns][4] = {};
+          if (step < my_steps) {
+            wait_copies<S::kDepth - 1>();
+            multiply_step<T, S>(at, lane, b, sum);
+            if (step + S::kDepth < my_steps) copy_step<S, kPlain>(p, cursor, lane, at);
+            commit_copies();
+            cursor.advance(p);
+            at = at == ring + (S::kDepth - 1) * S::kStepBytes ? ring : at + S::kStepBytes;
+          }
+          barrier_wait(empty + 8 * slot, parity ^ 1);
+          float* to = slots + slot * S::kSlotSums + warp * S::kTiles * S::kTileSums + lane * 4;
+#pragma unroll
+          for (int i = 0; i < S::kTiles * S::kColumns; ++i) {
+            constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
+            const float(&d)[4] = (&sum[0][0])[i];
+            *reinterpret_cast<float4*>(to + i * 128) =
+                make_float4(d[0] * kToOne, d[1] * kToOne, d[2] * kToOne, d[3] * kToOne);
+          }
+          barrier_arrive(full + 8 * slot);
+          // A step's sums are added a step later, when the other warps have most likely come as far.
+          auto add = [&](uint32_t its_slot, uint32_t its_parity) {
+            barrier_wait(full + 8 * its_slot, its_parity);
+            add_warps<S>(slots + its_slot * S::kSlotSums, partial + turn * tiles_a_step * S::kTileSums,
+                         min(tiles - turn * tiles_a_step, tiles_a_step), warps_in_k, lane, pass == 0);
+            barrier_arrive(empty + 8 * its_slot);
+            turn += S::kWarps;
+          };
+          if (turn == step - 1) add(slot == 0 ? S::kSlots - 1 : slot - 1, slot == 0 ? parity ^ 1 : parity);
+          if (step == steps - 1 && turn == step) add(slot, parity);
+          if (++slot == S::kSlots) slot = 0, parity ^= 1;
         }
-        barrier_arrive(full + 8 * slot);
-        // A step's sums are added a step later, when the other warps have most likely come as far.
-        auto add = [&](uint32_t its_slot, uint32_t its_parity) {
-          barrier_wait(full + 8 * its_slot, its_parity);
-          add_warps<S>(slots + its_slot * S::kSlotSums, partial + turn * tiles_a_step * S::kTileSums,
-                       min(tiles - turn * tiles_a_step, tiles_a_step), warps_in_k, lane, pass == 0);
-          barrier_arrive(empty + 8 * its_slot);
-          turn += S::kWarps;
-        };
-        if (turn == step - 1) add(slot == 0 ? S::kSlots - 1 : slot - 1, slot == 0 ? parity ^ 1 : parity);
-        if (step == steps - 1 && turn == step) add(slot, parity);
-        if (++slot == S::kSlots) slot = 0, parity ^= 1;
+        __syncthreads();
       }
-      __syncthreads();
+      if (work.cluster > 1) cluster_sync();
+      write_tiles<S>(p, work, share, partial, tile0, tiles);
+      if (work.cluster > 1) cluster_wait_all();
+      else __syncthreads();
     }
-    if (work.cluster > 1) cluster_sync();
-    write_tiles<S>(p, work, partial, expert, tile0, tiles);
-    if (work.cluster > 1) cluster_wait_all();
-    else __syncthreads();
+  };
+  if constexpr (kGrouped) {
+    GroupShares<S> shares(p, work);
+    Share share;
+    while (shares.next(p, work, share)) multiply(share);
+    for (int row = p.offs[p.experts - 1] + blockIdx.y * gridDim.x + blockIdx.x; row < p.rows;
+         row += gridDim.x * gridDim.y) {
+      zero_row(p, row, threadIdx.x, S::kWarps * 32);
+    }
+  } else {
+    multiply(own_share<S>(p, work));
   }
 }
 

@@ -2,6 +2,8 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 #include "matmul_many_rows_sm90.cuh"
 
@@ -41,9 +43,52 @@ CUtensorMap tensor_map(const Matrix2d& m, int box_columns, int box_rows, CUtenso
 
 constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 
-template <typename T, typename S>
-void launch(const Problem& p, const void* permuted, int ranks, cudaStream_t stream) {
-  auto kernel = many_rows::kernel<T, S>;
+// Cycles that cutting tiles costs: waiting, and sums written once and read once for each run of a tile but the first.
+constexpr int kWaitCycles = 1500, kSumsPerCycle = 16;
+constexpr int kFewestSteps = 4;  // of a run
+
+struct Plan {
+  int rows, tokens;  // of a tile
+  int row_tiles, token_tiles, steps;
+  int blocks, whole_tiles, cut_tiles;
+  int64_t cost;  // cycles
+  int cut_cost;  // stages
+
+  // Tiles of `tokens`, whole where that takes no longer than cutting them, for at most so many blocks at a time.
+  Plan(const Problem& p, int rows, int tokens, int most_blocks, int stage_cycles) : rows(rows), tokens(tokens) {
+    const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
+    row_tiles = ceil_div(bands * kBand, rows), steps = ceil_div(p.Kp, kStageK);
+    token_tiles = p.offs ? most_token_tiles(p, tokens) : ceil_div(p.M, tokens);
+    const int tiles = (p.offs ? 1 : p.experts) * row_tiles * token_tiles, rounds = ceil_div(tiles, most_blocks);
+    const int64_t stages = static_cast<int64_t>(tiles) * steps;
+    int runs = static_cast<int>(std::min<int64_t>(most_blocks, std::max<int64_t>(stages / kFewestSteps, 1)));
+    if (runs > tiles && runs % tiles * 8 < runs) runs -= runs % tiles;  // all tiles alike
+    const int64_t whole_cost = static_cast<int64_t>(rounds) * steps * stage_cycles;
+    const int wait_and_sums = kWaitCycles + (1 + ceil_div(runs, tiles)) * (rows * tokens / kSumsPerCycle);
+    const int64_t cut_cost = stages * stage_cycles / runs + wait_and_sums;
+    const bool whole = whole_cost <= cut_cost || stages * runs >= INT32_MAX;
+    blocks = whole ? ceil_div(tiles, rounds) : runs;
+    whole_tiles = whole ? tiles : std::max(tiles / runs - 1, 0) * runs;
+    cut_tiles = tiles - whole_tiles;
+    cost = whole ? whole_cost : cut_cost;
+    this->cut_cost = wait_and_sums / stage_cycles;
+    if (p.offs) blocks = std::min(most_blocks, tiles), cut_tiles = 1;  // the device counts tiles, and cuts some or none
+  }
+
+  // In the scratch: x permuted, flags, sums of cut tiles.
+  int64_t flags_at(const Problem& p) const {
+    return static_cast<int64_t>(p.rows) * ceil_div(p.K, kStageK) * kStageK * 2;
+  }
+  int flags() const { return cut_tiles > 0 ? blocks * (rows / 64) : 0; }
+  int64_t sums_at(const Problem& p) const { return flags_at(p) + ceil_div(flags(), 64) * 256; }
+  int64_t bytes(const Problem& p) const {
+    return sums_at(p) + (cut_tiles > 0 ? static_cast<int64_t>(blocks) * rows * tokens * 4 : 0);
+  }
+};
+
+template <typename T, typename S, bool kGrouped>
+void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t stream) {
+  auto kernel = many_rows::kernel<T, S, kGrouped>;
   thread_local int prepared = -1;
   int device = 0;
   cudaGetDevice(&device);
@@ -53,44 +98,70 @@ void launch(const Problem& p, const void* permuted, int ranks, cudaStream_t stre
   }
   const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const int64_t columns = ceil_div(p.K, kStageK) * kStageK;
-  const int64_t tokens = static_cast<int64_t>(p.experts) * p.M, rows = static_cast<int64_t>(p.experts) * p.N;
+  const int64_t rows = static_cast<int64_t>(p.experts) * p.N;
   const CUtensorMap x =
-      tensor_map({permuted, x_type, columns, tokens, columns * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
-  const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64,
-                                       S::kRows, CU_TENSOR_MAP_SWIZZLE_64B);
+      tensor_map({scratch, x_type, columns, p.rows, columns * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64, S::kRows,
+                                       CU_TENSOR_MAP_SWIZZLE_64B);
   Work work;
-  work.ranks = ranks;
-  work.token_tiles = ceil_div(p.M, S::kTokens);
-  work.token_group = std::min(kTokenGroup, work.token_tiles);
-  const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
-  work.row_tiles = ceil_div(bands * kBand, S::kRows);
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // begins while permute_x runs, waits for it
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = ranks;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  work.row_tiles = plan.row_tiles, work.token_tiles = plan.token_tiles;
+  work.token_group = p.offs ? kTokenGroup : std::min(kTokenGroup, plan.token_tiles);
+  work.steps = plan.steps, work.whole_tiles = plan.whole_tiles, work.cut_tiles = plan.cut_tiles;
+  work.cut_cost = plan.cut_cost;
+  work.sums = reinterpret_cast<float4*>(scratch + plan.sums_at(p));
+  work.ready = reinterpret_cast<int*>(scratch + plan.flags_at(p));
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;  // begins while permute_x runs, waits for it
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ranks * work.row_tiles * work.token_tiles, 1, p.experts);
+  config.gridDim = dim3(plan.blocks);
   config.blockDim = dim3(S::kThreads);
   config.dynamicSmemBytes = S::kSharedBytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 1 + (ranks > 1);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   cudaLaunchKernelEx(&config, kernel, p, x, codes, work);
 }
 
-template <typename S>
-void launch_shape(const Problem& p, const void* permuted, cudaStream_t stream) {
-  // Two blocks split K where tiles are fewer than half of the multiprocessors (four were slower: 22 us, not 18, at
-  // 4096 x 4096, M = 32).
-  const int tiles = p.experts * ceil_div(p.N, S::kRows) * ceil_div(p.M, S::kTokens), steps = ceil_div(p.Kp, kStageK);
-  const int ranks = tiles * 2 <= this_machine().multiprocessors && steps >= 8 ? 2 : 1;
-  if (p.x_dtype == Dtype::kBf16) {
-    launch<__nv_bfloat16, S>(p, permuted, ranks, stream);
-  } else {
-    launch<__half, S>(p, permuted, ranks, stream);
+struct Kernel {
+  int rows, tokens;
+  int stage_cycles;                                                           // measured
+  void (*launch[2][2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // of groups or not; bf16, fp16
+
+  template <typename S>
+  static constexpr Kernel of(int stage_cycles) {
+    return {S::kRows, S::kTokens, stage_cycles,
+            {{many_rows::launch<__nv_bfloat16, S, false>, many_rows::launch<__half, S, false>},
+             {many_rows::launch<__nv_bfloat16, S, true>, many_rows::launch<__half, S, true>}}};
   }
+};
+
+constexpr Kernel kKernels[] = {
+    Kernel::of<Shape<32, 2, 10>>(720),  Kernel::of<Shape<32, 4, 7>>(1000), Kernel::of<Shape<64, 2, 8>>(870),
+    Kernel::of<Shape<64, 4, 6>>(1150),  Kernel::of<Shape<128, 2, 5>>(1140), Kernel::of<Shape<192, 2, 3>>(1600),
+    Kernel::of<Shape<256, 2, 3>>(2060),
+};
+
+// The tile for groups, whose sizes only the device knows, by their mean. H200, us, 8 experts of 14336 x 4096 and 64 of
+// 2048 x 7168, tokens x rows of w:   32 x 256  64 x 256  128 x 128  192 x 128  256 x 128
+//   mean 16                            113, 209  135, 254
+//   mean 64                            238, 510  181, 396   198, 403   278, 519   391, 651
+//   mean 128                           443, 948  323, 663   336, 601   260, 562   331, 696
+//   mean 1024 and 512                                          -, 2003 1527, 1751 1477, 1924
+bool is_for_groups(const Kernel& k, const Problem& p) {
+  const int mean = p.rows / p.experts, tokens = mean <= 24 ? 32 : mean <= 96 ? 64 : mean <= 768 ? 192 : 256;
+  return k.tokens == tokens && k.rows == (tokens <= 64 ? 256 : 128);
+}
+
+std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
+  std::optional<Plan> best;
+  const Kernel* kernel = nullptr;
+  for (const Kernel& k : kKernels) {
+    if (p.offs && !is_for_groups(k, p)) continue;
+    const Plan plan(p, k.rows, k.tokens, this_machine().multiprocessors, k.stage_cycles);
+    if (!best || plan.cost < best->cost) best = plan, kernel = &k;
+  }
+  return {*best, kernel};
 }
 
 }  // namespace
@@ -104,28 +175,16 @@ bool fits_matmul_many_rows(const Problem& p) {
          many_rows::tensor_map_encoder() != nullptr;
 }
 
-int64_t matmul_many_rows_scratch(const Problem& p) {
-  return static_cast<int64_t>(p.experts) * p.M * many_rows::ceil_div(p.K, many_rows::kStageK) * many_rows::kStageK * 2;
-}
+int64_t matmul_many_rows_scratch(const Problem& p) { return many_rows::best_plan(p).first.bytes(p); }
 
 void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t stream) {
   using namespace many_rows;
-  const int64_t threads = matmul_many_rows_scratch(p) / 64;
-  const int64_t blocks = std::min<int64_t>((threads + 127) / 128, this_machine().multiprocessors * 16);
-  permute_x<<<static_cast<unsigned>(blocks), 128, 0, stream>>>(p, static_cast<uint4*>(scratch));
-  // H200, us at 14336 x 8192 and 4096 x 4096: M = 32 in tiles of 32 tokens by 256 rows 39 and 24, by 128 rows 44 and
-  // 18; M = 256 in tiles of 256 tokens 110 and 62 (41 where two blocks split K), of 128 tokens 124 and 40 (29).
-  const int row_tiles = p.experts * ceil_div(p.N, 128);
-  if (p.M <= 32) {
-    row_tiles >= 100 ? launch_shape<Shape<32, 4, 8>>(p, scratch, stream)
-                     : launch_shape<Shape<32, 2, 10>>(p, scratch, stream);
-  } else if (p.M <= 64) {
-    launch_shape<Shape<64, 2, 8>>(p, scratch, stream);
-  } else if (p.M <= 128 || row_tiles * ceil_div(p.M, 256) * 2 <= this_machine().multiprocessors) {
-    launch_shape<Shape<128, 2, 5>>(p, scratch, stream);
-  } else {
-    launch_shape<Shape<256, 2, 3>>(p, scratch, stream);
-  }
+  const auto [plan, kernel] = best_plan(p);
+  uint8_t* bytes = static_cast<uint8_t*>(scratch);
+  const dim3 grid(p.rows, ceil_div(p.K, kPermuteK));
+  permute_x<<<grid, kPermuteThreads, 0, stream>>>(p, reinterpret_cast<uint4*>(bytes),
+                                                  reinterpret_cast<int*>(bytes + plan.flags_at(p)), plan.flags());
+  kernel->launch[p.offs != nullptr][p.x_dtype == Dtype::kFp16](p, plan, bytes, stream);
 }
 
 }  // namespace nvfp4

@@ -1,21 +1,17 @@
 // y = x w^T on Hopper for more than a few rows of x: wgmma with w decoded into registers as its A operand.
 //
-// A thread block computes kRows rows of w by kTokens rows of x. One warp keeps the copy engine busy: x (128-byte
-// swizzle, the B operand as it lies), codes (64-byte swizzle) and scales. Warpgroups of 64 rows of w decode codes into
-// A fragments, so that no decoded weight ever goes through shared memory.
-//
-// The order of K inside a product is free. Lane t of a quad holds elements 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16;
-// for its 16 bytes of codes to be that as they lie, x is rewritten first, each 128 elements of it in the order of
-// `permute_x`. (With x as it lies a lane needs a byte of every word of codes: 380 instructions instead of 165 for
-// 16 x 128 weights, and 1.3 times the time at 14336 x 8192, M = 32.)
-//
-// Where rows of w are too few to fill the machine, a cluster splits K and adds through distributed shared memory, in
-// the order of its blocks.
+// A tile of y is kRows rows of w by kTokens rows of x. One warp keeps the copy engine busy: x (128-byte swizzle, the B
+// operand as it lies once permuted), codes (64-byte swizzle) and scales. Warpgroups of 64 rows of w decode codes into
+// A fragments, so that no decoded weight ever goes through shared memory. Blocks stay for all of their tiles: the
+// copies for the next one are under way while sums are written.
 #pragma once
 
 #include <cuda.h>
 
 #include "matmul_decode.cuh"
+#include "matmul_many_rows_epilogue.cuh"
+#include "matmul_many_rows_permute.cuh"
+#include "matmul_many_rows_schedule.cuh"
 #include "matmul_problem.cuh"
 #include "matmul_shared.cuh"
 #include "matmul_wgmma.cuh"
@@ -23,55 +19,24 @@
 namespace nvfp4 {
 namespace many_rows {
 
-constexpr int kBand = 128;     // rows of w that share a band of scales
-constexpr int kStageK = 128;   // a stage of the pipeline: two column tiles of scales
-
-// kTokens rows of x by kGroups * 64 of w, a warpgroup each.
 template <int kTokens_, int kGroups_, int kStages_>
 struct Shape {
   static constexpr int kTokens = kTokens_, kGroups = kGroups_, kStages = kStages_;
-  static constexpr int kRows = kGroups * 64, kBands = kRows / kBand;
-  static constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 128;
+  static constexpr int kRows = 64 * kGroups;
+  static constexpr int kSums = kTokens / 2;  // of a thread
+  // Registers are dealt out by warpgroup: one for the warp that copies.
+  static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : 104, kProducerRegisters = kGroups == 2 ? 56 : 64;
+  static constexpr int kSumsAtOnce = kGroups == 2 && kTokens <= 128 ? 2 : 1;  // blocks' that fit into registers
   static constexpr int kXBytes = kTokens * kStageK * 2;
   static constexpr int kCodeBytes = kRows * kStageK / 2;
-  static constexpr int kScaleBytes = kBands * 1024;
+  static constexpr int kScaleBytes = kRows / kBand * 1024;
   static constexpr int kStageBytes = kXBytes + kCodeBytes + kScaleBytes;
-  static constexpr int kPitch = kRows + 4;  // of the sums in shared memory, in floats: no bank conflicts either way
-  static constexpr int kSumBytes = kTokens * kPitch * 4;
-  static constexpr int kPoolBytes = kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
-  static constexpr int kSharedBytes = kPoolBytes + 16 * kStages + 1024;  // and what aligns the pool to 1024
-};
-
-// Where element k = 32 t + 8 w + e of 128 goes: to 16 (2 w + e % 4 / 2) + 2 t + 8 (e % 2) + e / 4, so that words of
-// codes decoded by decode_word are A fragments. A thread moves 32 elements: its w of all four t.
-__global__ void permute_x(const __grid_constant__ Problem p, uint4* out) {
-  const int groups = (p.K + kStageK - 1) / kStageK;
-  const int64_t all = static_cast<int64_t>(p.experts) * p.M * groups * 4;
-  const bool aligned = (reinterpret_cast<uintptr_t>(p.x) | (p.x_row * 2)) % 16 == 0;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t row = i / (groups * 4);
-    const int k0 = static_cast<int>(i % (groups * 4)) / 4 * kStageK + static_cast<int>(i % 4) * 8;
-    const uint16_t* from = static_cast<const uint16_t*>(p.x) + row * p.x_row;
-    uint4 v[4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) v[t] = to_fragment(load_x(p, from, k0 + 32 * t, aligned));
-    uint4* to = out + i * 4;
-    to[0] = make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
-    to[1] = make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
-    to[2] = make_uint4(v[0].z, v[1].z, v[2].z, v[3].z);
-    to[3] = make_uint4(v[0].w, v[1].w, v[2].w, v[3].w);
-  }
-}
-
-struct Work {
-  int ranks;                     // blocks that share a tile and split K
-  int token_tiles, token_group;  // blocks of one group of token tiles run together, so that both operands stay in L2
-  int row_tiles;                 // of an expert
+  static constexpr int kPoolBytes = kStages * kStageBytes;
+  static constexpr int kWarpSumsAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
+  static constexpr int kPlanAt = kWarpSumsAt + kConsumers / 32 * kWarpSumBytes;
+  static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
+  static_assert(kSharedBytes <= 232448);
 };
 
 __device__ __forceinline__ void copy_box(
@@ -92,26 +57,113 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// A fragments of one row of a lane's two, from two words of codes: four products' registers `row` and `row + 2`.
-template <typename T>
-__device__ __forceinline__ void decode_fragments(uint2 codes, uint32_t factor, int row, uint32_t (&a)[16]) {
-  const uint32_t words[2] = {codes.x, codes.y};
-#pragma unroll
-  for (int word = 0; word < 2; ++word) {
-    uint32_t w[4];
-    decode_word<T>(words[word], factor, w);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[word * 8 + i / 2 * 4 + i % 2 * 2 + row] = w[i];
+// The ring of stages: a barrier that says full and one that says empty for each, after the pool.
+template <typename S>
+struct Ring {
+  uint32_t pool;
+  int stage = 0, parity = 0;
+
+  __device__ explicit Ring(uint32_t pool) : pool(pool) {}
+  __device__ __forceinline__ uint32_t data() const { return pool + stage * S::kStageBytes; }
+  __device__ __forceinline__ uint32_t full() const { return pool + S::kPoolBytes + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int which) const {
+    return pool + S::kPoolBytes + 8 * (S::kStages + which);
+  }
+  __device__ __forceinline__ void next() {
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  }
+};
+
+template <typename S>
+__device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
+                                           uint32_t at, uint32_t barrier, const Place& place, int step) {
+  uint64_t keep, stream;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
+  const int column_tiles = (p.Kp + 63) / 64, last_band = (p.experts * p.N - 1) / kBand;
+  const int token = place.expert * p.M + place.token;
+  barrier_expect(barrier, S::kStageBytes);
+  copy_box(at, x_map, step * kStageK, token, barrier, keep);
+  copy_box(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, keep);
+  copy_box(at + S::kXBytes, code_map, step * kStageK / 2, place.row, barrier, stream);
+  // beyond K codes and x are zero; there the last scales stand in, never a NaN that the row has not met
+  for (int band = 0; band < S::kRows / kBand; ++band) {
+    const uint32_t to = at + S::kXBytes + S::kCodeBytes + band * 1024;
+    const uint8_t* scales = p.scales + min(place.row / kBand + band, last_band) * p.scale_band;
+    copy_bytes(to, scales + step * 1024, 512, barrier);
+    copy_bytes(to + 512, scales + min(step * 2 + 1, column_tiles - 1) * 512, 512, barrier);
   }
 }
 
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+template <typename S, bool kGrouped>
+__device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
+                                        const Work& work, Ring<S> ring) {
+  asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(x_map), "l"(code_map) : "memory");
+  Segments segments(work);
+  bool permuted = false;
+  for (Segment s; segments.next(s);) {
+    const Place place = place_of<S, kGrouped>(p, work, s.tile);
+    if (!permuted) asm volatile("griddepcontrol.wait;" ::: "memory");  // for permute_x
+    permuted = true;
+    for (int step = s.begin; step < s.end; ++step, ring.next()) {
+      barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
+      if (elect_one()) copy_stage<S>(p, x_map, code_map, ring.data(), ring.full(), place, step);
+    }
+  }
+  if (!permuted) asm volatile("griddepcontrol.wait;" ::: "memory");  // the grid is not done before permute_x is
 }
+
+// A lane's codes and scales of a stage: its two rows, 32 elements from 32 t on.
+struct Encoded {
+  uint4 codes[2];
+  uint32_t scales[2];
+};
+
+// A fragments of one half of them, 64 elements of K: four products' registers.
+template <typename T>
+__device__ __forceinline__ void decode_half(const Encoded& in, const uint32_t (&factors)[4], int half,
+                                            uint32_t (&a)[16]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const uint32_t words[2] = {half ? in.codes[row].z : in.codes[row].x, half ? in.codes[row].w : in.codes[row].y};
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      uint32_t w[4];
+      decode_word<T>(words[word], factors[2 * row + half], w);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[word * 8 + i / 2 * 4 + i % 2 * 2 + row] = w[i];
+    }
+  }
+}
+
+template <typename S>
+struct Consumer : Ring<S> {
+  uint32_t code_offset, scale_offset;
+
+  __device__ explicit Consumer(uint32_t pool) : Ring<S>(pool) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + first_row(lane);
+    code_offset = S::kXBytes + row * 64 + (lane % 4 ^ row / 2 % 4) * 16;  // its 16 bytes, swizzled
+    scale_offset = S::kXBytes + S::kCodeBytes + row / kBand * 1024 + lane % 4 / 2 * 512 + row % 32 * 16 +
+                   row % kBand / 32 * 4;
+  }
+  __device__ __forceinline__ Encoded wait_and_load() const {
+    barrier_wait(this->full(), this->parity);
+    const uint32_t codes = this->data() + code_offset, scales = this->data() + scale_offset;
+    const uint32_t next_codes = (codes + 128) ^ 16;  // two rows further the swizzle differs in its lowest bit
+    return {{load_shared_16(codes), load_shared_16(next_codes)}, {load_shared_4(scales), load_shared_4(scales + 32)}};
+  }
+  __device__ __forceinline__ void release(int which) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(this->empty(which));
+  }
+  // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
+  __device__ __forceinline__ uint64_t x(int half) const {
+    return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((this->data() + half * (S::kXBytes / 2)) >> 4);
+  }
+};
 
 // Starts the products of 64 elements of K.
 template <typename T, typename S>
-__device__ __forceinline__ void start_products(uint32_t (&a)[16], uint64_t x, float (&sum)[S::kTokens / 2]) {
+__device__ __forceinline__ void start_products(uint32_t (&a)[16], uint64_t x, float (&sum)[S::kSums]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i])::"memory");  // all decoded first
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -120,201 +172,86 @@ __device__ __forceinline__ void start_products(uint32_t (&a)[16], uint64_t x, fl
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-template <typename S>
-__device__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map, uint32_t pool,
-                        uint32_t full, uint32_t empty, int row, int token, int begin, int end) {
-  uint64_t keep, stream;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // for permute_x
-  const int column_tiles = (p.Kp + 63) / 64, last_band = (p.experts * p.N - 1) / kBand;
-  for (int step = begin; step < end; ++step) {
-    const int stage = (step - begin) % S::kStages, round = (step - begin) / S::kStages;
-    const uint32_t at = pool + stage * S::kStageBytes, barrier = full + 8 * stage;
-    barrier_wait(empty + 8 * stage, round % 2 ^ 1);
-    if (!elect_one()) continue;
-    barrier_expect(barrier, S::kStageBytes);
-    copy_box(at, x_map, step * kStageK, token, barrier, keep);
-    copy_box(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, keep);
-    copy_box(at + S::kXBytes, code_map, step * kStageK / 2, row, barrier, stream);
-    // beyond K codes and x are zero; there the last scales stand in, never a NaN that the row has not met
-    const int second = min(step * 2 + 1, column_tiles - 1);
-    for (int band = 0; band < S::kBands; ++band) {
-      const uint32_t to = at + S::kXBytes + S::kCodeBytes + band * 1024;
-      const uint8_t* scales = p.scales + min(row / kBand + band, last_band) * p.scale_band;
-      copy_bytes(to, scales + step * 1024, 512, barrier);
-      copy_bytes(to + 512, scales + second * 512, 512, barrier);
-    }
-  }
+template <int kLeft>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
-// What a lane of a warpgroup needs of a stage.
+// While the products of one half stage run, the next one is decoded: waiting for all but one leaves the other's
+// registers free and the tensor cores at work (2059 cycles a stage of 256 tokens; 2048 are the least).
 template <typename T, typename S>
-struct Consumer {
-  uint32_t pool, full, empty;
-  int lane = threadIdx.x % 32, stage = 0, parity = 0;
-  uint32_t code_offset, scale_offset;
-
-  __device__ Consumer(uint32_t pool, uint32_t full, uint32_t empty) : pool(pool), full(full), empty(empty) {
-    const int row = threadIdx.x / 32 * 16 + lane / 4;  // and 8 further
-    code_offset = S::kXBytes + row * 64 + (lane % 4 ^ row / 2 % 4) * 16;  // its 16 bytes, swizzled
-    scale_offset = S::kXBytes + S::kCodeBytes + row / kBand * 1024 + lane % 4 / 2 * 512 + row % 32 * 16 +
-                   row % kBand / 32 * 4;
-  }
-  __device__ __forceinline__ void wait() const { barrier_wait(full + 8 * stage, parity); }
-  __device__ __forceinline__ void next() {
-    if (++stage == S::kStages) stage = 0, parity ^= 1;
-  }
-  __device__ __forceinline__ void release(int which) const {
-    if (lane == 0) barrier_arrive(empty + 8 * which);
-  }
-  // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
-  __device__ __forceinline__ uint64_t x(int half) const {
-    const uint32_t at = pool + stage * S::kStageBytes + half * (S::kXBytes / 2);
-    return (1ull << 62) | (64ull << 32) | (1ull << 16) | (at >> 4);
-  }
-  __device__ __forceinline__ void decode(int half, uint32_t (&a)[16]) const {
-    const uint32_t at = pool + stage * S::kStageBytes;
-    const uint32_t scales = __byte_perm(load_shared_4(at + scale_offset), load_shared_4(at + scale_offset + 128),
-                                        (lane % 2 ? 0x62 : 0x40) + half * 0x11);
-    uint32_t factors[2];  // of this half, for both rows
-    two_scale_factors<T>(scales, factors);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      decode_fragments<T>(load_shared_8(at + code_offset + row * 512 + half * 8), factors[row], row, a);
-    }
-  }
-};
-
-// Decodes the next 64 elements of K while the products of the last are under way.
-template <typename T, typename S>
-__device__ __forceinline__ void consume(Consumer<T, S> in, int steps, float (&sum)[S::kTokens / 2]) {
-  if (steps == 0) return;
-  uint32_t a0[16], a1[16];
-  in.wait();
-  in.decode(0, a0);
+__device__ __forceinline__ void consume(Consumer<S>& in, int steps, float (&sum)[S::kSums]) {
+  uint32_t a0[16], a1[16], factors[4];
+  int last = 0;
+  Encoded encoded = in.wait_and_load();
   for (int step = 0; step < steps; ++step) {
-    const int stage = in.stage;
+    // of the first row, both halves, and of the second
+    scale_factors<T>(__byte_perm(encoded.scales[0], encoded.scales[1], threadIdx.x % 2 ? 0x7632 : 0x5410), factors);
+    decode_half<T>(encoded, factors, 0, a0);
     start_products<T, S>(a0, in.x(0), sum);
-    in.decode(1, a1);
-    wait_products();
+    wait_products<1>();
+    if (step > 0) in.release(last);
+    decode_half<T>(encoded, factors, 1, a1);
     start_products<T, S>(a1, in.x(1), sum);
+    last = in.stage;
     in.next();
-    if (step + 1 < steps) {
-      in.wait();
-      in.decode(0, a0);
+    if (step + 1 < steps) encoded = in.wait_and_load();
+    wait_products<1>();
+  }
+  wait_products<0>();
+  in.release(last);
+}
+
+template <typename T, typename S, bool kGrouped>
+__device__ __forceinline__ void multiply(const Problem& p, const Work& work, uint32_t pool, float* shared) {
+  Consumer<S> in(pool);
+  Segments segments(work);
+  for (Segment s; segments.next(s);) {
+    float sum[S::kSums];
+#pragma unroll
+    for (int i = 0; i < S::kSums; ++i) sum[i] = 0;
+    consume<T, S>(in, s.end - s.begin, sum);
+    if (s.begin > 0) {
+      leave_sums<S>(work, sum);
+      continue;
     }
-    wait_products();
-    in.release(stage);
+    if (s.end < work.steps) {
+      const int others = wait_for_others<S>(work, segments, s);
+#pragma unroll S::kSumsAtOnce
+      for (int behind = 1; behind <= others; ++behind) add_sums<S>(work, segments.other(s, behind), sum);
+    }
+    write_tile<T, S>(p, place_of<S, kGrouped>(p, work, s.tile), sum, shared);
   }
 }
 
-// y of one token for four consecutive rows of w.
-__device__ __forceinline__ void write_four(const Problem& p, int expert, int m, int n, float4 sum) {
-  const float v[4] = {sum.x, sum.y, sum.z, sum.w};
-  const int64_t at = (static_cast<int64_t>(expert) * p.M + m) * p.N + n;
-  if (n >= 0 && n + 3 < p.N && p.N % 4 == 0 && n % 4 == 0 && p.y_dtype != Dtype::kFloat) {
-    float f[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) f[i] = finish(p, expert, m, n + i, v[i]);
-    uint2 packed;
-    if (p.y_dtype == Dtype::kBf16) {
-      const __nv_bfloat162 low = __floats2bfloat162_rn(f[0], f[1]), high = __floats2bfloat162_rn(f[2], f[3]);
-      packed = make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
-    } else {
-      const __half2 low = __floats2half2_rn(f[0], f[1]), high = __floats2half2_rn(f[2], f[3]);
-      packed = make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
-    }
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.y) + at) = packed;
-    return;
-  }
-  for (int i = 0; i < 4; ++i) {
-    if (n + i >= 0 && n + i < p.N) store_rounded(p.y, p.y_dtype, at + i, finish(p, expert, m, n + i, v[i]));
-  }
-}
-
-template <typename T, typename S>
-__device__ __forceinline__ void leave_sums(const float (&sum)[S::kTokens / 2], float* sums) {
-  constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
-  named_barrier_sync(1, S::kConsumers);  // all are done with the pool
-#pragma unroll
-  for (int i = 0; i < S::kTokens / 8; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      sums[(i * 8 + lane % 4 * 2 + j % 2) * S::kPitch + row + j / 2 * 8] = sum[i * 4 + j] * kToOne;
-    }
-  }
-  named_barrier_sync(1, S::kConsumers);
-}
-
-template <typename S>
-__device__ __forceinline__ void write_sums(
-    const Problem& p, const float* sums, int expert, int token, int row, int rank, int ranks) {
-  constexpr int kWarps = S::kConsumers / 32;
-  const int lane = threadIdx.x % 32;
-  for (int i = threadIdx.x / 32 * ranks + rank; i < S::kTokens && token + i < p.M; i += kWarps * ranks) {
-#pragma unroll
-    for (int r = lane * 4; r < S::kRows; r += 128) {
-      float4 total = make_float4(0, 0, 0, 0);
-      for (int from = 0; from < ranks; ++from) {
-        const float4 v = load_four_from_rank(sums + i * S::kPitch + r, from);
-        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
-      }
-      write_four(p, expert, token + i, row + r, total);
-    }
-  }
-}
-
-template <typename T, typename S>
+template <typename T, typename S, bool kGrouped>
 __global__ void __launch_bounds__(S::kThreads, 1)
     kernel(const __grid_constant__ Problem p, const __grid_constant__ CUtensorMap x_map,
-           const __grid_constant__ CUtensorMap code_map, const Work work) {
+           const __grid_constant__ CUtensorMap code_map, const __grid_constant__ Work launched) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t shared[];
   const uint32_t pool = (address_of(shared) + 1023) / 1024 * 1024;
-  float* sums = reinterpret_cast<float*>(shared + (pool - address_of(shared)));
-  const uint32_t full = pool + S::kPoolBytes, empty = full + 8 * S::kStages;
-  const int ranks = work.ranks, rank = blockIdx.x % ranks, block = blockIdx.x / ranks, expert = blockIdx.z;
-
-  // blocks go down the rows of w, token_group tiles of tokens wide
-  const int in_group = work.row_tiles * work.token_group, group = block / in_group;
-  const int width = min(work.token_group, work.token_tiles - group * work.token_group);
-  const int tile = block - group * in_group;
-  const int token = (group * work.token_group + tile % width) * S::kTokens;
-  const int row = expert * p.N / kBand * kBand + tile / width * S::kRows;  // counted over the batch
-
-  const int steps = (p.Kp + kStageK - 1) / kStageK;
-  const int begin = steps * rank / ranks, end = steps * (rank + 1) / ranks;
-
+  const Ring<S> ring(pool);
+  Work* planned = reinterpret_cast<Work*>(shared + (pool - address_of(shared)) + S::kPlanAt);
+  const Work& work = kGrouped ? *planned : launched;
+  if (kGrouped && threadIdx.x / 32 == 1) plan_groups(p, launched, S::kTokens, planned);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, S::kConsumers / 32);
+      barrier_init(pool + S::kPoolBytes + 8 * i, 1);
+      barrier_init(ring.empty(i), S::kConsumers / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-
   if (threadIdx.x >= S::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
     if (__shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) == S::kConsumers / 32) {
-      produce<S>(p, &x_map, &code_map, pool, full, empty, row, expert * p.M + token, begin, end);
+      produce<S, kGrouped>(p, &x_map, &code_map, work, ring);
     }
-    __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));
-    float sum[S::kTokens / 2];
-#pragma unroll
-    for (int i = 0; i < S::kTokens / 2; ++i) sum[i] = 0;
-    consume<T, S>(Consumer<T, S>(pool, full, empty), end - begin, sum);
-    leave_sums<T, S>(sum, sums);
+    multiply<T, S, kGrouped>(p, work, pool, reinterpret_cast<float*>(shared + (pool - address_of(shared)) + S::kWarpSumsAt));
   }
-  if (ranks > 1) cluster_sync();
-  if (threadIdx.x < S::kConsumers) write_sums<S>(p, sums, expert, token, row - expert * p.N, rank, ranks);
-  if (ranks > 1) cluster_wait_all();
 #endif
 }
 

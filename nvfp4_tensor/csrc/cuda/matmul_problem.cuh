@@ -12,6 +12,9 @@
 namespace nvfp4 {
 
 // Rows of w are counted over the whole batch: row n of expert e is row e * N + n; 128 of them share a band of scales.
+//
+// With `offs` the rows of x are in groups, one an expert, which only the device knows: see matmul_groups.cuh. Then M is
+// 0 and m counts over all rows, there is no bias, and rows beyond the last group give zeros.
 struct Problem {
   const void* x;          // (E, M, K) bf16 or fp16
   int64_t x_row;          // elements between rows of x; experts are M rows apart
@@ -27,12 +30,17 @@ struct Problem {
   Dtype x_dtype, bias_dtype, y_dtype;
   void* y;  // (E, M, N)
   int experts, M, N, K;
+  int rows;             // of x over the batch: experts * M, or of all groups
+  const int32_t* offs;  // (experts), where each group ends; null where every expert has M rows
   int Kp;  // K rounded up to 16
-  int first_m = 0, some_m = 0;  // the rows of x that a launch is about, where it is not about all
+  int first_m = 0, some_m = 0;  // the rows of x that a launch is about, where it is not about all and not of groups
 };
 
 // Each only enqueues, and each needs M, N, K > 0 and x in bf16 or fp16.
 void launch_matmul_few_rows(const Problem& p, cudaStream_t stream);  // any such problem; made for M <= 16
+void launch_matmul_few_rows_grouped(const Problem& p, cudaStream_t stream);
+bool fits_matmul_few_rows_sm90(const Problem& p);                    // what it calls where alignment allows
+void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream);  // for at most 16 rows
 bool fits_matmul_many_rows(const Problem& p);                        // a Hopper, and codes aligned to 16 bytes
 int64_t matmul_many_rows_scratch(const Problem& p);                  // bytes that it needs
 void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t stream);

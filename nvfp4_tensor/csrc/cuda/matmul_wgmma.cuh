@@ -8,137 +8,56 @@
 
 namespace nvfp4 {
 
-#define NVFP4_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define NVFP4_F16(d, i) NVFP4_F4(d, i), NVFP4_F4(d, i + 4), NVFP4_F4(d, i + 8), NVFP4_F4(d, i + 12)
-#define NVFP4_F32(d, i) NVFP4_F16(d, i), NVFP4_F16(d, i + 16)
-#define NVFP4_F64(d, i) NVFP4_F32(d, i), NVFP4_F32(d, i + 32)
-#define NVFP4_F128(d, i) NVFP4_F64(d, i), NVFP4_F64(d, i + 64)
-
+// Wgmma<columns, T>::run(d, a, b): d (64, columns) += a (64, 16) b (16, columns).
 template <int kColumns, typename T>
 struct Wgmma;
 
-template <>
-struct Wgmma<32, __nv_bfloat16> {
-  static __device__ __forceinline__ void run(float (&d)[16], const uint32_t* a, uint64_t b) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-        : NVFP4_F16(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
+// "%p0, %p1, ...": names of the first few of ten operands, and of all ten
+#define NVFP4_NAMES_TO_1(p) "%" p "0, %" p "1"
+#define NVFP4_NAMES_TO_3(p) NVFP4_NAMES_TO_1(p) ", %" p "2, %" p "3"
+#define NVFP4_NAMES_TO_5(p) NVFP4_NAMES_TO_3(p) ", %" p "4, %" p "5"
+#define NVFP4_NAMES_TO_7(p) NVFP4_NAMES_TO_5(p) ", %" p "6, %" p "7"
+#define NVFP4_NAMES_TEN(p) NVFP4_NAMES_TO_7(p) ", %" p "8, %" p "9, "
+#define NVFP4_NAMES_0_TO_29 NVFP4_NAMES_TEN("") NVFP4_NAMES_TEN("1") NVFP4_NAMES_TEN("2")
+#define NVFP4_NAMES_30_TO_59 NVFP4_NAMES_TEN("3") NVFP4_NAMES_TEN("4") NVFP4_NAMES_TEN("5")
+#define NVFP4_NAMES_60_TO_89 NVFP4_NAMES_TEN("6") NVFP4_NAMES_TEN("7") NVFP4_NAMES_TEN("8")
+#define NVFP4_NAMES_90_TO_119 NVFP4_NAMES_TEN("9") NVFP4_NAMES_TEN("10") NVFP4_NAMES_TEN("11")
 
-template <>
-struct Wgmma<32, __half> {
-  static __device__ __forceinline__ void run(float (&d)[16], const uint32_t* a, uint64_t b) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-        : NVFP4_F16(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
+#define NVFP4_NAMES_16 NVFP4_NAMES_TEN("") NVFP4_NAMES_TO_5("1")
+#define NVFP4_NAMES_32 NVFP4_NAMES_0_TO_29 NVFP4_NAMES_TO_1("3")
+#define NVFP4_NAMES_64 NVFP4_NAMES_0_TO_29 NVFP4_NAMES_30_TO_59 NVFP4_NAMES_TO_3("6")
+#define NVFP4_NAMES_96 NVFP4_NAMES_0_TO_29 NVFP4_NAMES_30_TO_59 NVFP4_NAMES_60_TO_89 NVFP4_NAMES_TO_5("9")
+#define NVFP4_NAMES_128 \
+  NVFP4_NAMES_0_TO_29 NVFP4_NAMES_30_TO_59 NVFP4_NAMES_60_TO_89 NVFP4_NAMES_90_TO_119 NVFP4_NAMES_TO_7("12")
 
-template <>
-struct Wgmma<64, __nv_bfloat16> {
-  static __device__ __forceinline__ void run(float (&d)[32], const uint32_t* a, uint64_t b) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-        "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-        : NVFP4_F32(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
+#define NVFP4_SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define NVFP4_SUMS_16_FROM(i) NVFP4_SUMS_4(i), NVFP4_SUMS_4(i + 4), NVFP4_SUMS_4(i + 8), NVFP4_SUMS_4(i + 12)
+#define NVFP4_SUMS_32_FROM(i) NVFP4_SUMS_16_FROM(i), NVFP4_SUMS_16_FROM(i + 16)
+#define NVFP4_SUMS_16 NVFP4_SUMS_16_FROM(0)
+#define NVFP4_SUMS_32 NVFP4_SUMS_32_FROM(0)
+#define NVFP4_SUMS_64 NVFP4_SUMS_32, NVFP4_SUMS_32_FROM(32)
+#define NVFP4_SUMS_96 NVFP4_SUMS_64, NVFP4_SUMS_32_FROM(64)
+#define NVFP4_SUMS_128 NVFP4_SUMS_96, NVFP4_SUMS_32_FROM(96)
 
-template <>
-struct Wgmma<64, __half> {
-  static __device__ __forceinline__ void run(float (&d)[32], const uint32_t* a, uint64_t b) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-        "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-        : NVFP4_F32(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
+// `sums` is columns / 2; the four registers of a and the descriptor b come next in the numbering of operands.
+#define NVFP4_WGMMA_OF(T, type, columns, sums, a0, a1, a2, a3, b0)                                               \
+  template <>                                                                                                    \
+  struct Wgmma<columns, T> {                                                                                     \
+    static __device__ __forceinline__ void run(float (&d)[sums], const uint32_t* a, uint64_t b) {                \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" NVFP4_NAMES_##sums \
+                   "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b0 ", p, 1, 1, 0; }"                        \
+                   : NVFP4_SUMS_##sums                                                                           \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+    }                                                                                                            \
+  };
+#define NVFP4_WGMMA(...) \
+  NVFP4_WGMMA_OF(__nv_bfloat16, "bf16", __VA_ARGS__) NVFP4_WGMMA_OF(__half, "f16", __VA_ARGS__)
 
-template <>
-struct Wgmma<128, __nv_bfloat16> {
-  static __device__ __forceinline__ void run(float (&d)[64], const uint32_t* a, uint64_t b) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-        "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
-        "%59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
-        : NVFP4_F64(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-template <>
-struct Wgmma<128, __half> {
-  static __device__ __forceinline__ void run(float (&d)[64], const uint32_t* a, uint64_t b) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-        "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
-        "%59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
-        : NVFP4_F64(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-template <>
-struct Wgmma<256, __nv_bfloat16> {
-  static __device__ __forceinline__ void run(float (&d)[128], const uint32_t* a, uint64_t b) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-        "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
-        "%59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "
-        "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "
-        "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "
-        "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 0; }"
-        : NVFP4_F128(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-
-template <>
-struct Wgmma<256, __half> {
-  static __device__ __forceinline__ void run(float (&d)[128], const uint32_t* a, uint64_t b) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
-        "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
-        "%59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "
-        "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "
-        "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "
-        "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, {%128, %129, %130, %131}, %132, p, 1, 1, 0; }"
-        : NVFP4_F128(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
+NVFP4_WGMMA(32, 16, 16, 17, 18, 19, 20)
+NVFP4_WGMMA(64, 32, 32, 33, 34, 35, 36)
+NVFP4_WGMMA(128, 64, 64, 65, 66, 67, 68)
+NVFP4_WGMMA(192, 96, 96, 97, 98, 99, 100)
+NVFP4_WGMMA(256, 128, 128, 129, 130, 131, 132)
 
 }  // namespace nvfp4

@@ -1,0 +1,149 @@
+// Which shape of Hopper's few-rows kernel serves a problem, and how the machine is divided.
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+#include <array>
+
+#include "matmul_few_rows_sm90.cuh"
+
+namespace nvfp4 {
+namespace few_rows_sm90 {
+namespace {
+
+using UpTo8 = Shape<1, 2, 4, 4>;
+using UpTo8Short = Shape<1, 1, 4, 4>;  // rows of at most 16 slices of 256
+using UpTo16 = Shape<2, 1, 4, 2>;
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  return encode;
+}
+
+// Bytes, in dimensions of these sizes (the first contiguous, the others at these steps), fetched in boxes.
+template <int kDimensions>
+CUtensorMap tensor_map(const void* data, const cuuint64_t (&sizes)[kDimensions],
+                       const cuuint64_t (&steps)[kDimensions - 1],
+                       const cuuint32_t (&box)[kDimensions], CUtensorMapSwizzle swizzle,
+                       CUtensorMapL2promotion promotion) {
+  CUtensorMap map;
+  cuuint32_t ones[kDimensions];
+  std::fill_n(ones, kDimensions, 1);
+  tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kDimensions, const_cast<void*>(data), sizes, steps, box,
+                       ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return map;
+}
+
+template <typename S>
+Maps maps_of(const Problem& p) {
+  using u64 = cuuint64_t;
+  const u64 row = p.code_row, bands = static_cast<u64>(p.experts) * p.N / 128, groups = ceil_div(p.Kp, 64);
+  return {tensor_map<4>(p.codes, {static_cast<u64>(p.Kp / 2), 32, 4, bands}, {row, row * 32, row * 128},
+                        {kUnitElements / 2, 4, 4, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+          tensor_map<3>(p.scales, {512, groups, bands}, {512, static_cast<u64>(p.scale_band)},
+                        {64, kUnitElements / 64, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE)};
+}
+
+struct Launch {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+
+  Launch(dim3 grid, int shared_bytes, cudaStream_t stream) {
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = grid.x;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    config.gridDim = grid;
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = grid.x > 1 ? 2 : 1;
+  }
+};
+
+// Clusters of so many blocks that run at a time: fewer than multiprocessors / blocks where they do not divide a GPC.
+template <auto kKernel, typename S>
+int resident_clusters(int blocks) {
+  struct Known {
+    int device = -1;
+    std::array<int, kMostBlocksInCluster + 1> clusters{};
+  };
+  thread_local Known known;
+  int device = 0;
+  cudaGetDevice(&device);
+  if (known.device != device) {
+    known = {};
+    known.device = device;
+    cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+  }
+  int& count = known.clusters[blocks];
+  if (count == 0) {
+    count = this_machine().multiprocessors / blocks;
+    if (blocks > 1) {
+      Launch launch(dim3(blocks, count), S::kSharedBytes, nullptr);
+      launch.config.attrs = launch.attributes + 1, launch.config.numAttrs = 1;
+      int active = 0;
+      if (cudaOccupancyMaxActiveClusters(&active, kKernel, &launch.config) == cudaSuccess && active > 0) {
+        count = std::min(count, active);
+      }
+    }
+  }
+  return count;
+}
+
+template <typename T, typename S>
+void launch(const Problem& p, cudaStream_t stream) {
+  constexpr auto kKernel = kernel<T, S>;
+  const int slices = ceil_div(p.Kp, S::kSlice);
+  Work work;
+  work.cluster = ceil_div(slices, kWarps);
+  work.warps_in_k = ceil_div(slices, work.cluster);
+  work.row_groups = kWarps / work.warps_in_k;
+  const int tiles = p.N / kTileRows, clusters = std::min(tiles, resident_clusters<kKernel, S>(work.cluster));
+  work.tiles = tiles / clusters;
+  work.more_tiles = tiles % clusters;
+  const Launch launch(dim3(work.cluster, clusters, p.experts), S::kSharedBytes, stream);
+  cudaLaunchKernelEx(&launch.config, kKernel, p, maps_of<S>(p), work);
+}
+
+template <typename S>
+void launch_shape(const Problem& p, cudaStream_t stream) {
+  p.x_dtype == Dtype::kBf16 ? launch<__nv_bfloat16, S>(p, stream) : launch<__half, S>(p, stream);
+}
+
+}  // namespace
+}  // namespace few_rows_sm90
+
+bool fits_matmul_few_rows_sm90(const Problem& p) {
+  using namespace few_rows_sm90;
+  const auto aligned = [](const void* data, int64_t row_bytes) {
+    return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(row_bytes)) % 16 == 0;
+  };
+  const Machine& machine = this_machine();
+  return machine.capability >= 90 && machine.shared_bytes >= std::max(UpTo8::kSharedBytes, UpTo16::kSharedBytes) &&
+         p.N % 128 == 0 && p.K % 8 == 0 && p.Kp % 64 == 0 &&
+         p.Kp <= kMostBlocksInCluster * kWarps * UpTo16::kSlice && aligned(p.x, p.x_row * 2) &&
+         aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) && tensor_map_encoder() != nullptr;
+}
+
+void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream) {
+  using namespace few_rows_sm90;
+  if (p.some_m > 8) {
+    launch_shape<UpTo16>(p, stream);
+  } else if (p.Kp <= kWarps * UpTo8Short::kSlice) {
+    launch_shape<UpTo8Short>(p, stream);
+  } else {
+    launch_shape<UpTo8>(p, stream);
+  }
+}
+
+}  // namespace nvfp4
+

@@ -1,0 +1,161 @@
+// What a warpgroup does with its sums: to another block, from other blocks, and finished into y.
+//
+// A warp has 16 rows of w by all tokens: lane (g, t) = lane / 4, lane % 4 has of each 8 tokens
+//   sum[4 i + j] = (row first_row(lane) + j / 2 * 2, token 8 i + 2 t + j % 2).
+// Row g of a product is not row g of w but that one: transposed 8 x 8 by 8 x 8, each lane has four neighbours.
+#pragma once
+
+#include <type_traits>
+
+#include "matmul_decode.cuh"
+#include "matmul_many_rows_schedule.cuh"
+#include "matmul_shared.cuh"
+
+namespace nvfp4 {
+namespace many_rows {
+
+constexpr int kSumPitch = 20;  // floats between tokens: no bank conflicts either way
+constexpr int kWarpSumBytes = 8 * kSumPitch * 4;  // 8 tokens by 16 rows
+
+// Of w, of a warp's 16; the lane's other row is 2 further.
+__device__ __forceinline__ int first_row(int lane) { return lane / 8 * 4 + lane / 4 % 2; }
+
+__device__ __forceinline__ void warpgroup_sync() {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
+}
+
+template <typename S>
+__device__ __forceinline__ void leave_sums(const Work& work, const float (&sum)[S::kSums]) {
+  float4* to = work.sums + static_cast<int64_t>(blockIdx.x) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < S::kSums / 4; ++i) {
+    __stcg(to + i * S::kConsumers, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
+  }
+  __threadfence();
+  warpgroup_sync();
+  if (threadIdx.x % 128 == 0) {
+    asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(work.ready + blockIdx.x * S::kGroups + threadIdx.x / 128)
+                 : "memory");
+  }
+}
+
+// Until the runs behind this one, as many as share its tile, have left their sums; how many there are.
+template <typename S>
+__device__ __forceinline__ int wait_for_others(const Work& work, const Segments& segments, const Segment& s) {
+  int others = 0;
+  for (int block; (block = segments.other(s, others + 1)) >= 0; ++others) {
+    const int* ready = work.ready + block * S::kGroups + threadIdx.x / 128;
+    int there = threadIdx.x % 128 != 0;
+    while (!there) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(ready) : "memory");
+  }
+  warpgroup_sync();
+  return others;
+}
+
+template <typename S>
+__device__ __forceinline__ void add_sums(const Work& work, int block, float (&sum)[S::kSums]) {
+  const float4* from = work.sums + static_cast<int64_t>(block) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < S::kSums / 4; ++i) {
+    const float4 v = __ldcg(from + i * S::kConsumers);
+    sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
+  }
+}
+
+// alpha and bias of a lane's two rows of w, where they are the same for all tokens.
+struct TwoRows {
+  float alpha[2], bias[2];
+
+  __device__ TwoRows(const Problem& p, int expert, int first) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int n = min(max(first + 2 * i, 0), p.N - 1);
+      alpha[i] = p.w_scale ? p.w_scale[static_cast<int64_t>(expert) * p.w_scale_expert + n * p.w_scale_step] : 1.0f;
+      bias[i] = p.bias ? load_as_float(p.bias, p.bias_dtype, expert * p.bias_expert + n * p.bias_column) : 0.0f;
+    }
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ uint32_t two_rounded(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(v);
+  } else {
+    const __half2 v = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(v);
+  }
+}
+
+// Lane (g, t) gives elements 2 t, 2 t + 1 of row g of 8 x 8, and has those of row g of the transpose.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
+  return pair;
+}
+
+// y of a lane's sums of 8 tokens, where it is of x's dtype, N is a multiple of 4, and neither alpha nor the bias depends
+// on the token: as `finish` has it, then turned around so that the four lanes of a token write 32 bytes together.
+template <typename T>
+__device__ __forceinline__ uint2 finish_eight(const Problem& p, const TwoRows& rows, const float* sum) {
+  constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
+  float y[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    y[j] = __fmul_rn(sum[j] * kToOne, rows.alpha[j / 2]);
+    if (p.bias) y[j] = __fadd_rn(y[j], rows.bias[j / 2]);
+  }
+  return make_uint2(transposed(two_rounded<T>(y[0], y[1])), transposed(two_rounded<T>(y[2], y[3])));
+}
+
+__device__ __forceinline__ void write_any(const Problem& p, int first, int expert, int m, float4 sum) {
+  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+  const int64_t at = (static_cast<int64_t>(expert) * p.M + m) * p.N + first;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int n = first + i;
+    if (n >= 0 && n < p.N) store_rounded(p.y, p.y_dtype, at + i, finish(p, expert, m, n, sums[i]));
+  }
+}
+
+// 8 tokens of a warp through shared memory: four rows of w of one token, one after another.
+__device__ __forceinline__ float4 turn(const float* sum, float* shared, float factor) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float* sums = shared + threadIdx.x / 32 * (kWarpSumBytes / 4);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) sums[(2 * t + j % 2) * kSumPitch + first_row(lane) + j / 2 * 2] = sum[j] * factor;
+  __syncwarp();
+  const float4 four = *reinterpret_cast<const float4*>(sums + g * kSumPitch + t * 4);
+  __syncwarp();
+  return four;
+}
+
+template <typename T, typename S>
+__device__ __forceinline__ void write_tile(const Problem& p, const Place& at, float (&sum)[S::kSums], float* shared) {
+  constexpr Dtype kSame = std::is_same_v<T, __nv_bfloat16> ? Dtype::kBf16 : Dtype::kFp16;
+  const int lane = threadIdx.x % 32, row = at.row - at.expert * p.N + threadIdx.x / 32 * 16, n = row + lane % 4 * 4;
+  int m = at.token + lane / 4;
+  if (p.y_dtype == kSame && p.N % 4 == 0 && !p.x_scale && !(p.bias && p.bias_row)) {
+    const TwoRows rows(p, at.expert, row + first_row(lane));
+    T* y = static_cast<T*>(p.y) + (static_cast<int64_t>(at.expert) * p.M + m) * p.N + n;
+    const bool inside = n >= 0 && n < p.N;
+#pragma unroll
+    for (int i = 0; i < S::kSums / 4; ++i, m += 8, y += 8 * static_cast<int64_t>(p.N)) {
+      const uint2 four = finish_eight<T>(p, rows, sum + 4 * i);
+      if (inside && m < at.end) *reinterpret_cast<uint2*>(y) = four;
+    }
+  } else {
+#pragma unroll 1
+    for (int token = 0; token < S::kTokens; token += 32) {  // registers have no index: the next sums move up
+#pragma unroll
+      for (int i = 0; i < 4; ++i, m += 8) {
+        const float4 four = turn(sum + 4 * i, shared, 1.0f / Decoder<T>::kUnit);
+        if (m < at.end) write_any(p, n, at.expert, m, four);
+      }
+#pragma unroll
+      for (int i = 0; i + 16 < S::kSums; ++i) sum[i] = sum[i + 16];
+    }
+  }
+}
+
+}  // namespace many_rows
+}  // namespace nvfp4

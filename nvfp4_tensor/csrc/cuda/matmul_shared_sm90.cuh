@@ -1,0 +1,76 @@
+// What Hopper adds to shared memory: copies by the bulk engine, other blocks of the cluster, overlapping kernels.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "matmul_shared.cuh"
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+namespace nvfp4 {
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Initialized barriers, for the copy engine to see, or for the cluster.
+__device__ __forceinline__ void show_barriers_to_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void show_barriers_to_cluster() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void copy_box_3d(
+    uint32_t to, const CUtensorMap* map, int a, int b, int c, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box_4d(
+    uint32_t to, const CUtensorMap* map, int a, int b, int c, int d, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier),
+      "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// What the block of this rank in the cluster has where this one has `shared`.
+__device__ __forceinline__ uint32_t in_rank(uint32_t shared, uint32_t rank) {
+  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(shared) : "r"(rank));
+  return shared;
+}
+
+// 16 bytes to another block, counted by a barrier there.
+__device__ __forceinline__ void send_floats(uint32_t to, float4 v, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Registers of a thread, moved between groups of four warps.
+template <int kCount>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount)); }
+
+template <int kCount>
+__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount)); }
+
+}  // namespace nvfp4
+
+#endif

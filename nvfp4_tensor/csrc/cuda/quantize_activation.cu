@@ -1,0 +1,130 @@
+// The few rows that a decoding step quantizes, amax included, in one kernel: quantized and decoded in registers.
+//
+// One cluster of blocks covers all of x, so that the amax needs no second kernel: each thread loads its blocks of 16,
+// the blocks of threads tell one another their largest magnitudes, and every thread goes on with what it holds.
+#include "block.cuh"
+#include "decode.cuh"
+#include "finite.cuh"
+#include "matmul_shared.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kActivationThreads = 512;
+constexpr int kMostClusterBlocks = 8;
+constexpr int kHeld = 4;           // blocks of 16 that a thread keeps in registers; of more it reads twice
+constexpr int kMostPerThread = 16;  // beyond, a kernel for the amax and another one on all multiprocessors are faster
+
+__device__ __forceinline__ float cluster_max(float v, int blocks) {
+  __shared__ float of_warp[kActivationThreads / 32], of_block;
+  v = __uint_as_float(warp_max(__float_as_uint(v)));
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    v = threadIdx.x < kActivationThreads / 32 ? of_warp[threadIdx.x] : 0.0f;
+    v = __uint_as_float(warp_max(__float_as_uint(v)));
+    if (threadIdx.x == 0) of_block = v;
+  }
+  if (blocks == 1) {
+    __syncthreads();
+    return of_block;
+  }
+  cluster_sync();
+  float most = 0.0f;
+  for (int rank = 0; rank < blocks; ++rank) most = fmaxf(most, load_from_rank(&of_block, rank));
+  return most;
+}
+
+template <typename T>
+__device__ __forceinline__ void write_block(T* to, const Elements<T, kBlock>& block, const TensorScale& tensor,
+                                            ScaleRounding rounding) {
+  const uint8_t s_bits = scale_from_bits<T>(block.amax_bits(), tensor.sixth, rounding);
+  const float s_b = e4m3_value(s_bits);
+  const uint2 codes = encode16<Fast::kNearestEven>(block, s_bits, tensor.block_encode(s_b), DrawSource{}, 0);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = mul(mul(biased_value(half ? codes.y : codes.x, i), kCodeBias), s_b);
+    store8(to + half * 8, v);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kActivationThreads) quantize_activation(Matrix x, QuantizeSpec spec, float* factor,
+                                                                          T* out) {
+  let_next_kernel_begin();
+  wait_for_previous_kernel();
+  const uint32_t first = blockIdx.x * kActivationThreads + threadIdx.x, step = gridDim.x * kActivationThreads;
+  Elements<T, kBlock> held[kHeld];
+  Walk at(x.rows, x.blocks(), first, step);
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i, at.step()) {
+    held[i] = at.inside() ? Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock))
+                          : Elements<T, kBlock>::zero();
+  }
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) most = max(most, finite_amax_bits(held[i]));
+  for (; at.inside(); at.step()) {
+    most = max(most, finite_amax_bits(Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock))));
+  }
+  const float amax = cluster_max(Elements<T, kBlock>::magnitude_of(most), gridDim.x);
+  const TensorScale tensor = TensorScale::of(amax, spec.scale_ceiling);
+  if (first == 0) *factor = per_tensor_scale(amax, spec.scale_ceiling);
+
+  const uint32_t blocks = x.rows * x.blocks();
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const uint32_t own = first + i * step;
+    if (own < blocks) write_block(out + static_cast<int64_t>(own) * kBlock, held[i], tensor, spec.scale_rounding);
+  }
+  if (first + kHeld * step < blocks) {
+    Walk more(x.rows, x.blocks(), first + kHeld * step, step);
+    for (uint32_t own = first + kHeld * step; own < blocks; own += step, more.step()) {
+      const auto block = Elements<T, kBlock>::load(element_at<T>(x, more.row, more.column * kBlock));
+      write_block(out + static_cast<int64_t>(own) * kBlock, block, tensor, spec.scale_rounding);
+    }
+  }
+  if (gridDim.x > 1) cluster_wait_all();
+}
+
+}  // namespace
+
+bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec) {
+  static const bool has_clusters = [] {
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    return major >= 9;
+  }();
+  const int64_t blocks = x.rows * x.blocks();
+  return has_clusters && blocks > 0 && blocks <= kMostClusterBlocks * kActivationThreads * kMostPerThread &&
+         x.whole_blocks() && spec.round_mode == RoundingMode::kNearestEven && spec.hadamard_sign < 0 &&
+         spec.four_over_six == FourOverSix::kNone && spec.block_rows == 1;
+}
+
+void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, void* out,
+                                cudaStream_t stream) {
+  const int64_t blocks = x.rows * x.blocks();
+  unsigned grid = 1;  // a block of threads while it holds all of x, then a power of two of them
+  while (grid < kMostClusterBlocks && grid * kActivationThreads < blocks) grid *= 2;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = grid;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(kActivationThreads);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = grid > 1 ? 2 : 1;
+  for_dtype(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    cudaLaunchKernelEx(&config, quantize_activation<T>, x, spec, factor, static_cast<T*>(out));
+  });
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,347 @@
+"""The calls of FP4 tensor cores, as far as they can be checked without the hardware.
+
+scaled_mm: torch's own validation of shapes and layouts. f4f4bf16 and scaled_grouped_mm: stand-ins with their schemas
+and their checks that compute the product from the bytes of their arguments, so that a wrong layout gives wrong numbers.
+"""
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import ScalingType, SwizzleType
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, ProductBackend, QuantizeSpec, fbgemm, fp4_products, info, ops, quantize
+from nvfp4_tensor import quantize_experts as make_experts
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+FP4 = torch.float4_e2m1fn_x2
+VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """codes FP4 (R, K/2), scale the bytes of whole 128x4 tiles, by the formula of their order: float64 (R, K)."""
+    rows, half = codes.shape
+    blocks = half // 8
+    tiles = -(-blocks // 4)
+    assert scale.dtype == torch.float8_e4m3fn and scale.is_contiguous() and scale.numel() % (512 * tiles) == 0
+    r, c = torch.arange(rows).view(-1, 1), torch.arange(blocks)
+    at = ((r // 128 * tiles + c // 4) * 32 + r % 32) * 16 + r % 128 // 32 * 4 + c % 4
+    packed = codes.contiguous().view(torch.uint8)
+    values = VALUES[torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()]
+    return values * scale.flatten()[at.flatten()].double().view(rows, blocks).repeat_interleave(16, 1)
+
+
+def in_bfloat16(y: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
+    assert y.dtype == torch.bfloat16
+    assert ((y.double() - expected).abs() <= expected.abs() * 2.0**-8 + magnitude * 2.0**-20).all()
+
+
+def wide(t):
+    return t.dequantize(torch.float32).double()
+
+
+@pytest.fixture
+def blackwell(monkeypatch):
+    monkeypatch.setattr(fp4_products, "capability", lambda device: (10, 0))
+
+
+# --- scaled_mm -------------------------------------------------------------------------------------------------------
+
+
+def fp4_operands(m, n, k, device):
+    return (quantize(torch.empty(rows, k, dtype=torch.bfloat16, device=device)) for rows in (m, n))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 16), (128, 128, 64), (37, 40, 48), (5, 33, 100), (1000, 2000, 4096), (300, 8, 30)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_scaled_mm_passes_torchs_validation(shape, dtype, with_bias):
+    """torch's meta function checks dtypes, strides, sizes of scales, recipes, swizzles and alignments of the call."""
+    m, n, k = shape
+    a, b = fp4_operands(m, n, k, "meta")
+    bias = torch.empty(n, dtype=dtype, device="meta") if with_bias else None
+    y = fp4_products.scaled_mm_product(a, b, bias, 1, dtype)
+    assert y.shape == (m, n) and y.dtype == dtype and y.is_contiguous()
+
+
+def test_torchs_validation_refuses_scales_that_are_short():
+    a, b = fp4_operands(200, 128, 64, "meta")
+    a = a._replace(scale=a.scale[:1])
+    with pytest.raises(Exception, match="scale"):
+        fp4_products.scaled_mm_product(a, b, None, 1, torch.bfloat16)
+
+
+def test_on_fp4_hardware_products_take_the_tensor_cores(monkeypatch, blackwell):
+    calls = []
+    monkeypatch.setattr(
+        fp4_products, "scaled_mm", lambda *a, **k: calls.append((a, k)) or torch.zeros(a[0].shape[0], a[1].shape[1])
+    )
+    x, w = torch.randn(5, 64), quantize(torch.randn(16, 64))
+    w4a4 = w._replace(activation_spec=QuantizeSpec())
+    F.linear(x, w4a4)
+    quantize(x) @ w.t()
+    assert len(calls) == 2
+    (a, b, scale_a, *_), _ = calls[0]
+    quantized = quantize(x)
+    assert torch.equal(a.view(torch.uint8), quantized.qdata) and b.shape == (32, 16) and b.stride() == (1, 32)
+    assert torch.equal(scale_a[0].view(torch.uint8), quantized.scale.flatten().view(torch.uint8))
+    assert torch.equal(scale_a[1], quantized.per_tensor_scale)
+    F.linear(x, w)  # bf16 x NVFP4 has no FP4 instruction
+    torch.mm(x[:, :16], w4a4)  # nor has a sum across the blocks
+    assert len(calls) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0), reason="needs FP4 tensor cores"
+)
+@pytest.mark.parametrize("shape", [(1, 16, 16), (37, 40, 48), (256, 512, 1024), (5, 33, 100)])
+def test_scaled_mm_against_the_decoded_product(shape):
+    m, n, k = shape
+    a, b = quantize(torch.randn(m, k, device="cuda")), quantize(torch.randn(n, k, device="cuda"))
+    y = fp4_products.scaled_mm_product(a, b, None, 1, torch.bfloat16)
+    in_bfloat16(y, wide(a) @ wide(b).T, wide(a).abs() @ wide(b).abs().T)
+
+
+# --- fbgemm ----------------------------------------------------------------------------------------------------------
+
+SCHEMAS = {
+    "fbgemm": "f4f4bf16(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, Tensor? output=None,"
+    " Tensor? global_scale=None) -> Tensor",  # fbgemm-gpu-genai 1.9
+    "older fbgemm": "f4f4bf16(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, Tensor? global_scale=None,"
+    " bool use_mx=True) -> Tensor",
+    "mslk": "f4f4bf16(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, Tensor? output=None,"
+    " Tensor? global_scale=None, int mxfp4_block_size=32) -> Tensor",  # mslk-cuda 1.1
+}
+
+
+def f4f4bf16(XQ, WQ, x_scale, w_scale, output=None, global_scale=None, use_mx=False, **_):
+    """The op's checks (csrc/gemm/cutlass/f4f4bf16.cu), CUTLASS's alignments, and its product."""
+    assert all(t.is_contiguous() for t in (XQ, WQ, x_scale, w_scale)) and output is None and not use_mx
+    assert XQ.shape[1] == WQ.shape[1] and XQ.shape[1] % 16 == 0 and WQ.shape[0] % 16 == 0
+    assert global_scale.dtype == torch.float32 and global_scale.numel() == 1
+    for t, scale in ((XQ, x_scale), (WQ, w_scale)):
+        assert scale.numel() == -(-t.shape[0] // 128) * 128 * -(-t.shape[1] // 32) * 4
+    return (decoded(XQ, x_scale) @ decoded(WQ, w_scale).T * global_scale.double()).to(torch.bfloat16)
+
+
+@pytest.fixture(params=SCHEMAS)
+def fbgemm_op(request):
+    namespace = request.param.split()[-1]
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(SCHEMAS[request.param])
+    if request.param == "older fbgemm":
+        function = lambda XQ, WQ, x_scale, w_scale, global_scale=None, use_mx=True: f4f4bf16(  # noqa: E731
+            XQ, WQ, x_scale, w_scale, None, global_scale, use_mx
+        )
+    else:
+        function = f4f4bf16 if namespace == "fbgemm" else lambda *a, mxfp4_block_size=32: f4f4bf16(*a[:6])
+    library.impl("f4f4bf16", function, "CPU")
+    torch.library.register_fake(
+        f"{namespace}::f4f4bf16",
+        lambda XQ, WQ, *_, **__: XQ.new_empty((XQ.shape[0], WQ.shape[0]), dtype=torch.bfloat16),
+        lib=library,
+    )
+    fbgemm.product.cache_clear()
+    yield
+    library._destroy()
+    if hasattr(getattr(torch.ops, namespace), "f4f4bf16"):
+        delattr(getattr(torch.ops, namespace), "f4f4bf16")
+    fbgemm.product.cache_clear()
+
+
+@pytest.fixture
+def no_fbgemm():
+    fbgemm.product.cache_clear()
+    if fbgemm.product().op is not None:
+        pytest.skip("fbgemm is installed")
+    yield
+    fbgemm.product.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (128, 128, 64), (37, 40, 48), (5, 33, 100), (300, 200, 272)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_fbgemm_computes_the_product(fbgemm_op, blackwell, shape, with_bias):
+    m, n, k = shape
+    x, bias = torch.randn(m, k).bfloat16(), torch.randn(n).bfloat16() if with_bias else None
+    w = quantize(torch.randn(n, k).bfloat16() * 3)._replace(
+        activation_spec=QuantizeSpec(), product_backend=ProductBackend.FBGEMM
+    )
+    y, a = F.linear(x, w, bias), wide(quantize(x))
+    assert y.is_contiguous()
+    expected, magnitude = a @ wide(w).T, a.abs() @ wide(w).abs().T
+    if with_bias:  # the op's bfloat16 and the sum's: rounded twice
+        expected, magnitude = expected + bias.double(), magnitude + expected.abs() * 2**12
+    in_bfloat16(y, expected, magnitude)
+    if with_bias:
+        in_bfloat16(torch.addmm(bias, x, w.t(), beta=0, alpha=-2), -2 * a @ wide(w).T, a.abs() @ wide(w).abs().T)
+
+
+@pytest.mark.parametrize("fbgemm_op", ["fbgemm"], indirect=True)
+def test_fbgemm_compiles(fbgemm_op, blackwell):
+    w = quantize(torch.randn(40, 48).bfloat16())._replace(
+        activation_spec=QuantizeSpec(), product_backend=ProductBackend.FBGEMM
+    )
+    x = torch.randn(5, 48).bfloat16()
+    assert torch.equal(torch.compile(lambda x: F.linear(x, w), fullgraph=True)(x), F.linear(x, w))
+
+
+def test_the_backend_is_carried(fbgemm_op, blackwell):
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    quantize_(linear, NVFP4Config(product_backend="fbgemm"))
+    assert "by fbgemm" in repr(linear)
+    saved = io.BytesIO()
+    torch.save(linear.state_dict(), saved)
+    loaded = nn.Linear(64, 32, dtype=torch.bfloat16, device="meta")
+    saved.seek(0)
+    loaded.load_state_dict(torch.load(saved, weights_only=True), assign=True)
+    x = torch.randn(4, 64).bfloat16()
+    for kept in (loaded, copy.deepcopy(linear), linear.to("cpu")):
+        assert kept.weight.product_backend == ProductBackend.FBGEMM and torch.equal(kept(x), linear(x))
+    weight = linear.weight
+    for view in (weight.t(), weight.detach(), weight[:16], torch.zeros_like(weight), torch.cat([weight, weight])):
+        assert view.product_backend == ProductBackend.FBGEMM
+    (grad,) = torch.autograd.grad(linear(x.requires_grad_()).sum(), x)  # sums across the blocks: decoded
+    assert grad.isfinite().all()
+
+
+def test_info_names_the_product(fbgemm_op):
+    assert "f4f4bf16 of " in info().fbgemm and "f4f4bf16" in str(info())
+
+
+def test_where_fbgemm_is_missing(no_fbgemm, blackwell):
+    assert "not installed" in info().fbgemm or "does not import" in info().fbgemm
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"pip install 'nvfp4-tensor\[fbgemm\]'"):
+        quantize_(linear, NVFP4Config(product_backend=ProductBackend.FBGEMM))
+    quantize_(linear, NVFP4Config())
+    with pytest.raises(RuntimeError, match=r"ProductBackend.AUTO"):
+        F.linear(torch.randn(2, 64).bfloat16(), linear.weight._replace(product_backend=ProductBackend.FBGEMM))
+
+
+@pytest.mark.parametrize("backend", ["fbgemm", "scaled_mm"])
+def test_where_the_device_has_no_fp4_tensor_cores(fbgemm_op, backend):
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    quantize_(linear, NVFP4Config(product_backend=backend))  # a CPU's weight may yet move
+    with pytest.raises(RuntimeError, match=r"cpu has not: choose ProductBackend\.AUTO"):
+        linear(torch.randn(2, 64).bfloat16())
+
+
+def test_fbgemm_gives_bfloat16_only(fbgemm_op, blackwell):
+    linear = nn.Linear(64, 32)
+    quantize_(linear, NVFP4Config(product_backend="fbgemm"))
+    with pytest.raises(RuntimeError, match="cast the model"):
+        linear(torch.randn(2, 64))
+
+
+def test_names_of_backends():
+    assert NVFP4Config(product_backend="scaled_mm").product_backend == ProductBackend.SCALED_MM
+    with pytest.raises(ValueError, match="'auto', 'scaled_mm', 'fbgemm'"):
+        NVFP4Config(product_backend="cublas")
+
+
+# --- scaled_grouped_mm -----------------------------------------------------------------------------------------------
+
+
+def scaled_grouped_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, offs, output_dtype):
+    """torch's checks (aten/src/ATen/native/cuda/GroupedBlas.cpp, 2.11 to 2.13) and the kernel's way to find a group."""
+    assert a.dtype == b.dtype == FP4 and a.is_contiguous() and b.mT.is_contiguous() and output_dtype == torch.bfloat16
+    assert a.shape[1] == b.shape[1] and a.shape[1] % 16 == 0 and b.shape[2] % 16 == 0
+    assert offs.dim() == 1 and offs.dtype == torch.int32 and len(offs) == b.shape[0]
+    assert recipe_a == recipe_b == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    assert swizzle_a[0] == swizzle_b[0] == SwizzleType.SWIZZLE_32_4_4
+    columns = -(-(a.shape[1] // 8) // 4) * 4
+    n128 = -(-b.shape[2] // 128) * 128
+    assert all(s.dtype == torch.float8_e4m3fn and s.is_contiguous() for s in (scale_a[0], scale_b[0]))
+    assert scale_a[0].dim() == 2 and scale_a[0].shape[0] >= a.shape[0]
+    assert scale_b[0].shape == (b.shape[0], columns * n128)
+    factor = scale_a[1] * scale_b[1]
+    assert factor.dtype == torch.float32 and factor.shape == offs.shape and factor.is_contiguous()
+    y = torch.full((a.shape[0], b.shape[2]), float("nan"), dtype=torch.bfloat16)
+    start = tile_row = 0
+    for group, end in enumerate(offs.tolist()):
+        padded = -(-(end - start) // 128) * 128
+        scale = scale_a[0].flatten()[tile_row * columns : (tile_row + padded) * columns]
+        assert scale.numel() == padded * columns
+        if end > start:
+            w = decoded(b[group].mT, scale_b[0][group])
+            y[start:end] = (decoded(a[start:end], scale) @ w.T * factor[group].double()).to(torch.bfloat16)
+        start, tile_row = end, tile_row + padded
+    return y
+
+
+@pytest.fixture
+def grouped(monkeypatch, blackwell):
+    monkeypatch.setattr(ops, "scaled_grouped_mm", scaled_grouped_mm)
+
+
+GROUPS = [(3, 3, 11, 18), (0, 0, 0, 0), (300, 300, 300, 300), (0, 130, 131, 300), (128, 256, 257, 290), (0, 0, 0, 1)]
+
+
+@pytest.mark.parametrize("offs", GROUPS)
+@pytest.mark.parametrize("shape", [(128, 64), (256, 272), (40, 48), (200, 100)])
+def test_grouped_product_by_tensor_cores(grouped, offs, shape):
+    weight = torch.randn(4, *shape).bfloat16() * torch.tensor([1.0, 30, 0.01, 5]).view(4, 1, 1).bfloat16()
+    w = make_experts(weight)._replace(activation_spec=QuantizeSpec())
+    x, offs = torch.randn(300, shape[1]).bfloat16(), torch.tensor(offs, dtype=torch.int32)
+    y, a = torch._grouped_mm(x, w.mT, offs=offs), wide(quantize(x))
+    assert y.shape == (300, shape[0])
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        b = wide(w[expert])
+        in_bfloat16(y[start:end], a[start:end] @ b.T, a[start:end].abs() @ b.abs().T)
+        start = end
+    compiled = torch.compile(lambda x, offs: torch._grouped_mm(x, w.mT, offs=offs), fullgraph=True)
+    assert torch.equal(compiled(x, offs)[: offs[-1]], y[: offs[-1]])
+
+
+ON_HOPPER = """
+import sys, torch
+from nvfp4_tensor import QuantizeSpec, fp4_products, quantize, quantize_experts
+w = quantize_experts(torch.randn(4, 200, 528, device="cuda").bfloat16())
+x, offs = quantize(torch.randn(30, 528, device="cuda").bfloat16()), torch.tensor([3, 20, 20, 30], device="cuda")
+if sys.argv[1] == "wrong":
+    fp4_products.grouped_scale = lambda x, offs: x.scale.reshape(-1)
+print("accepted", fp4_products.scaled_grouped_product(x, w.mT, offs.int()).shape)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper"
+)
+def test_torchs_own_checks_of_the_grouped_product():
+    """A Hopper passes torch's check of the device, so that all of its checks of arguments run.
+
+    In a process of its own: the kernel then launched is Blackwell's, and leaves the context unusable.
+    """
+    for scales, accepted in (("right", True), ("wrong", False)):
+        command = [sys.executable, "-c", ON_HOPPER, scales]
+        printed = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ("accepted torch.Size([30, 200])" in printed.stdout) == accepted, printed.stderr
+        assert accepted or "must have same number of dimensions" in printed.stderr
+
+
+def test_what_the_grouped_product_leaves_to_decoding(monkeypatch, grouped):
+    def refuse(*_, **__):
+        raise AssertionError("not for tensor cores")
+
+    monkeypatch.setattr(ops, "scaled_grouped_mm", refuse)
+    weight, offs = torch.randn(2, 128, 64).bfloat16(), torch.tensor([4, 9], dtype=torch.int32)
+    w, x = make_experts(weight)._replace(activation_spec=QuantizeSpec()), torch.randn(9, 64).bfloat16()
+    joined = torch.cat([w, w], dim=1)  # gate and up: a scale a row
+    torch._grouped_mm(x, joined.mT, offs=offs)
+    torch._grouped_mm(x.half(), w.to(torch.float16).mT, offs=offs)  # it gives bfloat16 only
+    torch._grouped_mm(torch.randn(9, 128).bfloat16(), w, offs=offs)  # across the blocks
+    torch._grouped_mm(x, w._replace(activation_spec=None).mT, offs=offs)
+    assert torch._grouped_mm(x[:0], w.mT, offs=offs * 0).shape == (0, 128)
+    with pytest.raises(AssertionError, match="tensor cores"):
+        torch._grouped_mm(x, w.mT, offs=offs)
