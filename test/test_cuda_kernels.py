@@ -281,6 +281,20 @@ def test_fake_quantize_and_dequantize(dtype, out_dtype):
 
 
 @gpu
+@pytest.mark.parametrize("scaled", [True, False])
+def test_fake_quantize_of_a_large_tensor(scaled):
+    """Large enough to be quantized and decoded by two kernels, where one does not serve."""
+    x, state = torch.randn(1024, 1040, device="cuda").bfloat16(), rng_state().cuda()
+    for choices in ({"four_over_six": "mae"}, {"block_rows": 16}, {"hadamard_sign": True}, {}):
+        spec = QuantizeSpec(round_mode="stochastic", **choices).pack()
+        quantized = N.quantize(x, N.amax(x), state, spec)
+        for dtype in (torch.bfloat16, torch.float32):
+            values = N.dequantize(*quantized[:2], quantized[2] if scaled else None, x.shape[1], dtype)
+            fake = N.fake_quantize(x, N.amax(x), state, spec, dtype, scaled)
+            assert equal_bits(fake, (values, quantized[2]))
+
+
+@gpu
 def test_dequantize_with_a_factor_a_row():
     qdata, scale, _ = reference.quantize(torch.randn(70, 96), torch.tensor(4.0), None, QuantizeSpec())
     factors = torch.rand(70)

@@ -1,8 +1,8 @@
 // dequantize: a lane has half a block, 4 bytes of codes in and 16 (32) bytes of bfloat16 (float32) out, of each of four
-// rows i, i + 32, i + 64, i + 96, whose scales are 16 contiguous bytes: one load. Its next loads are under way meanwhile.
+// rows i, i + 32, i + 64, i + 96, whose scales are 16 contiguous bytes: one load. Its next loads are under way then.
 //
-// Four bytes of five that move are written, so the pattern of the writes decides. A warp writes 512 contiguous bytes of a
-// row and a thread block 4 KB: 91 % of the copy bandwidth on an H200; with 128 bytes of each of four rows a warp, 88 %.
+// Four bytes of five that move are written, so the pattern of the writes decides. A warp writes 512 contiguous bytes of
+// a row and a thread block 4 KB: 91 % of the copy bandwidth on an H200; with 128 bytes of each of four rows, 88 %.
 #include "block.cuh"
 #include "decode.cuh"
 

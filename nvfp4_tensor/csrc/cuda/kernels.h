@@ -81,7 +81,7 @@ void launch_quantize_rows(const Matrix& x, const Quantization& how, const Codes&
 void launch_quantize_tiles(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
 
-// Whole blocks, 1x16 or 16x16, to nearest even or stochastic, with four-over-six. Leaves the padding of the scales alone.
+// Whole blocks, 1x16 or 16x16, to nearest even or stochastic, with four-over-six. Leaves the scales' padding alone.
 void launch_quantize_four_over_six(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 // For few rows: what x decodes to after quantization by its own amax, in its own dtype, without the per-tensor scale,
 // which goes to `factor`. Whole blocks, to nearest even, no more of them than a cluster takes.

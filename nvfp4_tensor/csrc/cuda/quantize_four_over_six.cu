@@ -1,9 +1,9 @@
 // quantize with four-over-six: of the two scales that map a block's largest element to 6 and to 4, the one with the
 // smaller error. A lane has a row of a block, its elements in registers.
 //
-// What a code decodes to, ((code * s_b) * amax) / (6 * ceiling), depends on the scale and the code alone: 127 x 8 values
-// in shared memory, so that an element costs no division but a load. That leaves 12 instructions an element and scale,
-// seven of them to find the code.
+// What a code decodes to, ((code * s_b) * amax) / (6 * ceiling), depends on the scale and the code alone: 127 x 8
+// values in shared memory, so that an element costs no division but a load. That leaves 12 instructions an element and
+// scale, seven of them to find the code.
 #include "row_lanes.cuh"
 
 namespace nvfp4 {

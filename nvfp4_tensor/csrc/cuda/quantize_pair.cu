@@ -50,8 +50,8 @@ __device__ __forceinline__ void copy_chunk(uint4* to, const void* from, bool ins
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(inside ? 16 : 0));
 }
 
-// Starts the copy of the tile at (row0, column0); one commit group, empty past the last tile. A thread copies a chunk of
-// each of eight neighbouring rows, so that their places are one register and constants.
+// Starts the copy of the tile at (row0, column0); one commit group, empty past the last tile. A thread copies a chunk
+// of each of eight neighbouring rows, so that their places are one register and constants.
 __device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32_t column0, uint4 (*to)[kChunks]) {
   constexpr int kRowsAThread = kTile * kChunks / kThreads;
   const uint32_t chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRowsAThread;

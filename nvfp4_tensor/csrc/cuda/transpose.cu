@@ -1,8 +1,8 @@
 // transpose: of a matrix as it is, or with its rows' Hadamard transform taken, rounded to bfloat16; the rows of the
 // result padded to 16 with zeros. What a pair is made from where quantize_pair does not serve.
 //
-// A lane has 16 rows of two columns in registers. Neighbouring warps have neighbouring rows of the same columns, so that
-// the 32 bytes that a lane writes of a row meet the rest of their line in the L2.
+// A lane has 16 rows of two columns in registers. Neighbouring warps have neighbouring rows of the same columns, so
+// that the 32 bytes that a lane writes of a row meet the rest of their line in the L2.
 #include "block.cuh"
 #include "decode.cuh"
 
