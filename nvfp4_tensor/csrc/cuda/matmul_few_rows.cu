@@ -92,8 +92,8 @@ void launch(const Problem& p, cudaStream_t stream) {
   work.groups = groups / clusters;
   work.more_groups = groups % clusters;
   cudaLaunchAttribute cluster;
-  const auto config =
-      configuration(dim3(work.cluster, clusters, kGrouped ? 1 : p.experts), S::kWarps * 32, S::kSharedBytes, stream, &cluster);
+  const auto config = configuration(dim3(work.cluster, clusters, kGrouped ? 1 : p.experts), S::kWarps * 32,
+                                    S::kSharedBytes, stream, &cluster);
   cudaLaunchKernelEx(&config, kKernel, p, work);
 }
 
