@@ -1,13 +1,13 @@
-// torch.ops.nvfp4.grouped_linear on CUDA: rows of x in groups, each times its expert's weight, nothing read by the host.
+// torch.ops.nvfp4.grouped_linear on CUDA: rows of x in groups, each times its expert's weight; the host reads nothing.
 #include "matmul_problem.cuh"
 #include "tensors.h"
 
 namespace nvfp4 {
 namespace {
 
-// Beyond so many rows an expert, on average, Hopper's many-rows kernel is faster. H200, us, few or many rows: 8 experts of
-// 14336 x 4096 with 2 rows each 86 or 110, with 8 105 or 112; 64 of 2048 x 7168 with 4 194 or 204, with 8 229 or 205, and
-// 133 or 63 where eight of them have all of these rows.
+// Beyond so many rows an expert, on average, Hopper's many-rows kernel is faster. H200, us, few or many rows: 8 experts
+// of 14336 x 4096 with 2 rows each 86 or 110, with 8 105 or 112; 64 of 2048 x 7168 with 4 194 or 204, with 8 229 or
+// 205, and 133 or 63 where eight of them have all of these rows.
 constexpr int kFewRows = 4;
 
 const float* factors_of(const Tensor& t, const char* name) {
@@ -27,8 +27,8 @@ Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scal
   const cudaStream_t stream = current_stream(x_given);
   const Rows x(x_given);
   STD_TORCH_CHECK(x.matrix.dtype != Dtype::kFloat, "nvfp4::grouped_linear takes x in bfloat16 or float16: cast it");
-  const Tensor codes = nvfp4::contiguous(qdata), scales = nvfp4::contiguous(scale), factors = nvfp4::contiguous(per_tensor_scale),
-               offs = nvfp4::contiguous(offs_given);
+  const Tensor codes = nvfp4::contiguous(qdata), scales = nvfp4::contiguous(scale);
+  const Tensor factors = nvfp4::contiguous(per_tensor_scale), offs = nvfp4::contiguous(offs_given);
   const int64_t experts = codes.size(0), outer = codes.size(1), inner = x.matrix.columns, half = codes.size(2);
   STD_TORCH_CHECK(inner <= half * 2 && inner > half * 2 - kBlock, "nvfp4::grouped_linear: x has ", inner,
                   " columns where the weight has ", half * 2);

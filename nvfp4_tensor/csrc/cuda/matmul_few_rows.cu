@@ -92,8 +92,8 @@ void launch(const Problem& p, cudaStream_t stream) {
   work.groups = groups / clusters;
   work.more_groups = groups % clusters;
   cudaLaunchAttribute cluster;
-  const auto config =
-      configuration(dim3(work.cluster, clusters, kGrouped ? 1 : p.experts), S::kWarps * 32, S::kSharedBytes, stream, &cluster);
+  const auto config = configuration(dim3(work.cluster, clusters, kGrouped ? 1 : p.experts), S::kWarps * 32,
+                                    S::kSharedBytes, stream, &cluster);
   cudaLaunchKernelEx(&config, kKernel, p, work);
 }
 
@@ -135,8 +135,8 @@ void launch_matmul_few_rows(const Problem& p, cudaStream_t stream) {
 }
 
 void launch_matmul_few_rows_grouped(const Problem& p, cudaStream_t stream) {
-  // H200, us, 8 or 16 columns: 8 experts of 14336 x 4096 with 2 rows each 85 or 97, with 8 119 or 105; 64 of 2048 x 7168
-  // with 4 rows 193 or 220, with 8 264 or 232.
+  // H200, us, 8 or 16 columns: 8 experts of 14336 x 4096 with 2 rows each 85 or 97, with 8 119 or 105; 64 of
+  // 2048 x 7168 with 4 rows 193 or 220, with 8 264 or 232.
   few_rows::launch_columns<true>(p, p.rows <= 4 * p.experts ? 8 : 16, stream);
 }
 

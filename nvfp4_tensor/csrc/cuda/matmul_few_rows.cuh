@@ -109,7 +109,8 @@ __device__ __forceinline__ void load_slice(
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         v[chunk][word][column] = make_uint4(0, 0, 0, 0);
-        if (m < share.rows) v[chunk][word][column] = load_x(p, row, k0 + chunk * 128 + lane % 4 * 32 + word * 8, aligned);
+        const int k = k0 + chunk * 128 + lane % 4 * 32 + word * 8;
+        if (m < share.rows) v[chunk][word][column] = load_x(p, row, k, aligned);
       }
     }
   }

@@ -250,7 +250,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));
-    multiply<T, S, kGrouped>(p, work, pool, reinterpret_cast<float*>(shared + (pool - address_of(shared)) + S::kWarpSumsAt));
+    multiply<T, S, kGrouped>(p, work, pool,
+                             reinterpret_cast<float*>(shared + (pool - address_of(shared)) + S::kWarpSumsAt));
   }
 #endif
 }
