@@ -161,9 +161,8 @@ def test_the_graph_of_a_w4a4_linear():
     assert_expected_inline(
         "\n".join(names),
         """\
-nvfp4.amax.default
 nvfp4.draw_rng_state.default
-nvfp4.fake_quantize.default
+nvfp4.quantize_activation.default
 nvfp4.matmul.default""",
     )
 
