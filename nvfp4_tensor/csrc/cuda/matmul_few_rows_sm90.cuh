@@ -51,7 +51,8 @@ struct Shape {
   static constexpr int kSlotsAt = kScalesAt + kWarps * kDepth * kUnitScales;
   static constexpr int kInboxAt = kSlotsAt + kSlots * kWarps * kTileSums * 4;
   static constexpr int kBarriersAt = kInboxAt + kAdders * (kMostBlocksInCluster - 1) * kTileSums * 4;
-  static constexpr int kSharedBytes = kBarriersAt + 8 * (kWarps * kDepth + 2 * kSlots + 2 * kAdders) + 1024;
+  static constexpr int kLoadedAt = kBarriersAt + 8 * (kWarps * kDepth + 2 * kSlots + 2 * kAdders);
+  static constexpr int kSharedBytes = kLoadedAt + 8 * kWarps + 1024;
   static_assert(kSlots * kTileSums * 4 >= 2048);  // x passes through a warp's part of the slots
 };
 
@@ -115,15 +116,17 @@ struct Place {
   }
 };
 
-// Adds the product of a unit with the x of its columns.
-template <typename T, typename S>
+// Adds the product of a unit with the x of its columns; calls loaded() when all of it is on its way into registers.
+template <typename T, typename S, typename Loaded>
 __device__ __forceinline__ void multiply_unit(const Place& place, uint32_t codes_at, uint32_t scales_at,
-                                              const uint4 (&b)[2][4][S::kColumns], float (&sum)[S::kColumns][4]) {
+                                              const uint4 (&b)[2][4][S::kColumns], float (&sum)[S::kColumns][4],
+                                              Loaded loaded) {
 #pragma unroll
   for (int chunk = 0; chunk < 2; ++chunk) {
     const uint4 codes[2] = {load_shared_16(codes_at + (place.first ^ chunk * 64)),
                             load_shared_16(codes_at + (place.second ^ chunk * 64))};
     const uint2 scales = load_shared_8(scales_at + place.scales + chunk * 128);
+    if (chunk == 1) loaded();
     uint32_t factors[4];  // first row: blocks 0, 1; second row: blocks 0, 1
     scale_factors<T>(__byte_perm(scales.x, scales.y, place.selector), factors);
 #pragma unroll
@@ -200,6 +203,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, con
   const int k0 = (blockIdx.x * work.warps_in_k + warp % work.warps_in_k) * S::kSlice;
   const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
   const uint32_t copied = shared + S::kBarriersAt + 8 * warp * S::kDepth;
+  const uint32_t loaded = shared + S::kLoadedAt + 8 * warp;
   const uint32_t codes = shared + warp * S::kDepth * kUnitCodes;
   const uint32_t scales = shared + S::kScalesAt + warp * S::kDepth * kUnitScales;
   const bool mine = group < work.row_groups && k0 < p.Kp;
@@ -215,6 +219,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, con
   if (elect_one()) {
 #pragma unroll
     for (int d = 0; d < S::kDepth; ++d) barrier_init(copied + 8 * d, 1);
+    barrier_init(loaded, 32);
     show_barriers_to_copies();
     if (tile < end) copy_tile(tile, 0);
   }
@@ -235,7 +240,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, con
     turn_slice<S>(p.some_m, lane, shared + S::kSlotsAt + warp * S::kSlots * S::kTileSums * 4, b);
     const Place place(lane);
     __syncwarp();  // the other lanes have read x out of the slots
-    uint32_t slot = 0, slot_parity = 0, at = 0, parity = 0;
+    uint32_t slot = 0, slot_parity = 0, at = 0, parity = 0, loaded_parity = 0;
 #pragma unroll 1
     for (uint32_t first = begin; first < begin + tiles; first += work.row_groups) {
       float sum[S::kColumns][4] = {};
@@ -244,11 +249,17 @@ __device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, con
         for (int unit = 0; unit < S::kUnits; ++unit) {
           const uint32_t its = at + unit;
           barrier_wait(copied + 8 * its, parity);
-          multiply_unit<T, S>(place, codes + its * kUnitCodes, scales + its * kUnitScales, b[unit], sum);
+          multiply_unit<T, S>(place, codes + its * kUnitCodes, scales + its * kUnitScales, b[unit], sum, [&] {
+            if (unit + 1 < S::kUnits) return;
+            // By a barrier: a load that still waits in its queue would see what a copy begun before it brings.
+            barrier_arrive(loaded);
+            if (next_tile < end && elect_one()) {
+              barrier_wait(loaded, loaded_parity);
+              copy_tile(next_tile, at);
+            }
+            loaded_parity ^= 1;
+          });
         }
-        // Only now: a load out of shared memory that waits in its queue would see what a copy begun before it brings.
-        __syncwarp();
-        if (next_tile < end && elect_one()) copy_tile(next_tile, at);
         if ((at += S::kUnits) == S::kDepth) at = 0, parity ^= 1;
       }
       tile += work.row_groups;

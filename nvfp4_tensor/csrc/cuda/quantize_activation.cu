@@ -2,6 +2,7 @@
 //
 // One cluster of blocks covers all of x, so that the amax needs no second kernel: each thread loads its blocks of 16,
 // the blocks of threads tell one another their largest magnitudes, and every thread goes on with what it holds.
+// The product that follows is let begin at once, to fetch its weight, which this kernel does not write.
 #include "block.cuh"
 #include "decode.cuh"
 #include "finite.cuh"
