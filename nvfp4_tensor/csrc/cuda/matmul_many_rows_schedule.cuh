@@ -19,7 +19,8 @@ struct Work {
   int whole_tiles;             // computed by a block each, in waves
   int cut_tiles;               // the others
   float4* sums;                // (blocks, tokens / 8, consumers): what a block has of a tile that another one finishes
-  int* ready;                  // (blocks, warpgroups of consumers), zero before the kernel
+  uint64_t* ready;             // (blocks, warpgroups of consumers): `launch` where sums are there, then 0 again
+  uint64_t launch;             // a number that no memory holds by chance, another one for each launch
 };
 
 struct Place {

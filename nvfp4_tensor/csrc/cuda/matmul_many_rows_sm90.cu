@@ -2,7 +2,9 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
+#include <random>
 #include <utility>
 
 #include "matmul_many_rows_sm90.cuh"
@@ -71,16 +73,23 @@ struct Plan {
     cost = whole ? whole_cost : cut_cost;
   }
 
-  // In the scratch: x permuted, flags, sums of cut tiles.
-  int64_t flags_at(const Problem& p) const {
-    return static_cast<int64_t>(p.experts) * p.M * ceil_div(p.K, kStageK) * kStageK * 2;
-  }
-  int flags() const { return cut_tiles > 0 ? blocks * (rows / 64) : 0; }
-  int64_t sums_at(const Problem& p) const { return flags_at(p) + ceil_div(flags(), 64) * 256; }
-  int64_t bytes(const Problem& p) const {
-    return sums_at(p) + (cut_tiles > 0 ? static_cast<int64_t>(blocks) * rows * tokens * 4 : 0);
+  // In the scratch: flags, sums of cut tiles, x where it is not aligned.
+  int64_t flags_bytes() const { return cut_tiles > 0 ? ceil_div(blocks * (rows / 64), 32) * 256 : 0; }
+  int64_t x_at() const {
+    return flags_bytes() + (cut_tiles > 0 ? static_cast<int64_t>(blocks) * rows * tokens * 4 : 0);
   }
 };
+
+bool x_is_aligned(const Problem& p) { return (reinterpret_cast<uintptr_t>(p.x) | (p.x_row * 2)) % 16 == 0; }
+
+// Unlike anything that memory holds by chance, and never the same twice.
+uint64_t launch_number() {
+  static std::atomic<uint64_t> launches{static_cast<uint64_t>(std::random_device{}()) << 32};
+  uint64_t n = (launches += 1) * 0x9E3779B97F4A7C15;  // splitmix64, one-to-one
+  n = (n ^ n >> 30) * 0xBF58476D1CE4E5B9;
+  n = (n ^ n >> 27) * 0x94D049BB133111EB;
+  return n ^ n >> 31;
+}
 
 template <typename T, typename S>
 void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t stream) {
@@ -93,29 +102,18 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
     prepared = device;
   }
   const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const int64_t columns = ceil_div(p.K, kStageK) * kStageK;
   const int64_t tokens = static_cast<int64_t>(p.experts) * p.M, rows = static_cast<int64_t>(p.experts) * p.N;
-  const CUtensorMap x =
-      tensor_map({scratch, x_type, columns, tokens, columns * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMap x = tensor_map({p.x, x_type, p.K, tokens, p.x_row * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
   const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64, S::kRows,
                                        CU_TENSOR_MAP_SWIZZLE_64B);
   Work work;
   work.row_tiles = plan.row_tiles, work.token_tiles = plan.token_tiles;
   work.token_group = std::min(kTokenGroup, plan.token_tiles);
   work.steps = plan.steps, work.whole_tiles = plan.whole_tiles, work.cut_tiles = plan.cut_tiles;
-  work.sums = reinterpret_cast<float4*>(scratch + plan.sums_at(p));
-  work.ready = reinterpret_cast<int*>(scratch + plan.flags_at(p));
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;  // begins while permute_x runs, waits for it
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.blocks);
-  config.blockDim = dim3(S::kThreads);
-  config.dynamicSmemBytes = S::kSharedBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, p, x, codes, work);
+  work.ready = reinterpret_cast<uint64_t*>(scratch);
+  work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
+  work.launch = launch_number();
+  kernel<<<plan.blocks, S::kThreads, S::kSharedBytes, stream>>>(p, x, codes, work);
 }
 
 struct Kernel {
@@ -156,15 +154,23 @@ bool fits_matmul_many_rows(const Problem& p) {
          many_rows::tensor_map_encoder() != nullptr;
 }
 
-int64_t matmul_many_rows_scratch(const Problem& p) { return many_rows::best_plan(p).first.bytes(p); }
-
-void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t stream) {
+int64_t matmul_many_rows_scratch(const Problem& p) {
   using namespace many_rows;
-  const auto [plan, kernel] = best_plan(p);
+  const int64_t copy = x_is_aligned(p) ? 0 : static_cast<int64_t>(p.experts) * p.M * ceil_div(p.K, 8) * 16;
+  return best_plan(p).first.x_at() + copy;
+}
+
+void launch_matmul_many_rows(const Problem& given, void* scratch, cudaStream_t stream) {
+  using namespace many_rows;
+  const auto [plan, kernel] = best_plan(given);
   uint8_t* bytes = static_cast<uint8_t*>(scratch);
-  const dim3 grid(p.experts * p.M, ceil_div(p.K, kPermuteK));
-  permute_x<<<grid, kPermuteThreads, 0, stream>>>(p, reinterpret_cast<uint4*>(bytes),
-                                                  reinterpret_cast<int*>(bytes + plan.flags_at(p)), plan.flags());
+  Problem p = given;
+  if (!x_is_aligned(p)) {
+    uint4* x = reinterpret_cast<uint4*>(bytes + plan.x_at());
+    const int units = ceil_div(p.K, 8);
+    align_x<<<dim3(p.experts * p.M, ceil_div(units, 128)), 128, 0, stream>>>(p, x);
+    p.x = x, p.x_row = units * 8;
+  }
   kernel->launch[p.x_dtype == Dtype::kFp16](p, plan, bytes, stream);
 }
 
