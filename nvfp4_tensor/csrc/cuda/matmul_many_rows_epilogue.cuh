@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "matmul_decode.cuh"
+#include "matmul_many_rows_decode.cuh"
 #include "matmul_many_rows_schedule.cuh"
 #include "matmul_shared.cuh"
 
@@ -16,9 +16,6 @@ namespace many_rows {
 
 constexpr int kSumPitch = 20;  // floats between tokens: no bank conflicts either way
 constexpr int kWarpSumBytes = 8 * kSumPitch * 4;  // 8 tokens by 16 rows
-
-// Of w, of a warp's 16; the lane's other row is 2 further.
-__device__ __forceinline__ int first_row(int lane) { return lane / 8 * 4 + lane / 4 % 2; }
 
 __device__ __forceinline__ void warpgroup_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
@@ -159,7 +156,9 @@ __device__ __forceinline__ void write_plain(const Problem& p, const Place& at, c
   for (int i = 0; i < S::kSums / 8; ++i, m += 16, y += 16 * static_cast<int64_t>(p.N)) {
     if (at.token + 16 * i >= p.M) break;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) *reinterpret_cast<uint2*>(to + h * 1024) = finish_eight<T>(p, rows, sum + 8 * i + 4 * h);
+    for (int h = 0; h < 2; ++h) {
+      *reinterpret_cast<uint2*>(to + h * 1024) = finish_eight<T>(p, rows, sum + 8 * i + 4 * h);
+    }
     warpgroup_sync();
     const uint4 eight = *from;
     warpgroup_sync();

@@ -46,7 +46,7 @@ CUtensorMap tensor_map(const Matrix2d& m, int box_columns, int box_rows, CUtenso
 constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 
 // Cycles that cutting tiles costs: waiting, and sums written once and read once for each run of a tile but the first.
-constexpr int kWaitCycles = 1500, kSumsPerCycle = 16;
+constexpr int kWaitCycles = 3000, kSumsPerCycle = 6;
 constexpr int kFewestSteps = 4;  // of a run
 
 struct Plan {
@@ -104,8 +104,8 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const int64_t tokens = static_cast<int64_t>(p.experts) * p.M, rows = static_cast<int64_t>(p.experts) * p.N;
   const CUtensorMap x = tensor_map({p.x, x_type, p.K, tokens, p.x_row * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
-  const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64, S::kRows,
-                                       CU_TENSOR_MAP_SWIZZLE_64B);
+  const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64,
+                                       S::kRows, CU_TENSOR_MAP_SWIZZLE_64B);
   Work work;
   work.row_tiles = plan.row_tiles, work.token_tiles = plan.token_tiles;
   work.token_group = std::min(kTokenGroup, plan.token_tiles);
@@ -113,24 +113,37 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.ready = reinterpret_cast<uint64_t*>(scratch);
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();
-  kernel<<<plan.blocks, S::kThreads, S::kSharedBytes, stream>>>(p, x, codes, work);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;  // begins while permute_x runs, waits for it
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(plan.blocks);
+  config.blockDim = dim3(S::kThreads);
+  config.dynamicSmemBytes = S::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = S::kPermuted;
+  cudaLaunchKernelEx(&config, kernel, p, x, codes, work);
 }
 
 struct Kernel {
   int rows, tokens;
+  bool permuted;
   int stage_cycles;                                                        // measured
   void (*launch[2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // bf16, fp16
 
   template <typename S>
   static constexpr Kernel of(int stage_cycles) {
-    return {S::kRows, S::kTokens, stage_cycles, {many_rows::launch<__nv_bfloat16, S>, many_rows::launch<__half, S>}};
+    return {S::kRows, S::kTokens, S::kPermuted, stage_cycles,
+            {many_rows::launch<__nv_bfloat16, S>, many_rows::launch<__half, S>}};
   }
 };
 
 constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 2, 10>>(720),  Kernel::of<Shape<32, 4, 7>>(1000), Kernel::of<Shape<64, 2, 8>>(870),
-    Kernel::of<Shape<64, 4, 6>>(1150),  Kernel::of<Shape<128, 2, 5>>(1140), Kernel::of<Shape<192, 2, 3>>(1600),
-    Kernel::of<Shape<256, 2, 3>>(2060),
+    Kernel::of<Shape<32, 2, 10, true>>(860),  Kernel::of<Shape<32, 4, 7, true>>(1560),
+    Kernel::of<Shape<64, 2, 8, true>>(965),   Kernel::of<Shape<64, 4, 6, true>>(1740),
+    Kernel::of<Shape<128, 2, 5, true>>(1230), Kernel::of<Shape<192, 2, 3, false>>(1640),
+    Kernel::of<Shape<256, 2, 3, false>>(2065),
 };
 
 std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
@@ -156,22 +169,27 @@ bool fits_matmul_many_rows(const Problem& p) {
 
 int64_t matmul_many_rows_scratch(const Problem& p) {
   using namespace many_rows;
-  const int64_t copy = x_is_aligned(p) ? 0 : static_cast<int64_t>(p.experts) * p.M * ceil_div(p.K, 8) * 16;
-  return best_plan(p).first.x_at() + copy;
+  const auto [plan, kernel] = best_plan(p);
+  const int64_t x_rows = static_cast<int64_t>(p.experts) * p.M;
+  return plan.x_at() + (kernel->permuted || !x_is_aligned(p) ? x_rows * ceil_div(p.K, kStageK) * kStageK * 2 : 0);
 }
 
 void launch_matmul_many_rows(const Problem& given, void* scratch, cudaStream_t stream) {
   using namespace many_rows;
   const auto [plan, kernel] = best_plan(given);
-  uint8_t* bytes = static_cast<uint8_t*>(scratch);
   Problem p = given;
-  if (!x_is_aligned(p)) {
-    uint4* x = reinterpret_cast<uint4*>(bytes + plan.x_at());
-    const int units = ceil_div(p.K, 8);
-    align_x<<<dim3(p.experts * p.M, ceil_div(units, 128)), 128, 0, stream>>>(p, x);
-    p.x = x, p.x_row = units * 8;
+  if (kernel->permuted || !x_is_aligned(p)) {
+    uint4* x = reinterpret_cast<uint4*>(static_cast<uint8_t*>(scratch) + plan.x_at());
+    const unsigned x_rows = p.experts * p.M;
+    const int columns = ceil_div(p.K, kStageK) * kStageK;
+    if (kernel->permuted) {
+      permute_x<<<dim3(x_rows, ceil_div(p.K, kPermuteK)), kPermuteThreads, 0, stream>>>(p, x);
+    } else {
+      align_x<<<dim3(x_rows, ceil_div(columns, 128 * 8)), 128, 0, stream>>>(p, x);
+    }
+    p.x = x, p.x_row = columns, p.K = columns;
   }
-  kernel->launch[p.x_dtype == Dtype::kFp16](p, plan, bytes, stream);
+  kernel->launch[p.x_dtype == Dtype::kFp16](p, plan, static_cast<uint8_t*>(scratch), stream);
 }
 
 }  // namespace nvfp4

@@ -1,15 +1,19 @@
 // y = x w^T on Hopper for more than a few rows of x: wgmma with w decoded into registers as its A operand.
 //
 // A tile of y is kRows rows of w by kTokens rows of x. One warp keeps the copy engine busy: x (128-byte swizzle, the B
-// operand as it lies), codes (64-byte swizzle) and scales. Warpgroups of 64 rows of w decode codes into
+// operand), codes (64-byte swizzle) and scales. Warpgroups of 64 rows of w decode codes into
 // A fragments, so that no decoded weight ever goes through shared memory. Blocks stay for all of their tiles: the
 // copies for the next one are under way while sums are written.
 #pragma once
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "matmul_decode.cuh"
+#include "matmul_many_rows_decode.cuh"
 #include "matmul_many_rows_epilogue.cuh"
+#include "matmul_many_rows_permute.cuh"
 #include "matmul_many_rows_schedule.cuh"
 #include "matmul_problem.cuh"
 #include "matmul_shared.cuh"
@@ -18,10 +22,9 @@
 namespace nvfp4 {
 namespace many_rows {
 
-constexpr int kStageK = 128;  // a stage of the pipeline: two column tiles of scales
-
-template <int kTokens_, int kGroups_, int kStages_>
+template <int kTokens_, int kGroups_, int kStages_, bool kPermuted_>
 struct Shape {
+  static constexpr bool kPermuted = kPermuted_;  // whether permute_x goes before
   static constexpr int kTokens = kTokens_, kGroups = kGroups_, kStages = kStages_;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kSums = kTokens / 2;  // of a thread
@@ -32,7 +35,8 @@ struct Shape {
   static constexpr int kXBytes = kTokens * kStageK * 2;
   static constexpr int kCodeBytes = kRows * kStageK / 2;
   static constexpr int kScaleBytes = kRows / kBand * 1024;
-  static constexpr int kStageBytes = kXBytes + kCodeBytes + kScaleBytes;
+  static constexpr int kCodesAt = kXBytes, kScalesAt = kCodesAt + kCodeBytes;
+  static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
   static constexpr int kWarpSumsAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
   static constexpr int kSharedBytes = kWarpSumsAt + kConsumers / 32 * kWarpSumBytes + 1024;  // aligns the pool to 1024
@@ -100,8 +104,11 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
                                         const Work& work, Ring<S> ring) {
   asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(x_map), "l"(code_map) : "memory");
   Segments segments(work);
+  bool permuted = !S::kPermuted;
   for (Segment s; segments.next(s);) {
     const Place place = place_of<S>(p, work, s.tile);
+    if (!permuted) asm volatile("griddepcontrol.wait;" ::: "memory");  // for permute_x
+    permuted = true;
     for (int step = s.begin; step < s.end; ++step, ring.next()) {
       barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
       if (elect_one()) copy_stage<S>(p, x_map, code_map, ring.data(), ring.full(), place, step);
@@ -109,73 +116,13 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
   }
 }
 
-// A lane's codes and scales of half a stage, 64 elements of K: its two rows. All four lanes of a quad have the same.
-struct Encoded {
-  uint4 codes[2][2];
-  uint32_t scales[2];
-};
-
-// One of two factors in both halves of a register: the multiplication takes it so without an instruction more.
-template <int kWhich>
-__device__ __forceinline__ uint32_t both_halves(uint32_t factors) {
-  uint32_t twice;
-  if constexpr (kWhich == 0) {
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(twice) : "r"(factors));
-  } else {
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(twice) : "r"(factors));
-  }
-  return twice;
-}
-
-// A fragments of them, registers of four products. Lane t of a quad has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of
-// each 16, which is byte t of two words. Its two codes go to the two halves of a register, both into bits 4 to 7.
-// (Were x permuted so that a lane's codes are a word, these would be 17 instructions instead of 24 for 8 codes, but the
-// permutation is 2 us more for few rows and 2.4 % more for 4096.)
-template <typename T>
-__device__ __forceinline__ void decode(const Encoded& in, uint32_t (&a)[16]) {
-  const uint32_t t = threadIdx.x % 4, my_byte = t * 0x0101 + 0x0400;  // the shifted word's to byte 0, the word's to 2
-  uint32_t pairs[4], factors[4];  // of each 16 elements for both rows
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    pairs[k] = __byte_perm(in.scales[0], in.scales[1], 0x0400 + 0x0101 * k) & 0x00FF00FF;
-    factors[k] = Decoder<T>::scale_factors(pairs[k]);
-  }
-  const uint32_t over = in.scales[0] + 0x01010101u | in.scales[1] + 0x01010101u;
-  if ((in.scales[0] | in.scales[1] | over) & 0x80808080u) {  // a negative or NaN: rare
-#pragma unroll
-    for (int k = 0; k < 4; ++k) factors[k] = any_scale_factors<T>(pairs[k]);
-  }
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const uint4 c[2] = {in.codes[row][0], in.codes[row][1]};
-    const uint32_t words[8] = {c[0].x, c[0].y, c[0].z, c[0].w, c[1].x, c[1].y, c[1].z, c[1].w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t codes = __byte_perm(words[i] << 4, words[i], my_byte), pair = factors[i / 2];
-      const uint32_t factor = row == 0 ? both_halves<0>(pair) : both_halves<1>(pair);
-      a[i / 2 * 4 + i % 2 * 2 + row] = Decoder<T>::multiply(Decoder<T>::template spread<1>(codes), factor);
-    }
-  }
-}
-
 template <typename S>
 struct Consumer : Ring<S> {
-  uint32_t code_offset, swizzle, scale_offset;
+  using Half = std::conditional_t<S::kPermuted, PermutedHalf<S>, PlainHalf<S>>;
 
-  __device__ explicit Consumer(uint32_t pool) : Ring<S>(pool) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + first_row(lane);
-    code_offset = S::kXBytes + row * 64;
-    swizzle = row / 2 % 4 * 16;
-    scale_offset = S::kXBytes + S::kCodeBytes + row / kBand * 1024 + row % 32 * 16 + row % kBand / 32 * 4;
-  }
+  using Ring<S>::Ring;
   __device__ __forceinline__ void wait() const { barrier_wait(this->full(), this->parity); }
-  __device__ __forceinline__ Encoded load(int half) const {
-    const uint32_t codes = this->data() + code_offset, scales = this->data() + scale_offset + half * 512;
-    const uint32_t first = codes + (half * 32 ^ swizzle), second = codes + (half * 32 + 16 ^ swizzle);
-    // two rows further the swizzle differs in its lowest bit
-    return {{{load_shared_16(first), load_shared_16(second)}, {load_shared_16(second + 128), load_shared_16(first + 128)}},
-            {load_shared_4(scales), load_shared_4(scales + 32)}};
-  }
+  __device__ __forceinline__ Half load(int half) const { return Half(this->data(), half); }
   __device__ __forceinline__ void release(int which) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(this->empty(which));
   }
@@ -208,14 +155,14 @@ __device__ __forceinline__ void consume(Consumer<S>& in, int steps, float (&sum)
   uint32_t a0[16], a1[16];
   int last = 0;
   in.wait();
-  Encoded encoded = in.load(0);
+  auto encoded = in.load(0);
   for (int step = 0; step < steps; ++step) {
-    decode<T>(encoded, a0);
+    encoded.template decode<T>(a0);
     start_products<T, S>(a0, in.x(0), sum);
     encoded = in.load(1);
     wait_products<1>();
     if (step > 0) in.release(last);
-    decode<T>(encoded, a1);
+    encoded.template decode<T>(a1);
     start_products<T, S>(a1, in.x(1), sum);
     last = in.stage;
     in.next();
@@ -249,14 +196,6 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, uin
     }
     write_tile<T, S>(p, place_of<S>(p, work, s.tile), sum, shared);
   }
-}
-
-// x with rows of a multiple of 16 bytes, which copies need; a thread moves 8 elements.
-__global__ void __launch_bounds__(128) align_x(const __grid_constant__ Problem p, uint4* out) {
-  const int units = (p.K + 7) / 8, unit = blockIdx.y * 128 + threadIdx.x;
-  if (unit >= units) return;
-  const int64_t row = blockIdx.x;
-  out[row * units + unit] = load_x(p, static_cast<const uint16_t*>(p.x) + row * p.x_row, unit * 8, false);
 }
 
 template <typename T, typename S>
