@@ -15,7 +15,8 @@ namespace nvfp4 {
 namespace many_rows {
 
 constexpr int kSumPitch = 20;  // floats between tokens: no bank conflicts either way
-constexpr int kWarpSumBytes = 8 * kSumPitch * 4;  // 8 tokens by 16 rows
+constexpr int kWarpSumBytes = 8 * kSumPitch * 4;  // 8 tokens by 16 rows; four warps' hold 16 tokens of y by 64
+static_assert(4 * kWarpSumBytes >= 16 * 64 * 2);
 
 __device__ __forceinline__ void warpgroup_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");

@@ -46,6 +46,7 @@ CUtensorMap tensor_map(const Matrix2d& m, int box_columns, int box_rows, CUtenso
 constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 
 // Cycles that cutting tiles costs: waiting, and sums written once and read once for each run of a tile but the first.
+// (H200, whole and cut: 4096 x 4096, M = 1024 and 4096: 49 and 55 us, 181 and 191; 14336 x 8192, M = 1024: 327, 306.)
 constexpr int kWaitCycles = 3000, kSumsPerCycle = 6;
 constexpr int kFewestSteps = 4;  // of a run
 
@@ -129,7 +130,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
 struct Kernel {
   int rows, tokens;
   bool permuted;
-  int stage_cycles;                                                        // measured
+  int stage_cycles;                                                        // of a multiprocessor, on an H200
   void (*launch[2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // bf16, fp16
 
   template <typename S>
