@@ -109,6 +109,30 @@ def test_tiles_cut_along_k(shape, rows):
         assert torch.equal(y, again)
 
 
+@pytest.mark.parametrize("rows", [520, 1024])
+def test_wide_tiles(rows):
+    """Many rows of x and of w: x of any alignment and width, N of any width, every epilogue."""
+    codes, scale = random_weight(8960, 1024)
+    x = torch.randn(rows, 1031, device="cuda").bfloat16()
+    check(x[:, :1024], codes, scale, factor())
+    check(
+        x[:, 5:1029].half() * 0.01, codes, scale, factor(), x_scale=factor(0.5), bias=torch.randn(8960, device="cuda")
+    )
+    check(x[:, :1024].contiguous(), codes, scale, factor(), x_scale=torch.rand(rows, device="cuda"))
+    check(x[:, :1024].contiguous(), codes, scale, torch.rand(8960, device="cuda"), bias=torch.randn(rows, 1).cuda())
+    check(x[:, :1024].contiguous(), codes, scale, factor(), out_dtype=torch.float32)
+    check(x[:, :1020], zero_padding(codes, 1020), scale, factor(), columns=1020)
+    check(x[:, :1024].contiguous(), codes[:8956], scale, factor())
+    check(x[:, :1024].contiguous(), codes[:8957], scale, factor())
+
+
+@pytest.mark.parametrize("rows", [300, 520])
+def test_wide_tiles_of_experts(rows):
+    codes, scale = random_weight(3, 3000, 512)
+    x = torch.randn(3, rows, 512, device="cuda").bfloat16()
+    check(x, codes, scale, torch.rand(3, device="cuda"), bias=torch.randn(3, 1, 3000, device="cuda"))
+
+
 def test_wide_weight():
     """More rows of w than one block's partial sums hold."""
     codes, scale = random_weight(128 * 300, 256)

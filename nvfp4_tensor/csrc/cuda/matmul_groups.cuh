@@ -25,6 +25,9 @@ class TokenTiles {
  public:
   __device__ TokenTiles(const Problem& p, int tokens) : p_(p), tokens_(tokens), lane_(threadIdx.x % 32) {}
 
+  // The rows before this one are somebody's.
+  __device__ int end() const { return end(p_.experts - 1); }
+
   __device__ int count() const {
     int mine = 0;
     for (int expert = lane_; expert < p_.experts; expert += 32) mine += tiles(end(expert - 1), end(expert));

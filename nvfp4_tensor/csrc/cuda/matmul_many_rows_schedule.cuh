@@ -21,7 +21,8 @@ struct Work {
   int cut_tiles;               // the others
   int cut_cost;                // stages that take as long as cutting does: by this groups of rows decide on the device
   float4* sums;                // (blocks, tokens / 8, consumers): what a block has of a tile that another one finishes
-  int* ready;                  // (blocks, warpgroups of consumers), zero before the kernel
+  uint64_t* ready;             // (blocks, warpgroups of consumers): `launch` where sums are there, then 0 again
+  uint64_t launch;             // a number that no memory holds by chance, another one for each launch
 };
 
 struct Place {

@@ -2,7 +2,9 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
+#include <random>
 #include <utility>
 
 #include "matmul_many_rows_sm90.cuh"
@@ -44,7 +46,8 @@ CUtensorMap tensor_map(const Matrix2d& m, int box_columns, int box_rows, CUtenso
 constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 
 // Cycles that cutting tiles costs: waiting, and sums written once and read once for each run of a tile but the first.
-constexpr int kWaitCycles = 1500, kSumsPerCycle = 16;
+// (H200, whole and cut: 4096 x 4096, M = 1024 and 4096: 49 and 55 us, 181 and 191; 14336 x 8192, M = 1024: 327, 306.)
+constexpr int kWaitCycles = 3000, kSumsPerCycle = 6;
 constexpr int kFewestSteps = 4;  // of a run
 
 struct Plan {
@@ -75,16 +78,23 @@ struct Plan {
     if (p.offs) blocks = std::min(most_blocks, tiles), cut_tiles = 1;  // the device counts tiles, and cuts some or none
   }
 
-  // In the scratch: x permuted, flags, sums of cut tiles.
-  int64_t flags_at(const Problem& p) const {
-    return static_cast<int64_t>(p.rows) * ceil_div(p.K, kStageK) * kStageK * 2;
-  }
-  int flags() const { return cut_tiles > 0 ? blocks * (rows / 64) : 0; }
-  int64_t sums_at(const Problem& p) const { return flags_at(p) + ceil_div(flags(), 64) * 256; }
-  int64_t bytes(const Problem& p) const {
-    return sums_at(p) + (cut_tiles > 0 ? static_cast<int64_t>(blocks) * rows * tokens * 4 : 0);
+  // In the scratch: flags, sums of cut tiles, x where it is not aligned.
+  int64_t flags_bytes() const { return cut_tiles > 0 ? ceil_div(blocks * (rows / 64), 32) * 256 : 0; }
+  int64_t x_at() const {
+    return flags_bytes() + (cut_tiles > 0 ? static_cast<int64_t>(blocks) * rows * tokens * 4 : 0);
   }
 };
+
+bool x_is_aligned(const Problem& p) { return (reinterpret_cast<uintptr_t>(p.x) | (p.x_row * 2)) % 16 == 0; }
+
+// Unlike anything that memory holds by chance, and never the same twice.
+uint64_t launch_number() {
+  static std::atomic<uint64_t> launches{static_cast<uint64_t>(std::random_device{}()) << 32};
+  uint64_t n = (launches += 1) * 0x9E3779B97F4A7C15;  // splitmix64, one-to-one
+  n = (n ^ n >> 30) * 0xBF58476D1CE4E5B9;
+  n = (n ^ n >> 27) * 0x94D049BB133111EB;
+  return n ^ n >> 31;
+}
 
 template <typename T, typename S, bool kGrouped>
 void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t stream) {
@@ -97,19 +107,18 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
     prepared = device;
   }
   const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const int64_t columns = ceil_div(p.K, kStageK) * kStageK;
   const int64_t rows = static_cast<int64_t>(p.experts) * p.N;
-  const CUtensorMap x =
-      tensor_map({scratch, x_type, columns, p.rows, columns * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
-  const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64, S::kRows,
-                                       CU_TENSOR_MAP_SWIZZLE_64B);
+  const CUtensorMap x = tensor_map({p.x, x_type, p.K, p.rows, p.x_row * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64,
+                                       S::kRows, CU_TENSOR_MAP_SWIZZLE_64B);
   Work work;
   work.row_tiles = plan.row_tiles, work.token_tiles = plan.token_tiles;
   work.token_group = p.offs ? kTokenGroup : std::min(kTokenGroup, plan.token_tiles);
   work.steps = plan.steps, work.whole_tiles = plan.whole_tiles, work.cut_tiles = plan.cut_tiles;
   work.cut_cost = plan.cut_cost;
-  work.sums = reinterpret_cast<float4*>(scratch + plan.sums_at(p));
-  work.ready = reinterpret_cast<int*>(scratch + plan.flags_at(p));
+  work.ready = reinterpret_cast<uint64_t*>(scratch);
+  work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
+  work.launch = launch_number();
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;  // begins while permute_x runs, waits for it
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -119,27 +128,29 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   config.dynamicSmemBytes = S::kSharedBytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = S::kPermuted;
   cudaLaunchKernelEx(&config, kernel, p, x, codes, work);
 }
 
 struct Kernel {
   int rows, tokens;
-  int stage_cycles;                                                           // measured
+  bool permuted;
+  int stage_cycles;                                                           // of a multiprocessor, on an H200
   void (*launch[2][2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // of groups or not; bf16, fp16
 
   template <typename S>
   static constexpr Kernel of(int stage_cycles) {
-    return {S::kRows, S::kTokens, stage_cycles,
+    return {S::kRows, S::kTokens, S::kPermuted, stage_cycles,
             {{many_rows::launch<__nv_bfloat16, S, false>, many_rows::launch<__half, S, false>},
              {many_rows::launch<__nv_bfloat16, S, true>, many_rows::launch<__half, S, true>}}};
   }
 };
 
 constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 2, 10>>(720),  Kernel::of<Shape<32, 4, 7>>(1000), Kernel::of<Shape<64, 2, 8>>(870),
-    Kernel::of<Shape<64, 4, 6>>(1150),  Kernel::of<Shape<128, 2, 5>>(1140), Kernel::of<Shape<192, 2, 3>>(1600),
-    Kernel::of<Shape<256, 2, 3>>(2060),
+    Kernel::of<Shape<32, 2, 10, true>>(860),  Kernel::of<Shape<32, 4, 7, true>>(1560),
+    Kernel::of<Shape<64, 2, 8, true>>(965),   Kernel::of<Shape<64, 4, 6, true>>(1740),
+    Kernel::of<Shape<128, 2, 5, true>>(1230), Kernel::of<Shape<192, 2, 3, false>>(1640),
+    Kernel::of<Shape<256, 2, 3, false>>(2065),
 };
 
 // The tile for groups, whose sizes only the device knows, by their mean. H200, us, 8 experts of 14336 x 4096 and 64 of
@@ -175,16 +186,28 @@ bool fits_matmul_many_rows(const Problem& p) {
          many_rows::tensor_map_encoder() != nullptr;
 }
 
-int64_t matmul_many_rows_scratch(const Problem& p) { return many_rows::best_plan(p).first.bytes(p); }
-
-void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t stream) {
+int64_t matmul_many_rows_scratch(const Problem& p) {
   using namespace many_rows;
   const auto [plan, kernel] = best_plan(p);
-  uint8_t* bytes = static_cast<uint8_t*>(scratch);
-  const dim3 grid(p.rows, ceil_div(p.K, kPermuteK));
-  permute_x<<<grid, kPermuteThreads, 0, stream>>>(p, reinterpret_cast<uint4*>(bytes),
-                                                  reinterpret_cast<int*>(bytes + plan.flags_at(p)), plan.flags());
-  kernel->launch[p.offs != nullptr][p.x_dtype == Dtype::kFp16](p, plan, bytes, stream);
+  const int64_t x_bytes = static_cast<int64_t>(p.rows) * ceil_div(p.K, kStageK) * kStageK * 2;
+  return plan.x_at() + (kernel->permuted || !x_is_aligned(p) ? x_bytes : 0);
+}
+
+void launch_matmul_many_rows(const Problem& given, void* scratch, cudaStream_t stream) {
+  using namespace many_rows;
+  const auto [plan, kernel] = best_plan(given);
+  Problem p = given;
+  if (kernel->permuted || !x_is_aligned(p)) {
+    uint4* x = reinterpret_cast<uint4*>(static_cast<uint8_t*>(scratch) + plan.x_at());
+    const int columns = ceil_div(p.K, kStageK) * kStageK;
+    if (kernel->permuted) {
+      permute_x<<<dim3(p.rows, ceil_div(p.K, kPermuteK)), kPermuteThreads, 0, stream>>>(p, x);
+    } else {
+      align_x<<<dim3(p.rows, ceil_div(columns, 128 * 8)), 128, 0, stream>>>(p, x);
+    }
+    p.x = x, p.x_row = columns, p.K = columns;
+  }
+  kernel->launch[p.offs != nullptr][p.x_dtype == Dtype::kFp16](p, plan, static_cast<uint8_t*>(scratch), stream);
 }
 
 }  // namespace nvfp4

@@ -1,14 +1,17 @@
 // y = x w^T on Hopper for more than a few rows of x: wgmma with w decoded into registers as its A operand.
 //
 // A tile of y is kRows rows of w by kTokens rows of x. One warp keeps the copy engine busy: x (128-byte swizzle, the B
-// operand as it lies once permuted), codes (64-byte swizzle) and scales. Warpgroups of 64 rows of w decode codes into
+// operand), codes (64-byte swizzle) and scales. Warpgroups of 64 rows of w decode codes into
 // A fragments, so that no decoded weight ever goes through shared memory. Blocks stay for all of their tiles: the
 // copies for the next one are under way while sums are written.
 #pragma once
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "matmul_decode.cuh"
+#include "matmul_many_rows_decode.cuh"
 #include "matmul_many_rows_epilogue.cuh"
 #include "matmul_many_rows_permute.cuh"
 #include "matmul_many_rows_schedule.cuh"
@@ -19,8 +22,9 @@
 namespace nvfp4 {
 namespace many_rows {
 
-template <int kTokens_, int kGroups_, int kStages_>
+template <int kTokens_, int kGroups_, int kStages_, bool kPermuted_>
 struct Shape {
+  static constexpr bool kPermuted = kPermuted_;  // whether permute_x goes before
   static constexpr int kTokens = kTokens_, kGroups = kGroups_, kStages = kStages_;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kSums = kTokens / 2;  // of a thread
@@ -31,7 +35,8 @@ struct Shape {
   static constexpr int kXBytes = kTokens * kStageK * 2;
   static constexpr int kCodeBytes = kRows * kStageK / 2;
   static constexpr int kScaleBytes = kRows / kBand * 1024;
-  static constexpr int kStageBytes = kXBytes + kCodeBytes + kScaleBytes;
+  static constexpr int kCodesAt = kXBytes, kScalesAt = kCodesAt + kCodeBytes;
+  static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
   static constexpr int kWarpSumsAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
   static constexpr int kPlanAt = kWarpSumsAt + kConsumers / 32 * kWarpSumBytes;
@@ -100,7 +105,7 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
                                         const Work& work, Ring<S> ring) {
   asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(x_map), "l"(code_map) : "memory");
   Segments segments(work);
-  bool permuted = false;
+  bool permuted = !S::kPermuted;
   for (Segment s; segments.next(s);) {
     const Place place = place_of<S, kGrouped>(p, work, s.tile);
     if (!permuted) asm volatile("griddepcontrol.wait;" ::: "memory");  // for permute_x
@@ -113,45 +118,13 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
   if (!permuted) asm volatile("griddepcontrol.wait;" ::: "memory");  // the grid is not done before permute_x is
 }
 
-// A lane's codes and scales of a stage: its two rows, 32 elements from 32 t on.
-struct Encoded {
-  uint4 codes[2];
-  uint32_t scales[2];
-};
-
-// A fragments of one half of them, 64 elements of K: four products' registers.
-template <typename T>
-__device__ __forceinline__ void decode_half(const Encoded& in, const uint32_t (&factors)[4], int half,
-                                            uint32_t (&a)[16]) {
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const uint32_t words[2] = {half ? in.codes[row].z : in.codes[row].x, half ? in.codes[row].w : in.codes[row].y};
-#pragma unroll
-    for (int word = 0; word < 2; ++word) {
-      uint32_t w[4];
-      decode_word<T>(words[word], factors[2 * row + half], w);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[word * 8 + i / 2 * 4 + i % 2 * 2 + row] = w[i];
-    }
-  }
-}
-
 template <typename S>
 struct Consumer : Ring<S> {
-  uint32_t code_offset, scale_offset;
+  using Half = std::conditional_t<S::kPermuted, PermutedHalf<S>, PlainHalf<S>>;
 
-  __device__ explicit Consumer(uint32_t pool) : Ring<S>(pool) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + first_row(lane);
-    code_offset = S::kXBytes + row * 64 + (lane % 4 ^ row / 2 % 4) * 16;  // its 16 bytes, swizzled
-    scale_offset = S::kXBytes + S::kCodeBytes + row / kBand * 1024 + lane % 4 / 2 * 512 + row % 32 * 16 +
-                   row % kBand / 32 * 4;
-  }
-  __device__ __forceinline__ Encoded wait_and_load() const {
-    barrier_wait(this->full(), this->parity);
-    const uint32_t codes = this->data() + code_offset, scales = this->data() + scale_offset;
-    const uint32_t next_codes = (codes + 128) ^ 16;  // two rows further the swizzle differs in its lowest bit
-    return {{load_shared_16(codes), load_shared_16(next_codes)}, {load_shared_4(scales), load_shared_4(scales + 32)}};
-  }
+  using Ring<S>::Ring;
+  __device__ __forceinline__ void wait() const { barrier_wait(this->full(), this->parity); }
+  __device__ __forceinline__ Half load(int half) const { return Half(this->data(), half); }
   __device__ __forceinline__ void release(int which) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(this->empty(which));
   }
@@ -181,21 +154,24 @@ __device__ __forceinline__ void wait_products() {
 // registers free and the tensor cores at work (2059 cycles a stage of 256 tokens; 2048 are the least).
 template <typename T, typename S>
 __device__ __forceinline__ void consume(Consumer<S>& in, int steps, float (&sum)[S::kSums]) {
-  uint32_t a0[16], a1[16], factors[4];
+  uint32_t a0[16], a1[16];
   int last = 0;
-  Encoded encoded = in.wait_and_load();
+  in.wait();
+  auto encoded = in.load(0);
   for (int step = 0; step < steps; ++step) {
-    // of the first row, both halves, and of the second
-    scale_factors<T>(__byte_perm(encoded.scales[0], encoded.scales[1], threadIdx.x % 2 ? 0x7632 : 0x5410), factors);
-    decode_half<T>(encoded, factors, 0, a0);
+    encoded.template decode<T>(a0);
     start_products<T, S>(a0, in.x(0), sum);
+    encoded = in.load(1);
     wait_products<1>();
     if (step > 0) in.release(last);
-    decode_half<T>(encoded, factors, 1, a1);
+    encoded.template decode<T>(a1);
     start_products<T, S>(a1, in.x(1), sum);
     last = in.stage;
     in.next();
-    if (step + 1 < steps) encoded = in.wait_and_load();
+    if (step + 1 < steps) {
+      in.wait();
+      encoded = in.load(0);
+    }
     wait_products<1>();
   }
   wait_products<0>();
@@ -247,6 +223,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
     if (__shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) == S::kConsumers / 32) {
       produce<S, kGrouped>(p, &x_map, &code_map, work, ring);
+    } else if (kGrouped) {
+      for (int row = TokenTiles(p, S::kTokens).end() + blockIdx.x; row < p.rows; row += gridDim.x) {
+        zero_row(p, row, threadIdx.x - S::kConsumers - 32, S::kThreads - S::kConsumers - 32);
+      }
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));

@@ -1,0 +1,114 @@
+// From a stage in shared memory to A fragments: a lane's two rows of w, 64 elements of K (half a stage) at a time,
+// registers of four products. Lane t of a quad has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16.
+//
+// Two ways. On an H200 at 14336 x 8192, M = 32, 64 and 128, with x permuted 42, 43 and 58 us, 1.5 of them for that;
+// with x as it lies 49, 48 and 62. With 4096 rows the permutation would be 28 of 1200 us, and the further instructions
+// of the other way hide behind the products.
+#pragma once
+
+#include "matmul_decode.cuh"
+#include "matmul_many_rows_schedule.cuh"
+#include "matmul_shared.cuh"
+
+namespace nvfp4 {
+namespace many_rows {
+
+// Of w, of a warp's 16; the lane's other row is 2 further.
+__device__ __forceinline__ int first_row(int lane) { return lane / 8 * 4 + lane / 4 % 2; }
+
+// Where a stage has the scales of a row of the tile for its first half, or its second.
+template <typename S>
+__device__ __forceinline__ int scales_at(int row, int half) {
+  return S::kScalesAt + row / kBand * 1024 + half * 512 + row % 32 * 16 + row % kBand / 32 * 4;
+}
+
+// x permuted by permute_x: a lane has 32 elements of a stage, its quad's 32 t on, and decodes whole words.
+template <typename S>
+struct PermutedHalf {
+  uint2 codes[2];
+  uint32_t scales;  // bytes 0 and 1: of each row
+
+  __device__ __forceinline__ PermutedHalf(uint32_t stage, int half) {
+    const int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x / 32 * 16 + first_row(lane);
+    const uint32_t code = stage + S::kCodesAt + row * 64 + (t ^ row / 2 % 4) * 16;
+    const uint32_t scale = stage + scales_at<S>(row, t / 2);
+    codes[0] = load_shared_8(code + half * 8);
+    codes[1] = load_shared_8((code + 128 ^ 16) + half * 8);  // two rows further the swizzle differs in its lowest bit
+    scales = __byte_perm(load_shared_4(scale), load_shared_4(scale + 32), (t % 2 ? 0x62 : 0x40) + half * 0x11);
+  }
+  template <typename T>
+  __device__ __forceinline__ void decode(uint32_t (&a)[16]) const {
+    uint32_t factors[2];
+    two_scale_factors<T>(scales, factors);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const uint32_t words[2] = {codes[row].x, codes[row].y};
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        uint32_t w[4];
+        decode_word<T>(words[word], factors[row], w);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[word * 8 + i / 2 * 4 + i % 2 * 2 + row] = w[i];
+      }
+    }
+  }
+};
+
+// One of two factors in both halves of a register: the multiplication takes it so without an instruction more.
+template <int kWhich>
+__device__ __forceinline__ uint32_t both_halves(uint32_t factors) {
+  uint32_t twice;
+  if constexpr (kWhich == 0) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(twice) : "r"(factors));
+  } else {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(twice) : "r"(factors));
+  }
+  return twice;
+}
+
+// x as it lies: a lane needs byte t of each word of codes, so all four of a quad have the same words. Its two codes go
+// to the two halves of a register, both into bits 4 to 7: 24 instructions for 8 codes, not 17.
+template <typename S>
+struct PlainHalf {
+  uint4 codes[2][2];
+  uint32_t scales[2];
+
+  __device__ __forceinline__ PlainHalf(uint32_t stage, int half) {
+    const int row = threadIdx.x / 32 * 16 + first_row(threadIdx.x % 32), swizzle = row / 2 % 4 * 16;
+    const uint32_t code = stage + S::kCodesAt + row * 64, first = code + (half * 32 ^ swizzle);
+    const uint32_t second = code + (half * 32 + 16 ^ swizzle);
+    const uint32_t scale = stage + scales_at<S>(row, half);
+    codes[0][0] = load_shared_16(first), codes[0][1] = load_shared_16(second);
+    codes[1][0] = load_shared_16(second + 128), codes[1][1] = load_shared_16(first + 128);
+    scales[0] = load_shared_4(scale), scales[1] = load_shared_4(scale + 32);
+  }
+  template <typename T>
+  __device__ __forceinline__ void decode(uint32_t (&a)[16]) const {
+    const uint32_t my_byte = threadIdx.x % 4 * 0x0101 + 0x0400;  // the shifted word's to byte 0, the word's to 2
+    uint32_t pairs[4], factors[4];                               // of each 16 elements for both rows
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      pairs[k] = __byte_perm(scales[0], scales[1], 0x0400 + 0x0101 * k) & 0x00FF00FF;
+      factors[k] = Decoder<T>::scale_factors(pairs[k]);
+    }
+    const uint32_t over = (scales[0] + 0x01010101u) | (scales[1] + 0x01010101u);
+    if ((scales[0] | scales[1] | over) & 0x80808080u) {  // a negative or NaN: rare
+#pragma unroll
+      for (int k = 0; k < 4; ++k) factors[k] = any_scale_factors<T>(pairs[k]);
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const uint4 c[2] = {codes[row][0], codes[row][1]};
+      const uint32_t words[8] = {c[0].x, c[0].y, c[0].z, c[0].w, c[1].x, c[1].y, c[1].z, c[1].w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t both = __byte_perm(words[i] << 4, words[i], my_byte), pair = factors[i / 2];
+        const uint32_t factor = row == 0 ? both_halves<0>(pair) : both_halves<1>(pair);
+        a[i / 2 * 4 + i % 2 * 2 + row] = Decoder<T>::multiply(Decoder<T>::template spread<1>(both), factor);
+      }
+    }
+  }
+};
+
+}  // namespace many_rows
+}  // namespace nvfp4
