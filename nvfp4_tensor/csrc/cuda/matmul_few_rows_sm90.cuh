@@ -195,46 +195,57 @@ __device__ __forceinline__ void turn_slice(int rows, int lane, uint32_t by,
       }
 }
 
-// What a warp that multiplies does.
-template <typename T, typename S>
-__device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, const Work& work, uint32_t shared,
-                                         int warp, int lane, int expert, uint32_t begin, int tiles) {
-  const int group = warp / work.warps_in_k;
-  const int k0 = (blockIdx.x * work.warps_in_k + warp % work.warps_in_k) * S::kSlice;
-  const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
-  const uint32_t copied = shared + S::kBarriersAt + 8 * warp * S::kDepth;
-  const uint32_t loaded = shared + S::kLoadedAt + 8 * warp;
-  const uint32_t codes = shared + warp * S::kDepth * kUnitCodes;
-  const uint32_t scales = shared + S::kScalesAt + warp * S::kDepth * kUnitScales;
-  const bool mine = group < work.row_groups && k0 < p.Kp;
-  const uint32_t end = mine ? begin + tiles : 0;
-  uint32_t tile = begin + group, next_tile = tile;  // to be multiplied, to be fetched
-  auto copy_tile = [&](uint32_t which, uint32_t to) {
+// The tiles of w that a warp multiplies, on their way to it.
+template <typename S>
+struct Stream {
+  const Maps& maps;
+  int group, k0;                           // of the rows, and where its slice of K begins
+  uint32_t codes, scales, copied, loaded;  // its copies, a barrier for each, one more for its own loads of them
+  uint32_t first, end;                     // tiles
+
+  __device__ Stream(const Problem& p, const Maps& maps, const Work& work, uint32_t shared, int warp, uint32_t begin,
+                    int tiles)
+      : maps(maps), group(warp / work.warps_in_k) {
+    k0 = (blockIdx.x * work.warps_in_k + warp % work.warps_in_k) * S::kSlice;
+    codes = shared + warp * S::kDepth * kUnitCodes;
+    scales = shared + S::kScalesAt + warp * S::kDepth * kUnitScales;
+    copied = shared + S::kBarriersAt + 8 * warp * S::kDepth;
+    loaded = shared + S::kLoadedAt + 8 * warp;
+    first = begin + group;
+    end = group < work.row_groups && k0 < p.Kp ? begin + tiles : 0;
+  }
+  __device__ __forceinline__ void copy_tile(uint32_t which, uint32_t to) const {
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
       copy_unit(maps, which, k0 + unit * kUnitElements, codes + (to + unit) * kUnitCodes,
                 scales + (to + unit) * kUnitScales, copied + 8 * (to + unit));
     }
-  };
-  if (elect_one()) {
+  }
+  __device__ __forceinline__ void begin() const {
+    if (!elect_one()) return;
 #pragma unroll
     for (int d = 0; d < S::kDepth; ++d) barrier_init(copied + 8 * d, 1);
     barrier_init(loaded, 32);
     show_barriers_to_copies();
-    if (tile < end) copy_tile(tile, 0);
+    if (first < end) copy_tile(first, 0);
   }
-  next_tile += S::kDepth / S::kUnits * work.row_groups;
-  __syncthreads();
-  if (work.cluster > 1) cluster_arrive();
-  if (group < work.row_groups) {
+};
+
+// What a warp that multiplies does.
+template <typename T, typename S>
+__device__ __forceinline__ void multiply(const Problem& p, const Work& work, const Stream<S>& w, uint32_t shared,
+                                         int warp, int lane, int expert, uint32_t begin, int tiles) {
+  const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
+  uint32_t tile = w.first, next_tile = tile + S::kDepth / S::kUnits * work.row_groups;  // multiplied, fetched next
+  if (w.group < work.row_groups) {
     wait_for_previous_kernel();
     uint4 b[S::kUnits][2][4][S::kColumns];
-    fetch_slice<S>(p, expert, k0, lane, b);
+    fetch_slice<S>(p, expert, w.k0, lane, b);
     if (elect_one()) {
 #pragma unroll
       for (int to = S::kUnits; to < S::kDepth; to += S::kUnits) {
         const uint32_t which = tile + to / S::kUnits * work.row_groups;
-        if (which < end) copy_tile(which, to);
+        if (which < w.end) w.copy_tile(which, to);
       }
     }
     turn_slice<S>(p.some_m, lane, shared + S::kSlotsAt + warp * S::kSlots * S::kTileSums * 4, b);
@@ -244,18 +255,18 @@ __device__ __forceinline__ void multiply(const Problem& p, const Maps& maps, con
 #pragma unroll 1
     for (uint32_t first = begin; first < begin + tiles; first += work.row_groups) {
       float sum[S::kColumns][4] = {};
-      if (tile < end) {
+      if (tile < w.end) {
 #pragma unroll
         for (int unit = 0; unit < S::kUnits; ++unit) {
           const uint32_t its = at + unit;
-          barrier_wait(copied + 8 * its, parity);
-          multiply_unit<T, S>(place, codes + its * kUnitCodes, scales + its * kUnitScales, b[unit], sum, [&] {
+          barrier_wait(w.copied + 8 * its, parity);
+          multiply_unit<T, S>(place, w.codes + its * kUnitCodes, w.scales + its * kUnitScales, b[unit], sum, [&] {
             if (unit + 1 < S::kUnits) return;
             // By a barrier: a load that still waits in its queue would see what a copy begun before it brings.
-            barrier_arrive(loaded);
-            if (next_tile < end && elect_one()) {
-              barrier_wait(loaded, loaded_parity);
-              copy_tile(next_tile, at);
+            barrier_arrive(w.loaded);
+            if (next_tile < w.end && elect_one()) {
+              barrier_wait(w.loaded, loaded_parity);
+              w.copy_tile(next_tile, at);
             }
             loaded_parity ^= 1;
           });
@@ -362,6 +373,18 @@ struct Inbox {
   }
 };
 
+// Barriers of the slots, and of an adding warp's inbox.
+template <typename S>
+__device__ __forceinline__ void begin_adding(const Work& work, uint32_t shared, int adder, int lane) {
+  const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
+  if (adder == 0 && lane < S::kSlots) {
+    barrier_init(full + 8 * lane, work.warps_in_k * work.row_groups * 32);
+    barrier_init(empty + 8 * lane, kAdders * 32);
+  }
+  if (lane < 2) barrier_init(empty + 8 * S::kSlots + 16 * adder + 8 * lane, 1);
+  show_barriers_to_cluster();
+}
+
 // What a warp that adds does: every fourth tile is its own.
 template <typename T, typename S>
 __device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t shared, int adder, int lane,
@@ -371,14 +394,6 @@ __device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t
   const uint32_t inbox_at = empty + 8 * S::kSlots + 16 * adder;
   Inbox inbox = {inbox_at, inbox_at + 8,
                  shared + S::kInboxAt + adder * (kMostBlocksInCluster - 1) * kTileBytes + lane * 16, 0};
-  if (adder == 0 && lane < S::kSlots) {
-    barrier_init(full + 8 * lane, work.warps_in_k * work.row_groups * 32);
-    barrier_init(empty + 8 * lane, kAdders * 32);
-  }
-  if (lane < 2) barrier_init(inbox_at + 8 * lane, 1);
-  show_barriers_to_cluster();
-  __syncthreads();
-  if (work.cluster > 1) cluster_arrive();
   wait_for_previous_kernel();
   let_next_kernel_begin();
   const bool uniform = p.w_scale_step == 0 && p.x_scale_step == 0 && p.bias == nullptr;
@@ -423,9 +438,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t begin =
       expert * (p.N / kTileRows) + cluster * work.tiles + min(cluster, work.more_tiles);
   const int tiles = work.tiles + (cluster < work.more_tiles);
+  const Stream<S> w(p, maps, work, shared, warp, begin, tiles);
+  if (warp < kWarps) {
+    w.begin();
+  } else {
+    begin_adding<S>(work, shared, warp - kWarps, lane);
+  }
+  __syncthreads();
+  if (work.cluster > 1) cluster_arrive();
   if (warp < kWarps) {
     take_registers<kMultiplyingRegisters>();
-    multiply<T, S>(p, maps, work, shared, warp, lane, expert, begin, tiles);
+    multiply<T, S>(p, work, w, shared, warp, lane, expert, begin, tiles);
   } else {
     leave_registers<kAddingRegisters>();
     add<T, S>(p, work, shared, warp - kWarps, lane, expert, begin, tiles);
