@@ -11,10 +11,10 @@
 // Four more warps add the sums of the others, in their order, and write y while they go on. Where a row has more than
 // 16 slices, blocks of a cluster split it, and their adding warps send what they have to those of the first block.
 //
-// A chain of such kernels overlaps: each is let begin while the one before still runs, and copies w, which that does
-// not write, before it waits for x. So that nothing earlier can be writing w either, it lets the next one begin only
-// after its own wait. Copies of one tile go ahead of x, not more: what is asked for later waits behind them (H200,
-// 14336 x 8192, M = 1: with four times as many, x came 5.5 us after the start).
+// A chain of such kernels overlaps: each is let begin while the one before still runs, and has its first tiles brought
+// to the L2 cache before it waits. Only there: whoever still writes w writes it there too, so nothing stale is read.
+// Copies of one tile go ahead of x, not more: what is asked for later waits behind them (H200, 14336 x 8192, M = 1:
+// with four times as many, x came 5.5 us after the start).
 #pragma once
 
 #include <cuda.h>
@@ -90,6 +90,12 @@ __device__ __forceinline__ void copy_unit(const Maps& maps, uint32_t tile, int k
   barrier_expect(barrier, kUnitCodes + kUnitScales);
   copy_box_4d(codes, &maps.codes, k / 2, first * 4, 0, band, barrier, policy);
   copy_box_3d(scales, &maps.scales, first * 64, k / 64, band, barrier, policy);
+}
+
+__device__ __forceinline__ void prefetch_unit(const Maps& maps, uint32_t tile, int k) {
+  const int band = tile / kTilesPerBand, first = tile % kTilesPerBand;
+  prefetch_box_4d(&maps.codes, k / 2, first * 4, 0, band);
+  prefetch_box_3d(&maps.scales, first * 64, k / 64, band);
 }
 
 // The lane's first row of a tile, counted in its band; the other one is at this ^ 32. Neighbouring lane groups differ
@@ -227,7 +233,9 @@ struct Stream {
     for (int d = 0; d < S::kDepth; ++d) barrier_init(copied + 8 * d, 1);
     barrier_init(loaded, 32);
     show_barriers_to_copies();
-    if (first < end) copy_tile(first, 0);
+    if (first >= end) return;
+#pragma unroll
+    for (int unit = 0; unit < S::kUnits; ++unit) prefetch_unit(maps, first, k0 + unit * kUnitElements);
   }
 };
 
@@ -239,6 +247,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
   uint32_t tile = w.first, next_tile = tile + S::kDepth / S::kUnits * work.row_groups;  // multiplied, fetched next
   if (w.group < work.row_groups) {
     wait_for_previous_kernel();
+    if (elect_one() && tile < w.end) w.copy_tile(tile, 0);
     uint4 b[S::kUnits][2][4][S::kColumns];
     fetch_slice<S>(p, expert, w.k0, lane, b);
     if (elect_one()) {

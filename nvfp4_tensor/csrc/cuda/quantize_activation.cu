@@ -2,7 +2,7 @@
 //
 // One cluster of blocks covers all of x, so that the amax needs no second kernel: each thread loads its blocks of 16,
 // the blocks of threads tell one another their largest magnitudes, and every thread goes on with what it holds.
-// The product that follows is let begin at once, to fetch its weight, which this kernel does not write.
+// The product that follows is let begin at once: before its own wait it only brings its weight to the L2 cache.
 #include "block.cuh"
 #include "decode.cuh"
 #include "finite.cuh"
