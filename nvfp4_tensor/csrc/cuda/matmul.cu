@@ -1,15 +1,10 @@
 // torch.ops.nvfp4.matmul on CUDA: arguments made a Problem, and the kernel chosen.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <optional>
 #include <vector>
 
 #include "matmul_problem.cuh"
+#include "tensors.h"
 
 namespace nvfp4 {
 
@@ -32,35 +27,10 @@ const Machine& this_machine() {
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // Up to so many rows of x the few-rows kernel is faster than wgmma's.
 constexpr int kMostRowsByMma = 16;
 // Beyond so many rows of x decoding w once and torch's product are faster than the few-rows kernel once for each 16.
 constexpr int kMostFewRows = 64;
-
-Dtype dtype_of(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case ScalarType::BFloat16: return Dtype::kBf16;
-    case ScalarType::Half: return Dtype::kFp16;
-    case ScalarType::Float: return Dtype::kFloat;
-    default: break;
-  }
-  STD_TORCH_CHECK(false, "nvfp4::matmul takes ", name, " in bfloat16, float16 or float32: cast it");
-}
-
-Tensor empty_like_product(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
-  std::vector<int64_t> strides(shape.size());
-  int64_t step = 1;
-  for (size_t i = shape.size(); i-- > 0; step *= std::max<int64_t>(shape[i], 1)) strides[i] = step;
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), aoti_torch_device_type_cuda(),
-      like.get_device_index(), &handle));
-  return Tensor(handle);
-}
 
 Tensor call(const char* op, const char* overload, std::vector<StableIValue> arguments) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, arguments.data(), TORCH_ABI_VERSION));
@@ -103,41 +73,15 @@ Tensor place_bias(Problem& p, Tensor bias, const std::vector<int64_t>& shape) {
     read_steps();
   }
   p.bias = bias.const_data_ptr();
-  p.bias_dtype = dtype_of(bias, "bias");
+  p.bias_dtype = dtype_of(bias.scalar_type(), "bias");
   p.bias_column = steps[dims - 1];
   p.bias_row = same_for_all_rows ? 0 : rows_are_one_dim ? steps[dims - 2] : p.N;
   p.bias_expert = dims == 3 && rows_are_one_dim ? steps[0] : 0;
   return bias;
 }
 
-// t itself where it can be.
-Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
 Tensor packed_floats(const Tensor& t) {
-  return packed(t.scalar_type() == ScalarType::Float ? t : torch::stable::to(t, ScalarType::Float));
-}
-
-// The current device and stream are x's while this lives.
-class OnDeviceOf {
- public:
-  explicit OnDeviceOf(const Tensor& x) {
-    int current = -1;
-    cudaGetDevice(&current);
-    if (current != x.get_device_index()) guard_.emplace(x.get_device_index());
-    void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
-    stream_ = static_cast<cudaStream_t>(stream);
-  }
-  cudaStream_t stream() const { return stream_; }
-
- private:
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
-  cudaStream_t stream_;
-};
-
-void check_launch() {
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "nvfp4::matmul: ", cudaGetErrorString(error));
+  return nvfp4::contiguous(t.scalar_type() == ScalarType::Float ? t : torch::stable::to(t, ScalarType::Float));
 }
 
 // The shape of x (..., K) w^T.
@@ -169,7 +113,7 @@ Tensor place_x(Problem& p, const Tensor& given) {
   const bool rows_fit = given.dim() == 2 && (given.stride(1) == 1 || p.K <= 1) && given.stride(0) >= p.K;
   const Tensor x = rows_fit || given.is_contiguous() ? given : torch::stable::contiguous(given);
   p.x = x.const_data_ptr();
-  p.x_dtype = dtype_of(x, "x");
+  p.x_dtype = dtype_of(x.scalar_type(), "x");
   p.x_row = rows_fit && p.M > 1 ? x.stride(0) : p.K;
   return x;
 }
@@ -194,21 +138,21 @@ void place_w_scale(Problem& p, const Tensor& factor) {
 // The kernels that decode w as they go; false where none is made for the problem.
 bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
   if (p.x_dtype == Dtype::kFloat || p.K == 0) return false;
-  const Tensor codes = packed(qdata), scales = packed(scale);
+  const Tensor codes = nvfp4::contiguous(qdata), scales = nvfp4::contiguous(scale);
   p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
   p.code_row = codes.size(codes.dim() - 1);
   p.Kp = static_cast<int>(p.code_row * 2);
   p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
   p.scale_band = (p.Kp + 63) / 64 * 512;
   if (p.M > kMostRowsByMma && fits_matmul_many_rows(p)) {
-    const Tensor scratch = empty_like_product(x, {matmul_many_rows_scratch(p)}, ScalarType::Byte);
+    const Tensor scratch = empty({matmul_many_rows_scratch(p)}, ScalarType::Byte, x);
     launch_matmul_many_rows(p, scratch.mutable_data_ptr(), stream);
   } else if (p.M <= kMostFewRows) {
     launch_matmul_few_rows(p, stream);
   } else {
     return false;
   }
-  check_launch();
+  check_launched("nvfp4::matmul");
   return true;
 }
 
@@ -224,7 +168,7 @@ void decoded_product(const Problem& p, const Tensor& x, const Tensor& qdata, con
   const Tensor sums = torch::stable::contiguous(
       float_product(a, transposed ? w : torch::stable::transpose(w, last - 1, last)));
   launch_matmul_finish(p, static_cast<const float*>(sums.const_data_ptr()), stream);
-  check_launch();
+  check_launched("nvfp4::matmul");
 }
 
 Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor& qdata, const Tensor& scale,
@@ -234,23 +178,24 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   const bool batched = qdata.dim() == 3;
   STD_TORCH_CHECK(!batched || x_given.dim() == 3, "nvfp4::matmul takes x (E, M, K) for a batch of weights");
   const OnDeviceOf device(x_given);
+  const cudaStream_t stream = current_stream(x_given);
   const int64_t weight_rows = qdata.size(qdata.dim() - 2);
   const int64_t inner = transposed ? weight_rows : columns, outer = transposed ? columns : weight_rows;
   const std::vector<int64_t> shape = product_shape(x_given, inner, outer);
   Problem p = sizes(shape, inner, batched);
-  Tensor y = empty_like_product(x_given, shape, out_dtype);
+  Tensor y = empty(shape, out_dtype, x_given);
   if (y.numel() == 0) return y;
   p.y = y.mutable_data_ptr();
-  p.y_dtype = dtype_of(y, "out_dtype");
+  p.y_dtype = dtype_of(out_dtype, "out_dtype");
   const Tensor x = place_x(p, x_given), w_factor = packed_floats(per_tensor_scale);
   Tensor x_factor, placed_bias;  // live as long as p
   if (x_scale) x_factor = place_x_scale(p, *x_scale);
   const bool scale_inside = transposed && one_a_row(p, w_factor);  // a factor of each summand
   if (!scale_inside) place_w_scale(p, w_factor);
   if (bias) placed_bias = place_bias(p, *bias, shape);
-  if (transposed || !fused_product(p, x, qdata, scale, device.stream())) {
+  if (transposed || !fused_product(p, x, qdata, scale, stream)) {
     const std::optional<Tensor> inside = scale_inside ? std::optional<Tensor>(w_factor) : std::nullopt;
-    decoded_product(p, x, qdata, scale, inside, columns, transposed, device.stream());
+    decoded_product(p, x, qdata, scale, inside, columns, transposed, stream);
   }
   return y;
 }

@@ -1,10 +1,9 @@
 // Which shape of Hopper's few-rows kernel serves a problem, and how the machine is divided.
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 #include <array>
 
 #include "matmul_few_rows_sm90.cuh"
+#include "tensor_map.h"
 
 namespace nvfp4 {
 namespace few_rows_sm90 {
@@ -16,37 +15,14 @@ using UpTo16 = Shape<2, 1, 4, 2>;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static const auto encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }();
-  return encode;
-}
-
-// Bytes, in dimensions of these sizes (the first contiguous, the others at these steps), fetched in boxes.
-template <int kDimensions>
-CUtensorMap tensor_map(const void* data, const cuuint64_t (&sizes)[kDimensions],
-                       const cuuint64_t (&steps)[kDimensions - 1],
-                       const cuuint32_t (&box)[kDimensions], CUtensorMapSwizzle swizzle,
-                       CUtensorMapL2promotion promotion) {
-  CUtensorMap map;
-  cuuint32_t ones[kDimensions];
-  std::fill_n(ones, kDimensions, 1);
-  tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kDimensions, const_cast<void*>(data), sizes, steps, box,
-                       ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return map;
-}
-
 template <typename S>
 Maps maps_of(const Problem& p) {
   using u64 = cuuint64_t;
   const u64 row = p.code_row, bands = static_cast<u64>(p.experts) * p.N / 128, groups = ceil_div(p.Kp, 64);
-  return {tensor_map<4>(p.codes, {static_cast<u64>(p.Kp / 2), 32, 4, bands}, {row, row * 32, row * 128},
+  constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  return {tensor_map<4>(p.codes, kBytes, {static_cast<u64>(p.Kp / 2), 32, 4, bands}, {row, row * 32, row * 128},
                         {kUnitElements / 2, 4, 4, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
-          tensor_map<3>(p.scales, {512, groups, bands}, {512, static_cast<u64>(p.scale_band)},
+          tensor_map<3>(p.scales, kBytes, {512, groups, bands}, {512, static_cast<u64>(p.scale_band)},
                         {64, kUnitElements / 64, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE)};
 }
 

@@ -1,6 +1,4 @@
 // Which shape of Hopper's many-rows kernel serves a problem, and the tensor maps that it copies by.
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 #include <atomic>
 #include <optional>
@@ -8,40 +6,13 @@
 #include <utility>
 
 #include "matmul_many_rows_sm90.cuh"
+#include "tensor_map.h"
 
 namespace nvfp4 {
 namespace many_rows {
 namespace {
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static const auto encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }();
-  return encode;
-}
-
-struct Matrix2d {
-  const void* data;
-  CUtensorMapDataType type;
-  int64_t columns, rows, row_bytes;
-};
-
-CUtensorMap tensor_map(const Matrix2d& m, int box_columns, int box_rows, CUtensorMapSwizzle swizzle) {
-  CUtensorMap map;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(m.columns), static_cast<cuuint64_t>(m.rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(m.row_bytes)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  tensor_map_encoder()(&map, m.type, 2, const_cast<void*>(m.data), sizes, strides, box, steps,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return map;
-}
 
 constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 
@@ -108,9 +79,14 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   }
   const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const int64_t rows = static_cast<int64_t>(p.experts) * p.N;
-  const CUtensorMap x = tensor_map({p.x, x_type, p.K, p.rows, p.x_row * 2}, 64, S::kTokens, CU_TENSOR_MAP_SWIZZLE_128B);
-  const CUtensorMap codes = tensor_map({p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.Kp / 2, rows, p.code_row}, 64,
-                                       S::kRows, CU_TENSOR_MAP_SWIZZLE_64B);
+  using u64 = cuuint64_t;
+  constexpr auto kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  const CUtensorMap x =
+      tensor_map<2>(p.x, x_type, {static_cast<u64>(p.K), static_cast<u64>(p.rows)}, {static_cast<u64>(p.x_row) * 2},
+                    {64, S::kTokens}, CU_TENSOR_MAP_SWIZZLE_128B, kLines);
+  const CUtensorMap codes = tensor_map<2>(
+      p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {static_cast<u64>(p.Kp / 2), static_cast<u64>(rows)},
+      {static_cast<u64>(p.code_row)}, {64, S::kRows}, CU_TENSOR_MAP_SWIZZLE_64B, kLines);
   Work work;
   work.row_tiles = plan.row_tiles, work.token_tiles = plan.token_tiles;
   work.token_group = p.offs ? kTokenGroup : std::min(kTokenGroup, plan.token_tiles);
@@ -183,7 +159,7 @@ bool fits_matmul_many_rows(const Problem& p) {
     return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(row_bytes)) % 16 == 0;
   };
   return this_machine().capability == 90 && aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) &&
-         many_rows::tensor_map_encoder() != nullptr;
+         tensor_map_encoder() != nullptr;
 }
 
 int64_t matmul_many_rows_scratch(const Problem& p) {

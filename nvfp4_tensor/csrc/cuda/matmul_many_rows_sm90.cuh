@@ -16,7 +16,7 @@
 #include "matmul_many_rows_permute.cuh"
 #include "matmul_many_rows_schedule.cuh"
 #include "matmul_problem.cuh"
-#include "matmul_shared.cuh"
+#include "matmul_shared_sm90.cuh"
 #include "matmul_wgmma.cuh"
 
 namespace nvfp4 {
@@ -44,24 +44,6 @@ struct Shape {
   static_assert(kSharedBytes <= 232448);
 };
 
-__device__ __forceinline__ void copy_box(
-    uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 // The ring of stages: a barrier that says full and one that says empty for each, after the pool.
 template <typename S>
 struct Ring {
@@ -88,9 +70,9 @@ __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* 
   const int column_tiles = (p.Kp + 63) / 64, last_band = (p.experts * p.N - 1) / kBand;
   const int token = place.expert * p.M + place.token;
   barrier_expect(barrier, S::kStageBytes);
-  copy_box(at, x_map, step * kStageK, token, barrier, keep);
-  copy_box(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, keep);
-  copy_box(at + S::kXBytes, code_map, step * kStageK / 2, place.row, barrier, stream);
+  copy_box_2d(at, x_map, step * kStageK, token, barrier, keep);
+  copy_box_2d(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, keep);
+  copy_box_2d(at + S::kXBytes, code_map, step * kStageK / 2, place.row, barrier, stream);
   // beyond K codes and x are zero; there the last scales stand in, never a NaN that the row has not met
   for (int band = 0; band < S::kRows / kBand; ++band) {
     const uint32_t to = at + S::kXBytes + S::kCodeBytes + band * 1024;

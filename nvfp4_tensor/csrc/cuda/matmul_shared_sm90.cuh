@@ -24,6 +24,20 @@ __device__ __forceinline__ void show_barriers_to_cluster() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+__device__ __forceinline__ void copy_box_2d(
+    uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 __device__ __forceinline__ void copy_box_3d(
     uint32_t to, const CUtensorMap* map, int a, int b, int c, uint32_t barrier, uint64_t policy) {
   asm volatile(
