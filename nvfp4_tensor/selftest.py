@@ -91,7 +91,7 @@ def samples() -> Iterator[Tensor]:
 
 
 def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
-    """amax, quantize, quantize_pair, dequantize and fake_quantize under one spec."""
+    """amax, quantize, quantize_pair, dequantize and both ways to values under one spec."""
     bits, sign = spec.pack(), -1 if spec.hadamard_sign is None else spec.hadamard_sign
     rng = torch.tensor([0x1234567890ABCDEF, 42])
     tally: dict[str, list[int]] = {}
@@ -106,6 +106,7 @@ def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
             "quantize_pair": (x, amax, amax_t, rng, bits, bits),
             "dequantize": (*quantized, x.shape[1], x.dtype),
             "fake_quantize": (x, amax, rng, bits, torch.bfloat16, False),
+            "quantize_activation": (x, rng, bits, torch.bfloat16),
         }
         for name, given in arguments.items():
             _compare(tally.setdefault(name, [0, 0]), name, given, device)

@@ -9,6 +9,7 @@ def test_this_machine_agrees_with_the_reference(spec):
     checks = list(selftest.check_spec(spec, "cpu"))
     assert {check.op for check in checks} == {
         "amax", "amax_pair", "quantize", "quantize_pair", "dequantize", "fake_quantize",
+        "quantize_activation",
     }  # fmt: skip
     assert all(check.differing == 0 and check.elements > 0 for check in checks), checks
     assert selftest.check_hadamard("cpu").differing == 0
