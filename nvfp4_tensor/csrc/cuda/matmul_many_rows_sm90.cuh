@@ -108,6 +108,7 @@ struct Consumer : Ring<S> {
   __device__ __forceinline__ void wait() const { barrier_wait(this->full(), this->parity); }
   __device__ __forceinline__ Half load(int half) const { return Half(this->data(), half); }
   __device__ __forceinline__ void release(int which) const {
+    __syncwarp();  // one lane speaks for the loads of all
     if (threadIdx.x % 32 == 0) barrier_arrive(this->empty(which));
   }
   // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
