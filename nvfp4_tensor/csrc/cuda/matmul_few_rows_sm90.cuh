@@ -365,9 +365,9 @@ struct Inbox {
     parity ^= 1;
   }
 
-  // Adds what the others sent, in their order. After the last tile nobody waits for room, and may be gone.
+  // Adds what the others sent, in their order.
   template <typename S>
-  __device__ __forceinline__ void receive(int others, int lane, bool last, float4 (&sum)[S::kColumns]) {
+  __device__ __forceinline__ void receive(int others, int lane, float4 (&sum)[S::kColumns]) {
     if (lane == 0) barrier_expect(full, others * S::kTileSums * 4);
     barrier_wait(full, parity);
     for (int other = 0; other < others; ++other) {
@@ -376,9 +376,13 @@ struct Inbox {
         add_to(sum[column], load_shared_floats(sums + other * S::kTileSums * 4 + column * 512));
       }
     }
-    __syncwarp();
-    if (lane < others && !last) barrier_arrive_cluster(in_rank(empty, lane + 1));
     parity ^= 1;
+  }
+
+  // Once the sums are used, so that no load of them still waits, the others may send again.
+  __device__ __forceinline__ void make_room(int others, int lane) const {
+    __syncwarp();
+    if (lane < others) barrier_arrive_cluster(in_rank(empty, lane + 1));
   }
 };
 
@@ -426,8 +430,10 @@ __device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t
       if (blockIdx.x != 0) {
         inbox.send<S>(blockIdx.x, sum);
       } else {
-        if (work.cluster > 1) inbox.receive<S>(work.cluster - 1, lane, tile + kAdders >= tiles, sum);
+        if (work.cluster > 1) inbox.receive<S>(work.cluster - 1, lane, sum);
         finish_tile<T, S>(p, expert, begin + tile, lane, uniform, alpha, sum);
+        // after its last tile a block may be gone
+        if (work.cluster > 1 && tile + kAdders < tiles) inbox.make_room(work.cluster - 1, lane);
       }
     }
     if (++slot == S::kSlots) slot = 0, parity ^= 1;
