@@ -41,6 +41,18 @@ def test_division_of_work(shape, rows, dtype):
     check(torch.randn(rows, shape[1], device="cuda").to(dtype), codes, scale, factor())
 
 
+@pytest.mark.parametrize("rows", [8, 9, 16])
+@pytest.mark.parametrize("shape", [(14336, 8192), (8192, 14336)])
+def test_the_same_bits_many_times(shape, rows):
+    """Many tiles a cluster: copies, sums and what blocks send one another use their places again and again."""
+    codes, scale = random_weight(*shape)
+    x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+    y = check(x, codes, scale, factor())
+    for _ in range(50):
+        again = torch.ops.nvfp4.matmul(x, None, codes, scale, factor(), None, shape[1], False, x.dtype)
+        assert torch.equal(again, y)
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_rows_of_x_at_any_place(rows):
     """Strided, and aligned to less than the kernel of Hopper takes."""
