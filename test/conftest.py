@@ -19,3 +19,9 @@ def device(request):
 def _fresh():
     torch.manual_seed(0)
     torch._dynamo.reset()  # else the recompilations of all tests count towards one limit
+
+
+@pytest.fixture
+def blackwell(monkeypatch):
+    """Every device says that it has FP4 tensor cores."""
+    monkeypatch.setattr("nvfp4_tensor.fp4_products.capability", lambda device: (10, 0))
