@@ -146,6 +146,8 @@ def _captured(run: Callable[[], object], in_graph: bool) -> tuple[Callable[[], o
             run()
     except RuntimeError:
         torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):  # the failed one leaves torch's generator as if still captured
+            torch.empty(1, device="cuda").zero_()
         return run, "events"
     return graph.replay, "graph"
 

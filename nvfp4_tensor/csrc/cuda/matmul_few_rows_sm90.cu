@@ -83,6 +83,7 @@ void launch(const Problem& p, cudaStream_t stream) {
   work.cluster = ceil_div(slices, kWarps);
   work.warps_in_k = ceil_div(slices, work.cluster);
   work.row_groups = kWarps / work.warps_in_k;
+  work.share = 65536 / work.warps_in_k + 1;
   const int tiles = p.N / kTileRows, clusters = std::min(tiles, resident_clusters<kKernel, S>(work.cluster));
   work.tiles = tiles / clusters;
   work.more_tiles = tiles % clusters;

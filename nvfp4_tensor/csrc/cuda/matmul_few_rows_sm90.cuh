@@ -11,10 +11,11 @@
 // Four more warps add the sums of the others, in their order, and write y while they go on. Where a row has more than
 // 16 slices, blocks of a cluster split it, and their adding warps send what they have to those of the first block.
 //
-// A chain of such kernels overlaps: each is let begin while the one before still runs, and has its first tiles brought
-// to the L2 cache before it waits. Only there: whoever still writes w writes it there too, so nothing stale is read.
-// Copies of one tile go ahead of x, not more: what is asked for later waits behind them (H200, 14336 x 8192, M = 1:
-// with four times as many, x came 5.5 us after the start).
+// A chain of such kernels overlaps: each is let begin while the one before still runs, prepares its barriers, and waits:
+// that kernel may be the one that writes w. x goes ahead of all copies of w, for what is asked for later waits behind
+// them. H200, 14336 x 8192, us at M = 1, 8 and 4096 x 4096 at M = 16: 24.7, 25.0, 12.0; with the first tile ahead of x
+// 24.5, 26.4, 12.7; with that one also brought to the L2 cache before the wait 25.8, 27.0, 12.8, with all that the ring
+// holds 28.3 at M = 1: the copy engine works through such requests at the pace of copies.
 #pragma once
 
 #include <cuda.h>
@@ -60,6 +61,7 @@ struct Shape {
 struct Work {
   int cluster;             // blocks that share rows and split K
   int warps_in_k;          // of a block's warps, how many split K
+  uint32_t share;          // 2^16 / warps_in_k, rounded up
   int row_groups;          // and how many tiles are thus multiplied at a time
   int tiles, more_tiles;   // every cluster takes so many tiles, and the first ones another
 };
@@ -90,12 +92,6 @@ __device__ __forceinline__ void copy_unit(const Maps& maps, uint32_t tile, int k
   barrier_expect(barrier, kUnitCodes + kUnitScales);
   copy_box_4d(codes, &maps.codes, k / 2, first * 4, 0, band, barrier, policy);
   copy_box_3d(scales, &maps.scales, first * 64, k / 64, band, barrier, policy);
-}
-
-__device__ __forceinline__ void prefetch_unit(const Maps& maps, uint32_t tile, int k) {
-  const int band = tile / kTilesPerBand, first = tile % kTilesPerBand;
-  prefetch_box_4d(&maps.codes, k / 2, first * 4, 0, band);
-  prefetch_box_3d(&maps.scales, first * 64, k / 64, band);
 }
 
 // The lane's first row of a tile, counted in its band; the other one is at this ^ 32. Neighbouring lane groups differ
@@ -211,8 +207,8 @@ struct Stream {
 
   __device__ Stream(const Problem& p, const Maps& maps, const Work& work, uint32_t shared, int warp, uint32_t begin,
                     int tiles)
-      : maps(maps), group(warp / work.warps_in_k) {
-    k0 = (blockIdx.x * work.warps_in_k + warp % work.warps_in_k) * S::kSlice;
+      : maps(maps), group(warp * work.share >> 16) {
+    k0 = (blockIdx.x * work.warps_in_k + warp - group * work.warps_in_k) * S::kSlice;
     codes = shared + warp * S::kDepth * kUnitCodes;
     scales = shared + S::kScalesAt + warp * S::kDepth * kUnitScales;
     copied = shared + S::kBarriersAt + 8 * warp * S::kDepth;
@@ -233,9 +229,6 @@ struct Stream {
     for (int d = 0; d < S::kDepth; ++d) barrier_init(copied + 8 * d, 1);
     barrier_init(loaded, 32);
     show_barriers_to_copies();
-    if (first >= end) return;
-#pragma unroll
-    for (int unit = 0; unit < S::kUnits; ++unit) prefetch_unit(maps, first, k0 + unit * kUnitElements);
   }
 };
 
@@ -247,12 +240,11 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
   uint32_t tile = w.first, next_tile = tile + S::kDepth / S::kUnits * work.row_groups;  // multiplied, fetched next
   if (w.group < work.row_groups) {
     wait_for_previous_kernel();
-    if (elect_one() && tile < w.end) w.copy_tile(tile, 0);
     uint4 b[S::kUnits][2][4][S::kColumns];
     fetch_slice<S>(p, expert, w.k0, lane, b);
     if (elect_one()) {
 #pragma unroll
-      for (int to = S::kUnits; to < S::kDepth; to += S::kUnits) {
+      for (int to = 0; to < S::kDepth; to += S::kUnits) {
         const uint32_t which = tile + to / S::kUnits * work.row_groups;
         if (which < w.end) w.copy_tile(which, to);
       }
@@ -270,10 +262,10 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
           const uint32_t its = at + unit;
           barrier_wait(w.copied + 8 * its, parity);
           multiply_unit<T, S>(place, w.codes + its * kUnitCodes, w.scales + its * kUnitScales, b[unit], sum, [&] {
-            if (unit + 1 < S::kUnits) return;
+            if (unit + 1 < S::kUnits || next_tile >= w.end) return;
             // By a barrier: a load that still waits in its queue would see what a copy begun before it brings.
             barrier_arrive(w.loaded);
-            if (next_tile < w.end && elect_one()) {
+            if (elect_one()) {
               barrier_wait(w.loaded, loaded_parity);
               w.copy_tile(next_tile, at);
             }

@@ -47,9 +47,11 @@ __device__ __forceinline__ int wait_for_others(const Work& work, const Segments&
     uint64_t* ready = work.ready + block * S::kGroups + threadIdx.x / 128;
     uint64_t found = 0;
     while (found != work.launch) {
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(ready) : "memory");
+      asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], %2, 0;"
+                   : "=l"(found)
+                   : "l"(ready), "l"(work.launch)
+                   : "memory");
     }
-    *ready = 0;
   }
   warpgroup_sync();
   return others;

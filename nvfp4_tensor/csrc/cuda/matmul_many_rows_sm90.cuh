@@ -107,10 +107,7 @@ struct Consumer : Ring<S> {
   using Ring<S>::Ring;
   __device__ __forceinline__ void wait() const { barrier_wait(this->full(), this->parity); }
   __device__ __forceinline__ Half load(int half) const { return Half(this->data(), half); }
-  __device__ __forceinline__ void release(int which) const {
-    __syncwarp();  // one lane speaks for the loads of all
-    if (threadIdx.x % 32 == 0) barrier_arrive(this->empty(which));
-  }
+  __device__ __forceinline__ void release(int which) const { barrier_arrive(this->empty(which)); }
   // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
   __device__ __forceinline__ uint64_t x(int half) const {
     return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((this->data() + half * (S::kXBytes / 2)) >> 4);
@@ -197,7 +194,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(pool + S::kPoolBytes + 8 * i, 1);
-      barrier_init(ring.empty(i), S::kConsumers / 32);
+      barrier_init(ring.empty(i), S::kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -55,18 +55,6 @@ __device__ __forceinline__ void copy_box_4d(
       : "memory");
 }
 
-// To the L2 cache only.
-__device__ __forceinline__ void prefetch_box_3d(const CUtensorMap* map, int a, int b, int c) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(a), "r"(b), "r"(c)
-               : "memory");
-}
-
-__device__ __forceinline__ void prefetch_box_4d(const CUtensorMap* map, int a, int b, int c, int d) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
-}
-
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
