@@ -22,6 +22,16 @@ __device__ __forceinline__ void warpgroup_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
 }
 
+// Where this warpgroup says that its sums are there.
+template <typename S>
+__device__ __forceinline__ uint64_t* ready_flag(const Work& work, int block) {
+  return work.ready + block * S::kGroups + threadIdx.x / 128;
+}
+
+// At the start, so that nobody reads what nobody wrote. (What stood there was no launch's number anyhow.)
+template <typename S>
+__device__ __forceinline__ void not_ready(const Work& work) { *ready_flag<S>(work, blockIdx.x) = 0; }
+
 template <typename S>
 __device__ __forceinline__ void leave_sums(const Work& work, const float (&sum)[S::kSums]) {
   float4* to = work.sums + static_cast<int64_t>(blockIdx.x) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
@@ -32,8 +42,8 @@ __device__ __forceinline__ void leave_sums(const Work& work, const float (&sum)[
   __threadfence();
   warpgroup_sync();
   if (threadIdx.x % 128 == 0) {
-    uint64_t* ready = work.ready + blockIdx.x * S::kGroups + threadIdx.x / 128;
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(ready), "l"(work.launch) : "memory");
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(ready_flag<S>(work, blockIdx.x)), "l"(work.launch)
+                 : "memory");
   }
 }
 
@@ -44,12 +54,11 @@ __device__ __forceinline__ int wait_for_others(const Work& work, const Segments&
   int others = 0;
   for (int block; (block = segments.other(s, others + 1)) >= 0; ++others) {
     if (threadIdx.x % 128 != 0) continue;
-    uint64_t* ready = work.ready + block * S::kGroups + threadIdx.x / 128;
     uint64_t found = 0;
     while (found != work.launch) {
       asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], %2, 0;"
                    : "=l"(found)
-                   : "l"(ready), "l"(work.launch)
+                   : "l"(ready_flag<S>(work, block)), "l"(work.launch)
                    : "memory");
     }
   }

@@ -161,6 +161,7 @@ __device__ __forceinline__ void consume(Consumer<S>& in, int steps, float (&sum)
 template <typename T, typename S, bool kGrouped>
 __device__ __forceinline__ void multiply(const Problem& p, const Work& work, uint32_t pool, float* shared) {
   Consumer<S> in(pool);
+  if (threadIdx.x % 128 == 0 && work.cut_tiles > 0) not_ready<S>(work);
   Segments segments(work);
   for (Segment s; segments.next(s);) {
     float sum[S::kSums];
