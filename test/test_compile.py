@@ -169,6 +169,40 @@ nvfp4.matmul.default""",
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()], ids=["weight only", "w4a4"])
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_kernels_that_let_the_next_begin(config, rows):
+    """Among Inductor's kernels with programmatic dependent launch: the bits of a run in which nothing overlaps."""
+    from torch._inductor import config as inductor
+
+    layers = [nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(6)]
+    for layer in layers:
+        quantize_(layer, config)
+    norm = nn.RMSNorm(4096, device="cuda", dtype=torch.bfloat16)
+
+    def step(x):
+        for layer in layers:
+            x = x + layer(norm(x)).sin()
+        return x
+
+    x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = torch.compile(step, fullgraph=True)(x)
+        torch._dynamo.reset()
+        with inductor.patch({"triton.enable_pdl": True}):
+            compiled = torch.compile(step, fullgraph=True)
+            compiled(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = compiled(x)
+    for _ in range(20):
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graph_replays_draw_afresh():
     x = torch.randn(64, 256, device="cuda")
     w = quantize(torch.randn(32, 256, device="cuda"))._replace(activation_spec=STOCHASTIC)

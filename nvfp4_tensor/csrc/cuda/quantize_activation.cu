@@ -2,7 +2,6 @@
 //
 // One cluster of blocks covers all of x, so that the amax needs no second kernel: each thread loads its blocks of 16,
 // the blocks of threads tell one another their largest magnitudes, and every thread goes on with what it holds.
-// The product that follows is let begin at once: before its own wait it only brings its weight to the L2 cache.
 #include "block.cuh"
 #include "decode.cuh"
 #include "finite.cuh"
@@ -54,8 +53,8 @@ __device__ __forceinline__ void write_block(T* to, const Elements<T, kBlock>& bl
 template <typename T>
 __global__ void __launch_bounds__(kActivationThreads) quantize_activation(Matrix x, QuantizeSpec spec, float* factor,
                                                                           T* out) {
-  let_next_kernel_begin();
   wait_for_previous_kernel();
+  let_next_kernel_begin();  // not before: what begins then may rely on all kernels but this one, as Inductor's do
   const uint32_t first = blockIdx.x * kActivationThreads + threadIdx.x, step = gridDim.x * kActivationThreads;
   Elements<T, kBlock> held[kHeld];
   Walk at(x.rows, x.blocks(), first, step);
