@@ -152,7 +152,7 @@ struct Cursor {
 // two rows, and the scales of both rows for 64 elements. kPlain: no tile and no slice reaches beyond w.
 template <typename S, bool kPlain>
 __device__ __forceinline__ void copy_step(const Problem& p, const Cursor& cursor, int lane, uint32_t to) {
-  const int last = p.experts * p.N - 1;
+  const int last = p.experts * p.N - 1, end_of_bands = (last / 128 + 1) * 128;
   const bool aligned = kPlain || (reinterpret_cast<uintptr_t>(p.codes) | p.code_row) % 16 == 0;
 #pragma unroll
   for (int tile = 0; tile < S::kTiles; ++tile) {
@@ -176,8 +176,9 @@ __device__ __forceinline__ void copy_step(const Problem& p, const Cursor& cursor
     }
 #pragma unroll
     for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+      const bool inside = cursor.row + tile * 4 < end_of_bands && cursor.elements > chunk * 128;
       copy_8(tile_at + S::kChunks * 1024 + chunk * 256 + lane * 8, cursor.scales + tile * 64 + chunk * 1024,
-             kPlain || cursor.elements > chunk * 128 ? 8 : 0);
+             kPlain || inside ? 8 : 0);
     }
   }
 }

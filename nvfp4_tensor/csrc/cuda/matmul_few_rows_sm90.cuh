@@ -380,13 +380,18 @@ struct Inbox {
 
 // Barriers of the slots, and of an adding warp's inbox.
 template <typename S>
-__device__ __forceinline__ void begin_adding(const Work& work, uint32_t shared, int adder, int lane) {
+__device__ __forceinline__ void begin_adding(const Work& work, uint32_t shared, int adder) {
+  if (!elect_one()) return;
   const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
-  if (adder == 0 && lane < S::kSlots) {
-    barrier_init(full + 8 * lane, work.warps_in_k * work.row_groups * 32);
-    barrier_init(empty + 8 * lane, kAdders * 32);
+  if (adder == 0) {
+#pragma unroll
+    for (int slot = 0; slot < S::kSlots; ++slot) {
+      barrier_init(full + 8 * slot, work.warps_in_k * work.row_groups * 32);
+      barrier_init(empty + 8 * slot, kAdders * 32);
+    }
   }
-  if (lane < 2) barrier_init(empty + 8 * S::kSlots + 16 * adder + 8 * lane, 1);
+#pragma unroll
+  for (int inbox = 0; inbox < 2; ++inbox) barrier_init(empty + 8 * S::kSlots + 16 * adder + 8 * inbox, 1);
   show_barriers_to_cluster();
 }
 
@@ -449,7 +454,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < kWarps) {
     w.begin();
   } else {
-    begin_adding<S>(work, shared, warp - kWarps, lane);
+    begin_adding<S>(work, shared, warp - kWarps);
   }
   __syncthreads();
   if (work.cluster > 1) cluster_arrive();
