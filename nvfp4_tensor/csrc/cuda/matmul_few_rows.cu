@@ -1,7 +1,7 @@
 // Which shape of the few-rows kernel serves a problem, and how the machine is divided.
 #include <algorithm>
-#include <array>
 
+#include "launch.h"
 #include "matmul_few_rows.cuh"
 
 namespace nvfp4 {
@@ -17,7 +17,6 @@ using UpTo16 = Shape<16, 2, 2, 1, 2, 4, 32>;
 using SmallUpTo8 = Shape<16, 1, 2, 1, 1, 2, 8>;
 using SmallUpTo16 = Shape<16, 2, 2, 1, 1, 2, 8>;
 
-constexpr int kMostBlocksInCluster = 8;
 constexpr int kMostTilesAStep = kTilesPerBand;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -26,51 +25,6 @@ int log2_ceil(int n) {
   int log = 0;
   while (1 << log < n) ++log;
   return log;
-}
-
-cudaLaunchConfig_t configuration(
-    dim3 grid, int threads, int shared_bytes, cudaStream_t stream, cudaLaunchAttribute* cluster) {
-  cluster->id = cudaLaunchAttributeClusterDimension;
-  cluster->val.clusterDim.x = grid.x;
-  cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = cluster;
-  config.numAttrs = grid.x > 1;
-  return config;
-}
-
-// Clusters of so many blocks that run at a time: fewer than multiprocessors / blocks where they do not divide a GPC.
-template <auto kKernel, typename S>
-int resident_clusters(int blocks) {
-  struct Known {
-    int device = -1;
-    std::array<int, kMostBlocksInCluster + 1> clusters{};
-  };
-  thread_local Known known;
-  int device = 0;
-  cudaGetDevice(&device);
-  if (known.device != device) {
-    known = {};
-    known.device = device;
-    cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
-  }
-  int& count = known.clusters[blocks];
-  if (count == 0) {
-    count = this_machine().multiprocessors / blocks;
-    if (blocks > 1) {
-      cudaLaunchAttribute cluster;
-      const auto config = configuration(dim3(blocks, count), S::kWarps * 32, S::kSharedBytes, nullptr, &cluster);
-      int active = 0;
-      if (cudaOccupancyMaxActiveClusters(&active, kKernel, &config) == cudaSuccess && active > 0) {
-        count = std::min(count, active);
-      }
-    }
-  }
-  return count;
 }
 
 template <typename T, typename S, bool kPlain, bool kGrouped>
@@ -87,14 +41,15 @@ void launch(const Problem& p, cudaStream_t stream) {
   const int bands = ceil_div(p.N, 128) + begin_inside;
   const int groups = bands * kTilesPerBand / S::kTiles;
   const int64_t all = kGrouped ? static_cast<int64_t>(groups) * most_token_tiles(p, S::kColumns * 8) : groups;
-  const int clusters = static_cast<int>(std::min<int64_t>(all, resident_clusters<kKernel, S>(work.cluster)));
+  constexpr int kThreads = S::kWarps * 32;
+  const int resident = resident_clusters<kKernel>(work.cluster, kThreads, S::kSharedBytes);
+  const int clusters = static_cast<int>(std::min<int64_t>(all, resident));
   work.groups_of_expert = groups;
   work.groups = groups / clusters;
   work.more_groups = groups % clusters;
-  cudaLaunchAttribute cluster;
-  const auto config = configuration(dim3(work.cluster, clusters, kGrouped ? 1 : p.experts), S::kWarps * 32,
-                                    S::kSharedBytes, stream, &cluster);
-  cudaLaunchKernelEx(&config, kKernel, p, work);
+  const Launch launch(dim3(work.cluster, clusters, kGrouped ? 1 : p.experts), work.cluster, kThreads, S::kSharedBytes,
+                      stream, Begins::kAfterPrevious);
+  cudaLaunchKernelEx(&launch.config, kKernel, p, work);
 }
 
 template <typename S, bool kGrouped>

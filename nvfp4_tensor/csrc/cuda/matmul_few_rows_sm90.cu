@@ -1,7 +1,7 @@
 // Which shape of Hopper's few-rows kernel serves a problem, and how the machine is divided.
 #include <algorithm>
-#include <array>
 
+#include "launch.h"
 #include "matmul_few_rows_sm90.cuh"
 #include "tensor_map.h"
 
@@ -30,55 +30,6 @@ Maps maps_of(const Problem& p) {
                         {64, kUnitElements / 64, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE)};
 }
 
-struct Launch {
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config = {};
-
-  Launch(dim3 grid, int shared_bytes, cudaStream_t stream) {
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = grid.x;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    config.gridDim = grid;
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = grid.x > 1 ? 2 : 1;
-  }
-};
-
-// Clusters of so many blocks that run at a time: fewer than multiprocessors / blocks where they do not divide a GPC.
-template <auto kKernel, typename S>
-int resident_clusters(int blocks) {
-  struct Known {
-    int device = -1;
-    std::array<int, kMostBlocksInCluster + 1> clusters{};
-  };
-  thread_local Known known;
-  int device = 0;
-  cudaGetDevice(&device);
-  if (known.device != device) {
-    known = {};
-    known.device = device;
-    cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
-  }
-  int& count = known.clusters[blocks];
-  if (count == 0) {
-    count = this_machine().multiprocessors / blocks;
-    if (blocks > 1) {
-      Launch launch(dim3(blocks, count), S::kSharedBytes, nullptr);
-      launch.config.attrs = launch.attributes + 1, launch.config.numAttrs = 1;
-      int active = 0;
-      if (cudaOccupancyMaxActiveClusters(&active, kKernel, &launch.config) == cudaSuccess && active > 0) {
-        count = std::min(count, active);
-      }
-    }
-  }
-  return count;
-}
-
 template <typename T, typename S>
 void launch(const Problem& p, cudaStream_t stream) {
   constexpr auto kKernel = kernel<T, S>;
@@ -88,10 +39,12 @@ void launch(const Problem& p, cudaStream_t stream) {
   work.warps_in_k = ceil_div(slices, work.cluster);
   work.row_groups = kWarps / work.warps_in_k;
   work.share = 65536 / work.warps_in_k + 1;
-  const int tiles = p.N / kTileRows, clusters = std::min(tiles, resident_clusters<kKernel, S>(work.cluster));
+  const int tiles = p.N / kTileRows;
+  const int clusters = std::min(tiles, resident_clusters<kKernel>(work.cluster, kThreads, S::kSharedBytes));
   work.tiles = tiles / clusters;
   work.more_tiles = tiles % clusters;
-  const Launch launch(dim3(work.cluster, clusters, p.experts), S::kSharedBytes, stream);
+  const Launch launch(dim3(work.cluster, clusters, p.experts), work.cluster, kThreads, S::kSharedBytes, stream,
+                      Begins::kBeforePreviousEnds);
   cudaLaunchKernelEx(&launch.config, kKernel, p, maps_of<S>(p), work);
 }
 

@@ -20,6 +20,7 @@
 
 #include <cuda.h>
 
+#include "launch.h"
 #include "matmul_decode.cuh"
 #include "matmul_mma.cuh"
 #include "matmul_problem.cuh"
@@ -35,7 +36,6 @@ constexpr int kThreads = (kWarps + kAdders) * 32;
 constexpr int kMultiplyingRegisters = 104, kAddingRegisters = 5 * 96 - 4 * kMultiplyingRegisters;
 constexpr int kTileRows = 16;
 constexpr int kTilesPerBand = 128 / kTileRows;
-constexpr int kMostBlocksInCluster = 8;
 
 // A unit is what one copy brings: 256 elements of a tile's 16 rows.
 constexpr int kUnitElements = 256;

@@ -5,6 +5,7 @@
 #include <random>
 #include <utility>
 
+#include "launch.h"
 #include "matmul_many_rows_sm90.cuh"
 #include "tensor_map.h"
 
@@ -95,17 +96,10 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.ready = reinterpret_cast<uint64_t*>(scratch);
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;  // begins while permute_x runs, waits for it
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.blocks);
-  config.blockDim = dim3(S::kThreads);
-  config.dynamicSmemBytes = S::kSharedBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = S::kPermuted;
-  cudaLaunchKernelEx(&config, kernel, p, x, codes, work);
+  // The permuting kernel lets it begin at once; without one, the kernel before could be any.
+  const Launch launch(dim3(plan.blocks), 1, S::kThreads, S::kSharedBytes, stream,
+                      S::kPermuted ? Begins::kBeforePreviousEnds : Begins::kAfterPrevious);
+  cudaLaunchKernelEx(&launch.config, kernel, p, x, codes, work);
 }
 
 struct Kernel {

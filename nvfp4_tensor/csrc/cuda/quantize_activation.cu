@@ -5,13 +5,13 @@
 #include "block.cuh"
 #include "decode.cuh"
 #include "finite.cuh"
+#include "launch.h"
 #include "matmul_shared.cuh"
 
 namespace nvfp4 {
 namespace {
 
 constexpr int kActivationThreads = 512;
-constexpr int kMostClusterBlocks = 8;
 constexpr int kHeld = 4;           // blocks of 16 that a thread keeps in registers; of more it reads twice
 constexpr int kMostPerThread = 16;  // beyond, a kernel for the amax and another one on all multiprocessors are faster
 
@@ -99,7 +99,7 @@ bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec) {
     return major >= 9;
   }();
   const int64_t blocks = x.rows * x.blocks();
-  return has_clusters && blocks > 0 && blocks <= kMostClusterBlocks * kActivationThreads * kMostPerThread &&
+  return has_clusters && blocks > 0 && blocks <= kMostBlocksInCluster * kActivationThreads * kMostPerThread &&
          x.whole_blocks() && spec.round_mode == RoundingMode::kNearestEven && spec.hadamard_sign < 0 &&
          spec.four_over_six == FourOverSix::kNone && spec.block_rows == 1;
 }
@@ -108,22 +108,11 @@ void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float
                                 cudaStream_t stream) {
   const int64_t blocks = x.rows * x.blocks();
   unsigned grid = 1;  // a block of threads while it holds all of x, then a power of two of them
-  while (grid < kMostClusterBlocks && grid * kActivationThreads < blocks) grid *= 2;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = grid;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid);
-  config.blockDim = dim3(kActivationThreads);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = grid > 1 ? 2 : 1;
+  while (grid < kMostBlocksInCluster && grid * kActivationThreads < blocks) grid *= 2;
+  const Launch launch(dim3(grid), grid, kActivationThreads, 0, stream, Begins::kBeforePreviousEnds);
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
-    cudaLaunchKernelEx(&config, quantize_activation<T>, x, spec, factor, static_cast<T*>(out));
+    cudaLaunchKernelEx(&launch.config, quantize_activation<T>, x, spec, factor, static_cast<T*>(out));
   });
 }
 
