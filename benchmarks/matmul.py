@@ -133,14 +133,14 @@ def host_times(report: harness.Report, device: torch.device, wanted: list[str]) 
     """Seconds of host time of an eager call, a small product of each way but W4A4, as it is and in inference mode."""
     layer = Layer.random(1024, 1024, device)
     xs = [torch.randn(m, 1024, device=device).bfloat16() for m in (1, 64)]
-    times = {}
-    for way, (linear,) in ways(report, [layer], xs, wanted).items():
-        for x in () if way == "w4a4" else xs:
-            times[f"{way}, M = {len(x)}"] = harness.host_time(functools.partial(linear, x), device)
-            with torch.inference_mode():
-                name = f"{way}, M = {len(x)}, inference mode"
-                times[name] = harness.host_time(functools.partial(linear, x), device)
-    return times
+    products = ways(report, [layer], xs, wanted)
+    runs = {
+        f"{way}, M = {len(x)}": functools.partial(linear, x)
+        for way, (linear,) in products.items()
+        for x in xs
+        if way != "w4a4"
+    }
+    return harness.host_times(runs, device)
 
 
 def chain_length(rows: int, columns: int) -> int:
