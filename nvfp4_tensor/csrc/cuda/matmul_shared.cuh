@@ -101,11 +101,23 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// Until all blocks have come: keeps shared memory that others read alive, and orders nothing.
-__device__ __forceinline__ void cluster_wait_all() {
+// The same in two halves, the first of which orders nothing.
+__device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Until all blocks have come: keeps shared memory that others read alive.
+__device__ __forceinline__ void cluster_wait_all() {
+  cluster_arrive();
+  cluster_wait();
 }
 
 // Until the kernel before this one in the stream is done and its results are seen, where this one may begin before.
@@ -121,19 +133,18 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
-// What the block of this rank in the cluster has where this one has `from`.
-__device__ __forceinline__ uint32_t address_in_rank(const void* from, uint32_t rank) {
-  uint32_t address = address_of(from);
+// What the block of this rank in the cluster has where this one has `shared`.
+__device__ __forceinline__ uint32_t in_rank(uint32_t shared, uint32_t rank) {
 #if __CUDA_ARCH__ >= 900
-  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(shared) : "r"(rank));
 #endif
-  return address;
+  return shared;
 }
 
 __device__ __forceinline__ float load_from_rank(const float* from, uint32_t rank) {
 #if __CUDA_ARCH__ >= 900
   float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_in_rank(from, rank)) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(in_rank(address_of(from), rank)) : "memory");
   return v;
 #else
   return *from;
@@ -145,7 +156,7 @@ __device__ __forceinline__ float4 load_four_from_rank(const float* from, uint32_
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address_in_rank(from, rank))
+               : "r"(in_rank(address_of(from), rank))
                : "memory");
   return v;
 #else

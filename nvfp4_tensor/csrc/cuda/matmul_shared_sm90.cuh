@@ -55,18 +55,6 @@ __device__ __forceinline__ void copy_box_4d(
       : "memory");
 }
 
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// What the block of this rank in the cluster has where this one has `shared`.
-__device__ __forceinline__ uint32_t in_rank(uint32_t shared, uint32_t rank) {
-  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(shared) : "r"(rank));
-  return shared;
-}
-
 // 16 bytes to another block, counted by a barrier there.
 __device__ __forceinline__ void send_floats(uint32_t to, float4 v, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
