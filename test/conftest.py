@@ -8,11 +8,25 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     return request.param
+
+
+@pytest.fixture
+def cuda_library():
+    """For tests of the CUDA kernels themselves: skips where they are not what serves."""
+    from nvfp4_tensor import native
+
+    if native.info().cuda != "native":
+        pytest.skip(f"the CUDA library is not in use: {native.info().cuda}")
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,6 @@ def test_scales_up_reach_the_ratio_of_even_fractions(small_experiment: list) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_experiment_on_the_gpu() -> None:
     for case, outcome in rounding_experiment.experiment(((512, 528),), 50, torch.device("cuda")):
         assert abs(outcome.z) <= statistics.Z_BOUND, (case, outcome)
@@ -187,7 +186,6 @@ def test_humming_is_given_the_weight_in_its_layout() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("peer", peers.PRODUCTS)
 def test_a_peer_multiplies_on_the_gpu(peer: str) -> None:
     """Where it is installed its product is right, which is what the benchmark demands of it before timing it."""
@@ -251,7 +249,6 @@ def test_harness_takes_medians_of_interleaved_runs() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_harness_replays_graphs_and_falls_back_to_events() -> None:
     x = torch.ones(1024, device="cuda")
     variants = [Variant("graph", lambda: x.add_(1)), Variant("synchronizes", lambda: x.sum().item())]

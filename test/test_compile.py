@@ -168,7 +168,6 @@ nvfp4.matmul.default""",
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()], ids=["weight only", "w4a4"])
 @pytest.mark.parametrize("rows", [1, 9, 40])
 def test_kernels_that_let_the_next_begin(config, rows):
@@ -201,7 +200,6 @@ def test_kernels_that_let_the_next_begin(config, rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graph_replays_draw_afresh():
     x = torch.randn(64, 256, device="cuda")
     w = quantize(torch.randn(32, 256, device="cuda"))._replace(activation_spec=STOCHASTIC)

@@ -6,15 +6,7 @@ import torch
 from nvfp4_tensor import QuantizeSpec, quantize_experts, reference
 from nvfp4_tensor.format import BLOCK, ceil_to, scale_tiles
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _cuda_kernels():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("nvfp4::grouped_linear", "CUDA"):
-        pytest.skip("the CUDA library is not in use")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_library")]
 
 
 def random_experts(experts, rows, columns):

@@ -36,12 +36,8 @@ gpu = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _cuda_kernels(request):
-    if request.node.get_closest_marker("gpu") is None:
-        return
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    if native.info().cuda != "native":
-        pytest.skip(f"the CUDA library is not in use: {native.info().cuda}")
+    if request.node.get_closest_marker("gpu") is not None:
+        request.getfixturevalue("cuda_library")
 
 
 def specs(**common):

@@ -6,16 +6,7 @@ import torch
 from nvfp4_tensor import reference
 from nvfp4_tensor.format import BLOCK, E4M3_NAN, ceil_to, scale_tiles
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _cuda_kernels():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("nvfp4::matmul", "CUDA"):
-        pytest.skip("the CUDA library is not in use")
-
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_library")]
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 SMALLEST = {torch.bfloat16: 1e-38, torch.float16: 2.0**-24, torch.float32: 1e-38}
@@ -51,13 +42,20 @@ def products(x, x_scale, codes, scale, factor, bias, columns, transposed=False):
     return (y, magnitude) if bias is None else (y + bias.double(), magnitude + bias.double().abs())
 
 
-def check(x, codes, scale, factor, *, x_scale=None, bias=None, columns=None, transposed=False, out_dtype=None):
-    """Within the bound of one rounding to out_dtype and of float32 addition in any order; returns the product."""
+def check(
+    x, codes, scale, factor, *, x_scale=None, bias=None, columns=None, transposed=False, out_dtype=None, repeats=1
+):
+    """Within the bound of one rounding to out_dtype and of float32 addition in any order, and the same bits each time.
+
+    Returns the product.
+    """
     columns = (codes.shape[-1] * 2 if transposed else x.shape[-1]) if columns is None else columns
     out_dtype = out_dtype or x.dtype
     arguments = (x, x_scale, codes, scale, factor, bias, columns, transposed, out_dtype)
     y = torch.ops.nvfp4.matmul(*arguments)
-    assert torch.equal(y.view(torch.uint8), torch.ops.nvfp4.matmul(*arguments).view(torch.uint8)), "not deterministic"
+    for _ in range(repeats):
+        again = torch.ops.nvfp4.matmul(*arguments)
+        assert torch.equal(y.view(torch.uint8), again.view(torch.uint8)), "not deterministic"
     expected, magnitude = products(x, x_scale, codes, scale, factor, bias, columns, transposed)
     assert y.shape == expected.shape and y.dtype == out_dtype
     summands = codes.shape[-2] if transposed else columns
@@ -103,10 +101,7 @@ def test_tiles_cut_along_k(shape, rows):
     """Tiles that several blocks share: the same bits each time, whoever comes last."""
     codes, scale = random_weight(*shape)
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-    y = check(x, codes, scale, factor())
-    for _ in range(20):
-        again = torch.ops.nvfp4.matmul(x, None, codes, scale, factor(), None, shape[1], False, x.dtype)
-        assert torch.equal(y, again)
+    check(x, codes, scale, factor(), repeats=20)
 
 
 @pytest.mark.parametrize("rows", [520, 1024])

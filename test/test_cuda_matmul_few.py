@@ -7,15 +7,7 @@ from test_cuda_matmul import check, factor, random_weight
 from nvfp4_tensor import QuantizeSpec, reference
 from nvfp4_tensor.format import E4M3_NAN
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _cuda_kernels():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("nvfp4::matmul", "CUDA"):
-        pytest.skip("the CUDA library is not in use")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_library")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -47,10 +39,7 @@ def test_the_same_bits_many_times(shape, rows):
     """Many tiles a cluster: copies, sums and what blocks send one another use their places again and again."""
     codes, scale = random_weight(*shape)
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-    y = check(x, codes, scale, factor())
-    for _ in range(50):
-        again = torch.ops.nvfp4.matmul(x, None, codes, scale, factor(), None, shape[1], False, x.dtype)
-        assert torch.equal(again, y)
+    check(x, codes, scale, factor(), repeats=50)
 
 
 @pytest.mark.parametrize("rows", [1, 16])
