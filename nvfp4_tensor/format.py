@@ -31,7 +31,17 @@ DEFAULT_HADAMARD_SIGN = 0xD7E8
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class RoundingMode(enum.IntEnum):
+class Choice(enum.IntEnum):
+    """A choice that a checkpoint carries: pickled as its class and value, which torch.load(weights_only=True) takes.
+
+    Enums of Python 3.11.0 to 3.11.3 pickle by ``getattr``, which it does not.
+    """
+
+    def __reduce_ex__(self, protocol):
+        return type(self), (self.value,)
+
+
+class RoundingMode(Choice):
     """How a scaled value becomes one of its two E2M1 neighbours (numerics contract, section 3)."""
 
     RNE = 0
@@ -65,7 +75,7 @@ _ROUNDING_NAMES = {
 }
 
 
-class ScaleRounding(enum.IntEnum):
+class ScaleRounding(Choice):
     """How a block scale becomes an e4m3 number (numerics contract, section 2)."""
 
     NEAREST = 0
@@ -74,14 +84,14 @@ class ScaleRounding(enum.IntEnum):
     """The next e4m3 above: nothing clips, so stochastic rounding is unbiased everywhere."""
 
 
-class FourOverSix(enum.IntEnum):
+class FourOverSix(Choice):
     """The error by which four-over-six chooses between mapping a block's largest element to 6 or to 4."""
 
     MAE = 1
     MSE = 2
 
 
-class ProductBackend(enum.IntEnum):
+class ProductBackend(Choice):
     """What multiplies an NVFP4 weight by quantized activations (W4A4)."""
 
     AUTO = 0

@@ -1,8 +1,13 @@
+import copy
+import pickle
+import pickletools
+
 import pytest
 import torch
 
 from nvfp4_tensor import RoundingMode
 from nvfp4_tensor import format as nvfp4_format
+from nvfp4_tensor.format import FourOverSix, ProductBackend, ScaleRounding
 
 
 def test_pack_puts_the_even_element_in_the_low_nibble():
@@ -37,6 +42,14 @@ def test_swizzle_puts_each_scale_at_the_offset_of_the_contract(rows, columns):
 )
 def test_rounding_mode_by_name(name, mode):
     assert RoundingMode.of(name) is RoundingMode(mode)
+
+
+@pytest.mark.parametrize("choice", [RoundingMode.STOCHASTIC, *ScaleRounding, *FourOverSix, *ProductBackend])
+def test_choices_are_pickled_as_class_and_value(choice):
+    """And by nothing else, whatever this Python's own enums do: torch.load(weights_only=True) knows the class alone."""
+    named = [argument for opcode, argument, _ in pickletools.genops(pickle.dumps(choice, 2)) if opcode.name == "GLOBAL"]
+    assert named == [f"nvfp4_tensor.format {type(choice).__name__}"]
+    assert pickle.loads(pickle.dumps(choice)) is choice and copy.deepcopy(choice) is choice
 
 
 @pytest.mark.parametrize("name", ["up", "", None, 7, True])
