@@ -94,14 +94,68 @@ def test_many_rows(rows):
 
 @pytest.mark.parametrize(
     "shape, rows",
-    [((8960, 1024), 600), ((8960, 1024), 520), ((2048, 4096), 100), ((1152, 8192), 24), ((896, 2048), 60)],
-    ids=["whole and cut", "wider tiles", "every block a piece", "few tokens", "uneven pieces"],
+    [((8960, 1024), 600), ((8960, 1024), 520), ((4096, 4096), 100), ((6144, 4096), 32), ((4096, 14336), 24)],
+    ids=["whole", "wider tiles", "every block a piece", "few tokens", "long pieces"],
 )
 def test_tiles_cut_along_k(shape, rows):
     """Tiles that several blocks share: the same bits each time, whoever comes last."""
     codes, scale = random_weight(*shape)
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
     check(x, codes, scale, factor(), repeats=20)
+
+
+@pytest.mark.parametrize(
+    "shape, rows",
+    [((2048, 4096), 100), ((1024, 4096), 256), ((4096, 4096), 24), ((1024, 4096), 128), ((1152, 8192), 24)],
+    ids=["2", "2, many tokens", "3", "3, many tokens", "4"],
+)
+def test_tiles_of_clusters(shape, rows):
+    """Few tiles, each of so many blocks whose sums meet: the same bits each time, every epilogue, any N and K."""
+    codes, scale = random_weight(*shape)
+    x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+    check(x, codes, scale, factor(), repeats=20)
+    check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=torch.rand(rows, device="cuda"))
+    check(x, codes, scale, factor(), bias=torch.randn(rows, 1, device="cuda"), out_dtype=torch.float32)
+    check(x[:, :-40], zero_padding(codes, shape[1] - 40), scale, factor(), columns=shape[1] - 40)
+    check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
+
+
+@pytest.mark.parametrize("shape", [(2, 1024, 4096), (3, 200, 2048)])
+def test_tiles_of_clusters_of_experts(shape):
+    codes, scale = random_weight(*shape)
+    x = torch.randn(shape[0], 40, shape[2], device="cuda").bfloat16()
+    check(x, codes, scale, torch.rand(shape[0], device="cuda"), repeats=20)
+
+
+@pytest.mark.parametrize("rows", [24, 64, 200, 600])
+def test_products_in_a_chain(rows):
+    """Kernels that begin before the one before them is done: each product of a chain in a graph is what it is alone."""
+    shapes = [(1024, 4096), (4096, 1024), (4096, 4096), (14336, 4096), (4096, 14336)]  # (N, K)
+    weights = [random_weight(*shape, low=0x20, high=0x28) for shape in shapes]
+    x = torch.randn(rows, 4096, device="cuda").bfloat16()
+
+    def chain(wait):
+        results = [x]
+        for codes, scale in weights:
+            results.append(
+                torch.ops.nvfp4.matmul(
+                    results[-1], None, codes, scale, factor(), None, codes.shape[-1] * 2, False, x.dtype
+                )
+            )
+            wait()
+        return results[1:]
+
+    alone = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = chain(lambda: None)
+    for _ in range(20):
+        for y in together:
+            y.zero_()
+        graph.replay()
+        for y, expected in zip(together, alone, strict=True):
+            assert expected.isfinite().all() and expected.abs().max() > 0
+            assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("rows", [520, 1024])

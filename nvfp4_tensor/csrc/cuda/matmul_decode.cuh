@@ -113,17 +113,22 @@ __device__ __forceinline__ uint32_t high_in_both(uint32_t v) {
   return both;
 }
 
-// The low two of four scale bytes to the factors of their blocks, each in both halves of a register.
+// Four scale bytes to the factors of their blocks, each in both halves of a register.
 template <typename T>
-__device__ __forceinline__ void two_scale_factors(uint32_t bytes, uint32_t (&out)[2]) {
-  const uint32_t pair = __byte_perm(bytes, 0, 0x4140);
-  uint32_t factors = Decoder<T>::scale_factors(pair);
-  if ((pair | (pair + 0x00010001u)) & 0x00800080u) factors = any_scale_factors<T>(pair);  // negative or NaN: rare
-  out[0] = __byte_perm(factors, 0, 0x1010);
-  out[1] = __byte_perm(factors, 0, 0x3232);
+__device__ __forceinline__ void four_scale_factors(uint32_t bytes, uint32_t (&out)[4]) {
+  const uint32_t pairs[2] = {__byte_perm(bytes, 0, 0x4140), __byte_perm(bytes, 0, 0x4342)};
+  uint32_t factors[2] = {Decoder<T>::scale_factors(pairs[0]), Decoder<T>::scale_factors(pairs[1])};
+  if ((bytes | (bytes + 0x01010101u)) & 0x80808080u) {  // a negative or NaN: rare, so one test for four
+    factors[0] = any_scale_factors<T>(pairs[0]);
+    factors[1] = any_scale_factors<T>(pairs[1]);
+  }
+  out[0] = low_in_both(factors[0]);
+  out[1] = high_in_both(factors[0]);
+  out[2] = low_in_both(factors[1]);
+  out[3] = high_in_both(factors[1]);
 }
 
-// Four scale bytes likewise.
+// The same without the branch, where there is an instruction for it.
 template <typename T>
 __device__ __forceinline__ void scale_factors(uint32_t bytes, uint32_t (&out)[4]) {
 #if __CUDA_ARCH__ >= 890  // converts e4m3, NaN and signs included: no branch, and as many instructions
@@ -138,16 +143,7 @@ __device__ __forceinline__ void scale_factors(uint32_t bytes, uint32_t (&out)[4]
     out[2 * i + 1] = high_in_both(factors);
   }
 #else
-  const uint32_t pairs[2] = {__byte_perm(bytes, 0, 0x4140), __byte_perm(bytes, 0, 0x4342)};
-  uint32_t factors[2] = {Decoder<T>::scale_factors(pairs[0]), Decoder<T>::scale_factors(pairs[1])};
-  if ((bytes | (bytes + 0x01010101u)) & 0x80808080u) {  // a negative or NaN: rare, so one test for four
-    factors[0] = any_scale_factors<T>(pairs[0]);
-    factors[1] = any_scale_factors<T>(pairs[1]);
-  }
-  out[0] = low_in_both(factors[0]);
-  out[1] = high_in_both(factors[0]);
-  out[2] = low_in_both(factors[1]);
-  out[3] = high_in_both(factors[1]);
+  four_scale_factors<T>(bytes, out);
 #endif
 }
 

@@ -16,6 +16,12 @@ namespace many_rows {
 // Of w, of a warp's 16; the lane's other row is 2 further.
 __device__ __forceinline__ int first_row(int lane) { return lane / 8 * 4 + lane / 4 % 2; }
 
+// Among the warps that have the rows of a tile; with kParts, as many others have the same rows.
+template <typename S>
+__device__ __forceinline__ int row_warp() {
+  return S::kParts == 1 ? threadIdx.x / 32 : threadIdx.x / 32 % (4 * S::kRowGroups);
+}
+
 // Where a stage has the scales of a row of the tile for its first half, or its second.
 template <typename S>
 __device__ __forceinline__ int scales_at(int row, int half) {
@@ -24,34 +30,46 @@ __device__ __forceinline__ int scales_at(int row, int half) {
 
 // x permuted by permute_x: a lane has 32 elements of a stage, its quad's 32 t on, and decodes whole words.
 template <typename S>
-struct PermutedHalf {
-  uint2 codes[2];
-  uint32_t scales;  // bytes 0 and 1: of each row
-
-  __device__ __forceinline__ PermutedHalf(uint32_t stage, int half) {
-    const int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x / 32 * 16 + first_row(lane);
+class PermutedStage {
+ public:
+  __device__ __forceinline__ void load_first(uint32_t stage) {
+    const int lane = threadIdx.x % 32, t = lane % 4, row = row_warp<S>() * 16 + first_row(lane);
     const uint32_t code = stage + S::kCodesAt + row * 64 + (t ^ row / 2 % 4) * 16;
     const uint32_t scale = stage + scales_at<S>(row, t / 2);
-    codes[0] = load_shared_8(code + half * 8);
-    codes[1] = load_shared_8((code + 128 ^ 16) + half * 8);  // two rows further the swizzle differs in its lowest bit
-    scales = __byte_perm(load_shared_4(scale), load_shared_4(scale + 32), (t % 2 ? 0x62 : 0x40) + half * 0x11);
+    codes_[0] = load_shared_16(code);
+    codes_[1] = load_shared_16(code + 128 ^ 16);  // two rows further the swizzle differs in its lowest bit
+    scales_ = __byte_perm(load_shared_4(scale), load_shared_4(scale + 32), t % 2 ? 0x7362 : 0x5140);
+  }
+  __device__ __forceinline__ void load_second(uint32_t) {}  // came with the first
+  template <typename T>
+  __device__ __forceinline__ void decode_first(uint32_t (&a)[16]) {
+    four_scale_factors<T>(scales_, factors_);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) decode_row<T>(row, codes_[row].x, codes_[row].y, factors_[row], a);
   }
   template <typename T>
-  __device__ __forceinline__ void decode(uint32_t (&a)[16]) const {
-    uint32_t factors[2];
-    two_scale_factors<T>(scales, factors);
+  __device__ __forceinline__ void decode_second(uint32_t (&a)[16]) const {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const uint32_t words[2] = {codes[row].x, codes[row].y};
+    for (int row = 0; row < 2; ++row) decode_row<T>(row, codes_[row].z, codes_[row].w, factors_[2 + row], a);
+  }
+
+ private:
+  template <typename T>
+  static __device__ __forceinline__ void decode_row(int row, uint32_t low, uint32_t high, uint32_t factor,
+                                                    uint32_t (&a)[16]) {
+    const uint32_t words[2] = {low, high};
 #pragma unroll
-      for (int word = 0; word < 2; ++word) {
-        uint32_t w[4];
-        decode_word<T>(words[word], factors[row], w);
+    for (int word = 0; word < 2; ++word) {
+      uint32_t w[4];
+      decode_word<T>(words[word], factor, w);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[word * 8 + i / 2 * 4 + i % 2 * 2 + row] = w[i];
-      }
+      for (int i = 0; i < 4; ++i) a[word * 8 + i / 2 * 4 + i % 2 * 2 + row] = w[i];
     }
   }
+
+  uint4 codes_[2];
+  uint32_t scales_;      // of blocks 2 t and 2 t + 1: both rows' of one, then of the other
+  uint32_t factors_[4];  // likewise
 };
 
 // One of two factors in both halves of a register: the multiplication takes it so without an instruction more.
@@ -69,18 +87,28 @@ __device__ __forceinline__ uint32_t both_halves(uint32_t factors) {
 // x as it lies: a lane needs byte t of each word of codes, so all four of a quad have the same words. Its two codes go
 // to the two halves of a register, both into bits 4 to 7: 24 instructions for 8 codes, not 17.
 template <typename S>
-struct PlainHalf {
-  uint4 codes[2][2];
-  uint32_t scales[2];
+class PlainStage {
+ public:
+  __device__ __forceinline__ void load_first(uint32_t stage) { load(stage, 0); }
+  __device__ __forceinline__ void load_second(uint32_t stage) { load(stage, 1); }
+  template <typename T>
+  __device__ __forceinline__ void decode_first(uint32_t (&a)[16]) const {
+    decode<T>(a);
+  }
+  template <typename T>
+  __device__ __forceinline__ void decode_second(uint32_t (&a)[16]) const {
+    decode<T>(a);
+  }
 
-  __device__ __forceinline__ PlainHalf(uint32_t stage, int half) {
-    const int row = threadIdx.x / 32 * 16 + first_row(threadIdx.x % 32), swizzle = row / 2 % 4 * 16;
+ private:
+  __device__ __forceinline__ void load(uint32_t stage, int half) {
+    const int row = row_warp<S>() * 16 + first_row(threadIdx.x % 32), swizzle = row / 2 % 4 * 16;
     const uint32_t code = stage + S::kCodesAt + row * 64, first = code + (half * 32 ^ swizzle);
     const uint32_t second = code + (half * 32 + 16 ^ swizzle);
     const uint32_t scale = stage + scales_at<S>(row, half);
-    codes[0][0] = load_shared_16(first), codes[0][1] = load_shared_16(second);
-    codes[1][0] = load_shared_16(second + 128), codes[1][1] = load_shared_16(first + 128);
-    scales[0] = load_shared_4(scale), scales[1] = load_shared_4(scale + 32);
+    codes_[0][0] = load_shared_16(first), codes_[0][1] = load_shared_16(second);
+    codes_[1][0] = load_shared_16(second + 128), codes_[1][1] = load_shared_16(first + 128);
+    scales_[0] = load_shared_4(scale), scales_[1] = load_shared_4(scale + 32);
   }
   template <typename T>
   __device__ __forceinline__ void decode(uint32_t (&a)[16]) const {
@@ -88,17 +116,17 @@ struct PlainHalf {
     uint32_t pairs[4], factors[4];                               // of each 16 elements for both rows
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      pairs[k] = __byte_perm(scales[0], scales[1], 0x0400 + 0x0101 * k) & 0x00FF00FF;
+      pairs[k] = __byte_perm(scales_[0], scales_[1], 0x0400 + 0x0101 * k) & 0x00FF00FF;
       factors[k] = Decoder<T>::scale_factors(pairs[k]);
     }
-    const uint32_t over = (scales[0] + 0x01010101u) | (scales[1] + 0x01010101u);
-    if ((scales[0] | scales[1] | over) & 0x80808080u) {  // a negative or NaN: rare
+    const uint32_t over = (scales_[0] + 0x01010101u) | (scales_[1] + 0x01010101u);
+    if ((scales_[0] | scales_[1] | over) & 0x80808080u) {  // a negative or NaN: rare
 #pragma unroll
       for (int k = 0; k < 4; ++k) factors[k] = any_scale_factors<T>(pairs[k]);
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const uint4 c[2] = {codes[row][0], codes[row][1]};
+      const uint4 c[2] = {codes_[row][0], codes_[row][1]};
       const uint32_t words[8] = {c[0].x, c[0].y, c[0].z, c[0].w, c[1].x, c[1].y, c[1].z, c[1].w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -108,6 +136,9 @@ struct PlainHalf {
       }
     }
   }
+
+  uint4 codes_[2][2];  // of the half that was loaded last
+  uint32_t scales_[2];
 };
 
 }  // namespace many_rows

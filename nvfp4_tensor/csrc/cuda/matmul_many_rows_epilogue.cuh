@@ -50,7 +50,7 @@ __device__ __forceinline__ void leave_sums(const Work& work, const float (&sum)[
 // Until the runs behind this one, as many as share its tile, have left their sums; how many there are. The flags are
 // taken back, for a graph that launches the same again.
 template <typename S>
-__device__ __forceinline__ int wait_for_others(const Work& work, const Segments& segments, const Segment& s) {
+__device__ __forceinline__ int wait_for_others(const Work& work, const Runs& segments, const Segment& s) {
   int others = 0;
   for (int block; (block = segments.other(s, others + 1)) >= 0; ++others) {
     if (threadIdx.x % 128 != 0) continue;
@@ -152,11 +152,11 @@ __device__ __forceinline__ bool is_plain(const Problem& p) {
 
 // 16 tokens of a warpgroup at a time meet in shared memory, in units of 16 bytes swizzled against bank conflicts, so
 // that whole lines of 128 bytes are written. (In sectors of 32 bytes, a warp each: 4.1 us for 256 tokens.)
-template <typename T, typename S>
+template <typename T, typename S, typename Owns>
 __device__ __forceinline__ void write_plain(const Problem& p, const Place& at, const float (&sum)[S::kSums],
-                                            float* shared) {
+                                            float* shared, Owns owns) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int group_row = at.row - at.expert * p.N + warp / 4 * 64;
+  const int group_row = at.row - at.expert * p.N + row_warp<S>() / 4 * 64;
   const TwoRows rows(p, at.expert, group_row + warp % 4 * 16 + first_row(lane));
   uint8_t* mine = reinterpret_cast<uint8_t*>(shared) + warp / 4 * (4 * kWarpSumBytes);
   const int token = threadIdx.x % 128 / 8, unit = threadIdx.x % 8, n = group_row + unit * 8;
@@ -167,6 +167,7 @@ __device__ __forceinline__ void write_plain(const Problem& p, const Place& at, c
 #pragma unroll
   for (int i = 0; i < S::kSums / 8; ++i, m += 16, y += 16 * static_cast<int64_t>(p.N)) {
     if (at.token + 16 * i >= at.end) break;
+    if (!owns(i)) continue;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       *reinterpret_cast<uint2*>(to + h * 1024) = finish_eight<T>(p, rows, sum + 8 * i + 4 * h);
@@ -178,23 +179,27 @@ __device__ __forceinline__ void write_plain(const Problem& p, const Place& at, c
   }
 }
 
-template <typename T, typename S>
-__device__ __forceinline__ void write_tile(const Problem& p, const Place& at, float (&sum)[S::kSums], float* shared) {
+// The units of 16 tokens that this warpgroup owns.
+template <typename T, typename S, typename Owns>
+__device__ __forceinline__ void write_tile(const Problem& p, const Place& at, float (&sum)[S::kSums], float* shared,
+                                           Owns owns) {
   if (is_plain<T>(p)) {
-    write_plain<T, S>(p, at, sum, shared);
+    write_plain<T, S>(p, at, sum, shared, owns);
     return;
   }
-  const int lane = threadIdx.x % 32, n = at.row - at.expert * p.N + threadIdx.x / 32 * 16 + lane % 4 * 4;
+  const int lane = threadIdx.x % 32, n = at.row - at.expert * p.N + row_warp<S>() * 16 + lane % 4 * 4;
   int m = at.token + lane / 4;
 #pragma unroll 1
-  for (int token = 0; token < S::kTokens; token += 32) {  // registers have no index: the next sums move up
+  for (int unit = 0; unit < S::kUnits; ++unit, m += 16) {  // registers have no index: the next sums move up
+    if (owns(unit)) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i, m += 8) {
-      const float4 four = turn(sum + 4 * i, shared, 1.0f / Decoder<T>::kUnit);
-      if (m < at.end) write_any(p, n, at.expert, m, four);
+      for (int i = 0; i < 2; ++i) {
+        const float4 four = turn(sum + 4 * i, shared, 1.0f / Decoder<T>::kUnit);
+        if (m + 8 * i < at.end) write_any(p, n, at.expert, m + 8 * i, four);
+      }
     }
 #pragma unroll
-    for (int i = 0; i + 16 < S::kSums; ++i) sum[i] = sum[i + 16];
+    for (int i = 0; i + 8 < S::kSums; ++i) sum[i] = sum[i + 8];
   }
 }
 

@@ -3,6 +3,9 @@
 // Tiles that fill all blocks evenly are computed whole, in waves. The others are laid end to end, K innermost, and cut
 // into as many equal runs as there are blocks. The block with the beginning of a tile finishes it: it waits for the
 // sums of the blocks behind it and adds them in their order, so the result is the same from run to run.
+//
+// Few tiles are cut otherwise: each belongs to a cluster, whose blocks take equal parts of K and meet in shared memory
+// (matmul_many_rows_meet.cuh), not through global memory.
 #pragma once
 
 #include "matmul_groups.cuh"
@@ -23,6 +26,7 @@ struct Work {
   float4* sums;                // (blocks, tokens / 8, consumers): what a block has of a tile that another one finishes
   uint64_t* ready;             // (blocks, warpgroups of consumers): `launch` where sums are there, then 0 again
   uint64_t launch;             // a number that no memory holds by chance, another one for each launch
+  int cluster;                 // blocks that share a tile, of the shapes for which a cluster has one
 };
 
 struct Place {
@@ -66,9 +70,9 @@ struct Segment {
 };
 
 // The segments of a block, in order.
-class Segments {
+class Runs {
  public:
-  __device__ explicit Segments(const Work& work)
+  __device__ explicit Runs(const Work& work)
       : work_(work), whole_(blockIdx.x), number_(number_of(blockIdx.x)), at_(cut(number_)), end_(cut(number_ + 1)) {}
 
   __device__ bool next(Segment& s) {
@@ -100,6 +104,24 @@ class Segments {
 
   const Work& work_;
   int whole_, number_, at_, end_;
+};
+
+// The segment of a block whose cluster has one tile.
+class Part {
+ public:
+  __device__ explicit Part(const Work& work) : work_(work) {}
+
+  __device__ bool next(Segment& s) {
+    const int cluster = work_.cluster, rank = blockIdx.x % cluster;
+    s = {static_cast<int>(blockIdx.x) / cluster, work_.steps * rank / cluster, work_.steps * (rank + 1) / cluster};
+    const bool is_first = !done_;
+    done_ = true;
+    return is_first;
+  }
+
+ private:
+  const Work& work_;
+  bool done_ = false;
 };
 
 }  // namespace many_rows

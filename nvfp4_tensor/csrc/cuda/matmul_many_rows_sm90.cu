@@ -22,19 +22,45 @@ constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 constexpr int kWaitCycles = 3000, kSumsPerCycle = 6;
 constexpr int kFewestSteps = 4;  // of a run
 
+// That the sums of a cluster's blocks meet. Against cutting, us, alone and in a chain of products (H200): 1024 x 4096,
+// M = 24, 64 and 128: 15.1 and 13.1, 15.4 and 13.2, 15.0 and 12.6 became 12.7 and 9.2, 12.7 and 9.9, 14.2 and 10.4;
+// 4096 x 4096, M = 24 and 64: 15.0 and 12.7, 16.8 and 14.4 became 14.7 and 11.1, 17.4 and 13.2.
+constexpr int kMeetCycles = 1500;
+
 struct Plan {
   int rows, tokens;  // of a tile
-  int row_tiles, token_tiles, steps;
+  int row_tiles, token_tiles, steps, tiles;
   int blocks, whole_tiles, cut_tiles;
-  int64_t cost;  // cycles
-  int cut_cost;  // stages
+  int64_t cost;     // cycles
+  int cut_cost;     // stages
+  int cluster = 1;  // blocks that share a tile
 
-  // Tiles of `tokens`, whole where that takes no longer than cutting them, for at most so many blocks at a time.
-  Plan(const Problem& p, int rows, int tokens, int most_blocks, int stage_cycles) : rows(rows), tokens(tokens) {
+  Plan(const Problem& p, int rows, int tokens) : rows(rows), tokens(tokens) {
     const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
     row_tiles = ceil_div(bands * kBand, rows), steps = ceil_div(p.Kp, kStageK);
     token_tiles = p.offs ? most_token_tiles(p, tokens) : ceil_div(p.M, tokens);
-    const int tiles = (p.offs ? 1 : p.experts) * row_tiles * token_tiles, rounds = ceil_div(tiles, most_blocks);
+    tiles = (p.offs ? 1 : p.experts) * row_tiles * token_tiles;
+  }
+
+  // A cluster of so many blocks for each tile, so many clusters at a time.
+  static Plan of_clusters(const Problem& p, int rows, int tokens, int cluster, int resident, int stage_cycles) {
+    Plan plan(p, rows, tokens);
+    plan.cluster = cluster, plan.blocks = plan.tiles * cluster;
+    plan.whole_tiles = plan.cut_tiles = plan.cut_cost = 0;
+    plan.cost = static_cast<int64_t>(ceil_div(plan.tiles, resident)) *
+                (ceil_div(plan.steps, cluster) * stage_cycles + kMeetCycles);
+    return plan;
+  }
+
+  // Tiles whole where that takes no longer than cutting them, for at most so many blocks at a time.
+  static Plan of_blocks(const Problem& p, int rows, int tokens, int most_blocks, int stage_cycles) {
+    Plan plan(p, rows, tokens);
+    plan.divide(p, most_blocks, stage_cycles);
+    return plan;
+  }
+
+  void divide(const Problem& p, int most_blocks, int stage_cycles) {
+    const int rounds = ceil_div(tiles, most_blocks);
     const int64_t stages = static_cast<int64_t>(tiles) * steps;
     int runs = static_cast<int>(std::min<int64_t>(most_blocks, std::max<int64_t>(stages / kFewestSteps, 1)));
     if (runs > tiles && runs % tiles * 8 < runs) runs -= runs % tiles;  // all tiles alike
@@ -69,15 +95,14 @@ uint64_t launch_number() {
 }
 
 template <typename T, typename S, bool kGrouped>
+int resident(int cluster) {
+  return resident_clusters<many_rows::kernel<T, S, kGrouped>>(cluster, S::kThreads, S::kSharedBytes);
+}
+
+template <typename T, typename S, bool kGrouped>
 void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t stream) {
   auto kernel = many_rows::kernel<T, S, kGrouped>;
-  thread_local int prepared = -1;
-  int device = 0;
-  cudaGetDevice(&device);
-  if (prepared != device) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
-    prepared = device;
-  }
+  resident<T, S, kGrouped>(plan.cluster);  // lets it have its shared memory
   const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const int64_t rows = static_cast<int64_t>(p.experts) * p.N;
   using u64 = cuuint64_t;
@@ -96,31 +121,44 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.ready = reinterpret_cast<uint64_t*>(scratch);
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();
-  // The permuting kernel lets it begin at once; without one, the kernel before could be any.
-  const Launch launch(dim3(plan.blocks), 1, S::kThreads, S::kSharedBytes, stream,
-                      S::kPermuted ? Begins::kBeforePreviousEnds : Begins::kAfterPrevious);
+  work.cluster = plan.cluster;
+  // In a chain of products 1 us less each than beginning after the kernel before. (permute_x so too: 1.5 us more.)
+  const Launch launch(dim3(plan.blocks), plan.cluster, S::kThreads, S::kSharedBytes, stream,
+                      Begins::kBeforePreviousEnds);
   cudaLaunchKernelEx(&launch.config, kernel, p, x, codes, work);
 }
 
 struct Kernel {
   int rows, tokens;
   bool permuted;
+  int meeting;                                                                // most blocks of a cluster for a tile
   int stage_cycles;                                                           // of a multiprocessor, on an H200
+  int (*resident)(int cluster);                                               // where clusters have tiles
   void (*launch[2][2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // of groups or not; bf16, fp16
 
   template <typename S>
   static constexpr Kernel of(int stage_cycles) {
-    return {S::kRows, S::kTokens, S::kPermuted, stage_cycles,
-            {{many_rows::launch<__nv_bfloat16, S, false>, many_rows::launch<__half, S, false>},
-             {many_rows::launch<__nv_bfloat16, S, true>, many_rows::launch<__half, S, true>}}};
+    using Bf16 = __nv_bfloat16;
+    if constexpr (S::kMeeting > 0) {
+      return {S::kRows, S::kTokens, S::kPermuted, S::kMeeting, stage_cycles, many_rows::resident<Bf16, S, false>,
+              {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
+    } else {
+      return {S::kRows, S::kTokens, S::kPermuted, 0, stage_cycles, nullptr,
+              {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>},
+               {many_rows::launch<Bf16, S, true>, many_rows::launch<__half, S, true>}}};
+    }
   }
 };
 
 constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 2, 10, true>>(860),  Kernel::of<Shape<32, 4, 7, true>>(1560),
-    Kernel::of<Shape<64, 2, 8, true>>(965),   Kernel::of<Shape<64, 4, 6, true>>(1740),
-    Kernel::of<Shape<128, 2, 5, true>>(1230), Kernel::of<Shape<192, 2, 3, false>>(1640),
-    Kernel::of<Shape<256, 2, 3, false>>(2065),
+    Kernel::of<Shape<32, 2, 10, X::kPermuted>>(860),
+    Kernel::of<Shape<32, 4, 7, X::kPermuted>>(1560),
+    Kernel::of<Shape<64, 2, 8, X::kPermuted>>(965),
+    Kernel::of<Shape<64, 4, 6, X::kPermuted>>(1740),
+    Kernel::of<Shape<128, 2, 5, X::kPermuted>>(1230),
+    Kernel::of<Shape<192, 2, 3, X::kAsItLies>>(1640),
+    Kernel::of<Shape<256, 2, 3, X::kAsItLies>>(2065),
+    Kernel::of<Shape<32, 2, 9, X::kAsItLies, 4, 2>>(900),  // permuted by warps of the kernel: no faster
 };
 
 // The tile for groups, whose sizes only the device knows, by their mean. H200, us, 8 experts of 14336 x 4096 and 64 of
@@ -131,16 +169,23 @@ constexpr Kernel kKernels[] = {
 //   mean 1024 and 512                                          -, 2003 1527, 1751 1477, 1924
 bool is_for_groups(const Kernel& k, const Problem& p) {
   const int mean = p.rows / p.experts, tokens = mean <= 24 ? 32 : mean <= 96 ? 64 : mean <= 768 ? 192 : 256;
-  return k.tokens == tokens && k.rows == (tokens <= 64 ? 256 : 128);
+  return k.meeting == 0 && k.tokens == tokens && k.rows == (tokens <= 64 ? 256 : 128);
 }
 
 std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
   std::optional<Plan> best;
   const Kernel* kernel = nullptr;
+  const auto consider = [&](const Kernel& k, const Plan& plan) {
+    if (!best || plan.cost < best->cost) best = plan, kernel = &k;
+  };
   for (const Kernel& k : kKernels) {
     if (p.offs && !is_for_groups(k, p)) continue;
-    const Plan plan(p, k.rows, k.tokens, this_machine().multiprocessors, k.stage_cycles);
-    if (!best || plan.cost < best->cost) best = plan, kernel = &k;
+    if (k.meeting == 0) {
+      consider(k, Plan::of_blocks(p, k.rows, k.tokens, this_machine().multiprocessors, k.stage_cycles));
+    }
+    for (int cluster = 2; cluster <= k.meeting; ++cluster) {
+      consider(k, Plan::of_clusters(p, k.rows, k.tokens, cluster, k.resident(cluster), k.stage_cycles));
+    }
   }
   return {*best, kernel};
 }

@@ -4,6 +4,9 @@
 // operand), codes (64-byte swizzle) and scales. Warpgroups of 64 rows of w decode codes into
 // A fragments, so that no decoded weight ever goes through shared memory. Blocks stay for all of their tiles: the
 // copies for the next one are under way while sums are written.
+//
+// Of few tiles, each has a cluster of blocks to itself; with kParts = 2, twice as many warpgroups take turns at the
+// stages, so that one decodes while another waits.
 #pragma once
 
 #include <cuda.h>
@@ -13,6 +16,7 @@
 #include "matmul_decode.cuh"
 #include "matmul_many_rows_decode.cuh"
 #include "matmul_many_rows_epilogue.cuh"
+#include "matmul_many_rows_meet.cuh"
 #include "matmul_many_rows_permute.cuh"
 #include "matmul_many_rows_schedule.cuh"
 #include "matmul_problem.cuh"
@@ -22,12 +26,16 @@
 namespace nvfp4 {
 namespace many_rows {
 
-template <int kTokens_, int kGroups_, int kStages_, bool kPermuted_>
+enum class X { kAsItLies, kPermuted };
+
+// kMeeting: of how many blocks a cluster may be that has one tile; 0 where tiles are cut without clusters.
+template <int kTokens_, int kRowGroups_, int kStages_, X kX, int kMeeting_ = 0, int kParts_ = 1>
 struct Shape {
-  static constexpr bool kPermuted = kPermuted_;  // whether permute_x goes before
-  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kStages = kStages_;
-  static constexpr int kRows = 64 * kGroups;
-  static constexpr int kSums = kTokens / 2;  // of a thread
+  static constexpr bool kPermuted = kX == X::kPermuted;
+  static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kStages = kStages_;
+  static constexpr int kMeeting = kMeeting_, kParts = kParts_, kGroups = kRowGroups * kParts;
+  static constexpr int kRows = 64 * kRowGroups;
+  static constexpr int kSums = kTokens / 2, kUnits = kTokens / 16;  // of a thread
   // Registers are dealt out by warpgroup: one for the warp that copies.
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : 104, kProducerRegisters = kGroups == 2 ? 56 : 64;
@@ -38,8 +46,10 @@ struct Shape {
   static constexpr int kCodesAt = kXBytes, kScalesAt = kCodesAt + kCodeBytes;
   static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
-  static constexpr int kWarpSumsAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
-  static constexpr int kPlanAt = kWarpSumsAt + kConsumers / 32 * kWarpSumBytes;
+  static constexpr int kMeetingAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
+  static constexpr int kWarpSumsAt = (kMeetingAt + 8 * kGroups + 15) / 16 * 16;
+  static constexpr int kInboxAt = kWarpSumsAt + kConsumers / 32 * kWarpSumBytes;
+  static constexpr int kPlanAt = kInboxAt + inbox_bytes(kUnits, kParts, kRowGroups, kMeeting);
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448);
 };
@@ -56,10 +66,15 @@ struct Ring {
   __device__ __forceinline__ uint32_t empty(int which) const {
     return pool + S::kPoolBytes + 8 * (S::kStages + which);
   }
-  __device__ __forceinline__ void next() {
-    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ __forceinline__ void next(int stages = 1) {
+    stage += stages;
+    if (stage >= S::kStages) stage -= S::kStages, parity ^= 1;
   }
 };
+
+template <typename S>
+using Segments = std::conditional_t<(S::kMeeting > 0), Part, Runs>;
 
 template <typename S>
 __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
@@ -85,28 +100,21 @@ __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* 
 template <typename S, bool kGrouped>
 __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
                                         const Work& work, Ring<S> ring) {
-  asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(x_map), "l"(code_map) : "memory");
-  Segments segments(work);
-  bool permuted = !S::kPermuted;
+  Segments<S> segments(work);
   for (Segment s; segments.next(s);) {
     const Place place = place_of<S, kGrouped>(p, work, s.tile);
-    if (!permuted) asm volatile("griddepcontrol.wait;" ::: "memory");  // for permute_x
-    permuted = true;
     for (int step = s.begin; step < s.end; ++step, ring.next()) {
       barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
       if (elect_one()) copy_stage<S>(p, x_map, code_map, ring.data(), ring.full(), place, step);
     }
   }
-  if (!permuted) asm volatile("griddepcontrol.wait;" ::: "memory");  // the grid is not done before permute_x is
 }
 
 template <typename S>
 struct Consumer : Ring<S> {
-  using Half = std::conditional_t<S::kPermuted, PermutedHalf<S>, PlainHalf<S>>;
+  using Encoded = std::conditional_t<S::kPermuted, PermutedStage<S>, PlainStage<S>>;
 
   using Ring<S>::Ring;
-  __device__ __forceinline__ void wait() const { barrier_wait(this->full(), this->parity); }
-  __device__ __forceinline__ Half load(int half) const { return Half(this->data(), half); }
   __device__ __forceinline__ void release(int which) const { barrier_arrive(this->empty(which)); }
   // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
   __device__ __forceinline__ uint64_t x(int half) const {
@@ -136,21 +144,22 @@ template <typename T, typename S>
 __device__ __forceinline__ void consume(Consumer<S>& in, int steps, float (&sum)[S::kSums]) {
   uint32_t a0[16], a1[16];
   int last = 0;
-  in.wait();
-  auto encoded = in.load(0);
+  in.wait_full();
+  typename Consumer<S>::Encoded encoded;
+  encoded.load_first(in.data());
   for (int step = 0; step < steps; ++step) {
-    encoded.template decode<T>(a0);
+    encoded.template decode_first<T>(a0);
     start_products<T, S>(a0, in.x(0), sum);
-    encoded = in.load(1);
+    encoded.load_second(in.data());
     wait_products<1>();
     if (step > 0) in.release(last);
-    encoded.template decode<T>(a1);
+    encoded.template decode_second<T>(a1);
     start_products<T, S>(a1, in.x(1), sum);
     last = in.stage;
-    in.next();
+    in.next(S::kParts);
     if (step + 1 < steps) {
-      in.wait();
-      encoded = in.load(0);
+      in.wait_full();
+      encoded.load_first(in.data());
     }
     wait_products<1>();
   }
@@ -162,7 +171,7 @@ template <typename T, typename S, bool kGrouped>
 __device__ __forceinline__ void multiply(const Problem& p, const Work& work, uint32_t pool, float* shared) {
   Consumer<S> in(pool);
   if (threadIdx.x % 128 == 0 && work.cut_tiles > 0) not_ready<S>(work);
-  Segments segments(work);
+  Runs segments(work);
   for (Segment s; segments.next(s);) {
     float sum[S::kSums];
 #pragma unroll
@@ -177,8 +186,29 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, uin
 #pragma unroll S::kSumsAtOnce
       for (int behind = 1; behind <= others; ++behind) add_sums<S>(work, segments.other(s, behind), sum);
     }
-    write_tile<T, S>(p, place_of<S, kGrouped>(p, work, s.tile), sum, shared);
+    write_tile<T, S>(p, place_of<S, kGrouped>(p, work, s.tile), sum, shared, [](int) { return true; });
   }
+}
+
+// Likewise of the one tile that a cluster has.
+template <typename T, typename S>
+__device__ __forceinline__ void multiply_and_meet(const Problem& p, const Work& work, uint32_t pool, float* shared,
+                                                  int warp) {
+  Consumer<S> in(pool);
+  const Meeting<S> meeting(pool, work);
+  const int part = warp / (4 * S::kRowGroups);
+  Segment s;
+  Part(work).next(s);
+  in.next(part);
+  float sum[S::kSums];
+#pragma unroll
+  for (int i = 0; i < S::kSums; ++i) sum[i] = 0;
+  const int steps = (s.end - s.begin - part + S::kParts - 1) / S::kParts;
+  if (steps > 0) consume<T, S>(in, steps, sum);
+  cluster_wait();  // the others' barriers are there
+  meeting.send(sum);
+  meeting.receive(sum);
+  write_tile<T, S>(p, place_of<S, false>(p, work, s.tile), sum, shared, [&](int unit) { return meeting.owns(unit); });
 }
 
 template <typename T, typename S, bool kGrouped>
@@ -191,28 +221,41 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const Ring<S> ring(pool);
   Work* planned = reinterpret_cast<Work*>(shared + (pool - address_of(shared)) + S::kPlanAt);
   const Work& work = kGrouped ? *planned : launched;
-  if (kGrouped && threadIdx.x / 32 == 1) plan_groups(p, launched, S::kTokens, planned);
+  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), helper = warp - S::kConsumers / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(pool + S::kPoolBytes + 8 * i, 1);
-      barrier_init(ring.empty(i), S::kConsumers);
+      barrier_init(ring.empty(i), S::kConsumers / S::kParts);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if constexpr (S::kMeeting > 0) Meeting<S>(pool, work).prepare();
+    show_barriers_to_copies();
   }
+  if (helper == 0) {
+    asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(&x_map), "l"(&code_map) : "memory");
+  }
+  wait_for_previous_kernel();
+  let_next_kernel_begin();
+  if (kGrouped && warp == 1) plan_groups(p, launched, S::kTokens, planned);
   __syncthreads();
-  if (threadIdx.x >= S::kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kProducerRegisters));
-    if (__shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) == S::kConsumers / 32) {
+  if constexpr (S::kMeeting > 0) cluster_arrive();
+  if (helper >= 0) {
+    leave_registers<S::kProducerRegisters>();
+    if (helper == 0) {
       produce<S, kGrouped>(p, &x_map, &code_map, work, ring);
     } else if (kGrouped) {
       for (int row = TokenTiles(p, S::kTokens).end() + blockIdx.x; row < p.rows; row += gridDim.x) {
         zero_row(p, row, threadIdx.x - S::kConsumers - 32, S::kThreads - S::kConsumers - 32);
       }
     }
+    if constexpr (S::kMeeting > 0) cluster_wait();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kConsumerRegisters));
-    multiply<T, S, kGrouped>(p, work, pool,
-                             reinterpret_cast<float*>(shared + (pool - address_of(shared)) + S::kWarpSumsAt));
+    take_registers<S::kConsumerRegisters>();
+    float* sums = reinterpret_cast<float*>(shared + (pool - address_of(shared)) + S::kWarpSumsAt);
+    if constexpr (S::kMeeting > 0) {
+      multiply_and_meet<T, S>(p, work, pool, sums, warp);
+    } else {
+      multiply<T, S, kGrouped>(p, work, pool, sums);
+    }
   }
 #endif
 }

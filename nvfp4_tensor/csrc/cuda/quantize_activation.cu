@@ -12,11 +12,10 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kActivationThreads = 512;
-constexpr int kHeld = 4;           // blocks of 16 that a thread keeps in registers; of more it reads twice
-// Of those, beyond which a kernel for the amax and another one on all multiprocessors take no longer. H200, 14336 x 8192,
-// us more than the product alone at M = 8, 16, 32, 64: 2.8, 5.6, 6.9, 12.6, where a thread has 1, 2, 4 and 8; with two
-// kernels 5.8, 6.1, 5.7, 6.2.
-constexpr int kMostPerThread = 2;
+// Blocks of 16 that a thread holds at most. Beyond, a kernel for the amax and another one on all multiprocessors take no
+// longer. H200, 14336 x 8192, us more than the product alone at M = 8, 16, 32, 64: 2.8, 5.6, 6.9, 12.6, where a thread
+// had 1, 2, 4 and 8; with two kernels 5.8, 6.1, 5.7, 6.2.
+constexpr int kHeld = 2;
 
 __device__ __forceinline__ float cluster_max(float v, int blocks) {
   __shared__ float of_warp[kActivationThreads / 32], of_block;
@@ -69,9 +68,6 @@ __global__ void __launch_bounds__(kActivationThreads) quantize_activation(Matrix
   uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) most = max(most, finite_amax_bits(held[i]));
-  for (; at.inside(); at.step()) {
-    most = max(most, finite_amax_bits(Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock))));
-  }
   const float amax = cluster_max(Elements<T, kBlock>::magnitude_of(most), gridDim.x);
   const TensorScale tensor = TensorScale::of(amax, spec.scale_ceiling);
   if (first == 0) *factor = per_tensor_scale(amax, spec.scale_ceiling);
@@ -81,13 +77,6 @@ __global__ void __launch_bounds__(kActivationThreads) quantize_activation(Matrix
   for (int i = 0; i < kHeld; ++i) {
     const uint32_t own = first + i * step;
     if (own < blocks) write_block(out + static_cast<int64_t>(own) * kBlock, held[i], tensor, spec.scale_rounding);
-  }
-  if (first + kHeld * step < blocks) {
-    Walk more(x.rows, x.blocks(), first + kHeld * step, step);
-    for (uint32_t own = first + kHeld * step; own < blocks; own += step, more.step()) {
-      const auto block = Elements<T, kBlock>::load(element_at<T>(x, more.row, more.column * kBlock));
-      write_block(out + static_cast<int64_t>(own) * kBlock, block, tensor, spec.scale_rounding);
-    }
   }
   if (gridDim.x > 1) cluster_wait_all();
 }
@@ -102,7 +91,7 @@ bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec) {
     return major >= 9;
   }();
   const int64_t blocks = x.rows * x.blocks();
-  return has_clusters && blocks > 0 && blocks <= kMostBlocksInCluster * kActivationThreads * kMostPerThread &&
+  return has_clusters && blocks > 0 && blocks <= kMostBlocksInCluster * kActivationThreads * kHeld &&
          x.whole_blocks() && spec.round_mode == RoundingMode::kNearestEven && spec.hadamard_sign < 0 &&
          spec.four_over_six == FourOverSix::kNone && spec.block_rows == 1;
 }

@@ -76,7 +76,8 @@ struct Rows {
   }
 };
 
-// Contiguous, on the device of `like`; straight to the allocator, without the dispatcher (1 us a tensor).
+// Contiguous, on the device of `like`. On CUDA this is the dispatcher still: 0.8 us, and 0.2 to free it. Results in one
+// allocation would take 5 of the 16 us of six results, but those of a functional op may not share a storage.
 inline Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Tensor& like) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
