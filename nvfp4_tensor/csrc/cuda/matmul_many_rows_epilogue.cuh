@@ -15,8 +15,11 @@ namespace nvfp4 {
 namespace many_rows {
 
 constexpr int kSumPitch = 20;  // floats between tokens: no bank conflicts either way
-constexpr int kWarpSumBytes = 8 * kSumPitch * 4;  // 8 tokens by 16 rows; four warps' hold 16 tokens of y by 64
-static_assert(4 * kWarpSumBytes >= 16 * 64 * 2);
+constexpr int kWarpSumBytes = 8 * kSumPitch * 4;  // 8 tokens by 16 rows
+constexpr int kUnitOfY = 16 * 64 * 2;             // 16 tokens by 64 rows
+// A warpgroup's shared memory: where its codes were in the last stage, which it holds back until it has written.
+constexpr int kDesk = 64 * 64;
+static_assert(kDesk >= 4 * kWarpSumBytes && kDesk >= 2 * kUnitOfY);
 
 __device__ __forceinline__ void warpgroup_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
@@ -132,9 +135,9 @@ __device__ __forceinline__ void write_any(const Problem& p, int first, int exper
 }
 
 // 8 tokens of a warp through shared memory: four rows of w of one token, one after another.
-__device__ __forceinline__ float4 turn(const float* sum, float* shared, float factor) {
+__device__ __forceinline__ float4 turn(const float* sum, uint8_t* desk, float factor) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float* sums = shared + threadIdx.x / 32 * (kWarpSumBytes / 4);
+  float* sums = reinterpret_cast<float*>(desk + threadIdx.x / 32 % 4 * kWarpSumBytes);
 #pragma unroll
   for (int j = 0; j < 4; ++j) sums[(2 * t + j % 2) * kSumPitch + first_row(lane) + j / 2 * 2] = sum[j] * factor;
   __syncwarp();
@@ -151,40 +154,48 @@ __device__ __forceinline__ bool is_plain(const Problem& p) {
 }
 
 // 16 tokens of a warpgroup at a time meet in shared memory, in units of 16 bytes swizzled against bank conflicts, so
-// that whole lines of 128 bytes are written. (In sectors of 32 bytes, a warp each: 4.1 us for 256 tokens.)
+// that whole lines of 128 bytes are written. (In sectors of 32 bytes, a warp each: 4.1 us for 256 tokens.) One place is
+// filled while the other is read, and the next tokens are finished meanwhile: one barrier for 16 tokens.
 template <typename T, typename S, typename Owns>
 __device__ __forceinline__ void write_plain(const Problem& p, const Place& at, const float (&sum)[S::kSums],
-                                            float* shared, Owns owns) {
+                                            uint8_t* desk, Owns owns) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int group_row = at.row - at.expert * p.N + row_warp<S>() / 4 * 64;
   const TwoRows rows(p, at.expert, group_row + warp % 4 * 16 + first_row(lane));
-  uint8_t* mine = reinterpret_cast<uint8_t*>(shared) + warp / 4 * (4 * kWarpSumBytes);
   const int token = threadIdx.x % 128 / 8, unit = threadIdx.x % 8, n = group_row + unit * 8;
-  const uint4* from = reinterpret_cast<const uint4*>(mine + token * 128 + (unit ^ token % 8) * 16);
-  uint8_t* to = mine + g * 128 + ((warp % 4 * 2 + t / 2) ^ g) * 16 + t % 2 * 8;
+  const uint8_t* from = desk + token * 128 + (unit ^ token % 8) * 16;
+  uint8_t* to = desk + g * 128 + ((warp % 4 * 2 + t / 2) ^ g) * 16 + t % 2 * 8;
   int m = at.token + token;
   T* y = static_cast<T*>(p.y) + (static_cast<int64_t>(at.expert) * p.M + m) * p.N + n;
+  int place = 0;
+  uint2 low = finish_eight<T>(p, rows, sum), high = finish_eight<T>(p, rows, sum + 4);
 #pragma unroll
-  for (int i = 0; i < S::kSums / 8; ++i, m += 16, y += 16 * static_cast<int64_t>(p.N)) {
+  for (int i = 0; i < S::kUnits; ++i, m += 16, y += 16 * static_cast<int64_t>(p.N)) {
     if (at.token + 16 * i >= at.end) break;
-    if (!owns(i)) continue;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      *reinterpret_cast<uint2*>(to + h * 1024) = finish_eight<T>(p, rows, sum + 8 * i + 4 * h);
+    const bool is_own = owns(i);
+    if (is_own) {
+      *reinterpret_cast<uint2*>(to + place) = low;
+      *reinterpret_cast<uint2*>(to + place + 1024) = high;
     }
+    if (i + 1 < S::kUnits) {
+      low = finish_eight<T>(p, rows, sum + 8 * i + 8);
+      high = finish_eight<T>(p, rows, sum + 8 * i + 12);
+    }
+    if (!is_own) continue;
     warpgroup_sync();
-    const uint4 eight = *from;
-    warpgroup_sync();
+    const uint4 eight = *reinterpret_cast<const uint4*>(from + place);
     if (n >= 0 && n < p.N && m < at.end) *reinterpret_cast<uint4*>(y) = eight;
+    place ^= kUnitOfY;
   }
 }
 
 // The units of 16 tokens that this warpgroup owns.
 template <typename T, typename S, typename Owns>
-__device__ __forceinline__ void write_tile(const Problem& p, const Place& at, float (&sum)[S::kSums], float* shared,
+__device__ __forceinline__ void write_tile(const Problem& p, const Place& at, float (&sum)[S::kSums], uint8_t* desk,
                                            Owns owns) {
+  warpgroup_sync();  // none of its warps needs its codes any more
   if (is_plain<T>(p)) {
-    write_plain<T, S>(p, at, sum, shared, owns);
+    write_plain<T, S>(p, at, sum, desk, owns);
     return;
   }
   const int lane = threadIdx.x % 32, n = at.row - at.expert * p.N + row_warp<S>() * 16 + lane % 4 * 4;
@@ -194,7 +205,7 @@ __device__ __forceinline__ void write_tile(const Problem& p, const Place& at, fl
     if (owns(unit)) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float4 four = turn(sum + 4 * i, shared, 1.0f / Decoder<T>::kUnit);
+        const float4 four = turn(sum + 4 * i, desk, 1.0f / Decoder<T>::kUnit);
         if (m + 8 * i < at.end) write_any(p, n, at.expert, m + 8 * i, four);
       }
     }

@@ -47,8 +47,7 @@ struct Shape {
   static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
   static constexpr int kMeetingAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
-  static constexpr int kWarpSumsAt = (kMeetingAt + 8 * kGroups + 15) / 16 * 16;
-  static constexpr int kInboxAt = kWarpSumsAt + kConsumers / 32 * kWarpSumBytes;
+  static constexpr int kInboxAt = (kMeetingAt + 8 * kGroups + 15) / 16 * 16;
   static constexpr int kPlanAt = kInboxAt + inbox_bytes(kUnits, kParts, kRowGroups, kMeeting);
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448);
@@ -116,6 +115,10 @@ struct Consumer : Ring<S> {
 
   using Ring<S>::Ring;
   __device__ __forceinline__ void release(int which) const { barrier_arrive(this->empty(which)); }
+  // Where this warpgroup's codes are in a stage; shared: this->pool as a pointer.
+  __device__ __forceinline__ uint8_t* desk(uint8_t* shared, int which) const {
+    return shared + which * S::kStageBytes + S::kCodesAt + threadIdx.x / 128 % S::kRowGroups * kDesk;
+  }
   // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
   __device__ __forceinline__ uint64_t x(int half) const {
     return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((this->data() + half * (S::kXBytes / 2)) >> 4);
@@ -139,9 +142,10 @@ __device__ __forceinline__ void wait_products() {
 }
 
 // While the products of one half stage run, the next one is decoded: waiting for all but one leaves the other's
-// registers free and the tensor cores at work (2059 cycles a stage of 256 tokens; 2048 are the least).
+// registers free and the tensor cores at work (2059 cycles a stage of 256 tokens; 2048 are the least). Returns the last
+// stage, which is still to be released.
 template <typename T, typename S>
-__device__ __forceinline__ void consume(Consumer<S>& in, int steps, float (&sum)[S::kSums]) {
+__device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[S::kSums]) {
   uint32_t a0[16], a1[16];
   int last = 0;
   in.wait_full();
@@ -164,11 +168,11 @@ __device__ __forceinline__ void consume(Consumer<S>& in, int steps, float (&sum)
     wait_products<1>();
   }
   wait_products<0>();
-  in.release(last);
+  return last;
 }
 
 template <typename T, typename S, bool kGrouped>
-__device__ __forceinline__ void multiply(const Problem& p, const Work& work, uint32_t pool, float* shared) {
+__device__ __forceinline__ void multiply(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
   Consumer<S> in(pool);
   if (threadIdx.x % 128 == 0 && work.cut_tiles > 0) not_ready<S>(work);
   Runs segments(work);
@@ -176,8 +180,9 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, uin
     float sum[S::kSums];
 #pragma unroll
     for (int i = 0; i < S::kSums; ++i) sum[i] = 0;
-    consume<T, S>(in, s.end - s.begin, sum);
+    const int last = consume<T, S>(in, s.end - s.begin, sum);
     if (s.begin > 0) {
+      in.release(last);
       leave_sums<S>(work, sum);
       continue;
     }
@@ -186,13 +191,15 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, uin
 #pragma unroll S::kSumsAtOnce
       for (int behind = 1; behind <= others; ++behind) add_sums<S>(work, segments.other(s, behind), sum);
     }
-    write_tile<T, S>(p, place_of<S, kGrouped>(p, work, s.tile), sum, shared, [](int) { return true; });
+    write_tile<T, S>(p, place_of<S, kGrouped>(p, work, s.tile), sum, in.desk(shared, last), [](int) { return true; });
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what was written there, before the next copy
+    in.release(last);
   }
 }
 
 // Likewise of the one tile that a cluster has.
 template <typename T, typename S>
-__device__ __forceinline__ void multiply_and_meet(const Problem& p, const Work& work, uint32_t pool, float* shared,
+__device__ __forceinline__ void multiply_and_meet(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared,
                                                   int warp) {
   Consumer<S> in(pool);
   const Meeting<S> meeting(pool, work);
@@ -204,11 +211,12 @@ __device__ __forceinline__ void multiply_and_meet(const Problem& p, const Work& 
 #pragma unroll
   for (int i = 0; i < S::kSums; ++i) sum[i] = 0;
   const int steps = (s.end - s.begin - part + S::kParts - 1) / S::kParts;
-  if (steps > 0) consume<T, S>(in, steps, sum);
+  const int last = steps > 0 ? consume<T, S>(in, steps, sum) : part;
   cluster_wait();  // the others' barriers are there
   meeting.send(sum);
   meeting.receive(sum);
-  write_tile<T, S>(p, place_of<S, false>(p, work, s.tile), sum, shared, [&](int unit) { return meeting.owns(unit); });
+  write_tile<T, S>(p, place_of<S, false>(p, work, s.tile), sum, in.desk(shared, last),
+                   [&](int unit) { return meeting.owns(unit); });
 }
 
 template <typename T, typename S, bool kGrouped>
@@ -250,11 +258,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if constexpr (S::kMeeting > 0) cluster_wait();
   } else {
     take_registers<S::kConsumerRegisters>();
-    float* sums = reinterpret_cast<float*>(shared + (pool - address_of(shared)) + S::kWarpSumsAt);
     if constexpr (S::kMeeting > 0) {
-      multiply_and_meet<T, S>(p, work, pool, sums, warp);
+      multiply_and_meet<T, S>(p, work, pool, shared + (pool - address_of(shared)), warp);
     } else {
-      multiply<T, S, kGrouped>(p, work, pool, sums);
+      multiply<T, S, kGrouped>(p, work, pool, shared + (pool - address_of(shared)));
     }
   }
 #endif
