@@ -127,21 +127,23 @@ def test_tiles_of_clusters_of_experts(shape):
     check(x, codes, scale, torch.rand(shape[0], device="cuda"), repeats=20)
 
 
-@pytest.mark.parametrize("rows", [24, 64, 200, 600])
-def test_products_in_a_chain(rows):
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("rows", [4, 24, 64, 200, 600])
+def test_products_in_a_chain(rows, quantized):
     """Kernels that begin before the one before them is done: each product of a chain in a graph is what it is alone."""
     shapes = [(1024, 4096), (4096, 1024), (4096, 4096), (14336, 4096), (4096, 14336)]  # (N, K)
     weights = [random_weight(*shape, low=0x20, high=0x28) for shape in shapes]
-    x = torch.randn(rows, 4096, device="cuda").bfloat16()
+    x, per_tensor_scale, amax = torch.randn(rows, 4096, device="cuda").bfloat16(), factor(), factor(4.0)
 
     def chain(wait):
         results = [x]
         for codes, scale in weights:
-            results.append(
-                torch.ops.nvfp4.matmul(
-                    results[-1], None, codes, scale, factor(), None, codes.shape[-1] * 2, False, x.dtype
-                )
-            )
+            if quantized:
+                results.append(torch.ops.nvfp4.fake_quantize(results[-1], amax, None, 0, x.dtype)[0])
+                wait()
+            columns = codes.shape[-1] * 2
+            arguments = (None, codes, scale, per_tensor_scale, None, columns, False, x.dtype)
+            results.append(torch.ops.nvfp4.matmul(results[-1], *arguments))
             wait()
         return results[1:]
 

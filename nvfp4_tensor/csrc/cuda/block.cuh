@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "launch.h"
 #include "numerics/block.h"
 #include "numerics/hadamard.h"
 #include "round.cuh"
@@ -130,14 +131,17 @@ void for_mode(const QuantizeSpec& spec, Function f) {
 // do not live long enough to pay for their table of enc. Measured on an H200, dequantize (which has no table) with 1,
 // 8, 16 and 64 waves: 79, 83, 87 and 86 % of the copy bandwidth; quantize_rows, stochastic, with 6 and 12: 81 and 80 %,
 // and with 64 a fifth less.
-template <auto kernel, int waves = 12, typename... Arguments>
+template <auto kernel, int waves = 12, Begins begins = Begins::kAfterPrevious, typename... Arguments>
 void launch_walk(int64_t units, cudaStream_t stream, Arguments... arguments) {
   static const int blocks_per_sm = [] {
     int count = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, 0);
     return count < 1 ? 1 : count;
   }();
-  kernel<<<grid_of(waves * blocks_per_sm, ceil_div(units, kThreads)), kThreads, 0, stream>>>(arguments...);
+  const dim3 grid(grid_of(waves * blocks_per_sm, ceil_div(units, kThreads)));
+  const bool after = begins == Begins::kAfterPrevious || this_machine().capability < 90;
+  const Launch launch(grid, 1, kThreads, 0, stream, after ? Begins::kAfterPrevious : begins);
+  cudaLaunchKernelEx(&launch.config, kernel, arguments...);
 }
 
 }  // namespace nvfp4

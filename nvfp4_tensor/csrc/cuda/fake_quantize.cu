@@ -4,6 +4,7 @@
 // store of a warp fills whole sectors: first the even lane's block, half by either lane, then the odd lane's.
 #include "block.cuh"
 #include "decode.cuh"
+#include "matmul_shared.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -25,6 +26,8 @@ __device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const Walk&
 template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) fake_quantize_rows(Matrix x, Quantization how,
                                                                                       bool scaled, T* out) {
+  wait_for_previous_kernel();
+  let_next_kernel_begin();
   Walk at(x.rows, x.blocks());
   auto block = load<T>(x, at);  // on its way while the table is made
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
@@ -65,8 +68,9 @@ void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const V
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
     for_mode(how.spec, [&](auto mode) {
-      launch_walk<fake_quantize_rows<T, mode.value>>(x.rows * x.blocks(), stream, x, how, out.scaled,
-                        static_cast<T*>(out.data));
+      // before a product of few rows, launching takes as long as the kernel does
+      launch_walk<fake_quantize_rows<T, mode.value>, 12, Begins::kBeforePreviousEnds>(
+          x.rows * x.blocks(), stream, x, how, out.scaled, static_cast<T*>(out.data));
     });
   });
 }
