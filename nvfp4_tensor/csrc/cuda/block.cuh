@@ -131,6 +131,9 @@ void for_mode(const QuantizeSpec& spec, Function f) {
 // do not live long enough to pay for their table of enc. Measured on an H200, dequantize (which has no table) with 1,
 // 8, 16 and 64 waves: 79, 83, 87 and 86 % of the copy bandwidth; quantize_rows, stochastic, with 6 and 12: 81 and 80 %,
 // and with 64 a fifth less.
+//
+// Where it may, it begins before the kernel before it ends; a large one does not, since its blocks would crowd the
+// multiprocessors that are free until then.
 template <auto kernel, int waves = 12, Begins begins = Begins::kAfterPrevious, typename... Arguments>
 void launch_walk(int64_t units, cudaStream_t stream, Arguments... arguments) {
   static const int blocks_per_sm = [] {
@@ -139,8 +142,9 @@ void launch_walk(int64_t units, cudaStream_t stream, Arguments... arguments) {
     return count < 1 ? 1 : count;
   }();
   const dim3 grid(grid_of(waves * blocks_per_sm, ceil_div(units, kThreads)));
-  const bool after = begins == Begins::kAfterPrevious || this_machine().capability < 90;
-  const Launch launch(grid, 1, kThreads, 0, stream, after ? Begins::kAfterPrevious : begins);
+  const bool early = begins == Begins::kBeforePreviousEnds && this_machine().capability >= 90 &&
+                     grid.x <= static_cast<unsigned>(this_machine().multiprocessors);
+  const Launch launch(grid, 1, kThreads, 0, stream, early ? begins : Begins::kAfterPrevious);
   cudaLaunchKernelEx(&launch.config, kernel, arguments...);
 }
 

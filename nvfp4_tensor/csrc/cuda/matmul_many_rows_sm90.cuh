@@ -242,7 +242,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(&x_map), "l"(&code_map) : "memory");
   }
   wait_for_previous_kernel();
-  let_next_kernel_begin();
+  // Only where what follows is small: a large kernel's blocks would crowd the multiprocessors that are free until then.
+  if constexpr (S::kMeeting > 0) let_next_kernel_begin();
   if (kGrouped && warp == 1) plan_groups(p, launched, S::kTokens, planned);
   __syncthreads();
   if constexpr (S::kMeeting > 0) cluster_arrive();
