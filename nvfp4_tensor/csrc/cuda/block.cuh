@@ -10,6 +10,7 @@
 namespace nvfp4 {
 
 constexpr int kThreads = 256;
+constexpr unsigned kFewBlocks = 128;  // that find room beside the kernels before and behind theirs
 
 // The units (blocks, say) of a matrix, row by row, in steps of the whole grid, without a division in the loop.
 struct Walk {
@@ -132,8 +133,8 @@ void for_mode(const QuantizeSpec& spec, Function f) {
 // 8, 16 and 64 waves: 79, 83, 87 and 86 % of the copy bandwidth; quantize_rows, stochastic, with 6 and 12: 81 and 80 %,
 // and with 64 a fifth less.
 //
-// Where it may, it begins before the kernel before it ends; a large one does not, since its blocks would crowd the
-// multiprocessors that are free until then.
+// With few blocks it begins before the kernel before it ends, where it may; many would crowd the multiprocessors that
+// are free until then.
 template <auto kernel, int waves = 12, Begins begins = Begins::kAfterPrevious, typename... Arguments>
 void launch_walk(int64_t units, cudaStream_t stream, Arguments... arguments) {
   static const int blocks_per_sm = [] {
@@ -142,8 +143,8 @@ void launch_walk(int64_t units, cudaStream_t stream, Arguments... arguments) {
     return count < 1 ? 1 : count;
   }();
   const dim3 grid(grid_of(waves * blocks_per_sm, ceil_div(units, kThreads)));
-  const bool early = begins == Begins::kBeforePreviousEnds && this_machine().capability >= 90 &&
-                     grid.x <= static_cast<unsigned>(this_machine().multiprocessors);
+  const bool early =
+      begins == Begins::kBeforePreviousEnds && grid.x <= kFewBlocks && this_machine().capability >= 90;
   const Launch launch(grid, 1, kThreads, 0, stream, early ? begins : Begins::kAfterPrevious);
   cudaLaunchKernelEx(&launch.config, kernel, arguments...);
 }

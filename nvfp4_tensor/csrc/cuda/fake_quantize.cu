@@ -27,7 +27,7 @@ template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) fake_quantize_rows(Matrix x, Quantization how,
                                                                                       bool scaled, T* out) {
   wait_for_previous_kernel();
-  let_next_kernel_begin();
+  if (gridDim.x <= kFewBlocks) let_next_kernel_begin();
   Walk at(x.rows, x.blocks());
   auto block = load<T>(x, at);  // on its way while the table is made
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
