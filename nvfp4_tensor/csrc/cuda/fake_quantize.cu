@@ -4,7 +4,7 @@
 // store of a warp fills whole sectors: first the even lane's block, half by either lane, then the odd lane's.
 #include "block.cuh"
 #include "decode.cuh"
-#include "matmul_shared.cuh"
+#include "shared.cuh"
 
 namespace nvfp4 {
 namespace {

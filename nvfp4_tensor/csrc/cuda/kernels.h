@@ -103,7 +103,4 @@ struct Quantized {
 
 void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream);
 
-// So many thread blocks a multiprocessor, but no more than there is work for, and at least one.
-unsigned grid_of(int64_t blocks_per_sm, int64_t most);
-
 }  // namespace nvfp4

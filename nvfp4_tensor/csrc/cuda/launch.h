@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <array>
 
-#include "matmul_problem.cuh"
+#include "machine.h"
 
 namespace nvfp4 {
 
@@ -40,8 +40,8 @@ struct Launch {
   Launch(const Launch&) = delete;  // config points into it
 };
 
-// Clusters of so many blocks that run at a time: fewer than multiprocessors / blocks where they do not divide a GPC. The
-// first call on a device lets the kernel have its shared memory.
+// Clusters of so many blocks that run at a time: fewer than multiprocessors / blocks where they do not divide a GPC.
+// The first call on a device lets the kernel have its shared memory.
 template <auto kKernel>
 int resident_clusters(int blocks, int threads, int shared_bytes) {
   struct Known {

@@ -8,23 +8,6 @@
 
 namespace nvfp4 {
 
-const Machine& this_machine() {
-  thread_local Machine machine;
-  thread_local int known = -1;
-  int device = 0;
-  cudaGetDevice(&device);
-  if (known != device) {
-    int major = 0, minor = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    cudaDeviceGetAttribute(&machine.multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    cudaDeviceGetAttribute(&machine.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    machine.capability = 10 * major + minor;
-    known = device;
-  }
-  return machine;
-}
-
 namespace {
 
 // Up to so many rows of x the few-rows kernel is faster than wgmma's.
@@ -215,8 +198,7 @@ __global__ void finish_kernel(const __grid_constant__ Problem p, const float* su
 
 void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream) {
   const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
-  const int64_t blocks = std::min<int64_t>((all + 255) / 256, this_machine().multiprocessors * 8);
-  finish_kernel<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(p, sums);
+  finish_kernel<<<grid_of(8, (all + 255) / 256), 256, 0, stream>>>(p, sums);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) { m.impl("matmul", TORCH_BOX(&matmul)); }

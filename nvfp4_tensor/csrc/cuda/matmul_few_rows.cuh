@@ -18,7 +18,7 @@
 #include "matmul_groups.cuh"
 #include "matmul_mma.cuh"
 #include "matmul_problem.cuh"
-#include "matmul_shared.cuh"
+#include "shared.cuh"
 
 namespace nvfp4 {
 namespace few_rows {

@@ -13,8 +13,8 @@ using UpTo8 = Shape<1, 2, 4, 4>;
 using UpTo8Short = Shape<1, 1, 4, 4>;  // rows of at most 16 slices of 256, and not many of them
 using UpTo16 = Shape<2, 1, 4, 3>;
 
-// Tiles of so many rounds of all multiprocessors. H200, K = 4096, M = 1, us of a product and a norm before it, short and
-// long slices: N = 4096 (2 rounds) 7.2 and 7.3, 6144 (3) 8.6 and 9.0, 28672 (14) 24.6 and 23.5.
+// Tiles of so many rounds of all multiprocessors. H200, K = 4096, M = 1, us of a product and a norm before it, short
+// and long slices: N = 4096 (2 rounds) 7.2 and 7.3, 6144 (3) 8.6 and 9.0, 28672 (14) 24.6 and 23.5.
 constexpr int kShortRounds = 6;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -70,10 +70,11 @@ bool fits_matmul_few_rows_sm90(const Problem& p) {
 
 void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream) {
   using namespace few_rows_sm90;
+  const int64_t rows = static_cast<int64_t>(p.experts) * p.N;
+  const int rows_a_round = few_rows_sm90::kTileRows * this_machine().multiprocessors;
   if (p.some_m > 8) {
     launch_shape<UpTo16>(p, stream);
-  } else if (p.Kp <= kWarps * UpTo8Short::kSlice &&
-             static_cast<int64_t>(p.experts) * p.N <= kShortRounds * few_rows_sm90::kTileRows * this_machine().multiprocessors) {
+  } else if (p.Kp <= kWarps * UpTo8Short::kSlice && rows <= kShortRounds * rows_a_round) {
     launch_shape<UpTo8Short>(p, stream);
   } else {
     launch_shape<UpTo8>(p, stream);

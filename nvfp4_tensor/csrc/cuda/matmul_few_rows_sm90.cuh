@@ -11,7 +11,7 @@
 // Four more warps add the sums of the others, in their order, and write y while they go on. Where a row has more than
 // 16 slices, blocks of a cluster split it, and their adding warps send what they have to those of the first block.
 //
-// A chain of such kernels overlaps: each is let begin while the one before still runs, prepares its barriers, and waits:
+// A chain of such kernels overlaps: each is let begin while the one before still runs, prepares its barriers and waits:
 // that kernel may be the one that writes w. x goes ahead of all copies of w, for what is asked for later waits behind
 // them. H200, 14336 x 8192, us at M = 1, 8 and 4096 x 4096 at M = 16: 24.7, 25.0, 12.0; with the first tile ahead of x
 // 24.5, 26.4, 12.7; with that one also brought to the L2 cache before the wait 25.8, 27.0, 12.8, with all that the ring
@@ -24,7 +24,7 @@
 #include "matmul_decode.cuh"
 #include "matmul_mma.cuh"
 #include "matmul_problem.cuh"
-#include "matmul_shared_sm90.cuh"
+#include "shared_sm90.cuh"
 
 namespace nvfp4 {
 namespace few_rows_sm90 {
@@ -263,9 +263,9 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
           barrier_wait(w.copied + 8 * its, parity);
           multiply_unit<T, S>(place, w.codes + its * kUnitCodes, w.scales + its * kUnitScales, b[unit], sum, [&] {
             if (unit + 1 < S::kUnits || next_tile >= w.end) return;
-            // By a barrier, and after what was loaded has been used: a load that still waits in its queue would see what
-            // a copy begun before it brings, and arriving does not wait for loads. (With the arrival right behind the
-            // last load no run was ever wrong by itself, but two of three at 14336 x 8192, M = 16, under memcheck.)
+            // By a barrier, and after what was loaded has been used: a load that still waits in its queue would see
+            // what a copy begun before it brings, and arriving does not wait for loads. (With the arrival right behind
+            // the last load no run was ever wrong by itself, but two of three at 14336 x 8192, M = 16, under memcheck.)
             barrier_arrive(w.loaded);
             if (elect_one()) {
               barrier_wait(w.loaded, loaded_parity);

@@ -9,7 +9,7 @@
 
 #include "matmul_many_rows_decode.cuh"
 #include "matmul_many_rows_schedule.cuh"
-#include "matmul_shared.cuh"
+#include "shared.cuh"
 
 namespace nvfp4 {
 namespace many_rows {

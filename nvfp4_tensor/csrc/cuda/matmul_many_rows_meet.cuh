@@ -1,12 +1,12 @@
-// Sums of one tile from all warpgroups that share it, of all blocks of a cluster: sent to shared memory, each unit of 16
-// tokens to the warpgroup that finishes it.
+// Sums of one tile from all warpgroups that share it, of all blocks of a cluster: sent to shared memory, each unit of
+// 16 tokens to the warpgroup that finishes it.
 //
-// What shares a tile is numbered, rank + cluster * part. Each has some units of 16 tokens and adds to its own sums those
-// of the others in their order, so the result is the same from run to run.
+// What shares a tile is numbered, rank + cluster * part. Each has some units of 16 tokens and adds to its own sums
+// those of the others in their order, so the result is the same from run to run.
 #pragma once
 
 #include "matmul_many_rows_schedule.cuh"
-#include "matmul_shared_sm90.cuh"
+#include "shared_sm90.cuh"
 
 namespace nvfp4 {
 namespace many_rows {
@@ -88,7 +88,7 @@ class Meeting {
     return number < S::kUnits ? (S::kUnits - number - 1) / sharers() + 1 : 0;
   }
   __device__ __forceinline__ uint32_t barrier(int group) const { return barriers_ + 8 * group; }
-  // Where this thread's sums of a unit are left by the sender that is the `other`-th but for the owner.
+  // Where a sender leaves this thread's sums of a unit; senders are counted without the owner.
   __device__ __forceinline__ uint32_t place(int group, int unit, int other) const {
     const int most_units = (S::kUnits + sharers() - 1) / sharers();
     const int at = (group * most_units + unit / sharers()) * others() + other;

@@ -30,10 +30,10 @@ constexpr int kMeetCycles = 1500;
 struct Plan {
   int rows, tokens;  // of a tile
   int row_tiles, token_tiles, steps, tiles;
-  int blocks, whole_tiles, cut_tiles;
-  int64_t cost;     // cycles
-  int cut_cost;     // stages
-  int cluster = 1;  // blocks that share a tile
+  int blocks, cluster = 1;             // of the grid; of them, those that have a tile together
+  int whole_tiles = 0, cut_tiles = 0;  // where blocks do not form clusters
+  int64_t cost;                        // cycles
+  int cut_cost = 0;                    // stages
 
   Plan(const Problem& p, int rows, int tokens) : rows(rows), tokens(tokens) {
     const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
@@ -46,34 +46,31 @@ struct Plan {
   static Plan of_clusters(const Problem& p, int rows, int tokens, int cluster, int resident, int stage_cycles) {
     Plan plan(p, rows, tokens);
     plan.cluster = cluster, plan.blocks = plan.tiles * cluster;
-    plan.whole_tiles = plan.cut_tiles = plan.cut_cost = 0;
-    plan.cost = static_cast<int64_t>(ceil_div(plan.tiles, resident)) *
-                (ceil_div(plan.steps, cluster) * stage_cycles + kMeetCycles);
+    const int64_t rounds = ceil_div(plan.tiles, resident);
+    plan.cost = rounds * (ceil_div(plan.steps, cluster) * stage_cycles + kMeetCycles);
     return plan;
   }
 
   // Tiles whole where that takes no longer than cutting them, for at most so many blocks at a time.
   static Plan of_blocks(const Problem& p, int rows, int tokens, int most_blocks, int stage_cycles) {
     Plan plan(p, rows, tokens);
-    plan.divide(p, most_blocks, stage_cycles);
-    return plan;
-  }
-
-  void divide(const Problem& p, int most_blocks, int stage_cycles) {
-    const int rounds = ceil_div(tiles, most_blocks);
-    const int64_t stages = static_cast<int64_t>(tiles) * steps;
+    const int tiles = plan.tiles, rounds = ceil_div(tiles, most_blocks);
+    const int64_t stages = static_cast<int64_t>(tiles) * plan.steps;
     int runs = static_cast<int>(std::min<int64_t>(most_blocks, std::max<int64_t>(stages / kFewestSteps, 1)));
     if (runs > tiles && runs % tiles * 8 < runs) runs -= runs % tiles;  // all tiles alike
-    const int64_t whole_cost = static_cast<int64_t>(rounds) * steps * stage_cycles;
+    const int64_t whole_cost = static_cast<int64_t>(rounds) * plan.steps * stage_cycles;
     const int wait_and_sums = kWaitCycles + (1 + ceil_div(runs, tiles)) * (rows * tokens / kSumsPerCycle);
     const int64_t cut_cost = stages * stage_cycles / runs + wait_and_sums;
     const bool whole = whole_cost <= cut_cost || stages * runs >= INT32_MAX;
-    blocks = whole ? ceil_div(tiles, rounds) : runs;
-    whole_tiles = whole ? tiles : std::max(tiles / runs - 1, 0) * runs;
-    cut_tiles = tiles - whole_tiles;
-    cost = whole ? whole_cost : cut_cost;
-    this->cut_cost = wait_and_sums / stage_cycles;
-    if (p.offs) blocks = std::min(most_blocks, tiles), cut_tiles = 1;  // the device counts tiles, and cuts some or none
+    plan.blocks = whole ? ceil_div(tiles, rounds) : runs;
+    plan.whole_tiles = whole ? tiles : std::max(tiles / runs - 1, 0) * runs;
+    plan.cut_tiles = tiles - plan.whole_tiles;
+    plan.cost = whole ? whole_cost : cut_cost;
+    plan.cut_cost = wait_and_sums / stage_cycles;
+    if (p.offs) {  // the device counts tiles, and cuts some or none
+      plan.blocks = std::min(most_blocks, tiles), plan.cut_tiles = 1;
+    }
+    return plan;
   }
 
   // In the scratch: flags, sums of cut tiles, x where it is not aligned.

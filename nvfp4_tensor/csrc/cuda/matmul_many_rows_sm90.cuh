@@ -20,8 +20,8 @@
 #include "matmul_many_rows_permute.cuh"
 #include "matmul_many_rows_schedule.cuh"
 #include "matmul_problem.cuh"
-#include "matmul_shared_sm90.cuh"
 #include "matmul_wgmma.cuh"
+#include "shared_sm90.cuh"
 
 namespace nvfp4 {
 namespace many_rows {

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "machine.h"
 
 namespace nvfp4 {
 
@@ -45,13 +46,6 @@ bool fits_matmul_many_rows(const Problem& p);                        // a Hopper
 int64_t matmul_many_rows_scratch(const Problem& p);                  // bytes that it needs
 void launch_matmul_many_rows(const Problem& p, void* scratch, cudaStream_t stream);
 void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream);  // alpha, bias, rounding
-
-struct Machine {
-  int capability;  // 10 * major + minor
-  int multiprocessors;
-  int shared_bytes;  // that a block may have
-};
-const Machine& this_machine();  // the current device
 
 #ifdef __CUDACC__
 

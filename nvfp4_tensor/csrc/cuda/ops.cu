@@ -1,7 +1,5 @@
 // The ops of ops.py on CUDA: arguments checked, outputs allocated, and the kernel that serves chosen.
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -10,19 +8,6 @@
 #include "tensors.h"
 
 namespace nvfp4 {
-
-unsigned grid_of(int64_t blocks_per_sm, int64_t most) {
-  static std::array<std::atomic<int>, 64> multiprocessors{};
-  int device = 0;
-  cudaGetDevice(&device);
-  std::atomic<int>& known = multiprocessors[device % multiprocessors.size()];
-  if (known == 0) {
-    int count = 0;
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    known = count;
-  }
-  return static_cast<unsigned>(std::max<int64_t>(std::min(known * blocks_per_sm, most), 1));
-}
 
 namespace {
 

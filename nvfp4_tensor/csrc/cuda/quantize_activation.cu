@@ -6,15 +6,15 @@
 #include "decode.cuh"
 #include "finite.cuh"
 #include "launch.h"
-#include "matmul_shared.cuh"
+#include "shared.cuh"
 
 namespace nvfp4 {
 namespace {
 
 constexpr int kActivationThreads = 512;
-// Blocks of 16 that a thread holds at most. Beyond, a kernel for the amax and another one on all multiprocessors take no
-// longer. H200, 14336 x 8192, us more than the product alone at M = 8, 16, 32, 64: 2.8, 5.6, 6.9, 12.6, where a thread
-// had 1, 2, 4 and 8; with two kernels 5.8, 6.1, 5.7, 6.2.
+// Blocks of 16 that a thread holds at most. Beyond, a kernel for the amax and another one on all multiprocessors take
+// no longer. H200, 14336 x 8192, us more than the product alone at M = 8, 16, 32, 64: 2.8, 5.6, 6.9, 12.6, where a
+// thread had 1, 2, 4 and 8; with two kernels 5.8, 6.1, 5.7, 6.2.
 constexpr int kHeld = 2;
 
 __device__ __forceinline__ float cluster_max(float v, int blocks) {
@@ -84,14 +84,8 @@ __global__ void __launch_bounds__(kActivationThreads) quantize_activation(Matrix
 }  // namespace
 
 bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec) {
-  static const bool has_clusters = [] {
-    int device = 0, major = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    return major >= 9;
-  }();
   const int64_t blocks = x.rows * x.blocks();
-  return has_clusters && blocks > 0 && blocks <= kMostBlocksInCluster * kActivationThreads * kHeld &&
+  return this_machine().capability >= 90 && blocks > 0 && blocks <= kMostBlocksInCluster * kActivationThreads * kHeld &&
          x.whole_blocks() && spec.round_mode == RoundingMode::kNearestEven && spec.hadamard_sign < 0 &&
          spec.four_over_six == FourOverSix::kNone && spec.block_rows == 1;
 }

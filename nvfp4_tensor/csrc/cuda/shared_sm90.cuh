@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "matmul_shared.cuh"
+#include "shared.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
