@@ -7,8 +7,9 @@ SmolLM2-135M with its own. Each block is compiled (fullgraph=True), and on CUDA 
 is one CUDA graph. Every linear is quantized, the head too; the embedding stays bf16 and is counted apart.
 
 Columns: tokens a second (of the batch together), times those of bf16, the share of the copy bandwidth that weights and
-cache are read at; seconds from a prompt to its first token, graphs not used; bytes of the linears' weights; and the
-most memory held at once in prefill and decode, everything included.
+cache are read at; seconds from a prompt to its first token, launched from Python and, on CUDA, as one graph, which
+leaves the host's speed out; bytes of the linears' weights; and the most memory held at once in prefill and decode,
+everything included.
 """
 
 from __future__ import annotations
@@ -102,8 +103,13 @@ class Row:
     peak_bytes: int | None
     decode: Timing
     prefill: Timing
+    prefill_graph: Timing | None
+    prefill_graph_times: float | None
 
-    HEAD = ("", "tokens/s", "x bf16", "of copy", "first token", "x bf16", "linears", "of bf16", "peak memory")
+    HEAD = (
+        *("", "tokens/s", "x bf16", "of copy", "first token", "x bf16", "in a graph", "x bf16"),
+        *("linears", "of bf16", "peak memory"),
+    )
 
     def cells(self) -> list[str]:
         return [
@@ -113,6 +119,8 @@ class Row:
             f"{self.share:.0%}",
             harness.seconds(self.first_token),
             f"{self.first_token_times:.2f}",
+            "" if self.prefill_graph is None else harness.seconds(self.prefill_graph.median),
+            "" if self.prefill_graph_times is None else f"{self.prefill_graph_times:.2f}",
             f"{self.linear_bytes / 1e9:.3f} GB",
             f"{self.linear_ratio:.3f}",
             "" if self.peak_bytes is None else f"{self.peak_bytes / 1e9:.2f} GB",
@@ -177,12 +185,16 @@ def race(contenders: dict[str, Contender], device: torch.device, repeats: int) -
             Variant(f"{recipe}, decode", generator.decode, contender.moved, in_graph=False),
             Variant(f"{recipe}, prefill", generator.prefill, in_graph=False),
         ]
+        if device.type == "cuda":
+            variants.append(Variant(f"{recipe}, prefill in a graph", generator.prefill))
     timings = harness.measure(variants, device, repeats=repeats)
     limit = timings[harness.COPY].bandwidth
     base, *_ = contenders
     rows = []
+    base_graph = timings.get(f"{base}, prefill in a graph")
     for recipe, contender in contenders.items():
         decode, prefill, generator = timings[f"{recipe}, decode"], timings[f"{recipe}, prefill"], contender.generator
+        graph = timings.get(f"{recipe}, prefill in a graph")
         rows.append(
             Row(
                 recipe=recipe,
@@ -197,6 +209,8 @@ def race(contenders: dict[str, Contender], device: torch.device, repeats: int) -
                 peak_bytes=contender.peak_bytes,
                 decode=decode,
                 prefill=prefill,
+                prefill_graph=graph,
+                prefill_graph_times=base_graph.median / graph.median if base_graph and graph else None,
             )
         )
     return rows, limit

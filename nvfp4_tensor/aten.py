@@ -274,9 +274,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input @ weight^T + bias as one product, rounded once (aten's own linear adds some biases after rounding)."""
     rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     if isinstance(weight, NVFP4Tensor) and _needs_only_the_product(input, weight, bias):
-        # Past two dispatches, the ops' Python autograd kernels and __torch_function__ on every attribute: of the host's
-        # time, 23 us become 10, and 31 become 18 with W4A4 (1 x 576 times 192 x 576 on a CPU).
-        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass():
+        # Past two dispatches and __torch_function__ on every attribute: of the host's time, 23 us become 10, and 31
+        # become 15 with W4A4 (1 x 576 times 192 x 576 on a CPU).
+        with torch._C.DisableTorchFunctionSubclass():
             y = linear_product(rows, weight, bias)
     else:
         y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())

