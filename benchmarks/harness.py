@@ -172,16 +172,6 @@ def host_time(run: Callable[[], object], device: torch.device, *, budget: float 
     return statistics.median(taken)
 
 
-def host_times(runs: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """:func:`host_time` of each as it is and, named so, in inference mode, which leaves autograd's share out."""
-    times = {}
-    for name, run in runs.items():
-        times[name] = host_time(run, device)
-        with torch.inference_mode():
-            times[f"{name}, inference mode"] = host_time(run, device)
-    return times
-
-
 # --- where it ran, and what is kept ----------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ import math
 import torch
 from torch import Tensor
 
+import nvfp4_tensor
 from benchmarks import harness, peers
 from benchmarks.harness import Timing, Variant, seconds
 from benchmarks.peers import Linear, Weight
@@ -130,7 +131,7 @@ def show(
 
 
 def host_times(report: harness.Report, device: torch.device, wanted: list[str]) -> dict[str, float]:
-    """Seconds of host time of an eager call, a small product of each way but W4A4, as it is and in inference mode."""
+    """Seconds of host time of an eager call: a small product of each way but W4A4, and torch's linear on the tensor."""
     layer = Layer.random(1024, 1024, device)
     xs = [torch.randn(m, 1024, device=device).bfloat16() for m in (1, 64)]
     products = ways(report, [layer], xs, wanted)
@@ -140,7 +141,9 @@ def host_times(report: harness.Report, device: torch.device, wanted: list[str]) 
         for x in xs
         if way != "w4a4"
     }
-    return harness.host_times(runs, device)
+    w = nvfp4_tensor.quantize(layer.dense)
+    runs |= {f"linear(x, NVFP4Tensor), M = {len(x)}": functools.partial(torch.nn.functional.linear, x, w) for x in xs}
+    return {name: harness.host_time(run, device) for name, run in runs.items()}
 
 
 def chain_length(rows: int, columns: int) -> int:

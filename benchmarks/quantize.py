@@ -250,7 +250,7 @@ def host_times(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     chosen["draw_rng_state"] = lambda: torch.ops.nvfp4.draw_rng_state(x)
     chosen["nvfp4_tensor.quantize(x)"] = lambda: nvfp4_tensor.quantize(x)
     chosen["nvfp4_tensor.quantize(x, stochastic)"] = lambda: nvfp4_tensor.quantize(x, STOCHASTIC)
-    return harness.host_times(chosen, device)
+    return {name: harness.host_time(run, device) for name, run in chosen.items()}
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
