@@ -5,7 +5,7 @@
 Two measures, one table each, for each number M of rows of x:
 
     single   one product, started cold: the weight is not in the cache, and the time between the two events that
-             enclose it includes starting it. What the project's targets are judged by.
+             enclose it includes starting it.
     chain    R products with R weights, one after another in a CUDA graph, the time divided by R: a step of a decoder.
              R is as many as exceed the L2 cache several times, so that no weight is still there from the last round.
 

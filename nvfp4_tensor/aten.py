@@ -20,6 +20,7 @@ implements = NVFP4Tensor.implements
 
 
 def unsupported(func, why: str = "") -> TypeError:
+    """The error for an operator that has no meaning on the format, or not on these arguments."""
     return TypeError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; dequantize() first")
 
 
@@ -182,7 +183,7 @@ def _fill_(func, types, args, kwargs):
 # --- new tensors -----------------------------------------------------------------------------------------------------
 
 
-def _new(func, like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
+def _new(like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
     """A tensor of that shape, NVFP4 by the spec of ``like`` unless another kind of dtype is asked for."""
     dtype = kwargs.get("dtype") or like.dtype
     device = kwargs.get("device") or like.device
@@ -202,7 +203,7 @@ def _new(func, like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
 @implements([aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default])
 def _new_of_shape(func, types, args, kwargs):
     fill = args[2] if func is aten.new_full.default else 1 if func is aten.new_ones.default else 0
-    return _new(func, args[0], args[1], kwargs, fill)
+    return _new(args[0], args[1], kwargs, fill)
 
 
 @implements([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default])
@@ -210,7 +211,7 @@ def _like(func, types, args, kwargs):
     fill = args[1] if func is aten.full_like.default else 1 if func is aten.ones_like.default else 0
     t = args[0]
     shape = (*t.qdata.shape[:-1], t.columns)
-    new = _new(func, t, shape, kwargs, fill)
+    new = _new(t, shape, kwargs, fill)
     return new.mT if t.transposed else new
 
 

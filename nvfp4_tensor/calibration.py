@@ -30,6 +30,7 @@ def calibrate(
     """Quantize a model in place to W4A4 with static activation scales, observed over ``batches``.
 
     Args:
+        model: its linears are replaced in place.
         batches: what the model is called with: a tensor, a tuple of arguments or a mapping of keyword arguments each.
         config: an NVFP4Config (its ``percentile`` chooses between the largest magnitude and a percentile).
         filter_fn: which modules, as quantize_ takes it.

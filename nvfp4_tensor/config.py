@@ -55,7 +55,8 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         step: None, or torchao's two steps towards static activation scales: "prepare" observes what each linear is
             fed, "convert" quantizes with the amax observed (linears not prepared are left alone). See also
             :func:`calibrate`.
-        product_backend: what multiplies: AUTO, SCALED_MM or FBGEMM, or their names in lower case.
+        product_backend: what multiplies: AUTO, SCALED_MM or FBGEMM, or their names in lower case. Experts' products
+            always go to torch's scaled_grouped_mm, where that runs.
         percentile: for "convert": the percentile of the magnitudes observed that becomes the amax, 99.9 for
             instance; None for the largest.
     """

@@ -28,6 +28,9 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 DEFAULT_HADAMARD_SIGN = 0xD7E8
 """Element i of a block of 16 is negated before the Hadamard transform where bit i is set (NVIDIA's choice)."""
 
+FP4_CAPABILITY = (10, 0)
+"""The first compute capability whose tensor cores take FP4 through torch's scaled_mm."""
+
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -51,7 +54,7 @@ class RoundingMode(Choice):
     ZERO = 2
     """To nearest, ties toward zero."""
     STOCHASTIC = 3
-    """Up with the probability that makes the expectation the value itself."""
+    """Up with the probability that makes the expectation the value itself (to the random bits' resolution)."""
 
     @classmethod
     def of(cls, mode: RoundingMode | str) -> RoundingMode:
@@ -81,7 +84,7 @@ class ScaleRounding(Choice):
     NEAREST = 0
     """NVIDIA's rule. About half the blocks of a Gaussian tensor clip their largest element."""
     UP = 1
-    """The next e4m3 above: nothing clips, so stochastic rounding is unbiased everywhere."""
+    """The next e4m3 above: nothing clips, so stochastic rounding is unbiased everywhere (to 1/65536 of a step)."""
 
 
 class FourOverSix(Choice):
@@ -113,6 +116,7 @@ class ProductBackend(Choice):
 
 
 def ceil_to(n: int, multiple: int) -> int:
+    """n rounded up to a multiple."""
     return (n + multiple - 1) // multiple * multiple
 
 

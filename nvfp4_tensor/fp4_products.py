@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from nvfp4_tensor import fbgemm, format
-from nvfp4_tensor.format import BLOCK, TILE_COLUMNS, TILE_ROWS, ProductBackend, ceil_to
+from nvfp4_tensor.format import BLOCK, FP4_CAPABILITY, TILE_COLUMNS, TILE_ROWS, ProductBackend, ceil_to
 from nvfp4_tensor.tensor import NVFP4Tensor
 
 FP4 = torch.float4_e2m1fn_x2
@@ -37,7 +37,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def has_fp4_tensor_cores(device: torch.device) -> bool:
     """Whether scaled_mm takes FP4 there."""
-    return capability(device) >= (10, 0)
+    return capability(device) >= FP4_CAPABILITY
 
 
 def has_grouped_fp4(device: torch.device) -> bool:

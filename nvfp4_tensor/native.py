@@ -19,9 +19,7 @@ from pathlib import Path
 import torch
 
 from nvfp4_tensor import fbgemm
-
-_FP4_CAPABILITIES = (10, 12)
-"""Major compute capabilities whose tensor cores take FP4 through torch's scaled_mm."""
+from nvfp4_tensor.format import FP4_CAPABILITY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +32,7 @@ class Library:
 
     @property
     def loaded(self) -> bool:
+        """Whether native code serves the device."""
         return not self.reason
 
     def __str__(self) -> str:
@@ -152,7 +151,7 @@ def info() -> Info:
         cuda=str(_libraries["cuda"]),
         cpu_instruction_set=instruction_set(),
         cuda_archs=record.get("cuda_archs", []),
-        fp4_scaled_mm=any(torch.cuda.get_device_capability(i)[0] in _FP4_CAPABILITIES for i in _cuda_devices()),
+        fp4_scaled_mm=any(torch.cuda.get_device_capability(i) >= FP4_CAPABILITY for i in _cuda_devices()),
         fbgemm=str(fbgemm.product()),
     )
 

@@ -5,8 +5,9 @@ them are functional and take their randomness as a tensor, so that torch.compile
 checkpointing and export need nothing special. ``spec`` is :meth:`QuantizeSpec.pack`'s integer.
 
 None has a gradient: they stand below autograd, where NVFP4Tensor's aten operators call them (torch's own formulas
-differentiate those) and :func:`tensor.fake_quantize`, which passes its gradient through. A kernel for autograd can only
-be registered from Python, and a graph would pay for it at each call: 5 us of a CPU, under no_grad too.
+differentiate those) and :func:`tensor.fake_quantize`, which passes its gradient through. Called on a tensor that needs
+one, backward warns and leaves none. With torch's stable ABI a kernel for autograd can only be registered from Python,
+and a graph would pay for it at each call: 5 us of a CPU, under no_grad too.
 
 Where a tensor is part of a larger one, ``row0`` and ``col0`` say where its first element lies in it and ``full_width``
 (and ``full_rows``) how large it is, 0 meaning its own size: only the random bits depend on them.

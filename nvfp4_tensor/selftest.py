@@ -115,6 +115,7 @@ def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
 
 
 def check_hadamard(device: str) -> Check:
+    """The transform alone, on all samples."""
     tally = [0, 0]
     for x in samples():
         _compare(tally, "hadamard", (x, DEFAULT_HADAMARD_SIGN), device)

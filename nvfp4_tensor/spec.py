@@ -62,6 +62,7 @@ class QuantizeSpec:
 
     @property
     def is_stochastic(self) -> bool:
+        """Whether it takes random bits."""
         return self.round_mode == RoundingMode.STOCHASTIC
 
     @property

@@ -6,9 +6,10 @@ see nothing but codes, so they judge the ops on every device, and planted faults
 
 How sure. z is the measured deviation in standard deviations, in a form whose tail has a proven bound: for counts the
 signed root of twice the log-likelihood ratio (Chernoff), for means Bernstein's t / sqrt(V + M t / 3), both with
-P(|z| > t) <= 2 exp(-t^2 / 2) for independent draws. Neighbours' 16-bit windows share a byte, which moves the variance
-of a sum by under 2/256, so that |z| > 7 = Z_BOUND has a probability below 2 exp(-6.97^2 / 2) = 6e-11 each time: a
-thousand checks together raise a false alarm less than once in 1e7 runs.
+P(|z| > t) <= 2 exp(-t^2 / 2) for independent draws; for chi-square and convergence it is their normal approximation.
+Neighbours' 16-bit windows share a byte, which moves the variance of a sum by under 2/256, so that |z| > 7 = Z_BOUND
+has a probability below 2 exp(-6.97^2 / 2) = 6e-11 each time: a thousand checks together raise a false alarm less than
+once in 1e7 runs.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ class Finding:
 
     @property
     def ok(self) -> bool:
+        """Whether chance alone may have done it."""
         return abs(self.z) <= Z_BOUND
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
+    """The finding that deviates most."""
     return max(findings, key=lambda finding: abs(finding.z))
 
 
@@ -181,6 +184,7 @@ class Probe:
 
 
 def rng_state(seed: int, offset: int, device: torch.device | str = "cpu") -> Tensor:
+    """(seed, offset) as the ops take it: int64 (2,)."""
     return torch.tensor([seed, offset], dtype=torch.int64, device=device)
 
 

@@ -134,6 +134,9 @@ class NVFP4Tensor(TorchAOBaseTensor):
         """The values as a dense tensor of ``dtype`` (``orig_dtype`` by default), rounded once.
 
         Of a Hadamard-transformed tensor, these are the transformed values.
+
+        Raises:
+            TypeError: dtype is not bfloat16, float16 or float32.
         """
         dtype = self.orig_dtype if dtype is None else dtype
         if dtype not in HIGH_PRECISION_DTYPES:
@@ -167,6 +170,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     @property
     def bits_per_element(self) -> float:
+        """:attr:`stored_bytes` in bits, over the elements without padding."""
         return 8 * self.stored_bytes / max(self.numel(), 1)
 
     def _replace(self, **changes) -> NVFP4Tensor:
@@ -258,8 +262,8 @@ def quantize(
     Args:
         x: (..., K), at least 1-D; bfloat16, float16 or float32.
         spec: how; the plain spec (to nearest even, 1x16) by default.
-        amax: the largest magnitude to allow for, float or float32 of one element; that of x by default. Larger
-            elements saturate.
+        amax: the largest magnitude to allow for, a float or a floating-point tensor of one element, whose value is
+            not looked at; that of x by default. Larger elements saturate.
         rng_state: int64 (seed, offset) on the device of x, the source of all random bits; drawn from ``generator``,
             or from torch's generator of the device, where a stochastic spec comes without one.
         origin, full_width: where x lies in the logical tensor it is a shard of: its first row (a multiple of
@@ -268,7 +272,7 @@ def quantize(
 
     Raises:
         TypeError: x is not a tensor of those dtypes.
-        ValueError: 0-d x, or an amax, rng_state, origin or full_width that does not fit.
+        ValueError: 0-d x; an amax, rng_state, origin or full_width that does not fit; rng_state and generator both.
     """
     spec = QuantizeSpec() if spec is None else spec
     amax, rng_state, place = _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
@@ -286,9 +290,12 @@ def quantize_experts(
     """Quantize experts (E, N, K), each with a per-tensor scale of its own.
 
     spec, rng_state, generator: as :func:`quantize` takes them; one rng_state serves all, whose bits differ by place.
+
+    Raises:
+        ValueError: x is not (E, N, K) with at least one expert, or as :func:`quantize` does.
     """
-    if x.dim() != 3:
-        raise ValueError(f"experts are a tensor (E, N, K), got {tuple(x.shape)}")
+    if x.dim() != 3 or len(x) == 0:
+        raise ValueError(f"experts are a tensor (E, N, K) of at least one, got {tuple(x.shape)}")
     spec = QuantizeSpec() if spec is None else spec
     rng_state = resolve_rng_state(x, spec, rng_state, generator)
     rows = ceil_to(x.shape[1], spec.block_rows)
@@ -311,6 +318,9 @@ def fake_quantize(
     """``quantize(x, ...).dequantize(dtype)`` in one pass, with a straight-through gradient to x.
 
     The result is (..., K); with a Hadamard transform in the spec it is the transformed tensor, K rounded up to 16.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize` does; TypeError too where dtype is none of the three that x may have.
     """
     spec = QuantizeSpec() if spec is None else spec
     amax, rng_state, place = _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
@@ -360,6 +370,7 @@ def _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):
 
 
 def resolve_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) -> Tensor:
+    """amax as the ops take it, float32 0-d on the device of x; that of x (transformed as the spec says) for None."""
     if amax is None:
         return torch.ops.nvfp4.amax(x.detach(), -1 if spec.hadamard_sign is None else spec.hadamard_sign)
     if isinstance(amax, Tensor):
@@ -372,6 +383,7 @@ def resolve_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) -> 
 
 
 def resolve_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
+    """The (seed, offset) given, or one drawn where the spec takes random bits; None where it takes none."""
     if rng_state is not None and generator is not None:
         raise ValueError("give rng_state or generator, not both")
     if rng_state is not None:

@@ -265,25 +265,38 @@ def test_info_tells_what_serves():
     assert "torch" in info.versions and f"native, {info.cpu_instruction_set}" in str(info)
 
 
-def test_switched_off_plain_torch_serves_the_same_bits():
+def run_with(**environment: str) -> list[str]:
+    """What a fresh interpreter prints: what serves, on which instructions, and a hash of what it quantizes."""
     code = (
-        "import torch, nvfp4_tensor; from nvfp4_tensor import native, ops\n"
+        "import hashlib, torch, nvfp4_tensor; from nvfp4_tensor import native, ops\n"
         "native.load()\n"
         "x = torch.randn(40, 100, generator=torch.Generator().manual_seed(3))\n"
         "q = torch.ops.nvfp4.quantize(x, torch.ops.nvfp4.amax(x), None, 0)\n"
-        "print(native.info().cpu); print(q[0].long().sum().item(), q[1].view(torch.uint8).long().sum().item())"
+        "print(native.info().cpu); print(native.info().cpu_instruction_set)\n"
+        "print(hashlib.sha256(b''.join(t.view(torch.uint8).numpy().tobytes() for t in q[:2])).hexdigest())"
     )
-    outputs = {}
-    for switch in ("0", "1"):
-        environment = {**os.environ, "NVFP4_TENSOR_NATIVE": switch}
-        run = subprocess.run(
-            [sys.executable, "-W", "error::UserWarning:nvfp4_tensor", "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        outputs[switch] = run.stdout.splitlines()
-    assert outputs["0"][0] == "plain torch (switched off by NVFP4_TENSOR_NATIVE=0)"
-    assert outputs["1"][0] == "native"
-    assert outputs["0"][1] == outputs["1"][1]
+    run = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:nvfp4_tensor", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return run.stdout.splitlines()
+
+
+def test_switched_off_plain_torch_serves_the_same_bits():
+    off, on = run_with(NVFP4_TENSOR_NATIVE="0"), run_with(NVFP4_TENSOR_NATIVE="1")
+    assert off[:2] == ["plain torch (switched off by NVFP4_TENSOR_NATIVE=0)", "torch"]
+    assert on[0] == "native" and on[2] == off[2]
+    portable = run_with(NVFP4_TENSOR_ISA="portable")
+    assert portable == ["native", "portable", off[2]]
+
+
+def test_without_a_library_it_says_so_once(monkeypatch):
+    monkeypatch.setattr(native, "_libraries", {})
+    monkeypatch.setattr(native, "_find", lambda name: None)
+    with pytest.warns(UserWarning, match="libnvfp4_cpu.so was not built.*pip install") as seen:
+        native.load()
+        native.load()
+    assert len(seen) == 1

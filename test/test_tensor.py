@@ -165,6 +165,16 @@ def test_quantize_takes_no_gradient_and_says_nothing_of_one():
     assert not quantize(torch.randn(4, 16, requires_grad=True)).requires_grad
 
 
+def test_hardware_rounding_is_eight_bits_where_there_is_none(device):
+    if device == "cuda" and torch.cuda.get_device_capability()[0] == 10:
+        pytest.skip("this device rounds by cvt.rs")
+    x, state = torch.randn(40, 96, device=device), torch.tensor([3, 4], device=device)
+    spec = QuantizeSpec(round_mode="stochastic", random_bits=8)
+    hardware = quantize(x, spec.replace(hardware_rounding=True), rng_state=state)
+    assert torch.equal(hardware.qdata, quantize(x, spec, rng_state=state).qdata)
+    assert not torch.equal(hardware.qdata, quantize(x, spec.replace(random_bits=16), rng_state=state).qdata)
+
+
 def test_a_shard_gets_the_bits_of_the_whole():
     x, state, spec = torch.randn(64, 160), torch.tensor([1, 2]), QuantizeSpec(round_mode="stochastic")
     whole = quantize(x, spec, rng_state=state).dequantize()
@@ -172,7 +182,7 @@ def test_a_shard_gets_the_bits_of_the_whole():
     assert torch.equal(shard.dequantize(), whole[32:, 80:])
 
 
-def test_the_three_properties_that_started_this_project():
+def test_stochastic_draws_vary_average_out_and_keep_grid_points():
     values = [
         NVFP4Tensor.to_nvfp4(torch.tensor([1.3, 2.7]), round_mode=RoundingMode.STOCHASTIC).dequantize()
         for _ in range(100)

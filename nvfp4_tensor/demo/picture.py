@@ -48,6 +48,7 @@ def means(x: Tensor, draws: int, tick: Callable[[], object] = lambda: None) -> d
 
 
 def rmse(x: Tensor, y: Tensor) -> float:
+    """Root of the mean squared difference, on the part of x that :func:`swept` takes."""
     return (swept(x).double() - swept(y).double()).square().mean().sqrt().item()
 
 

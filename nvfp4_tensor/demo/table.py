@@ -42,6 +42,7 @@ class Row:
     HEAD = ("recipe", "perplexity", "model", "bits/weight", "quantized in")
 
     def cells(self) -> tuple[str, ...]:
+        """What stands under :attr:`HEAD`."""
         seconds = f"{self.quantization_seconds:.2f} s" if self.quantization_seconds else "-"
         size = f"{self.model_bytes / 1e6:.1f} MB"
         return self.recipe, f"{self.perplexity:.3f}", size, f"{self.bits_per_weight:.2f}", seconds

@@ -151,17 +151,4 @@ __device__ __forceinline__ float load_from_rank(const float* from, uint32_t rank
 #endif
 }
 
-__device__ __forceinline__ float4 load_four_from_rank(const float* from, uint32_t rank) {
-#if __CUDA_ARCH__ >= 900
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(in_rank(address_of(from), rank))
-               : "memory");
-  return v;
-#else
-  return *reinterpret_cast<const float4*>(from);
-#endif
-}
-
 }  // namespace nvfp4
