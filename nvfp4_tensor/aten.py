@@ -13,7 +13,7 @@ from torchao.utils import fill_defaults
 
 from nvfp4_tensor.format import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.matmul import grouped_product, linear_product, product
-from nvfp4_tensor.tensor import Aliasing, NVFP4Tensor, quantize
+from nvfp4_tensor.tensor import Aliasing, NVFP4Tensor, is_transformed, quantize
 
 aten = torch.ops.aten
 implements = NVFP4Tensor.implements
@@ -78,7 +78,10 @@ def _embedding(func, types, args, kwargs):
     weight, indices = args[:2]
     if not isinstance(weight, NVFP4Tensor) or weight.transposed or weight.dim() != 2:
         raise unsupported(func, "the weight has to be a matrix, not transposed")
-    return aten.index.Tensor(weight, [indices]).dequantize()
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices of an embedding are int32 or int64, not {indices.dtype}")
+    rows = aten.index_select.default(weight, 0, indices.flatten()).dequantize()
+    return rows.view(*indices.shape, weight.shape[1])
 
 
 # --- copies and casts ------------------------------------------------------------------------------------------------
@@ -132,7 +135,10 @@ def _check_writable(func, t: NVFP4Tensor, new_scale: bool) -> None:
 
 @implements(aten.copy_.default)
 def _copy_(func, types, args, kwargs):
-    """From NVFP4: the codes as they are. From a dense tensor: quantized by the spec of the destination."""
+    """From NVFP4: the codes as they are. From a dense tensor: quantized by the spec of the destination.
+
+    Whether activations are quantized stays the destination's choice; their amax, if they are, goes with the codes.
+    """
     t, source = args[:2]
     if not isinstance(t, NVFP4Tensor):
         return t.copy_(source.dequantize(t.dtype if t.dtype in HIGH_PRECISION_DTYPES else None))
@@ -157,8 +163,9 @@ def _copy_(func, types, args, kwargs):
     _check_writable(func, t, new_scale=source.per_tensor_scale is not t.per_tensor_scale)
     for name in t.tensor_data_names:
         getattr(t, name).copy_(getattr(source, name))
-    if source.activation_amax is not None:
-        t.activation_amax = source.activation_amax.to(t.device, copy=True)
+    if t.activation_spec is not None and source.activation_spec is not None:
+        amax = source.activation_amax  # none where the source takes each call's own: another's would clip
+        t.activation_amax = None if amax is None else amax.to(t.device, copy=True)
     return t
 
 
@@ -276,20 +283,24 @@ def _functional_linear(func, types, args, kwargs):
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input @ weight^T + bias as one product, rounded once (aten's own linear adds some biases after rounding)."""
-    rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    if input.dim() == 0 or weight.dim() not in (1, 2):
+        shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
+        raise RuntimeError(f"linear takes an input (..., K) and a weight (N, K) or (K,), got {shapes}")
+    if weight.dim() == 1:
+        return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
+    rows = input if input.dim() == 2 else input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
     if isinstance(weight, NVFP4Tensor) and _needs_only_the_product(input, weight, bias):
-        y = linear_product(rows, weight, bias)
+        y = linear_product(rows, weight, _dense(bias))
     else:
         y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return y if input.dim() == 2 else y.view(*input.shape[:-1], weight.shape[0])
 
 
 def _needs_only_the_product(input: Tensor, weight: NVFP4Tensor, bias: Tensor | None) -> bool:
-    """Whether nothing between here and the product has a say: no gradient, no trace, no autocast."""
+    """Whether nothing between here and the product has a say: no gradient, no trace, no transform, no autocast."""
     device = input.device.type
     return (
-        weight.dim() == 2
-        and not torch.compiler.is_compiling()
+        not (torch.compiler.is_compiling() or is_transformed())
         and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
         and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)))
     )

@@ -37,9 +37,12 @@ def calibrate(
         progress: show a progress bar over the batches.
 
     Raises:
+        TypeError: config is of another kind, or a module that the filter selects is no plain nn.Linear.
         RuntimeError: a module that the filter selects saw no input.
     """
     config = NVFP4Config() if config is None else config
+    if not isinstance(config, NVFP4Config):
+        raise TypeError(f"calibrate observes activations, so it takes an NVFP4Config, not {type(config).__name__}")
     quantize_(model, dataclasses.replace(config, step="prepare"), filter_fn=filter_fn)
     with torch.no_grad():
         for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):

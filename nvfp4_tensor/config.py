@@ -23,7 +23,10 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     Args:
         round_mode, block_rows, scale_rounding, four_over_six, scale_ceiling, random_bits: as in
             :class:`QuantizeSpec`, for the weight.
-        weight_spec: the whole spec, instead of these.
+        weight_spec: the whole spec, instead of these. Without a Hadamard transform, which only cancels in pairs.
+
+    Raises:
+        ValueError: a value outside these, or an argument beside a spec that takes its place.
     """
 
     round_mode: RoundingMode | str = RoundingMode.RNE
@@ -35,12 +38,36 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     weight_spec: QuantizeSpec | None = None
 
     def __post_init__(self) -> None:
-        if self.weight_spec is None:
-            self.weight_spec = QuantizeSpec(block_rows=self.block_rows, **self._shared_arguments())
+        names = self._replaced()
+        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        if idle := [name for name in given if name in names]:
+            raise ValueError(f"{', '.join(idle)} would change nothing beside the specs given: put it into them instead")
+        self._check(self.weight)
 
-    def _shared_arguments(self) -> dict:
-        names = ("round_mode", "scale_rounding", "four_over_six", "scale_ceiling", "random_bits")
-        return {name: getattr(self, name) for name in names}
+    def _replaced(self) -> tuple[str, ...]:
+        """The arguments that specs take the place of."""
+        return () if self.weight_spec is None else (*_SHARED, "block_rows")
+
+    def _check(self, weight: QuantizeSpec) -> None:
+        if weight.hadamard_sign is not None:
+            raise ValueError(
+                "a Hadamard transform only cancels in pairs: use NVFP4Config, with the same hadamard_sign in both specs"
+            )
+
+    @property
+    def weight(self) -> QuantizeSpec:
+        """How weights are quantized: ``weight_spec``, or what the other arguments say."""
+        if self.weight_spec is not None:
+            return self.weight_spec
+        return self._spec(block_rows=self.block_rows)
+
+    def _spec(self, **changes) -> QuantizeSpec:
+        """The spec of the shared arguments: one object for all weights, which a compiled model's guards compare."""
+        arguments = {name: getattr(self, name) for name in _SHARED} | changes
+        return QuantizeSpec.unpack(QuantizeSpec(**arguments).pack())
+
+
+_SHARED = ("round_mode", "scale_rounding", "four_over_six", "scale_ceiling", "random_bits")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,6 +86,10 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             always go to torch's scaled_grouped_mm, where that runs.
         percentile: for "convert": the percentile of the magnitudes observed that becomes the amax, 99.9 for
             instance; None for the largest.
+
+    Raises:
+        ValueError: a value outside these, an argument beside specs that take its place, or Hadamard transforms that
+            are not the same for both.
     """
 
     activation_round_mode: RoundingMode | str | None = None
@@ -69,20 +100,29 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.weight_spec is not None
-        if self.activation_spec is None:
-            self.activation_spec = QuantizeSpec(**self._shared_arguments())
-            if self.activation_round_mode is not None:
-                self.activation_spec = self.activation_spec.replace(round_mode=self.activation_round_mode)
         self.product_backend = ProductBackend.of(self.product_backend)
         if self.step is not None:
             self.step = QuantizationStep(self.step)
         if self.percentile is not None and not 0 < self.percentile <= 100:
             raise ValueError(f"percentile lies in (0, 100], got {self.percentile}")
-        if self.weight_spec.hadamard_sign != self.activation_spec.hadamard_sign:
+
+    def _replaced(self) -> tuple[str, ...]:
+        of_weight = () if self.weight_spec is None else ("block_rows",)
+        of_activation = () if self.activation_spec is None else ("activation_round_mode",)
+        return (*of_weight, *of_activation, *(_SHARED if of_weight and of_activation else ()))
+
+    def _check(self, weight: QuantizeSpec) -> None:
+        if weight.hadamard_sign != self.activation.hadamard_sign:
             raise ValueError(
                 "weight_spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs"
             )
+
+    @property
+    def activation(self) -> QuantizeSpec:
+        """How activations are quantized: ``activation_spec``, or what the other arguments say."""
+        if self.activation_spec is not None:
+            return self.activation_spec
+        return self._spec() if self.activation_round_mode is None else self._spec(round_mode=self.activation_round_mode)
 
 
 class NVFP4Linear(torch.nn.Linear):
@@ -96,24 +136,24 @@ class NVFP4Linear(torch.nn.Linear):
 
 @register_quantize_module_handler(NVFP4WeightOnlyConfig)
 def _quantize_weight(module: torch.nn.Module, config: NVFP4WeightOnlyConfig) -> torch.nn.Module:
-    return _quantize_linear(module, config.weight_spec, None)
+    return _quantize_linear(module, config.weight, None)
 
 
 @register_quantize_module_handler(NVFP4Config)
 def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config) -> torch.nn.Module:
-    assert config.activation_spec is not None and isinstance(config.product_backend, ProductBackend)
+    assert isinstance(config.product_backend, ProductBackend)
     if config.step == QuantizationStep.PREPARE:
-        return ObservedLinear.observe(_quantizable(module), config.activation_spec)
+        return ObservedLinear.observe(_quantizable(module), config.activation)
     if config.step == QuantizationStep.CONVERT:
         if not isinstance(module, ObservedLinear):
             return module
         fields = {"activation_amax": module.amax_at(config.percentile), "product_backend": config.product_backend}
-        return _quantize_linear(module.stop_observing(), config.weight_spec, config.activation_spec, **fields)
-    return _quantize_linear(module, config.weight_spec, config.activation_spec, product_backend=config.product_backend)
+        return _quantize_linear(module.stop_observing(), config.weight, config.activation, **fields)
+    return _quantize_linear(module, config.weight, config.activation, product_backend=config.product_backend)
 
 
 def _quantize_linear(
-    module: torch.nn.Module, weight_spec: QuantizeSpec | None, activation_spec: QuantizeSpec | None, **fields
+    module: torch.nn.Module, weight_spec: QuantizeSpec, activation_spec: QuantizeSpec | None, **fields
 ) -> torch.nn.Module:
     linear = _quantizable(module)
     _check_backend(linear.weight, fields.get("product_backend", ProductBackend.AUTO))
@@ -139,6 +179,11 @@ def _quantizable(module: torch.nn.Module) -> torch.nn.Linear:
     weight = module.weight
     if isinstance(weight, NVFP4Tensor):
         raise ValueError(f"{module} is NVFP4 already: start from the dense model")
+    if torch.nn.utils.parametrize.is_parametrized(module, "weight"):
+        raise TypeError(
+            f"the weight of {module} is parametrized: remove_parametrizations(module, 'weight') of "
+            "torch.nn.utils.parametrize first"
+        )
     if type(weight.data) is not torch.Tensor or weight.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(
             f"{module} has a weight of {type(weight.data).__name__}, {weight.dtype}: NVFP4 takes plain tensors of "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvfp4_tensor import fp4_products
 from nvfp4_tensor.format import BLOCK, ceil_to
+from nvfp4_tensor.reference import inverse_hadamard
 from nvfp4_tensor.tensor import NVFP4Tensor, quantize, resolve_amax, resolve_rng_state
 
 
@@ -61,6 +62,10 @@ def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
     weight = w.qdata.contiguous(), w.scale.contiguous(), w.per_tensor_scale
     if w.transposed and x.dtype != torch.float32:
         return torch.ops.nvfp4.grouped_linear(x, x_scale, *weight, offs, out_dtype)
+    if (sign := _sign_to_undo(w, w.transposed)) is not None:
+        columns = ceil_to(w.columns, BLOCK)
+        y = torch.ops.nvfp4.grouped_matmul(x, x_scale, *weight, offs, columns, True, torch.float32)
+        return inverse_hadamard(y, sign)[..., : w.columns].to(out_dtype)
     columns = x.shape[-1] if w.transposed else w.columns
     return torch.ops.nvfp4.grouped_matmul(x, x_scale, *weight, offs, columns, not w.transposed, out_dtype)
 
@@ -88,6 +93,10 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | N
             x, x_scale = _quantized_values(x, w)
             return _decoded_product(x, x_scale, w, along_blocks, bias, alpha, out_dtype)
     if not isinstance(x, NVFP4Tensor):
+        if (sign := _sign_to_undo(w, along_blocks)) is not None:
+            y = _decoded_product(x, None, w, along_blocks, None, alpha, torch.float32, ceil_to(w.columns, BLOCK))
+            y = inverse_hadamard(y, sign)[..., : w.columns]
+            return (y if bias is None else y + bias).to(out_dtype)
         return _decoded_product(x, None, w, along_blocks, bias, alpha, out_dtype)
     if along_blocks and fp4_products.fits_tensor_cores(x, w) and fp4_products.has_fp4_tensor_cores(x.device):
         fp4_products.check_backend(w.product_backend, x.device, x.dtype)
@@ -95,12 +104,20 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | N
     return _decoded_product(*_decoded(x, w, along_blocks), w, along_blocks, bias, alpha, out_dtype)
 
 
+def _sign_to_undo(w: NVFP4Tensor, along_blocks: bool) -> int | None:
+    """Of the transform that w brings into a sum across its blocks, where w stands for the weight without one.
+
+    It does where activations are transformed before they meet it: their gradient is in the basis they came in.
+    """
+    return None if along_blocks or w.activation_spec is None else w.activation_spec.hadamard_sign
+
+
 def _decoded_product(
-    x, x_scale, w: NVFP4Tensor, along_blocks: bool, bias, alpha: float, out_dtype: torch.dtype
+    x, x_scale, w: NVFP4Tensor, along_blocks: bool, bias, alpha: float, out_dtype: torch.dtype, columns: int = 0
 ) -> Tensor:
     if alpha != 1:
         x_scale = torch.full((), alpha, dtype=torch.float32, device=x.device) if x_scale is None else x_scale * alpha
-    columns = x.shape[-1] if along_blocks else w.columns
+    columns = columns or (x.shape[-1] if along_blocks else w.columns)
     return torch.ops.nvfp4.matmul(x, x_scale, *_weight(w), bias, columns, not along_blocks, out_dtype)
 
 

@@ -33,9 +33,16 @@ class ObservedLinear(nn.Linear):
         assert isinstance(linear, ObservedLinear)
         device = linear.weight.device
         linear.hadamard_sign = spec.hadamard_sign
-        linear.register_buffer("activation_amax", torch.zeros((), device=device))
+        linear.register_buffer("activation_amax", torch.zeros((), dtype=torch.float32, device=device))
         linear.register_buffer("activation_histogram", torch.zeros(MAGNITUDE_BINS, dtype=torch.int64, device=device))
         return linear
+
+    def _apply(self, fn, recurse: bool = True):
+        """As any module's, but that the amax stays float32: rounded down by a cast it would clip what was seen."""
+        amax = self.activation_amax
+        super()._apply(fn, recurse)
+        self.activation_amax = amax.to(self.activation_amax.device)
+        return self
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.no_grad():

@@ -15,6 +15,8 @@ Where a tensor is part of a larger one, ``row0`` and ``col0`` say where its firs
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_grouped_mm  # type: ignore[attr-defined]  # stub
@@ -150,7 +152,7 @@ def _fake_quantized(x, rows, columns, leading):
 
 @_fake("quantize")
 def _(x, amax, rng_state, spec, row0=0, col0=0, full_width=0, stream=0):
-    return _fake_quantized(x, x.shape[:-1].numel(), x.shape[-1], x.shape[:-1])
+    return _fake_quantized(x, math.prod(x.shape[:-1]), x.shape[-1], x.shape[:-1])
 
 
 @_implement("quantize_pair")

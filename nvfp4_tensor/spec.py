@@ -82,14 +82,13 @@ class QuantizeSpec:
         sign = self.hadamard_sign
         return (
             int(self.round_mode)
-            | (self.block_rows == BLOCK) << 2
+            | (1 << 2 if self.block_rows == BLOCK else 0)
             | int(self.scale_rounding) << 3
             | int(self.four_over_six or 0) << 4
-            | (self.scale_ceiling == 256) << 6
-            | (self.random_bits == 8) << 7
-            | int(self.hardware_rounding) << 8
-            | (sign is not None) << 9
-            | (sign or 0) << 16
+            | (1 << 6 if self.scale_ceiling == 256 else 0)
+            | (1 << 7 if self.random_bits == 8 else 0)
+            | (1 << 8 if self.hardware_rounding else 0)
+            | (0 if sign is None else 1 << 9 | sign << 16)
         )
 
     def __deepcopy__(self, memo: dict) -> QuantizeSpec:

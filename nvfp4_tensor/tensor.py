@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from nvfp4_tensor.format import (
     ScaleRounding,
     ceil_to,
 )
+from nvfp4_tensor.reference import float_hadamard, inverse_hadamard
 from nvfp4_tensor.spec import QuantizeSpec
 
 
@@ -125,7 +127,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
             round_mode: a RoundingMode or its name; replaces that of ``spec``. To nearest even by default.
             spec, amax, rng_state, generator: as :func:`quantize` takes them.
         """
-        spec = QuantizeSpec() if spec is None else spec
+        spec = checked_spec(spec)
         if round_mode is not None:
             spec = spec.replace(round_mode=round_mode)
         return quantize(x, spec, amax=amax, rng_state=rng_state, generator=generator)
@@ -160,7 +162,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def unswizzled_scale(self) -> Tensor:
         """Block scales in the order of the stored tensor: e4m3 (*leading, columns / 16, rounded up)."""
         *leading, half = self.qdata.shape
-        scale = format.unswizzle(self.scale, self.qdata.shape[:-1].numel(), half * 2 // BLOCK)
+        scale = format.unswizzle(self.scale, math.prod(leading), half * 2 // BLOCK)
         return scale.view(*leading, half * 2 // BLOCK)
 
     @property
@@ -225,7 +227,12 @@ class NVFP4Tensor(TorchAOBaseTensor):
         activation = (
             f", activation ({self.activation_spec}{static}{backend})" if self.activation_spec is not None else ""
         )
-        return f"{self.spec}{activation}, {self.bits_per_element:.2f} bits/element"
+        return f"{self.spec}{activation}, {self._bits()} bits/element"
+
+    def _bits(self) -> str:
+        if not isinstance(self.numel(), int):
+            return "?"  # a compiler's sizes are symbols
+        return f"{self.bits_per_element:.2f}"
 
     def __repr__(self, *, tensor_contents=None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -233,7 +240,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
             f"NVFP4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"spec=({self.spec}){', transposed' if self.transposed else ''}"
             + (f", activation_spec=({self.activation_spec})" if self.activation_spec is not None else "")
-            + f", {self.bits_per_element:.2f} bits/element{grad})"
+            + f", {self._bits()} bits/element{grad})"
         )
 
 
@@ -245,6 +252,15 @@ def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool) -> NVFP4Tens
 
 
 torch.serialization.add_safe_globals([_rebuild, QuantizeSpec, RoundingMode, ScaleRounding, FourOverSix, ProductBackend])
+
+
+def checked_spec(spec: QuantizeSpec | None) -> QuantizeSpec:
+    """The spec, the plain one for None; a TypeError that shows one for anything else."""
+    if spec is None:
+        return QuantizeSpec()
+    if not isinstance(spec, QuantizeSpec):
+        raise TypeError(f"spec is a QuantizeSpec, QuantizeSpec(round_mode='stochastic') for instance, not {spec!r}")
+    return spec
 
 
 def quantize(
@@ -274,7 +290,7 @@ def quantize(
         TypeError: x is not a tensor of those dtypes.
         ValueError: 0-d x; an amax, rng_state, origin or full_width that does not fit; rng_state and generator both.
     """
-    spec = QuantizeSpec() if spec is None else spec
+    spec = checked_spec(spec)
     amax, rng_state, place = _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(x.detach(), amax, rng_state, spec.pack(), *place)
     return NVFP4Tensor(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
@@ -294,9 +310,10 @@ def quantize_experts(
     Raises:
         ValueError: x is not (E, N, K) with at least one expert, or as :func:`quantize` does.
     """
-    if x.dim() != 3 or len(x) == 0:
-        raise ValueError(f"experts are a tensor (E, N, K) of at least one, got {tuple(x.shape)}")
-    spec = QuantizeSpec() if spec is None else spec
+    if not isinstance(x, Tensor) or x.dim() != 3 or len(x) == 0:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"experts are a tensor (E, N, K) of at least one, got {got}")
+    spec = checked_spec(spec)
     rng_state = resolve_rng_state(x, spec, rng_state, generator)
     rows = ceil_to(x.shape[1], spec.block_rows)
     experts = torch.stack([quantize(w, spec, rng_state=rng_state, origin=(e * rows, 0)) for e, w in enumerate(x)])
@@ -322,34 +339,50 @@ def fake_quantize(
     Raises:
         TypeError, ValueError: as :func:`quantize` does; TypeError too where dtype is none of the three that x may have.
     """
-    spec = QuantizeSpec() if spec is None else spec
+    spec = checked_spec(spec)
     amax, rng_state, place = _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     amax = resolve_amax(x, spec, None) if amax is None else amax
     dtype = x.dtype if dtype is None else dtype
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"fake_quantize gives bfloat16, float16 or float32, not {dtype}")
-    arguments = x, amax, rng_state, spec.pack(), dtype, True, *place
+    arguments = amax, rng_state, spec.pack(), dtype, True, *place
+    if is_transformed():
+        values = torch.ops.nvfp4.fake_quantize(x.detach(), *arguments)[0]
+        return _carrying(values, x.float() if spec.hadamard_sign is None else float_hadamard(x, spec.hadamard_sign))
     if x.requires_grad and torch.is_grad_enabled():
-        return _StraightThrough.apply(spec.hadamard_sign, *arguments)
-    return torch.ops.nvfp4.fake_quantize(*arguments)[0]
+        return _StraightThrough.apply(spec.hadamard_sign, x, *arguments)
+    return torch.ops.nvfp4.fake_quantize(x, *arguments)[0]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode AD, is under way: then ``requires_grad`` does not tell all."""
+    functorch = torch._C._functorch
+    # isinstance, because torch.compile's None is not None here
+    return isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter) or (
+        torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _carrying(values: Tensor, smooth: Tensor) -> Tensor:
+    """``values`` as they are, with the derivatives of ``smooth``: minus (and not plus) zero, which would cost -0.0."""
+    return (values - (smooth.detach() - smooth).nan_to_num(0, 0, 0)).to(values.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Fake quantization whose gradient is that of what it approximates: the identity, or the Hadamard transform."""
+    """Fake quantization whose gradient is that of what it approximates: the identity, or the Hadamard transform.
+
+    Not for torch.func's transforms: they want a ``setup_context``, which torch.compile does not take (2.13).
+    """
 
     @staticmethod
     def forward(ctx, hadamard_sign: int | None, x: Tensor, *arguments):
-        ctx.shape, ctx.dtype, ctx.hadamard_sign = x.shape, x.dtype, hadamard_sign
+        ctx.hadamard_sign, ctx.columns, ctx.dtype = hadamard_sign, x.shape[-1], x.dtype
         return torch.ops.nvfp4.fake_quantize(x, *arguments)[0]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        grad = grad.float()
-        if ctx.hadamard_sign is not None:
-            identity = torch.eye(BLOCK, device=grad.device)
-            transform = torch.ops.nvfp4.hadamard(identity, ctx.hadamard_sign).float()
-            grad = (grad.unflatten(-1, (-1, BLOCK)) @ transform.t()).flatten(-2)
-        return None, grad[..., : ctx.shape[-1]].to(ctx.dtype), *[None] * 8
+        grad = grad.float() if ctx.hadamard_sign is None else inverse_hadamard(grad, ctx.hadamard_sign)
+        return None, grad[..., : ctx.columns].to(ctx.dtype), *[None] * 8
 
 
 def _resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):
@@ -377,7 +410,7 @@ def resolve_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) -> 
         if amax.numel() != 1 or not amax.dtype.is_floating_point:
             raise ValueError(f"amax is one floating-point number, got {amax.dtype} of shape {tuple(amax.shape)}")
         return amax.detach().to(device=x.device, dtype=torch.float32).reshape(())
-    if not 0 <= amax <= format.FLOAT32_MAX:
+    if isinstance(amax, str) or not 0 <= amax <= format.FLOAT32_MAX:
         raise ValueError(f"amax is a finite magnitude, got {amax}")
     return torch.full((), amax, dtype=torch.float32, device=x.device)
 
@@ -387,6 +420,8 @@ def resolve_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Genera
     if rng_state is not None and generator is not None:
         raise ValueError("give rng_state or generator, not both")
     if rng_state is not None:
+        if not isinstance(rng_state, Tensor):
+            raise TypeError(f"rng_state is a tensor, torch.tensor([seed, offset]), not a {type(rng_state).__name__}")
         if rng_state.dtype != torch.int64 or rng_state.shape != (2,):
             raise ValueError(
                 f"rng_state is int64 (seed, offset), got {rng_state.dtype} of shape {tuple(rng_state.shape)}"

@@ -9,6 +9,7 @@ What would cut a block apart raises a TypeError.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,7 +40,7 @@ def _share(func, args, kwargs, t: NVFP4Tensor, aliasing: Aliasing | None = None)
 def _rebuilt(t: NVFP4Tensor, parts: tuple[Tensor, Tensor, Tensor | None], **changes) -> NVFP4Tensor:
     """An NVFP4Tensor of codes (..., bytes), plain scales (..., blocks) and scales per row (..., 1) or None."""
     qdata, scale, row_scale = parts
-    scale = scale.reshape(scale.shape[:-1].numel(), scale.shape[-1]).contiguous()
+    scale = scale.reshape(math.prod(scale.shape[:-1]), scale.shape[-1]).contiguous()
     return t._replace(
         qdata=qdata.clone(memory_format=torch.contiguous_format),
         scale=format.swizzle(scale).view(torch.float8_e4m3fn),
@@ -121,7 +122,9 @@ def _with_shape(func, args, kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVF
         shape[-2:] = shape[:-3:-1]
     if shape and shape[-1] == t.columns:
         qdata = t.qdata.view(*shape[:-1], t.qdata.shape[-1])
-        return _share(func, args, kwargs, t._replace(qdata=qdata, per_tensor_scale=_scale_of_shape(t, shape)))
+        scale = _scale_of_shape(t, shape)
+        aliasing = Aliasing.COPY if scale.dim() < t.per_tensor_scale.dim() and scale.numel() > 1 else None
+        return _share(func, args, kwargs, t._replace(qdata=qdata, per_tensor_scale=scale), aliasing)
     columns = shape[-1] if shape else 0
     if columns % BLOCK or t.columns % BLOCK:
         raise unsupported(
@@ -156,14 +159,9 @@ def _as_strided(func, types, args, kwargs):
 def _inferred(shape: Sequence[int], numel: int) -> list[int]:
     shape = list(shape)
     if -1 in shape:
-        known = 1
-        for size in shape:
-            known *= size if size != -1 else 1
+        known = math.prod(size for size in shape if size != -1)
         shape[shape.index(-1)] = numel // max(known, 1)
-    total = 1
-    for size in shape:
-        total *= size
-    if total != numel:
+    if math.prod(shape) != numel:
         raise RuntimeError(f"shape {shape} is invalid for a tensor of {numel} elements")
     return shape
 
@@ -178,6 +176,8 @@ def _view(func, types, args, kwargs):
 def _unsqueeze(func, types, args, kwargs):
     t, dim = args
     shape = list(t.shape)
+    if not -t.dim() - 1 <= dim <= t.dim():
+        raise IndexError(f"dimension {dim} out of range for unsqueeze on a tensor of {t.dim()} dimensions")
     shape.insert(dim % (t.dim() + 1), 1)
     return _with_shape(func, args, kwargs, t, shape)
 
@@ -213,13 +213,13 @@ def _slice(func, types, args, kwargs):
     t, dim, start, end, step = fill_defaults(args, 5, [0, None, None, 1])
     stored = _stored_dim(t, dim)
     size = t.shape[dim]
-    start, end, step = slice(start, end, step).indices(size)
-    end = max(start, end)
+    start = _clamped(start, size, 0)
+    end = max(start, _clamped(end, size, size))
     if (start, end, step) == (0, size, 1):
         return _share(func, args, kwargs, t._replace())
     if stored == t.dim() - 1:
         return _slice_columns(func, args, kwargs, t, start, end, step)
-    if step == 1 and t.qdata.shape[:stored].numel() == 1:
+    if step == 1 and math.prod(t.qdata.shape[:stored]) == 1:
         view = _slice_of_tiles(t, stored, start, end)
         if view is not None:
             own_scales = stored == 0 and t.per_tensor_scale.dim() == 2
@@ -230,10 +230,16 @@ def _slice(func, types, args, kwargs):
     return copy._marked(Aliasing.COPY)
 
 
+def _clamped(index: int | None, size: int, default: int) -> int:
+    """As slice.indices has it, which would fix symbolic sizes to those of the first call."""
+    if index is None:
+        return default
+    return min(max(index + size, 0) if index < 0 else index, size)
+
+
 def _slice_of_tiles(t: NVFP4Tensor, stored: int, start: int, end: int) -> NVFP4Tensor | None:
     """The rows of one contiguous range as a view, if it starts and ends on a tile of scales (or at the end)."""
-    rows = t.qdata.shape[:-1].numel()
-    rows_each = t.qdata.shape[stored + 1 : -1].numel()
+    rows, rows_each = math.prod(t.qdata.shape[:-1]), math.prod(t.qdata.shape[stored + 1 : -1])
     first, last = start * rows_each, end * rows_each
     if first % TILE_ROWS or (last % TILE_ROWS and last != rows):
         return None
@@ -336,6 +342,8 @@ def _cat(func, types, args, kwargs):
     for t in tensors:
         _check_joins(func, first, t)
     stored = _stored_dim(first, dim)
+    if stored != first.dim() - 1 and any(t.columns != first.columns for t in tensors):
+        raise RuntimeError(f"sizes {[tuple(t.shape) for t in tensors]} differ outside the dimension joined, {dim}")
     one_scale = all(t.per_tensor_scale is first.per_tensor_scale and not t.per_tensor_scale.dim() for t in tensors)
     if stored == first.dim() - 1:
         if not one_scale:
@@ -347,7 +355,7 @@ def _cat(func, types, args, kwargs):
     qdata, scale, row_scale = zip(*(_parts(t, per_row=not one_scale) for t in tensors), strict=True)
     joined = torch.cat(qdata, stored), torch.cat(scale, stored), None if one_scale else torch.cat(row_scale, stored)
     columns = sum(t.columns for t in tensors) if stored == first.dim() - 1 else first.columns
-    result = _rebuilt(first, joined, columns=columns)
+    result = _rebuilt(first, joined, columns=columns, activation_amax=_joined_amax(tensors))
     if not one_scale and stored == 0 and first.dim() == 3 and all(t.per_tensor_scale.dim() != 1 for t in tensors):
         return result._replace(per_tensor_scale=torch.cat([t.per_tensor_scale.expand(len(t), 1) for t in tensors]))
     return result
@@ -360,6 +368,14 @@ def _check_joins(func, first: NVFP4Tensor, t: Tensor) -> None:
         raise unsupported(func, "the tensors joined differ in dtype, number of dimensions or transposition")
     if t.spec.hadamard_sign != first.spec.hadamard_sign:
         raise unsupported(func, "the tensors joined differ in their Hadamard transforms")
+    if (t.activation_spec, t.product_backend) != (first.activation_spec, first.product_backend):
+        raise unsupported(func, "the tensors joined want their activations quantized or multiplied differently")
+
+
+def _joined_amax(tensors: Sequence[NVFP4Tensor]) -> Tensor | None:
+    """The largest, which clips nothing that any of them lets through; none where one of them has none."""
+    amax = [t.activation_amax for t in tensors if t.activation_amax is not None]
+    return torch.stack(amax).amax() if len(amax) == len(tensors) else None
 
 
 @implements(aten.stack.default)

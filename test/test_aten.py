@@ -212,3 +212,14 @@ def test_inference_mode(function):
         t = quantize(torch.randn(64, 64))
         got, expected = function(t), function(t.dequantize())
         assert torch.equal(got.dequantize() if isinstance(got, NVFP4Tensor) else got, expected)
+
+
+@pytest.mark.parametrize("indices", [[-1], [4]])
+def test_embedding_of_indices_out_of_range(indices):
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        torch.nn.functional.embedding(torch.tensor(indices), quantize(torch.randn(4, 32)))
+
+
+def test_embedding_takes_no_masks():
+    with pytest.raises(TypeError, match="int32 or int64"):
+        torch.nn.functional.embedding(torch.ones(4, dtype=torch.uint8), quantize(torch.randn(4, 32)))

@@ -90,6 +90,36 @@ def test_a_tensor_goes_into_and_out_of_a_graph(device):
         assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, t, n: quantize(x).dequantize(),
+        lambda x, t, n: t[n:].dequantize(),
+        lambda x, t, n: torch.cat([t, t]).dequantize(),
+        lambda x, t, n: t.unswizzled_scale().float(),
+        lambda x, t, n: t[torch.arange(n)].dequantize(),
+    ],
+)
+def test_any_number_of_rows_is_a_graph_or_two(function):
+    """One row, whole tiles of scales, others: no graph for each size."""
+    compiled = torch.compile(function, fullgraph=True)
+    counter = torch._dynamo.utils.counters["stats"]
+    before = counter["unique_graphs"]
+    for rows in range(2, 40, 3):
+        x = torch.randn(rows, 64)
+        arguments = x, quantize(x), rows // 2
+        assert torch.equal(compiled(*arguments), function(*arguments))
+    assert counter["unique_graphs"] - before <= 4
+
+
+def test_a_spec_is_an_argument_like_any_other():
+    compiled = torch.compile(fake_quantize, fullgraph=True, dynamic=True)
+    x = torch.randn(32, 32)
+    specs = [{}, {"block_rows": 16}, {"hadamard_sign": True}, {"hadamard_sign": 5}, {"scale_ceiling": 256}]
+    for spec in [QuantizeSpec(**arguments) for arguments in specs]:
+        assert torch.equal(compiled(x, spec), fake_quantize(x, spec))
+
+
 def test_training_step_through_frozen_weights(device):
     m = quantized_model(NVFP4Config(round_mode="stochastic"), device)
     compiled = torch.compile(m, fullgraph=True)

@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -16,7 +17,10 @@ from nvfp4_tensor import (
     RoundingMode,
     ScaleRounding,
     quantize,
+    reference,
 )
+
+HADAMARD = QuantizeSpec(hadamard_sign=True)
 
 
 def model(dtype=torch.bfloat16, device=None) -> nn.Sequential:
@@ -31,21 +35,87 @@ def weights(m):
 
 def test_specs_from_arguments():
     config = NVFP4WeightOnlyConfig(round_mode="stochastic", four_over_six=True, block_rows=16, scale_rounding="up")
-    assert config.weight_spec == QuantizeSpec(
+    assert config.weight == QuantizeSpec(
         round_mode=RoundingMode.STOCHASTIC, four_over_six="mse", block_rows=16, scale_rounding=ScaleRounding.UP
     )
+    assert config.weight is config.weight, "guards of compiled models compare it for each weight"
     config = NVFP4Config(round_mode=RoundingMode.STOCHASTIC, block_rows=16)
-    assert config.weight_spec == QuantizeSpec(round_mode="stochastic", block_rows=16)
-    assert config.activation_spec == QuantizeSpec(round_mode="stochastic")
+    assert config.weight == QuantizeSpec(round_mode="stochastic", block_rows=16)
+    assert config.activation == QuantizeSpec(round_mode="stochastic")
     config = NVFP4Config(round_mode="stochastic", activation_round_mode="rne")
-    assert config.weight_spec.is_stochastic and not config.activation_spec.is_stochastic
+    assert config.weight.is_stochastic and not config.activation.is_stochastic
     specs = QuantizeSpec(scale_ceiling=256), QuantizeSpec(round_mode="away")
     config = NVFP4Config(weight_spec=specs[0], activation_spec=specs[1])
-    assert (config.weight_spec, config.activation_spec) == specs
-    with pytest.raises(ValueError, match="hadamard_sign"):
-        NVFP4Config(weight_spec=QuantizeSpec(hadamard_sign=True))
-    with pytest.raises(ValueError, match="'rne'"):
-        NVFP4Config(round_mode="nearest")
+    assert (config.weight, config.activation) == specs
+    config = NVFP4Config(weight_spec=specs[0], round_mode="stochastic")
+    assert config.weight == specs[0] and config.activation == QuantizeSpec(round_mode="stochastic")
+
+
+def test_a_changed_copy_of_a_config_quantizes_as_it_says():
+    config = dataclasses.replace(NVFP4Config(four_over_six=True), four_over_six=None, round_mode="stochastic")
+    assert config.weight == config.activation == QuantizeSpec(round_mode="stochastic")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NVFP4Config(weight_spec=HADAMARD), "same hadamard_sign"),
+        (lambda: NVFP4WeightOnlyConfig(weight_spec=HADAMARD), "cancels in pairs"),
+        (lambda: NVFP4Config(round_mode="nearest"), "'rne'"),
+        (lambda: NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(), random_bits=8), "random_bits would change nothing"),
+        (lambda: NVFP4Config(weight_spec=QuantizeSpec(), block_rows=16), "block_rows would change nothing"),
+        (
+            lambda: NVFP4Config(activation_spec=QuantizeSpec(), activation_round_mode="zero"),
+            "activation_round_mode would change nothing",
+        ),
+        (lambda: NVFP4Config(percentile=0), "percentile"),
+    ],
+)
+def test_arguments_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_parametrized_linear_is_refused():
+    linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+    with pytest.raises(TypeError, match="remove_parametrizations"):
+        quantize_(linear, NVFP4WeightOnlyConfig())
+
+
+@pytest.mark.parametrize("in_features", [64, 50])
+@pytest.mark.parametrize("compile", [False, True])
+def test_gradient_through_transformed_operands_is_in_the_basis_of_the_input(device, in_features, compile):
+    """What the product with the transformed weight gives has to be turned back: cosine 0.99, and -0.2 if it is not."""
+    linear = nn.Linear(in_features, 48, bias=False, device=device)
+    dense = linear.weight.detach().clone()
+    quantize_(linear, NVFP4Config(weight_spec=HADAMARD, activation_spec=HADAMARD))
+    x, upstream = torch.randn(8, in_features, device=device, requires_grad=True), torch.randn(8, 48, device=device)
+    y = (torch.compile(linear, fullgraph=True) if compile else linear)(x)
+    (grad,) = torch.autograd.grad(y, x, upstream)
+    plain = linear.weight.dequantize(torch.float32)
+    decoded = reference.inverse_hadamard(nn.functional.pad(plain, (0, -in_features % 16)), HADAMARD.hadamard_sign)
+    if in_features % 16 == 0:
+        torch.testing.assert_close(grad, upstream @ decoded, rtol=1e-4, atol=1e-4)
+    assert torch.cosine_similarity(grad.flatten(), (upstream @ dense).flatten(), 0) > 0.98
+    assert torch.cosine_similarity(y.flatten(), (x @ dense.t()).flatten(), 0) > 0.97
+
+
+def test_activation_amax_of_a_checkpoint_goes_with_its_codes():
+    def linear(config, amax=None):
+        m = nn.Linear(32, 32)
+        quantize_(m, config)
+        m.weight.activation_amax = amax
+        return m
+
+    static, dynamic = linear(NVFP4Config(), torch.tensor(3.0)), linear(NVFP4Config())
+    weight_only = linear(NVFP4WeightOnlyConfig())
+    for source, target, expected in ((static, dynamic, 3.0), (weight_only, static, 3.0), (static, weight_only, None)):
+        target.load_state_dict(source.state_dict())
+        amax = target.weight.activation_amax
+        assert expected is None if amax is None else amax.item() == expected
+    other = linear(NVFP4Config())
+    static.load_state_dict(other.state_dict())
+    assert static.weight.activation_amax is None, "each call's own, as in the checkpoint: the old one could clip"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -58,8 +128,8 @@ def test_quantize_(device, dtype, config):
     quantize_(m, config)
     for w, original in zip(weights(m), weights(dense), strict=True):
         assert isinstance(w, NVFP4Tensor) and isinstance(w, nn.Parameter) and not w.requires_grad
-        assert torch.equal(w.dequantize(), quantize(original, config.weight_spec).dequantize())
-        assert w.activation_spec == getattr(config, "activation_spec", None)
+        assert torch.equal(w.dequantize(), quantize(original, config.weight).dequantize())
+        assert w.activation_spec == getattr(config, "activation", None)
     x = torch.randn(2, 3, 72, device=device).to(dtype)
     y = m(x)
     for w, original in zip(weights(m), weights(dense), strict=True):

@@ -185,7 +185,7 @@ def test_merging_needs_to_be_told_how_to_quantize(config):
     assert len(linears) == len(expected)
     for linear, weight in zip(linears, expected, strict=True):
         assert isinstance(linear.weight, NVFP4Tensor)
-        assert linear.weight.activation_spec == getattr(CONFIGS[config], "activation_spec", None)
+        assert linear.weight.activation_spec == getattr(CONFIGS[config], "activation", None)
         assert (linear.weight.dequantize() - weight).norm() < 0.12 * weight.norm()
     assert merged(input_ids=tokens()).logits.isfinite().all()
 

@@ -141,6 +141,29 @@ def test_gradients_are_those_of_the_decoded_weight(device):
         torch.testing.assert_close(got, (upstream @ w.dequantize(), upstream.sum((0, 1))), rtol=1e-5, atol=1e-5)
 
 
+def test_derivatives_under_transforms_of_functions():
+    """Where a transform of torch.func or forward-mode AD follows the input, the product has to pass through torch's."""
+    w, x, tangent = quantize(torch.randn(24, 48)), torch.randn(3, 5, 48), torch.randn(3, 5, 48)
+    decoded, vmap = w.dequantize(), torch.func.vmap
+    expected = decoded.sum(0).expand(3, 5, 48)
+    for function in (lambda x: F.linear(x, w), vmap(lambda rows: F.linear(rows, w))):
+        torch.testing.assert_close(torch.func.grad(lambda x, f=function: f(x).sum())(x), expected, rtol=1e-5, atol=1e-5)
+        leaf = x.clone().requires_grad_()
+        function(leaf).sum().backward()
+        torch.testing.assert_close(leaf.grad, expected, rtol=1e-5, atol=1e-5)
+        _, derivative = torch.func.jvp(function, (x,), (tangent,))
+        torch.testing.assert_close(derivative, tangent @ decoded.t(), rtol=1e-5, atol=1e-5)
+
+
+def test_linear_at_its_edges():
+    assert torch.equal(F.linear(torch.ones(2, 3, 0), quantize(torch.ones(4, 0))), torch.zeros(2, 3, 4))
+    row, one = quantize(torch.ones(32)), quantize(torch.ones(4))
+    assert torch.equal(F.linear(torch.ones(3, 32), row), torch.full((3,), 32.0))
+    assert torch.equal(F.linear(torch.ones(32), quantize(torch.ones(4, 32)), one), torch.full((4,), 33.0))
+    with pytest.raises(RuntimeError, match=r"input \(..., K\)"):
+        F.linear(torch.ones(()), quantize(torch.ones(4, 32)))
+
+
 def test_one_rounding_only():
     """torchao multiplies by the per-tensor scale in bfloat16 after the product: up to 0.39 % systematic error."""
     x, w = torch.randn(64, 256).bfloat16(), quantize(torch.randn(64, 256).bfloat16())

@@ -40,3 +40,19 @@ def test_percentiles_are_within_a_bin(percentile):
 def test_stopping_leaves_a_plain_linear():
     linear = ObservedLinear.observe(nn.Linear(16, 4), QuantizeSpec()).stop_observing()
     assert type(linear) is nn.Linear and set(linear.state_dict()) == {"weight", "bias"}
+
+
+def test_the_amax_stays_float32():
+    """Rounded down with the model, or by the default dtype, it would clip the largest input."""
+    x = torch.tensor([[3.97077] * 32])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        linear = ObservedLinear.observe(nn.Linear(32, 8, dtype=torch.float32), QuantizeSpec())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    linear(x)
+    assert linear.amax_at(None) == x.max()
+    linear.half().to("cpu")
+    assert linear.amax_at(None) == x.max() and linear.weight.dtype == torch.float16
+    linear(x.half() * 2)
+    assert linear.amax_at(None) == 2 * x.half().max()

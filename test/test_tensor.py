@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, RoundingMode, fake_quantize, quantize, reference
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, RoundingMode, fake_quantize, quantize, quantize_experts, reference
 
 SPECS = [
     QuantizeSpec(),
@@ -159,6 +159,67 @@ def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(device, hadam
     torch.testing.assert_close(grad, torch.autograd.functional.vjp(smooth, x, upstream)[1])
     with torch.no_grad():
         assert not function(leaf).requires_grad
+
+
+@pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
+@pytest.mark.parametrize("compile", [False, True])
+def test_fake_quantize_under_transforms_of_functions(hadamard_sign, compile):
+    """torch.func and forward-mode AD: the derivatives of what it approximates, and the values bit for bit."""
+    x, tangent = torch.randn(3, 5, 32), torch.randn(3, 5, 32)
+    x[0, 0, :4] = torch.tensor([-0.0, torch.inf, -torch.inf, 1e-30])
+    spec, maybe_compile = QuantizeSpec(hadamard_sign=hadamard_sign), torch.compile if compile else lambda f: f
+
+    def function(x):
+        return fake_quantize(x, spec, amax=4.0)
+
+    def smooth(x):
+        return x if hadamard_sign is None else reference.float_hadamard(x, hadamard_sign)
+
+    values = maybe_compile(torch.func.vmap(function))(x)
+    assert torch.equal(values.view(torch.int32), function(x).view(torch.int32))
+    finite = torch.randn(3, 5, 32)
+    for of in (function, torch.func.vmap(function)):
+        grad = maybe_compile(torch.func.grad(lambda x, of=of: (of(x) * tangent).sum()))(finite)
+        expected = torch.func.grad(lambda x: (smooth(x) * tangent).sum())(finite)
+        torch.testing.assert_close(grad, expected)
+    values, derivative = torch.func.jvp(function, (finite,), (tangent,))
+    assert torch.equal(values, function(finite))
+    torch.testing.assert_close(derivative, smooth(tangent))
+    with torch.autograd.forward_ad.dual_level():
+        dual = function(torch.autograd.forward_ad.make_dual(finite, tangent))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, smooth(tangent))
+
+
+def test_gradient_of_fake_quantize_does_not_depend_on_the_default_dtype_or_on_autocast():
+    spec, grads = QuantizeSpec(hadamard_sign=True), []
+    x, upstream = torch.randn(4, 32), torch.randn(4, 32)
+    for default, autocast in ((torch.float32, False), (torch.float64, False), (torch.float32, True)):
+        leaf = x.clone().requires_grad_()
+        torch.set_default_dtype(default)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                fake_quantize(leaf, spec).backward(upstream)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        grads.append(leaf.grad)
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: quantize(x, "stochastic"), TypeError, "spec is a QuantizeSpec"),
+        (lambda x: NVFP4Tensor.to_nvfp4(x, round_mode="rne", spec="x"), TypeError, "spec is a QuantizeSpec"),
+        (lambda x: fake_quantize(x, "rne"), TypeError, "spec is a QuantizeSpec"),
+        (lambda x: quantize(x, SPECS[1], rng_state=(1, 2)), TypeError, r"torch.tensor\(\[seed, offset\]\)"),
+        (lambda x: quantize(x, amax="3"), ValueError, "amax is a finite magnitude"),
+        (lambda x: quantize_experts([1]), ValueError, "experts are a tensor"),
+        (lambda x: quantize_experts(torch.ones(0, 16, 16)), ValueError, "at least one"),
+    ],
+)
+def test_errors_say_what_to_give(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.randn(4, 32))
 
 
 def test_quantize_takes_no_gradient_and_says_nothing_of_one():

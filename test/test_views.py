@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor.tensor import Aliasing
 
 TENSORS = {
@@ -218,7 +218,7 @@ def test_experts_keep_one_per_tensor_scale_each(rows):
     assert torch.equal(torch.cat([w, w], dim=1).dequantize(), torch.cat([dense, dense], dim=1))
     target = torch.stack([quantize(torch.randn(rows, 64)) for _ in range(3)])
     assert torch.equal(target.copy_(w).dequantize(), dense)
-    by_row = torch.cat([part.unsqueeze(0) for part in parts]).view(-1, 64).view(3, rows, 64)
+    by_row = torch.cat([part.unsqueeze(0) for part in parts]).view(-1, 64).clone().view(3, rows, 64)
     assert by_row.per_tensor_scale.dim() == 1 and torch.equal(by_row.copy_(w).dequantize(), dense)
     with pytest.raises(TypeError, match="more per-tensor scales"):
         target.copy_(by_row)
@@ -226,3 +226,44 @@ def test_experts_keep_one_per_tensor_scale_each(rows):
         assert w[1].per_tensor_scale.dim() == 0
         w[1].copy_(x[0])  # its scale is its own
         assert torch.equal(w.dequantize(), dense[[0, 0, 2]])
+
+
+def test_a_write_into_reshaped_experts_is_refused():
+    """Their scales, one a matrix, become copies, one a row: codes written for those would mean something else."""
+    t = quantize_experts(torch.stack([torch.randn(128, 64), 100 * torch.randn(128, 64)]))
+    before = t.dequantize()
+    for view in (t.view(256, 64), t.flatten(0, 1)[:128], t.unsqueeze(0), t.reshape(2, 2, 64, 64), t[:2].view(256, 64)):
+        for write in (lambda v: v.fill_(3.0), lambda v: v.copy_(torch.zeros(v.shape)), lambda v: v.zero_()):
+            with pytest.raises(TypeError, match=r"clone\(\)"):
+                write(view)
+    assert torch.equal(t.dequantize(), before) and torch.equal(t.view(256, 64).dequantize(), before.view(256, 64))
+    t[1].fill_(3.0)  # one matrix is a view
+    assert t.dequantize()[1].unique().tolist() == [pytest.approx(3)] and torch.equal(t.dequantize()[0], before[0])
+
+
+def test_joins_compare_what_padding_hides():
+    a, b = quantize(torch.ones(3, 30)), quantize(torch.ones(3, 32))
+    for join in (torch.cat, torch.stack):
+        for tensors in ([a, b], [b, a]):
+            with pytest.raises(RuntimeError, match="differ outside the dimension joined"):
+                join(tensors)
+
+
+def test_a_join_of_static_scales_clips_nothing():
+    spec = QuantizeSpec()
+    q, k = (
+        quantize(torch.randn(16, 32))._replace(activation_spec=spec, activation_amax=torch.tensor(m))
+        for m in (1.0, 9.0)
+    )
+    assert torch.cat([q, k]).activation_amax == 9 and torch.stack([k, q]).activation_amax == 9
+    assert torch.cat([q, k._replace(activation_amax=None)]).activation_amax is None
+    with pytest.raises(TypeError, match="activations quantized or multiplied differently"):
+        torch.cat([q, quantize(torch.randn(16, 32))])
+
+
+def test_unsqueeze_out_of_range():
+    t = quantize(torch.randn(4, 32))
+    assert t.unsqueeze(0).shape == t.unsqueeze(-3).shape == (1, 4, 32)
+    for dim in (3, -4, 7):
+        with pytest.raises(IndexError, match="out of range"):
+            t.unsqueeze(dim)
