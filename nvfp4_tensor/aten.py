@@ -300,7 +300,7 @@ def _needs_only_the_product(input: Tensor, weight: NVFP4Tensor, bias: Tensor | N
     """Whether nothing between here and the product has a say: no gradient, no trace, no transform, no autocast."""
     device = input.device.type
     return (
-        not (torch.compiler.is_compiling() or is_transformed())
+        not (torch.compiler.is_dynamo_compiling() or is_transformed())
         and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
         and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)))
     )

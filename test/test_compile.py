@@ -6,6 +6,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
+from torchao.utils import unwrap_tensor_subclass
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, fake_quantize, quantize
 
@@ -162,6 +163,18 @@ def test_checkpointing_recomputes_the_same_bits(compile):
     if not compile:
         assert len(seen) == 6 and torch.equal(seen[2], seen[5]) and torch.equal(seen[3], seen[4])
         assert not torch.equal(seen[2], seen[3])
+
+
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])
+def test_export_of_an_unwrapped_model(config):
+    """torchao's way for runtimes that know no subclasses: weights made of plain tensors by a parametrization."""
+    m = quantized_model(config)
+    x = torch.randn(5, 64)
+    expected = m(x)
+    with torch.no_grad():
+        program = torch.export.export(unwrap_tensor_subclass(m), (x,))
+    assert torch.equal(program.module()(x), expected)
+    assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in program.state_dict.values())
 
 
 def test_export_of_a_quantized_linear():
