@@ -257,7 +257,7 @@ torch.serialization.add_safe_globals([_rebuild, QuantizeSpec, RoundingMode, Scal
 def checked_spec(spec: QuantizeSpec | None) -> QuantizeSpec:
     """The spec, the plain one for None; a TypeError that shows one for anything else."""
     if spec is None:
-        return QuantizeSpec()
+        return QuantizeSpec.unpack(0)  # the plain one, made once
     if not isinstance(spec, QuantizeSpec):
         raise TypeError(f"spec is a QuantizeSpec, QuantizeSpec(round_mode='stochastic') for instance, not {spec!r}")
     return spec
