@@ -25,6 +25,10 @@ from nvfp4_tensor.reference import float_hadamard, inverse_hadamard
 from nvfp4_tensor.spec import QuantizeSpec
 
 
+PLAIN = QuantizeSpec()
+"""To nearest even, in 1x16 blocks: how a tensor is quantized where nothing else is said."""
+
+
 class Aliasing(enum.IntEnum):
     """What writing into a tensor would mean for the one that a view op took it from."""
 
@@ -257,7 +261,7 @@ torch.serialization.add_safe_globals([_rebuild, QuantizeSpec, RoundingMode, Scal
 def checked_spec(spec: QuantizeSpec | None) -> QuantizeSpec:
     """The spec, the plain one for None; a TypeError that shows one for anything else."""
     if spec is None:
-        return QuantizeSpec.unpack(0)  # the plain one, made once
+        return PLAIN
     if not isinstance(spec, QuantizeSpec):
         raise TypeError(f"spec is a QuantizeSpec, QuantizeSpec(round_mode='stochastic') for instance, not {spec!r}")
     return spec
