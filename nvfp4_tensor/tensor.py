@@ -24,7 +24,6 @@ from nvfp4_tensor.format import (
 from nvfp4_tensor.reference import float_hadamard, inverse_hadamard
 from nvfp4_tensor.spec import QuantizeSpec
 
-
 PLAIN = QuantizeSpec()
 """To nearest even, in 1x16 blocks: how a tensor is quantized where nothing else is said."""
 

@@ -76,6 +76,34 @@ def test_groups(sizes, shape, beyond, dtype):
     check(x, codes, scale, factors("expert", len(sizes), shape[0]), group_ends(sizes))
 
 
+@pytest.mark.parametrize(
+    "experts, rows, columns, tokens, sizes",
+    [
+        (16, 256, 512, 80, [80]),
+        (16, 2048, 512, 96, [48, 48]),
+        (8, 2048, 1024, 128, [20]),
+        (16, 2048, 768, 512, [8]),
+        (16, 1536, 2048, 512, [8]),
+        (32, 256, 1024, 2048, [0, 3, 1]),
+    ],
+)
+def test_fewer_stages_than_blocks_were_launched_for(experts, rows, columns, tokens, sizes):
+    """Few rows of many are used, or few experts: what is left to cut is less than a run for each block."""
+    codes, scale = random_experts(experts, rows, columns)
+    x = torch.randn(tokens, columns, device="cuda").bfloat16()
+    check(x, codes, scale, factors("expert", experts, rows), group_ends(sizes + [0] * (experts - len(sizes))))
+
+
+def test_offsets_below_zero_touch_nothing_else():
+    codes, scale = random_experts(4, 128, 256)
+    x = torch.randn(200, 256, device="cuda").bfloat16()
+    given, meant = (torch.tensor([first, 50, 90, 190], dtype=torch.int32, device="cuda") for first in (-40, 0))
+    factor = factors("one", 4, 128)
+    for rows in (x, x[:20]):  # many rows an expert, and few
+        y = [torch.ops.nvfp4.grouped_linear(rows, None, codes, scale, factor, offs, x.dtype) for offs in (given, meant)]
+        assert torch.equal(*y)
+
+
 @pytest.mark.parametrize("kind", ["one", "expert", "row"])
 @pytest.mark.parametrize("sizes", [SIZES["some"], SIZES["many"]], ids=["some", "many"])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])

@@ -303,3 +303,30 @@ def test_cuda_graph(rows):
     x.copy_(torch.randn_like(x))
     graph.replay()
     assert torch.equal(y, torch.ops.nvfp4.matmul(*arguments))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"bias": torch.ones(33)}, "bias is not on the device of x"),
+        ({"bias": (40,)}, "bias of size 40 in dimension 1"),
+        ({"bias": (16,)}, "bias of size 16 in dimension 1"),
+        ({"bias": (2, 33)}, "bias of size 2 in dimension 0"),
+        ({"bias": (1, 1, 33)}, "more dimensions than the product"),
+        ({"x_scale": (3,)}, "one a row of x"),
+        ({"per_tensor_scale": (5,)}, "one a row of w"),
+        ({"scale": slice(0, 0)}, "too few tiles"),
+        ({"columns": 80}, "cannot hold"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    """Each would have been read beyond its end, or on the host."""
+    codes, scale = random_weight(33, 64)
+    x = torch.randn(7, change.get("columns", 64), device="cuda").bfloat16()
+    given = {"x_scale": None, "scale": scale, "per_tensor_scale": factor(), "bias": None, "columns": 64}
+    for name, value in change.items():
+        shaped = isinstance(value, tuple)
+        given[name] = torch.ones(value, device="cuda") if shaped else scale[value] if name == "scale" else value
+    tail = (given["per_tensor_scale"], given["bias"], given["columns"], False, torch.bfloat16)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.nvfp4.matmul(x, given["x_scale"], codes, given["scale"], *tail)

@@ -58,7 +58,7 @@ int resident_clusters(int blocks, int threads, int shared_bytes) {
   }
   int& count = known.clusters[blocks];
   if (count == 0) {
-    count = this_machine().multiprocessors / blocks;
+    count = std::max(this_machine().multiprocessors / blocks, 1);
     if (blocks > 1) {
       const Launch launch(dim3(blocks, count), blocks, threads, shared_bytes, nullptr, Begins::kAfterPrevious);
       int active = 0;

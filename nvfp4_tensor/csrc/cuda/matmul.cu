@@ -14,6 +14,7 @@ namespace {
 constexpr int kMostRowsByMma = 16;
 // Beyond so many rows of x decoding w once and torch's product are faster than the few-rows kernel once for each 16.
 constexpr int kMostFewRows = 64;
+constexpr int kMostExperts = 65535;  // of a grid's last dimension
 
 Tensor call(const char* op, const char* overload, std::vector<StableIValue> arguments) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, arguments.data(), TORCH_ABI_VERSION));
@@ -35,15 +36,24 @@ Tensor float_product(const Tensor& a, const Tensor& b) {
   return call(op, "dtype", {from(a), from(b), from(ScalarType::Float)});
 }
 
+void check_beside(const Tensor& t, const Tensor& x, const char* name) {
+  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x.get_device_index(), "nvfp4::matmul: ", name,
+                  " is not on the device of x: move it there");
+}
+
 // bias as what it is added with: steps by expert, row and column of the result.
-Tensor place_bias(Problem& p, Tensor bias, const std::vector<int64_t>& shape) {
-  const int64_t dims = static_cast<int64_t>(shape.size());
+Tensor place_bias(Problem& p, Tensor bias, const Tensor& x, const std::vector<int64_t>& shape) {
+  const int64_t dims = static_cast<int64_t>(shape.size()), missing = dims - bias.dim();
+  check_beside(bias, x, "bias");
+  STD_TORCH_CHECK(missing >= 0, "nvfp4::matmul: bias has more dimensions than the product");
+  for (int64_t i = 0; i < bias.dim(); ++i) {
+    STD_TORCH_CHECK(bias.size(i) == 1 || bias.size(i) == shape[missing + i], "nvfp4::matmul: bias of size ",
+                    bias.size(i), " in dimension ", missing + i, " does not broadcast to a product of size ",
+                    shape[missing + i]);
+  }
   std::vector<int64_t> steps(dims, 0);
   auto read_steps = [&] {
-    for (int64_t i = 0; i < bias.dim(); ++i) {
-      const int64_t d = dims - bias.dim() + i;
-      if (d >= 0) steps[d] = bias.size(i) == 1 ? 0 : bias.stride(i);
-    }
+    for (int64_t i = 0; i < bias.dim(); ++i) steps[dims - bias.dim() + i] = bias.size(i) == 1 ? 0 : bias.stride(i);
   };
   read_steps();
   // leading dimensions of x that are rows together need one step for all
@@ -91,6 +101,26 @@ Problem sizes(const std::vector<int64_t>& shape, int64_t inner, bool batched) {
   return p;
 }
 
+// A weight of other sizes than its codes say would be read beyond its end.
+void check_weight(const Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
+                  const Tensor& per_tensor_scale, int64_t columns) {
+  check_beside(qdata, x, "qdata");
+  check_beside(scale, x, "scale");
+  check_beside(per_tensor_scale, x, "per_tensor_scale");
+  const int64_t rows = p.experts * qdata.size(qdata.dim() - 2), blocks = qdata.size(qdata.dim() - 1) * 2 / kBlock;
+  STD_TORCH_CHECK(rows < INT32_MAX, "nvfp4::matmul: more than 2^31 - 1 rows of weights");
+  STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && scale.element_size() == 1,
+                  "nvfp4::matmul takes codes in uint8 and scales in e4m3");
+  STD_TORCH_CHECK(columns <= blocks * kBlock && columns > (blocks - 1) * kBlock, "nvfp4::matmul: qdata of ", blocks,
+                  " blocks a row cannot hold ", columns, " columns");
+  STD_TORCH_CHECK(scale.numel() >= (rows + 127) / 128 * ((blocks + 3) / 4) * 512,
+                  "nvfp4::matmul: scale has too few tiles for qdata");
+  const int64_t factors = per_tensor_scale.numel();
+  STD_TORCH_CHECK(factors == 1 || factors == p.experts || factors == rows,
+                  "nvfp4::matmul takes per_tensor_scale 0-d, (E, 1) or one a row of w, not ", factors, " for ", rows,
+                  " rows");
+}
+
 // x as the kernels take it: rows at any distance, their elements together.
 Tensor place_x(Problem& p, const Tensor& given) {
   const bool rows_fit = given.dim() == 2 && (given.stride(1) == 1 || p.K <= 1) && given.stride(0) >= p.K;
@@ -101,7 +131,10 @@ Tensor place_x(Problem& p, const Tensor& given) {
   return x;
 }
 
-Tensor place_x_scale(Problem& p, const Tensor& scale) {
+Tensor place_x_scale(Problem& p, const Tensor& x, const Tensor& scale) {
+  check_beside(scale, x, "x_scale");
+  STD_TORCH_CHECK(scale.numel() == 1 || scale.numel() == p.rows,
+                  "nvfp4::matmul takes x_scale 0-d or one a row of x, not ", scale.numel(), " for ", p.rows, " rows");
   const Tensor factor = packed_floats(scale);
   p.x_scale = static_cast<const float*>(factor.const_data_ptr());
   p.x_scale_step = factor.numel() > 1;
@@ -120,13 +153,13 @@ void place_w_scale(Problem& p, const Tensor& factor) {
 
 // The kernels that decode w as they go; false where none is made for the problem.
 bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
-  if (p.x_dtype == Dtype::kFloat || p.K == 0) return false;
+  if (p.x_dtype == Dtype::kFloat || p.K == 0 || p.experts > kMostExperts) return false;
   const Tensor codes = nvfp4::contiguous(qdata), scales = nvfp4::contiguous(scale);
   p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
   p.code_row = codes.size(codes.dim() - 1);
   p.Kp = static_cast<int>(p.code_row * 2);
   p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
-  p.scale_band = (p.Kp + 63) / 64 * 512;
+  p.scale_band = (static_cast<int64_t>(p.Kp) + 63) / 64 * 512;
   if (p.M > kMostRowsByMma && fits_matmul_many_rows(p)) {
     const Tensor scratch = empty({matmul_many_rows_scratch(p)}, ScalarType::Byte, x);
     launch_matmul_many_rows(p, scratch.mutable_data_ptr(), stream);
@@ -166,16 +199,19 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   const int64_t inner = transposed ? weight_rows : columns, outer = transposed ? columns : weight_rows;
   const std::vector<int64_t> shape = product_shape(x_given, inner, outer);
   Problem p = sizes(shape, inner, batched);
+  STD_TORCH_CHECK(!batched || shape[0] == qdata.size(0), "nvfp4::matmul: ", shape[0], " matrices of x for ",
+                  qdata.size(0), " weights");
+  check_weight(p, x_given, qdata, scale, per_tensor_scale, columns);
   Tensor y = empty(shape, out_dtype, x_given);
   if (y.numel() == 0) return y;
   p.y = y.mutable_data_ptr();
   p.y_dtype = dtype_of(out_dtype, "out_dtype");
   const Tensor x = place_x(p, x_given), w_factor = packed_floats(per_tensor_scale);
   Tensor x_factor, placed_bias;  // live as long as p
-  if (x_scale) x_factor = place_x_scale(p, *x_scale);
+  if (x_scale) x_factor = place_x_scale(p, x, *x_scale);
   const bool scale_inside = transposed && one_a_row(p, w_factor);  // a factor of each summand
   if (!scale_inside) place_w_scale(p, w_factor);
-  if (bias) placed_bias = place_bias(p, *bias, shape);
+  if (bias) placed_bias = place_bias(p, *bias, x_given, shape);
   if (transposed || !fused_product(p, x, qdata, scale, stream)) {
     const std::optional<Tensor> inside = scale_inside ? std::optional<Tensor>(w_factor) : std::nullopt;
     decoded_product(p, x, qdata, scale, inside, columns, transposed, stream);

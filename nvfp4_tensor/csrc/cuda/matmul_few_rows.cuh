@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
     GroupShares<S> shares(p, work);
     Share share;
     while (shares.next(p, work, share)) multiply(share);
-    for (int row = p.offs[p.experts - 1] + blockIdx.y * gridDim.x + blockIdx.x; row < p.rows;
+    for (int row = max(p.offs[p.experts - 1], 0) + blockIdx.y * gridDim.x + blockIdx.x; row < p.rows;
          row += gridDim.x * gridDim.y) {
       zero_row(p, row, threadIdx.x, S::kWarps * 32);
     }

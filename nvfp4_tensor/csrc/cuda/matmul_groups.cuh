@@ -59,8 +59,8 @@ class TokenTiles {
   }
 
  private:
-  // Offsets beyond the rows of x would be read beyond them.
-  __device__ int end(int expert) const { return expert < 0 ? 0 : min(p_.offs[expert], p_.rows); }
+  // Offsets that are not those of rows would read and write elsewhere.
+  __device__ int end(int expert) const { return expert < 0 ? 0 : max(min(p_.offs[expert], p_.rows), 0); }
   __device__ int tiles(int from, int to) const { return to > from ? (to - from + tokens_ - 1) / tokens_ : 0; }
 
   const Problem& p_;

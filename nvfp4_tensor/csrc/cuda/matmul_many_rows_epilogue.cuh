@@ -52,8 +52,8 @@ __device__ __forceinline__ void leave_sums(const Work& work, const float (&sum)[
 
 // Until the runs behind this one, as many as share its tile, have left their sums; how many there are. The flags are
 // taken back, for a graph that launches the same again.
-template <typename S>
-__device__ __forceinline__ int wait_for_others(const Work& work, const Runs& segments, const Segment& s) {
+template <typename S, bool kGrouped>
+__device__ __forceinline__ int wait_for_others(const Work& work, const Runs<kGrouped>& segments, const Segment& s) {
   int others = 0;
   for (int block; (block = segments.other(s, others + 1)) >= 0; ++others) {
     if (threadIdx.x % 128 != 0) continue;

@@ -20,7 +20,6 @@ constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 // Cycles that cutting tiles costs: waiting, and sums written once and read once for each run of a tile but the first.
 // (H200, whole and cut: 4096 x 4096, M = 1024 and 4096: 49 and 55 us, 181 and 191; 14336 x 8192, M = 1024: 327, 306.)
 constexpr int kWaitCycles = 3000, kSumsPerCycle = 6;
-constexpr int kFewestSteps = 4;  // of a run
 
 // That the sums of a cluster's blocks meet. Against cutting, us, alone and in a chain of products (H200): 1024 x 4096,
 // M = 24, 64 and 128: 15.1 and 13.1, 15.4 and 13.2, 15.0 and 12.6 became 12.7 and 9.2, 12.7 and 9.9, 14.2 and 10.4;
@@ -118,7 +117,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.ready = reinterpret_cast<uint64_t*>(scratch);
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();
-  work.cluster = plan.cluster;
+  work.cluster = plan.cluster, work.runs = plan.blocks;
   // In a chain of products 1 us less each than beginning after the kernel before. (permute_x so too: 1.5 us more.)
   const Launch launch(dim3(plan.blocks), plan.cluster, S::kThreads, S::kSharedBytes, stream,
                       Begins::kBeforePreviousEnds);

@@ -72,8 +72,8 @@ struct Ring {
   }
 };
 
-template <typename S>
-using Segments = std::conditional_t<(S::kMeeting > 0), Part, Runs>;
+template <typename S, bool kGrouped>
+using Segments = std::conditional_t<(S::kMeeting > 0), Part, Runs<kGrouped>>;
 
 template <typename S>
 __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
@@ -99,7 +99,7 @@ __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* 
 template <typename S, bool kGrouped>
 __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
                                         const Work& work, Ring<S> ring) {
-  Segments<S> segments(work);
+  Segments<S, kGrouped> segments(work);
   for (Segment s; segments.next(s);) {
     const Place place = place_of<S, kGrouped>(p, work, s.tile);
     for (int step = s.begin; step < s.end; ++step, ring.next()) {
@@ -175,7 +175,7 @@ template <typename T, typename S, bool kGrouped>
 __device__ __forceinline__ void multiply(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
   Consumer<S> in(pool);
   if (threadIdx.x % 128 == 0 && work.cut_tiles > 0) not_ready<S>(work);
-  Runs segments(work);
+  Runs<kGrouped> segments(work);
   for (Segment s; segments.next(s);) {
     float sum[S::kSums];
 #pragma unroll

@@ -1,0 +1,97 @@
+"""csrc/cuda/matmul_many_rows_runs.h, compiled for the host, where no GPU is needed to look at each block's segments."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+CUDA = Path(__file__).parents[1] / "nvfp4_tensor" / "csrc" / "cuda"
+PROGRAM = r"""
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+#define __device__
+struct float4;
+static struct { unsigned x; } blockIdx, gridDim;
+using std::max; using std::min;
+#include "matmul_many_rows_runs.h"
+using namespace nvfp4::many_rows;
+
+// What is wrong with a division: stages not computed once, sums awaited that nobody leaves, or left that nobody adds.
+template <bool kGrouped>
+int faults(const Work& work, int tiles, int blocks) {
+  std::vector<int> computed(tiles * work.steps), leaves(blocks, -1), awaited(blocks);
+  gridDim.x = blocks;
+  int wrong = 0;
+  for (int block = 0; block < blocks; ++block) {
+    blockIdx.x = block;
+    Runs<kGrouped> runs(work);
+    for (Segment s; runs.next(s);) {
+      if (s.tile < 0 || s.tile >= tiles || s.begin < 0 || s.end > work.steps || s.begin >= s.end) return ++wrong;
+      for (int step = s.begin; step < s.end; ++step) ++computed[s.tile * work.steps + step];
+      if (s.begin > 0) wrong += leaves[block] != -1, leaves[block] = s.tile;  // a block has one place for sums
+    }
+  }
+  for (int times : computed) wrong += times != 1;
+  for (int block = 0; block < blocks; ++block) {
+    blockIdx.x = block;
+    Runs<kGrouped> runs(work);
+    for (Segment s; runs.next(s);) {
+      if (s.begin > 0 || s.end == work.steps) continue;
+      for (int behind = 1, other; (other = runs.other(s, behind)) >= 0; ++behind) {
+        wrong += other >= block || leaves[other] != s.tile;  // waits only for blocks that began before it
+        ++awaited[other];
+      }
+    }
+  }
+  for (int block = 0; block < blocks; ++block) wrong += awaited[block] != (leaves[block] != -1);
+  return wrong;
+}
+
+int main(int, char** arguments) {
+  const bool as_many_runs_as_blocks = arguments[1][0] == '1';  // the fault that was: a GPU waited for ever
+  const int all_blocks[] = {1, 2, 3, 7, 64, 96, 114, 132, 148, 188};
+  long divisions = 0, cut = 0, wrong = 0;
+  for (int blocks : all_blocks)
+    for (int steps : {1, 2, 3, 4, 5, 6, 8, 12, 16, 31, 32, 56, 64, 112, 128})
+      for (int tiles = 0; tiles <= 3 * blocks + 5; ++tiles)
+        for (int cut_cost : {0, 1, 3, 4, 6, 12, 1000}) {
+          Division division(tiles, steps, blocks, cut_cost);
+          Work work{};
+          work.steps = steps, work.whole_tiles = division.whole_tiles, work.cut_tiles = division.cut_tiles;
+          work.runs = as_many_runs_as_blocks ? blocks : division.runs;
+          ++divisions, cut += division.cut_tiles > 0, wrong += faults<true>(work, tiles, blocks) > 0;
+          if (work.runs == blocks) wrong += faults<false>(work, tiles, blocks) > 0;  // what other products do
+        }
+  std::printf("%ld %ld %ld\n", divisions, cut, wrong);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path_factory.mktemp("schedule")
+    (folder / "schedule.cpp").write_text(PROGRAM)
+    command = [COMPILER, "-std=c++17", "-O2", "-w", f"-I{CUDA}", "schedule.cpp", "-o", "schedule"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "schedule"
+
+
+def run(program, *arguments: str) -> list[int]:
+    return [int(n) for n in subprocess.run([program, *arguments], capture_output=True, check=True).stdout.split()]
+
+
+def test_each_stage_is_computed_once_and_each_sum_waited_for_is_left(program):
+    divisions, cut, wrong = run(program, "0")
+    assert divisions > 200_000 and cut > 50_000 and wrong == 0
+
+
+def test_a_run_for_each_block_would_wait_for_ever(program):
+    """The fault that this looks for, planted: runs of less than a stage, some of them empty."""
+    assert run(program, "1")[2] > 1_000
