@@ -246,7 +246,7 @@ def grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, tr
     factors = factors.reshape(experts, -1)
     y = x.new_zeros((x.shape[0], columns if transposed else rows), dtype=out_dtype)
     start = 0
-    for expert, end in enumerate(offs.tolist()):
+    for expert, end in enumerate(offs.tolist() if rows else ()):
         if end > start:
             own = slice(expert * rows, (expert + 1) * rows)
             tiles = slice(own.start // TILE_ROWS, own.stop // TILE_ROWS)

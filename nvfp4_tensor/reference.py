@@ -294,7 +294,9 @@ def matmul(
     if per_tensor_scale.dim() and transposed:  # one a row: a factor of each summand
         w = w * per_tensor_scale.reshape(*qdata.shape[:-1], 1)
     else:
-        factor = per_tensor_scale.reshape(*qdata.shape[:-2], 1, -1) if per_tensor_scale.dim() else per_tensor_scale
+        factor = per_tensor_scale
+        if factor.dim():  # one a row of w: beside the columns of y
+            factor = factor.reshape(-1) if qdata.dim() == 2 else factor.reshape(len(qdata), 1, -1)
         alpha = factor if alpha is None else factor * alpha
     y = x.float() @ (w if transposed else w.mT)
     if alpha is not None:

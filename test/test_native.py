@@ -300,3 +300,43 @@ def test_without_a_library_it_says_so_once(monkeypatch):
         native.load()
         native.load()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("payload", [0x7FFFFFFF, 0x7FFF8000, -1, -0x8000, 0x7F800001, 0x7FC00000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_nan_of_any_payload_stays_one(payload, dtype):
+    """Rounded to bfloat16 by adding to its bits, an NVIDIA GPU's NaN would become -0, and its block zeros."""
+    x = torch.ones(48, 64)
+    x.view(torch.int32)[1, 3] = payload
+    if dtype == torch.float16:  # x86's conversion makes it quiet and keeps the rest
+        bits = (payload >> 13 & 0x3FF) | (0x7C00 if payload > 0 else -0x400)
+        x = torch.ones(48, 64, dtype=dtype)
+        x.view(torch.int16)[1, 3] = bits | (0x200 if bits & 0x3FF == 0 else 0)
+    assert x[1, 3].isnan() and x.isnan().sum() == 1
+    spec = QuantizeSpec(hadamard_sign=True)
+    amax = torch.tensor(4.0)
+    assert_op(OPS.hadamard, (x, 0xD7E8), (reference.hadamard(x, 0xD7E8),))
+    assert_op(OPS.quantize, (x, amax, None, spec.pack()), reference.quantize(x, amax, None, spec, 0, 0, 0, 0))
+    for name in each_instruction_set():
+        values, _ = OPS.fake_quantize(x, amax, None, spec.pack(), torch.bfloat16)
+        assert values.isnan().sum() == 16 and values[1, :16].isnan().all(), name
+        pair = OPS.quantize_pair(x, amax, amax, None, QuantizeSpec().pack(), spec.pack())
+        assert OPS.dequantize(*pair[3:], 48, torch.float32).isnan().sum() == 16, name
+        for rows in (1, 300):  # decoded one by one, and by a table
+            codes, scale, factor = OPS.quantize(torch.ones(rows, 256), None, None, 0)
+            factor.view(torch.int32).fill_(payload)
+            assert OPS.dequantize(codes, scale, factor, 256, torch.bfloat16).isnan().all(), name
+
+
+def test_codes_and_scales_of_other_shapes_are_refused():
+    codes, scale = torch.zeros(256, 64, dtype=torch.uint8), torch.zeros(2, 2, 32, 16, dtype=torch.uint8)
+    x, one = torch.ones(1, 128), torch.tensor(1.0)
+    for bad_codes, bad_scale, message in (
+        (codes, scale[:, :, :1, :1], "32, 16"),
+        (codes, scale.transpose(2, 3), "32, 16"),
+        (codes[:, :60].contiguous(), scale, "whole blocks of 8 bytes"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            OPS.dequantize(bad_codes, bad_scale, None, 128, torch.float32)
+        with pytest.raises(RuntimeError, match=message):
+            OPS.matmul(x, None, bad_codes, bad_scale, one, None, 128, False, torch.float32)

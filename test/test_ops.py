@@ -130,3 +130,11 @@ def test_pair_is_both_quantizations(device):
     column = reference.quantize(x.t(), amax_t, state, spec_t, 32, 16, 100, 1)
     for a, b in zip(got, (*row, *column), strict=True):
         assert torch.equal(a.view(torch.uint8) if a.dim() == 4 else a, b.view(torch.uint8) if b.dim() == 4 else b)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_of_no_rows(transposed):
+    qdata, scale, factor = quantized(torch.randn(2, 0, 48))
+    x, offs = torch.randn(5, 0 if transposed else 48), torch.tensor([2, 5], dtype=torch.int32)
+    y = nvfp4.grouped_matmul(x, None, qdata, scale, factor, offs, 48, transposed, torch.float32)
+    assert torch.equal(y, torch.zeros(5, 48 if transposed else 0))

@@ -263,3 +263,10 @@ def test_matmul_applies_every_scale_once():
         back = reference.matmul(y, x_scale, qdata, scale, w_scale, None, 40, True, torch.float32)
         left = y.double() * (1 if x_scale is None else x_scale.double().reshape(-1, 1))
         torch.testing.assert_close(back.double(), left @ weight, rtol=1e-5, atol=1e-4)
+
+
+def test_a_vector_times_rows_of_scales_of_their_own():
+    qdata, scale, _ = reference.quantize(torch.randn(24, 48), torch.tensor(4.0), None, QuantizeSpec(), 0, 0, 0, 0)
+    factors, x = torch.rand(24), torch.randn(48)
+    y = reference.matmul(x, None, qdata, scale, factors, None, 48, False, torch.float32)
+    assert torch.equal(y, reference.matmul(x[None], None, qdata, scale, factors, None, 48, False, torch.float32)[0])

@@ -202,6 +202,9 @@ inline F butterfly(F v) {
   return add(swap_lanes<distance>(v), select(high, negated, v));
 }
 
+// A NaN whose bits rounding to bfloat16 may add to: those of an NVIDIA GPU's, 0x7FFFFFFF, would become -0.
+inline F plain_nan(F v) { return select(is_nan(v), set(__builtin_nanf("")), v); }
+
 // 16 blocks, transformed and rounded to bfloat16; signs: +-0.25 for each element of a block, in pairs order.
 template <typename T>
 inline void hadamard_group(const T* x, F even_sign, F odd_sign, Bf16* out) {
@@ -212,7 +215,7 @@ inline void hadamard_group(const T* x, F even_sign, F odd_sign, Bf16* out) {
     odd = mul(odd, odd_sign);
     const F low = butterfly<4>(butterfly<2>(butterfly<1>(add(even, odd))));
     const F high = butterfly<4>(butterfly<2>(butterfly<1>(sub(even, odd))));
-    store_pairs(out + 32 * p, low, high);
+    store_pairs(out + 32 * p, plain_nan(low), plain_nan(high));
   }
 }
 

@@ -14,8 +14,8 @@ void decode_group(const uint8_t* codes, const uint8_t* scale_bytes, const F* fac
     load_codes(codes + 16 * p, even, odd);
     F low = mul(e2m1_values(even), scales.pair(p)), high = mul(e2m1_values(odd), scales.pair(p));
     if (factor) {
-      low = mul(low, factors.pair(p));
-      high = mul(high, factors.pair(p));
+      low = plain_nan(mul(low, factors.pair(p)));
+      high = plain_nan(mul(high, factors.pair(p)));
     }
     store_pairs(values + 32 * p, low, high);
   }

@@ -182,7 +182,9 @@ void check_weight(const Tensor& qdata, const Tensor& scale, const Product& p) {
 Product describe(const Tensor& x, const Tensor& qdata, const Tensor& scale, int64_t columns, bool transposed) {
   STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && (qdata.dim() == 2 || qdata.dim() == 3),
                   "qdata must be uint8 (N, K/2) or (E, N, K/2)");
-  STD_TORCH_CHECK(scale.dim() == 4 && scale.element_size() == 1,
+  STD_TORCH_CHECK(qdata.size(qdata.dim() - 1) % 8 == 0, "a row of qdata must be whole blocks of 8 bytes, not ",
+                  qdata.size(qdata.dim() - 1));
+  STD_TORCH_CHECK(scale.dim() == 4 && scale.element_size() == 1 && scale.size(2) == 32 && scale.size(3) == 16,
                   "scale must be e4m3 (row tiles, column tiles, 32, 16)");
   Product p{};
   const int64_t dims = qdata.dim();

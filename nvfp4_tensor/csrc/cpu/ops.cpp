@@ -237,7 +237,9 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, std::optional<Tensor
   check_cpu(qdata, "qdata");
   check_cpu(scale, "scale");
   STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && qdata.dim() >= 1, "qdata must be uint8 (..., K/2)");
-  STD_TORCH_CHECK(scale.dim() == 4 && scale.element_size() == 1,
+  STD_TORCH_CHECK(qdata.size(qdata.dim() - 1) % 8 == 0, "a row of qdata must be whole blocks of 8 bytes, not ",
+                  qdata.size(qdata.dim() - 1));
+  STD_TORCH_CHECK(scale.dim() == 4 && scale.element_size() == 1 && scale.size(2) == 32 && scale.size(3) == 16,
                   "scale must be e4m3 (row tiles, column tiles, 32, 16)");
   const Tensor codes = torch::stable::contiguous(qdata), scales = torch::stable::contiguous(scale);
   Encoded in{};

@@ -111,6 +111,8 @@ void check_weight(const Problem& p, const Tensor& x, const Tensor& qdata, const 
   STD_TORCH_CHECK(rows < INT32_MAX, "nvfp4::matmul: more than 2^31 - 1 rows of weights");
   STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && scale.element_size() == 1,
                   "nvfp4::matmul takes codes in uint8 and scales in e4m3");
+  STD_TORCH_CHECK(qdata.size(qdata.dim() - 1) % 8 == 0,
+                  "nvfp4::matmul: a row of qdata must be whole blocks of 8 bytes, not ", qdata.size(qdata.dim() - 1));
   STD_TORCH_CHECK(columns <= blocks * kBlock && columns > (blocks - 1) * kBlock, "nvfp4::matmul: qdata of ", blocks,
                   " blocks a row cannot hold ", columns, " columns");
   STD_TORCH_CHECK(scale.numel() >= (rows + 127) / 128 * ((blocks + 3) / 4) * 512,
