@@ -34,7 +34,7 @@ def disassembly():
     return texts
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"])
 def test_blackwell_rounds_to_nearest_in_hardware(disassembly, arch):
     if arch not in disassembly:
         pytest.skip(f"the library was built without {arch}")
@@ -85,7 +85,7 @@ def arrivals_past_loads(function):
     return found
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"])
 def test_few_rows_arrive_with_what_they_loaded(disassembly, arch):
     """An arrival lets a copy overwrite what was loaded, but does not wait for loads: they have to be done before.
 

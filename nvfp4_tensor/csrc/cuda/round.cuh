@@ -23,7 +23,8 @@
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
 #define NVFP4_HARDWARE_NEAREST 1
 #define NVFP4_HARDWARE_STOCHASTIC 1
-#elif defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#elif defined(__CUDA_ARCH_FEAT_SM110_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM121_ALL)
 #define NVFP4_HARDWARE_NEAREST 1
 #endif
 

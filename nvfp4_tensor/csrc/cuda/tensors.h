@@ -39,7 +39,10 @@ inline cudaStream_t current_stream(const Tensor& on) {
 
 inline void check_launched(const char* op) {
   const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
+  const char* advice = error != cudaErrorNoKernelImageForDevice ? ""
+                       : " (the library was built for other GPUs: with NVFP4_TENSOR_NATIVE=0 in the environment plain torch "
+                         "serves this one)";
+  STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error), advice);
 }
 
 inline bool is_native(ScalarType type) {
