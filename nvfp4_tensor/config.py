@@ -15,6 +15,9 @@ from nvfp4_tensor.observer import ObservedLinear
 from nvfp4_tensor.spec import QuantizeSpec
 from nvfp4_tensor.tensor import NVFP4Tensor, quantize
 
+_SHARED = ("round_mode", "scale_rounding", "four_over_six", "scale_ceiling", "random_bits")
+"""The arguments that weights and activations share."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class NVFP4WeightOnlyConfig(AOBaseConfig):
@@ -38,18 +41,17 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     weight_spec: QuantizeSpec | None = None
 
     def __post_init__(self) -> None:
-        names = self._replaced()
         given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
-        if idle := [name for name in given if name in names]:
+        if idle := [name for name in given if name in self._replaced()]:
             raise ValueError(f"{', '.join(idle)} would change nothing beside the specs given: put it into them instead")
-        self._check(self.weight)
+        self._check_transforms()
 
     def _replaced(self) -> tuple[str, ...]:
         """The arguments that specs take the place of."""
         return () if self.weight_spec is None else (*_SHARED, "block_rows")
 
-    def _check(self, weight: QuantizeSpec) -> None:
-        if weight.hadamard_sign is not None:
+    def _check_transforms(self) -> None:
+        if self.weight.hadamard_sign is not None:
             raise ValueError(
                 "a Hadamard transform only cancels in pairs: use NVFP4Config, with the same hadamard_sign in both specs"
             )
@@ -65,9 +67,6 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
         """The spec of the shared arguments: one object for all weights, which a compiled model's guards compare."""
         arguments = {name: getattr(self, name) for name in _SHARED} | changes
         return QuantizeSpec.unpack(QuantizeSpec(**arguments).pack())
-
-
-_SHARED = ("round_mode", "scale_rounding", "four_over_six", "scale_ceiling", "random_bits")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -111,8 +110,8 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         of_activation = () if self.activation_spec is None else ("activation_round_mode",)
         return (*of_weight, *of_activation, *(_SHARED if of_weight and of_activation else ()))
 
-    def _check(self, weight: QuantizeSpec) -> None:
-        if weight.hadamard_sign != self.activation.hadamard_sign:
+    def _check_transforms(self) -> None:
+        if self.weight.hadamard_sign != self.activation.hadamard_sign:
             raise ValueError(
                 "weight_spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs"
             )
