@@ -41,7 +41,8 @@ class ObservedLinear(nn.Linear):
         """As any module's, but that the amax stays float32: rounded down by a cast it would clip what was seen."""
         amax = self.activation_amax
         super()._apply(fn, recurse)
-        self.activation_amax = amax.to(self.activation_amax.device)
+        moved = self.activation_amax
+        self.activation_amax = moved.float() if amax.is_meta else amax.to(moved.device)
         return self
 
     def forward(self, input: Tensor) -> Tensor:

@@ -56,3 +56,8 @@ def test_the_amax_stays_float32():
     assert linear.amax_at(None) == x.max() and linear.weight.dtype == torch.float16
     linear(x.half() * 2)
     assert linear.amax_at(None) == 2 * x.half().max()
+
+
+def test_a_prepared_model_without_memory_gets_some():
+    linear = ObservedLinear.observe(nn.Linear(32, 8, device="meta"), QuantizeSpec()).to_empty(device="cpu")
+    assert linear.activation_amax.dtype == torch.float32 and linear.activation_amax.device.type == "cpu"

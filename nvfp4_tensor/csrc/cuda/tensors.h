@@ -39,10 +39,9 @@ inline cudaStream_t current_stream(const Tensor& on) {
 
 inline void check_launched(const char* op) {
   const cudaError_t error = cudaGetLastError();
-  const char* advice = error != cudaErrorNoKernelImageForDevice ? ""
-                       : " (the library was built for other GPUs: with NVFP4_TENSOR_NATIVE=0 in the environment plain torch "
-                         "serves this one)";
-  STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error), advice);
+  STD_TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, op, ": the library was built for other GPUs; with "
+                  "NVFP4_TENSOR_NATIVE=0 in the environment plain torch serves this one");
+  STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 }
 
 inline bool is_native(ScalarType type) {
