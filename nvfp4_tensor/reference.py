@@ -59,6 +59,8 @@ def inverse_hadamard(y: Tensor, sign: int) -> Tensor:
 
 
 def _hadamard_signs(sign: int, device: torch.device) -> Tensor:
+    if not 0 <= sign <= 0xFFFF:
+        raise ValueError(f"the sign of a Hadamard transform is a mask from 0 to 0xFFFF, not {sign}")
     return 0.25 - 0.5 * (sign >> torch.arange(BLOCK, device=device) & 1).float()
 
 
@@ -253,6 +255,17 @@ def quantize(
     return qdata.view(*x.shape[:-1], columns // 2), scale, per_tensor_scale(amax, spec)
 
 
+def _check_scale(scale: Tensor, rows: int, columns: int) -> None:
+    if scale.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise ValueError(f"scale is float8_e4m3fn or its bytes in uint8, not {scale.dtype}")
+    expected = (*format.scale_tiles(rows, columns), 32, 16)
+    if scale.shape != expected:
+        raise ValueError(
+            f"scale is swizzled, {expected} for {rows} rows of {columns} codes, not {tuple(scale.shape)}: "
+            "nvfp4_tensor.format.swizzle does it"
+        )
+
+
 def dequantize(
     qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, columns: int, dtype: torch.dtype
 ) -> Tensor:
@@ -263,6 +276,7 @@ def dequantize(
     """
     *leading, half = qdata.shape
     rows = qdata.shape[:-1].numel()
+    _check_scale(scale, rows, half * 2)
     pairs = format.code_values(format.unpack(torch.arange(256, device=qdata.device, dtype=torch.uint8).unsqueeze(-1)))
     blocks = format.unswizzle(scale, rows, half * 2 // BLOCK).view(torch.float8_e4m3fn).float()
     values = pairs[qdata.reshape(rows, half).long()].reshape(rows, half * 2 // BLOCK, BLOCK) * blocks.unsqueeze(-1)

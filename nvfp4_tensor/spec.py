@@ -98,18 +98,21 @@ class QuantizeSpec:
     @classmethod
     @functools.cache
     def unpack(cls, bits: int) -> QuantizeSpec:
-        """The inverse of :meth:`pack`."""
+        """The inverse of :meth:`pack`; ValueError for an integer that no spec packs to."""
         choice = bits >> 4 & 3
-        return cls(
+        spec = cls(
             round_mode=RoundingMode(bits & 3),
             block_rows=BLOCK if bits & 1 << 2 else 1,
             scale_rounding=ScaleRounding(bits >> 3 & 1),
-            four_over_six=FourOverSix(choice) if choice else None,
+            four_over_six=FourOverSix(choice) if choice in (1, 2) else None,
             scale_ceiling=256 if bits & 1 << 6 else 448,
             random_bits=8 if bits & 1 << 7 else 16,
             hardware_rounding=bool(bits & 1 << 8),
             hadamard_sign=bits >> 16 & 0xFFFF if bits & 1 << 9 else None,
         )
+        if spec.pack() != bits:
+            raise ValueError(f"spec is what QuantizeSpec.pack() gives, and that is never {bits}")
+        return spec
 
     def __str__(self) -> str:
         """What differs from the plain spec, in a few words: "stochastic, 16x16, scales up, 4/6 mse"."""

@@ -124,6 +124,15 @@ def test_numbers_of_experts(experts, tokens):
     check(x, codes, scale, factors("expert", experts, 128), group_ends(sizes))
 
 
+def test_scales_of_other_counts_are_refused():
+    codes, scale = random_experts(2, 128, 256)
+    x, offs = torch.randn(10, 256, device="cuda").bfloat16(), group_ends([4, 6])
+    for x_scale, factor, message in (((3,), (), "x_scale must be one"), ((), (5,), "takes per_tensor_scale")):
+        given = torch.ones(x_scale, device="cuda"), codes, scale, torch.ones(factor, device="cuda")
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.nvfp4.grouped_linear(x, *given, offs, x.dtype)
+
+
 def test_rows_that_are_not_contiguous():
     codes, scale = random_experts(4, 128, 256)
     x = torch.randn(40, 300, device="cuda").bfloat16()

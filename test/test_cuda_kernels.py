@@ -293,6 +293,28 @@ def test_dequantize_with_a_factor_a_row():
 
 
 @gpu
+def test_codes_and_scales_that_are_refused():
+    codes = torch.zeros(256, 64, dtype=torch.uint8, device="cuda")
+    scale = torch.zeros(2, 2, 32, 16, dtype=torch.uint8, device="cuda")
+    x, one = torch.ones(1, 128, device="cuda").bfloat16(), torch.ones((), device="cuda")
+    for bad_codes, bad_scale, message in (
+        (codes, scale.cpu(), "scale is not on the device of qdata"),
+        (codes.cpu(), scale, "qdata is"),
+        (codes, scale.view(torch.float8_e5m2), "not Float8_e5m2"),
+        (codes, scale.transpose(2, 3), "swizzled"),
+        (codes, torch.cat((scale, scale), dim=1), "swizzled"),
+        (codes[:, :60].contiguous(), scale, "whole blocks of 8 bytes"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            N.dequantize(bad_codes, bad_scale, None, 128, torch.float32)
+        with pytest.raises(RuntimeError, match=message):
+            N.matmul(x, None, bad_codes, bad_scale, one, None, 128, False, torch.float32)
+        with pytest.raises(RuntimeError, match=message):
+            offs = torch.ones(1, dtype=torch.int32, device="cuda")
+            N.grouped_linear(x, None, bad_codes[None], bad_scale, one, offs, torch.float32)
+
+
+@gpu
 def test_what_the_kernels_refuse():
     x, amax = torch.randn(16, 32, device="cuda"), torch.tensor(1.0, device="cuda")
     with pytest.raises(RuntimeError, match="rng_state"):
@@ -301,3 +323,9 @@ def test_what_the_kernels_refuse():
         N.quantize(x.double(), amax, None, QuantizeSpec().pack())
     with pytest.raises(RuntimeError, match="amax"):
         N.quantize(x, torch.tensor(1.0), None, QuantizeSpec().pack())
+    with pytest.raises(RuntimeError, match="x is on the CPU"):
+        N.quantize(x.cpu(), amax, None, QuantizeSpec().pack())
+    with pytest.raises(RuntimeError, match="is what QuantizeSpec"):
+        N.quantize(x, amax, None, 1 << 10)
+    with pytest.raises(RuntimeError, match="mask from 0 to 0xFFFF"):
+        N.amax(x, 1 << 31)

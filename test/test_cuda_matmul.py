@@ -313,9 +313,9 @@ def test_cuda_graph(rows):
         ({"bias": (16,)}, "bias of size 16 in dimension 1"),
         ({"bias": (2, 33)}, "bias of size 2 in dimension 0"),
         ({"bias": (1, 1, 33)}, "more dimensions than the product"),
-        ({"x_scale": (3,)}, "one a row of x"),
+        ({"x_scale": (3,)}, "x_scale must be one number, or one a row: 1 or 7, not 3"),
         ({"per_tensor_scale": (5,)}, "one a row of w"),
-        ({"scale": slice(0, 0)}, "too few tiles"),
+        ({"scale": slice(0, 0)}, "scale must be swizzled"),
         ({"columns": 80}, "cannot hold"),
     ],
 )

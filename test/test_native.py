@@ -334,9 +334,37 @@ def test_codes_and_scales_of_other_shapes_are_refused():
     for bad_codes, bad_scale, message in (
         (codes, scale[:, :, :1, :1], "32, 16"),
         (codes, scale.transpose(2, 3), "32, 16"),
+        (codes, scale[:1], r"\(2, 2, 32, 16\) for qdata of 256 rows of 8 blocks"),
+        (codes, torch.cat((scale, scale), dim=1), r"not Byte \(2, 4, 32, 16\)"),
+        (codes, scale.view(torch.float8_e5m2), "float8_e4m3fn or its bytes in uint8, not Float8_e5m2"),
+        (codes.view(torch.int8), scale, "qdata must be uint8"),
         (codes[:, :60].contiguous(), scale, "whole blocks of 8 bytes"),
     ):
         with pytest.raises(RuntimeError, match=message):
             OPS.dequantize(bad_codes, bad_scale, None, 128, torch.float32)
         with pytest.raises(RuntimeError, match=message):
             OPS.matmul(x, None, bad_codes, bad_scale, one, None, 128, False, torch.float32)
+
+
+@pytest.mark.parametrize("bits", [3 << 4, 1 << 10, 1 << 8, 1 << 8 | 1 << 7, 1 << 16, 1 << 32 | 1 << 9, -(1 << 63), -1])
+def test_an_integer_that_no_spec_packs_to_is_refused(bits):
+    """Four-over-six by an unknown error, unknown bits, hardware rounding of another mode, a sign of no transform."""
+    x, amax, plain = torch.ones(16, 16), torch.ones(()), QuantizeSpec().pack()
+    for call in (
+        lambda: OPS.quantize(x, amax, RNG_STATE, bits),
+        lambda: OPS.quantize(x, None, RNG_STATE, bits),
+        lambda: OPS.quantize_pair(x, amax, amax, RNG_STATE, plain, bits),
+        lambda: OPS.fake_quantize(x, amax, RNG_STATE, bits, torch.float32),
+        lambda: OPS.quantize_activation(x, RNG_STATE, bits, torch.float32),
+    ):
+        with pytest.raises(RuntimeError, match=f"QuantizeSpec.pack.* never {bits}"):
+            call()
+
+
+@pytest.mark.parametrize("sign", [1 << 16, 1 << 31, 1 << 40, -2])
+def test_a_sign_of_more_bits_than_a_block_has_elements_is_refused(sign):
+    """An int of 2^31 is negative, and a negative one means no transform."""
+    x = torch.ones(16, 16)
+    for op in (OPS.amax, OPS.amax_pair, OPS.hadamard):
+        with pytest.raises(RuntimeError, match=f"mask from 0 to 0xFFFF, not {sign}"):
+            op(x, sign)

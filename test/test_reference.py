@@ -270,3 +270,16 @@ def test_a_vector_times_rows_of_scales_of_their_own():
     factors, x = torch.rand(24), torch.randn(48)
     y = reference.matmul(x, None, qdata, scale, factors, None, 48, False, torch.float32)
     assert torch.equal(y, reference.matmul(x[None], None, qdata, scale, factors, None, 48, False, torch.float32)[0])
+
+
+def test_what_would_decode_to_other_numbers_is_refused():
+    x, spec = torch.randn(24, 48), QuantizeSpec()
+    qdata, scale, factor = reference.quantize(x, torch.tensor(4.0), None, spec)
+    for bad, message in (
+        (scale.view(torch.float8_e5m2), "float8_e4m3fn or its bytes in uint8, not torch.float8_e5m2"),
+        (scale.transpose(2, 3), r"\(1, 1, 32, 16\) for 24 rows of 48 codes, not \(1, 1, 16, 32\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reference.dequantize(qdata, bad, factor, 48, torch.float32)
+    with pytest.raises(ValueError, match="mask from 0 to 0xFFFF, not 65536"):
+        reference.hadamard(x, 1 << 16)

@@ -29,6 +29,12 @@ def test_every_spec_survives_packing_and_packs_differently():
     assert len(set(packed)) == len(ALL_SPECS) == len(set(ALL_SPECS))
 
 
+@pytest.mark.parametrize("bits", [3 << 4, 1 << 10, 1 << 16, 1 << 8, 1 << 40, -1])
+def test_what_no_spec_packs_to_is_refused(bits):
+    with pytest.raises(ValueError, match=r"QuantizeSpec.pack\(\)|hardware_rounding needs"):
+        QuantizeSpec.unpack(bits)
+
+
 def test_defaults_and_conversions():
     assert QuantizeSpec() == QuantizeSpec(round_mode="rne", block_rows=1, scale_ceiling=448, random_bits=16)
     assert QuantizeSpec(four_over_six=True).four_over_six is FourOverSix.MSE

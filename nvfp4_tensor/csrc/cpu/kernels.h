@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "numerics/block.h"
+#include "numerics/matrix.h"
 #include "numerics/philox.h"
 #include "numerics/spec.h"
 
@@ -20,20 +21,10 @@ namespace nvfp4 {
 
 struct Bf16 { uint16_t bits; };
 struct Fp16 { uint16_t bits; };
-enum class Dtype { kBf16, kFp16, kFloat };
 
 constexpr int kGroupBlocks = 16;
 constexpr int kGroupElements = kGroupBlocks * kBlock;
 constexpr int kGroupBytes = kGroupElements / 2;
-
-// A matrix whose last stride is 1.
-struct Matrix {
-  const void* data;
-  int64_t rows, columns, row_stride;
-  Dtype dtype;
-
-  int64_t blocks() const { return (columns + kBlock - 1) / kBlock; }  // of a row
-};
 
 // How to quantize a matrix, and where it lies in the logical one.
 struct Plan {

@@ -1,10 +1,6 @@
 // nvfp4.matmul on the CPU: arguments checked, a way to multiply chosen, work divided among torch's threads.
 #include "cpu/matmul.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -15,14 +11,11 @@
 #include <thread>
 #include <vector>
 
+#include "arguments.h"
 #include "cpu/empty.h"
-#include "numerics/layout.h"
 
 namespace nvfp4 {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int64_t kProductsPerThread = 1 << 17;  // at one row of x about 5 us: less is not worth a second thread
 constexpr int64_t kShare = 8;                    // a worker claims this part of its part of what is left
@@ -115,34 +108,6 @@ void multiply(const Product& p) {
 
 // --- arguments -------------------------------------------------------------------------------------------------------
 
-void check_cpu(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.is_cpu(), name, " is on another device than x: move it to the CPU");
-}
-
-bool is_native(ScalarType type) {
-  return type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Float;
-}
-
-Dtype dtype_of(ScalarType type) {
-  if (type == ScalarType::BFloat16) return Dtype::kBf16;
-  return type == ScalarType::Half ? Dtype::kFp16 : Dtype::kFloat;
-}
-
-// The tensor itself where it is contiguous: asking torch for that takes a microsecond.
-Tensor in_order(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-
-Tensor contiguous_as(const Tensor& t, ScalarType type) {
-  return in_order(t.scalar_type() == type ? t : torch::stable::to(t, type));
-}
-
-// One float32 or `count` of them.
-Tensor factors_of(const Tensor& t, int64_t count, const char* name) {
-  check_cpu(t, name);
-  STD_TORCH_CHECK(t.numel() == 1 || t.numel() == count, name, " must hold one number, or one a row: 1 or ", count,
-                  ", not ", t.numel());
-  return contiguous_as(t, ScalarType::Float);
-}
-
 // bias: contiguous, broadcast to y of this shape.
 void place_bias(const Tensor& bias, const std::vector<int64_t>& shape, Product& p) {
   const int64_t dims = int64_t(shape.size()), missing = dims - bias.dim();
@@ -169,32 +134,17 @@ void place_bias(const Tensor& bias, const std::vector<int64_t>& shape, Product& 
   }
 }
 
-void check_weight(const Tensor& qdata, const Tensor& scale, const Product& p) {
-  check_cpu(qdata, "qdata");
-  check_cpu(scale, "scale");
-  STD_TORCH_CHECK(p.columns <= p.blocks * kBlock && p.columns > (p.blocks - 1) * kBlock, "qdata of ", p.blocks,
-                  " blocks a row cannot hold ", p.columns, " columns");
-  const int64_t rows = p.batches * p.rows;
-  STD_TORCH_CHECK(scale.size(0) >= ceil_div(rows, kTileRows) && p.column_tiles >= ceil_div(p.blocks, kTileColumns),
-                  "scale has too few tiles for qdata");
-}
-
 Product describe(const Tensor& x, const Tensor& qdata, const Tensor& scale, int64_t columns, bool transposed) {
-  STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && (qdata.dim() == 2 || qdata.dim() == 3),
-                  "qdata must be uint8 (N, K/2) or (E, N, K/2)");
-  STD_TORCH_CHECK(qdata.size(qdata.dim() - 1) % 8 == 0, "a row of qdata must be whole blocks of 8 bytes, not ",
-                  qdata.size(qdata.dim() - 1));
-  STD_TORCH_CHECK(scale.dim() == 4 && scale.element_size() == 1 && scale.size(2) == 32 && scale.size(3) == 16,
-                  "scale must be e4m3 (row tiles, column tiles, 32, 16)");
-  Product p{};
   const int64_t dims = qdata.dim();
+  STD_TORCH_CHECK(dims == 2 || dims == 3, "qdata must be (N, K/2) or (E, N, K/2), not ", text_of(qdata));
+  check_beside(qdata, "qdata", x);
+  Product p{};
+  p.blocks = check_coded(qdata, scale, columns).blocks;
   p.batches = dims == 3 ? qdata.size(0) : 1;
   p.rows = qdata.size(dims - 2);
   p.columns = columns;
-  p.blocks = qdata.size(dims - 1) * 2 / kBlock;
   p.column_tiles = scale.size(1);
   p.transposed = transposed;
-  check_weight(qdata, scale, p);
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == p.depth(), "x must have ", p.depth(),
                   " columns to be multiplied with this weight");
   STD_TORCH_CHECK(dims == 2 || (x.dim() == 3 && x.size(0) == p.batches), "x must be (", p.batches,
@@ -212,31 +162,28 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
         matmul(x_given, x_scale, qdata, scale, per_tensor_scale, bias, columns, transposed, ScalarType::Float),
         out_dtype);
   }
-  check_cpu(x_given, "x");
   Product p = describe(x_given, qdata, scale, columns, transposed);
   const Tensor x = contiguous_as(x_given, is_native(x_given.scalar_type()) ? x_given.scalar_type() : ScalarType::Float);
   const Tensor codes = in_order(qdata), scales = in_order(scale);
   p.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
   p.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
   p.x = x.const_data_ptr();
-  p.x_dtype = dtype_of(x.scalar_type());
+  p.x_dtype = dtype_of(x.scalar_type(), "x");
 
-  const Tensor factors = factors_of(per_tensor_scale, p.batches * p.rows, "per_tensor_scale");
+  const Tensor factors = factors_of(per_tensor_scale, "per_tensor_scale", p.batches * p.rows, x);
   const float* factor_data = static_cast<const float*>(factors.const_data_ptr());
   const bool factor_a_row = per_tensor_scale.dim() != 0 && factors.numel() != 1;
   (factor_a_row && transposed ? p.summand_factors : p.factors) = factor_data;
   p.factor_step = factor_a_row;
   std::optional<Tensor> x_factors, wide_bias;
   if (x_scale.has_value()) {
-    x_factors = factors_of(*x_scale, p.batches * p.x_rows, "x_scale");
+    x_factors = factors_of(*x_scale, "x_scale", p.batches * p.x_rows, x);
     p.x_scale = static_cast<const float*>(x_factors->const_data_ptr());
     p.x_scale_step = x_factors->numel() != 1;
   }
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
-  shape.push_back(p.width());
+  const std::vector<int64_t> shape = with_last(x, p.width());
   if (bias.has_value()) {
-    check_cpu(*bias, "bias");
+    check_beside(*bias, "bias", x);
     wide_bias = contiguous_as(*bias, ScalarType::Float);
     place_bias(*wide_bias, shape, p);
   }
@@ -244,7 +191,7 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   p.workers = std::clamp<int64_t>(products / kProductsPerThread, 1, torch::stable::get_num_threads());
   Tensor out = empty(shape, out_dtype);
   p.out = out.mutable_data_ptr();
-  p.out_dtype = dtype_of(out_dtype);
+  p.out_dtype = dtype_of(out_dtype, "out_dtype");
   if (out.numel()) multiply(p);
   return out;
 }

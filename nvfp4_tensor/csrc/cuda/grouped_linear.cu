@@ -10,29 +10,24 @@ namespace {
 // 205, and 133 or 63 where eight of them have all of these rows.
 constexpr int kFewRows = 4;
 
-const float* factors_of(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_cuda(), "nvfp4::grouped_linear takes ", name,
-                  " in float32 on the device of x");
-  return static_cast<const float*>(t.const_data_ptr());
-}
-
 Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scale, const Tensor& qdata,
                       const Tensor& scale, const Tensor& per_tensor_scale, const Tensor& offs_given,
                       ScalarType out_dtype) {
   STD_TORCH_CHECK(x_given.dim() == 2 && qdata.dim() == 3 && offs_given.dim() == 1 &&
-                      offs_given.size(0) == qdata.size(0) && offs_given.scalar_type() == ScalarType::Int &&
-                      offs_given.is_cuda(),
-                  "nvfp4::grouped_linear takes x (M, K), qdata (E, N, K/2) and offs (E,), int32 on the device of x");
+                      offs_given.size(0) == qdata.size(0) && offs_given.scalar_type() == ScalarType::Int,
+                  "nvfp4::grouped_linear takes x (M, K), qdata (E, N, K/2) and offs (E,), int32");
   const OnDeviceOf guard(x_given);
   const cudaStream_t stream = current_stream(x_given);
-  const Rows x(x_given);
+  const CudaRows x(x_given);
   STD_TORCH_CHECK(x.matrix.dtype != Dtype::kFloat, "nvfp4::grouped_linear takes x in bfloat16 or float16: cast it");
-  const Tensor codes = nvfp4::contiguous(qdata), scales = nvfp4::contiguous(scale);
-  const Tensor factors = nvfp4::contiguous(per_tensor_scale), offs = nvfp4::contiguous(offs_given);
-  const int64_t experts = codes.size(0), outer = codes.size(1), inner = x.matrix.columns, half = codes.size(2);
-  STD_TORCH_CHECK(inner <= half * 2 && inner > half * 2 - kBlock, "nvfp4::grouped_linear: x has ", inner,
-                  " columns where the weight has ", half * 2);
+  const int64_t experts = qdata.size(0), outer = qdata.size(1), half = qdata.size(2), inner = x.matrix.columns;
+  check_beside(qdata, "qdata", x_given);
+  check_beside(per_tensor_scale, "per_tensor_scale", x_given);
+  check_beside(offs_given, "offs", x_given);
+  check_coded(qdata, scale, inner);
   STD_TORCH_CHECK(experts * outer < INT32_MAX, "nvfp4::grouped_linear: more than 2^31 - 1 rows of weights");
+  const Tensor codes = in_order(qdata), scales = in_order(scale), offs = in_order(offs_given);
+  const Tensor factors = contiguous_as(per_tensor_scale, ScalarType::Float);
   Tensor y = empty({x.matrix.rows, outer}, out_dtype, x_given);
   if (y.numel() == 0) return y;
   if (experts == 0 || inner == 0) {
@@ -51,11 +46,11 @@ Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scal
   p.scale_band = ceil_div(half * 2, 64) * 512;
   std::optional<Tensor> row_factors;
   if (x_scale) {
-    row_factors = nvfp4::contiguous(*x_scale);
-    p.x_scale = factors_of(*row_factors, "x_scale");
+    row_factors = factors_of(*x_scale, "x_scale", x.matrix.rows, x_given);
+    p.x_scale = static_cast<const float*>(row_factors->const_data_ptr());
     p.x_scale_step = row_factors->numel() > 1;
   }
-  p.w_scale = factors_of(factors, "per_tensor_scale");
+  p.w_scale = static_cast<const float*>(factors.const_data_ptr());
   const bool one_a_row = factors.dim() == 1;  // else (E, 1), or one for all
   STD_TORCH_CHECK(factors.numel() == (one_a_row ? experts * outer : factors.dim() == 2 ? experts : 1),
                   "nvfp4::grouped_linear takes per_tensor_scale 0-d, (E, 1) or (E * N,)");

@@ -36,15 +36,10 @@ Tensor float_product(const Tensor& a, const Tensor& b) {
   return call(op, "dtype", {from(a), from(b), from(ScalarType::Float)});
 }
 
-void check_beside(const Tensor& t, const Tensor& x, const char* name) {
-  STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x.get_device_index(), "nvfp4::matmul: ", name,
-                  " is not on the device of x: move it there");
-}
-
 // bias as what it is added with: steps by expert, row and column of the result.
 Tensor place_bias(Problem& p, Tensor bias, const Tensor& x, const std::vector<int64_t>& shape) {
   const int64_t dims = static_cast<int64_t>(shape.size()), missing = dims - bias.dim();
-  check_beside(bias, x, "bias");
+  check_beside(bias, "bias", x);
   STD_TORCH_CHECK(missing >= 0, "nvfp4::matmul: bias has more dimensions than the product");
   for (int64_t i = 0; i < bias.dim(); ++i) {
     STD_TORCH_CHECK(bias.size(i) == 1 || bias.size(i) == shape[missing + i], "nvfp4::matmul: bias of size ",
@@ -73,18 +68,11 @@ Tensor place_bias(Problem& p, Tensor bias, const Tensor& x, const std::vector<in
   return bias;
 }
 
-Tensor packed_floats(const Tensor& t) {
-  return nvfp4::contiguous(t.scalar_type() == ScalarType::Float ? t : torch::stable::to(t, ScalarType::Float));
-}
-
 // The shape of x (..., K) w^T.
 std::vector<int64_t> product_shape(const Tensor& x, int64_t inner, int64_t outer) {
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == inner, "nvfp4::matmul: x has ", x.size(x.dim() - 1),
                   " columns where the weight has ", inner);
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
-  shape.push_back(outer);
-  return shape;
+  return with_last(x, outer);
 }
 
 Problem sizes(const std::vector<int64_t>& shape, int64_t inner, bool batched) {
@@ -101,23 +89,12 @@ Problem sizes(const std::vector<int64_t>& shape, int64_t inner, bool batched) {
   return p;
 }
 
-// A weight of other sizes than its codes say would be read beyond its end.
 void check_weight(const Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
                   const Tensor& per_tensor_scale, int64_t columns) {
-  check_beside(qdata, x, "qdata");
-  check_beside(scale, x, "scale");
-  check_beside(per_tensor_scale, x, "per_tensor_scale");
-  const int64_t rows = p.experts * qdata.size(qdata.dim() - 2), blocks = qdata.size(qdata.dim() - 1) * 2 / kBlock;
+  check_beside(qdata, "qdata", x);
+  check_beside(per_tensor_scale, "per_tensor_scale", x);
+  const int64_t rows = check_coded(qdata, scale, columns).rows, factors = per_tensor_scale.numel();
   STD_TORCH_CHECK(rows < INT32_MAX, "nvfp4::matmul: more than 2^31 - 1 rows of weights");
-  STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && scale.element_size() == 1,
-                  "nvfp4::matmul takes codes in uint8 and scales in e4m3");
-  STD_TORCH_CHECK(qdata.size(qdata.dim() - 1) % 8 == 0,
-                  "nvfp4::matmul: a row of qdata must be whole blocks of 8 bytes, not ", qdata.size(qdata.dim() - 1));
-  STD_TORCH_CHECK(columns <= blocks * kBlock && columns > (blocks - 1) * kBlock, "nvfp4::matmul: qdata of ", blocks,
-                  " blocks a row cannot hold ", columns, " columns");
-  STD_TORCH_CHECK(scale.numel() >= (rows + 127) / 128 * ((blocks + 3) / 4) * 512,
-                  "nvfp4::matmul: scale has too few tiles for qdata");
-  const int64_t factors = per_tensor_scale.numel();
   STD_TORCH_CHECK(factors == 1 || factors == p.experts || factors == rows,
                   "nvfp4::matmul takes per_tensor_scale 0-d, (E, 1) or one a row of w, not ", factors, " for ", rows,
                   " rows");
@@ -134,10 +111,7 @@ Tensor place_x(Problem& p, const Tensor& given) {
 }
 
 Tensor place_x_scale(Problem& p, const Tensor& x, const Tensor& scale) {
-  check_beside(scale, x, "x_scale");
-  STD_TORCH_CHECK(scale.numel() == 1 || scale.numel() == p.rows,
-                  "nvfp4::matmul takes x_scale 0-d or one a row of x, not ", scale.numel(), " for ", p.rows, " rows");
-  const Tensor factor = packed_floats(scale);
+  const Tensor factor = factors_of(scale, "x_scale", p.rows, x);
   p.x_scale = static_cast<const float*>(factor.const_data_ptr());
   p.x_scale_step = factor.numel() > 1;
   return factor;
@@ -156,7 +130,7 @@ void place_w_scale(Problem& p, const Tensor& factor) {
 // The kernels that decode w as they go; false where none is made for the problem.
 bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
   if (p.x_dtype == Dtype::kFloat || p.K == 0 || p.experts > kMostExperts) return false;
-  const Tensor codes = nvfp4::contiguous(qdata), scales = nvfp4::contiguous(scale);
+  const Tensor codes = in_order(qdata), scales = in_order(scale);
   p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
   p.code_row = codes.size(codes.dim() - 1);
   p.Kp = static_cast<int>(p.code_row * 2);
@@ -208,7 +182,7 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   if (y.numel() == 0) return y;
   p.y = y.mutable_data_ptr();
   p.y_dtype = dtype_of(out_dtype, "out_dtype");
-  const Tensor x = place_x(p, x_given), w_factor = packed_floats(per_tensor_scale);
+  const Tensor x = place_x(p, x_given), w_factor = contiguous_as(per_tensor_scale, ScalarType::Float);
   Tensor x_factor, placed_bias;  // live as long as p
   if (x_scale) x_factor = place_x_scale(p, x, *x_scale);
   const bool scale_inside = transposed && one_a_row(p, w_factor);  // a factor of each summand

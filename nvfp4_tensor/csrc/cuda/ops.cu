@@ -20,43 +20,38 @@ Tensor zero_scalar(const Tensor& like, cudaStream_t stream) {
   return out;
 }
 
-std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
-  shape.push_back(last);
-  return shape;
-}
-
 // --- amax, Hadamard --------------------------------------------------------------------------------------------------
 
 Tensor amax(const Tensor& x, int64_t hadamard_sign) {
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
-  const Rows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
+  const CudaRows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
+  const int sign = hadamard_sign_of(hadamard_sign);
   Tensor out = zero_scalar(x, stream);
-  launch_amax(rows.matrix, static_cast<int>(hadamard_sign), floats(out), stream);
+  launch_amax(rows.matrix, sign, floats(out), stream);
   check_launched("nvfp4::amax");
   return out;
 }
 
 Tensor hadamard(const Tensor& x, int64_t sign) {
   const OnDeviceOf guard(x);
-  const Rows rows(x);
+  const CudaRows rows(x);
+  const uint32_t mask = hadamard_sign_of(sign, 0);
   Tensor out = empty(with_last(x, rows.matrix.blocks() * kBlock), ScalarType::BFloat16, x);
-  launch_hadamard(rows.matrix, static_cast<uint32_t>(sign), out.mutable_data_ptr(), current_stream(x));
+  launch_hadamard(rows.matrix, mask, out.mutable_data_ptr(), current_stream(x));
   check_launched("nvfp4::hadamard");
   return out;
 }
 
 // x^T, rows padded to 16 perhaps; Hadamard-transformed, in bfloat16, where sign >= 0. m is the matrix of x.
-Tensor transposed(const Tensor& x, const Matrix& m, int64_t sign) {
+Tensor transposed(const Tensor& x, const Matrix& m, int sign) {
   if (!m.whole_blocks()) {
     const Tensor copy = torch::stable::contiguous(torch::stable::transpose(x, 0, 1));
     return sign < 0 ? copy : nvfp4::hadamard(copy, sign);
   }
   const ScalarType type = sign < 0 ? x.scalar_type() : ScalarType::BFloat16;
   Tensor out = empty({m.columns, ceil_div(m.rows, kBlock) * kBlock}, type, x);
-  launch_transpose(m, static_cast<int>(sign), out.mutable_data_ptr(), current_stream(x));
+  launch_transpose(m, sign, out.mutable_data_ptr(), current_stream(x));
   check_launched("nvfp4::transpose");
   return out;
 }
@@ -65,17 +60,18 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
   STD_TORCH_CHECK(x.dim() == 2, "amax_pair takes a matrix");
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
-  if (hadamard_sign < 0) {
+  const int sign = hadamard_sign_of(hadamard_sign);
+  if (sign < 0) {
     Tensor row = nvfp4::amax(x, -1), column = empty({}, ScalarType::Float, x);
     cudaMemcpyAsync(column.mutable_data_ptr(), row.mutable_data_ptr(), sizeof(float), cudaMemcpyDeviceToDevice, stream);
     return {row, column};
   }
-  const Rows rows(x);
+  const CudaRows rows(x);
   if (rows.matrix.dtype != Dtype::kBf16 || !rows.matrix.whole_blocks()) {
-    return {nvfp4::amax(x, -1), nvfp4::amax(transposed(x, rows.matrix, hadamard_sign), -1)};
+    return {nvfp4::amax(x, -1), nvfp4::amax(transposed(x, rows.matrix, sign), -1)};
   }
   Tensor row = zero_scalar(x, stream), column = zero_scalar(x, stream);
-  launch_amax_pair(rows.matrix, static_cast<int>(hadamard_sign), floats(row), floats(column), stream);
+  launch_amax_pair(rows.matrix, sign, floats(row), floats(column), stream);
   check_launched("nvfp4::amax_pair");
   return {row, column};
 }
@@ -83,21 +79,13 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
 // --- quantize --------------------------------------------------------------------------------------------------------
 
 Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<Tensor>& rng_state, int64_t stream,
-                          int64_t row0, int64_t col0, int64_t width, Tensor& factor) {
-  STD_TORCH_CHECK(amax.is_cuda() && amax.numel() == 1 && amax.scalar_type() == ScalarType::Float,
-                  "amax must be one float32 on the device of x");
+                          const Tensor& x, int64_t row0, int64_t col0, int64_t width, Tensor& factor) {
   Quantization how{};
-  how.spec = QuantizeSpec::unpack(spec);
-  how.amax = static_cast<const float*>(amax.const_data_ptr());
+  how.spec = spec_of(spec);
+  how.amax = amax_of(amax, x);
   how.per_tensor_scale = floats(factor);
   const int64_t blocks = ceil_div(width, kBlock);
-  how.random = {nullptr, row0 * blocks + col0 / kBlock, blocks, static_cast<int>(stream)};
-  if (!how.spec.is_stochastic()) return how;
-  STD_TORCH_CHECK(rng_state.has_value(), "stochastic rounding needs rng_state, an int64 tensor (seed, offset)");
-  STD_TORCH_CHECK(rng_state->is_cuda() && rng_state->scalar_type() == ScalarType::Long && rng_state->numel() == 2 &&
-                      rng_state->is_contiguous(),
-                  "rng_state must be int64 (seed, offset) on the device of x");
-  how.random.rng_state = static_cast<const int64_t*>(rng_state->const_data_ptr());
+  how.random = {rng_state_of(rng_state, how.spec, x), row0 * blocks + col0 / kBlock, blocks, static_cast<int>(stream)};
   return how;
 }
 
@@ -128,17 +116,17 @@ struct Outputs {
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
                                             int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
                                             int64_t random_stream) {
-  if (const int sign = QuantizeSpec::unpack(spec).hadamard_sign; sign >= 0) {
+  if (const int sign = spec_of(spec).hadamard_sign; sign >= 0) {
     // What is quantized is the transform rounded to bfloat16, so two fast kernels do what one slow one would.
     return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0,
                     full_width ? full_width : x.size(x.dim() - 1), random_stream);
   }
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
-  const Rows rows(x);
+  const CudaRows rows(x);
   const Matrix& m = rows.matrix;
   Outputs out(with_last(x, 0), m.rows, m.blocks(), x);
-  const Quantization how = quantization(spec, amax, rng_state, random_stream, row0, col0,
+  const Quantization how = quantization(spec, amax, rng_state, random_stream, x, row0, col0,
                                         full_width ? full_width : m.columns, out.factor);
   const bool fast = is_fast_mode(how.spec) && m.whole_blocks();
   const bool plain = how.spec.four_over_six == FourOverSix::kNone;
@@ -159,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
 std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Tensor> amax,
                                                std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
                                                int64_t col0, int64_t full_width, int64_t random_stream) {
-  if (!amax.has_value()) amax = nvfp4::amax(x, QuantizeSpec::unpack(spec).hadamard_sign);
+  if (!amax.has_value()) amax = nvfp4::amax(x, spec_of(spec).hadamard_sign);
   return quantize(x, *amax, rng_state, spec, row0, col0, full_width, random_stream);
 }
 
@@ -174,20 +162,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
   const OnDeviceOf guard(x);
-  const Rows rows(x);
+  const CudaRows rows(x);
   const Matrix& m = rows.matrix;
   if (!full_rows) full_rows = m.rows;
   if (!full_width) full_width = m.columns;
-  if (!is_fast_pair(m, QuantizeSpec::unpack(spec), QuantizeSpec::unpack(spec_t))) {
-    const Tensor x_t = transposed(x, m, QuantizeSpec::unpack(spec_t).hadamard_sign);
+  if (!is_fast_pair(m, spec_of(spec), spec_of(spec_t))) {
+    const Tensor x_t = transposed(x, m, spec_of(spec_t).hadamard_sign);
     return std::tuple_cat(
         quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
         quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, 1));
   }
   const int64_t blocks_t = ceil_div(m.rows, kBlock);
   Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);
-  launch_quantize_pair(m, quantization(spec, amax, rng_state, 0, row0, col0, full_width, out.factor),
-                       quantization(spec_t, amax_t, rng_state, 1, col0, row0, full_rows, out_t.factor), out.codes(),
+  launch_quantize_pair(m, quantization(spec, amax, rng_state, 0, x, row0, col0, full_width, out.factor),
+                       quantization(spec_t, amax_t, rng_state, 1, x, col0, row0, full_rows, out_t.factor), out.codes(),
                        out_t.codes(), current_stream(x));
   check_launched("nvfp4::quantize_pair");
   return {out.qdata, out.scale, out.factor, out_t.qdata, out_t.scale, out_t.factor};
@@ -200,24 +188,17 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
   if (!is_native(type)) {
     return torch::stable::to(dequantize(qdata, scale, per_tensor_scale, columns, ScalarType::Float), type);
   }
-  STD_TORCH_CHECK(qdata.scalar_type() == ScalarType::Byte && qdata.dim() >= 1, "qdata must be uint8 (..., K/2)");
-  const OnDeviceOf guard(qdata);
-  const Tensor codes = nvfp4::contiguous(qdata), scales = nvfp4::contiguous(scale);
+  const OnDeviceOf guard(qdata, "qdata");
+  const CodedShape shape = check_coded(qdata, scale, columns);
+  const Tensor codes = in_order(qdata), scales = in_order(scale);
   Quantized in{};
   in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
   in.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
-  in.rows = leading_rows(qdata), in.blocks = qdata.size(qdata.dim() - 1) / (kBlock / 2);
-  STD_TORCH_CHECK(scale.is_cuda() && scale.element_size() == 1 &&
-                      scale.numel() == ceil_div(in.rows, kTileRows) * ceil_div(in.blocks, kTileColumns) * kTileBytes,
-                  "scale does not cover qdata: it is swizzled, (row tiles, column tiles, 32, 16)");
-  STD_TORCH_CHECK(columns <= in.blocks * kBlock, "qdata holds ", in.blocks * kBlock, " columns, not ", columns);
+  in.rows = shape.rows, in.blocks = shape.blocks;
   std::optional<Tensor> factor;
   if (per_tensor_scale.has_value()) {
-    factor = nvfp4::contiguous(*per_tensor_scale);
+    factor = factors_of(*per_tensor_scale, "per_tensor_scale", in.rows, qdata, "qdata");
     in.per_row = factor->numel() != 1;
-    STD_TORCH_CHECK(factor->is_cuda() && factor->scalar_type() == ScalarType::Float &&
-                        (factor->numel() == 1 || factor->numel() == in.rows),
-                    "per_tensor_scale must be float32, one or one per row");
     in.per_tensor_scale = static_cast<const float*>(factor->const_data_ptr());
   }
   Tensor out = empty(with_last(qdata, columns), type, qdata);
@@ -239,9 +220,9 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
   }
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
-  const Rows rows(x);
+  const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  const QuantizeSpec unpacked = QuantizeSpec::unpack(spec);
+  const QuantizeSpec unpacked = spec_of(spec);
   const Dtype dtype = dtype_of(type, "dtype");
   const bool fast = is_fast_mode(unpacked) && m.whole_blocks();
   const bool one_kernel = fast && is_fast(unpacked) && unpacked.hadamard_sign < 0 && unpacked.block_rows == 1 &&
@@ -253,7 +234,7 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
   }
   Tensor factor = empty({}, ScalarType::Float, x);
   const Quantization how =
-      quantization(spec, amax, rng_state, 0, row0, col0, full_width ? full_width : m.columns, factor);
+      quantization(spec, amax, rng_state, 0, x, row0, col0, full_width ? full_width : m.columns, factor);
   Tensor out = empty(with_last(x, columns), type, x);
   const Values values{out.mutable_data_ptr(), dtype, columns, scaled};
   (one_kernel ? launch_fake_quantize_rows : launch_fake_quantize_any)(m, how, values, stream);
@@ -264,8 +245,8 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
 std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
                                                ScalarType type) {
   const OnDeviceOf guard(x);
-  const Rows rows(x);
-  const QuantizeSpec how = QuantizeSpec::unpack(spec);
+  const CudaRows rows(x);
+  const QuantizeSpec how = spec_of(spec);
   if (x.scalar_type() != type || !fits_quantize_activation(rows.matrix, how)) {
     return fake_quantize(x, nvfp4::amax(x, how.hadamard_sign), rng_state, spec, type, false, 0, 0, 0);
   }

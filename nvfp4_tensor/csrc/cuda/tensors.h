@@ -1,27 +1,24 @@
-// What the ops' registrations share: torch's tensors by its stable ABI, and checks of them.
+// What the ops' registrations share: torch's tensors on CUDA by its stable ABI.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <optional>
 #include <vector>
 
+#include "arguments.h"
 #include "kernels.h"
 
 namespace nvfp4 {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// Makes the device of a tensor current, at no cost where it is already.
+// Makes the device of a tensor current, at no cost where it is already. The dispatcher comes here too where another
+// argument alone is on CUDA.
 class OnDeviceOf {
  public:
-  explicit OnDeviceOf(const Tensor& t) {
+  explicit OnDeviceOf(const Tensor& t, const char* name = "x") {
+    STD_TORCH_CHECK(t.is_cuda(), name, " is on the CPU and another argument on CUDA: move one to the other's device");
     int current = -1;
     cudaGetDevice(&current);
     if (current != t.get_device_index()) guard_.emplace(t.get_device_index());
@@ -44,37 +41,11 @@ inline void check_launched(const char* op) {
   STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 }
 
-inline bool is_native(ScalarType type) {
-  return type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Float;
-}
-
-inline Dtype dtype_of(ScalarType type, const char* name) {
-  STD_TORCH_CHECK(is_native(type), name,
-                  " must be bfloat16, float16 or float32; cast it, for example with .to(torch.bfloat16)");
-  return type == ScalarType::BFloat16 ? Dtype::kBf16 : type == ScalarType::Half ? Dtype::kFp16 : Dtype::kFloat;
-}
-
-inline int64_t leading_rows(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
-  return rows;
-}
-
-// A tensor (..., K) as rows of K with last stride 1: itself where it is (2-D with strided rows, or contiguous), else a
-// copy.
-struct Rows {
-  Tensor held;
-  Matrix matrix;
-
-  explicit Rows(const Tensor& x) : held(x) {
-    STD_TORCH_CHECK(x.dim() >= 1, "x must have at least one dimension");
-    const Dtype dtype = dtype_of(x.scalar_type(), "x");
-    const bool strided_rows = x.dim() == 2 && (x.stride(1) == 1 || x.size(1) <= 1) && x.stride(0) >= x.size(1);
-    if (!strided_rows && !x.is_contiguous()) held = torch::stable::contiguous(x);
-    const int64_t columns = x.size(x.dim() - 1), rows = leading_rows(x);
-    const int64_t row_stride = strided_rows && rows > 1 ? x.stride(0) : columns;
-    STD_TORCH_CHECK(rows < INT32_MAX && columns < INT32_MAX, "x has more than 2^31 - 1 rows or columns: split it");
-    matrix = {held.const_data_ptr(), rows, columns, row_stride, dtype};
+// The kernels count rows and columns in 32 bits.
+struct CudaRows : Rows {
+  explicit CudaRows(const Tensor& x) : Rows(x) {
+    STD_TORCH_CHECK(matrix.rows < INT32_MAX && matrix.columns < INT32_MAX,
+                    "x has more than 2^31 - 1 rows or columns: split it");
   }
 };
 
@@ -90,7 +61,5 @@ inline Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Te
                                                          like.get_device_index(), &handle));
   return Tensor(handle);
 }
-
-inline Tensor contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 }  // namespace nvfp4

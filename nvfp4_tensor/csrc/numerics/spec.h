@@ -19,6 +19,14 @@ struct QuantizeSpec {
   bool hardware_rounding;  // cvt.rs where the device has it
   int hadamard_sign;       // -1, or 16 bits: element i is negated where bit i is set
 
+  // Whether QuantizeSpec.pack() makes this integer of any spec.
+  static bool is_packed(int64_t bits) {
+    const bool hadamard = bits >> 9 & 1, hardware = bits >> 8 & 1;
+    constexpr int64_t kStochastic8 = 1 << 7 | 3;
+    return (bits & ~(hadamard ? int64_t{0xFFFF03FF} : int64_t{0x3FF})) == 0 && (bits >> 4 & 3) != 3 &&
+           (!hardware || (bits & kStochastic8) == kStochastic8);
+  }
+
   NVFP4_HD static QuantizeSpec unpack(int64_t bits) {
     QuantizeSpec spec;
     spec.round_mode = static_cast<RoundingMode>(bits & 3);
