@@ -134,6 +134,13 @@ def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_
     return (code | torch.signbit(v).int() << 3).to(torch.uint8)
 
 
+def _magnitude(amax: Tensor) -> Tensor:
+    """|amax|; one below zero is refused where looking at it does not wait for a device."""
+    if amax.is_cpu and amax < 0:
+        raise ValueError(f"amax is a magnitude, not {amax.item()}: give amax.abs()")
+    return amax.abs()
+
+
 def encode_scale(amax: Tensor, spec: QuantizeSpec) -> Tensor:
     """S_enc = min(6 * ceiling / amax, FLT_MAX), and 1 where amax is 0: float32, the shape of amax."""
     s_enc = (amax.new_full((), spec.largest_value) / amax).clamp(max=FLOAT32_MAX)
@@ -226,7 +233,7 @@ def quantize(
     qdata: uint8 (..., K rounded up to 16, halved); scale: e4m3 (row tiles, column tiles, 32, 16), swizzled;
     per_tensor_scale: float32 0-d. A NaN block has the NaN scale and codes of zero.
     """
-    amax = amax.reshape(())
+    amax = _magnitude(amax.reshape(()))
     columns = format.ceil_to(x.shape[-1], BLOCK)
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
     rows = flat.shape[0]

@@ -281,8 +281,9 @@ def quantize(
     Args:
         x: (..., K), at least 1-D; bfloat16, float16 or float32.
         spec: how; the plain spec (to nearest even, 1x16) by default.
-        amax: the largest magnitude to allow for, a float or a floating-point tensor of one element, whose value is
-            not looked at; that of x by default. Larger elements saturate.
+        amax: the largest magnitude to allow for, a float or a floating-point tensor of one element; that of x by
+            default. Larger elements saturate. One below zero is refused, but not on CUDA, where the value of a tensor
+            is not looked at and its sign left out.
         rng_state: int64 (seed, offset) on the device of x, the source of all random bits; drawn from ``generator``,
             or from torch's generator of the device, where a stochastic spec comes without one.
         origin, full_width: where x lies in the logical tensor it is a shard of: its first row (a multiple of

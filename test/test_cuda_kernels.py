@@ -293,6 +293,28 @@ def test_dequantize_with_a_factor_a_row():
 
 
 @gpu
+@pytest.mark.parametrize("bits", [0xC0400000, 0xFFC00000, 0xFF800000, 0x80000000], ids=["-3", "-nan", "-inf", "-0"])
+@pytest.mark.parametrize("block_rows", [1, 16])
+def test_the_sign_of_amax_is_left_out(bits, block_rows):
+    """It would make block scales of 0x80 and more, beyond the kernels' tables of 128."""
+    amax = torch.tensor(bits - (1 << 32), dtype=torch.int32).view(torch.float32)
+    for dtype, shape in itertools.product(HIGH_PRECISION_DTYPES, ((200, 320), (33, 50))):
+        x, state = inputs(shape, dtype, 1.0), rng_state()
+        on_gpu = x.cuda(), amax.cuda(), state.cuda()
+        for spec in list(specs(block_rows=block_rows))[::7]:
+            expected = reference.quantize(x, amax.abs(), state, spec)
+            assert_same_bits(N.quantize(*on_gpu, spec.pack()), expected, f"{spec}, {shape}, {dtype}")
+            values = reference.dequantize(*expected, shape[-1], dtype)
+            actual = N.fake_quantize(*on_gpu, spec.pack(), dtype)
+            assert_same_bits(actual, (values, expected[2]), f"fake_quantize, {spec}, {shape}, {dtype}")
+        plain = QuantizeSpec()
+        assert_same_bits(reference.quantize(*on_gpu, plain), reference.quantize(x, amax.abs(), state, plain))
+        pair = N.quantize_pair(on_gpu[0], amax.cuda(), amax.cuda(), None, plain.pack(), plain.pack())
+        column = reference.quantize(x.t(), amax.abs(), None, plain, stream=1)
+        assert_same_bits(pair, (*reference.quantize(x, amax.abs(), None, plain), *column), f"pair, {shape}, {dtype}")
+
+
+@gpu
 def test_codes_and_scales_that_are_refused():
     codes = torch.zeros(256, 64, dtype=torch.uint8, device="cuda")
     scale = torch.zeros(2, 2, 32, 16, dtype=torch.uint8, device="cuda")

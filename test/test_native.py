@@ -11,6 +11,7 @@ import torch
 from nvfp4_tensor import native, reference
 from nvfp4_tensor.format import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.spec import QuantizeSpec
+from nvfp4_tensor.tensor import quantize
 
 native.load()
 pytestmark = pytest.mark.skipif(native.instruction_set() == "torch", reason="the CPU library is not built")
@@ -368,3 +369,27 @@ def test_a_sign_of_more_bits_than_a_block_has_elements_is_refused(sign):
     for op in (OPS.amax, OPS.amax_pair, OPS.hadamard):
         with pytest.raises(RuntimeError, match=f"mask from 0 to 0xFFFF, not {sign}"):
             op(x, sign)
+
+
+def test_an_amax_below_zero_is_refused():
+    x, amax, below = torch.ones(16, 16), torch.ones(()), torch.tensor(-3.0)
+    plain = QuantizeSpec().pack()
+    for call in (
+        lambda: OPS.quantize(x, below, None, plain),
+        lambda: OPS.quantize_pair(x, amax, below, None, plain, plain),
+        lambda: OPS.fake_quantize(x, below, None, plain, torch.float32),
+        lambda: quantize(x, amax=below),
+    ):
+        with pytest.raises(RuntimeError, match=r"magnitude, not -3: give amax.abs\(\)"):
+            call()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, 0x7F800000, -0x80000000], ids=["nan", "-nan", "inf", "-0"])
+def test_an_amax_that_no_tensor_has_means_the_same_everywhere(bits):
+    """NaN and infinity, whatever their sign, leave no finite number behind; -0 is 0."""
+    amax = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    x = sample((35, 80), torch.float32)
+    for spec in SPECS[::7]:
+        expected = check_quantize(x, spec, amax=amax)
+        finite = reference.dequantize(*expected, 80, torch.float32).isfinite()
+        assert finite.all() if amax == 0 else not finite.any()

@@ -281,5 +281,7 @@ def test_what_would_decode_to_other_numbers_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             reference.dequantize(qdata, bad, factor, 48, torch.float32)
+    with pytest.raises(ValueError, match=r"magnitude, not -4.0: give amax.abs\(\)"):
+        reference.quantize(x, torch.tensor(-4.0), None, spec)
     with pytest.raises(ValueError, match="mask from 0 to 0xFFFF, not 65536"):
         reference.hadamard(x, 1 << 16)

@@ -92,7 +92,9 @@ Tensor hadamard(const Tensor& x, int64_t sign) {
 // The largest magnitude to allow for; that of the matrix where none is given.
 float most_of(const std::optional<Tensor>& amax, const Matrix& m, const QuantizeSpec& spec, const Tensor& x) {
   if (!amax.has_value()) return matrix_amax(m, spec.hadamard_sign);
-  return *amax_of(*amax, x);
+  const float most = *amax_of(*amax, x);
+  STD_TORCH_CHECK(!(most < 0), "amax is a magnitude, not ", most, ": give amax.abs()");
+  return most;
 }
 
 // m: x, or its transpose.

@@ -72,12 +72,17 @@ __device__ __forceinline__ void raise(float* out, uint32_t bits) {
   }
 }
 
+// Its sign is left out: the host cannot look at it, and block scales below zero would lie beyond the tables of 128.
+__device__ __forceinline__ float load_amax(const Quantization& how) { return fabsf(*how.amax); }
+
 __device__ __forceinline__ TensorScale tensor_scale(const Quantization& how) {
-  return TensorScale::of(*how.amax, how.spec.scale_ceiling);
+  return TensorScale::of(load_amax(how), how.spec.scale_ceiling);
 }
 
 __device__ __forceinline__ void write_per_tensor_scale(const Quantization& how) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) *how.per_tensor_scale = per_tensor_scale(*how.amax, how.spec.scale_ceiling);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *how.per_tensor_scale = per_tensor_scale(load_amax(how), how.spec.scale_ceiling);
+  }
 }
 
 __device__ __forceinline__ DrawSource draw_source(const Quantization& how, bool stochastic) {
