@@ -15,6 +15,7 @@ Where a tensor is part of a larger one, ``row0`` and ``col0`` say where its firs
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -233,6 +234,15 @@ def _(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, transposed, out
     return x.new_empty((*x.shape[:-1], columns if transposed else qdata.shape[-2]), dtype=out_dtype)
 
 
+def _group_ends(offs: Tensor, experts: int, rows: int) -> list[int]:
+    if offs.dtype != torch.int32 or offs.shape != (experts,):
+        raise ValueError(f"offs is int32 ({experts},), where each group ends, not {offs.dtype} {tuple(offs.shape)}")
+    ends = offs.tolist()
+    if any(start > end for start, end in itertools.pairwise([0, *ends, rows])):
+        raise ValueError(f"offs are the ends of groups in order, from 0 to the {rows} rows of x, not {ends}")
+    return ends
+
+
 @_implement("grouped_matmul")
 def grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, transposed, out_dtype):
     """Rows offs[e-1]..offs[e] of x (M, K) times expert e of qdata (E, N, K/2), as ``matmul``; zeros behind the last.
@@ -241,12 +251,13 @@ def grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, tr
     row of w (E * N,). This implementation reads offs on the host and calls ``matmul`` for each expert that has rows.
     """
     experts, rows, half = qdata.shape
+    ends = _group_ends(offs, experts, x.shape[0])
     linear = None if rows % TILE_ROWS == 0 else unswizzle(scale, experts * rows, half * 2 // BLOCK)
     factors = per_tensor_scale if per_tensor_scale.dim() == 2 else per_tensor_scale.expand(experts * rows)
     factors = factors.reshape(experts, -1)
     y = x.new_zeros((x.shape[0], columns if transposed else rows), dtype=out_dtype)
     start = 0
-    for expert, end in enumerate(offs.tolist() if rows else ()):
+    for expert, end in enumerate(ends if rows else ()):
         if end > start:
             own = slice(expert * rows, (expert + 1) * rows)
             tiles = slice(own.start // TILE_ROWS, own.stop // TILE_ROWS)

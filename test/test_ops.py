@@ -133,6 +133,19 @@ def test_pair_is_both_quantizations(device):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "ends", [[3, 2], [-1, 4], [2, 6], [[2, 5]], [2, 5, 5], [5], torch.tensor([2, 5]), torch.tensor([2.0, 5.0])], ids=str
+)
+def test_offsets_that_are_no_ends_of_groups_are_refused(device, transposed, ends):
+    """Rows that two experts multiply, or none: from the end, where Python counts those below zero."""
+    qdata, scale, factor = quantized(torch.randn(2, 40, 48, device=device))
+    x = torch.randn(5, 40 if transposed else 48, device=device)
+    offs = ends.to(device) if isinstance(ends, torch.Tensor) else torch.tensor(ends, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"offs (is int32 \(2,\)|are the ends of groups in order, from 0 to the 5)"):
+        nvfp4.grouped_matmul(x, None, qdata, scale, factor, offs, 48, transposed, torch.float32)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
 def test_experts_of_no_rows(transposed):
     qdata, scale, factor = quantized(torch.randn(2, 0, 48))
     x, offs = torch.randn(5, 0 if transposed else 48), torch.tensor([2, 5], dtype=torch.int32)
