@@ -29,6 +29,16 @@ def cuda_library():
         pytest.skip(f"the CUDA library is not in use: {native.info().cuda}")
 
 
+@pytest.fixture
+def at_offset():
+    """A contiguous copy of a tensor on the GPU, so many elements behind where an allocation begins."""
+
+    def copy(t, offset):
+        return torch.empty(offset + t.numel(), dtype=t.dtype, device="cuda")[offset:].view(t.shape).copy_(t)
+
+    return copy
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     torch.manual_seed(0)

@@ -124,6 +124,17 @@ def test_numbers_of_experts(experts, tokens):
     check(x, codes, scale, factors("expert", experts, 128), group_ends(sizes))
 
 
+@pytest.mark.parametrize("tokens", [8, 1000])
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_experts_at_any_address(at_offset, tokens, offset):
+    codes, scale = random_experts(4, 256, 512)
+    x, factor = torch.randn(tokens, 512, device="cuda").bfloat16(), factors("expert", 4, 256)
+    offs = group_ends([tokens // 4] * 4)
+    for first_code, first_scale in ((offset, 0), (0, offset), (offset, offset)):
+        weight = at_offset(codes, first_code), at_offset(scale, first_scale), at_offset(factor, offset)
+        check(at_offset(x, offset), *weight, at_offset(offs, offset))
+
+
 def test_scales_of_other_counts_are_refused():
     codes, scale = random_experts(2, 128, 256)
     x, offs = torch.randn(10, 256, device="cuda").bfloat16(), group_ends([4, 6])

@@ -315,6 +315,39 @@ def test_the_sign_of_amax_is_left_out(bits, block_rows):
 
 
 @gpu
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_dequantize_at_any_address(at_offset, offset):
+    quantized = reference.quantize(torch.randn(130, 80), torch.tensor(4.0), None, QuantizeSpec())
+    expected = reference.dequantize(*quantized, 80, torch.bfloat16)
+    for codes, scales in ((offset, 0), (0, offset), (offset, offset)):
+        qdata, scale = at_offset(quantized[0], codes), at_offset(quantized[1].view(torch.uint8), scales)
+        factor = at_offset(quantized[2], offset)
+        for scale_or_bytes in (scale, scale.view(torch.float8_e4m3fn)):
+            assert_same_bits([N.dequantize(qdata, scale_or_bytes, factor, 80, torch.bfloat16)], [expected])
+
+
+@gpu
+@pytest.mark.parametrize("offset", [1, 2, 4])
+def test_quantize_at_any_address(at_offset, offset):
+    for dtype, sign in itertools.product(HIGH_PRECISION_DTYPES, (None, 0xD7E8)):
+        x, state = inputs((130, 80), dtype, 1.0), rng_state()
+        spec, spec_t = QuantizeSpec(), QuantizeSpec(round_mode="stochastic", hadamard_sign=sign)
+        on_gpu = at_offset(x, offset)
+        for way in (spec, spec_t, QuantizeSpec(block_rows=16), QuantizeSpec(four_over_six="mse")):
+            check_quantize(x, way, on_gpu)
+        amaxes = ops.amax_pair(x, -1 if sign is None else sign)
+        assert_same_bits(N.amax_pair(on_gpu, -1 if sign is None else sign), amaxes)
+        own = [at_offset(a, offset) for a in amaxes]
+        expected = ops.quantize_pair(x, *amaxes, state, spec.pack(), spec_t.pack())
+        packed = spec.pack(), spec_t.pack()
+        assert_same_bits(N.quantize_pair(on_gpu, *own, at_offset(state, offset), *packed), expected)
+        fake, _ = N.fake_quantize(on_gpu, own[0], None, spec.pack(), dtype)
+        assert_same_bits([fake], [reference.dequantize(*expected[:3], 80, dtype)])
+        activation, _ = N.quantize_activation(on_gpu, None, spec.pack(), dtype)
+        assert_same_bits([activation], [reference.dequantize(*expected[:2], None, 80, dtype)])
+
+
+@gpu
 def test_codes_and_scales_that_are_refused():
     codes = torch.zeros(256, 64, dtype=torch.uint8, device="cuda")
     scale = torch.zeros(2, 2, 32, 16, dtype=torch.uint8, device="cuda")

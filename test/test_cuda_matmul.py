@@ -292,6 +292,18 @@ def test_cancellation(rows):
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_weights_at_any_address(at_offset, rows, offset):
+    """Views of bytes begin anywhere, and the kernels load 8 or 16 of them at a time."""
+    codes, scale = random_weight(256, 512)
+    x, across = torch.randn(rows, 512, device="cuda").bfloat16(), torch.randn(rows, 256, device="cuda").bfloat16()
+    for first_code, first_scale in ((offset, 0), (0, offset), (offset, offset)):
+        weight = at_offset(codes, first_code), at_offset(scale, first_scale), at_offset(factor(), offset)
+        check(at_offset(x, offset), *weight)
+        check(across, *weight, transposed=True)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
 def test_cuda_graph(rows):
     codes, scale = random_weight(512, 1024)
     x = torch.randn(rows, 1024, device="cuda").bfloat16()

@@ -26,7 +26,7 @@ Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scal
   check_beside(offs_given, "offs", x_given);
   check_coded(qdata, scale, inner);
   STD_TORCH_CHECK(experts * outer < INT32_MAX, "nvfp4::grouped_linear: more than 2^31 - 1 rows of weights");
-  const Tensor codes = in_order(qdata), scales = in_order(scale), offs = in_order(offs_given);
+  const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale), offs = in_order(offs_given);
   const Tensor factors = contiguous_as(per_tensor_scale, ScalarType::Float);
   Tensor y = empty({x.matrix.rows, outer}, out_dtype, x_given);
   if (y.numel() == 0) return y;

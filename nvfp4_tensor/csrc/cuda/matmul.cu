@@ -130,7 +130,7 @@ void place_w_scale(Problem& p, const Tensor& factor) {
 // The kernels that decode w as they go; false where none is made for the problem.
 bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
   if (p.x_dtype == Dtype::kFloat || p.K == 0 || p.experts > kMostExperts) return false;
-  const Tensor codes = in_order(qdata), scales = in_order(scale);
+  const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
   p.code_row = codes.size(codes.dim() - 1);
   p.Kp = static_cast<int>(p.code_row * 2);

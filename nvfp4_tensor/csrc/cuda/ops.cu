@@ -190,7 +190,7 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
   }
   const OnDeviceOf guard(qdata, "qdata");
   const CodedShape shape = check_coded(qdata, scale, columns);
-  const Tensor codes = in_order(qdata), scales = in_order(scale);
+  const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   Quantized in{};
   in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
   in.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
