@@ -8,6 +8,11 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def times(n: int) -> range:
+    """How often a test does the same again: under a sanitizer, where a product takes a minute, less often."""
+    return range(min(n, int(os.environ.get("NVFP4_TEST_REPEATS", n))))
+
+
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import times
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -236,7 +237,7 @@ def test_kernels_that_let_the_next_begin(config, rows):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = compiled(x)
-    for _ in range(20):
+    for _ in times(20):
         y.zero_()
         graph.replay()
         assert torch.equal(y, expected)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import times
 
 from nvfp4_tensor import reference
 from nvfp4_tensor.format import BLOCK, E4M3_NAN, ceil_to, scale_tiles
@@ -53,7 +54,7 @@ def check(
     out_dtype = out_dtype or x.dtype
     arguments = (x, x_scale, codes, scale, factor, bias, columns, transposed, out_dtype)
     y = torch.ops.nvfp4.matmul(*arguments)
-    for _ in range(repeats):
+    for _ in times(repeats):
         again = torch.ops.nvfp4.matmul(*arguments)
         assert torch.equal(y.view(torch.uint8), again.view(torch.uint8)), "not deterministic"
     expected, magnitude = products(x, x_scale, codes, scale, factor, bias, columns, transposed)
@@ -106,22 +107,28 @@ def test_tiles_cut_along_k(shape, rows):
 
 @pytest.mark.parametrize(
     "shape, rows",
-    [((2048, 4096), 100), ((1024, 4096), 256), ((4096, 4096), 24), ((1024, 4096), 128), ((1152, 8192), 24)],
-    ids=["2", "2, many tokens", "3", "3, many tokens", "4"],
+    [((4096, 4096), 24), ((4096, 4096), 100), ((4096, 4096), 300)]
+    + [
+        (s, m)
+        for s in [(576, 7168), (1024, 4096), (2048, 272), (128, 128)]
+        for m in (24, 64, 90, 128, 150, 192, 250, 600)
+    ],
 )
-def test_tiles_of_clusters(shape, rows):
-    """Few tiles, each of so many blocks whose sums meet: the same bits each time, every epilogue, any N and K."""
+def test_tiles_that_blocks_share(shape, rows):
+    """Few tiles, each of up to eight blocks that add their sums: the same bits each time, every epilogue, any N, K."""
     codes, scale = random_weight(*shape)
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
     check(x, codes, scale, factor(), repeats=20)
     check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=torch.rand(rows, device="cuda"))
     check(x, codes, scale, factor(), bias=torch.randn(rows, 1, device="cuda"), out_dtype=torch.float32)
-    check(x[:, :-40], zero_padding(codes, shape[1] - 40), scale, factor(), columns=shape[1] - 40)
+    columns, blocks = shape[1] - 40, shape[1] // 16 - 2
+    cut = zero_padding(codes, columns)[:, : blocks * 8].contiguous()
+    check(x[:, :columns], cut, scale[:, : -(-blocks // 4)].contiguous(), factor(), columns=columns)
     check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
 
 
 @pytest.mark.parametrize("shape", [(2, 1024, 4096), (3, 200, 2048)])
-def test_tiles_of_clusters_of_experts(shape):
+def test_tiles_of_experts_that_blocks_share(shape):
     codes, scale = random_weight(*shape)
     x = torch.randn(shape[0], 40, shape[2], device="cuda").bfloat16()
     check(x, codes, scale, torch.rand(shape[0], device="cuda"), repeats=20)

@@ -52,6 +52,23 @@ int faults(const Work& work, int tiles, int blocks) {
   return wrong;
 }
 
+// Likewise where blocks share tiles: each computes its part, and none is without one.
+int faults_of_parts(int tiles, int steps, int sharers) {
+  Work work{};
+  work.steps = steps, work.sharers = sharers;
+  std::vector<int> computed(tiles * steps);
+  int wrong = 0;
+  for (unsigned block = 0; block < unsigned(tiles * sharers); ++block) {
+    blockIdx.x = block;
+    Part part(work);
+    Segment s, behind;
+    wrong += !part.next(s) || s.begin >= s.end || s.tile != int(block) / sharers || part.next(behind);
+    for (int step = s.begin; step < s.end; ++step) ++computed[s.tile * steps + step];
+  }
+  for (int times : computed) wrong += times != 1;
+  return wrong;
+}
+
 int main(int, char** arguments) {
   const bool as_many_runs_as_blocks = arguments[1][0] == '1';  // the fault that was: a GPU waited for ever
   const int all_blocks[] = {1, 2, 3, 7, 64, 96, 114, 132, 148, 188};
@@ -67,6 +84,9 @@ int main(int, char** arguments) {
           ++divisions, cut += division.cut_tiles > 0, wrong += faults<true>(work, tiles, blocks) > 0;
           if (work.runs == blocks) wrong += faults<false>(work, tiles, blocks) > 0;  // what other products do
         }
+  for (int sharers = 2; sharers <= kMostSharers; ++sharers)
+    for (int steps = sharers; steps <= 130; ++steps)
+      for (int tiles : {1, 2, 5, 16, 60}) ++divisions, wrong += faults_of_parts(tiles, steps, sharers) > 0;
   std::printf("%ld %ld %ld\n", divisions, cut, wrong);
 }
 """

@@ -64,8 +64,8 @@ Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scal
   p.rows = static_cast<int>(x.matrix.rows);
   p.offs = static_cast<const int32_t*>(offs.const_data_ptr());
   if (p.rows > kFewRows * p.experts && fits_matmul_many_rows(p)) {
-    const Tensor scratch = empty({matmul_many_rows_scratch(p)}, ScalarType::Byte, x_given);
-    launch_matmul_many_rows(p, scratch.mutable_data_ptr(), stream);
+    Scratch scratch(x_given);
+    launch_matmul_many_rows(p, std::ref(scratch), stream);
   } else {
     launch_matmul_few_rows_grouped(p, stream);
   }

@@ -137,8 +137,8 @@ bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tenso
   p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
   p.scale_band = (static_cast<int64_t>(p.Kp) + 63) / 64 * 512;
   if (p.M > kMostRowsByMma && fits_matmul_many_rows(p)) {
-    const Tensor scratch = empty({matmul_many_rows_scratch(p)}, ScalarType::Byte, x);
-    launch_matmul_many_rows(p, scratch.mutable_data_ptr(), stream);
+    Scratch scratch(x);
+    launch_matmul_many_rows(p, std::ref(scratch), stream);
   } else if (p.M <= kMostFewRows) {
     launch_matmul_few_rows(p, stream);
   } else {

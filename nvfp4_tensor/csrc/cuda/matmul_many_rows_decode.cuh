@@ -16,12 +16,6 @@ namespace many_rows {
 // Of w, of a warp's 16; the lane's other row is 2 further.
 __device__ __forceinline__ int first_row(int lane) { return lane / 8 * 4 + lane / 4 % 2; }
 
-// Among the warps that have the rows of a tile; with kParts, as many others have the same rows.
-template <typename S>
-__device__ __forceinline__ int row_warp() {
-  return S::kParts == 1 ? threadIdx.x / 32 : threadIdx.x / 32 % (4 * S::kRowGroups);
-}
-
 // Where a stage has the scales of a row of the tile for its first half, or its second.
 template <typename S>
 __device__ __forceinline__ int scales_at(int row, int half) {
@@ -33,7 +27,7 @@ template <typename S>
 class PermutedStage {
  public:
   __device__ __forceinline__ void load_first(uint32_t stage) {
-    const int lane = threadIdx.x % 32, t = lane % 4, row = row_warp<S>() * 16 + first_row(lane);
+    const int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x / 32 * 16 + first_row(lane);
     const uint32_t code = stage + S::kCodesAt + row * 64 + (t ^ row / 2 % 4) * 16;
     const uint32_t scale = stage + scales_at<S>(row, t / 2);
     codes_[0] = load_shared_16(code);
@@ -102,7 +96,7 @@ class PlainStage {
 
  private:
   __device__ __forceinline__ void load(uint32_t stage, int half) {
-    const int row = row_warp<S>() * 16 + first_row(threadIdx.x % 32), swizzle = row / 2 % 4 * 16;
+    const int row = threadIdx.x / 32 * 16 + first_row(threadIdx.x % 32), swizzle = row / 2 % 4 * 16;
     const uint32_t code = stage + S::kCodesAt + row * 64, first = code + (half * 32 ^ swizzle);
     const uint32_t second = code + (half * 32 + 16 ^ swizzle);
     const uint32_t scale = stage + scales_at<S>(row, half);

@@ -35,6 +35,19 @@ __device__ __forceinline__ uint64_t* ready_flag(const Work& work, int block) {
 template <typename S>
 __device__ __forceinline__ void not_ready(const Work& work) { *ready_flag<S>(work, blockIdx.x) = 0; }
 
+// What this warpgroup's threads wrote before they met is there for who has waited.
+__device__ __forceinline__ void say_ready(uint64_t* flag, uint64_t launch) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(launch) : "memory");
+}
+
+// The flag is taken back, for a graph that launches the same again.
+__device__ __forceinline__ void wait_until_ready(uint64_t* flag, uint64_t launch) {
+  uint64_t found = 0;
+  while (found != launch) {
+    asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], %2, 0;" : "=l"(found) : "l"(flag), "l"(launch) : "memory");
+  }
+}
+
 template <typename S>
 __device__ __forceinline__ void leave_sums(const Work& work, const float (&sum)[S::kSums]) {
   float4* to = work.sums + static_cast<int64_t>(blockIdx.x) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
@@ -42,28 +55,16 @@ __device__ __forceinline__ void leave_sums(const Work& work, const float (&sum)[
   for (int i = 0; i < S::kSums / 4; ++i) {
     __stcg(to + i * S::kConsumers, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
   }
-  __threadfence();
   warpgroup_sync();
-  if (threadIdx.x % 128 == 0) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(ready_flag<S>(work, blockIdx.x)), "l"(work.launch)
-                 : "memory");
-  }
+  if (threadIdx.x % 128 == 0) say_ready(ready_flag<S>(work, blockIdx.x), work.launch);
 }
 
-// Until the runs behind this one, as many as share its tile, have left their sums; how many there are. The flags are
-// taken back, for a graph that launches the same again.
+// Until the runs behind this one, as many as share its tile, have left their sums; how many there are.
 template <typename S, bool kGrouped>
 __device__ __forceinline__ int wait_for_others(const Work& work, const Runs<kGrouped>& segments, const Segment& s) {
   int others = 0;
   for (int block; (block = segments.other(s, others + 1)) >= 0; ++others) {
-    if (threadIdx.x % 128 != 0) continue;
-    uint64_t found = 0;
-    while (found != work.launch) {
-      asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], %2, 0;"
-                   : "=l"(found)
-                   : "l"(ready_flag<S>(work, block)), "l"(work.launch)
-                   : "memory");
-    }
+    if (threadIdx.x % 128 == 0) wait_until_ready(ready_flag<S>(work, block), work.launch);
   }
   warpgroup_sync();
   return others;
@@ -79,18 +80,30 @@ __device__ __forceinline__ void add_sums(const Work& work, int block, float (&su
   }
 }
 
-// alpha and bias of a lane's two rows of w, where they are the same for all tokens.
+// Of the rows of w that a warpgroup has, its first, counted in the expert.
+template <typename S>
+__device__ __forceinline__ int first_row_of_group(const Problem& p, const Place& at) {
+  return at.row - at.expert * p.N + threadIdx.x / 128 * 64;
+}
+
+// alpha and bias of a lane's two rows of w, where they are the same for all tokens: loaded before the sums of other
+// blocks are waited for, not after.
 struct TwoRows {
   float alpha[2], bias[2];
 
-  __device__ TwoRows(const Problem& p, int expert, int first) {
+  template <typename S>
+  static __device__ __forceinline__ TwoRows of(const Problem& p, const Place& at) {
+    TwoRows rows;
+    const int first = first_row_of_group<S>(p, at) + threadIdx.x / 32 % 4 * 16 + first_row(threadIdx.x % 32);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int n = min(max(first + 2 * i, 0), p.N - 1);
-      alpha[i] = p.w_scale ? p.w_scale[static_cast<int64_t>(expert) * p.w_scale_expert + n * p.w_scale_step] : 1.0f;
-      if (p.x_scale) alpha[i] = __fmul_rn(alpha[i], *p.x_scale);
-      bias[i] = p.bias ? load_as_float(p.bias, p.bias_dtype, expert * p.bias_expert + n * p.bias_column) : 0.0f;
+      const int64_t factor = static_cast<int64_t>(at.expert) * p.w_scale_expert + n * p.w_scale_step;
+      rows.alpha[i] = p.w_scale ? p.w_scale[factor] : 1.0f;
+      if (p.x_scale) rows.alpha[i] = __fmul_rn(rows.alpha[i], *p.x_scale);
+      rows.bias[i] = p.bias ? load_as_float(p.bias, p.bias_dtype, at.expert * p.bias_expert + n * p.bias_column) : 0.0f;
     }
+    return rows;
   }
 };
 
@@ -157,12 +170,10 @@ __device__ __forceinline__ bool is_plain(const Problem& p) {
 // that whole lines of 128 bytes are written. (In sectors of 32 bytes, a warp each: 4.1 us for 256 tokens.) One place is
 // filled while the other is read, and the next tokens are finished meanwhile: one barrier for 16 tokens.
 template <typename T, typename S, typename Owns>
-__device__ __forceinline__ void write_plain(const Problem& p, const Place& at, const float (&sum)[S::kSums],
-                                            uint8_t* desk, Owns owns) {
+__device__ __forceinline__ void write_plain(const Problem& p, const Place& at, const TwoRows& rows,
+                                            const float (&sum)[S::kSums], uint8_t* desk, Owns owns) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int group_row = at.row - at.expert * p.N + row_warp<S>() / 4 * 64;
-  const TwoRows rows(p, at.expert, group_row + warp % 4 * 16 + first_row(lane));
-  const int token = threadIdx.x % 128 / 8, unit = threadIdx.x % 8, n = group_row + unit * 8;
+  const int token = threadIdx.x % 128 / 8, unit = threadIdx.x % 8, n = first_row_of_group<S>(p, at) + unit * 8;
   const uint8_t* from = desk + token * 128 + (unit ^ token % 8) * 16;
   uint8_t* to = desk + g * 128 + ((warp % 4 * 2 + t / 2) ^ g) * 16 + t % 2 * 8;
   int m = at.token + token;
@@ -191,14 +202,14 @@ __device__ __forceinline__ void write_plain(const Problem& p, const Place& at, c
 
 // The units of 16 tokens that this warpgroup owns.
 template <typename T, typename S, typename Owns>
-__device__ __forceinline__ void write_tile(const Problem& p, const Place& at, float (&sum)[S::kSums], uint8_t* desk,
-                                           Owns owns) {
+__device__ __forceinline__ void write_tile(const Problem& p, const Place& at, const TwoRows& rows,
+                                           float (&sum)[S::kSums], uint8_t* desk, Owns owns) {
   warpgroup_sync();  // none of its warps needs its codes any more
   if (is_plain<T>(p)) {
-    write_plain<T, S>(p, at, sum, desk, owns);
+    write_plain<T, S>(p, at, rows, sum, desk, owns);
     return;
   }
-  const int lane = threadIdx.x % 32, n = at.row - at.expert * p.N + row_warp<S>() * 16 + lane % 4 * 4;
+  const int lane = threadIdx.x % 32, n = first_row_of_group<S>(p, at) + threadIdx.x / 32 % 4 * 16 + lane % 4 * 4;
   int m = at.token + lane / 4;
 #pragma unroll 1
   for (int unit = 0; unit < S::kUnits; ++unit, m += 16) {  // registers have no index: the next sums move up

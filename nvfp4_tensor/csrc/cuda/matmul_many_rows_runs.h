@@ -5,8 +5,9 @@
 // tile finishes it: it waits for the sums of the blocks behind it and adds them in their order, so the result is the
 // same from run to run.
 //
-// Few tiles are cut otherwise: each belongs to a cluster, whose blocks take equal parts of K and meet in shared memory
-// (matmul_many_rows_meet.cuh), not through global memory.
+// Few tiles are cut otherwise: each into as many equal parts of K, and the blocks that have them divide what is left to
+// do (matmul_many_rows_share.cuh). There a block waits also for such as were started after it: for its neighbours, at
+// most kMostSharers together. Blocks are started in their order, so those before them end and make room.
 //
 // No CUDA headers here: a test compiles this for the host, and looks at all segments of many divisions.
 #pragma once
@@ -17,6 +18,7 @@ namespace nvfp4 {
 namespace many_rows {
 
 constexpr int kFewestSteps = 4;  // stages of a run
+constexpr int kMostSharers = 8;
 
 struct Work {
   int row_tiles, token_tiles;  // of an expert
@@ -26,9 +28,9 @@ struct Work {
   int cut_tiles;               // the others
   int cut_cost;                // stages that take as long as cutting does: by this groups of rows decide on the device
   float4* sums;                // (blocks, tokens / 8, consumers): what a block has of a tile that another one finishes
-  uint64_t* ready;             // (blocks, warpgroups of consumers): `launch` where sums are there, then 0 again
+  uint64_t* ready;             // (blocks, sharers, warpgroups of consumers): `launch` where sums are, then 0 again
   uint64_t launch;             // a number that no memory holds by chance, another one for each launch
-  int cluster;                 // blocks that share a tile, of the shapes for which a cluster has one
+  int sharers;                 // blocks of a tile, of the shapes that divide all tiles alike
   int runs;                    // that the cut tiles are divided into; fewer than blocks only of groups of rows
 };
 
@@ -92,14 +94,14 @@ class Runs {
   int whole_, number_, at_, end_;
 };
 
-// The segment of a block whose cluster has one tile.
+// The segment of a block where so many share each tile.
 class Part {
  public:
   __device__ explicit Part(const Work& work) : work_(work) {}
 
   __device__ bool next(Segment& s) {
-    const int cluster = work_.cluster, rank = blockIdx.x % cluster;
-    s = {static_cast<int>(blockIdx.x) / cluster, work_.steps * rank / cluster, work_.steps * (rank + 1) / cluster};
+    const int sharers = work_.sharers, rank = blockIdx.x % sharers;
+    s = {static_cast<int>(blockIdx.x) / sharers, work_.steps * rank / sharers, work_.steps * (rank + 1) / sharers};
     const bool is_first = !done_;
     done_ = true;
     return is_first;

@@ -1,4 +1,5 @@
-// Where a tile lies, and how groups of rows, whose tiles only the device counts, are divided. See matmul_many_rows_runs.h.
+// Where a tile lies, and how groups of rows, whose tiles only the device counts, are divided; the rest is in
+// matmul_many_rows_runs.h.
 #pragma once
 
 #include "matmul_groups.cuh"

@@ -17,20 +17,20 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
 
-// Cycles that cutting tiles costs: waiting, and sums written once and read once for each run of a tile but the first.
-// (H200, whole and cut: 4096 x 4096, M = 1024 and 4096: 49 and 55 us, 181 and 191; 14336 x 8192, M = 1024: 327, 306.)
-constexpr int kWaitCycles = 3000, kSumsPerCycle = 6;
-
-// That the sums of a cluster's blocks meet. Against cutting, us, alone and in a chain of products (H200): 1024 x 4096,
-// M = 24, 64 and 128: 15.1 and 13.1, 15.4 and 13.2, 15.0 and 12.6 became 12.7 and 9.2, 12.7 and 9.9, 14.2 and 10.4;
-// 4096 x 4096, M = 24 and 64: 15.0 and 12.7, 16.8 and 14.4 became 14.7 and 11.1, 17.4 and 13.2.
-constexpr int kMeetCycles = 1500;
+// What a plan costs, in cycles. These figures and the stage_cycles below are fitted to all plans of 480 products (on an
+// H200, 20 weights of published models, 20 to 4096 rows of x, single and in chains): what is chosen by them takes 0.6 %
+// longer than the best plan in the mean, 24 % at most.
+constexpr int kWaitCycles = 3200, kSumsPerCycle = 6;  // of cut tiles, whose sums are written once and read for each run
+constexpr int kShareCycles = 3200;
+constexpr double kSharedSumsPerCycle = 2.6;
+constexpr int kPermuteCycles = 1300, kPermutedPerCycle = 1700;  // elements of x
+constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
 
 struct Plan {
   int rows, tokens;  // of a tile
   int row_tiles, token_tiles, steps, tiles;
-  int blocks, cluster = 1;             // of the grid; of them, those that have a tile together
-  int whole_tiles = 0, cut_tiles = 0;  // where blocks do not form clusters
+  int blocks, sharers = 1;             // of the grid; of them, those that share a tile
+  int whole_tiles = 0, cut_tiles = 0;  // where they do not
   int64_t cost;                        // cycles
   int cut_cost = 0;                    // stages
 
@@ -41,12 +41,18 @@ struct Plan {
     tiles = (p.offs ? 1 : p.experts) * row_tiles * token_tiles;
   }
 
-  // A cluster of so many blocks for each tile, so many clusters at a time.
-  static Plan of_clusters(const Problem& p, int rows, int tokens, int cluster, int resident, int stage_cycles) {
+  // As many blocks for each tile as is best; a cost beyond all others where there are too many tiles.
+  static Plan of_sharers(const Problem& p, int rows, int tokens, int most_blocks, int stage_cycles) {
     Plan plan(p, rows, tokens);
-    plan.cluster = cluster, plan.blocks = plan.tiles * cluster;
-    const int64_t rounds = ceil_div(plan.tiles, resident);
-    plan.cost = rounds * (ceil_div(plan.steps, cluster) * stage_cycles + kMeetCycles);
+    plan.cost = INT64_MAX / 2;
+    const int most = std::min({kMostSharers, plan.steps, most_blocks / plan.tiles});
+    for (int sharers = 2; sharers <= most; ++sharers) {
+      const int left = rows * tokens / sharers * (sharers - 1);
+      const int share_cycles = kShareCycles + static_cast<int>(left / kSharedSumsPerCycle);
+      const int64_t cost = static_cast<int64_t>(ceil_div(plan.steps, sharers)) * stage_cycles + share_cycles;
+      if (cost < plan.cost) plan.cost = cost, plan.sharers = sharers;
+    }
+    plan.blocks = plan.tiles * plan.sharers;
     return plan;
   }
 
@@ -57,12 +63,14 @@ struct Plan {
     const int64_t stages = static_cast<int64_t>(tiles) * plan.steps;
     int runs = static_cast<int>(std::min<int64_t>(most_blocks, std::max<int64_t>(stages / kFewestSteps, 1)));
     if (runs > tiles && runs % tiles * 8 < runs) runs -= runs % tiles;  // all tiles alike
-    const int64_t whole_cost = static_cast<int64_t>(rounds) * plan.steps * stage_cycles;
+    const int write_cycles = static_cast<int>(kWriteCycles * tokens);
+    const int64_t whole_cost = static_cast<int64_t>(rounds) * (plan.steps * stage_cycles + write_cycles);
     const int wait_and_sums = kWaitCycles + (1 + ceil_div(runs, tiles)) * (rows * tokens / kSumsPerCycle);
-    const int64_t cut_cost = stages * stage_cycles / runs + wait_and_sums;
+    const int waves = std::max(tiles / runs - 1, 0);
+    const int64_t cut_cost = stages * stage_cycles / runs + waves * write_cycles + wait_and_sums;
     const bool whole = whole_cost <= cut_cost || stages * runs >= INT32_MAX;
     plan.blocks = whole ? ceil_div(tiles, rounds) : runs;
-    plan.whole_tiles = whole ? tiles : std::max(tiles / runs - 1, 0) * runs;
+    plan.whole_tiles = whole ? tiles : waves * runs;
     plan.cut_tiles = tiles - plan.whole_tiles;
     plan.cost = whole ? whole_cost : cut_cost;
     plan.cut_cost = wait_and_sums / stage_cycles;
@@ -73,9 +81,12 @@ struct Plan {
   }
 
   // In the scratch: flags, sums of cut tiles, x where it is not aligned.
-  int64_t flags_bytes() const { return cut_tiles > 0 ? ceil_div(blocks * (rows / 64), 32) * 256 : 0; }
+  bool leaves_sums() const { return cut_tiles > 0 || sharers > 1; }
+  int64_t flags_bytes() const {
+    return leaves_sums() ? ceil_div(blocks * (rows / 64) * (sharers > 1 ? kMostSharers : 1), 32) * 256 : 0;
+  }
   int64_t x_at() const {
-    return flags_bytes() + (cut_tiles > 0 ? static_cast<int64_t>(blocks) * rows * tokens * 4 : 0);
+    return flags_bytes() + (leaves_sums() ? static_cast<int64_t>(blocks) * rows * tokens * 4 : 0);
   }
 };
 
@@ -91,14 +102,9 @@ uint64_t launch_number() {
 }
 
 template <typename T, typename S, bool kGrouped>
-int resident(int cluster) {
-  return resident_clusters<many_rows::kernel<T, S, kGrouped>>(cluster, S::kThreads, S::kSharedBytes);
-}
-
-template <typename T, typename S, bool kGrouped>
 void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t stream) {
   auto kernel = many_rows::kernel<T, S, kGrouped>;
-  resident<T, S, kGrouped>(plan.cluster);  // lets it have its shared memory
+  resident_clusters<many_rows::kernel<T, S, kGrouped>>(1, S::kThreads, S::kSharedBytes);  // lets it have that memory
   const auto x_type = p.x_dtype == Dtype::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const int64_t rows = static_cast<int64_t>(p.experts) * p.N;
   using u64 = cuuint64_t;
@@ -117,44 +123,56 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.ready = reinterpret_cast<uint64_t*>(scratch);
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();
-  work.cluster = plan.cluster, work.runs = plan.blocks;
+  work.sharers = plan.sharers, work.runs = plan.blocks;
   // In a chain of products 1 us less each than beginning after the kernel before. (permute_x so too: 1.5 us more.)
-  const Launch launch(dim3(plan.blocks), plan.cluster, S::kThreads, S::kSharedBytes, stream,
-                      Begins::kBeforePreviousEnds);
+  const Launch launch(dim3(plan.blocks), 1, S::kThreads, S::kSharedBytes, stream, Begins::kBeforePreviousEnds);
   cudaLaunchKernelEx(&launch.config, kernel, p, x, codes, work);
 }
 
+enum class Serves { kProducts, kGroupsToo };
+
 struct Kernel {
   int rows, tokens;
-  bool permuted;
-  int meeting;                                                                // most blocks of a cluster for a tile
+  bool permuted, shared;
   int stage_cycles;                                                           // of a multiprocessor, on an H200
-  int (*resident)(int cluster);                                               // where clusters have tiles
   void (*launch[2][2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // of groups or not; bf16, fp16
 
-  template <typename S>
+  template <typename S, Serves kServes = Serves::kProducts>
   static constexpr Kernel of(int stage_cycles) {
     using Bf16 = __nv_bfloat16;
-    if constexpr (S::kMeeting > 0) {
-      return {S::kRows, S::kTokens, S::kPermuted, S::kMeeting, stage_cycles, many_rows::resident<Bf16, S, false>,
-              {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
-    } else {
-      return {S::kRows, S::kTokens, S::kPermuted, 0, stage_cycles, nullptr,
-              {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>},
-               {many_rows::launch<Bf16, S, true>, many_rows::launch<__half, S, true>}}};
+    Kernel kernel = {S::kRows, S::kTokens, S::kPermuted, S::kShared, stage_cycles,
+                     {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
+    if constexpr (kServes == Serves::kGroupsToo) {
+      kernel.launch[1][0] = many_rows::launch<Bf16, S, true>;
+      kernel.launch[1][1] = many_rows::launch<__half, S, true>;
     }
+    return kernel;
   }
 };
 
+// A stage takes what decoding does and half of what the tensor cores do, or all of the latter where that is more: 128
+// rows by 64 tokens take 640 cycles without products, 600 without decoding and 946; by 256 tokens 2062 without
+// decoding, and 2141. So it is also with two warpgroups more, and with products and decoding interleaved any finer.
+// Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or longer.
 constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 2, 10, X::kPermuted>>(860),
-    Kernel::of<Shape<32, 4, 7, X::kPermuted>>(1560),
-    Kernel::of<Shape<64, 2, 8, X::kPermuted>>(965),
-    Kernel::of<Shape<64, 4, 6, X::kPermuted>>(1740),
-    Kernel::of<Shape<128, 2, 5, X::kPermuted>>(1230),
-    Kernel::of<Shape<192, 2, 3, X::kAsItLies>>(1640),
-    Kernel::of<Shape<256, 2, 3, X::kAsItLies>>(2065),
-    Kernel::of<Shape<32, 2, 9, X::kAsItLies, 4, 2>>(900),  // permuted by warps of the kernel: no faster
+    Kernel::of<Shape<32, 2, 10, X::kPermuted>>(790),
+    Kernel::of<Shape<32, 4, 7, X::kPermuted>, Serves::kGroupsToo>(1260),
+    Kernel::of<Shape<64, 4, 6, X::kPermuted>, Serves::kGroupsToo>(1445),
+    Kernel::of<Shape<96, 2, 6, X::kPermuted>>(1110),
+    Kernel::of<Shape<128, 2, 5, X::kPermuted>>(1250),
+    Kernel::of<Shape<160, 2, 4, X::kPermuted>>(1400),
+    Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(1885),
+    Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(2090),
+    Kernel::of<Shape<32, 2, 10, X::kAsItLies, Tiles::kShared>>(995),
+    Kernel::of<Shape<64, 2, 8, X::kAsItLies, Tiles::kShared>>(1145),
+    Kernel::of<Shape<64, 2, 8, X::kPermuted, Tiles::kShared>>(965),
+    Kernel::of<Shape<96, 2, 6, X::kAsItLies, Tiles::kShared>>(1370),
+    Kernel::of<Shape<96, 2, 6, X::kPermuted, Tiles::kShared>>(1145),
+    Kernel::of<Shape<128, 2, 5, X::kAsItLies, Tiles::kShared>>(1515),
+    Kernel::of<Shape<128, 2, 5, X::kPermuted, Tiles::kShared>>(1285),
+    Kernel::of<Shape<160, 2, 4, X::kAsItLies, Tiles::kShared>>(1735),
+    Kernel::of<Shape<192, 2, 3, X::kAsItLies, Tiles::kShared>>(1925),
+    Kernel::of<Shape<256, 2, 3, X::kAsItLies, Tiles::kShared>>(2170),
 };
 
 // The tile for groups, whose sizes only the device knows, by their mean. H200, us, 8 experts of 14336 x 4096 and 64 of
@@ -165,23 +183,21 @@ constexpr Kernel kKernels[] = {
 //   mean 1024 and 512                                          -, 2003 1527, 1751 1477, 1924
 bool is_for_groups(const Kernel& k, const Problem& p) {
   const int mean = p.rows / p.experts, tokens = mean <= 24 ? 32 : mean <= 96 ? 64 : mean <= 768 ? 192 : 256;
-  return k.meeting == 0 && k.tokens == tokens && k.rows == (tokens <= 64 ? 256 : 128);
+  return k.launch[1][0] != nullptr && k.tokens == tokens;
 }
 
 std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
   std::optional<Plan> best;
   const Kernel* kernel = nullptr;
-  const auto consider = [&](const Kernel& k, const Plan& plan) {
+  const int multiprocessors = this_machine().multiprocessors;
+  const auto consider = [&](const Kernel& k, Plan plan) {
+    if (k.permuted) plan.cost += kPermuteCycles + static_cast<int64_t>(p.rows) * p.K / kPermutedPerCycle;
     if (!best || plan.cost < best->cost) best = plan, kernel = &k;
   };
   for (const Kernel& k : kKernels) {
     if (p.offs && !is_for_groups(k, p)) continue;
-    if (k.meeting == 0) {
-      consider(k, Plan::of_blocks(p, k.rows, k.tokens, this_machine().multiprocessors, k.stage_cycles));
-    }
-    for (int cluster = 2; cluster <= k.meeting; ++cluster) {
-      consider(k, Plan::of_clusters(p, k.rows, k.tokens, cluster, k.resident(cluster), k.stage_cycles));
-    }
+    const auto of = k.shared ? Plan::of_sharers : Plan::of_blocks;
+    consider(k, of(p, k.rows, k.tokens, multiprocessors, k.stage_cycles));
   }
   return {*best, kernel};
 }
@@ -197,20 +213,16 @@ bool fits_matmul_many_rows(const Problem& p) {
          tensor_map_encoder() != nullptr;
 }
 
-int64_t matmul_many_rows_scratch(const Problem& p) {
-  using namespace many_rows;
-  const auto [plan, kernel] = best_plan(p);
-  const int64_t x_bytes = static_cast<int64_t>(p.rows) * ceil_div(p.K, kStageK) * kStageK * 2;
-  return plan.x_at() + (kernel->permuted || !x_is_aligned(p) ? x_bytes : 0);
-}
-
-void launch_matmul_many_rows(const Problem& given, void* scratch, cudaStream_t stream) {
+void launch_matmul_many_rows(const Problem& given, const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
   using namespace many_rows;
   const auto [plan, kernel] = best_plan(given);
   Problem p = given;
-  if (kernel->permuted || !x_is_aligned(p)) {
-    uint4* x = reinterpret_cast<uint4*>(static_cast<uint8_t*>(scratch) + plan.x_at());
-    const int columns = ceil_div(p.K, kStageK) * kStageK;
+  const int columns = ceil_div(p.K, kStageK) * kStageK;
+  const bool moves_x = kernel->permuted || !x_is_aligned(p);
+  uint8_t* const at =
+      static_cast<uint8_t*>(scratch(plan.x_at() + (moves_x ? static_cast<int64_t>(p.rows) * columns * 2 : 0)));
+  if (moves_x) {
+    uint4* x = reinterpret_cast<uint4*>(at + plan.x_at());
     if (kernel->permuted) {
       permute_x<<<dim3(p.rows, ceil_div(p.K, kPermuteK)), kPermuteThreads, 0, stream>>>(p, x);
     } else {
@@ -218,7 +230,7 @@ void launch_matmul_many_rows(const Problem& given, void* scratch, cudaStream_t s
     }
     p.x = x, p.x_row = columns, p.K = columns;
   }
-  kernel->launch[p.offs != nullptr][p.x_dtype == Dtype::kFp16](p, plan, static_cast<uint8_t*>(scratch), stream);
+  kernel->launch[p.offs != nullptr][p.x_dtype == Dtype::kFp16](p, plan, at, stream);
 }
 
 }  // namespace nvfp4

@@ -5,8 +5,7 @@
 // A fragments, so that no decoded weight ever goes through shared memory. Blocks stay for all of their tiles: the
 // copies for the next one are under way while sums are written.
 //
-// Of few tiles, each has a cluster of blocks to itself; with kParts = 2, twice as many warpgroups take turns at the
-// stages, so that one decodes while another waits.
+// Of few tiles, each is shared by some blocks, each with a part of K.
 #pragma once
 
 #include <cuda.h>
@@ -16,9 +15,9 @@
 #include "matmul_decode.cuh"
 #include "matmul_many_rows_decode.cuh"
 #include "matmul_many_rows_epilogue.cuh"
-#include "matmul_many_rows_meet.cuh"
 #include "matmul_many_rows_permute.cuh"
 #include "matmul_many_rows_schedule.cuh"
+#include "matmul_many_rows_share.cuh"
 #include "matmul_problem.cuh"
 #include "matmul_wgmma.cuh"
 #include "shared_sm90.cuh"
@@ -27,14 +26,13 @@ namespace nvfp4 {
 namespace many_rows {
 
 enum class X { kAsItLies, kPermuted };
+enum class Tiles { kInRuns, kShared };
 
-// kMeeting: of how many blocks a cluster may be that has one tile; 0 where tiles are cut without clusters.
-template <int kTokens_, int kRowGroups_, int kStages_, X kX, int kMeeting_ = 0, int kParts_ = 1>
+template <int kTokens_, int kRowGroups_, int kStages_, X kX, Tiles kTiles = Tiles::kInRuns>
 struct Shape {
-  static constexpr bool kPermuted = kX == X::kPermuted;
-  static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kStages = kStages_;
-  static constexpr int kMeeting = kMeeting_, kParts = kParts_, kGroups = kRowGroups * kParts;
-  static constexpr int kRows = 64 * kRowGroups;
+  static constexpr bool kPermuted = kX == X::kPermuted, kShared = kTiles == Tiles::kShared;
+  static constexpr int kTokens = kTokens_, kGroups = kRowGroups_, kStages = kStages_;
+  static constexpr int kRows = 64 * kGroups;
   static constexpr int kSums = kTokens / 2, kUnits = kTokens / 16;  // of a thread
   // Registers are dealt out by warpgroup: one for the warp that copies.
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
@@ -46,9 +44,7 @@ struct Shape {
   static constexpr int kCodesAt = kXBytes, kScalesAt = kCodesAt + kCodeBytes;
   static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
-  static constexpr int kMeetingAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
-  static constexpr int kInboxAt = (kMeetingAt + 8 * kGroups + 15) / 16 * 16;
-  static constexpr int kPlanAt = kInboxAt + inbox_bytes(kUnits, kParts, kRowGroups, kMeeting);
+  static constexpr int kPlanAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448);
 };
@@ -66,14 +62,13 @@ struct Ring {
     return pool + S::kPoolBytes + 8 * (S::kStages + which);
   }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  __device__ __forceinline__ void next(int stages = 1) {
-    stage += stages;
-    if (stage >= S::kStages) stage -= S::kStages, parity ^= 1;
+  __device__ __forceinline__ void next() {
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
 };
 
 template <typename S, bool kGrouped>
-using Segments = std::conditional_t<(S::kMeeting > 0), Part, Runs<kGrouped>>;
+using Segments = std::conditional_t<S::kShared, Part, Runs<kGrouped>>;
 
 template <typename S>
 __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
@@ -117,7 +112,7 @@ struct Consumer : Ring<S> {
   __device__ __forceinline__ void release(int which) const { barrier_arrive(this->empty(which)); }
   // Where this warpgroup's codes are in a stage; shared: this->pool as a pointer.
   __device__ __forceinline__ uint8_t* desk(uint8_t* shared, int which) const {
-    return shared + which * S::kStageBytes + S::kCodesAt + threadIdx.x / 128 % S::kRowGroups * kDesk;
+    return shared + which * S::kStageBytes + S::kCodesAt + threadIdx.x / 128 * kDesk;
   }
   // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
   __device__ __forceinline__ uint64_t x(int half) const {
@@ -160,7 +155,7 @@ __device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[
     encoded.template decode_second<T>(a1);
     start_products<T, S>(a1, in.x(1), sum);
     last = in.stage;
-    in.next(S::kParts);
+    in.next();
     if (step + 1 < steps) {
       in.wait_full();
       encoded.load_first(in.data());
@@ -186,37 +181,36 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, uin
       leave_sums<S>(work, sum);
       continue;
     }
+    const Place place = place_of<S, kGrouped>(p, work, s.tile);
+    const TwoRows rows = TwoRows::of<S>(p, place);
     if (s.end < work.steps) {
       const int others = wait_for_others<S>(work, segments, s);
 #pragma unroll S::kSumsAtOnce
       for (int behind = 1; behind <= others; ++behind) add_sums<S>(work, segments.other(s, behind), sum);
     }
-    write_tile<T, S>(p, place_of<S, kGrouped>(p, work, s.tile), sum, in.desk(shared, last), [](int) { return true; });
+    write_tile<T, S>(p, place, rows, sum, in.desk(shared, last), [](int) { return true; });
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what was written there, before the next copy
     in.release(last);
   }
 }
 
-// Likewise of the one tile that a cluster has.
+// Likewise of a tile that blocks share.
 template <typename T, typename S>
-__device__ __forceinline__ void multiply_and_meet(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared,
-                                                  int warp) {
+__device__ __forceinline__ void multiply_shared(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
   Consumer<S> in(pool);
-  const Meeting<S> meeting(pool, work);
-  const int part = warp / (4 * S::kRowGroups);
+  const Sharing<S> sharing(work);
+  sharing.begin();
   Segment s;
   Part(work).next(s);
-  in.next(part);
   float sum[S::kSums];
 #pragma unroll
   for (int i = 0; i < S::kSums; ++i) sum[i] = 0;
-  const int steps = (s.end - s.begin - part + S::kParts - 1) / S::kParts;
-  const int last = steps > 0 ? consume<T, S>(in, steps, sum) : part;
-  cluster_wait();  // the others' barriers are there
-  meeting.send(sum);
-  meeting.receive(sum);
-  write_tile<T, S>(p, place_of<S, false>(p, work, s.tile), sum, in.desk(shared, last),
-                   [&](int unit) { return meeting.owns(unit); });
+  const int last = consume<T, S>(in, s.end - s.begin, sum);
+  sharing.leave(sum);
+  const Place place = place_of<S, false>(p, work, s.tile);
+  const TwoRows rows = TwoRows::of<S>(p, place);
+  sharing.add(sum);
+  write_tile<T, S>(p, place, rows, sum, in.desk(shared, last), [&](int unit) { return sharing.owns(unit); });
 }
 
 template <typename T, typename S, bool kGrouped>
@@ -233,9 +227,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(pool + S::kPoolBytes + 8 * i, 1);
-      barrier_init(ring.empty(i), S::kConsumers / S::kParts);
+      barrier_init(ring.empty(i), S::kConsumers);
     }
-    if constexpr (S::kMeeting > 0) Meeting<S>(pool, work).prepare();
     show_barriers_to_copies();
   }
   if (helper == 0) {
@@ -243,10 +236,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   wait_for_previous_kernel();
   // Only where what follows is small: a large kernel's blocks would crowd the multiprocessors that are free until then.
-  if constexpr (S::kMeeting > 0) let_next_kernel_begin();
+  if constexpr (S::kShared) let_next_kernel_begin();
   if (kGrouped && warp == 1) plan_groups(p, launched, S::kTokens, planned);
   __syncthreads();
-  if constexpr (S::kMeeting > 0) cluster_arrive();
   if (helper >= 0) {
     leave_registers<S::kProducerRegisters>();
     if (helper == 0) {
@@ -256,13 +248,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         zero_row(p, row, threadIdx.x - S::kConsumers - 32, S::kThreads - S::kConsumers - 32);
       }
     }
-    if constexpr (S::kMeeting > 0) cluster_wait();
   } else {
     take_registers<S::kConsumerRegisters>();
-    if constexpr (S::kMeeting > 0) {
-      multiply_and_meet<T, S>(p, work, pool, shared + (pool - address_of(shared)), warp);
+    uint8_t* const at_pool = shared + (pool - address_of(shared));
+    if constexpr (S::kShared) {
+      multiply_shared<T, S>(p, work, pool, at_pool);
     } else {
-      multiply<T, S, kGrouped>(p, work, pool, shared + (pool - address_of(shared)));
+      multiply<T, S, kGrouped>(p, work, pool, at_pool);
     }
   }
 #endif

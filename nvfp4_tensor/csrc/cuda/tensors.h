@@ -62,6 +62,20 @@ inline Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Te
   return Tensor(handle);
 }
 
+// Memory of a size that only what needs it knows: std::function<void*(int64_t)>.
+class Scratch {
+ public:
+  explicit Scratch(const Tensor& like) : like_(like) {}
+  void* operator()(int64_t bytes) {
+    held_ = empty({bytes}, ScalarType::Byte, like_);
+    return held_.mutable_data_ptr();
+  }
+
+ private:
+  const Tensor& like_;
+  Tensor held_;
+};
+
 // The tensor in order and at an address that vector loads take: a copy where a view begins elsewhere.
 inline Tensor aligned(const Tensor& t, uintptr_t bytes) {
   const Tensor ordered = in_order(t);
