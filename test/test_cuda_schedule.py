@@ -1,4 +1,4 @@
-"""csrc/cuda/matmul_many_rows_runs.h, compiled for the host, where no GPU is needed to look at each block's segments."""
+"""csrc/cuda/matmul_many_rows_runs.h and _plan.h, compiled for the host: each block's segments, with no GPU needed."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ PROGRAM = r"""
 struct float4;
 static struct { unsigned x; } blockIdx, gridDim;
 using std::max; using std::min;
-#include "matmul_many_rows_runs.h"
+#include "matmul_many_rows_plan.h"
 using namespace nvfp4::many_rows;
 
 // What is wrong with a division: stages not computed once, sums awaited that nobody leaves, or left that nobody adds.
@@ -69,6 +69,35 @@ int faults_of_parts(int tiles, int steps, int sharers) {
   return wrong;
 }
 
+// A plan fits the machine and the scratch that it asks for, and what it divides is computed once.
+int faults_of_plans(const Tiling& tiling, int most_blocks) {
+  int wrong = 0;
+  const Plan shared = Plan::of_sharers(tiling, most_blocks);
+  if (shared.sharers > 1) {
+    wrong += shared.blocks > most_blocks || shared.sharers > kMostSharers;
+    wrong += faults_of_parts(tiling.tiles, tiling.steps, shared.sharers);
+    wrong += shared.flags_bytes() < 8L * shared.blocks * kMostSharers * (tiling.rows / 64);
+  } else {
+    wrong += shared.cost < INT64_MAX / 2;  // nobody takes it
+  }
+  const Plan runs = Plan::of_runs(tiling, most_blocks);
+  wrong += runs.blocks < 1 || runs.blocks > most_blocks || runs.whole_tiles + runs.cut_tiles != tiling.tiles;
+  Work work{};
+  work.steps = tiling.steps, work.whole_tiles = runs.whole_tiles, work.cut_tiles = runs.cut_tiles;
+  work.runs = runs.blocks;
+  wrong += faults<false>(work, tiling.tiles, runs.blocks);
+  const Plan groups = Plan::of_groups(tiling, most_blocks);
+  wrong += groups.blocks > most_blocks || groups.blocks > tiling.tiles;
+  for (const Plan& plan : {runs, groups}) {
+    wrong += plan.leaves_sums() && plan.flags_bytes() < 8L * plan.blocks * (tiling.rows / 64);
+  }
+  for (const Plan& plan : {shared, runs, groups}) {
+    const int64_t sums = plan.leaves_sums() ? 4L * plan.blocks * tiling.rows * tiling.tokens : 0;
+    wrong += plan.x_at() != plan.flags_bytes() + sums || plan.flags_bytes() % 256 != 0 || plan.cost <= 0;
+  }
+  return wrong;
+}
+
 int main(int, char** arguments) {
   const bool as_many_runs_as_blocks = arguments[1][0] == '1';  // the fault that was: a GPU waited for ever
   const int all_blocks[] = {1, 2, 3, 7, 64, 96, 114, 132, 148, 188};
@@ -87,6 +116,12 @@ int main(int, char** arguments) {
   for (int sharers = 2; sharers <= kMostSharers; ++sharers)
     for (int steps = sharers; steps <= 130; ++steps)
       for (int tiles : {1, 2, 5, 16, 60}) ++divisions, wrong += faults_of_parts(tiles, steps, sharers) > 0;
+  for (int blocks : all_blocks)
+    for (int rows : {128, 256})
+      for (int tokens : {32, 64, 96, 128, 160, 192, 256})
+        for (int steps : {1, 2, 3, 5, 8, 28, 57, 128, 500})
+          for (int tiles : {1, 2, 3, 7, 16, 31, 32, 33, 64, 65, 112, 131, 132, 133, 264, 300})
+            ++divisions, wrong += faults_of_plans({rows, tokens, tiles, steps, 8 * tokens}, blocks) > 0;
   std::printf("%ld %ld %ld\n", divisions, cut, wrong);
 }
 """

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "launch.h"
+#include "matmul_many_rows_plan.h"
 #include "matmul_many_rows_sm90.cuh"
 #include "tensor_map.h"
 
@@ -13,82 +14,7 @@ namespace nvfp4 {
 namespace many_rows {
 namespace {
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
-
-// What a plan costs, in cycles. These figures and the stage_cycles below are fitted to all plans of 480 products (on an
-// H200, 20 weights of published models, 20 to 4096 rows of x, single and in chains): what is chosen by them takes 0.6 %
-// longer than the best plan in the mean, 24 % at most.
-constexpr int kWaitCycles = 3200, kSumsPerCycle = 6;  // of cut tiles, whose sums are written once and read for each run
-constexpr int kShareCycles = 3200;
-constexpr double kSharedSumsPerCycle = 2.6;
-constexpr int kPermuteCycles = 1300, kPermutedPerCycle = 1700;  // elements of x
-constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
-
-struct Plan {
-  int rows, tokens;  // of a tile
-  int row_tiles, token_tiles, steps, tiles;
-  int blocks, sharers = 1;             // of the grid; of them, those that share a tile
-  int whole_tiles = 0, cut_tiles = 0;  // where they do not
-  int64_t cost;                        // cycles
-  int cut_cost = 0;                    // stages
-
-  Plan(const Problem& p, int rows, int tokens) : rows(rows), tokens(tokens) {
-    const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
-    row_tiles = ceil_div(bands * kBand, rows), steps = ceil_div(p.Kp, kStageK);
-    token_tiles = p.offs ? most_token_tiles(p, tokens) : ceil_div(p.M, tokens);
-    tiles = (p.offs ? 1 : p.experts) * row_tiles * token_tiles;
-  }
-
-  // As many blocks for each tile as is best; a cost beyond all others where there are too many tiles.
-  static Plan of_sharers(const Problem& p, int rows, int tokens, int most_blocks, int stage_cycles) {
-    Plan plan(p, rows, tokens);
-    plan.cost = INT64_MAX / 2;
-    const int most = std::min({kMostSharers, plan.steps, most_blocks / plan.tiles});
-    for (int sharers = 2; sharers <= most; ++sharers) {
-      const int left = rows * tokens / sharers * (sharers - 1);
-      const int share_cycles = kShareCycles + static_cast<int>(left / kSharedSumsPerCycle);
-      const int64_t cost = static_cast<int64_t>(ceil_div(plan.steps, sharers)) * stage_cycles + share_cycles;
-      if (cost < plan.cost) plan.cost = cost, plan.sharers = sharers;
-    }
-    plan.blocks = plan.tiles * plan.sharers;
-    return plan;
-  }
-
-  // Tiles whole where that takes no longer than cutting them, for at most so many blocks at a time.
-  static Plan of_blocks(const Problem& p, int rows, int tokens, int most_blocks, int stage_cycles) {
-    Plan plan(p, rows, tokens);
-    const int tiles = plan.tiles, rounds = ceil_div(tiles, most_blocks);
-    const int64_t stages = static_cast<int64_t>(tiles) * plan.steps;
-    int runs = static_cast<int>(std::min<int64_t>(most_blocks, std::max<int64_t>(stages / kFewestSteps, 1)));
-    if (runs > tiles && runs % tiles * 8 < runs) runs -= runs % tiles;  // all tiles alike
-    const int write_cycles = static_cast<int>(kWriteCycles * tokens);
-    const int64_t whole_cost = static_cast<int64_t>(rounds) * (plan.steps * stage_cycles + write_cycles);
-    const int wait_and_sums = kWaitCycles + (1 + ceil_div(runs, tiles)) * (rows * tokens / kSumsPerCycle);
-    const int waves = std::max(tiles / runs - 1, 0);
-    const int64_t cut_cost = stages * stage_cycles / runs + waves * write_cycles + wait_and_sums;
-    const bool whole = whole_cost <= cut_cost || stages * runs >= INT32_MAX;
-    plan.blocks = whole ? ceil_div(tiles, rounds) : runs;
-    plan.whole_tiles = whole ? tiles : waves * runs;
-    plan.cut_tiles = tiles - plan.whole_tiles;
-    plan.cost = whole ? whole_cost : cut_cost;
-    plan.cut_cost = wait_and_sums / stage_cycles;
-    if (p.offs) {  // the device counts tiles, and cuts some or none
-      plan.blocks = std::min(most_blocks, tiles), plan.cut_tiles = 1;
-    }
-    return plan;
-  }
-
-  // In the scratch: flags, sums of cut tiles, x where it is not aligned.
-  bool leaves_sums() const { return cut_tiles > 0 || sharers > 1; }
-  int64_t flags_bytes() const {
-    return leaves_sums() ? ceil_div(blocks * (rows / 64) * (sharers > 1 ? kMostSharers : 1), 32) * 256 : 0;
-  }
-  int64_t x_at() const {
-    return flags_bytes() + (leaves_sums() ? static_cast<int64_t>(blocks) * rows * tokens * 4 : 0);
-  }
-};
 
 bool x_is_aligned(const Problem& p) { return (reinterpret_cast<uintptr_t>(p.x) | (p.x_row * 2)) % 16 == 0; }
 
@@ -99,6 +25,15 @@ uint64_t launch_number() {
   n = (n ^ n >> 30) * 0xBF58476D1CE4E5B9;
   n = (n ^ n >> 27) * 0x94D049BB133111EB;
   return n ^ n >> 31;
+}
+
+int row_tiles(const Problem& p, int rows) {
+  const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
+  return ceil_div(bands * kBand, rows);
+}
+
+int token_tiles(const Problem& p, int tokens) {
+  return p.offs ? most_token_tiles(p, tokens) : ceil_div(p.M, tokens);
 }
 
 template <typename T, typename S, bool kGrouped>
@@ -116,9 +51,9 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
       p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {static_cast<u64>(p.Kp / 2), static_cast<u64>(rows)},
       {static_cast<u64>(p.code_row)}, {64, S::kRows}, CU_TENSOR_MAP_SWIZZLE_64B, kLines);
   Work work;
-  work.row_tiles = plan.row_tiles, work.token_tiles = plan.token_tiles;
-  work.token_group = p.offs ? kTokenGroup : std::min(kTokenGroup, plan.token_tiles);
-  work.steps = plan.steps, work.whole_tiles = plan.whole_tiles, work.cut_tiles = plan.cut_tiles;
+  work.row_tiles = row_tiles(p, S::kRows), work.token_tiles = token_tiles(p, S::kTokens);
+  work.token_group = p.offs ? kTokenGroup : std::min(kTokenGroup, work.token_tiles);
+  work.steps = plan.tiling.steps, work.whole_tiles = plan.whole_tiles, work.cut_tiles = plan.cut_tiles;
   work.cut_cost = plan.cut_cost;
   work.ready = reinterpret_cast<uint64_t*>(scratch);
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
@@ -190,14 +125,14 @@ std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
   std::optional<Plan> best;
   const Kernel* kernel = nullptr;
   const int multiprocessors = this_machine().multiprocessors;
-  const auto consider = [&](const Kernel& k, Plan plan) {
-    if (k.permuted) plan.cost += kPermuteCycles + static_cast<int64_t>(p.rows) * p.K / kPermutedPerCycle;
-    if (!best || plan.cost < best->cost) best = plan, kernel = &k;
-  };
   for (const Kernel& k : kKernels) {
     if (p.offs && !is_for_groups(k, p)) continue;
-    const auto of = k.shared ? Plan::of_sharers : Plan::of_blocks;
-    consider(k, of(p, k.rows, k.tokens, multiprocessors, k.stage_cycles));
+    const int tiles = (p.offs ? 1 : p.experts) * row_tiles(p, k.rows) * token_tiles(p, k.tokens);
+    const Tiling tiling = {k.rows, k.tokens, tiles, ceil_div(p.Kp, kStageK), k.stage_cycles};
+    const auto of = p.offs ? Plan::of_groups : k.shared ? Plan::of_sharers : Plan::of_runs;
+    Plan plan = of(tiling, multiprocessors);
+    if (k.permuted) plan.cost += kPermuteCycles + static_cast<int64_t>(p.rows) * p.K / kPermutedPerCycle;
+    if (!best || plan.cost < best->cost) best = plan, kernel = &k;
   }
   return {*best, kernel};
 }
