@@ -97,7 +97,7 @@ def _(like):
 @_implement("amax")
 def amax(x: Tensor, hadamard_sign: int = -1) -> Tensor:
     """Largest finite magnitude of x, or of its Hadamard transform along the last dimension: float32 0-d."""
-    return reference.amax(x if hadamard_sign < 0 else reference.hadamard(x, hadamard_sign))
+    return reference.amax(x if hadamard_sign == -1 else reference.hadamard(x, hadamard_sign))
 
 
 @_fake("amax")

@@ -135,8 +135,8 @@ def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_
 
 
 def _magnitude(amax: Tensor) -> Tensor:
-    """|amax|; one below zero is refused where looking at it does not wait for a device."""
-    if amax.is_cpu and amax < 0:
+    """|amax|; one below zero is refused where looking at it neither waits for a device nor cuts a graph in two."""
+    if amax.is_cpu and not torch.compiler.is_compiling() and amax < 0:
         raise ValueError(f"amax is a magnitude, not {amax.item()}: give amax.abs()")
     return amax.abs()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from nvfp4_tensor import QuantizeSpec, reference
+from nvfp4_tensor import QuantizeSpec, ops, reference
 from nvfp4_tensor.format import DEFAULT_HADAMARD_SIGN
 
 nvfp4 = torch.ops.nvfp4
@@ -130,6 +130,15 @@ def test_pair_is_both_quantizations(device):
     column = reference.quantize(x.t(), amax_t, state, spec_t, 32, 16, 100, 1)
     for a, b in zip(got, (*row, *column), strict=True):
         assert torch.equal(a.view(torch.uint8) if a.dim() == 4 else a, b.view(torch.uint8) if b.dim() == 4 else b)
+
+
+@pytest.mark.parametrize("sign", [1 << 16, 1 << 31, -2])
+def test_a_sign_that_is_no_mask_is_refused(device, sign):
+    """By each implementation; -1 alone means no transform."""
+    x = torch.ones(16, 16, device=device)
+    for amax in (nvfp4.amax, nvfp4.amax_pair, ops.amax, ops.amax_pair):
+        with pytest.raises((RuntimeError, ValueError), match=f"mask from 0 to 0xFFFF, not {sign}"):
+            amax(x, sign)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

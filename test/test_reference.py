@@ -285,3 +285,11 @@ def test_what_would_decode_to_other_numbers_is_refused():
         reference.quantize(x, torch.tensor(-4.0), None, spec)
     with pytest.raises(ValueError, match="mask from 0 to 0xFFFF, not 65536"):
         reference.hadamard(x, 1 << 16)
+
+
+def test_is_one_graph():
+    """Nothing in it depends on a value, not even the refusal of an amax below zero."""
+    x, amax, spec = torch.randn(24, 48), torch.tensor(4.0), QuantizeSpec()
+    traced = torch.compile(reference.quantize, fullgraph=True, dynamic=False, backend="eager")
+    for actual, expected in zip(traced(x, amax, None, spec), reference.quantize(x, amax, None, spec), strict=True):
+        assert torch.equal(actual.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
