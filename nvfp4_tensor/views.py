@@ -122,9 +122,12 @@ def _with_shape(func, args, kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVF
         shape[-2:] = shape[:-3:-1]
     if shape and shape[-1] == t.columns:
         qdata = t.qdata.view(*shape[:-1], t.qdata.shape[-1])
-        scale = _scale_of_shape(t, shape)
-        aliasing = Aliasing.COPY if scale.dim() < t.per_tensor_scale.dim() and scale.numel() > 1 else None
-        return _share(func, args, kwargs, t._replace(qdata=qdata, per_tensor_scale=scale), aliasing)
+        factor = _scale_of_shape(t, shape)
+        aliasing = Aliasing.COPY if factor.dim() < t.per_tensor_scale.dim() and factor.numel() > 1 else None
+        scale = t.scale
+        if t.columns == 0:  # of no elements, so that there may be more rows than before, or fewer
+            scale = scale.new_empty((*format.scale_tiles(math.prod(shape[:-1]), 0), 32, 16))
+        return _share(func, args, kwargs, t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor), aliasing)
     columns = shape[-1] if shape else 0
     if columns % BLOCK or t.columns % BLOCK:
         raise unsupported(

@@ -267,3 +267,11 @@ def test_unsqueeze_out_of_range():
     for dim in (3, -4, 7):
         with pytest.raises(IndexError, match="out of range"):
             t.unsqueeze(dim)
+
+
+@pytest.mark.parametrize("before, after", [((64, 0), (0, 5, 0)), ((64, 0), (3, 200, 0)), ((0, 7, 0), (300, 0))])
+def test_rows_of_nothing_in_other_numbers(before, after):
+    t = quantize(torch.empty(before)).view(after)
+    assert t.dequantize().shape == after
+    x = torch.ones(*after[:-2], 2, 0)
+    assert torch.equal(x @ t.mT, torch.zeros(*after[:-2], 2, after[-2]))
