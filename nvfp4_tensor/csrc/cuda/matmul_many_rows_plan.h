@@ -12,9 +12,9 @@ namespace many_rows {
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// What a plan costs, in cycles. These figures and the stage_cycles below are fitted to all plans of 480 products (on an
-// H200, 20 weights of published models, 20 to 4096 rows of x, single and in chains): what is chosen by them takes 0.6 %
-// longer than the best plan in the mean, 24 % at most.
+// What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 480 products (on
+// an H200, 20 weights of published models, 20 to 4096 rows of x, single and in chains): what is chosen by them takes
+// 0.6 % longer than the best plan in the mean, 24 % at most.
 constexpr int kWaitCycles = 3200, kSumsPerCycle = 6;  // of cut tiles, whose sums are written once and read for each run
 constexpr int kShareCycles = 3200;
 constexpr double kSharedSumsPerCycle = 2.6;
@@ -77,7 +77,7 @@ struct Plan {
     return plan;
   }
 
-  // In the scratch: flags, sums of cut tiles, x where it is not aligned.
+  // In the scratch: flags, sums of tiles that several blocks have, x where a kernel wants it moved.
   bool leaves_sums() const { return cut_tiles > 0 || sharers > 1; }
   int64_t flags_bytes() const {
     const int flags = blocks * (tiling.rows / 64) * (sharers > 1 ? kMostSharers : 1);
