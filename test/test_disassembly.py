@@ -54,6 +54,15 @@ def test_hopper_has_no_such_instruction(disassembly):
     assert "E2M1" not in disassembly["sm_90a"]
 
 
+def test_products_on_hopper_keep_their_registers(disassembly):
+    """Sums, fragments and codes fill them; what is spilled would be read again in each stage."""
+    if "sm_90a" not in disassembly:
+        pytest.skip("the library was built without sm_90a")
+    functions = disassembly["sm_90a"].split("Function : ")
+    products = [f for f in functions if re.search("many_rows6kernel|few_rows_sm906kernel", f.split("\n")[0])]
+    assert len(products) == 44 + 6 and not [f for f in products if re.search(r"\b(LDL|STL)\b", f)]
+
+
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
