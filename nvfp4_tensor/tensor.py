@@ -432,7 +432,7 @@ def resolve_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Genera
             )
         if rng_state.device != x.device:
             raise ValueError(f"rng_state is on {rng_state.device} and x on {x.device}: use rng_state.to(x.device)")
-        return rng_state
+        return rng_state.contiguous()
     if not spec.is_stochastic:
         return None
     if generator is not None:

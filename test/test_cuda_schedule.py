@@ -74,7 +74,7 @@ int faults_of_plans(const Tiling& tiling, int most_blocks) {
   int wrong = 0;
   const Plan shared = Plan::of_sharers(tiling, most_blocks);
   if (shared.sharers > 1) {
-    wrong += shared.blocks > most_blocks || shared.sharers > kMostSharers;
+    wrong += shared.blocks > most_blocks || shared.sharers > kMostSharers || shared.sharers * 16 > most_blocks;
     wrong += faults_of_parts(tiling.tiles, tiling.steps, shared.sharers);
     wrong += shared.flags_bytes() < 8L * shared.blocks * kMostSharers * (tiling.rows / 64);
   } else {

@@ -105,6 +105,7 @@ def test_what_is_refused(call, error, message):
 def test_a_state_fixes_the_bits_and_a_seed_fixes_the_state(device, spec):
     x, state = torch.randn(33, 80, device=device), torch.tensor([7, 8], device=device)
     assert_same(quantize(x, spec, rng_state=state), quantize(x, spec, rng_state=state))
+    assert_same(quantize(x, spec, rng_state=state), quantize(x, spec, rng_state=torch.stack([state, -state], 1)[:, 0]))
     draws = []
     for _ in range(2):
         torch.manual_seed(3)

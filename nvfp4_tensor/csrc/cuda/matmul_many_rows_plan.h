@@ -18,6 +18,7 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int kWaitCycles = 3200, kSumsPerCycle = 6;  // of cut tiles, whose sums are written once and read for each run
 constexpr int kShareCycles = 3200;
 constexpr double kSharedSumsPerCycle = 2.6;
+constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
 constexpr int kPermuteCycles = 1300, kPermutedPerCycle = 1700;  // elements of x
 constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
 
@@ -37,7 +38,7 @@ struct Plan {
   static Plan of_sharers(const Tiling& tiling, int most_blocks) {
     Plan plan{tiling};
     plan.cost = INT64_MAX / 2;
-    const int most = std::min({kMostSharers, tiling.steps, most_blocks / tiling.tiles});
+    const int most = std::min({kMostSharers, tiling.steps, most_blocks / tiling.tiles, most_blocks / kPlacesOfSharer});
     for (int sharers = 2; sharers <= most; ++sharers) {
       const int left = tiling.rows * tiling.tokens / sharers * (sharers - 1);
       const int share_cycles = kShareCycles + static_cast<int>(left / kSharedSumsPerCycle);

@@ -9,7 +9,8 @@
 // do (matmul_many_rows_share.cuh). There a block waits also for such as were started after it: for its neighbours, at
 // most kMostSharers together. Blocks are started in their order, so those before them end and make room: places for
 // kMostSharers at a time are enough. (Half-started kernels that all hold fewer, 19 of them on 132 multiprocessors,
-// would wait for ever; but a GPU starts one kernel after another, of each of its few priorities.)
+// would wait for ever; but a GPU starts one kernel after another, of each of its few priorities, and where it has fewer
+// multiprocessors fewer blocks share a tile: kPlacesOfSharer.)
 //
 // No CUDA headers here: a test compiles this for the host, and looks at all segments of many divisions.
 #pragma once
