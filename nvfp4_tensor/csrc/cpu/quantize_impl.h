@@ -102,6 +102,10 @@ struct ToMemory {
   }
 };
 
+// What a Sink still has to do when a batch is encoded: nothing, where it has no overload.
+template <typename Sink>
+void end_batch(Sink&) {}
+
 // Groups x[i] with their scales; tiles share scales[0].
 template <Rounding rounding, typename T, typename Sink>
 void encode_groups(const T* const* x, const Group* groups, int count, const BlockScales* scales, int64_t blocks,
@@ -175,6 +179,7 @@ void quantize_batch(const Matrix& x, Batch<T>& batch, const Plan& plan, const Ha
   } else {
     quantize_loaded(batch.transformed, batch, x.blocks(), plan, sink);
   }
+  end_batch(sink);
   batch.count = 0;
 }
 
