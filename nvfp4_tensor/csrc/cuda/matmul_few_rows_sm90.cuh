@@ -232,61 +232,64 @@ struct Stream {
   }
 };
 
-// What a warp that multiplies does.
+// What a warp that multiplies does. It waits for the cluster for the adding warps' sake: under compute-sanitizer's
+// racecheck none of them goes on before every thread of the cluster has come to that wait.
 template <typename T, typename S>
 __device__ __forceinline__ void multiply(const Problem& p, const Work& work, const Stream<S>& w, uint32_t shared,
                                          int warp, int lane, int expert, uint32_t begin, int tiles) {
   const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
   uint32_t tile = w.first, next_tile = tile + S::kDepth / S::kUnits * work.row_groups;  // multiplied, fetched next
-  if (w.group < work.row_groups) {
-    wait_for_previous_kernel();
-    uint4 b[S::kUnits][2][4][S::kColumns];
-    fetch_slice<S>(p, expert, w.k0, lane, b);
-    if (elect_one()) {
+  if (w.group >= work.row_groups) {
+    if (work.cluster > 1) cluster_wait();
+    return;
+  }
+  wait_for_previous_kernel();
+  uint4 b[S::kUnits][2][4][S::kColumns];
+  fetch_slice<S>(p, expert, w.k0, lane, b);
+  if (elect_one()) {
 #pragma unroll
-      for (int to = 0; to < S::kDepth; to += S::kUnits) {
-        const uint32_t which = tile + to / S::kUnits * work.row_groups;
-        if (which < w.end) w.copy_tile(which, to);
-      }
-    }
-    turn_slice<S>(p.some_m, lane, shared + S::kSlotsAt + warp * S::kSlots * S::kTileSums * 4, b);
-    const Place place(lane);
-    __syncwarp();  // the other lanes have read x out of the slots
-    uint32_t slot = 0, slot_parity = 0, at = 0, parity = 0, loaded_parity = 0;
-#pragma unroll 1
-    for (uint32_t first = begin; first < begin + tiles; first += work.row_groups) {
-      float sum[S::kColumns][4] = {};
-      if (tile < w.end) {
-#pragma unroll
-        for (int unit = 0; unit < S::kUnits; ++unit) {
-          const uint32_t its = at + unit;
-          barrier_wait(w.copied + 8 * its, parity);
-          multiply_unit<T, S>(place, w.codes + its * kUnitCodes, w.scales + its * kUnitScales, b[unit], sum, [&] {
-            if (unit + 1 < S::kUnits || next_tile >= w.end) return;
-            // By a barrier, and after what was loaded has been used: a load that still waits in its queue would see
-            // what a copy begun before it brings, and arriving does not wait for loads. (With the arrival right behind
-            // the last load no run was ever wrong by itself, but two of three at 14336 x 8192, M = 16, under memcheck.)
-            barrier_arrive(w.loaded);
-            if (elect_one()) {
-              barrier_wait(w.loaded, loaded_parity);
-              w.copy_tile(next_tile, at);
-            }
-            loaded_parity ^= 1;
-          });
-        }
-        if ((at += S::kUnits) == S::kDepth) at = 0, parity ^= 1;
-      }
-      tile += work.row_groups;
-      next_tile += work.row_groups;
-      barrier_wait(empty + 8 * slot, slot_parity ^ 1);
-      const uint32_t to = shared + S::kSlotsAt + (warp * S::kSlots + slot) * S::kTileSums * 4 + lane * 16;
-#pragma unroll
-      for (int column = 0; column < S::kColumns; ++column) store_shared_floats(to + column * 512, sum[column]);
-      barrier_arrive(full + 8 * slot);
-      if (++slot == S::kSlots) slot = 0, slot_parity ^= 1;
+    for (int to = 0; to < S::kDepth; to += S::kUnits) {
+      const uint32_t which = tile + to / S::kUnits * work.row_groups;
+      if (which < w.end) w.copy_tile(which, to);
     }
   }
+  turn_slice<S>(p.some_m, lane, shared + S::kSlotsAt + warp * S::kSlots * S::kTileSums * 4, b);
+  const Place place(lane);
+  __syncwarp();  // the other lanes have read x out of the slots
   if (work.cluster > 1) cluster_wait();
+  uint32_t slot = 0, slot_parity = 0, at = 0, parity = 0, loaded_parity = 0;
+#pragma unroll 1
+  for (uint32_t first = begin; first < begin + tiles; first += work.row_groups) {
+    float sum[S::kColumns][4] = {};
+    if (tile < w.end) {
+#pragma unroll
+      for (int unit = 0; unit < S::kUnits; ++unit) {
+        const uint32_t its = at + unit;
+        barrier_wait(w.copied + 8 * its, parity);
+        multiply_unit<T, S>(place, w.codes + its * kUnitCodes, w.scales + its * kUnitScales, b[unit], sum, [&] {
+          if (unit + 1 < S::kUnits || next_tile >= w.end) return;
+          // By a barrier, and after what was loaded has been used: a load that still waits in its queue would see
+          // what a copy begun before it brings, and arriving does not wait for loads. (With the arrival right behind
+          // the last load no run was ever wrong by itself, but two of three at 14336 x 8192, M = 16, under memcheck.)
+          barrier_arrive(w.loaded);
+          if (elect_one()) {
+            barrier_wait(w.loaded, loaded_parity);
+            w.copy_tile(next_tile, at);
+          }
+          loaded_parity ^= 1;
+        });
+      }
+      if ((at += S::kUnits) == S::kDepth) at = 0, parity ^= 1;
+    }
+    tile += work.row_groups;
+    next_tile += work.row_groups;
+    barrier_wait(empty + 8 * slot, slot_parity ^ 1);
+    const uint32_t to = shared + S::kSlotsAt + (warp * S::kSlots + slot) * S::kTileSums * 4 + lane * 16;
+#pragma unroll
+    for (int column = 0; column < S::kColumns; ++column) store_shared_floats(to + column * 512, sum[column]);
+    barrier_arrive(full + 8 * slot);
+    if (++slot == S::kSlots) slot = 0, slot_parity ^= 1;
+  }
 }
 
 // Writes a tile of y: sum[column] has its columns n and n ^ 32, rows 8 column + 2 (lane % 4) and the next.
