@@ -125,7 +125,18 @@ def test_a_weight_that_the_kernel_before_wrote():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    "shape", [(1, 16), (1, 4096), (3, 8192), (16, 8192), (5, 7, 48), (64, 4096), (63, 14336), (300, 4096), (4, 50)]
+    "shape",
+    [
+        (1, 16),
+        (1, 4096),
+        (3, 8192),  # a cluster of four blocks
+        (16, 8192),  # two kernels from here on
+        (5, 7, 48),
+        (64, 4096),
+        (63, 14336),
+        (513, 8192),  # more than these take
+        (4, 50),
+    ],
 )
 def test_activation_is_fake_quantize_by_its_own_amax(shape, dtype):
     x = torch.randn(shape, device="cuda").to(dtype) * torch.rand(shape[-1], device="cuda").to(dtype)
@@ -142,6 +153,23 @@ def test_activation_is_fake_quantize_by_its_own_amax(shape, dtype):
             assert torch.equal(values.nan_to_num(7.0), decoded.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("rows", [1, 9, 40, 300])
+def test_largest_of_an_activation_anywhere(rows):
+    """In strided rows; the largest in the first block, the last one, and some between, of all that share the search."""
+    wide = torch.randn(rows, 8192 + 16, device="cuda").bfloat16()
+    x, spec = wide[:, :8192], QuantizeSpec()
+    wide[:, 8192:] = 1e30  # not of x
+    for row in sorted({0, rows // 2, rows - 1}):
+        for column in (0, 4100, 8191):
+            kept = x[row, column].clone()
+            x[row, column] = -100 - row - column
+            values, scale = torch.ops.nvfp4.quantize_activation(x, None, spec.pack(), torch.bfloat16)
+            expected = reference.quantize(x, reference.amax(x), None, spec)
+            assert torch.equal(scale, expected[2]) and scale == x[row, column].abs().float() / 2688
+            assert torch.equal(values, reference.dequantize(*expected[:2], None, 8192, torch.bfloat16))
+            x[row, column] = kept
+
+
 def test_activation_in_a_chain():
     """Its amax is of what the kernel before wrote, and the product after it reads what it wrote."""
     codes, scale = random_weight(4096, 4096, high=0x38)
@@ -155,7 +183,7 @@ def test_activation_in_a_chain():
                 torch.cuda.synchronize()
         return y
 
-    for rows in (1, 16):
+    for rows in (1, 16, 40, 200):
         x = torch.randn(rows, 4096, device="cuda").bfloat16()
         expected = chain(x, True)
         assert expected.isfinite().all() and torch.equal(chain(x, False), expected)

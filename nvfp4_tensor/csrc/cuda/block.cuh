@@ -58,18 +58,21 @@ __device__ __forceinline__ void hadamard_block(float (&v)[kBlock], uint32_t sign
 
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) { return __reduce_max_sync(0xFFFFFFFFu, v); }
 
-// The largest v of the thread block, raised into *out; magnitudes order like their bits. *out must hold zero before.
-__device__ __forceinline__ void raise(float* out, uint32_t bits) {
+// The largest v of the thread block, for its first warp.
+__device__ __forceinline__ uint32_t block_max(uint32_t v) {
   __shared__ uint32_t of_warp[32];
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  bits = warp_max(bits);
+  v = warp_max(v);
   __syncthreads();
-  if (lane == 0) of_warp[warp] = bits;
+  if (lane == 0) of_warp[warp] = v;
   __syncthreads();
-  if (warp == 0) {
-    bits = warp_max(lane < blockDim.x / 32 ? of_warp[lane] : 0);
-    if (lane == 0 && bits) atomicMax(reinterpret_cast<unsigned int*>(out), bits);
-  }
+  return warp == 0 ? warp_max(lane < blockDim.x / 32 ? of_warp[lane] : 0) : 0;
+}
+
+// The same, raised into *out; magnitudes order like their bits. *out must hold zero before.
+__device__ __forceinline__ void raise(float* out, uint32_t bits) {
+  bits = block_max(bits);
+  if (threadIdx.x == 0 && bits) atomicMax(reinterpret_cast<unsigned int*>(out), bits);
 }
 
 // Its sign is left out: the host cannot look at it, and block scales below zero would lie beyond the tables of 128.

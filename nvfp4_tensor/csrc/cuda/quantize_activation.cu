@@ -1,7 +1,8 @@
-// The few rows that a decoding step quantizes, amax included, in one kernel: quantized and decoded in registers.
+// The rows that a decoding step quantizes, amax included, each thread a block of 16 in its registers.
 //
-// One cluster of blocks covers all of x, so that the amax needs no second kernel: each thread loads its blocks of 16,
-// the blocks of threads tell one another their largest magnitudes, and every thread goes on with what it holds.
+// Few blocks need one kernel: one cluster covers all of x, and its thread blocks tell one another their largest
+// magnitudes. More take two: the first leaves the largest magnitude of each of its thread blocks in memory; the second
+// begins beside it, loads x, and waits only for these. Neither needs memory that holds zero.
 #include "block.cuh"
 #include "decode.cuh"
 #include "finite.cuh"
@@ -11,22 +12,20 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int kActivationThreads = 512;
-// Blocks of 16 that a thread holds at most. Beyond, a kernel for the amax and another one on all multiprocessors take
-// no longer. H200, 14336 x 8192, us more than the product alone at M = 8, 16, 32, 64: 2.8, 5.6, 6.9, 12.6, where a
-// thread had 1, 2, 4 and 8; with two kernels 5.8, 6.1, 5.7, 6.2.
-constexpr int kHeld = 2;
+constexpr int kActivationThreads = 512;  // of a cluster's blocks
+// Of 16 elements, beyond which two kernels take less. H200, 14336 x 8192, us more than the product alone at M = 8, 16,
+// 32, 64 and 128: 2.8, 4.1, 3.5, 4.0, 4.3 (single products), 2.5, 2.7, 3.4, 3.8, 4.1 (in a chain). With two kernels at
+// M = 8 3.3; where a thread of the cluster had two blocks, M = 16 4.8; with a memset, a kernel that raises an amax from
+// zero, and fake_quantize 6.1 to 6.7 from M = 32 on.
+constexpr int64_t kMostBlocksByCluster = kMostBlocksInCluster * kActivationThreads;
+constexpr int kMostPartialMaxima = kFewBlocks;
+constexpr int64_t kMostActivationBlocks = 1 << 18;
 
+// The largest v of the cluster; magnitudes order like their bits.
 __device__ __forceinline__ float cluster_max(float v, int blocks) {
-  __shared__ float of_warp[kActivationThreads / 32], of_block;
-  v = __uint_as_float(warp_max(__float_as_uint(v)));
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    v = threadIdx.x < kActivationThreads / 32 ? of_warp[threadIdx.x] : 0.0f;
-    v = __uint_as_float(warp_max(__float_as_uint(v)));
-    if (threadIdx.x == 0) of_block = v;
-  }
+  __shared__ float of_block;
+  v = __uint_as_float(block_max(__float_as_uint(v)));
+  if (threadIdx.x == 0) of_block = v;
   if (blocks == 1) {
     __syncthreads();
     return of_block;
@@ -53,52 +52,94 @@ __device__ __forceinline__ void write_block(T* to, const Elements<T, kBlock>& bl
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kActivationThreads) quantize_activation(Matrix x, QuantizeSpec spec, float* factor,
+__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const Walk& at) {
+  if (!at.inside()) return Elements<T, kBlock>::zero();
+  return Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock));
+}
+
+template <typename T>
+__device__ __forceinline__ void quantize_own(const Matrix& x, const QuantizeSpec& spec,
+                                             const Elements<T, kBlock>& block, float amax, float* factor, T* out) {
+  const TensorScale tensor = TensorScale::of(amax, spec.scale_ceiling);
+  const uint32_t own = blockIdx.x * blockDim.x + threadIdx.x;
+  if (own == 0) *factor = per_tensor_scale(amax, spec.scale_ceiling);
+  if (own < x.rows * x.blocks()) {
+    write_block(out + static_cast<int64_t>(own) * kBlock, block, tensor, spec.scale_rounding);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kActivationThreads) quantize_by_cluster(Matrix x, QuantizeSpec spec, float* factor,
                                                                           T* out) {
   wait_for_previous_kernel();
   let_next_kernel_begin();  // not before: what begins then may rely on all kernels but this one, as Inductor's do
-  const uint32_t first = blockIdx.x * kActivationThreads + threadIdx.x, step = gridDim.x * kActivationThreads;
-  Elements<T, kBlock> held[kHeld];
-  Walk at(x.rows, x.blocks(), first, step);
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i, at.step()) {
-    held[i] = at.inside() ? Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock))
-                          : Elements<T, kBlock>::zero();
-  }
-  uint32_t most = 0;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) most = max(most, finite_amax_bits(held[i]));
-  const float amax = cluster_max(Elements<T, kBlock>::magnitude_of(most), gridDim.x);
-  const TensorScale tensor = TensorScale::of(amax, spec.scale_ceiling);
-  if (first == 0) *factor = per_tensor_scale(amax, spec.scale_ceiling);
-
-  const uint32_t blocks = x.rows * x.blocks();
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const uint32_t own = first + i * step;
-    if (own < blocks) write_block(out + static_cast<int64_t>(own) * kBlock, held[i], tensor, spec.scale_rounding);
-  }
+  const auto block = load<T>(x, Walk(x.rows, x.blocks()));
+  const float amax = cluster_max(Elements<T, kBlock>::magnitude_of(finite_amax_bits(block)), gridDim.x);
+  quantize_own<T>(x, spec, block, amax, factor, out);
   if (gridDim.x > 1) cluster_wait_all();
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxima) {
+  wait_for_previous_kernel();
+  let_next_kernel_begin();  // so quantize_by_maxima may read x as soon as it runs
+  constexpr int kLoads = 4;  // under way at once
+  uint32_t most = 0;
+  for (Walk at(x.rows, x.blocks()); at.inside();) {
+    Elements<T, kBlock> block[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i, at.step()) block[i] = load<T>(x, at);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) most = max(most, finite_amax_bits(block[i]));
+  }
+  most = block_max(most);
+  if (threadIdx.x == 0) maxima[blockIdx.x] = Elements<T, kBlock>::magnitude_of(most);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) quantize_by_maxima(Matrix x, QuantizeSpec spec, const float* maxima,
+                                                               int count, float* factor, T* out) {
+  const auto block = load<T>(x, Walk(x.rows, x.blocks()));
+  wait_for_previous_kernel();
+  if (gridDim.x <= kFewBlocks) let_next_kernel_begin();
+  float most = 0.0f;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < kMostPartialMaxima; i += 32) most = fmaxf(most, i < count ? maxima[i] : 0.0f);
+  quantize_own<T>(x, spec, block, __uint_as_float(warp_max(__float_as_uint(most))), factor, out);
 }
 
 }  // namespace
 
 bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec) {
   const int64_t blocks = x.rows * x.blocks();
-  return this_machine().capability >= 90 && blocks > 0 && blocks <= kMostBlocksInCluster * kActivationThreads * kHeld &&
-         x.whole_blocks() && spec.round_mode == RoundingMode::kNearestEven && spec.hadamard_sign < 0 &&
+  return this_machine().capability >= 90 && blocks > 0 && blocks <= kMostActivationBlocks && x.whole_blocks() &&
+         spec.round_mode == RoundingMode::kNearestEven && spec.hadamard_sign < 0 &&
          spec.four_over_six == FourOverSix::kNone && spec.block_rows == 1;
 }
 
-void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, void* out,
+int64_t partial_maxima_of(const Matrix& x) {
+  const int64_t blocks = x.rows * x.blocks();
+  return blocks <= kMostBlocksByCluster ? 0 : std::min<int64_t>(ceil_div(blocks, kThreads), kMostPartialMaxima);
+}
+
+void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, float* maxima, void* out,
                                 cudaStream_t stream) {
   const int64_t blocks = x.rows * x.blocks();
-  unsigned grid = 1;  // a block of threads while it holds all of x, then a power of two of them
-  while (grid < kMostBlocksInCluster && grid * kActivationThreads < blocks) grid *= 2;
-  const Launch launch(dim3(grid), grid, kActivationThreads, 0, stream, Begins::kBeforePreviousEnds);
+  const int count = static_cast<int>(partial_maxima_of(x));
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
-    cudaLaunchKernelEx(&launch.config, quantize_activation<T>, x, spec, factor, static_cast<T*>(out));
+    T* to = static_cast<T*>(out);
+    if (count == 0) {
+      unsigned grid = 1;
+      while (grid * kActivationThreads < blocks) grid *= 2;
+      const Launch launch(dim3(grid), grid, kActivationThreads, 0, stream, Begins::kBeforePreviousEnds);
+      cudaLaunchKernelEx(&launch.config, quantize_by_cluster<T>, x, spec, factor, to);
+    } else {
+      const Launch first(dim3(count), 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);
+      cudaLaunchKernelEx(&first.config, partial_maxima<T>, x, maxima);
+      const Launch then(dim3(ceil_div(blocks, kThreads)), 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);
+      cudaLaunchKernelEx(&then.config, quantize_by_maxima<T>, x, spec, maxima, count, factor, to);
+    }
   });
 }
 
