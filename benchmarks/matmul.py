@@ -130,7 +130,7 @@ def show(
     return kept
 
 
-def host_times(report: harness.Report, device: torch.device, wanted: list[str]) -> dict[str, float]:
+def host_times(report: harness.Report, device: torch.device, wanted: list[str], rounds: int) -> dict[str, float]:
     """Seconds of host time of an eager call: a small product of each way but W4A4, and torch's linear on the tensor."""
     layer = Layer.random(1024, 1024, device)
     xs = [torch.randn(m, 1024, device=device).bfloat16() for m in (1, 64)]
@@ -143,7 +143,7 @@ def host_times(report: harness.Report, device: torch.device, wanted: list[str]) 
     }
     w = nvfp4_tensor.quantize(layer.dense)
     runs |= {f"linear(x, NVFP4Tensor), M = {len(x)}": functools.partial(torch.nn.functional.linear, x, w) for x in xs}
-    return {name: harness.host_time(run, device) for name, run in runs.items()}
+    return {name: harness.host_time(run, device, rounds=rounds) for name, run in runs.items()}
 
 
 def chain_length(rows: int, columns: int) -> int:
@@ -188,7 +188,7 @@ def main() -> None:
             run["chain"] = show(report, layers[0], list(products), ms, timings, length)
         content["runs"].append(run)
     if device.type == "cuda":
-        content["host"] = host_times(report, device, wanted)
+        content["host"] = host_times(report, device, wanted, min(repeats, 15))
         report("\nhost time of one eager call, 1024x1024")
         report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
     harness.save(harness.result_path(device, "matmul", arguments.out), content, report.text)
