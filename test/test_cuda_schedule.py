@@ -99,6 +99,13 @@ int faults_of_plans(const Tiling& tiling, int most_blocks) {
 }
 
 int main(int, char** arguments) {
+  if (arguments[1][0] == 'p') {  // the plan of one product
+    int n[7];
+    for (int i = 0; i < 7; ++i) n[i] = std::atoi(arguments[2 + i]);
+    const Plan plan = Plan::of_runs({n[0], n[1], n[2], n[3], n[4], n[5], n[6]}, 132);
+    std::printf("%d %d %d\n", plan.blocks, plan.whole_tiles, plan.cut_tiles);
+    return 0;
+  }
   const bool as_many_runs_as_blocks = arguments[1][0] == '1';  // the fault that was: a GPU waited for ever
   const int all_blocks[] = {1, 2, 3, 7, 64, 96, 114, 132, 148, 188};
   long divisions = 0, cut = 0, wrong = 0;
@@ -121,7 +128,10 @@ int main(int, char** arguments) {
       for (int tokens : {32, 64, 96, 128, 160, 192, 256})
         for (int steps : {1, 2, 3, 5, 8, 28, 57, 128, 500})
           for (int tiles : {1, 2, 3, 7, 16, 31, 32, 33, 64, 65, 112, 131, 132, 133, 264, 300})
-            ++divisions, wrong += faults_of_plans({rows, tokens, tiles, steps, 8 * tokens}, blocks) > 0;
+            for (int row_tiles : {1, (tiles + 3) / 4, tiles}) {
+              const Tiling tiling = {rows, tokens, tiles, steps, 8 * tokens, row_tiles, 4};
+              ++divisions, wrong += faults_of_plans(tiling, blocks) > 0;
+            }
   std::printf("%ld %ld %ld\n", divisions, cut, wrong);
 }
 """
@@ -150,3 +160,20 @@ def test_each_stage_is_computed_once_and_each_sum_waited_for_is_left(program):
 def test_a_run_for_each_block_would_wait_for_ever(program):
     """The fault that this looks for, planted: runs of less than a stage, some of them empty."""
     assert run(program, "1")[2] > 1_000
+
+
+@pytest.mark.parametrize(
+    "weight, tokens, plan",
+    [
+        ((576, 7168), 4096, (120, 0, 80)),  # in 132 runs 1.41 times the time
+        ((3584, 18944), 4096, (128, 256, 192)),  # 1.11 times
+        ((1536, 7168), 4096, (128, 0, 192)),
+        ((8192, 28672), 1536, (128, 384, 0)),  # cut into 132 1.14 times
+        ((4096, 4096), 1536, (132, 0, 192)),  # its x stays in the cache
+    ],
+)
+def test_runs_that_read_x_at_few_places_of_k(program, weight, tokens, plan):
+    """What was fastest on an H200 among 96 to 132 runs and whole tiles, or within 3 % of it: tiles of 128 by 256."""
+    row_tiles, token_tiles = -(-weight[0] // 128), tokens // 256
+    tiling = (128, 256, row_tiles * token_tiles, weight[1] // 128, 2090, row_tiles, min(4, token_tiles))
+    assert tuple(run(program, "p", *map(str, tiling))) == plan

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "matmul_many_rows_runs.h"
 
@@ -14,11 +15,12 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 480 products (on
 // an H200, 20 weights of published models, 20 to 4096 rows of x, single and in chains): what is chosen by them takes
-// 0.5 % longer than the best plan in the mean, 24 % at most.
+// 0.5 % longer than the best plan in the mean, 12 % at most.
 constexpr int kWaitCycles = 3200, kSumsPerCycle = 6;  // of cut tiles, whose sums are written once and read for each run
-// Blocks at different places of K share less of the cache, the more so the longer K is: 8192 x 28672 by 1536 rows takes
-// 11 % longer cut than whole, 4096 x 14336 by 4096 9 %, where by the rest of the costs it would be the faster way.
-constexpr int kStepsApart = 5000;
+// Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
+// time: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in 128 795.
+constexpr int64_t kCacheBytes = 28 << 20;
+constexpr int kMissedPerCycle = 3800;
 constexpr int kShareCycles = 3200;
 constexpr double kSharedSumsPerCycle = 2.6;
 constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
@@ -28,6 +30,19 @@ constexpr double kWriteCycles = 7.7;                            // a token of a 
 // y in tiles of `rows` rows of w by `tokens` rows of x, and K in `steps` stages of so many cycles each.
 struct Tiling {
   int rows, tokens, tiles, steps, stage_cycles;
+  int row_tiles, token_group;  // as in Work
+
+  int64_t stages() const { return static_cast<int64_t>(tiles) * steps; }
+  int write_cycles() const { return static_cast<int>(kWriteCycles * tokens); }
+
+  // What runs of cut tiles wait for memory. A tile's stage s is computed at a place of its run that depends on the
+  // tile; row_tiles tiles read the same x, every token_group-th in their order.
+  int64_t miss_cycles(int cut_tiles, int runs) const {
+    const int64_t x_bytes = static_cast<int64_t>(cut_tiles) * tokens * steps * 256 / row_tiles;
+    if (x_bytes <= kCacheBytes) return 0;
+    const int places = std::min(row_tiles, cut_tiles / std::gcd(cut_tiles, token_group * runs));
+    return (places - 1) * (x_bytes - kCacheBytes) / kMissedPerCycle;
+  }
 };
 
 struct Plan {
@@ -52,32 +67,41 @@ struct Plan {
     return plan;
   }
 
+  // Whole tiles in waves, as many as let each run have one or two more, and these cut into so many runs.
+  static Plan of_cut_tiles(const Tiling& tiling, int runs) {
+    Plan plan{tiling};
+    plan.blocks = runs;
+    const int waves = std::max(tiling.tiles / runs - 1, 0);
+    plan.whole_tiles = waves * runs, plan.cut_tiles = tiling.tiles - plan.whole_tiles;
+    const int tile_sums = tiling.rows * tiling.tokens, sums_of_a_tile = 1 + ceil_div(runs, tiling.tiles);
+    const int wait_and_sums = kWaitCycles + sums_of_a_tile * (tile_sums / kSumsPerCycle);
+    plan.cost = tiling.stages() * tiling.stage_cycles / runs + static_cast<int64_t>(waves) * tiling.write_cycles() +
+                wait_and_sums + tiling.miss_cycles(plan.cut_tiles, runs);
+    plan.cut_cost = wait_and_sums / tiling.stage_cycles;
+    return plan;
+  }
+
   // Tiles whole where that takes no longer than cutting them, for at most so many blocks at a time.
   static Plan of_runs(const Tiling& tiling, int most_blocks) {
-    Plan plan{tiling};
     const int tiles = tiling.tiles, rounds = ceil_div(tiles, most_blocks);
-    const int64_t stages = static_cast<int64_t>(tiles) * tiling.steps;
-    int runs = static_cast<int>(std::min<int64_t>(most_blocks, std::max<int64_t>(stages / kFewestSteps, 1)));
+    int runs = static_cast<int>(std::min<int64_t>(most_blocks, std::max<int64_t>(tiling.stages() / kFewestSteps, 1)));
     if (runs > tiles && runs % tiles * 8 < runs) runs -= runs % tiles;  // all tiles alike
-    const int write_cycles = static_cast<int>(kWriteCycles * tiling.tokens);
-    const int64_t stage_cycles = tiling.stage_cycles;
-    const int64_t whole_cost = rounds * (tiling.steps * stage_cycles + write_cycles);
-    const int wait_and_sums = kWaitCycles + (1 + ceil_div(runs, tiles)) * (tiling.rows * tiling.tokens / kSumsPerCycle);
-    const int waves = std::max(tiles / runs - 1, 0);
-    int64_t cut_cost = stages * stage_cycles / runs + static_cast<int64_t>(waves) * write_cycles + wait_and_sums;
-    cut_cost += cut_cost * tiling.steps / kStepsApart;
-    const bool whole = whole_cost <= cut_cost || stages * runs >= INT32_MAX;
-    plan.blocks = whole ? ceil_div(tiles, rounds) : runs;
-    plan.whole_tiles = whole ? tiles : waves * runs;
-    plan.cut_tiles = tiles - plan.whole_tiles;
-    plan.cost = whole ? whole_cost : cut_cost;
-    plan.cut_cost = wait_and_sums / tiling.stage_cycles;
+    Plan plan = of_cut_tiles(tiling, runs);
+    for (int fewer = runs - 1; fewer >= runs * 7 / 8 && tiling.miss_cycles(plan.cut_tiles, plan.blocks) > 0; --fewer) {
+      const Plan other = of_cut_tiles(tiling, fewer);
+      if (other.cost < plan.cost) plan = other;
+    }
+    const int64_t whole_cost =
+        rounds * (static_cast<int64_t>(tiling.steps) * tiling.stage_cycles + tiling.write_cycles());
+    if (whole_cost <= plan.cost || tiling.stages() * plan.blocks >= INT32_MAX) {
+      plan.blocks = ceil_div(tiles, rounds), plan.whole_tiles = tiles, plan.cut_tiles = 0, plan.cost = whole_cost;
+    }
     return plan;
   }
 
   // Of groups of rows: the device counts the tiles, at most as many as here, and cuts some or none.
   static Plan of_groups(const Tiling& tiling, int most_blocks) {
-    Plan plan = of_runs(tiling, most_blocks);
+    Plan plan = of_cut_tiles(tiling, most_blocks);
     plan.blocks = std::min(most_blocks, tiling.tiles), plan.cut_tiles = 1;
     return plan;
   }

@@ -51,8 +51,8 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
       p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {static_cast<u64>(p.Kp / 2), static_cast<u64>(rows)},
       {static_cast<u64>(p.code_row)}, {64, S::kRows}, CU_TENSOR_MAP_SWIZZLE_64B, kLines);
   Work work;
-  work.row_tiles = row_tiles(p, S::kRows), work.token_tiles = token_tiles(p, S::kTokens);
-  work.token_group = p.offs ? kTokenGroup : std::min(kTokenGroup, work.token_tiles);
+  work.row_tiles = plan.tiling.row_tiles, work.token_tiles = token_tiles(p, S::kTokens);
+  work.token_group = p.offs ? kTokenGroup : plan.tiling.token_group;
   work.steps = plan.tiling.steps, work.whole_tiles = plan.whole_tiles, work.cut_tiles = plan.cut_tiles;
   work.cut_cost = plan.cut_cost;
   work.ready = reinterpret_cast<uint64_t*>(scratch);
@@ -127,8 +127,9 @@ std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
   const int multiprocessors = this_machine().multiprocessors;
   for (const Kernel& k : kKernels) {
     if (p.offs && !is_for_groups(k, p)) continue;
-    const int tiles = (p.offs ? 1 : p.experts) * row_tiles(p, k.rows) * token_tiles(p, k.tokens);
-    const Tiling tiling = {k.rows, k.tokens, tiles, ceil_div(p.Kp, kStageK), k.stage_cycles};
+    const int rows = row_tiles(p, k.rows), tokens = token_tiles(p, k.tokens);
+    const Tiling tiling = {k.rows,         k.tokens, (p.offs ? 1 : p.experts) * rows * tokens, ceil_div(p.Kp, kStageK),
+                           k.stage_cycles, rows,     std::min(kTokenGroup, tokens)};
     const auto of = p.offs ? Plan::of_groups : k.shared ? Plan::of_sharers : Plan::of_runs;
     Plan plan = of(tiling, multiprocessors);
     if (k.permuted) plan.cost += kPermuteCycles + static_cast<int64_t>(p.rows) * p.K / kPermutedPerCycle;
