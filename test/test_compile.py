@@ -213,7 +213,7 @@ nvfp4.matmul.default""",
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()], ids=["weight only", "w4a4"])
-@pytest.mark.parametrize("rows", [1, 9, 40])
+@pytest.mark.parametrize("rows", [1, 9, 40, 200])
 def test_kernels_that_let_the_next_begin(config, rows):
     """Among Inductor's kernels with programmatic dependent launch: the bits of a run in which nothing overlaps."""
     from torch._inductor import config as inductor

@@ -129,12 +129,14 @@ def test_a_weight_that_the_kernel_before_wrote():
     [
         (1, 16),
         (1, 4096),
-        (3, 8192),  # a cluster of four blocks
-        (16, 8192),  # two kernels from here on
+        (2, 8192),  # a cluster of two thread blocks
+        (3, 8192),  # of four
+        (8, 8192),  # of eight, which it fills
+        (9, 8192),  # two kernels
         (5, 7, 48),
-        (64, 4096),
         (63, 14336),
-        (513, 8192),  # more than these take
+        (512, 8192),
+        (513, 8192),  # too many for these
         (4, 50),
     ],
 )
@@ -153,21 +155,23 @@ def test_activation_is_fake_quantize_by_its_own_amax(shape, dtype):
             assert torch.equal(values.nan_to_num(7.0), decoded.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("rows", [1, 9, 40, 300])
+@pytest.mark.parametrize("rows", [1, 9, 63, 300])
 def test_largest_of_an_activation_anywhere(rows):
-    """In strided rows; the largest in the first block, the last one, and some between, of all that share the search."""
+    """In strided rows; at places that all warps, loads and thread blocks of the search come by."""
     wide = torch.randn(rows, 8192 + 16, device="cuda").bfloat16()
     x, spec = wide[:, :8192], QuantizeSpec()
     wide[:, 8192:] = 1e30  # not of x
-    for row in sorted({0, rows // 2, rows - 1}):
-        for column in (0, 4100, 8191):
-            kept = x[row, column].clone()
-            x[row, column] = -100 - row - column
-            values, scale = torch.ops.nvfp4.quantize_activation(x, None, spec.pack(), torch.bfloat16)
-            expected = reference.quantize(x, reference.amax(x), None, spec)
-            assert torch.equal(scale, expected[2]) and scale == x[row, column].abs().float() / 2688
-            assert torch.equal(values, reference.dequantize(*expected[:2], None, 8192, torch.bfloat16))
-            x[row, column] = kept
+    blocks = rows * 512  # of 16
+    places = {0, blocks - 1, *range(blocks - 9 * 32, blocks, 32), *range(77, blocks, blocks // 40)}
+    for n, block in enumerate(sorted(place for place in places if place >= 0)):
+        at = block // 512, block % 512 * 16 + n % 16
+        kept = x[at].clone()
+        x[at] = -100 - n
+        values, scale = torch.ops.nvfp4.quantize_activation(x, None, spec.pack(), torch.bfloat16)
+        expected = reference.quantize(x, reference.amax(x), None, spec)
+        assert torch.equal(scale, expected[2])
+        assert torch.equal(values, reference.dequantize(*expected[:2], None, 8192, torch.bfloat16))
+        x[at] = kept
 
 
 def test_activation_in_a_chain():

@@ -121,3 +121,18 @@ def test_an_arrival_past_a_load_is_found():
     assert arrivals_past_loads(code) == [(arrive, [load])]
     assert arrivals_past_loads(line(0, load, 1, 0) + line(16, "FADD R4, R4, R5", 7, 2) + line(32, arrive, 7, 0)) == []
     assert arrivals_past_loads(line(0, load, 1, 0) + line(16, arrive, 7, 4)) == [(arrive, [load])]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"])
+def test_kernels_that_begin_early_read_nothing_before_they_wait(disassembly, arch):
+    """A load of what is taken for constant may move across the wait, and then reads what is still being written."""
+    if arch not in disassembly:
+        pytest.skip(f"the library was built without {arch}")
+    waiting = 0
+    for function in disassembly[arch].split("Function : "):
+        texts = [text for text, _, _ in instructions(function)]
+        if wait := next((i for i, text in enumerate(texts) if "ACQBULK" in text), None):
+            waiting += 1
+            early = r"\b(LDG|LD|STG|ST|ATOMG|RED|UTMALDG|UBLKCP)\b"
+            assert [text for text in texts[:wait] if re.search(early, text)] == []
+    assert waiting >= 20

@@ -40,6 +40,14 @@ __device__ __forceinline__ const T* element_at(const Matrix& x, uint32_t row, ui
   return static_cast<const T*>(x.data) + (static_cast<int64_t>(row) * x.row_stride + column);
 }
 
+// The whole block where a walk is, as it lies in memory; zero where the walk is past the end. For kernels that begin
+// before the kernel ahead of them ends.
+template <typename T>
+__device__ __forceinline__ Elements<T, kBlock> block_at(const Matrix& x, const Walk& at) {
+  if (!at.inside()) return Elements<T, kBlock>::zero();
+  return Elements<T, kBlock>::template load<Read::kAfterWait>(element_at<T>(x, at.row, at.column * kBlock));
+}
+
 // A block of any matrix as float32, zero past its end.
 template <typename T>
 __device__ __forceinline__ void load_block(const Matrix& x, uint32_t row, uint32_t block, float (&v)[kBlock]) {
@@ -58,7 +66,7 @@ __device__ __forceinline__ void hadamard_block(float (&v)[kBlock], uint32_t sign
 
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) { return __reduce_max_sync(0xFFFFFFFFu, v); }
 
-// The largest v of the thread block, for its first warp.
+// The largest v of the thread block, of whole warps, for its first one; 0 for the others.
 __device__ __forceinline__ uint32_t block_max(uint32_t v) {
   __shared__ uint32_t of_warp[32];
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -46,6 +46,10 @@ __device__ __forceinline__ uint32_t magnitudes(uint32_t pair) {
   }
 }
 
+// Memory that nobody writes while the kernel runs, or that the kernel before may still write when this one begins: such
+// a load stays behind the wait for it, while constant ones the compiler may move.
+enum class Read { kConstant, kAfterWait };
+
 // N consecutive elements as they lie in memory.
 template <typename T, int N>
 struct Elements {
@@ -53,11 +57,13 @@ struct Elements {
   static constexpr int kWords = N * sizeof(T) / 4;
   uint32_t word[kWords];
 
+  template <Read read = Read::kConstant>
   __device__ __forceinline__ static Elements load(const T* from) {
     Elements e;
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
-      const uint4 v = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      const uint4* at = reinterpret_cast<const uint4*>(from) + i;
+      const uint4 v = read == Read::kConstant ? __ldg(at) : *at;
       e.word[4 * i] = v.x, e.word[4 * i + 1] = v.y, e.word[4 * i + 2] = v.z, e.word[4 * i + 3] = v.w;
     }
     return e;

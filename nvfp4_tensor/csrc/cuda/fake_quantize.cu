@@ -17,19 +17,13 @@ __device__ __forceinline__ void store_half(T* to, uint32_t codes, float s_b, flo
   store8(to, v);
 }
 
-template <typename T>
-__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const Walk& at) {
-  if (!at.inside()) return Elements<T, kBlock>::zero();
-  return Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock));
-}
-
 template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) fake_quantize_rows(Matrix x, Quantization how,
                                                                                       bool scaled, T* out) {
   wait_for_previous_kernel();
   if (gridDim.x <= kFewBlocks) let_next_kernel_begin();
   Walk at(x.rows, x.blocks());
-  auto block = load<T>(x, at);  // on its way while the table is made
+  auto block = block_at<T>(x, at);  // on its way while the table is made
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
@@ -45,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) fake_quantiz
     const float s_b = e4m3_value(s_bits);
     const int64_t own = (static_cast<int64_t>(at.row) * at.width + at.column) * kBlock;
     at.step();
-    block = load<T>(x, at);  // in flight during the rest
+    block = block_at<T>(x, at);  // in flight during the rest
 
     // The output is contiguous, so a neighbour's block is the neighbouring block of the output, whatever its row.
     const uint32_t other_codes = __shfl_xor_sync(0xFFFFFFFFu, odd ? codes.x : codes.y, 1);

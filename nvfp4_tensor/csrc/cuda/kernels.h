@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "numerics/matrix.h"
 #include "numerics/spec.h"
@@ -64,12 +65,12 @@ void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const V
 // Whole blocks, 1x16 or 16x16, to nearest even or stochastic, with four-over-six. Leaves the scales' padding alone.
 void launch_quantize_four_over_six(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 
-// For few rows: what x decodes to after quantization by its own amax, in its own dtype, without the per-tensor scale,
-// which goes to `factor`. Whole blocks, to nearest even, and not too many. `maxima` is memory for so many floats.
+// What x decodes to after quantization by its own amax, in its own dtype, without the per-tensor scale, which goes to
+// `factor`. Whole blocks, to nearest even, at most 2^18 of them. scratch: memory of so many bytes, which lives as long
+// as the stream needs it.
 bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec);
-int64_t partial_maxima_of(const Matrix& x);
-void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, float* maxima, void* out,
-                                cudaStream_t stream);
+void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, void* out,
+                                const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
 
 // bfloat16, both sides rounded alike; the transposed side may be Hadamard-transformed. Writes its scale padding.
 void launch_quantize_pair(const Matrix& x, const Quantization& how, const Quantization& how_transposed,

@@ -251,9 +251,8 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optio
     return fake_quantize(x, nvfp4::amax(x, how.hadamard_sign), rng_state, spec, type, false, 0, 0, 0);
   }
   Tensor factor = empty({}, ScalarType::Float, x), out = empty(with_last(x, rows.matrix.columns), type, x);
-  Tensor maxima = factor;
-  if (const int64_t count = partial_maxima_of(rows.matrix)) maxima = empty({count}, ScalarType::Float, x);
-  launch_quantize_activation(rows.matrix, how, floats(factor), floats(maxima), out.mutable_data_ptr(),
+  Scratch scratch(x);
+  launch_quantize_activation(rows.matrix, how, floats(factor), out.mutable_data_ptr(), std::ref(scratch),
                              current_stream(x));
   check_launched("nvfp4::quantize_activation");
   return {out, factor};

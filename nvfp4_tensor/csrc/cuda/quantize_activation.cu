@@ -1,8 +1,9 @@
 // The rows that a decoding step quantizes, amax included, each thread a block of 16 in its registers.
 //
 // Few blocks need one kernel: one cluster covers all of x, and its thread blocks tell one another their largest
-// magnitudes. More take two: the first leaves the largest magnitude of each of its thread blocks in memory; the second
-// begins beside it, loads x, and waits only for these. Neither needs memory that holds zero.
+// magnitudes. More take two: the first leaves the largest magnitude of each of its thread blocks in memory, the second
+// is there when it ends. Neither needs memory that holds zero. (The second one loading x before it waits for the first:
+// no gain.)
 #include "block.cuh"
 #include "decode.cuh"
 #include "finite.cuh"
@@ -18,8 +19,8 @@ constexpr int kActivationThreads = 512;  // of a cluster's blocks
 // M = 8 3.3; where a thread of the cluster had two blocks, M = 16 4.8; with a memset, a kernel that raises an amax from
 // zero, and fake_quantize 6.1 to 6.7 from M = 32 on.
 constexpr int64_t kMostBlocksByCluster = kMostBlocksInCluster * kActivationThreads;
-constexpr int kMostPartialMaxima = kFewBlocks;
-constexpr int64_t kMostActivationBlocks = 1 << 18;
+constexpr int kMostPartialMaxima = kFewBlocks;           // each warp reads them all
+constexpr int64_t kMostActivationBlocks = 1 << 18;  // whose first kernel has two turns; for more it is too small
 
 // The largest v of the cluster; magnitudes order like their bits.
 __device__ __forceinline__ float cluster_max(float v, int blocks) {
@@ -52,12 +53,6 @@ __device__ __forceinline__ void write_block(T* to, const Elements<T, kBlock>& bl
 }
 
 template <typename T>
-__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const Walk& at) {
-  if (!at.inside()) return Elements<T, kBlock>::zero();
-  return Elements<T, kBlock>::load(element_at<T>(x, at.row, at.column * kBlock));
-}
-
-template <typename T>
 __device__ __forceinline__ void quantize_own(const Matrix& x, const QuantizeSpec& spec,
                                              const Elements<T, kBlock>& block, float amax, float* factor, T* out) {
   const TensorScale tensor = TensorScale::of(amax, spec.scale_ceiling);
@@ -73,7 +68,7 @@ __global__ void __launch_bounds__(kActivationThreads) quantize_by_cluster(Matrix
                                                                           T* out) {
   wait_for_previous_kernel();
   let_next_kernel_begin();  // not before: what begins then may rely on all kernels but this one, as Inductor's do
-  const auto block = load<T>(x, Walk(x.rows, x.blocks()));
+  const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
   const float amax = cluster_max(Elements<T, kBlock>::magnitude_of(finite_amax_bits(block)), gridDim.x);
   quantize_own<T>(x, spec, block, amax, factor, out);
   if (gridDim.x > 1) cluster_wait_all();
@@ -82,13 +77,13 @@ __global__ void __launch_bounds__(kActivationThreads) quantize_by_cluster(Matrix
 template <typename T>
 __global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxima) {
   wait_for_previous_kernel();
-  let_next_kernel_begin();  // so quantize_by_maxima may read x as soon as it runs
+  let_next_kernel_begin();
   constexpr int kLoads = 4;  // under way at once
   uint32_t most = 0;
   for (Walk at(x.rows, x.blocks()); at.inside();) {
     Elements<T, kBlock> block[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i, at.step()) block[i] = load<T>(x, at);
+    for (int i = 0; i < kLoads; ++i, at.step()) block[i] = block_at<T>(x, at);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) most = max(most, finite_amax_bits(block[i]));
   }
@@ -99,13 +94,14 @@ __global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxi
 template <typename T>
 __global__ void __launch_bounds__(kThreads) quantize_by_maxima(Matrix x, QuantizeSpec spec, const float* maxima,
                                                                int count, float* factor, T* out) {
-  const auto block = load<T>(x, Walk(x.rows, x.blocks()));
   wait_for_previous_kernel();
-  if (gridDim.x <= kFewBlocks) let_next_kernel_begin();
+  const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
   float most = 0.0f;
 #pragma unroll
   for (int i = threadIdx.x % 32; i < kMostPartialMaxima; i += 32) most = fmaxf(most, i < count ? maxima[i] : 0.0f);
-  quantize_own<T>(x, spec, block, __uint_as_float(warp_max(__float_as_uint(most))), factor, out);
+  most = __uint_as_float(warp_max(__float_as_uint(most)));
+  if (gridDim.x <= kFewBlocks) let_next_kernel_begin();
+  quantize_own<T>(x, spec, block, most, factor, out);
 }
 
 }  // namespace
@@ -117,24 +113,20 @@ bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec) {
          spec.four_over_six == FourOverSix::kNone && spec.block_rows == 1;
 }
 
-int64_t partial_maxima_of(const Matrix& x) {
+void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, void* out,
+                                const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
   const int64_t blocks = x.rows * x.blocks();
-  return blocks <= kMostBlocksByCluster ? 0 : std::min<int64_t>(ceil_div(blocks, kThreads), kMostPartialMaxima);
-}
-
-void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, float* maxima, void* out,
-                                cudaStream_t stream) {
-  const int64_t blocks = x.rows * x.blocks();
-  const int count = static_cast<int>(partial_maxima_of(x));
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
     T* to = static_cast<T*>(out);
-    if (count == 0) {
+    if (blocks <= kMostBlocksByCluster) {
       unsigned grid = 1;
       while (grid * kActivationThreads < blocks) grid *= 2;
       const Launch launch(dim3(grid), grid, kActivationThreads, 0, stream, Begins::kBeforePreviousEnds);
       cudaLaunchKernelEx(&launch.config, quantize_by_cluster<T>, x, spec, factor, to);
     } else {
+      const int count = static_cast<int>(std::min<int64_t>(ceil_div(blocks, kThreads), kMostPartialMaxima));
+      float* maxima = static_cast<float*>(scratch(count * sizeof(float)));
       const Launch first(dim3(count), 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);
       cudaLaunchKernelEx(&first.config, partial_maxima<T>, x, maxima);
       const Launch then(dim3(ceil_div(blocks, kThreads)), 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);
