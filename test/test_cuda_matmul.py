@@ -335,7 +335,7 @@ def test_cuda_graph(rows):
         ({"x_scale": (3,)}, "x_scale must be one number, or one a row: 1 or 7, not 3"),
         ({"per_tensor_scale": (5,)}, "one a row of w"),
         ({"scale": slice(0, 0)}, "scale must be swizzled"),
-        ({"columns": 80}, "cannot hold"),
+        ({"columns": 80}, "columns, not 80"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message):

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -122,7 +123,8 @@ inline CodedShape check_coded(const Tensor& qdata, const Tensor& scale, int64_t 
   STD_TORCH_CHECK(bytes % (kBlock / 2) == 0, "a row of qdata must be whole blocks of 8 bytes, not ", bytes,
                   ": pad it with zeros");
   STD_TORCH_CHECK(columns <= blocks * kBlock && columns > (blocks - 1) * kBlock, "qdata of ", blocks,
-                  " blocks a row cannot hold ", columns, " columns");
+                  " blocks a row is of ", std::max<int64_t>((blocks - 1) * kBlock + 1, 0), " to ", blocks * kBlock,
+                  " columns, not ", columns);
   check_beside(scale, "scale", qdata, "qdata");
   STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float8_e4m3fn || scale.scalar_type() == ScalarType::Byte,
                   "scale must be float8_e4m3fn or its bytes in uint8, not ", scale.scalar_type());
