@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import math
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -217,11 +219,12 @@ class NVFP4Tensor(TorchAOBaseTensor):
         return cls(**tensor_data_dict, **attributes)
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compiled graph may depend on, for torch's cache of graphs."""
+        """What a compiled graph may depend on, for torch's cache of graphs on disk."""
         names, _ = self.__tensor_flatten__()
         inner = [(name, t.shape, t.stride(), t.dtype, t.device) for name in names for t in (getattr(self, name),)]
         fields = [getattr(self, name) for name in self.tensor_attribute_names]
-        return hashlib.blake2b(repr((self.shape, self.requires_grad, inner, fields)).encode()).hexdigest()
+        what = self.shape, self.requires_grad, inner, fields, _source_digest()
+        return hashlib.blake2b(repr(what).encode()).hexdigest()
 
     def describe(self) -> str:
         """The spec in words, that of the activation if a product quantizes it, and the bits per element."""
@@ -245,6 +248,13 @@ class NVFP4Tensor(TorchAOBaseTensor):
             + (f", activation_spec=({self.activation_spec})" if self.activation_spec is not None else "")
             + f", {self._bits()} bits/element{grad})"
         )
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Of this package's code: what one version traced must not serve another, and torch's key knows only its own."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.blake2b(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool) -> NVFP4Tensor:
@@ -306,23 +316,28 @@ def quantize_experts(
     *,
     rng_state: Tensor | None = None,
     generator: torch.Generator | None = None,
+    activation_spec: QuantizeSpec | None = None,
 ) -> NVFP4Tensor:
     """Quantize experts (E, N, K), each with a per-tensor scale of its own.
 
     spec, rng_state, generator: as :func:`quantize` takes them; one rng_state serves all, whose bits differ by place.
+    activation_spec: how products quantize what they multiply the experts by (W4A4); by default it stays as it is.
 
     Raises:
-        ValueError: x is not (E, N, K) with at least one expert, or as :func:`quantize` does.
+        ValueError: x is not (E, N, K) with at least one expert, the two specs have different Hadamard transforms, or as
+            :func:`quantize` does.
     """
     if not isinstance(x, Tensor) or x.dim() != 3 or len(x) == 0:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"experts are a tensor (E, N, K) of at least one, got {got}")
     spec = checked_spec(spec)
+    if activation_spec is not None and checked_spec(activation_spec).hadamard_sign != spec.hadamard_sign:
+        raise ValueError("spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs")
     rng_state = resolve_rng_state(x, spec, rng_state, generator)
     rows = ceil_to(x.shape[1], spec.block_rows)
     experts = torch.stack([quantize(w, spec, rng_state=rng_state, origin=(e * rows, 0)) for e, w in enumerate(x)])
     assert isinstance(experts, NVFP4Tensor)
-    return experts
+    return experts if activation_spec is None else experts._replace(activation_spec=activation_spec)
 
 
 def fake_quantize(

@@ -1,5 +1,10 @@
 """torch.compile, export, CUDA graphs and checkpointing: no graph break, the bits of eager, fresh draws."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import times
@@ -261,3 +266,27 @@ def test_cuda_graph_replays_draw_afresh():
         draws.append((t.qdata.clone(), y.clone()))
     assert not torch.equal(draws[0][0], draws[1][0]) and not torch.equal(draws[1][0], draws[2][0])
     assert not torch.equal(draws[0][1], draws[1][1])
+
+
+STALE = """
+import torch, nvfp4_tensor
+from nvfp4_tensor import matmul, quantize, tensor
+torch.manual_seed(0)
+x, w = torch.randn(4, 64), quantize(torch.randn(32, 64))
+if NEW:  # another version of the package: its products are twice as large
+    plain, tensor._source_digest = matmul._decoded_product, lambda: "another version"
+    matmul._decoded_product = lambda *arguments: plain(*arguments) * 2
+y = torch.compile(torch.nn.functional.linear, fullgraph=True)(x, w)
+assert torch.allclose(y, torch.nn.functional.linear(x, w.dequantize()) * (1 + NEW), rtol=1e-4, atol=1e-4), y
+"""
+
+
+def test_graphs_cached_by_another_version_are_not_used(tmp_path):
+    """torch finds them by what it saw before our code traced: the same linear of an equal tensor."""
+    for new in (False, True):
+        subprocess.run(
+            [sys.executable, "-c", f"NEW = {new}\n{STALE}"],
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            cwd=Path(__file__).parents[1],
+            check=True,
+        )
