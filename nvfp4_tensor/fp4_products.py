@@ -102,20 +102,26 @@ def scaled_mm_product(
 ) -> Tensor:
     """alpha * a @ b^T + bias by cuBLASLt, of what a (M, K) and b (N, K) store.
 
-    With a bias or an alpha the product leaves the tensor cores in float32, so that it is rounded once.
+    It adds a bias (N,) of a 16-bit out_dtype itself. With any other bias, or an alpha, the product leaves the tensor
+    cores in float32, so that it is rounded once.
     """
+    rows, codes_b = b.qdata.shape[0], _padded(b.qdata, N_ALIGNMENT)
+    fused = None
+    if alpha == 1 and bias is not None and bias.dim() == 1 and bias.dtype == out_dtype != torch.float32:
+        fused, bias = pad(bias, (0, len(codes_b) - rows)), None
     epilogue = bias is not None or alpha != 1
     y = scaled_mm(
         _padded(a.qdata).view(FP4),
-        _padded(b.qdata, N_ALIGNMENT).view(FP4).t(),
+        codes_b.view(FP4).t(),
         [a.scale.reshape(-1), a.per_tensor_scale],
         _RECIPE,
         [b.scale.reshape(-1), b.per_tensor_scale],
         _RECIPE,
         _SWIZZLE,
         _SWIZZLE,
+        bias=fused,
         output_dtype=torch.float32 if epilogue else out_dtype,
-    )[:, : b.qdata.shape[0]]
+    )[:, :rows]
     if alpha != 1:
         y = y * alpha
     if bias is not None:

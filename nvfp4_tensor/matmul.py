@@ -53,8 +53,14 @@ def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
             f"rows {tuple(x.shape)} {x.dtype}, offsets {tuple(offs.shape)} and experts {tuple(w.shape)} {w.dtype} "
             "do not fit: (M, K), (E,) and (E, K, N) of one dtype"
         )
+    if not x.device == w.device == offs.device:
+        raise RuntimeError(
+            f"rows on {x.device}, experts on {w.device}, offsets on {offs.device}: move them to one device"
+        )
     x_scale, out_dtype = None, x.dtype
     if w.transposed and w.activation_spec is not None:
+        if w.activation_amax is None:  # it is that of the groups: rows behind the last are not to decide it
+            x = torch.where(torch.arange(len(x), device=x.device)[:, None] < offs[-1:], x, 0)
         fp4_products.check_backend(w.product_backend, x.device, x.dtype)
         if fp4_products.has_grouped_fp4(x.device) and fp4_products.fits_grouped_tensor_cores(x, w):
             return fp4_products.scaled_grouped_product(quantize(x, w.activation_spec, amax=w.activation_amax), w, offs)
@@ -82,8 +88,19 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
         raise RuntimeError(f"both operands of a product are on one device, got {a.device} and {b.device}")
 
 
+def _check_bias(bias: Tensor, x: Tensor) -> None:
+    """On the meta device it would have the ops infer a shape and compute nothing."""
+    if bias.device != x.device or not bias.is_floating_point():
+        raise RuntimeError(
+            f"a bias is of floating point and on the device of x, {x.device}, not {bias.dtype} on {bias.device}: "
+            "move it there, or give it a value if it is still on the meta device"
+        )
+
+
 def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | None, alpha: float) -> Tensor:
     """x (M, K) or (E, M, K) times what w stores, transposed if the sum runs along its blocks."""
+    if bias is not None:
+        _check_bias(bias, x)
     out_dtype = x.dtype
     if along_blocks and w.activation_spec is not None and not isinstance(x, NVFP4Tensor):
         fp4_products.check_backend(w.product_backend, x.device, x.dtype)

@@ -184,7 +184,7 @@ def test_not_a_number_stays_in_its_group():
 
 @pytest.mark.parametrize("activation", [None, QuantizeSpec()], ids=["weight only", "w4a4"])
 def test_a_mixture_of_experts_in_a_graph(activation):
-    w = quantize_experts(torch.randn(4, 256, 512, device="cuda").bfloat16())._replace(activation_spec=activation)
+    w = quantize_experts(torch.randn(4, 256, 512, device="cuda").bfloat16(), activation_spec=activation)
     x, offs = torch.randn(30, 512, device="cuda").bfloat16(), group_ends([3, 20, 0, 7])
     compiled = torch.compile(lambda x, offs: torch._grouped_mm(x, w.mT, offs=offs), fullgraph=True)
     eager = torch._grouped_mm(x, w.mT, offs=offs)

@@ -85,6 +85,18 @@ def test_on_fp4_hardware_products_take_the_tensor_cores(monkeypatch, blackwell):
     assert torch.equal(a.view(torch.uint8), quantized.qdata) and b.shape == (32, 16) and b.stride() == (1, 32)
     assert torch.equal(scale_a[0].view(torch.uint8), quantized.scale.flatten().view(torch.uint8))
     assert torch.equal(scale_a[1], quantized.per_tensor_scale)
+    for dtype, fused in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        bias = torch.randn(16).to(dtype)
+        F.linear(x.to(dtype), w4a4.to(dtype), bias)
+        arguments = calls.pop()[1]
+        assert arguments["output_dtype"] == dtype
+        assert torch.equal(arguments["bias"], bias) if fused else arguments["bias"] is None
+    other = quantize(torch.randn(20, 64).bfloat16())._replace(activation_spec=QuantizeSpec())
+    F.linear(x.bfloat16(), other, torch.ones(20).bfloat16())
+    assert torch.equal(calls.pop()[1]["bias"], torch.tensor([1.0] * 20 + [0.0] * 12).bfloat16())  # N in multiples of 16
+    F.linear(x.bfloat16(), other, torch.ones(20))  # a wider bias is added to what has not been rounded yet
+    arguments = calls.pop()[1]
+    assert arguments["bias"] is None and arguments["output_dtype"] == torch.float32
     F.linear(x, w)  # bf16 x NVFP4 has no FP4 instruction
     torch.mm(x[:, :16], w4a4)  # nor has a sum across the blocks
     assert len(calls) == 2
@@ -144,9 +156,10 @@ GROUPS = [(3, 3, 11, 18), (0, 0, 0, 0), (300, 300, 300, 300), (0, 130, 131, 300)
 @pytest.mark.parametrize("shape", [(128, 64), (256, 272), (40, 48), (200, 100)])
 def test_grouped_product_by_tensor_cores(grouped, offs, shape):
     weight = torch.randn(4, *shape).bfloat16() * torch.tensor([1.0, 30, 0.01, 5]).view(4, 1, 1).bfloat16()
-    w = make_experts(weight)._replace(activation_spec=QuantizeSpec())
+    w = make_experts(weight, activation_spec=QuantizeSpec())
     x, offs = torch.randn(300, shape[1]).bfloat16(), torch.tensor(offs, dtype=torch.int32)
-    y, a = torch._grouped_mm(x, w.mT, offs=offs), wide(quantize(x))
+    of_groups = torch.where(torch.arange(300)[:, None] < offs[-1], x, 0)
+    y, a = torch._grouped_mm(x, w.mT, offs=offs), wide(quantize(of_groups))
     assert y.shape == (300, shape[0])
     start = 0
     for expert, end in enumerate(offs.tolist()):

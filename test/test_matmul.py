@@ -234,19 +234,39 @@ def test_experts(device, rows, dtype, activation):
     experts = torch.randn(4, rows, 64, device=device).to(dtype) * torch.tensor([1.0, 30, 0.01, 5]).view(4, 1, 1).to(
         device, dtype
     )
-    w = quantize_experts(experts)._replace(activation_spec=activation)
+    w = quantize_experts(experts, activation_spec=activation)
     assert torch.equal(w[1].dequantize(), quantize(experts[1]).dequantize())
     x, offs = (
         torch.randn(20, 64, device=device).to(dtype),
         torch.tensor([3, 3, 11, 18], dtype=torch.int32, device=device),
     )
+    x[18:] = 1000  # behind the last group: in no product, and not in the amax of those
     y = torch._grouped_mm(x, w.mT, offs=offs)
     assert y.shape == (20, rows) and y.dtype == dtype and (y[18:] == 0).all()
-    seen = x if activation is None else quantize(x, activation).dequantize(torch.float32)
+    seen = x if activation is None else quantize(x[:18], activation).dequantize(torch.float32)
     for expert, (start, end) in enumerate(((0, 3), (3, 3), (3, 11), (11, 18))):
         check(y[start:end], seen[start:end], w[expert].t())
     back = torch._grouped_mm(y, w, offs=offs)
     check(back[11:18], y[11:18], w[3])
+    with pytest.raises(RuntimeError, match="to one device"):
+        torch._grouped_mm(x, w.mT, offs=offs.to("meta"))
+
+
+@pytest.mark.parametrize(
+    "bias, message",
+    [
+        (torch.ones(32, device="meta"), "torch.float32 on meta: move it there"),
+        (torch.ones(32, dtype=torch.complex64), "not torch.complex64 on cpu"),
+    ],
+)
+def test_a_bias_without_a_value(bias, message):
+    """An op with one argument on the meta device infers a shape: its result is memory that nothing has written."""
+    x, w = torch.randn(4, 48), quantize(torch.randn(32, 48))
+    for weight in (w, w._replace(activation_spec=QuantizeSpec())):
+        with pytest.raises(RuntimeError, match=message):
+            F.linear(x, weight, bias)
+        with pytest.raises(RuntimeError, match=message):
+            torch.addmm(bias, x, weight.t())
 
 
 def test_gradient_of_experts():

@@ -216,6 +216,11 @@ def test_gradient_of_fake_quantize_does_not_depend_on_the_default_dtype_or_on_au
         (lambda x: quantize(x, amax="3"), ValueError, "amax is a finite magnitude"),
         (lambda x: quantize_experts([1]), ValueError, "experts are a tensor"),
         (lambda x: quantize_experts(torch.ones(0, 16, 16)), ValueError, "at least one"),
+        (
+            lambda x: quantize_experts(x[None], activation_spec=QuantizeSpec(hadamard_sign=True)),
+            ValueError,
+            "the same hadamard_sign",
+        ),
     ],
 )
 def test_errors_say_what_to_give(call, error, message):
