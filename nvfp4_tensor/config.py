@@ -142,7 +142,9 @@ def _quantize_weight(module: torch.nn.Module, config: NVFP4WeightOnlyConfig) -> 
 def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config) -> torch.nn.Module:
     assert isinstance(config.product_backend, ProductBackend)
     if config.step == QuantizationStep.PREPARE:
-        return ObservedLinear.observe(_quantizable(module), config.activation)
+        linear = _quantizable(module)
+        _check_backend(linear.weight, config.product_backend)  # now, not after the calibration
+        return ObservedLinear.observe(linear, config.activation)
     if config.step == QuantizationStep.CONVERT:
         if not isinstance(module, ObservedLinear):
             return module

@@ -7,6 +7,7 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, calibrate, quantize
+from nvfp4_tensor.observer import ObservedLinear
 
 
 def model():
@@ -101,6 +102,65 @@ def test_nothing_is_half_changed():
     quantize_(prepared, NVFP4Config(step="prepare"))
     with pytest.raises(RuntimeError, match="seen no input"):
         quantize_(prepared, NVFP4Config(step="convert"))
+
+
+def interrupted_batches():
+    yield batches(1)[0]
+    raise KeyboardInterrupt
+
+
+def batches_of_another_width():
+    return [batches(1)[0], torch.ones(2, 40).bfloat16()]
+
+
+def quantize_the_first(weight, spec):
+    if weight.shape == (32, 40):
+        raise MemoryError
+    return quantize(weight, spec)
+
+
+@pytest.mark.parametrize(
+    ("make_batches", "quantizer", "filter_fn", "error"),
+    [
+        (interrupted_batches, quantize, None, KeyboardInterrupt),
+        (batches_of_another_width, quantize, None, RuntimeError),
+        (batches, quantize, lambda module, name: name in ("0", "1"), TypeError),  # a ReLU, behind a linear
+        (batches, quantize_the_first, None, MemoryError),
+    ],
+)
+def test_a_model_is_as_it_was_after_any_failure(monkeypatch, make_batches, quantizer, filter_fn, error):
+    m = model()
+    before, x = {name: id(value) for name, value in m.state_dict(keep_vars=True).items()}, batches(1)[0]
+    y, printed = m(x), repr(m)
+    monkeypatch.setattr("nvfp4_tensor.config.quantize", quantizer)
+    with pytest.raises(error):
+        calibrate(m, make_batches(), filter_fn=filter_fn, progress=False)
+    assert {name: id(value) for name, value in m.state_dict(keep_vars=True).items()} == before
+    assert all(type(m[i]) is nn.Linear and not hasattr(m[i], "hadamard_sign") for i in (0, 2))
+    assert repr(m) == printed and torch.equal(m(x), y)
+    monkeypatch.setattr("nvfp4_tensor.config.quantize", quantize)
+    calibrate(m, batches(), progress=False)
+    assert all(m[i].weight.activation_amax > 0 for i in (0, 2))
+
+
+def test_what_was_prepared_before_is_left_alone():
+    m = model()
+    quantize_(m, NVFP4Config(step="prepare"), filter_fn=lambda module, name: name == "0")
+    calibrate(m, batches(1), filter_fn=lambda module, name: name == "2", progress=False)
+    assert m[0].activation_amax > 0 and isinstance(m[2].weight, NVFP4Tensor)
+
+
+def test_a_missing_backend_is_found_before_the_batches(monkeypatch):
+    def missing(backend):
+        raise ImportError(backend.name)
+
+    def never():
+        pytest.fail("a batch was asked for")
+        yield
+
+    monkeypatch.setattr("nvfp4_tensor.config.check_installed", missing)
+    with pytest.raises(ImportError, match="FBGEMM"):
+        calibrate(model(), never(), NVFP4Config(product_backend="fbgemm"), progress=False)
 
 
 def test_progress_is_shown(capsys):
