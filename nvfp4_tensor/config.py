@@ -148,6 +148,7 @@ def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config
     if config.step == QuantizationStep.CONVERT:
         if not isinstance(module, ObservedLinear):
             return module
+        _check_same_transform(module, config.activation)
         fields = {"activation_amax": module.amax_at(config.percentile), "product_backend": config.product_backend}
         return _quantize_linear(module.stop_observing(), config.weight, config.activation, **fields)
     return _quantize_linear(module, config.weight, config.activation, product_backend=config.product_backend)
@@ -163,6 +164,16 @@ def _quantize_linear(
     if type(linear) is torch.nn.Linear:
         linear.__class__ = NVFP4Linear
     return linear
+
+
+def _check_same_transform(module: ObservedLinear, spec: QuantizeSpec) -> None:
+    """The amax observed is of the numbers behind the transform: those of another could clip."""
+    prepared, now = ("None" if s is None else f"{s:#06x}" for s in (module.hadamard_sign, spec.hadamard_sign))
+    if prepared != now:
+        raise ValueError(
+            f"{module} was prepared with hadamard_sign {prepared}, and its amax does not hold for {now}: convert with "
+            "the specs of the prepare step, or prepare and calibrate the dense model again with these"
+        )
 
 
 def _check_backend(weight: torch.Tensor, backend: ProductBackend) -> None:

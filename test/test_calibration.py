@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, calibrate, quantize
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, QuantizeSpec, calibrate, quantize
 from nvfp4_tensor.observer import ObservedLinear
 
 
@@ -58,6 +58,20 @@ def test_two_steps_with_a_state_dict_between():
         quantize_(each, NVFP4Config(step="convert"))
         assert not dict(each.named_buffers())
     assert torch.equal(m(batches()[0]), other(batches()[0]))
+
+
+HADAMARD = {name: QuantizeSpec(hadamard_sign=True) for name in ("weight_spec", "activation_spec")}
+
+
+@pytest.mark.parametrize(("first", "second", "named"), [(HADAMARD, {}, "0xd7e8.*None"), ({}, HADAMARD, "None.*0xd7e8")])
+def test_convert_takes_the_transform_that_was_observed(first, second, named):
+    m = model()
+    quantize_(m, NVFP4Config(step="prepare", **first))
+    m(batches()[0])
+    with pytest.raises(ValueError, match=rf"prepared with hadamard_sign {named}.*convert with"):
+        quantize_(m, NVFP4Config(step="convert", **second))
+    quantize_(m, NVFP4Config(step="convert", **first))
+    assert isinstance(m[0].weight, NVFP4Tensor) and isinstance(m[2].weight, NVFP4Tensor)
 
 
 def test_a_static_scale_survives_saving_compiling_and_moving():
