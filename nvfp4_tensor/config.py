@@ -189,6 +189,11 @@ def _quantizable(module: torch.nn.Module) -> torch.nn.Linear:
     if not isinstance(module, torch.nn.Linear):
         raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: leave it out with quantize_'s filter_fn")
     weight = module.weight
+    if isinstance(module, ObservedLinear):
+        raise ValueError(
+            f"{module} is prepared, and what it observed would be lost: finish with NVFP4Config(step=\"convert\"), "
+            "or undo it with stop_observing() of each ObservedLinear"
+        )
     if isinstance(weight, NVFP4Tensor):
         raise ValueError(f"{module} is NVFP4 already: start from the dense model")
     if torch.nn.utils.parametrize.is_parametrized(module, "weight"):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, QuantizeSpec, calibrate, quantize
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, quantize
 from nvfp4_tensor.observer import ObservedLinear
 
 
@@ -58,6 +58,19 @@ def test_two_steps_with_a_state_dict_between():
         quantize_(each, NVFP4Config(step="convert"))
         assert not dict(each.named_buffers())
     assert torch.equal(m(batches()[0]), other(batches()[0]))
+
+
+@pytest.mark.parametrize("config", [NVFP4Config(), NVFP4WeightOnlyConfig(), NVFP4Config(step="prepare")])
+def test_a_prepared_model_is_converted_or_undone(config):
+    m = model()
+    quantize_(m, NVFP4Config(step="prepare"))
+    m(batches()[0])
+    with pytest.raises(ValueError, match=r'is prepared.*step="convert".*stop_observing\(\)'):
+        quantize_(m, config)
+    assert isinstance(m[0], ObservedLinear) and m[0].activation_amax > 0
+    for linear in (m[0], m[2]):
+        linear.stop_observing()
+    quantize_(m, config)
 
 
 HADAMARD = {name: QuantizeSpec(hadamard_sign=True) for name in ("weight_spec", "activation_spec")}
