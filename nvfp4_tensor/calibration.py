@@ -48,7 +48,7 @@ def calibrate(
         raise TypeError(f"calibrate observes activations, so it takes an NVFP4Config, not {type(config).__name__}")
     dense = {module: module.weight for module in model.modules() if type(module) is nn.Linear}
     try:
-        quantize_(model, dataclasses.replace(config, step="prepare"), filter_fn=filter_fn)
+        quantize_(model, dataclasses.replace(config, step="prepare", percentile=None), filter_fn=filter_fn)
         _run(model, batches, progress)
         _check_all_observed({name: module for name, module in model.named_modules() if module in dense})
         quantize_(model, dataclasses.replace(config, step="convert"), filter_fn=lambda module, name: module in dense)

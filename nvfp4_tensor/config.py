@@ -83,12 +83,12 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             :func:`calibrate`.
         product_backend: what multiplies: AUTO, SCALED_MM or FBGEMM, or their names in lower case. Experts' products
             always go to torch's scaled_grouped_mm, where that runs.
-        percentile: for "convert": the percentile of the magnitudes observed that becomes the amax, 99.9 for
-            instance; None for the largest.
+        percentile: for "convert" and :func:`calibrate`: the percentile of the magnitudes observed that becomes the
+            amax, 99.9 for instance; None for the largest.
 
     Raises:
-        ValueError: a value outside these, an argument beside specs that take its place, or Hadamard transforms that
-            are not the same for both.
+        ValueError: a value outside these, an argument that would change nothing, or Hadamard transforms that are not
+            the same for both.
     """
 
     activation_round_mode: RoundingMode | str | None = None
@@ -104,6 +104,13 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             self.step = QuantizationStep(self.step)
         if self.percentile is not None and not 0 < self.percentile <= 100:
             raise ValueError(f"percentile lies in (0, 100], got {self.percentile}")
+        if self.step is not None:
+            self._check_percentile_is_used()
+
+    def _check_percentile_is_used(self) -> None:
+        """Without a step only quantize_ can tell: calibrate uses the percentile of the same config."""
+        if self.percentile is not None and self.step != QuantizationStep.CONVERT:
+            raise ValueError('percentile would change nothing here: give it with step="convert", or to calibrate')
 
     def _replaced(self) -> tuple[str, ...]:
         of_weight = () if self.weight_spec is None else ("block_rows",)
@@ -151,6 +158,7 @@ def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config
         _check_same_transform(module, config.activation)
         fields = {"activation_amax": module.amax_at(config.percentile), "product_backend": config.product_backend}
         return _quantize_linear(module.stop_observing(), config.weight, config.activation, **fields)
+    config._check_percentile_is_used()
     return _quantize_linear(module, config.weight, config.activation, product_backend=config.product_backend)
 
 

@@ -69,6 +69,8 @@ def test_a_changed_copy_of_a_config_quantizes_as_it_says():
             "activation_round_mode would change nothing",
         ),
         (lambda: NVFP4Config(percentile=0), "percentile"),
+        (lambda: NVFP4Config(step="prepare", percentile=99), "percentile would change nothing"),
+        (lambda: quantize_(model(), NVFP4Config(percentile=99)), 'percentile would change nothing.*step="convert"'),
     ],
 )
 def test_arguments_that_do_not_fit(make, message):
