@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 
 import torch
 from torchao.core.config import AOBaseConfig
@@ -100,11 +101,14 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.product_backend = ProductBackend.of(self.product_backend)
+        if self.percentile is not None:
+            number = isinstance(self.percentile, numbers.Real) and not isinstance(self.percentile, bool)
+            if not number or not 0 < self.percentile <= 100:
+                raise ValueError(f"percentile is a number above 0 and up to 100, got {self.percentile!r}")
         if self.step is not None:
+            if self.step not in ("prepare", "convert"):  # torchao's enum of strings has steps of other algorithms too
+                raise ValueError(f"step is None, 'prepare' or 'convert', got {self.step!r}")
             self.step = QuantizationStep(self.step)
-        if self.percentile is not None and not 0 < self.percentile <= 100:
-            raise ValueError(f"percentile lies in (0, 100], got {self.percentile}")
-        if self.step is not None:
             self._check_percentile_is_used()
 
     def _check_percentile_is_used(self) -> None:
@@ -199,7 +203,7 @@ def _quantizable(module: torch.nn.Module) -> torch.nn.Linear:
     weight = module.weight
     if isinstance(module, ObservedLinear):
         raise ValueError(
-            f"{module} is prepared, and what it observed would be lost: finish with NVFP4Config(step=\"convert\"), "
+            f'{module} is prepared, and what it observed would be lost: finish with NVFP4Config(step="convert"), '
             "or undo it with stop_observing() of each ObservedLinear"
         )
     if isinstance(weight, NVFP4Tensor):
