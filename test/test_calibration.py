@@ -125,10 +125,24 @@ def test_nothing_is_half_changed():
     assert all(type(layer) is nn.Linear and not dict(layer.named_buffers()) for layer in m.values())
     calibrate(m, [torch.ones(2, 16)], filter_fn=lambda module, name: name == "used", progress=False)
     assert isinstance(m["used"].weight, NVFP4Tensor) and type(m["unused"]) is nn.Linear
-    prepared = nn.Sequential(nn.Linear(16, 16))
-    quantize_(prepared, NVFP4Config(step="prepare"))
-    with pytest.raises(RuntimeError, match="seen no input"):
-        quantize_(prepared, NVFP4Config(step="convert"))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_convert_goes_on_where_it_stopped(dense):
+    m = nn.ModuleDict({"used": nn.Linear(16, 16), "unused": nn.Linear(16, 16), "last": nn.Linear(16, 16)})
+    quantize_(m, NVFP4Config(step="prepare"))
+    x = torch.ones(2, 16)
+    m["last"](m["used"](x))
+    with pytest.raises(RuntimeError, match=r"seen no input.*before it converted.*stop_observing\(\).*calibrate"):
+        quantize_(m, NVFP4Config(step="convert"))
+    assert isinstance(m["used"].weight, NVFP4Tensor) and isinstance(m["last"], ObservedLinear)
+    if dense:
+        m["unused"].stop_observing()
+    else:
+        m["unused"](x)
+    quantize_(m, NVFP4Config(step="convert"))
+    assert isinstance(m["last"].weight, NVFP4Tensor) and isinstance(m["unused"].weight, NVFP4Tensor) != dense
+    assert not dict(m.named_buffers())
 
 
 def interrupted_batches():
