@@ -160,6 +160,7 @@ def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config
         if not isinstance(module, ObservedLinear):
             return module
         _check_same_transform(module, config.activation)
+        _check_backend(module.weight, config.product_backend)  # before stop_observing drops what was observed
         fields = {"activation_amax": module.amax_at(config.percentile), "product_backend": config.product_backend}
         return _quantize_linear(module.stop_observing(), config.weight, config.activation, **fields)
     config._check_percentile_is_used()

@@ -191,10 +191,11 @@ def test_what_was_prepared_before_is_left_alone():
     assert m[0].activation_amax > 0 and isinstance(m[2].weight, NVFP4Tensor)
 
 
-def test_a_missing_backend_is_found_before_the_batches(monkeypatch):
-    def missing(backend):
-        raise ImportError(backend.name)
+def missing(backend):
+    raise ImportError(backend.name)
 
+
+def test_a_missing_backend_is_found_before_the_batches(monkeypatch):
     def never():
         pytest.fail("a batch was asked for")
         yield
@@ -202,6 +203,16 @@ def test_a_missing_backend_is_found_before_the_batches(monkeypatch):
     monkeypatch.setattr("nvfp4_tensor.config.check_installed", missing)
     with pytest.raises(ImportError, match="FBGEMM"):
         calibrate(model(), never(), NVFP4Config(product_backend="fbgemm"), progress=False)
+
+
+def test_a_backend_missing_at_convert_keeps_what_was_observed(monkeypatch):
+    m = model()
+    quantize_(m, NVFP4Config(step="prepare"))
+    m(batches()[0])
+    monkeypatch.setattr("nvfp4_tensor.config.check_installed", missing)
+    with pytest.raises(ImportError, match="FBGEMM"):
+        quantize_(m, NVFP4Config(step="convert", product_backend="fbgemm"))
+    assert isinstance(m[0], ObservedLinear) and m[0].activation_amax > 0
 
 
 def test_progress_is_shown(capsys):
