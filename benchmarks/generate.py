@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.harness import Timing, Variant
+from benchmarks.harness import Timing, Variant, at_least
 from benchmarks.llama import LLAMA_8B, Llama, random_model, smollm2
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate
 from nvfp4_tensor.demo.measure import model_bytes, stored_bytes
@@ -245,12 +245,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: both on CUDA, smollm2 on a CPU")
-    parser.add_argument("--layers", type=int, help="layers of llama-8b instead of its 32")
+    parser.add_argument("--layers", type=at_least(1), help="layers of llama-8b instead of its 32")
     parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=list(RECIPES), help="bf16 always runs")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--prompt", type=int, nargs="+", help="lengths (default: 512 and 4096 on CUDA, 128 on a CPU)")
-    parser.add_argument("--tokens", type=int, help="tokens written after the prompt (default: 64 on CUDA, 16 on a CPU)")
-    parser.add_argument("--repeats", type=int, help="timed runs of each (default: 9 on CUDA, 3 on a CPU)")
+    parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1])
+    parser.add_argument("--prompt", type=at_least(1), nargs="+", help="lengths (default: 512 and 4096, CPU 128)")
+    parser.add_argument("--tokens", type=at_least(2), help="tokens written, the first by prefill (default: 64, CPU 16)")
+    parser.add_argument("--repeats", type=at_least(1), help="timed runs of each (default: 9 on CUDA, 3 on a CPU)")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--quick", action="store_true", help="two layers of llama-8b, a prompt of 64, 8 tokens, once")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")

@@ -8,6 +8,7 @@ bandwidth is what shares refer to.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -26,6 +27,17 @@ RESULTS = Path(__file__).parent / "results"
 COPY = "copy"
 _FLUSH_BYTES = 512 << 20  # H200: 60 MB of L2; read before each timed run
 _COPY_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}  # what 16384^2 and 4096^2 bf16 take
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from ``least`` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"a whole number from {least} on is needed, not {text!r}")
+        return int(text)
+
+    return number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,9 @@ aten = torch.ops.aten
 implements = NVFP4Tensor.implements
 
 
-def unsupported(func, why: str = "") -> TypeError:
+def unsupported(func, why: str = "", instead: str = "dequantize() first") -> TypeError:
     """The error for an operator that has no meaning on the format, or not on these arguments."""
-    return TypeError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; dequantize() first")
+    return TypeError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; {instead}")
 
 
 def _dispatch(cls, func, types, args=(), kwargs=None):
@@ -156,7 +156,9 @@ def _copy_(func, types, args, kwargs):
         source.per_tensor_scale.dim() == 1 and t.per_tensor_scale.dim() == 2
     ):
         raise unsupported(
-            func, "the source has more per-tensor scales (one a row, or one a matrix) than the destination"
+            func,
+            "the source has more per-tensor scales (one a row, or one a matrix) than the destination",
+            "load_state_dict(..., assign=True) takes it as it is, else dequantize() it first",
         )
     if source.per_tensor_scale.dim() > t.per_tensor_scale.dim():
         source = source._replace(per_tensor_scale=source.row_scale())

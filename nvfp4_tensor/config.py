@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 
 import torch
 from torchao.core.config import AOBaseConfig
@@ -83,12 +84,12 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             :func:`calibrate`.
         product_backend: what multiplies: AUTO, SCALED_MM or FBGEMM, or their names in lower case. Experts' products
             always go to torch's scaled_grouped_mm, where that runs.
-        percentile: for "convert": the percentile of the magnitudes observed that becomes the amax, 99.9 for
-            instance; None for the largest.
+        percentile: for "convert" and :func:`calibrate`: the percentile of the magnitudes observed that becomes the
+            amax, 99.9 for instance; None for the largest.
 
     Raises:
-        ValueError: a value outside these, an argument beside specs that take its place, or Hadamard transforms that
-            are not the same for both.
+        ValueError: a value outside these, an argument that would change nothing, or Hadamard transforms that are not
+            the same for both.
     """
 
     activation_round_mode: RoundingMode | str | None = None
@@ -100,10 +101,20 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.product_backend = ProductBackend.of(self.product_backend)
+        if self.percentile is not None:
+            number = isinstance(self.percentile, numbers.Real) and not isinstance(self.percentile, bool)
+            if not number or not 0 < self.percentile <= 100:
+                raise ValueError(f"percentile is a number above 0 and up to 100, got {self.percentile!r}")
         if self.step is not None:
+            if self.step not in ("prepare", "convert"):  # torchao's enum of strings has steps of other algorithms too
+                raise ValueError(f"step is None, 'prepare' or 'convert', got {self.step!r}")
             self.step = QuantizationStep(self.step)
-        if self.percentile is not None and not 0 < self.percentile <= 100:
-            raise ValueError(f"percentile lies in (0, 100], got {self.percentile}")
+            self._check_percentile_is_used()
+
+    def _check_percentile_is_used(self) -> None:
+        """Without a step only quantize_ can tell: calibrate uses the percentile of the same config."""
+        if self.percentile is not None and self.step != QuantizationStep.CONVERT:
+            raise ValueError('percentile would change nothing here: give it with step="convert", or to calibrate')
 
     def _replaced(self) -> tuple[str, ...]:
         of_weight = () if self.weight_spec is None else ("block_rows",)
@@ -142,12 +153,17 @@ def _quantize_weight(module: torch.nn.Module, config: NVFP4WeightOnlyConfig) -> 
 def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config) -> torch.nn.Module:
     assert isinstance(config.product_backend, ProductBackend)
     if config.step == QuantizationStep.PREPARE:
-        return ObservedLinear.observe(_quantizable(module), config.activation)
+        linear = _quantizable(module)
+        _check_backend(linear.weight, config.product_backend)  # now, not after the calibration
+        return ObservedLinear.observe(linear, config.activation)
     if config.step == QuantizationStep.CONVERT:
         if not isinstance(module, ObservedLinear):
             return module
+        _check_same_transform(module, config.activation)
+        _check_backend(module.weight, config.product_backend)  # before stop_observing drops what was observed
         fields = {"activation_amax": module.amax_at(config.percentile), "product_backend": config.product_backend}
         return _quantize_linear(module.stop_observing(), config.weight, config.activation, **fields)
+    config._check_percentile_is_used()
     return _quantize_linear(module, config.weight, config.activation, product_backend=config.product_backend)
 
 
@@ -163,6 +179,16 @@ def _quantize_linear(
     return linear
 
 
+def _check_same_transform(module: ObservedLinear, spec: QuantizeSpec) -> None:
+    """The amax observed is of the numbers behind the transform: those of another could clip."""
+    prepared, now = ("None" if s is None else f"{s:#06x}" for s in (module.hadamard_sign, spec.hadamard_sign))
+    if prepared != now:
+        raise ValueError(
+            f"{module} was prepared with hadamard_sign {prepared}, and its amax does not hold for {now}: convert with "
+            "the specs of the prepare step, or prepare and calibrate the dense model again with these"
+        )
+
+
 def _check_backend(weight: torch.Tensor, backend: ProductBackend) -> None:
     """What is known before the first product: a weight still on a CPU may yet move to another device."""
     if weight.device.type == "cuda":
@@ -176,6 +202,11 @@ def _quantizable(module: torch.nn.Module) -> torch.nn.Linear:
     if not isinstance(module, torch.nn.Linear):
         raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: leave it out with quantize_'s filter_fn")
     weight = module.weight
+    if isinstance(module, ObservedLinear):
+        raise ValueError(
+            f'{module} is prepared, and what it observed would be lost: finish with NVFP4Config(step="convert"), '
+            "or undo it with stop_observing() of each ObservedLinear"
+        )
     if isinstance(weight, NVFP4Tensor):
         raise ValueError(f"{module} is NVFP4 already: start from the dense model")
     if torch.nn.utils.parametrize.is_parametrized(module, "weight"):

@@ -64,7 +64,11 @@ class ObservedLinear(nn.Linear):
         """
         counts = self.activation_histogram.cumsum(0)
         if counts[-1] == 0:
-            raise RuntimeError(f"{self} has seen no input: run the model on calibration data before convert")
+            raise RuntimeError(
+                f"{self} has seen no input, so convert stopped here, with the linears before it converted: run the "
+                "model on data that reach it, or leave it dense with its stop_observing(), then convert the rest. "
+                "calibrate() checks all linears before it converts one"
+            )
         if percentile is None:
             return self.activation_amax.clone()
         bin_ = torch.searchsorted(counts, torch.ceil(counts[-1] * (percentile / 100)).long().clamp(min=1))

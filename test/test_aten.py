@@ -80,6 +80,21 @@ def test_copies_that_do_not_fit_change_nothing():
     assert torch.equal(t.dequantize(), before.dequantize())
 
 
+def test_a_scale_a_row_is_loaded_by_assigning():
+    source, target = torch.nn.Linear(72, 130, bias=False), torch.nn.Linear(72, 130, bias=False)
+    joined = torch.cat([quantize(torch.randn(100, 72)), quantize(torch.randn(30, 72))])
+    source.weight, target.weight = (torch.nn.Parameter(t, requires_grad=False) for t in (joined, matrix()))
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\.\.\., assign=True\) takes it.*dequantize\(\)"):
+        target.load_state_dict(source.state_dict())
+    target.load_state_dict(source.state_dict(), assign=True)
+    x = torch.randn(3, 72)
+    assert torch.equal(target(x), source(x))
+    dense = {"weight": source.weight.dequantize()}
+    target.weight = torch.nn.Parameter(matrix(), requires_grad=False)
+    target.load_state_dict(dense)
+    assert target.weight.per_tensor_scale.dim() == 0
+
+
 @pytest.mark.parametrize("value", [0, 1, -2.5, 1e-20])
 def test_fill(value):
     t = matrix()

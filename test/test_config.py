@@ -68,7 +68,13 @@ def test_a_changed_copy_of_a_config_quantizes_as_it_says():
             lambda: NVFP4Config(activation_spec=QuantizeSpec(), activation_round_mode="zero"),
             "activation_round_mode would change nothing",
         ),
-        (lambda: NVFP4Config(percentile=0), "percentile"),
+        (lambda: NVFP4Config(step="PREPARE"), "step is None, 'prepare' or 'convert', got 'PREPARE'"),
+        (lambda: NVFP4Config(step="prepare_for_loading"), "step is None, 'prepare' or 'convert'"),
+        (lambda: NVFP4Config(step="convert", percentile=0), "percentile is a number above 0 and up to 100, got 0"),
+        (lambda: NVFP4Config(step="convert", percentile="99"), "percentile is a number.*, got '99'"),
+        (lambda: NVFP4Config(step="convert", percentile=float("nan")), "percentile is a number"),
+        (lambda: NVFP4Config(step="prepare", percentile=99), "percentile would change nothing"),
+        (lambda: quantize_(model(), NVFP4Config(percentile=99)), 'percentile would change nothing.*step="convert"'),
     ],
 )
 def test_arguments_that_do_not_fit(make, message):

@@ -192,6 +192,21 @@ def test_a_missing_model_is_left_out(monkeypatch, tmp_path, capsys):
     assert "smollm2 is left out: the demo's model is not installed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "least"),
+    [
+        *((option, "0", 1) for option in ("--layers", "--batch", "--prompt", "--repeats")),
+        *(("--tokens", "1", 2), ("--batch", "-1", 1), ("--prompt", "many", 1)),
+    ],
+)
+def test_counts_that_make_no_sense_are_refused(monkeypatch, tmp_path, capsys, option, value, least):
+    monkeypatch.setattr(generate, "run_model", lambda *arguments: [])
+    monkeypatch.setattr(sys, "argv", ["generate", "--device", "cpu", f"{option}={value}", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        generate.main()
+    assert f"argument {option}: a whole number from {least} on is needed, not '{value}'" in capsys.readouterr().err
+
+
 def test_quick_shrinks_the_model(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(generate, "run_model", lambda report, name, arguments, device: seen.append(arguments) or [])
