@@ -1,6 +1,7 @@
 """How much faster a linear layer of NVFP4 weights is than torch's bf16 one, from decode to prefill.
 
     python -m benchmarks.matmul [--device cuda] [--shapes 14336x8192 28672x8192 4096x4096] [--rows 1 16 64 1024]
+    python -m benchmarks.matmul --published --peers --repeats 9
 
 Two measures, one table each, for each number M of rows of x:
 
@@ -13,6 +14,9 @@ Columns: torch's bfloat16 linear and ``torch.ops.nvfp4.matmul``, their ratio, th
 (codes, scales, x, y) a second as a share of the copy bandwidth, and TFLOP/s; W4A4, the same product with the activation
 quantized and decoded before it; and the ratio to bf16 that other libraries reach in this run with the same weights,
 where they are installed. The last table gives the host's time for one eager call.
+
+With --published 20 weights of Llama, Qwen, Mixtral and DeepSeek models, and a table of all: for each M the geometric
+mean of the ratios to bf16, and the least.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import argparse
 import dataclasses
 import functools
 import math
+import statistics
 
 import torch
 from torch import Tensor
@@ -34,6 +39,13 @@ from nvfp4_tensor.spec import QuantizeSpec
 
 SHAPES = {"cuda": [(14336, 8192), (28672, 8192), (4096, 4096)], "cpu": [(4096, 4096)]}
 ROWS = {"cuda": [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096], "cpu": [1, 4, 16, 512]}
+PUBLISHED = [
+    *[(4096, 4096), (6144, 4096), (28672, 4096), (14336, 4096), (4096, 14336), (1024, 4096)],  # Llama-3 8B, Mixtral
+    *[(8192, 8192), (10240, 8192), (14336, 8192), (8192, 28672), (1024, 8192)],  # Llama-3 70B
+    *[(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)],  # Qwen2 7B
+    *[(1536, 7168), (576, 7168), (2048, 7168), (7168, 2048), (24576, 1536)],  # DeepSeek-V3
+]
+PUBLISHED_ROWS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 NEAREST = QuantizeSpec().pack()
 CHAIN_BYTES = 256 << 20  # of NVFP4 weights, over four times the 60 MB of an H200's L2
 
@@ -146,6 +158,20 @@ def host_times(report: harness.Report, device: torch.device, wanted: list[str], 
     return {name: harness.host_time(run, device, rounds=rounds) for name, run in runs.items()}
 
 
+def summary(report: harness.Report, runs: list[dict]) -> None:
+    """Over all weights, for each M: the geometric mean of bf16's time over ours, and the least."""
+    lines = []
+    for i, first in enumerate(runs[0]["single"]):
+        line = [str(first["m"])]
+        for table in ("single", "chain"):
+            ratios = {run[table][i]["ratio"]["nvfp4"]: "x".join(map(str, run["shape"])) for run in runs if table in run}
+            mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios)) if ratios else math.nan
+            line += [f"{mean:.2f}x", f"{min(ratios):.2f}x ({ratios[min(ratios)]})"] if ratios else ["", ""]
+        lines.append(line)
+    report(f"\n{len(runs)} weights, nvfp4 x bf16")
+    report(harness.table(["M", "single, mean", "least", "chain, mean", "least"], lines))
+
+
 def chain_length(rows: int, columns: int) -> int:
     return math.ceil(CHAIN_BYTES / (rows * columns * 9 / 16))
 
@@ -159,10 +185,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", type=shape, nargs="+", help="N x K of the weights")
-    parser.add_argument("--rows", type=int, nargs="+", help="rows of x")
-    parser.add_argument("--chain", type=int, help="weights of a chain (default: 256 MB on CUDA, none on CPU)")
+    parser.add_argument("--published", action="store_true", help="20 weights of published models")
+    parser.add_argument("--rows", type=harness.at_least(1), nargs="+", help="rows of x")
+    parser.add_argument(
+        "--chain", type=harness.at_least(1), help="weights of a chain (default: 256 MB on CUDA, none on CPU)"
+    )
     parser.add_argument("--peers", nargs="*", choices=peers.PRODUCTS, default=list(peers.PRODUCTS), help="default: all")
-    parser.add_argument("--repeats", type=int, help="timed runs of each variant (default: 25 on CUDA, 5 on CPU)")
+    parser.add_argument(
+        "--repeats", type=harness.at_least(1), help="timed runs of each variant (default: 25 on CUDA, 5 on CPU)"
+    )
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -170,8 +201,9 @@ def main() -> None:
     content, report = harness.record(device, repeats=repeats, runs=[]), harness.Report()
     where = content["machine"].get("gpu", content["machine"]["processor"])
     report(f"{where}, native: {content['native'][device.type]}, median of {repeats}")
-    ms, wanted = arguments.rows or ROWS[device.type], arguments.peers
-    for rows, columns in arguments.shapes or SHAPES[device.type]:
+    ms = arguments.rows or (PUBLISHED_ROWS if arguments.published else ROWS[device.type])
+    wanted = arguments.peers
+    for rows, columns in arguments.shapes or (PUBLISHED if arguments.published else SHAPES[device.type]):
         length = arguments.chain or (chain_length(rows, columns) if device.type == "cuda" else 1)
         layers = [Layer.random(rows, columns, device, seed) for seed in range(length)]
         xs = [torch.randn(m, columns, device=device).bfloat16() for m in ms]
@@ -187,11 +219,14 @@ def main() -> None:
         if length > 1:
             run["chain"] = show(report, layers[0], list(products), ms, timings, length)
         content["runs"].append(run)
+    if len(content["runs"]) > 1:
+        summary(report, content["runs"])
     if device.type == "cuda":
         content["host"] = host_times(report, device, wanted, min(repeats, 15))
         report("\nhost time of one eager call, 1024x1024")
         report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
-    harness.save(harness.result_path(device, "matmul", arguments.out), content, report.text)
+    subject = "matmul_published" if arguments.published else "matmul"
+    harness.save(harness.result_path(device, subject, arguments.out), content, report.text)
 
 
 if __name__ == "__main__":

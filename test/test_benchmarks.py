@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 import time
 
@@ -98,10 +99,23 @@ def test_the_quantize_benchmark(monkeypatch, tmp_path, capsys, device: str) -> N
 
 def test_the_matmul_benchmark(monkeypatch, tmp_path, capsys, device: str) -> None:
     """Both measures, their figures consistent with each other and with the bytes that a product moves."""
-    arguments = ("--device", device, "--shapes", "128x64", "--rows", "1", "8", "--chain", "3", "--repeats", "2")
+    arguments = (
+        "--device",
+        device,
+        "--shapes",
+        "128x64",
+        "64x48",
+        "--rows",
+        "1",
+        "8",
+        "--chain",
+        "3",
+        "--repeats",
+        "2",
+    )
     run(matmul, monkeypatch, *arguments, "--peers", "--out", str(tmp_path))
     (path,) = tmp_path.glob("*/matmul.json")
-    (entry,) = json.loads(path.read_text())["runs"]
+    entry, other = json.loads(path.read_text())["runs"]
     assert entry["chain_length"] == 3
     for table, products in (("single", 1), ("chain", 3)):
         for m, row in zip((1, 8), entry[table], strict=True):
@@ -112,6 +126,10 @@ def test_the_matmul_benchmark(monkeypatch, tmp_path, capsys, device: str) -> Non
                 assert row["ratio"][way] == pytest.approx(row["bf16"]["median"] / row[way]["median"])
     printed = capsys.readouterr().out
     assert "single product" in printed and "chain of 3 weights, one product" in printed
+    means = printed.split("2 weights, nvfp4 x bf16")[1].splitlines()[3:5]
+    for mean, *rows in zip(means, entry["single"], other["single"], strict=True):
+        ratios = [row["ratio"]["nvfp4"] for row in rows]
+        assert mean.split()[:3] == [str(rows[0]["m"]), f"{math.prod(ratios) ** 0.5:.2f}x", f"{min(ratios):.2f}x"]
 
 
 def test_chains_exceed_the_cache() -> None:
