@@ -87,6 +87,11 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         percentile: for "convert" and :func:`calibrate`: the percentile of the magnitudes observed that becomes the
             amax, 99.9 for instance; None for the largest.
 
+    Gradients pass the quantization of an activation straight through, in reverse mode. What forward mode and second
+    derivatives multiply by the weight comes to the same product as an activation does and is quantized like one, by a
+    static amax too, which clips it: take these of a weight-only model. So is the gradient of ``x @ weight``, a product
+    across the blocks, which sums along them.
+
     Raises:
         ValueError: a value outside these, an argument that would change nothing, or Hadamard transforms that are not
             the same for both.
