@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+import torch.compiler.config
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
@@ -255,6 +256,10 @@ def _source_digest() -> str:
     """Of this package's code: what one version traced must not serve another, and torch's key knows only its own."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.blake2b(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+if torch.__version__ < "2.13":  # whose cache does not ask tensors for a hash: into the tag of all of its keys
+    torch.compiler.config.cache_key_tag += f"nvfp4_tensor {_source_digest()}"
 
 
 def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool) -> NVFP4Tensor:
