@@ -433,6 +433,8 @@ def resolve_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) -> 
     if isinstance(amax, Tensor):
         if amax.numel() != 1 or not amax.dtype.is_floating_point:
             raise ValueError(f"amax is one floating-point number, got {amax.dtype} of shape {tuple(amax.shape)}")
+        if amax.dim() == 0 and amax.dtype == torch.float32 and amax.device == x.device and not amax.requires_grad:
+            return amax  # as a static one is: 1 us of the host
         return amax.detach().to(device=x.device, dtype=torch.float32).reshape(())
     if isinstance(amax, str) or not 0 <= amax <= format.FLOAT32_MAX:
         raise ValueError(f"amax is a finite magnitude, got {amax}")
