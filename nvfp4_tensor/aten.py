@@ -291,6 +291,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() == 1:
         return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
     rows = input if input.dim() == 2 else input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
+    if bias is not None and bias.dim() > 1 and input.dim() > 2:  # it broadcasts to the result, not to its rows
+        bias = bias.expand(*input.shape[:-1], weight.shape[0]).flatten(0, -2)
     if isinstance(weight, NVFP4Tensor) and _needs_only_the_product(input, weight, bias):
         y = linear_product(rows, weight, _dense(bias))
     else:

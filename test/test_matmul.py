@@ -252,6 +252,20 @@ def test_experts(device, rows, dtype, activation):
         torch._grouped_mm(x, w.mT, offs=offs.to("meta"))
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 48), (4, 1, 48), (2, 3, 5, 48)])
+@pytest.mark.parametrize("bias_shape", [(32,), (1, 32), (2, 32), (4, 32), (2, 1, 32), (1,), (1, 1)])
+def test_a_bias_broadcasts_as_a_dense_one_does(device, shape, bias_shape):
+    x, w = torch.randn(shape, device=device), quantize(torch.randn(32, 48, device=device))
+    bias = torch.randn(bias_shape, device=device)
+    try:
+        expected = F.linear(x, w.dequantize(), bias)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            F.linear(x, w, bias)
+    else:
+        torch.testing.assert_close(F.linear(x, w, bias), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "bias, message",
     [
