@@ -164,9 +164,13 @@ def summary(report: harness.Report, runs: list[dict]) -> None:
     for i, first in enumerate(runs[0]["single"]):
         line = [str(first["m"])]
         for table in ("single", "chain"):
-            ratios = {run[table][i]["ratio"]["nvfp4"]: "x".join(map(str, run["shape"])) for run in runs if table in run}
-            mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios)) if ratios else math.nan
-            line += [f"{mean:.2f}x", f"{min(ratios):.2f}x ({ratios[min(ratios)]})"] if ratios else ["", ""]
+            ratios = [(run[table][i]["ratio"]["nvfp4"], run["shape"]) for run in runs if table in run]
+            if not ratios:
+                line += ["", ""]
+                continue
+            least, (rows, columns) = min(ratios)
+            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+            line += [f"{mean:.2f}x", f"{least:.2f}x ({rows}x{columns})"]
         lines.append(line)
     report(f"\n{len(runs)} weights, nvfp4 x bf16")
     report(harness.table(["M", "single, mean", "least", "chain, mean", "least"], lines))
