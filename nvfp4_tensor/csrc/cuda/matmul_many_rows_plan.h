@@ -21,6 +21,7 @@ constexpr int kWaitCycles = 3200, kSumsPerCycle = 6;  // of cut tiles, whose sum
 // time: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in 128 795.
 constexpr int64_t kCacheBytes = 28 << 20;
 constexpr int kMissedPerCycle = 3800;
+constexpr int kRowBytesOfStage = 256;  // of x
 constexpr int kShareCycles = 3200;
 constexpr double kSharedSumsPerCycle = 2.6;
 constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
@@ -38,7 +39,7 @@ struct Tiling {
   // What runs of cut tiles wait for memory. A tile's stage s is computed at a place of its run that depends on the
   // tile; row_tiles tiles read the same x, every token_group-th in their order.
   int64_t miss_cycles(int cut_tiles, int runs) const {
-    const int64_t x_bytes = static_cast<int64_t>(cut_tiles) * tokens * steps * 256 / row_tiles;
+    const int64_t x_bytes = static_cast<int64_t>(cut_tiles) * tokens * steps * kRowBytesOfStage / row_tiles;
     if (x_bytes <= kCacheBytes) return 0;
     const int places = std::min(row_tiles, cut_tiles / std::gcd(cut_tiles, token_group * runs));
     return (places - 1) * (x_bytes - kCacheBytes) / kMissedPerCycle;
