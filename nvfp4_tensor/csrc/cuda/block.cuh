@@ -145,9 +145,8 @@ void for_mode(const QuantizeSpec& spec, Function f) {
 
 // Launches a kernel that walks so many units of work, one a thread and turn. The grid is a few waves of what fits at
 // once: with one, a static share each, warps end up to a third apart and the last run alone; with many, thread blocks
-// do not live long enough to pay for their table of enc. Measured on an H200, dequantize (which has no table) with 1,
-// 8, 16 and 64 waves: 79, 83, 87 and 86 % of the copy bandwidth; quantize_rows, stochastic, with 6 and 12: 81 and 80 %,
-// and with 64 a fifth less.
+// do not live long enough to pay for their table of enc. Measured on an H200, quantize_rows, stochastic, with 6 and 12:
+// 81 and 80 % of the copy bandwidth, and with 64 a fifth less.
 //
 // With few blocks it begins before the kernel before it ends, where it may; many would crowd the multiprocessors that
 // are free until then.
