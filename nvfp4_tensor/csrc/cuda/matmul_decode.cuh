@@ -1,10 +1,13 @@
 // E2M1 codes to bf16 or fp16 in registers, times their block scale, for the tensor cores.
 //
 // Moved to the top of a float's mantissa and the bottom of its exponent, the three bits of an E2M1 magnitude ARE that
-// float, subnormals included, but for a power of two (2^-126 in bf16, 2^-14 in fp16). So a code needs no table: mask,
-// one multiplication that puts sign and magnitude in their places, mask, and the multiplication by the block scale
-// takes the power of two along. Codes i and i + 4 of a word are decoded together, one in each half of a register: 17
-// instructions for 8 codes, 9 of them on the ALU pipe, which has half of the issue rate. (Byte-permute tables: 21.)
+// float, subnormals included, but for a power of two (2^-126 in bf16, 2^-14 in fp16). So a code needs no table, only its
+// sign moved away from its magnitude, and the multiplication by the block scale takes the power of two along. Codes i
+// and i + 4 of a word are decoded together, one in each half of a register.
+//
+// A word chosen bit by bit from w and w shifted has signs and magnitudes of two pairs that far apart; a shift and a mask
+// then make one pair each: 15 instructions for 8 codes, 7 of them on the ALU pipe, which takes one every other cycle.
+// (Each pair by a mask, a multiplication that moves both, a mask: 17 and 9. Byte-permute tables: 21.)
 //
 // What is decoded is code * s_b * kUnit, exact: at most 6 significant bits. kUnit keeps the factor that the scale is
 // multiplied by inside the exponent's range, and leaves the sum as a float32 power of two.
@@ -18,6 +21,13 @@
 #include "matmul_problem.cuh"
 
 namespace nvfp4 {
+
+// Bits of a where the mask has ones, else of b: one instruction, which the compiler would take apart again.
+__device__ __forceinline__ uint32_t choose(uint32_t mask, uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
 
 template <typename T>
 struct Decoder;
@@ -47,11 +57,17 @@ struct Decoder<__nv_bfloat16> {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return multiply(pair, k2To118);
   }
-  // The codes in bits 0..3 (kNibble 0) or 4..7 (kNibble 1) of each half, as bits of two bf16.
-  template <int kNibble>
-  static __device__ __forceinline__ uint32_t spread(uint32_t word) {
-    constexpr uint32_t kPlaces = kNibble == 0 ? (1u << 12) + (1u << 6) : (1u << 8) + (1u << 2);
-    return ((word & (0x000F000Fu << (4 * kNibble))) * kPlaces) & 0x81C081C0u;
+  static constexpr uint32_t kBits = 0x81C081C0;  // sign and magnitude
+  static __device__ __forceinline__ void spread(uint32_t w, uint32_t (&out)[4]) {
+    const uint32_t low = choose(0x00770077, w, w << 6), high = choose(0x01DC01DC, w >> 6, w);
+    out[0] = low << 6 & kBits;
+    out[1] = low << 2 & kBits;
+    out[2] = high << 4 & kBits;
+    out[3] = high & kBits;
+  }
+  // The codes in bits 4..7 of each half alone.
+  static __device__ __forceinline__ uint32_t spread_second(uint32_t w) {
+    return (w & 0x00F000F0u) * ((1u << 8) + (1u << 2)) & kBits;
   }
 };
 
@@ -73,23 +89,25 @@ struct Decoder<__half> {
     constexpr uint32_t k2To7 = 0x58005800;
     return multiply(s, k2To7);
   }
-  // The two copies of a code would overlap here, so sign and magnitude are moved apart.
-  template <int kNibble>
-  static __device__ __forceinline__ uint32_t spread(uint32_t word) {
-    constexpr int kSign = 12 - 4 * kNibble, kMagnitude = 9 - 4 * kNibble;
-    return ((word << kSign) & 0x80008000u) | ((word << kMagnitude) & 0x0E000E00u);
+  static constexpr uint32_t kBits = 0x8E008E00;
+  static __device__ __forceinline__ void spread(uint32_t w, uint32_t (&out)[4]) {
+    const uint32_t even = choose(0x07070707, w, w << 3), odd = choose(0x0E0E0E0E, w >> 3, w);
+    out[0] = even << 9 & kBits;
+    out[1] = odd << 8 & kBits;
+    out[2] = even << 1 & kBits;
+    out[3] = odd & kBits;
+  }
+  static __device__ __forceinline__ uint32_t spread_second(uint32_t w) {
+    return choose(0x0E000E00, w << 5, w << 8) & kBits;
   }
 };
 
 // Codes (0, 4), (1, 5), (2, 6), (3, 7) of a word, scaled, to four registers.
 template <typename T>
 __device__ __forceinline__ void decode_word(uint32_t word, uint32_t factor, uint32_t (&out)[4]) {
-  using D = Decoder<T>;
-  const uint32_t high = word >> 8;
-  out[0] = D::multiply(D::template spread<0>(word), factor);
-  out[1] = D::multiply(D::template spread<1>(word), factor);
-  out[2] = D::multiply(D::template spread<0>(high), factor);
-  out[3] = D::multiply(D::template spread<1>(high), factor);
+  Decoder<T>::spread(word, out);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = Decoder<T>::multiply(out[i], factor);
 }
 
 // Two scale bytes as Decoder::scale_factors takes them, of any sign, NaN included.

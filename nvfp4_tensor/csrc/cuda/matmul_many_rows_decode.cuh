@@ -79,7 +79,7 @@ __device__ __forceinline__ uint32_t both_halves(uint32_t factors) {
 }
 
 // x as it lies: a lane needs byte t of each word of codes, so all four of a quad have the same words. Its two codes go
-// to the two halves of a register, both into bits 4 to 7: 24 instructions for 8 codes, not 17.
+// to the two halves of a register, both into bits 4 to 7: 24 instructions for 8 codes, not 15.
 template <typename S>
 class PlainStage {
  public:
@@ -126,7 +126,7 @@ class PlainStage {
       for (int i = 0; i < 8; ++i) {
         const uint32_t both = __byte_perm(words[i] << 4, words[i], my_byte), pair = factors[i / 2];
         const uint32_t factor = row == 0 ? both_halves<0>(pair) : both_halves<1>(pair);
-        a[i / 2 * 4 + i % 2 * 2 + row] = Decoder<T>::multiply(Decoder<T>::template spread<1>(both), factor);
+        a[i / 2 * 4 + i % 2 * 2 + row] = Decoder<T>::multiply(Decoder<T>::spread_second(both), factor);
       }
     }
   }
