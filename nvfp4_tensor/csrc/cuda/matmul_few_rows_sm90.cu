@@ -11,7 +11,10 @@ namespace {
 
 using UpTo8 = Shape<1, 2, 4, 4>;
 using UpTo8Short = Shape<1, 1, 4, 4>;  // rows of at most 16 slices of 256, and not many of them
-using UpTo16 = Shape<2, 1, 4, 3>;
+// Slots for more units than are in flight, or warps wait for the slowest of them instead of for memory: 14336 x 8192 and
+// 28672 x 8192, M = 16, us in a chain, with 4 units in flight and 3 slots 28.8 and 48.5, with 3 and 5 27.2 and 47.3
+// (without decoding and products 21.6 and 46.3, and 19.0 and 35.8).
+using UpTo16 = Shape<2, 1, 3, 5>;
 
 // Tiles of so many rounds of all multiprocessors. H200, K = 4096, M = 1, us of a product and a norm before it, short
 // and long slices: N = 4096 (2 rounds) 7.2 and 7.3, 6144 (3) 8.6 and 9.0, 28672 (14) 24.6 and 23.5.

@@ -103,18 +103,19 @@ __device__ __forceinline__ int row_in_band(uint32_t tile, int lane) {
 
 // The lane's addresses in a unit.
 struct Place {
-  uint32_t first, second;  // of its two rows: codes of elements 0..127; those of 128..255 are at this ^ 64
-  uint32_t scales;         // of both rows and 64 elements; of 128 elements further at + 128
-  uint32_t selector;       // of the two blocks' scales for the first row, then for the second
+  uint32_t codes;     // of its first row, elements 0..127; of its second row at this ^ 576, of elements 128..255 at ^ 64
+  uint32_t scales;    // of both rows and 64 elements; of 128 elements further at + 128
+  uint32_t selector;  // of the two blocks' scales for the first row, then for the second
 
   __device__ explicit Place(int lane) {
     const int g = lane / 4, t = lane % 4;
-    const int row = g / 4 * 8 + g % 2 * 4 + g % 4;  // in the copy: r + 4 i
-    first = row * 128 + (t ^ row % 8) * 16;
-    second = (row ^ 4) * 128 + (t ^ (row ^ 4) % 8) * 16;
+    const int row = g / 4 * 8 + g % 2 * 4 + g % 4;  // in the copy: r + 4 i; the other one is row ^ 4
+    codes = row * 128 + (t ^ row % 8) * 16;
     scales = t / 2 * 64 + g % 4 * 16 + g / 4 * 8;
     const uint32_t even = t % 2 ? 0x32 : 0x10, odd = even + 0x44;
     selector = g % 2 ? even << 8 | odd : odd << 8 | even;
+    // Opaque, or the compiler works them out again for each unit: 35 of 430 instructions.
+    asm volatile("" : "+r"(codes), "+r"(scales), "+r"(selector));
   }
 };
 
@@ -125,8 +126,8 @@ __device__ __forceinline__ void multiply_unit(const Place& place, uint32_t codes
                                               Loaded loaded) {
 #pragma unroll
   for (int chunk = 0; chunk < 2; ++chunk) {
-    const uint4 codes[2] = {load_shared_16(codes_at + (place.first ^ chunk * 64)),
-                            load_shared_16(codes_at + (place.second ^ chunk * 64))};
+    const uint4 codes[2] = {load_shared_16(codes_at + (place.codes ^ chunk * 64)),
+                            load_shared_16(codes_at + (place.codes ^ (576 ^ chunk * 64)))};
     const uint2 scales = load_shared_8(scales_at + place.scales + chunk * 128);
     uint32_t factors[4];  // first row: blocks 0, 1; second row: blocks 0, 1
     scale_factors<T>(__byte_perm(scales.x, scales.y, place.selector), factors);
