@@ -256,7 +256,7 @@ def test_amax_and_hadamard(dtype):
 @pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
 @pytest.mark.parametrize("out_dtype", HIGH_PRECISION_DTYPES)
 def test_fake_quantize_and_dequantize(dtype, out_dtype):
-    for shape, mode, block_rows, sign in itertools.product(SHAPES, MODES, (1, 16), (None, 0xD7E8)):
+    for shape, mode, block_rows, sign in itertools.product((*SHAPES, (3, 4112)), MODES, (1, 16), (None, 0xD7E8)):
         spec = QuantizeSpec(block_rows=block_rows, hadamard_sign=sign, **mode)
         x, state = inputs(shape, dtype, 1.0), rng_state()
         amax, scaled = amax_of(x, spec), block_rows == 1
