@@ -286,8 +286,8 @@ def test_fake_quantize_of_a_large_tensor(scaled):
 
 @gpu
 def test_dequantize_with_a_factor_a_row():
-    qdata, scale, _ = reference.quantize(torch.randn(70, 96), torch.tensor(4.0), None, QuantizeSpec())
-    factors = torch.rand(70)
+    qdata, scale, _ = reference.quantize(torch.randn(71, 96), torch.tensor(4.0), None, QuantizeSpec())
+    factors = torch.rand(71)
     expected = reference.dequantize(qdata, scale, factors, 96, torch.bfloat16)
     assert_same_bits([N.dequantize(qdata.cuda(), scale.cuda(), factors.cuda(), 96, torch.bfloat16)], [expected])
 

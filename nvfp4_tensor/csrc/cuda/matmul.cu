@@ -11,10 +11,10 @@ namespace nvfp4 {
 namespace {
 
 // Up to so many rows of x the few-rows kernel is faster than wgmma's: it reads w once for each 16. H200, 14336 x 8192,
-// a single product: 33 us at 16 rows, so twice that beyond, where wgmma's kernel takes 38 at 32.
+// a single product: 31 us at 16 rows, so twice that beyond, where wgmma's kernel takes 37 at 32.
 constexpr int kMostRowsByMma = 16;
 // Beyond so many rows of x decoding w once and torch's product are faster than the few-rows kernel once for each 16. By
-// arithmetic, from an H200's 33 us for 16 rows, 80 to decode and 65 for torch's product; not measured without wgmma.
+// arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for torch's product; not measured without wgmma.
 constexpr int kMostFewRows = 64;
 constexpr int kMostExperts = 65535;  // of a grid's last dimension
 

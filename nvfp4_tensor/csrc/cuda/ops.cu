@@ -190,6 +190,8 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
   }
   const OnDeviceOf guard(qdata, "qdata");
   const CodedShape shape = check_coded(qdata, scale, columns);
+  STD_TORCH_CHECK(shape.rows < INT32_MAX && columns < INT32_MAX,
+                  "qdata has more than 2^31 - 1 rows or columns: split it");
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   Quantized in{};
   in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
