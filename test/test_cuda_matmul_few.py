@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import times
 from test_cuda_matmul import check, factor, random_weight
 
 from nvfp4_tensor import QuantizeSpec, reference
@@ -84,7 +85,7 @@ def test_chain_of_products(rows, captured):
 
     def chain(synchronize):
         y = x
-        for _ in range(5):
+        for _ in times(5):
             for weight in weights:
                 y = product(y, weight) * 0.01
                 y = product(product(y, weight) * 1e-4, weight)
