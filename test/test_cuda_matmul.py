@@ -81,7 +81,7 @@ def test_product(shape, rows, dtype):
 
 
 @pytest.mark.parametrize("columns", [1, 3, 15, 17, 100, 250, 1000, 4097])
-@pytest.mark.parametrize("rows", [1, 5, 16, 40, 100])
+@pytest.mark.parametrize("rows", [1, 5, 16, 24, 40, 100])
 def test_columns_not_multiples_of_anything(columns, rows):
     codes, scale = random_weight(200, columns)
     check(torch.randn(rows, columns, device="cuda").bfloat16(), zero_padding(codes, columns), scale, factor())
@@ -95,7 +95,7 @@ def test_many_rows(rows):
 
 @pytest.mark.parametrize(
     "shape, rows",
-    [((8960, 1024), 600), ((8960, 1024), 520), ((4096, 4096), 100), ((6144, 4096), 32), ((4096, 14336), 24)],
+    [((8960, 1024), 600), ((8960, 1024), 520), ((4096, 4096), 100), ((12288, 4096), 32), ((4096, 14336), 24)],
     ids=["whole", "wider tiles", "every block a piece", "few tokens", "long pieces"],
 )
 def test_tiles_cut_along_k(shape, rows):
@@ -233,7 +233,7 @@ def test_epilogue(rows, out_dtype):
         check(x, codes, scale, factor(), x_scale=factor(0.5), bias=bias, out_dtype=out_dtype)
 
 
-@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize("rows", [2, 24, 40])
 def test_activation_shapes(rows):
     codes, scale = random_weight(128, 256)
     x = torch.randn(3, rows, 256, device="cuda").bfloat16()
@@ -244,6 +244,10 @@ def test_activation_shapes(rows):
     check(x.reshape(3, 1, rows, 256), codes, scale, factor())
     check(torch.randn(rows, 300, device="cuda").bfloat16()[:, 20:276], codes, scale, factor())
     check(torch.randn(rows, 264, device="cuda").bfloat16()[:, 8:], codes, scale, factor())
+    beside = torch.full((rows, 384), float("nan"), device="cuda").bfloat16()
+    beside[:, :200] = x[0, :, :200]
+    codes, scale = random_weight(128, 200)
+    check(beside[:, :200], zero_padding(codes, 200), scale, factor())  # what a stage has beside K
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -256,7 +260,7 @@ def test_what_is_decoded(dtype, transposed):
     check(x, codes, scale, torch.rand(96, device="cuda"), transposed=transposed)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 40, 200])
+@pytest.mark.parametrize("rows", [1, 16, 24, 40, 200])
 @pytest.mark.parametrize("shape", [(4, 128, 256), (3, 200, 512), (5, 72, 96)])
 def test_experts(shape, rows):
     codes, scale = random_weight(*shape)
@@ -266,7 +270,7 @@ def test_experts(shape, rows):
     check(x, codes, scale, torch.rand(shape[:2], device="cuda"), bias=torch.randn(shape[0], 1, shape[1], device="cuda"))
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16, 64, 150])
+@pytest.mark.parametrize("rows", [1, 8, 16, 24, 64, 150])
 def test_not_a_number_stays_in_its_row(rows):
     codes, scale = random_weight(256, 1024)
     x = torch.randn(rows, 1024, device="cuda").bfloat16()
@@ -278,7 +282,7 @@ def test_not_a_number_stays_in_its_row(rows):
     assert torch.equal(y.isnan(), clean.isnan()) and torch.equal(y[~y.isnan()], clean[~y.isnan()])
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize("rows", [1, 16, 24, 64, 256])
 def test_every_scale(rows):
     """All finite scales, subnormal and negative ones too."""
     codes, _ = random_weight(256, 512)
@@ -287,7 +291,7 @@ def test_every_scale(rows):
     check(torch.randn(rows, 512, device="cuda").bfloat16(), codes, scale.view(torch.float8_e4m3fn), factor())
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize("rows", [1, 16, 24, 64, 256])
 def test_cancellation(rows):
     """Sums far smaller than their summands: the second half of K undoes the first."""
     codes, scale = random_weight(256, 2048)
@@ -298,7 +302,7 @@ def test_cancellation(rows):
     check(x, codes, scale, factor(), out_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize("rows", [1, 16, 24, 64, 256])
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
 def test_weights_at_any_address(at_offset, rows, offset):
     """Views of bytes begin anywhere, and the kernels load 8 or 16 of them at a time."""
@@ -310,7 +314,7 @@ def test_weights_at_any_address(at_offset, rows, offset):
         check(across, *weight, transposed=True)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize("rows", [1, 16, 24, 64, 256])
 def test_cuda_graph(rows):
     codes, scale = random_weight(512, 1024)
     x = torch.randn(rows, 1024, device="cuda").bfloat16()

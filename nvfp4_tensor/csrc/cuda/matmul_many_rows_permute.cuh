@@ -1,11 +1,19 @@
-// x in the order in which PermutedHalf decodes w.
+// x in the order in which PermutedStage decodes w: by a kernel before, or by the warps that copy it.
 //
 // The order of K inside a product is free. Lane t of a quad holds elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each
 // 16; for its 16 bytes of codes to be that as they lie, element k = 32 t + 8 w + e of each 128 of x goes to
 // 16 (2 w + e % 4 / 2) + 2 t + 8 (e % 2) + e / 4.
+//
+// The kernel before costs a launch and 1.5 us, the warps that copy some 4 cycles a row of x and stage, which the loop
+// does not hide (they take the products' path to shared memory). So it is for at most 32 rows (H200, us single and in a
+// chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 4096 x 14336 26.3, 22.0 -> 23.2, 18.4; 12288 x 4096 24.5,
+// 20.9 -> 23.8, 18.9), for 64 where there are few stages (4096 x 4096 16.3, 11.4 -> 16.4, 11.1; 4096 x 14336 would be
+// 26.5, 22.1 -> 29.2, 24.1), and for no more (96 rows of 4096 x 4096 17.6, 13.5 -> 18.2, 13.1, of 14336 x 8192 46.9,
+// 44.8 -> 56.1, 53.4). Where 256 rows of w share a stage of x, the kernel before costs less.
 #pragma once
 
 #include "matmul_decode.cuh"
+#include "shared.cuh"
 
 namespace nvfp4 {
 namespace many_rows {
@@ -50,6 +58,48 @@ __global__ void __launch_bounds__(kPermuteThreads)
   for (int i = 0; i < 4; ++i) {
     const int unit = i * 32 + lane;
     if (first + unit < units) out[unit] = *reinterpret_cast<const uint4*>(words[warp] + swizzled(unit) * 4);
+  }
+}
+
+// 16 bytes, or zeros. No constant load: those may come before the wait for the kernel that writes x.
+__device__ __forceinline__ uint4 load_if(bool there, const uint16_t* from) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(from), "r"(static_cast<int>(there))
+               : "memory");
+  return v;
+}
+
+// A stage of x from row `row` on, permuted by a warp on its way through registers, into the 128-byte swizzle in which the
+// copy engine would have brought it. A lane has elements 8 w..8 w + 7 of each 32 of a token, four pieces of 16 bytes
+// that become four others. All loads are under way at once.
+template <int kTokens>
+__device__ __forceinline__ void permute_stage(const Problem& p, int row, int step, uint32_t at) {
+  constexpr int kTimes = kTokens / 8;
+  // Eight lanes read whole sectors of four rows, and write to all banks.
+  const int lane = threadIdx.x % 32, token = lane / 16 * 4 + lane / 2 % 4, w = lane % 2 + lane / 8 % 2 * 2;
+  const int k = step * kStageK + w * 8;
+  uint4 v[kTimes][4];
+#pragma unroll
+  for (int i = 0; i < kTimes; ++i) {
+    // beyond the last row a sum that nobody writes
+    const int64_t of = min(row + i * 8 + token, p.rows - 1);
+    const uint16_t* from = static_cast<const uint16_t*>(p.x) + of * p.x_row + k;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) v[i][t] = load_if(k + 32 * t < p.K, from + 32 * t);
+  }
+  const uint32_t to = at + w / 2 * (kTokens * kStageK) + token * 128, piece = (w % 2 * 4 ^ token) * 16;
+#pragma unroll
+  for (int i = 0; i < kTimes; ++i) {
+    uint4 pairs[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) pairs[t] = to_fragment(v[i][t]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const auto word = [&](int t) { return (&pairs[t].x)[j]; };
+      store_shared_16(to + i * 1024 + (piece ^ j * 16), make_uint4(word(0), word(1), word(2), word(3)));
+    }
   }
 }
 

@@ -68,14 +68,14 @@ enum class Serves { kProducts, kGroupsToo };
 
 struct Kernel {
   int rows, tokens;
-  bool permuted, shared;
+  bool permuted, in_copy, shared;  // x permuted by a kernel before, or while it is copied
   int stage_cycles;                                                           // of a multiprocessor, on an H200
   void (*launch[2][2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // of groups or not; bf16, fp16
 
   template <typename S, Serves kServes = Serves::kProducts>
   static constexpr Kernel of(int stage_cycles) {
     using Bf16 = __nv_bfloat16;
-    Kernel kernel = {S::kRows, S::kTokens, S::kPermuted, S::kShared, stage_cycles,
+    Kernel kernel = {S::kRows, S::kTokens, S::kPermuted && !S::kInCopy, S::kInCopy, S::kShared, stage_cycles,
                      {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
     if constexpr (kServes == Serves::kGroupsToo) {
       kernel.launch[1][0] = many_rows::launch<Bf16, S, true>;
@@ -88,9 +88,10 @@ struct Kernel {
 // A stage takes what decoding does and half of what the tensor cores do, or all of the latter where that is more: 128
 // rows by 64 tokens take 640 cycles without products, 600 without decoding and 946; by 256 tokens 2062 without
 // decoding, and 2141. So it is also with two warpgroups more, and with products and decoding interleaved any finer.
-// Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or longer.
+// Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or longer. (x permuted in
+// copying: by fits to 14 weights, of at most 64 rows of x, single and in chains.)
 constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 2, 10, X::kPermuted>>(790),
+    Kernel::of<Shape<32, 2, 10, X::kPermutedInCopy>>(800),
     Kernel::of<Shape<32, 4, 7, X::kPermuted>, Serves::kGroupsToo>(1260),
     Kernel::of<Shape<64, 4, 6, X::kPermuted>, Serves::kGroupsToo>(1445),
     Kernel::of<Shape<96, 2, 6, X::kPermuted>>(1110),
@@ -98,8 +99,8 @@ constexpr Kernel kKernels[] = {
     Kernel::of<Shape<160, 2, 4, X::kPermuted>>(1400),
     Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(1885),
     Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(2090),
-    Kernel::of<Shape<32, 2, 10, X::kAsItLies, Tiles::kShared>>(995),
-    Kernel::of<Shape<64, 2, 8, X::kAsItLies, Tiles::kShared>>(1145),
+    Kernel::of<Shape<32, 2, 10, X::kPermutedInCopy, Tiles::kShared>>(680),
+    Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(1080),
     Kernel::of<Shape<64, 2, 8, X::kPermuted, Tiles::kShared>>(965),
     Kernel::of<Shape<96, 2, 6, X::kAsItLies, Tiles::kShared>>(1370),
     Kernel::of<Shape<96, 2, 6, X::kPermuted, Tiles::kShared>>(1145),
@@ -154,7 +155,7 @@ void launch_matmul_many_rows(const Problem& given, const std::function<void*(int
   const auto [plan, kernel] = best_plan(given);
   Problem p = given;
   const int columns = ceil_div(p.K, kStageK) * kStageK;
-  const bool moves_x = kernel->permuted || !x_is_aligned(p);
+  const bool moves_x = kernel->permuted || !x_is_aligned(p) || (kernel->in_copy && p.K % 8 != 0);
   uint8_t* const at =
       static_cast<uint8_t*>(scratch(plan.x_at() + (moves_x ? static_cast<int64_t>(p.rows) * columns * 2 : 0)));
   if (moves_x) {
