@@ -127,6 +127,12 @@ def test_tiles_that_blocks_share(shape, rows):
     check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
 
 
+@pytest.mark.parametrize("rows", [24, 64])
+def test_tiles_that_blocks_share_in_float16(rows):
+    codes, scale = random_weight(4096, 4096, high=0x48)
+    check(torch.randn(rows, 4096, device="cuda").half(), codes, scale, factor(), repeats=20)
+
+
 @pytest.mark.parametrize("shape", [(2, 1024, 4096), (3, 200, 2048)])
 def test_tiles_of_experts_that_blocks_share(shape):
     codes, scale = random_weight(*shape)

@@ -67,7 +67,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
 enum class Serves { kProducts, kGroupsToo };
 
 struct Kernel {
-  int rows, tokens;
+  int rows, tokens, stages;
   bool permuted, in_copy, shared;  // x permuted by a kernel before, or while it is copied
   int stage_cycles;                                                           // of a multiprocessor, on an H200
   void (*launch[2][2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // of groups or not; bf16, fp16
@@ -75,7 +75,7 @@ struct Kernel {
   template <typename S, Serves kServes = Serves::kProducts>
   static constexpr Kernel of(int stage_cycles) {
     using Bf16 = __nv_bfloat16;
-    Kernel kernel = {S::kRows, S::kTokens, S::kPermuted && !S::kInCopy, S::kInCopy, S::kShared, stage_cycles,
+    Kernel kernel = {S::kRows, S::kTokens, S::kStages, S::kPermuted && !S::kInCopy, S::kInCopy, S::kShared, stage_cycles,
                      {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
     if constexpr (kServes == Serves::kGroupsToo) {
       kernel.launch[1][0] = many_rows::launch<Bf16, S, true>;
@@ -91,7 +91,7 @@ struct Kernel {
 // Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or longer. (x permuted in
 // copying: by fits to 14 weights, of at most 64 rows of x, single and in chains.)
 constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 2, 10, X::kPermutedInCopy>>(800),
+    Kernel::of<Shape<32, 2, 10, X::kPermuted>>(790),
     Kernel::of<Shape<32, 4, 7, X::kPermuted>, Serves::kGroupsToo>(1260),
     Kernel::of<Shape<64, 4, 6, X::kPermuted>, Serves::kGroupsToo>(1445),
     Kernel::of<Shape<96, 2, 6, X::kPermuted>>(1110),
@@ -99,6 +99,7 @@ constexpr Kernel kKernels[] = {
     Kernel::of<Shape<160, 2, 4, X::kPermuted>>(1400),
     Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(1885),
     Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(2090),
+    Kernel::of<Shape<32, 2, 10, X::kAsItLies, Tiles::kShared>>(995),
     Kernel::of<Shape<32, 2, 10, X::kPermutedInCopy, Tiles::kShared>>(680),
     Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(1080),
     Kernel::of<Shape<64, 2, 8, X::kPermuted, Tiles::kShared>>(965),
@@ -133,6 +134,7 @@ std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
                            k.stage_cycles, rows,     std::min(kTokenGroup, tokens)};
     const auto of = p.offs ? Plan::of_groups : k.shared ? Plan::of_sharers : Plan::of_runs;
     Plan plan = of(tiling, multiprocessors);
+    if (k.in_copy && ceil_div(tiling.steps, plan.sharers) > k.stages) continue;  // see permute_stage
     if (k.permuted) plan.cost += kPermuteCycles + static_cast<int64_t>(p.rows) * p.K / kPermutedPerCycle;
     if (!best || plan.cost < best->cost) best = plan, kernel = &k;
   }

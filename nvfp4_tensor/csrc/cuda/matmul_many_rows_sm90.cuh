@@ -32,6 +32,7 @@ template <int kTokens_, int kRowGroups_, int kStages_, X kX, Tiles kTiles = Tile
 struct Shape {
   static constexpr bool kPermuted = kX != X::kAsItLies, kInCopy = kX == X::kPermutedInCopy;
   static constexpr bool kShared = kTiles == Tiles::kShared;
+  static_assert(kShared || !kInCopy);
   static constexpr int kTokens = kTokens_, kGroups = kRowGroups_, kStages = kStages_;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kSums = kTokens / 2, kUnits = kTokens / 16;  // of a thread
@@ -233,7 +234,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     kernel(const __grid_constant__ Problem p, const __grid_constant__ CUtensorMap x_map,
            const __grid_constant__ CUtensorMap code_map, const __grid_constant__ Work launched) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  static_assert(!S::kInCopy || !kGrouped);  // there rows of x are counted otherwise, and zeroed by the idle warps
   extern __shared__ uint8_t shared[];
   const uint32_t pool = (address_of(shared) + 1023) / 1024 * 1024;
   const Ring<S> ring(pool);
