@@ -207,7 +207,7 @@ def test_wide_weight():
 @pytest.mark.parametrize("rows", [4, 16])
 def test_long_rows(rows):
     """More of K than the slices of a cluster cover."""
-    codes, scale = random_weight(64, 40000)
+    codes, scale = random_weight(128, 40000)
     check(torch.randn(rows, 40000, device="cuda").bfloat16(), codes, scale, factor())
 
 
@@ -250,10 +250,16 @@ def test_activation_shapes(rows):
     check(x.reshape(3, 1, rows, 256), codes, scale, factor())
     check(torch.randn(rows, 300, device="cuda").bfloat16()[:, 20:276], codes, scale, factor())
     check(torch.randn(rows, 264, device="cuda").bfloat16()[:, 8:], codes, scale, factor())
-    beside = torch.full((rows, 384), float("nan"), device="cuda").bfloat16()
-    beside[:, :200] = x[0, :, :200]
-    codes, scale = random_weight(128, 200)
-    check(beside[:, :200], zero_padding(codes, 200), scale, factor())  # what a stage has beside K
+
+
+@pytest.mark.parametrize("columns", [200, 1096, 1100])
+@pytest.mark.parametrize("rows", [2, 24, 40, 100])
+def test_what_a_stage_has_beside_the_columns(rows, columns):
+    """Not a number, which a code of zero would not take out of the sums."""
+    x = torch.full((rows, 1280), float("nan"), device="cuda").bfloat16()
+    x[:, :columns] = torch.randn(rows, columns, device="cuda")
+    codes, scale = random_weight(128, columns)
+    check(x[:, :columns], zero_padding(codes, columns), scale, factor())
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -13,10 +13,11 @@ namespace {
 // Up to so many rows of x the few-rows kernel is faster than wgmma's: it reads w once for each 16. H200, 14336 x 8192,
 // a single product: 31 us at 16 rows, so twice that beyond, where wgmma's kernel takes 37 at 32.
 constexpr int kMostRowsByMma = 16;
-// Likewise where Hopper's few-rows kernel does not fit, but the one for all GPUs: N no multiple of 128, say. us single
-// and in a chain, by mma and by wgmma: 4000 x 4096, 8 rows 13.0, 8.8 and 13.7, 8.4; 12 rows 14.4, 10.2 and 13.7, 8.4;
-// 576 x 7168, 8 rows 12.2, 7.6 and 12.5, 7.4; 12 rows 13.0, 8.7 and 12.7, 7.5.
+// Likewise where N is no multiple of 128, and so the few-rows kernel not Hopper's own but that of all GPUs, and w not
+// larger than what was measured. us single and in a chain, by mma and by wgmma: 4000 x 4096, 8 rows 13.0, 8.8 and 13.7,
+// 8.4; 12 rows 14.4, 10.2 and 13.7, 8.4; 576 x 7168, 8 rows 12.2, 7.6 and 12.5, 7.4; 12 rows 13.0, 8.7 and 12.7, 7.5.
 constexpr int kMostUnevenRowsByMma = 8;
+constexpr int64_t kLargestUneven = 1 << 24;
 // Beyond so many rows of x decoding w once and torch's product are faster than the few-rows kernel once for each 16. By
 // arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for torch's product; not measured without wgmma.
 constexpr int kMostFewRows = 64;
@@ -142,7 +143,8 @@ bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tenso
   p.Kp = static_cast<int>(p.code_row * 2);
   p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
   p.scale_band = (static_cast<int64_t>(p.Kp) + 63) / 64 * 512;
-  const int most_by_mma = fits_matmul_few_rows_sm90(p) ? kMostRowsByMma : kMostUnevenRowsByMma;
+  const bool uneven = p.N % 128 != 0 && static_cast<int64_t>(p.N) * p.K <= kLargestUneven;
+  const int most_by_mma = uneven ? kMostUnevenRowsByMma : kMostRowsByMma;
   if (p.M > most_by_mma && fits_matmul_many_rows(p)) {
     Scratch scratch(x);
     launch_matmul_many_rows(p, std::ref(scratch), stream);

@@ -5,9 +5,9 @@
 // 16 (2 w + e % 4 / 2) + 2 t + 8 (e % 2) + e / 4.
 //
 // The kernel before costs a launch and 1.5 us, the warps that copy some 4 cycles a row of x and stage, which the loop
-// does not hide (they take the products' path to shared memory). So it is for at most 32 rows (H200, us single and in a
-// chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 3584 x 3584 14.7, 9.7 -> 13.3, 8.4), for 64 where there are
-// few stages (4096 x 4096 16.3, 11.4 -> 16.4, 11.1), and for no more (96 rows of 4096 x 4096 17.6, 13.5 -> 18.2, 13.1, of
+// does not hide (they take the products' path to shared memory). So it is for tiles of 32 rows (H200, us single and in a
+// chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 3584 x 3584 14.7, 9.7 -> 13.3, 8.4), of 64 where there are
+// few stages (4096 x 4096 16.3, 11.4 -> 16.4, 11.1), and of no more (96 rows of 4096 x 4096 17.6, 13.5 -> 18.2, 13.1, of
 // 14336 x 8192 46.9, 44.8 -> 56.1, 53.4). Where 256 rows of w share a stage of x, the kernel before costs less.
 #pragma once
 
@@ -74,9 +74,10 @@ __device__ __forceinline__ uint4 load_if(bool there, const uint16_t* from) {
 // copy engine would have brought it. A lane has elements 8 w..8 w + 7 of each 32 of a token, four pieces of 16 bytes
 // that become four others. All loads are under way at once.
 //
-// Only where no place of the ring is filled twice. Another warp would fill it then, and what it stores comes behind what
-// the first one stored by two barriers (full, empty), but compute-sanitizer's racecheck reports the two. Otherwise more
-// stages could be so: 32 rows, 4096 x 14336 23.2 and 18.4 us instead of 26.3 and 22.0.
+// Only where no place of the ring is filled twice. In a ring of 10 stages another warp would fill it then: what it stores
+// comes behind what the first one stored by two barriers (full, empty), but compute-sanitizer's racecheck reports the
+// two. (A number of stages that four divides keeps each place one warp's; racecheck has not run over that.) What it would
+// be with more stages: 32 rows, 4096 x 14336 23.2 and 18.4 us instead of 26.3 and 22.0.
 template <int kTokens>
 __device__ __forceinline__ void permute_stage(const Problem& p, int row, int step, uint32_t at) {
   constexpr int kTimes = kTokens / 8;
