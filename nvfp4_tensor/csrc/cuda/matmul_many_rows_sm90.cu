@@ -68,14 +68,15 @@ enum class Serves { kProducts, kGroupsToo };
 
 struct Kernel {
   int rows, tokens, stages;
-  bool permuted, in_copy, shared;  // x permuted by a kernel before, or while it is copied
+  X x;
+  bool shared;
   int stage_cycles;                                                           // of a multiprocessor, on an H200
   void (*launch[2][2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // of groups or not; bf16, fp16
 
   template <typename S, Serves kServes = Serves::kProducts>
   static constexpr Kernel of(int stage_cycles) {
     using Bf16 = __nv_bfloat16;
-    Kernel kernel = {S::kRows, S::kTokens, S::kStages, S::kPermuted && !S::kInCopy, S::kInCopy, S::kShared, stage_cycles,
+    Kernel kernel = {S::kRows, S::kTokens, S::kStages, S::kX, S::kShared, stage_cycles,
                      {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
     if constexpr (kServes == Serves::kGroupsToo) {
       kernel.launch[1][0] = many_rows::launch<Bf16, S, true>;
@@ -91,22 +92,22 @@ struct Kernel {
 // Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or longer. (x permuted in
 // copying: by fits to 14 weights, of at most 64 rows of x, single and in chains.)
 constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 2, 10, X::kPermuted>>(790),
-    Kernel::of<Shape<32, 4, 7, X::kPermuted>, Serves::kGroupsToo>(1260),
-    Kernel::of<Shape<64, 4, 6, X::kPermuted>, Serves::kGroupsToo>(1445),
-    Kernel::of<Shape<96, 2, 6, X::kPermuted>>(1110),
-    Kernel::of<Shape<128, 2, 5, X::kPermuted>>(1250),
-    Kernel::of<Shape<160, 2, 4, X::kPermuted>>(1400),
+    Kernel::of<Shape<32, 2, 10, X::kPermutedBefore>>(790),
+    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore>, Serves::kGroupsToo>(1260),
+    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore>, Serves::kGroupsToo>(1445),
+    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore>>(1110),
+    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore>>(1250),
+    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore>>(1400),
     Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(1885),
     Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(2090),
     Kernel::of<Shape<32, 2, 10, X::kAsItLies, Tiles::kShared>>(995),
     Kernel::of<Shape<32, 2, 10, X::kPermutedInCopy, Tiles::kShared>>(680),
     Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(1080),
-    Kernel::of<Shape<64, 2, 8, X::kPermuted, Tiles::kShared>>(965),
+    Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(965),
     Kernel::of<Shape<96, 2, 6, X::kAsItLies, Tiles::kShared>>(1370),
-    Kernel::of<Shape<96, 2, 6, X::kPermuted, Tiles::kShared>>(1145),
+    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(1145),
     Kernel::of<Shape<128, 2, 5, X::kAsItLies, Tiles::kShared>>(1515),
-    Kernel::of<Shape<128, 2, 5, X::kPermuted, Tiles::kShared>>(1285),
+    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore, Tiles::kShared>>(1285),
     Kernel::of<Shape<160, 2, 4, X::kAsItLies, Tiles::kShared>>(1735),
     Kernel::of<Shape<192, 2, 3, X::kAsItLies, Tiles::kShared>>(1925),
     Kernel::of<Shape<256, 2, 3, X::kAsItLies, Tiles::kShared>>(2170),
@@ -134,8 +135,8 @@ std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
                            k.stage_cycles, rows,     std::min(kTokenGroup, tokens)};
     const auto of = p.offs ? Plan::of_groups : k.shared ? Plan::of_sharers : Plan::of_runs;
     Plan plan = of(tiling, multiprocessors);
-    if (k.in_copy && ceil_div(tiling.steps, plan.sharers) > k.stages) continue;  // see permute_stage
-    if (k.permuted) plan.cost += kPermuteCycles + static_cast<int64_t>(p.rows) * p.K / kPermutedPerCycle;
+    if (k.x == X::kPermutedInCopy && ceil_div(tiling.steps, plan.sharers) > k.stages) continue;  // see permute_stage
+    if (k.x == X::kPermutedBefore) plan.cost += kPermuteCycles + static_cast<int64_t>(p.rows) * p.K / kPermutedPerCycle;
     if (!best || plan.cost < best->cost) best = plan, kernel = &k;
   }
   return {*best, kernel};
@@ -157,12 +158,13 @@ void launch_matmul_many_rows(const Problem& given, const std::function<void*(int
   const auto [plan, kernel] = best_plan(given);
   Problem p = given;
   const int columns = ceil_div(p.K, kStageK) * kStageK;
-  const bool moves_x = kernel->permuted || !x_is_aligned(p) || (kernel->in_copy && p.K % 8 != 0);
+  const bool before = kernel->x == X::kPermutedBefore, in_copy = kernel->x == X::kPermutedInCopy;
+  const bool moves_x = before || !x_is_aligned(p) || (in_copy && p.K % 8 != 0);
   uint8_t* const at =
       static_cast<uint8_t*>(scratch(plan.x_at() + (moves_x ? static_cast<int64_t>(p.rows) * columns * 2 : 0)));
   if (moves_x) {
     uint4* x = reinterpret_cast<uint4*>(at + plan.x_at());
-    if (kernel->permuted) {
+    if (before) {
       permute_x<<<dim3(p.rows, ceil_div(p.K, kPermuteK)), kPermuteThreads, 0, stream>>>(p, x);
     } else {
       align_x<<<dim3(p.rows, ceil_div(columns, 128 * 8)), 128, 0, stream>>>(p, x);

@@ -25,11 +25,14 @@
 namespace nvfp4 {
 namespace many_rows {
 
-enum class X { kAsItLies, kPermuted, kPermutedInCopy };  // kPermuted: by a kernel before
+enum class X { kAsItLies, kPermutedBefore, kPermutedInCopy };
 enum class Tiles { kInRuns, kShared };
 
-template <int kTokens_, int kRowGroups_, int kStages_, X kX, Tiles kTiles = Tiles::kInRuns>
+constexpr int kPermutingCopiers = 4;  // warps
+
+template <int kTokens_, int kRowGroups_, int kStages_, X kX_, Tiles kTiles = Tiles::kInRuns>
 struct Shape {
+  static constexpr X kX = kX_;
   static constexpr bool kPermuted = kX != X::kAsItLies, kInCopy = kX == X::kPermutedInCopy;
   static constexpr bool kShared = kTiles == Tiles::kShared;
   static_assert(kShared || !kInCopy);
@@ -107,7 +110,7 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
   for (Segment s; segments.next(s);) {
     const Place place = place_of<S, kGrouped>(p, work, s.tile);
     for (int step = s.begin; step < s.end; ++step, ring.next()) {
-      if (S::kInCopy && turn++ % 4 != helper) continue;
+      if (S::kInCopy && turn++ % kPermutingCopiers != helper) continue;
       barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
       if (elect_one()) copy_stage<S>(p, x_map, code_map, ring.data(), ring.full(), place, step);
       if constexpr (S::kInCopy) {
