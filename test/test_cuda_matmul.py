@@ -173,6 +173,33 @@ def test_products_in_a_chain(rows, quantized):
             assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("rows", [2, 16, 24, 64, 96, 128, 160, 200, 600])
+def test_weights_that_the_kernel_before_writes(rows):
+    """Products begin before the kernel before them is done, and multiply by what it wrote."""
+    given = [random_weight(4096, 4096, low=0x20, high=0x28) for _ in range(3)]
+    x, codes, scale = torch.randn(rows, 4096, device="cuda").bfloat16(), *map(torch.empty_like, given[0])
+    per_tensor_scale = factor()
+
+    def multiply(codes, scale):
+        return torch.ops.nvfp4.matmul(x, None, codes, scale, per_tensor_scale, None, 4096, False, x.dtype)
+
+    def multiply_all():
+        results = []
+        for new_codes, new_scale in given:
+            scale.copy_(new_scale)
+            codes.copy_(new_codes)
+            results.append(multiply(codes, scale))
+        return results
+
+    alone = [multiply(*weight) for weight in given]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = multiply_all()
+    for _ in times(20):
+        graph.replay()
+        assert all(map(torch.equal, together, alone))
+
+
 @pytest.mark.parametrize("rows", [520, 1024])
 def test_wide_tiles(rows):
     """Many rows of x and of w: x of any alignment and width, N of any width, every epilogue."""

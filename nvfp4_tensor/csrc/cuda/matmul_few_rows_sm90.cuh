@@ -12,10 +12,10 @@
 // 16 slices, blocks of a cluster split it, and their adding warps send what they have to those of the first block.
 //
 // A chain of such kernels overlaps: each is let begin while the one before still runs, prepares its barriers and waits:
-// that kernel may be the one that writes w. x goes ahead of all copies of w, for what is asked for later waits behind
-// them. H200, 14336 x 8192, us at M = 1, 8 and 4096 x 4096 at M = 16: 24.7, 25.0, 12.0; with the first tile ahead of x
-// 24.5, 26.4, 12.7; with that one also brought to the L2 cache before the wait 25.8, 27.0, 12.8, with all that the ring
-// holds 28.3 at M = 1: the copy engine works through such requests at the pace of copies.
+// that kernel may be the one that writes w. More than a few rows of x go ahead of all copies of w, for what is asked for
+// later waits behind them; fewer go behind the first tile (kMostRowsBehindATile). What is brought to the L2 cache before
+// the wait, by the copy engine or by prefetches, is in the way of x and of the kernel before: decode of an 8B model took
+// 2217 us a token without, 2346 with a unit of each warp, 2619 with all that the ring holds.
 //
 // An mma holds its scheduler's issue for 8 cycles on Hopper, decoding what it multiplies for 15, so that without any copy
 // 14336 x 8192 takes 18 us in a chain at M = 1 and 22 at 16, where copies alone take 18.4. By wgmma, which holds nothing,
@@ -123,6 +123,11 @@ struct Place {
     asm volatile("" : "+r"(codes), "+r"(scales), "+r"(selector));
   }
 };
+
+// Rows of x up to which the first tile of w goes ahead of x. H200, us single and in a chain, x first -> the tile first:
+// 14336 x 8192, M = 1, 4 and 8 25.6, 21.0 -> 24.7, 20.6; 25.3, 21.2 -> 24.8, 20.7; 25.8, 21.5 -> 26.4, 21.8; 4096 x 4096
+// 11.1, 6.0 -> 10.9, 5.7; 10.8, 6.0 -> 10.9, 5.9; 11.5, 6.2 -> 11.8, 6.4. Decode of an 8B model: 2235 -> 2183 us a token.
+constexpr int kMostRowsBehindATile = 4;
 
 // Adds the product of a unit with the x of its columns; calls loaded() once all of it is in registers, and used.
 template <typename T, typename S, typename Loaded>
@@ -250,13 +255,15 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
     return;
   }
   wait_for_previous_kernel();
+  const bool tile_first = p.some_m <= kMostRowsBehindATile;
+  if (tile_first && tile < w.end && elect_one()) w.copy_tile(tile, 0);
   uint4 b[S::kUnits][2][4][S::kColumns];
   fetch_slice<S>(p, expert, w.k0, lane, b);
   if (elect_one()) {
 #pragma unroll
     for (int to = 0; to < S::kDepth; to += S::kUnits) {
       const uint32_t which = tile + to / S::kUnits * work.row_groups;
-      if (which < w.end) w.copy_tile(which, to);
+      if (which < w.end && !(to == 0 && tile_first)) w.copy_tile(which, to);
     }
   }
   turn_slice<S>(p.some_m, lane, shared + S::kSlotsAt + warp * S::kSlots * S::kTileSums * 4, b);

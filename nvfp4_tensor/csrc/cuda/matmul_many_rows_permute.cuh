@@ -4,11 +4,10 @@
 // 16; for its 16 bytes of codes to be that as they lie, element k = 32 t + 8 w + e of each 128 of x goes to
 // 16 (2 w + e % 4 / 2) + 2 t + 8 (e % 2) + e / 4.
 //
-// The kernel before costs a launch and 1.5 us, the warps that copy some 4 cycles a row of x and stage, which the loop
-// does not hide (they take the products' path to shared memory). So it is for tiles of 32 rows (H200, us single and in a
-// chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 3584 x 3584 14.7, 9.7 -> 13.3, 8.4), of 64 where there are
-// few stages (4096 x 4096 16.3, 11.4 -> 16.4, 11.1), and of no more (96 rows of 4096 x 4096 17.6, 13.5 -> 18.2, 13.1, of
-// 14336 x 8192 46.9, 44.8 -> 56.1, 53.4). Where 256 rows of w share a stage of x, the kernel before costs less.
+// The kernel before costs a launch and less than 1 us, the warps that copy some 4 cycles a row of x and stage, which the
+// loop does not hide (they take the products' path to shared memory). So it is for tiles of 32 rows (H200, us single and
+// in a chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 3584 x 3584 14.7, 9.7 -> 13.3, 8.4) and no more (64 rows
+// of 4096 x 4096 16.4, 10.6 -> 16.6, 11.0, of 4096 x 14336 26.8, 21.1 -> 29.8, 24.2; 48 rows are 2 % faster so).
 #pragma once
 
 #include "matmul_decode.cuh"
@@ -20,15 +19,19 @@ namespace many_rows {
 constexpr int kStageK = 128;          // what is permuted, and a stage of the pipeline: two column tiles of scales
 constexpr int kPermuteThreads = 128;  // each with 32 elements
 constexpr int kPermuteK = kPermuteThreads * 32;
+// Shared memory that keeps all but a few of its blocks off a multiprocessor. It begins before the kernel before it ends,
+// on the multiprocessors which that one leaves free; those are few, and took half of its blocks. H200, us in a chain,
+// beginning after that kernel -> before its end -> so kept: 4096 x 4096, M = 128 14.9 -> 16.4 -> 14.1 (it leaves 4), 7168
+// x 2048, M = 96 13.6 -> 12.5 -> 12.3 (20).
+constexpr int kPermuteSpare = 40 << 10;
 
 // One block for kPermuteK elements of a row. Both memory accesses are contiguous: a warp's 2 KB turn around in shared
 // memory, whose 16-byte units are swizzled against bank conflicts. (Without: 61 us instead of 33 for 4096 x 8192.)
 __global__ void __launch_bounds__(kPermuteThreads)
     permute_x(const __grid_constant__ Problem p, uint4* out) {
   __shared__ uint32_t words[kPermuteThreads / 32][512];
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  wait_for_previous_kernel();
+  let_next_kernel_begin();
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, units = (p.K + kStageK - 1) / kStageK * 16;
   const int first = (blockIdx.y * (kPermuteThreads / 32) + warp) * 128;  // units of 16 bytes
@@ -73,11 +76,6 @@ __device__ __forceinline__ uint4 load_if(bool there, const uint16_t* from) {
 // A stage of x from row `row` on, permuted by a warp on its way through registers, into the 128-byte swizzle in which the
 // copy engine would have brought it. A lane has elements 8 w..8 w + 7 of each 32 of a token, four pieces of 16 bytes
 // that become four others. All loads are under way at once.
-//
-// Only where no place of the ring is filled twice. In a ring of 10 stages another warp would fill it then: what it stores
-// comes behind what the first one stored by two barriers (full, empty), but compute-sanitizer's racecheck reports the
-// two. (A number of stages that four divides keeps each place one warp's; racecheck has not run over that.) What it would
-// be with more stages: 32 rows, 4096 x 14336 23.2 and 18.4 us instead of 26.3 and 22.0.
 template <int kTokens>
 __device__ __forceinline__ void permute_stage(const Problem& p, int row, int step, uint32_t at) {
   constexpr int kTimes = kTokens / 8;

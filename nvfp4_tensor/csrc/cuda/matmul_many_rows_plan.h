@@ -25,7 +25,7 @@ constexpr int kRowBytesOfStage = 256;  // of x
 constexpr int kShareCycles = 3200;
 constexpr double kSharedSumsPerCycle = 2.6;
 constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
-constexpr int kPermuteCycles = 1300, kPermutedPerCycle = 1700;  // elements of x
+constexpr int kPermuteCycles = 700, kPermutedPerCycle = 1700;  // elements of x
 constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
 
 // y in tiles of `rows` rows of w by `tokens` rows of x, and K in `steps` stages of so many cycles each.

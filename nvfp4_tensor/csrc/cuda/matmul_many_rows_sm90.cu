@@ -59,7 +59,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();
   work.sharers = plan.sharers, work.runs = plan.blocks;
-  // In a chain of products 1 us less each than beginning after the kernel before. (permute_x so too: 1.5 us more.)
+  // In a chain of products 1 us less each than beginning after the kernel before.
   const Launch launch(dim3(plan.blocks), 1, S::kThreads, S::kSharedBytes, stream, Begins::kBeforePreviousEnds);
   cudaLaunchKernelEx(&launch.config, kernel, p, x, codes, work);
 }
@@ -89,8 +89,7 @@ struct Kernel {
 // A stage takes what decoding does and half of what the tensor cores do, or all of the latter where that is more: 128
 // rows by 64 tokens take 640 cycles without products, 600 without decoding and 946; by 256 tokens 2062 without
 // decoding, and 2141. So it is also with two warpgroups more, and with products and decoding interleaved any finer.
-// Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or longer. (x permuted in
-// copying: by fits to 14 weights, of at most 64 rows of x, single and in chains.)
+// Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or longer.
 constexpr Kernel kKernels[] = {
     Kernel::of<Shape<32, 2, 10, X::kPermutedBefore>>(790),
     Kernel::of<Shape<32, 4, 7, X::kPermutedBefore>, Serves::kGroupsToo>(1260),
@@ -100,15 +99,11 @@ constexpr Kernel kKernels[] = {
     Kernel::of<Shape<160, 2, 4, X::kPermutedBefore>>(1400),
     Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(1885),
     Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(2090),
-    Kernel::of<Shape<32, 2, 10, X::kAsItLies, Tiles::kShared>>(995),
-    Kernel::of<Shape<32, 2, 10, X::kPermutedInCopy, Tiles::kShared>>(680),
-    Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(1080),
+    Kernel::of<Shape<32, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(760),
     Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(965),
-    Kernel::of<Shape<96, 2, 6, X::kAsItLies, Tiles::kShared>>(1370),
     Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(1145),
-    Kernel::of<Shape<128, 2, 5, X::kAsItLies, Tiles::kShared>>(1515),
     Kernel::of<Shape<128, 2, 5, X::kPermutedBefore, Tiles::kShared>>(1285),
-    Kernel::of<Shape<160, 2, 4, X::kAsItLies, Tiles::kShared>>(1735),
+    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore, Tiles::kShared>>(1435),
     Kernel::of<Shape<192, 2, 3, X::kAsItLies, Tiles::kShared>>(1925),
     Kernel::of<Shape<256, 2, 3, X::kAsItLies, Tiles::kShared>>(2170),
 };
@@ -135,7 +130,6 @@ std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
                            k.stage_cycles, rows,     std::min(kTokenGroup, tokens)};
     const auto of = p.offs ? Plan::of_groups : k.shared ? Plan::of_sharers : Plan::of_runs;
     Plan plan = of(tiling, multiprocessors);
-    if (k.x == X::kPermutedInCopy && ceil_div(tiling.steps, plan.sharers) > k.stages) continue;  // see permute_stage
     if (k.x == X::kPermutedBefore) plan.cost += kPermuteCycles + static_cast<int64_t>(p.rows) * p.K / kPermutedPerCycle;
     if (!best || plan.cost < best->cost) best = plan, kernel = &k;
   }
@@ -165,7 +159,9 @@ void launch_matmul_many_rows(const Problem& given, const std::function<void*(int
   if (moves_x) {
     uint4* x = reinterpret_cast<uint4*>(at + plan.x_at());
     if (before) {
-      permute_x<<<dim3(p.rows, ceil_div(p.K, kPermuteK)), kPermuteThreads, 0, stream>>>(p, x);
+      const Launch launch(dim3(p.rows, ceil_div(p.K, kPermuteK)), 1, kPermuteThreads, kPermuteSpare, stream,
+                          Begins::kBeforePreviousEnds);
+      cudaLaunchKernelEx(&launch.config, permute_x, p, x);
     } else {
       align_x<<<dim3(p.rows, ceil_div(columns, 128 * 8)), 128, 0, stream>>>(p, x);
     }

@@ -53,6 +53,9 @@ struct Shape {
   static constexpr int kPlanAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448);
+  // Each place of the ring is one warp's: where several fill it in turn, two barriers (full, empty) lie between their
+  // stores, but compute-sanitizer's racecheck reports them.
+  static_assert(!kInCopy || kStages % kPermutingCopiers == 0);
 };
 
 // The ring of stages: a barrier that says full and one that says empty for each, after the pool.
