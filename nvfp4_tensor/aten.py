@@ -285,26 +285,25 @@ def _functional_linear(func, types, args, kwargs):
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input @ weight^T + bias as one product, rounded once (aten's own linear adds some biases after rounding)."""
-    if input.dim() == 0 or weight.dim() not in (1, 2):
+    dims, weight_dims = input.dim(), weight.dim()
+    if dims == 0 or weight_dims not in (1, 2):
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"
         raise RuntimeError(f"linear takes an input (..., K) and a weight (N, K) or (K,), got {shapes}")
-    if weight.dim() == 1:
+    if weight_dims == 1:
         return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
-    rows = input if input.dim() == 2 else input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
-    if bias is not None and bias.dim() > 1 and input.dim() > 2:  # it broadcasts to the result, not to its rows
+    rows = input if dims == 2 else input.unsqueeze(0) if dims == 1 else input.flatten(0, -2)
+    if bias is not None and bias.dim() > 1 and dims > 2:  # it broadcasts to the result, not to its rows
         bias = bias.expand(*input.shape[:-1], weight.shape[0]).flatten(0, -2)
     if isinstance(weight, NVFP4Tensor) and _needs_only_the_product(input, weight, bias):
         y = linear_product(rows, weight, _dense(bias))
     else:
         y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-    return y if input.dim() == 2 else y.view(*input.shape[:-1], weight.shape[0])
+    return y if dims == 2 else y.view(*input.shape[:-1], weight.shape[0])
 
 
 def _needs_only_the_product(input: Tensor, weight: NVFP4Tensor, bias: Tensor | None) -> bool:
     """Whether nothing between here and the product has a say: no gradient, no trace, no transform, no autocast."""
-    device = input.device.type
-    return (
-        not (torch.compiler.is_dynamo_compiling() or is_transformed())
-        and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device))
-        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)))
-    )
+    if torch.compiler.is_dynamo_compiling() or is_transformed() or torch._C._is_any_autocast_enabled():
+        return False
+    bias_requires_grad = bias is not None and bias.requires_grad
+    return not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad or bias_requires_grad))

@@ -39,7 +39,7 @@ def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 
 
 def linear_product(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> Tensor:
     """x (M, K) @ w^T + bias of a matrix w (N, K): what :func:`product` gives for w.t(), without making that view."""
-    if x.shape[1] != w.shape[1] or x.dtype != w.dtype or x.device != w.device:
+    if x.size(1) != w.size(1) or x.dtype != w.dtype or x.device != w.device:
         _check_operands(x, w.t())
     return _times_nvfp4(x, w, not w.transposed, bias, 1)
 
@@ -135,7 +135,7 @@ def _decoded_product(
     if alpha != 1:
         x_scale = torch.full((), alpha, dtype=torch.float32, device=x.device) if x_scale is None else x_scale * alpha
     columns = columns or (x.shape[-1] if along_blocks else w.columns)
-    return torch.ops.nvfp4.matmul(x, x_scale, *_weight(w), bias, columns, not along_blocks, out_dtype)
+    return torch.ops.nvfp4.matmul.default(x, x_scale, *_weight(w), bias, columns, not along_blocks, out_dtype)
 
 
 def _weight(w: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
