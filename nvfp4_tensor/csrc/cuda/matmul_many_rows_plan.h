@@ -14,8 +14,8 @@ namespace many_rows {
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 480 products (on
-// an H200, 20 weights of published models, 20 to 4096 rows of x, single and in chains): what is chosen by them takes
-// 0.5 % longer than the best plan in the mean, 12 % at most.
+// an H200, 20 weights of published models, 20 to 4096 rows of x, single and in chains), and those of x permuted to 160
+// more of 48 to 384 rows: what is chosen by them takes 0.5 % longer than the best plan in the mean, 12 % at most.
 constexpr int kWaitCycles = 3200, kSumsPerCycle = 6;  // of cut tiles, whose sums are written once and read for each run
 // Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
 // time: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in 128 795.
@@ -25,7 +25,7 @@ constexpr int kRowBytesOfStage = 256;  // of x
 constexpr int kShareCycles = 3200;
 constexpr double kSharedSumsPerCycle = 2.6;
 constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
-constexpr int kPermuteCycles = 700, kPermutedPerCycle = 1700;  // elements of x
+constexpr int kPermuteCycles = 500, kPermutedPerCycle = 1000;  // elements of x
 constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
 
 // y in tiles of `rows` rows of w by `tokens` rows of x, and K in `steps` stages of so many cycles each.
