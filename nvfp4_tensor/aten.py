@@ -301,9 +301,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if dims == 2 else y.view(*input.shape[:-1], weight.shape[0])
 
 
+def _autocasts(x: Tensor) -> bool:
+    if x.is_cpu or x.is_cuda:  # one question of both, a third of the time; it leaves other devices out, MPS for one
+        return torch._C._is_any_autocast_enabled()
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def _needs_only_the_product(input: Tensor, weight: NVFP4Tensor, bias: Tensor | None) -> bool:
     """Whether nothing between here and the product has a say: no gradient, no trace, no transform, no autocast."""
-    if torch.compiler.is_dynamo_compiling() or is_transformed() or torch._C._is_any_autocast_enabled():
+    if torch.compiler.is_dynamo_compiling() or is_transformed() or _autocasts(input):
         return False
     bias_requires_grad = bias is not None and bias.requires_grad
     return not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad or bias_requires_grad))

@@ -124,9 +124,10 @@ struct Place {
   }
 };
 
-// Rows of x up to which the first tile of w goes ahead of x. H200, us single and in a chain, x first -> the tile first:
-// 14336 x 8192, M = 1, 4 and 8 25.6, 21.0 -> 24.7, 20.6; 25.3, 21.2 -> 24.8, 20.7; 25.8, 21.5 -> 26.4, 21.8; 4096 x 4096
-// 11.1, 6.0 -> 10.9, 5.7; 10.8, 6.0 -> 10.9, 5.9; 11.5, 6.2 -> 11.8, 6.4. Decode of an 8B model: 2235 -> 2183 us a token.
+// Rows of x up to which the first tile of w goes ahead of x. H200, in one run, us single and in a chain, x first -> the
+// tile first: 14336 x 8192, M = 1, 4 and 8 25.6, 21.0 -> 24.7, 20.6; 25.3, 21.2 -> 24.8, 20.7; 25.8, 21.5 -> 26.4, 21.8;
+// 4096 x 4096 11.1, 6.0 -> 10.9, 5.7; 10.8, 6.0 -> 10.9, 5.9; 11.5, 6.2 -> 11.8, 6.4. Decode of an 8B model, in another:
+// 2235 -> 2183 us a token.
 constexpr int kMostRowsBehindATile = 4;
 
 // Adds the product of a unit with the x of its columns; calls loaded() once all of it is in registers, and used.

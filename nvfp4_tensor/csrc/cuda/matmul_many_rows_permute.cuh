@@ -7,8 +7,8 @@
 // The kernel before costs a launch and less than 1 us, the warps that copy some 4 cycles a row of x and stage, which the
 // loop does not hide (they take the products' path to shared memory). So it is for tiles of 32 rows (H200, us single and
 // in a chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 3584 x 3584 14.7, 9.7 -> 13.3, 8.4), of 64 where w has
-// few rows and x many (512 rows of 512 x 3584 16.5, 10.8 -> 15.7, 10.0; but 64 of 4096 x 4096 16.4, 10.6 -> 16.6, 11.0, of
-// 4096 x 14336 26.8, 21.1 -> 29.8, 24.2) and of no more.
+// few rows and x many (256 rows of 1024 x 4096 16.5, 11.2 -> 16.0, 10.5; but 64 of 4096 x 4096 16.4, 10.6 -> 16.6, 11.0,
+// of 4096 x 14336 26.8, 21.1 -> 29.8, 24.2) and of no more.
 #pragma once
 
 #include "matmul_decode.cuh"
@@ -24,13 +24,14 @@ constexpr int kPermuteK = kPermuteThreads * 32;
 // on the multiprocessors which that one leaves free; those are few, and took half of its blocks. H200, us in a chain,
 // beginning after that kernel -> before its end -> so kept: 4096 x 4096, M = 128 14.9 -> 16.4 -> 14.1 (it leaves 4), 7168
 // x 2048, M = 96 13.6 -> 12.5 -> 12.3 (20).
-constexpr int kPermuteSpare = 40 << 10;
+constexpr int kPermuteSpare = 40 << 10, kPermuteWords = 512;  // the latter of a warp
+static_assert(kPermuteSpare + kPermuteThreads / 32 * kPermuteWords * 4 <= 48 << 10);  // what a kernel has without asking
 
 // One block for kPermuteK elements of a row. Both memory accesses are contiguous: a warp's 2 KB turn around in shared
 // memory, whose 16-byte units are swizzled against bank conflicts. (Without: 61 us instead of 33 for 4096 x 8192.)
 __global__ void __launch_bounds__(kPermuteThreads)
     permute_x(const __grid_constant__ Problem p, uint4* out) {
-  __shared__ uint32_t words[kPermuteThreads / 32][512];
+  __shared__ uint32_t words[kPermuteThreads / 32][kPermuteWords];
   wait_for_previous_kernel();
   let_next_kernel_begin();
   const int64_t row = blockIdx.x;
