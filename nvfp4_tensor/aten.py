@@ -302,7 +302,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _autocasts(x: Tensor) -> bool:
-    if x.is_cpu or x.is_cuda:  # one question of both, a third of the time; it leaves other devices out, MPS for one
+    if x.is_cpu or x.is_cuda:  # the shorter question, which leaves some devices out, MPS for one
         return torch._C._is_any_autocast_enabled()
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

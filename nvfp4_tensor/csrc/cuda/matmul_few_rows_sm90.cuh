@@ -15,7 +15,7 @@
 // that kernel may be the one that writes w. More than a few rows of x go ahead of all copies of w, for what is asked for
 // later waits behind them; fewer go behind the first tile (kMostRowsBehindATile). What is brought to the L2 cache before
 // the wait, by the copy engine or by prefetches, is in the way of x and of the kernel before: decode of an 8B model took
-// 2222 us a token without, 2346 with a unit of each warp, 2619 with all that the ring holds.
+// 2222 us a token without, 2213 to 2346 with a unit of each warp (by lines, by sectors), 2619 with all the ring's.
 //
 // An mma holds its scheduler's issue for 8 cycles on Hopper, decoding what it multiplies for 15, so that without any copy
 // 14336 x 8192 takes 18 us in a chain at M = 1 and 22 at 16, where copies alone take 18.4. By wgmma, which holds nothing,

@@ -22,16 +22,17 @@ constexpr int kPermuteThreads = 128;  // each with 32 elements
 constexpr int kPermuteK = kPermuteThreads * 32;
 // Shared memory that keeps all but a few of its blocks off a multiprocessor. It begins before the kernel before it ends,
 // on the multiprocessors which that one leaves free; those are few, and took half of its blocks. H200, us in a chain,
-// beginning after that kernel -> before its end -> so kept: 4096 x 4096, M = 128 14.9 -> 16.4 -> 14.1 (it leaves 4), 7168
-// x 2048, M = 96 13.6 -> 12.5 -> 12.3 (20).
-constexpr int kPermuteSpare = 40 << 10, kPermuteWords = 512;  // the latter of a warp
-static_assert(kPermuteSpare + kPermuteThreads / 32 * kPermuteWords * 4 <= 48 << 10);  // what a kernel has without asking
+// beginning after that kernel -> before its end -> so kept, to three: 4096 x 4096, M = 128 14.9 -> 16.4 -> 14.1 (it leaves
+// 4), 7168 x 2048, M = 96 13.6 -> 12.5 -> 12.3 (20). Here it is four, for which a kernel need not ask.
+constexpr int kPermuteSpare = 40 << 10;
+constexpr int kWarpWords = 512;
+static_assert(kPermuteThreads / 32 * kWarpWords * 4 + kPermuteSpare <= 48 << 10);
 
 // One block for kPermuteK elements of a row. Both memory accesses are contiguous: a warp's 2 KB turn around in shared
 // memory, whose 16-byte units are swizzled against bank conflicts. (Without: 61 us instead of 33 for 4096 x 8192.)
 __global__ void __launch_bounds__(kPermuteThreads)
     permute_x(const __grid_constant__ Problem p, uint4* out) {
-  __shared__ uint32_t words[kPermuteThreads / 32][kPermuteWords];
+  __shared__ uint32_t words[kPermuteThreads / 32][kWarpWords];
   wait_for_previous_kernel();
   let_next_kernel_begin();
   const int64_t row = blockIdx.x;

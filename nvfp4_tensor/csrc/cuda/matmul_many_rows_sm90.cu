@@ -67,7 +67,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
 enum class Serves { kProducts, kGroupsToo };
 
 struct Kernel {
-  int rows, tokens, stages;
+  int rows, tokens;
   X x;
   bool shared;
   int stage_cycles;                                                           // of a multiprocessor, on an H200
@@ -76,7 +76,7 @@ struct Kernel {
   template <typename S, Serves kServes = Serves::kProducts>
   static constexpr Kernel of(int stage_cycles) {
     using Bf16 = __nv_bfloat16;
-    Kernel kernel = {S::kRows, S::kTokens, S::kStages, S::kX, S::kShared, stage_cycles,
+    Kernel kernel = {S::kRows, S::kTokens, S::kX, S::kShared, stage_cycles,
                      {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
     if constexpr (kServes == Serves::kGroupsToo) {
       kernel.launch[1][0] = many_rows::launch<Bf16, S, true>;
