@@ -13,8 +13,10 @@
 namespace nvfp4 {
 namespace many_rows {
 
-// Of w, of a warp's 16; the lane's other row is 2 further.
-__device__ __forceinline__ int first_row(int lane) { return lane / 8 * 4 + lane / 4 % 2; }
+// Of w, of a warp's 16; the lane's other row is kToOtherRow further.
+__device__ __forceinline__ int first_row(int lane) { return lane / 4; }
+constexpr int kToOtherRow = 8;
+constexpr int kToOtherCodes = kToOtherRow * 64, kToOtherScales = kToOtherRow * 16;  // bytes of a stage: swizzled alike
 
 // Where a stage has the scales of a row of the tile for its first half, or its second.
 template <typename S>
@@ -31,8 +33,9 @@ class PermutedStage {
     const uint32_t code = stage + S::kCodesAt + row * 64 + (t ^ row / 2 % 4) * 16;
     const uint32_t scale = stage + scales_at<S>(row, t / 2);
     codes_[0] = load_shared_16(code);
-    codes_[1] = load_shared_16(code + 128 ^ 16);  // two rows further the swizzle differs in its lowest bit
-    scales_ = __byte_perm(load_shared_4(scale), load_shared_4(scale + 32), t % 2 ? 0x7362 : 0x5140);
+    codes_[1] = load_shared_16(code + kToOtherCodes);
+    const uint32_t first = load_shared_4(scale), other = load_shared_4(scale + kToOtherScales);
+    scales_ = __byte_perm(first, other, t % 2 ? 0x7362 : 0x5140);
   }
   __device__ __forceinline__ void load_second(uint32_t) {}  // came with the first
   template <typename T>
@@ -101,8 +104,8 @@ class PlainStage {
     const uint32_t second = code + (half * 32 + 16 ^ swizzle);
     const uint32_t scale = stage + scales_at<S>(row, half);
     codes_[0][0] = load_shared_16(first), codes_[0][1] = load_shared_16(second);
-    codes_[1][0] = load_shared_16(second + 128), codes_[1][1] = load_shared_16(first + 128);
-    scales_[0] = load_shared_4(scale), scales_[1] = load_shared_4(scale + 32);
+    codes_[1][0] = load_shared_16(first + kToOtherCodes), codes_[1][1] = load_shared_16(second + kToOtherCodes);
+    scales_[0] = load_shared_4(scale), scales_[1] = load_shared_4(scale + kToOtherScales);
   }
   template <typename T>
   __device__ __forceinline__ void decode(uint32_t (&a)[16]) const {

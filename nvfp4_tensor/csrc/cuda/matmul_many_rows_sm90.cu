@@ -50,6 +50,11 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   const CUtensorMap codes = tensor_map<2>(
       p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {static_cast<u64>(p.Kp / 2), static_cast<u64>(rows)},
       {static_cast<u64>(p.code_row)}, {64, S::kRows}, CU_TENSOR_MAP_SWIZZLE_64B, kLines);
+  CUtensorMap y = x;  // not used where y is not plain
+  if (p.y_dtype == p.x_dtype && p.N % 8 == 0) {
+    y = tensor_map<2>(p.y, x_type, {static_cast<u64>(p.N), static_cast<u64>(p.rows)}, {static_cast<u64>(p.N) * 2},
+                      {64, S::kTokens}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+  }
   Work work;
   work.row_tiles = plan.tiling.row_tiles, work.token_tiles = token_tiles(p, S::kTokens);
   work.token_group = p.offs ? kTokenGroup : plan.tiling.token_group;
@@ -61,7 +66,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.sharers = plan.sharers, work.runs = plan.blocks;
   // In a chain of products 1 us less each than beginning after the kernel before.
   const Launch launch(dim3(plan.blocks), 1, S::kThreads, S::kSharedBytes, stream, Begins::kBeforePreviousEnds);
-  cudaLaunchKernelEx(&launch.config, kernel, p, x, codes, work);
+  cudaLaunchKernelEx(&launch.config, kernel, p, x, codes, y, work);
 }
 
 enum class Serves { kProducts, kGroupsToo };

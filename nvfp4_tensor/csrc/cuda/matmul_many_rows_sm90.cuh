@@ -50,6 +50,7 @@ struct Shape {
   static constexpr int kCodesAt = kXBytes, kScalesAt = kCodesAt + kCodeBytes;
   static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
+  static_assert(kGroups * kTokens * 128 <= kScalesAt && kTokens * 128 >= 4 * kWarpSumBytes);  // Desk
   static constexpr int kPlanAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448);
@@ -118,7 +119,7 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
       if (elect_one()) copy_stage<S>(p, x_map, code_map, ring.data(), ring.full(), place, step);
       if constexpr (S::kInCopy) {
         permute_stage<S::kTokens>(p, place.expert * p.M + place.token, step, ring.data());
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // each lane's, for the products
+        show_stores_to_copies();  // each lane's, for the products
         __syncwarp();
         if (elect_one()) barrier_arrive(ring.full());
       }
@@ -128,28 +129,56 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
 
 template <typename S>
 struct Consumer : Ring<S> {
-  using Encoded = std::conditional_t<S::kPermuted, PermutedStage<S>, PlainStage<S>>;
-
   using Ring<S>::Ring;
   __device__ __forceinline__ void release(int which) const { barrier_arrive(this->empty(which)); }
-  // Where this warpgroup's codes are in a stage; shared: this->pool as a pointer.
-  __device__ __forceinline__ uint8_t* desk(uint8_t* shared, int which) const {
-    return shared + which * S::kStageBytes + S::kCodesAt + threadIdx.x / 128 * kDesk;
-  }
   // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
   __device__ __forceinline__ uint64_t x(int half) const {
     return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((this->data() + half * (S::kXBytes / 2)) >> 4);
   }
 };
 
-// Starts the products of 64 elements of K.
-template <typename T, typename S>
+// Where a warpgroup puts its y: a part of the tile's last stage, kTokens * 128 bytes, once all warpgroups are done with
+// that. (Each waiting only for what it takes, so that one writes while the other multiplies: a stage took 2,190 cycles,
+// not 2,137, for the products of one warpgroup alone do not fill the tensor cores.)
+template <typename S>
+class Desk {
+ public:
+  __device__ Desk(const Ring<S>& ring, uint8_t* shared) : ring_(ring), shared_(shared) {}
+
+  __device__ __forceinline__ uint8_t* take(int stage) const {
+    consumers_sync<S>();
+    return shared_ + stage * S::kStageBytes + threadIdx.x / 128 * (S::kTokens * 128);
+  }
+  // The stage's place is released, by the thread that has the copies under way when they have read it.
+  __device__ __forceinline__ void leave(int stage) {
+    if (threadIdx.x % 128 == 0) {
+      held_ = stage;
+    } else {
+      barrier_arrive(ring_.empty(stage));
+    }
+  }
+  __device__ __forceinline__ void release_if_read() {
+    if (held_ < 0) return;
+    wait_until_stores_have_read();
+    barrier_arrive(ring_.empty(held_));
+    held_ = -1;
+  }
+
+ private:
+  const Ring<S>& ring_;
+  uint8_t* const shared_;
+  int held_ = -1;
+};
+
+// Starts the products of 64 elements of K, to be added to `sum`, or to be what it holds.
+template <typename T, typename S, bool kFirst>
 __device__ __forceinline__ void start_products(uint32_t (&a)[16], uint64_t x, float (&sum)[S::kSums]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i])::"memory");  // all decoded first
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  Wgmma<S::kTokens, T>::template run<!kFirst>(sum, a, x);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) Wgmma<S::kTokens, T>::run(sum, a + 4 * k, x + k * 2);
+  for (int k = 1; k < 4; ++k) Wgmma<S::kTokens, T>::template run<true>(sum, a + 4 * k, x + k * 2);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
@@ -159,23 +188,31 @@ __device__ __forceinline__ void wait_products() {
 }
 
 // While the products of one half stage run, the next one is decoded: waiting for all but one leaves the other's
-// registers free and the tensor cores at work (2059 cycles a stage of 256 tokens; 2048 are the least). Returns the last
-// stage, which is still to be released.
-template <typename T, typename S>
-__device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[S::kSums]) {
+// registers free and the tensor cores at work (2059 cycles a stage of 256 tokens; 2048 are the least). `meanwhile`, while
+// the first products run, does what else there is to do. Returns the last stage, which is still to be released.
+//
+// A stage by itself at the start, of runs, so that sums need no zeros and the loop no branch: 2,137 cycles a stage, with
+// a branch 2,360. Shared tiles have few stages, and pay for code that is not in the cache.
+template <typename T, typename S, typename Meanwhile>
+__device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[S::kSums], Meanwhile meanwhile) {
+  using Encoded = std::conditional_t<S::kPermuted, PermutedStage<S>, PlainStage<S>>;
   uint32_t a0[16], a1[16];
   int last = 0;
   in.wait_full();
-  typename Consumer<S>::Encoded encoded;
+  Encoded encoded;
   encoded.load_first(in.data());
-  for (int step = 0; step < steps; ++step) {
+  const auto consume_stage = [&](auto is_first, int step) {
     encoded.template decode_first<T>(a0);
-    start_products<T, S>(a0, in.x(0), sum);
+    start_products<T, S, is_first.value>(a0, in.x(0), sum);
     encoded.load_second(in.data());
     wait_products<1>();
-    if (step > 0) in.release(last);
+    if constexpr (is_first.value) {
+      meanwhile();
+    } else if (!S::kShared || step > 0) {
+      in.release(last);
+    }
     encoded.template decode_second<T>(a1);
-    start_products<T, S>(a1, in.x(1), sum);
+    start_products<T, S, false>(a1, in.x(1), sum);
     last = in.stage;
     in.next();
     if (step + 1 < steps) {
@@ -183,62 +220,73 @@ __device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[
       encoded.load_first(in.data());
     }
     wait_products<1>();
-  }
+  };
+  if constexpr (!S::kShared) consume_stage(std::true_type(), 0);
+  for (int step = !S::kShared; step < steps; ++step) consume_stage(std::false_type(), step);
   wait_products<0>();
   return last;
 }
 
 template <typename T, typename S, bool kGrouped>
-__device__ __forceinline__ void multiply(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
+__device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_map, const Work& work, uint32_t pool,
+                                         uint8_t* shared) {
+  constexpr bool kPlaceAhead = S::kGroups == 2;  // four have no registers left
   Consumer<S> in(pool);
+  Desk<S> desk(in, shared);
   if (threadIdx.x % 128 == 0 && work.cut_tiles > 0) not_ready<S>(work);
   Runs<kGrouped> segments(work);
+  float sum[S::kSums];
   for (Segment s; segments.next(s);) {
-    float sum[S::kSums];
-#pragma unroll
-    for (int i = 0; i < S::kSums; ++i) sum[i] = 0;
-    const int last = consume<T, S>(in, s.end - s.begin, sum);
+    Place place;
+    TwoRows rows;
+    const auto find_place = [&] {
+      place = place_of<S, kGrouped>(p, work, s.tile);
+      rows = TwoRows::of<S>(p, place);
+    };
+    const int last = consume<T, S>(in, s.end - s.begin, sum, [&] {
+      desk.release_if_read();
+      if constexpr (kPlaceAhead) find_place();
+    });
     if (s.begin > 0) {
       in.release(last);
       leave_sums<S>(work, sum);
       continue;
     }
-    const Place place = place_of<S, kGrouped>(p, work, s.tile);
-    const TwoRows rows = TwoRows::of<S>(p, place);
+    if constexpr (!kPlaceAhead) find_place();
     if (s.end < work.steps) {
       const int others = wait_for_others<S>(work, segments, s);
 #pragma unroll S::kSumsAtOnce
       for (int behind = 1; behind <= others; ++behind) add_sums<S>(work, segments.other(s, behind), sum);
     }
-    write_tile<T, S>(p, place, rows, sum, in.desk(shared, last), [](int) { return true; });
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what was written there, before the next copy
-    in.release(last);
+    write_tile<T, S>(p, y_map, place, rows, sum, desk.take(last), [](int) { return true; });
+    desk.leave(last);
   }
+  desk.release_if_read();
 }
 
 // Likewise of a tile that blocks share.
 template <typename T, typename S>
 __device__ __forceinline__ void multiply_shared(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
   Consumer<S> in(pool);
+  Desk<S> desk(in, shared);
   const Sharing<S> sharing(work);
   sharing.begin();
   Segment s;
   Part(work).next(s);
-  float sum[S::kSums];
-#pragma unroll
-  for (int i = 0; i < S::kSums; ++i) sum[i] = 0;
-  const int last = consume<T, S>(in, s.end - s.begin, sum);
+  float sum[S::kSums] = {};
+  const int last = consume<T, S>(in, s.end - s.begin, sum, [] {});
   sharing.leave(sum);
   const Place place = place_of<S, false>(p, work, s.tile);
   const TwoRows rows = TwoRows::of<S>(p, place);
   sharing.add(sum);
-  write_tile<T, S>(p, place, rows, sum, in.desk(shared, last), [&](int unit) { return sharing.owns(unit); });
+  write_tile<T, S>(p, nullptr, place, rows, sum, desk.take(last), [&](int unit) { return sharing.owns(unit); });
 }
 
 template <typename T, typename S, bool kGrouped>
 __global__ void __launch_bounds__(S::kThreads, 1)
     kernel(const __grid_constant__ Problem p, const __grid_constant__ CUtensorMap x_map,
-           const __grid_constant__ CUtensorMap code_map, const __grid_constant__ Work launched) {
+           const __grid_constant__ CUtensorMap code_map, const __grid_constant__ CUtensorMap y_map,
+           const __grid_constant__ Work launched) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t shared[];
   const uint32_t pool = (address_of(shared) + 1023) / 1024 * 1024;
@@ -255,6 +303,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   if (helper == 0) {
     asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(&x_map), "l"(&code_map) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&y_map) : "memory");
   }
   wait_for_previous_kernel();
   // Only where what follows is small: a large kernel's blocks would crowd the multiprocessors that are free until then.
@@ -276,7 +325,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if constexpr (S::kShared) {
       multiply_shared<T, S>(p, work, pool, at_pool);
     } else {
-      multiply<T, S, kGrouped>(p, work, pool, at_pool);
+      multiply<T, S, kGrouped>(p, &y_map, work, pool, at_pool);
     }
   }
 #endif

@@ -8,7 +8,7 @@
 
 namespace nvfp4 {
 
-// Wgmma<columns, T>::run(d, a, b): d (64, columns) += a (64, 16) b (16, columns).
+// Wgmma<columns, T>::run<kAdds>(d, a, b): d (64, columns) = a (64, 16) b (16, columns), or += where kAdds.
 template <int kColumns, typename T>
 struct Wgmma;
 
@@ -44,27 +44,28 @@ struct Wgmma;
 #define NVFP4_SUMS_96 NVFP4_SUMS_64, NVFP4_SUMS_32_FROM(64)
 #define NVFP4_SUMS_128 NVFP4_SUMS_96, NVFP4_SUMS_32_FROM(96)
 
-// `sums` is columns / 2; the four registers of a and the descriptor b come next in the numbering of operands.
-#define NVFP4_WGMMA_OF(T, type, columns, sums, a0, a1, a2, a3, b0)                                               \
+// `sums` is columns / 2; the four registers of a, the descriptor b and kAdds come next in the numbering of operands.
+#define NVFP4_WGMMA_OF(T, type, columns, sums, a0, a1, a2, a3, b0, p0)                                           \
   template <>                                                                                                    \
   struct Wgmma<columns, T> {                                                                                     \
+    template <bool kAdds>                                                                                        \
     static __device__ __forceinline__ void run(float (&d)[sums], const uint32_t* a, uint64_t b) {                \
-      asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"                                                      \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #p0 ", 0;\n"                                               \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" NVFP4_NAMES_##sums \
                    "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b0 ", p, 1, 1, 0; }"                        \
                    : NVFP4_SUMS_##sums                                                                           \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdds));                            \
     }                                                                                                            \
   };
 #define NVFP4_WGMMA(...) \
   NVFP4_WGMMA_OF(__nv_bfloat16, "bf16", __VA_ARGS__) NVFP4_WGMMA_OF(__half, "f16", __VA_ARGS__)
 
-NVFP4_WGMMA(32, 16, 16, 17, 18, 19, 20)
-NVFP4_WGMMA(64, 32, 32, 33, 34, 35, 36)
-NVFP4_WGMMA(96, 48, 48, 49, 50, 51, 52)
-NVFP4_WGMMA(128, 64, 64, 65, 66, 67, 68)
-NVFP4_WGMMA(160, 80, 80, 81, 82, 83, 84)
-NVFP4_WGMMA(192, 96, 96, 97, 98, 99, 100)
-NVFP4_WGMMA(256, 128, 128, 129, 130, 131, 132)
+NVFP4_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
+NVFP4_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+NVFP4_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
+NVFP4_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+NVFP4_WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
+NVFP4_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
+NVFP4_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
 
 }  // namespace nvfp4

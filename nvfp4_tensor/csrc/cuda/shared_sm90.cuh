@@ -55,6 +55,32 @@ __device__ __forceinline__ void copy_box_4d(
       : "memory");
 }
 
+// From shared memory to global; in the order of a thread's commits. What lies beyond the map's sizes is left out.
+__device__ __forceinline__ void store_box_2d(const CUtensorMap* map, int column, int row, uint32_t from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+               "r"(column), "r"(row), "r"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until shared memory has been read by all that this thread has committed.
+__device__ __forceinline__ void wait_until_stores_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// A thread's own stores to shared memory, for copies from there or over it.
+__device__ __forceinline__ void show_stores_to_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit values, columns as 16 bytes each: lane l has the address of column l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]),
+               "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
 // 16 bytes to another block, counted by a barrier there.
 __device__ __forceinline__ void send_floats(uint32_t to, float4 v, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
