@@ -3,6 +3,7 @@
 #include <optional>
 #include <vector>
 
+#include "matmul_dense.h"
 #include "matmul_problem.cuh"
 #include "tensors.h"
 
@@ -21,6 +22,11 @@ constexpr int64_t kLargestUneven = 1 << 24;
 // Beyond so many rows of x decoding w once and torch's product are faster than the few-rows kernel once for each 16. By
 // arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for torch's product; not measured without wgmma.
 constexpr int kMostFewRows = 64;
+// On Hopper one of the two is faster by the cost model of is_faster_decoded, asked about what was measured: us in a chain,
+// decoded and not, 512 x 3584 and 1024 x 4096: 1024 rows 11.4 and 13.1, 19.8 and 21.3; 2048 rows 16.8 and 19.4, 30.9 and
+// 34.0; 4096 rows 26.1 and 32.3, 49 and 48; 1536 x 7168 with 4096 rows, larger than this, 3 % slower.
+constexpr int kFewestRowsDecoded = 512;
+constexpr int64_t kLargestDecoded = 1 << 23;
 constexpr int kMostExperts = 65535;  // of a grid's last dimension
 
 Tensor call(const char* op, const char* overload, std::vector<StableIValue> arguments) {
@@ -146,6 +152,8 @@ bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tenso
   const bool uneven = p.N % 128 != 0 && static_cast<int64_t>(p.N) * p.K <= kLargestUneven;
   const int most_by_mma = uneven ? kMostUnevenRowsByMma : kMostRowsByMma;
   if (p.M > most_by_mma && fits_matmul_many_rows(p)) {
+    const bool may_be_decoded = p.M >= kFewestRowsDecoded && static_cast<int64_t>(p.N) * p.K <= kLargestDecoded;
+    if (may_be_decoded && fits_matmul_dense(p) && is_faster_decoded(p)) return false;
     Scratch scratch(x);
     launch_matmul_many_rows(p, std::ref(scratch), stream);
   } else if (p.M <= kMostFewRows) {
@@ -157,12 +165,20 @@ bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tenso
   return true;
 }
 
-// Decode and multiply: the sums in float32, then the same epilogue. `w_factor`, where given, goes
-// inside the sums.
+// Decode and multiply: by cuBLASLt, or else float32 sums of torch's and then the same epilogue. `w_factor`, where given,
+// goes inside the sums.
 void decoded_product(const Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
                      std::optional<Tensor> w_factor, int64_t columns, bool transposed, cudaStream_t stream) {
   const ScalarType type = w_factor ? ScalarType::Float : x.scalar_type();
   const Tensor w = decode(qdata, scale, w_factor, columns, type);
+  if (!w_factor && fits_matmul_dense(p)) {
+    Scratch scratch(x);
+    const Sum sum = transposed ? Sum::kAcrossRowsOfW : Sum::kAlongRowsOfW;
+    if (launch_matmul_dense(p, w.const_data_ptr(), sum, std::ref(scratch), stream)) {
+      check_launched("nvfp4::matmul");
+      return;
+    }
+  }
   Tensor a = qdata.dim() == 3 ? x : torch::stable::reshape(x, {p.M, p.K});
   if (a.scalar_type() != type) a = torch::stable::to(a, type);
   const int64_t last = w.dim() - 1;

@@ -26,7 +26,25 @@ constexpr int kShareCycles = 3200;
 constexpr double kSharedSumsPerCycle = 2.6;
 constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
 constexpr int kPermuteCycles = 500, kPermutedPerCycle = 1000;  // elements of x
-constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
+constexpr double kWriteCycles = 5;                              // a token of a whole tile
+
+// What decoding w and then cuBLASLt would take: tiles in waves, of the best of a few sizes, each with what its size makes
+// it slower than the tensor cores (one more multiplication of a row of w by a row of x takes 1 / 2048 cycles, for each of
+// K). Of 60 products (H200, 12 weights of 1.8 to 68 million elements, 256 to 4096 rows) 8 were faster so, by up to 21 %:
+// what is chosen by this takes 0.8 % longer than the faster way in the mean, the kernel above alone 1.8.
+constexpr int64_t kDecodeCycles = 3000, kDecodedPerKilocycle = 940'000;  // elements of w
+constexpr struct { int rows, tokens; double factor; } kDenseTiles[] = {
+    {128, 256, 1.0}, {256, 128, 1.0}, {128, 128, 1.03}, {128, 64, 1.1}, {64, 128, 1.1}, {64, 64, 1.3}};
+
+inline int64_t decoded_cost(int64_t M, int64_t N, int64_t K, int multiprocessors) {
+  double least = 1e18;
+  for (const auto& tile : kDenseTiles) {
+    const int64_t tiles = (N + tile.rows - 1) / tile.rows * ((M + tile.tokens - 1) / tile.tokens);
+    const int64_t waves = (tiles + multiprocessors - 1) / multiprocessors;
+    least = std::min(least, waves * tile.factor * K * tile.rows * tile.tokens / 2048);
+  }
+  return static_cast<int64_t>(least) + kDecodeCycles + N * K * 1000 / kDecodedPerKilocycle;
+}
 
 // y in tiles of `rows` rows of w by `tokens` rows of x, and K in `steps` stages of so many cycles each.
 struct Tiling {

@@ -154,6 +154,11 @@ bool fits_matmul_many_rows(const Problem& p) {
          tensor_map_encoder() != nullptr;
 }
 
+bool is_faster_decoded(const Problem& p) {
+  using namespace many_rows;
+  return decoded_cost(p.M, p.N, p.K, this_machine().multiprocessors) < best_plan(p).first.cost;
+}
+
 void launch_matmul_many_rows(const Problem& given, const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
   using namespace many_rows;
   const auto [plan, kernel] = best_plan(given);

@@ -1,0 +1,16 @@
+// y = round(alpha * x w + bias) of a w that is dense already, by the cuBLASLt that torch has loaded.
+#pragma once
+
+#include "matmul_problem.cuh"
+
+namespace nvfp4 {
+
+enum class Sum { kAlongRowsOfW, kAcrossRowsOfW };  // x w^T of w (N, K), or x w of w (K, N)
+
+// Whether that library is here, and its epilogue is that of the problem.
+bool fits_matmul_dense(const Problem& p);
+// False where cuBLASLt has no kernel for it: then nothing has been enqueued.
+bool launch_matmul_dense(const Problem& p, const void* w, Sum sum, const std::function<void*(int64_t)>& scratch,
+                         cudaStream_t stream);
+
+}  // namespace nvfp4
