@@ -2,6 +2,7 @@
 
     python -m benchmarks.matmul [--device cuda] [--shapes 14336x8192 28672x8192 4096x4096] [--rows 1 16 64 1024]
     python -m benchmarks.matmul --published --peers --repeats 9
+    python -m benchmarks.matmul --gradients --rows 64 512 4096
 
 Two measures, one table each, for each number M of rows of x:
 
@@ -16,7 +17,8 @@ quantized and decoded before it; and the ratio to bf16 that other libraries reac
 where they are installed. The last table gives the host's time for one eager call.
 
 With --published 20 weights of Llama, Qwen, Mixtral and DeepSeek models, and a table of all: for each M the geometric
-mean of the ratios to bf16, and the least.
+mean of the ratios to bf16, and the least. With --gradients the products of the backward pass instead, which a frozen
+weight has in LoRA: M rows of a gradient (M, N) times w, beside torch's.
 """
 
 from __future__ import annotations
@@ -70,6 +72,11 @@ class Layer:
             x, x_scale, self.codes, self.scale, self.factor, None, self.dense.shape[1], False, x.dtype
         )
 
+    def gradient(self, g: Tensor) -> Tensor:
+        return torch.ops.nvfp4.matmul(
+            g, None, self.codes, self.scale, self.factor, None, self.dense.shape[1], True, g.dtype
+        )
+
     def product_of_quantized(self, x: Tensor) -> Tensor:
         """W4A4 without FP4 tensor cores: x is quantized and decoded, its per-tensor scale left for the epilogue."""
         return self.product(*torch.ops.nvfp4.quantize_activation(x, None, NEAREST, x.dtype))
@@ -92,6 +99,13 @@ def ways(report: harness.Report, layers: list[Layer], xs: list[Tensor], wanted: 
         "nvfp4": [layer.product for layer in layers],
         "w4a4": [layer.product_of_quantized for layer in layers],
         **peers.products(report, makers, [layer.weight() for layer in layers], xs),
+    }
+
+
+def ways_backward(layers: list[Layer]) -> dict[str, list[Linear]]:
+    return {
+        "bf16": [functools.partial(torch.matmul, other=layer.dense) for layer in layers],
+        "nvfp4": [layer.gradient for layer in layers],
     }
 
 
@@ -190,6 +204,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", type=shape, nargs="+", help="N x K of the weights")
     parser.add_argument("--published", action="store_true", help="20 weights of published models")
+    parser.add_argument("--gradients", action="store_true", help="gradients (M, N) times w instead")
     parser.add_argument("--rows", type=harness.at_least(1), nargs="+", help="rows of x")
     parser.add_argument(
         "--chain", type=harness.at_least(1), help="weights of a chain (default: 256 MB on CUDA, none on CPU)"
@@ -210,9 +225,9 @@ def main() -> None:
     for rows, columns in arguments.shapes or (PUBLISHED if arguments.published else SHAPES[device.type]):
         length = arguments.chain or (chain_length(rows, columns) if device.type == "cuda" else 1)
         layers = [Layer.random(rows, columns, device, seed) for seed in range(length)]
-        xs = [torch.randn(m, columns, device=device).bfloat16() for m in ms]
+        xs = [torch.randn(m, rows if arguments.gradients else columns, device=device).bfloat16() for m in ms]
         report(f"\n{rows}x{columns}")
-        products = ways(report, layers, xs, wanted)
+        products = ways_backward(layers) if arguments.gradients else ways(report, layers, xs, wanted)
         wanted = [peer for peer in wanted if peer in products]
         timings: dict[str, Timing] = {}
         for x in xs:  # each number of rows by itself: among products of thousands a GPU lowers its clock for all
@@ -225,11 +240,11 @@ def main() -> None:
         content["runs"].append(run)
     if len(content["runs"]) > 1:
         summary(report, content["runs"])
-    if device.type == "cuda":
+    if device.type == "cuda" and not arguments.gradients:
         content["host"] = host_times(report, device, wanted, min(repeats, 15))
         report("\nhost time of one eager call, 1024x1024")
         report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
-    subject = "matmul_published" if arguments.published else "matmul"
+    subject = "matmul" + "_published" * arguments.published + "_gradients" * arguments.gradients
     harness.save(harness.result_path(device, subject, arguments.out), content, report.text)
 
 

@@ -132,6 +132,19 @@ def test_the_matmul_benchmark(monkeypatch, tmp_path, capsys, device: str) -> Non
         assert mean.split()[:3] == [str(rows[0]["m"]), f"{math.prod(ratios) ** 0.5:.2f}x", f"{min(ratios):.2f}x"]
 
 
+def test_the_matmul_benchmark_of_gradients(monkeypatch, tmp_path, device: str) -> None:
+    sizes = ("--shapes", "128x64", "--rows", "8", "--chain", "2", "--repeats", "2")
+    run(matmul, monkeypatch, "--device", device, "--gradients", *sizes, "--out", str(tmp_path))
+    (path,) = tmp_path.glob("*/matmul_gradients.json")
+    (entry,) = json.loads(path.read_text())["runs"]
+    for table, products in (("single", 1), ("chain", 2)):
+        (row,) = entry[table]
+        assert list(row["ratio"]) == ["nvfp4"] and row["nvfp4"]["moved"] == products * (128 * 64 * 9 // 16 + 16 * 192)
+    layer, g = matmul.Layer.random(128, 64, torch.device(device)), torch.randn(8, 128, device=device).bfloat16()
+    w = reference.dequantize(layer.codes, layer.scale, layer.factor, 64, torch.float32)
+    torch.testing.assert_close(layer.gradient(g).float(), g.float() @ w, rtol=2**-7, atol=1e-3)
+
+
 def test_chains_exceed_the_cache() -> None:
     """60 MB of L2, four times over: what an H200 has."""
     assert matmul.chain_length(4096, 4096) == 29 and matmul.chain_length(14336, 8192) == 5

@@ -19,8 +19,8 @@ constexpr int kMostRowsByMma = 16;
 // 8.4; 12 rows 14.4, 10.2 and 13.7, 8.4; 576 x 7168, 8 rows 12.2, 7.6 and 12.5, 7.4; 12 rows 13.0, 8.7 and 12.7, 7.5.
 constexpr int kMostUnevenRowsByMma = 8;
 constexpr int64_t kLargestUneven = 1 << 24;
-// Beyond so many rows of x decoding w once and torch's product are faster than the few-rows kernel once for each 16. By
-// arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for torch's product; not measured without wgmma.
+// Beyond so many rows of x decoding w once and a dense product are faster than the few-rows kernel once for each 16. By
+// arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for the product; not measured without wgmma.
 constexpr int kMostFewRows = 64;
 // On Hopper one of the two is faster by the cost model of is_faster_decoded, asked about what was measured: us in a chain,
 // decoded and not, 512 x 3584 and 1024 x 4096: 1024 rows 11.4 and 13.1, 19.8 and 21.3; 2048 rows 16.8 and 19.4, 30.9 and
@@ -140,7 +140,7 @@ void place_w_scale(Problem& p, const Tensor& factor) {
   p.w_scale_expert = factor.numel() == 1 ? 0 : p.w_scale_step ? p.N : 1;
 }
 
-// The kernels that decode w as they go; false where none is made for the problem.
+// The kernels that decode w as they go; false where none is made for the problem, or decoding before is faster.
 bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
   if (p.x_dtype == Dtype::kFloat || p.K == 0 || p.experts > kMostExperts) return false;
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
@@ -153,7 +153,7 @@ bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tenso
   const int most_by_mma = uneven ? kMostUnevenRowsByMma : kMostRowsByMma;
   if (p.M > most_by_mma && fits_matmul_many_rows(p)) {
     const bool may_be_decoded = p.M >= kFewestRowsDecoded && static_cast<int64_t>(p.N) * p.K <= kLargestDecoded;
-    if (may_be_decoded && fits_matmul_dense(p) && is_faster_decoded(p)) return false;
+    if (may_be_decoded && is_faster_decoded(p) && fits_matmul_dense(p, Sum::kAlongRowsOfW)) return false;
     Scratch scratch(x);
     launch_matmul_many_rows(p, std::ref(scratch), stream);
   } else if (p.M <= kMostFewRows) {
@@ -171,9 +171,9 @@ void decoded_product(const Problem& p, const Tensor& x, const Tensor& qdata, con
                      std::optional<Tensor> w_factor, int64_t columns, bool transposed, cudaStream_t stream) {
   const ScalarType type = w_factor ? ScalarType::Float : x.scalar_type();
   const Tensor w = decode(qdata, scale, w_factor, columns, type);
-  if (!w_factor && fits_matmul_dense(p)) {
+  const Sum sum = transposed ? Sum::kAcrossRowsOfW : Sum::kAlongRowsOfW;
+  if (!w_factor && fits_matmul_dense(p, sum)) {
     Scratch scratch(x);
-    const Sum sum = transposed ? Sum::kAcrossRowsOfW : Sum::kAlongRowsOfW;
     if (launch_matmul_dense(p, w.const_data_ptr(), sum, std::ref(scratch), stream)) {
       check_launched("nvfp4::matmul");
       return;

@@ -8,12 +8,11 @@
 #include <dlfcn.h>
 #include <library_types.h>
 
-#include <algorithm>
-#include <array>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 
 namespace nvfp4 {
 namespace {
@@ -86,14 +85,20 @@ struct Library {
   }
 };
 
-// One a device, for all threads; they stay.
+// One a device, for all threads; they stay. Null where it cannot be made now.
 Object handle_of(int device) {
   static std::mutex mutex;
   static std::map<int, Object> handles;
   const std::lock_guard lock(mutex);
-  const auto [place, is_new] = handles.try_emplace(device, nullptr);
-  if (is_new && Library::found()->create(&place->second) != kSuccess) place->second = nullptr;
-  return place->second;
+  Object& handle = handles[device];
+  if (!handle) {
+    // It allocates, which a capture that is under way would forbid this thread.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    if (Library::found()->create(&handle) != kSuccess) handle = nullptr;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+  }
+  return handle;
 }
 
 // --- products --------------------------------------------------------------------------------------------------------
@@ -113,17 +118,20 @@ struct Shape {
 };
 
 constexpr uint32_t kAllocated = 256;  // bytes to which w and y are aligned, as cuBLASLt assumes of all
+constexpr uintptr_t kAligned = 16;    // what kernels ask for at most
+
+__device__ const float kZero = 0;
 
 class Product {
  public:
-  Product(const Library& library, Object handle, const Shape& s) : library_(library) {
+  Product(const Library& library, Object handle, const Shape& s) : library_(library), handle_(handle) {
     const int type = s.dtype == Dtype::kBf16 ? CUDA_R_16BF : CUDA_R_16F;
     const int64_t w_rows = s.along_rows ? s.K : s.N, w_columns = s.along_rows ? s.N : s.K;
     const int32_t mode = s.alpha_per_row ? kAlphaVectorBetaZero : kDeviceScalars;
     Object preference = nullptr;
     const uint64_t most_workspace = 32 << 20;
-    const void* nothing = nullptr;
-    bool ok = library.create_product(&product_, kFloatSums, CUDA_R_32F) == kSuccess &&
+    bool ok = cudaGetSymbolAddress(&zero_, kZero) == cudaSuccess &&
+              library.create_product(&product_, kFloatSums, CUDA_R_32F) == kSuccess &&
               library.set_product(product_, kPointerMode, &mode, sizeof mode) == kSuccess &&
               library.create_layout(&w_, type, w_rows, w_columns, w_rows) == kSuccess &&
               library.create_layout(&x_, type, s.K, s.M, s.x_row) == kSuccess &&
@@ -133,10 +141,7 @@ class Product {
               library.set_preference(preference, kReductions, &kFloatReductions, sizeof(uint32_t)) == kSuccess &&
               library.set_preference(preference, kAlignmentOfB, &s.x_alignment, sizeof(uint32_t)) == kSuccess;
     if (ok && s.along_rows) ok = library.set_product(product_, kOperationOfA, &kTranspose, sizeof(int32_t)) == kSuccess;
-    if (ok && s.has_bias) {
-      ok = library.set_product(product_, kEpilogue, &kAddBias, sizeof(int32_t)) == kSuccess &&
-           library.set_product(product_, kBiasPointer, &nothing, sizeof nothing) == kSuccess;
-    }
+    if (ok && s.has_bias) ok = library.set_product(product_, kEpilogue, &kAddBias, sizeof(int32_t)) == kSuccess;
     int found = 0;
     fits_ = ok && library.choose(handle, product_, w_, x_, y_, y_, preference, 1, &choice_, &found) == kSuccess &&
             found == 1 && choice_.status == kSuccess;
@@ -152,37 +157,39 @@ class Product {
 
   bool fits() const { return fits_; }
   int64_t workspace() const { return static_cast<int64_t>(choice_.workspace); }
-  bool launch(Object handle, const Problem& p, const void* w, const float* alpha, const float* zero, void* workspace,
-              cudaStream_t stream) const {
+  bool launch(const Problem& p, const void* w, const float* alpha, void* workspace, cudaStream_t stream) const {
     if (p.bias && library_.set_product(product_, kBiasPointer, &p.bias, sizeof p.bias) != kSuccess) return false;
-    return library_.multiply(handle, product_, alpha, w, w_, p.x, x_, zero, p.y, y_, p.y, y_, choice_.algorithm,
+    return library_.multiply(handle_, product_, alpha, w, w_, p.x, x_, zero_, p.y, y_, p.y, y_, choice_.algorithm,
                              workspace, choice_.workspace, stream) == kSuccess;
   }
 
  private:
   const Library& library_;
+  const Object handle_;
+  void* zero_ = nullptr;
   Object product_ = nullptr, w_ = nullptr, x_ = nullptr, y_ = nullptr;
   Choice choice_{};
   bool fits_ = false;
 };
 
-// A thread's own, for its product keeps a bias; forgotten where shapes never come again.
-const Product& product_of(Object handle, const Shape& shape) {
+// A thread's own, for it keeps a bias; forgotten where shapes never come again. Null where there is none.
+const Product* product_of(const Problem& p, Sum sum) {
   constexpr size_t kMostKept = 512;
+  uint32_t alignment = kAllocated;
+  while (reinterpret_cast<uintptr_t>(p.x) % alignment) alignment /= 2;
+  int device = 0;
+  cudaGetDevice(&device);
+  const Object handle = handle_of(device);
+  if (!handle) return nullptr;
+  const Shape shape{device, p.M, p.N, p.K, p.x_row, sum == Sum::kAlongRowsOfW, p.w_scale_step != 0, p.bias != nullptr,
+                    alignment, p.x_dtype};
   thread_local std::map<Shape, Product> products;
   if (products.size() >= kMostKept && !products.count(shape)) products.clear();
-  return products.try_emplace(shape, *Library::found(), handle, shape).first->second;
+  const Product& product = products.try_emplace(shape, *Library::found(), handle, shape).first->second;
+  return product.fits() ? &product : nullptr;
 }
 
-// --- alpha -----------------------------------------------------------------------------------------------------------
-
-__device__ const float kZeroAndOne[2] = {0, 1};
-
-const float* zero_and_one() {
-  void* at = nullptr;
-  cudaGetSymbolAddress(&at, kZeroAndOne);
-  return static_cast<const float*>(at);
-}
+bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAligned == 0; }
 
 __global__ void multiply_scales(const float* w_scale, const float* x_scale, int count, float* alpha) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -191,42 +198,31 @@ __global__ void multiply_scales(const float* w_scale, const float* x_scale, int 
 
 }  // namespace
 
-bool fits_matmul_dense(const Problem& p) {
+bool fits_matmul_dense(const Problem& p, Sum sum) {
+  if (p.x_dtype == Dtype::kFloat || p.y_dtype != p.x_dtype || p.experts != 1 || p.offs || p.K == 0) return false;
+  if (!p.w_scale || (p.w_scale_step && !is_aligned(p.w_scale)) || (p.x_scale && p.x_scale_step)) return false;
   // Where rows are not aligned, cuBLASLt's kernels round before they add a bias too (17 columns on an H200).
-  const bool aligned = (reinterpret_cast<uintptr_t>(p.x) | (p.x_row * 2) | (p.N * 2) | (p.K * 2)) % 16 == 0;
-  const bool bias_fits = !p.bias || (p.bias_dtype == p.y_dtype && !p.bias_row && p.bias_column == 1 && aligned);
-  return p.experts == 1 && !p.offs && p.x_dtype != Dtype::kFloat && p.y_dtype == p.x_dtype && bias_fits &&
-         !(p.x_scale && p.x_scale_step) && p.x_row >= p.K && Library::found() != nullptr;
+  const bool rows_are_aligned = is_aligned(p.x) && p.x_row % 8 == 0 && p.N % 8 == 0 && p.K % 8 == 0;
+  const bool is_vector = p.bias_dtype == p.y_dtype && p.bias_column == 1 && p.bias_row == 0 && is_aligned(p.bias);
+  if (p.bias && !(is_vector && rows_are_aligned)) return false;
+  return Library::found() && product_of(p, sum);
 }
 
 bool launch_matmul_dense(const Problem& p, const void* w, Sum sum, const std::function<void*(int64_t)>& scratch,
                          cudaStream_t stream) {
-  const bool alpha_per_row = p.w_scale && p.w_scale_step;
-  uint32_t alignment = kAllocated;
-  while (reinterpret_cast<uintptr_t>(p.x) % alignment) alignment /= 2;
-  int device = 0;
-  cudaGetDevice(&device);
-  const Shape shape{device, p.M, p.N, p.K, p.x_row, sum == Sum::kAlongRowsOfW, alpha_per_row, p.bias != nullptr,
-                    alignment, p.x_dtype};
-  const Object handle = handle_of(device);
-  if (!handle) return false;
-  const Product& product = product_of(handle, shape);
-  if (!product.fits()) return false;
-  const int64_t workspace_bytes = (product.workspace() + 255) / 256 * 256;
-  const int count = alpha_per_row ? p.N : 1;
-  const bool multiplies = p.w_scale && p.x_scale;
-  uint8_t* at = nullptr;
-  if (const int64_t bytes = workspace_bytes + (multiplies ? count * static_cast<int64_t>(sizeof(float)) : 0)) {
-    at = static_cast<uint8_t*>(scratch(bytes));
-  }
-  const float* constants = zero_and_one();
-  const float* alpha = p.w_scale ? p.w_scale : p.x_scale ? p.x_scale : constants + 1;
-  if (multiplies) {
+  const Product* product = product_of(p, sum);
+  if (!product) return false;
+  const int64_t workspace_bytes = (product->workspace() + 255) / 256 * 256;
+  const int count = p.w_scale_step ? p.N : 1;
+  const int64_t bytes = workspace_bytes + (p.x_scale ? count * static_cast<int64_t>(sizeof(float)) : 0);
+  uint8_t* const at = bytes ? static_cast<uint8_t*>(scratch(bytes)) : nullptr;
+  const float* alpha = p.w_scale;
+  if (p.x_scale) {
     float* both = reinterpret_cast<float*>(at + workspace_bytes);
     multiply_scales<<<(count + 255) / 256, 256, 0, stream>>>(p.w_scale, p.x_scale, count, both);
     alpha = both;
   }
-  return product.launch(handle, p, w, alpha, constants, at, stream);
+  return product->launch(p, w, alpha, at, stream);
 }
 
 }  // namespace nvfp4

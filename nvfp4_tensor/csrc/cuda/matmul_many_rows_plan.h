@@ -15,7 +15,8 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 480 products (on
 // an H200, 20 weights of published models, 20 to 4096 rows of x, single and in chains), and those of x permuted to 160
-// more of 48 to 384 rows: what is chosen by them takes 0.5 % longer than the best plan in the mean, 12 % at most.
+// more of 48 to 384 rows: what was chosen by them took 0.5 % longer than the best plan in the mean, 12 % at most. Since
+// tiles are written while the next one is multiplied: of 90 products of 192 to 1024 rows 0.6 %, 7 at most.
 constexpr int kWaitCycles = 3200, kSumsPerCycle = 6;  // of cut tiles, whose sums are written once and read for each run
 // Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
 // time: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in 128 795.
@@ -26,15 +27,16 @@ constexpr int kShareCycles = 3200;
 constexpr double kSharedSumsPerCycle = 2.6;
 constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
 constexpr int kPermuteCycles = 500, kPermutedPerCycle = 1000;  // elements of x
-constexpr double kWriteCycles = 5;                              // a token of a whole tile
+constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
 
 // What decoding w and then cuBLASLt would take: tiles in waves, of the best of a few sizes, each with what its size makes
 // it slower than the tensor cores (one more multiplication of a row of w by a row of x takes 1 / 2048 cycles, for each of
-// K). Of 60 products (H200, 12 weights of 1.8 to 68 million elements, 256 to 4096 rows) 8 were faster so, by up to 21 %:
-// what is chosen by this takes 0.8 % longer than the faster way in the mean, the kernel above alone 1.8.
+// K). Of 16 products of weights of 1.8 to 8.4 million elements and 512 to 4096 rows (H200) 9 were faster so, by 2 to 20 %:
+// what is chosen by this takes 0.9 % longer than the faster way in the mean, the kernels here alone 6.4.
 constexpr int64_t kDecodeCycles = 3000, kDecodedPerKilocycle = 940'000;  // elements of w
 constexpr struct { int rows, tokens; double factor; } kDenseTiles[] = {
-    {128, 256, 1.0}, {256, 128, 1.0}, {128, 128, 1.03}, {128, 64, 1.1}, {64, 128, 1.1}, {64, 64, 1.3}};
+    {128, 256, 1.0},  {256, 128, 1.0}, {128, 192, 1.0}, {192, 128, 1.0},
+    {128, 128, 1.03}, {128, 64, 1.1},  {64, 128, 1.1},  {64, 64, 1.3}};
 
 inline int64_t decoded_cost(int64_t M, int64_t N, int64_t K, int multiprocessors) {
   double least = 1e18;

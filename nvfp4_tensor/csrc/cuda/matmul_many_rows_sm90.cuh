@@ -188,7 +188,7 @@ __device__ __forceinline__ void wait_products() {
 }
 
 // While the products of one half stage run, the next one is decoded: waiting for all but one leaves the other's
-// registers free and the tensor cores at work (2059 cycles a stage of 256 tokens; 2048 are the least). `meanwhile`, while
+// registers free and the tensor cores at work (2,048 cycles are the least for a stage of 256 tokens). `meanwhile`, while
 // the first products run, does what else there is to do. Returns the last stage, which is still to be released.
 //
 // A stage by itself at the start, of runs, so that sums need no zeros and the loop no branch: 2,137 cycles a stage, with
