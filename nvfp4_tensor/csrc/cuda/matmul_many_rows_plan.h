@@ -31,8 +31,8 @@ constexpr double kWriteCycles = 7.7;                            // a token of a 
 
 // What decoding w and then cuBLASLt would take: tiles in waves, of the best of a few sizes, each with what its size makes
 // it slower than the tensor cores (one more multiplication of a row of w by a row of x takes 1 / 2048 cycles, for each of
-// K). Of 16 products of weights of 1.8 to 8.4 million elements and 512 to 4096 rows (H200) 9 were faster so, by 2 to 20 %:
-// what is chosen by this takes 0.9 % longer than the faster way in the mean, the kernels here alone 6.4.
+// K). Of 12 products of weights of 1.8 to 4.2 million elements and 512 to 4096 rows (H200) 8 were faster so, by 1 to 20 %:
+// what is chosen by this takes 0.9 % longer than the faster way in the mean, the kernels here alone 8.3.
 constexpr int64_t kDecodeCycles = 3000, kDecodedPerKilocycle = 940'000;  // elements of w
 constexpr struct { int rows, tokens; double factor; } kDenseTiles[] = {
     {128, 256, 1.0},  {256, 128, 1.0}, {128, 192, 1.0}, {192, 128, 1.0},
