@@ -104,6 +104,9 @@ struct ToValues {
   alignas(64) uint8_t codes[kBatch][kGroupBytes];
   alignas(64) uint8_t scale_bytes[kBatch][kGroupBlocks];
 
+  ToValues(Out* out, int64_t columns, int64_t blocks, const Decoder<Out>& decode)
+      : out(out), columns(columns), blocks(blocks), decode(decode) {}
+
   template <typename Encode>
   void operator()(const Group& group, const BlockScales& scales, Encode encode) {
     encode(codes[count]);
@@ -131,7 +134,7 @@ void fake_quantize(const Matrix& x, const Plan& plan, const float* factor, Dtype
     using Out = std::remove_pointer_t<decltype(typed)>;
     const int64_t groups = (end - begin) * (plan.banded ? x.blocks() : 1);
     const Decoder<Out> decode(factor ? &lane_factor : nullptr, groups);
-    ToValues<Out> sink{typed, columns, x.blocks(), decode};
+    ToValues<Out> sink(typed, columns, x.blocks(), decode);
     quantize_units<T>(x, plan, begin, end, sink);
   };
   switch (dtype) {
