@@ -106,6 +106,12 @@ int main(int, char** arguments) {
     std::printf("%d %d %d\n", plan.blocks, plan.whole_tiles, plan.cut_tiles);
     return 0;
   }
+  if (arguments[1][0] == 'd') {  // the cost of a product whose weight is decoded first
+    int n[4];
+    for (int i = 0; i < 4; ++i) n[i] = std::atoi(arguments[2 + i]);
+    std::printf("%ld\n", long(decoded_cost(n[0], n[1], n[2], n[3])));
+    return 0;
+  }
   const bool as_many_runs_as_blocks = arguments[1][0] == '1';  // the fault that was: a GPU waited for ever
   const int all_blocks[] = {1, 2, 3, 7, 64, 96, 114, 132, 148, 188};
   long divisions = 0, cut = 0, wrong = 0;
@@ -177,3 +183,14 @@ def test_runs_that_read_x_at_few_places_of_k(program, weight, tokens, plan):
     row_tiles, token_tiles = -(-weight[0] // 128), tokens // 256
     tiling = (128, 256, row_tiles * token_tiles, weight[1] // 128, 2090, row_tiles, min(4, token_tiles))
     assert tuple(run(program, "p", *map(str, tiling))) == plan
+
+
+def test_the_cost_of_decoding_first(program):
+    def cost(m: int, n: int, k: int, multiprocessors: int = 132) -> int:
+        return run(program, "d", *map(str, (m, n, k, multiprocessors)))[0]
+
+    # 128 tiles of 128 x 64, one wave: 1.1 * 3584 * 128 * 64 / 2048; 3000; 512 * 3584 elements by 940 a cycle
+    assert cost(2048, 512, 3584) == 15769 + 3000 + 1952
+    for m, n, k in [(512, 576, 7168), (1030, 520, 3592), (4096, 1024, 4096), (1, 1, 1), (2**30, 2**12, 2**10)]:
+        assert cost(m, n, k) >= m * n * k // (2048 * 132) + n * k // 940 + 3000
+        assert cost(m, n, k) <= cost(m + 256, n, k) and cost(m, n, k) <= cost(m, n, k, 66)

@@ -240,7 +240,7 @@ struct Stream {
 #pragma unroll
     for (int d = 0; d < S::kDepth; ++d) barrier_init(copied + 8 * d, 1);
     barrier_init(loaded, 32);
-    show_barriers_to_copies();
+    show_stores_to_copies();
   }
 };
 

@@ -50,8 +50,8 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   const CUtensorMap codes = tensor_map<2>(
       p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {static_cast<u64>(p.Kp / 2), static_cast<u64>(rows)},
       {static_cast<u64>(p.code_row)}, {64, S::kRows}, CU_TENSOR_MAP_SWIZZLE_64B, kLines);
-  CUtensorMap y = x;  // not used where y is not plain
-  if (p.y_dtype == p.x_dtype && p.N % 8 == 0) {
+  CUtensorMap y = x;  // not used where the warps write y
+  if (!S::kShared && p.y_dtype == p.x_dtype && p.N % 8 == 0) {
     y = tensor_map<2>(p.y, x_type, {static_cast<u64>(p.N), static_cast<u64>(p.rows)}, {static_cast<u64>(p.N) * 2},
                       {64, S::kTokens}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE);
   }
@@ -157,7 +157,8 @@ bool fits_matmul_many_rows(const Problem& p) {
 
 bool is_faster_decoded(const Problem& p) {
   using namespace many_rows;
-  return decoded_cost(p.M, p.N, p.K, this_machine().multiprocessors) * 1.03 < best_plan(p).first.cost;  // by no less
+  constexpr double kMargin = 1.03;  // below it the model does not know
+  return decoded_cost(p.M, p.N, p.K, this_machine().multiprocessors) * kMargin < best_plan(p).first.cost;
 }
 
 void launch_matmul_many_rows(const Problem& given, const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {

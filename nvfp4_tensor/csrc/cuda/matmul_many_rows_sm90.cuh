@@ -72,6 +72,7 @@ struct Ring {
     return pool + S::kPoolBytes + 8 * (S::kStages + which);
   }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ __forceinline__ void release(int which) const { barrier_arrive(empty(which)); }
   __device__ __forceinline__ void next() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
@@ -130,7 +131,6 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
 template <typename S>
 struct Consumer : Ring<S> {
   using Ring<S>::Ring;
-  __device__ __forceinline__ void release(int which) const { barrier_arrive(this->empty(which)); }
   // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
   __device__ __forceinline__ uint64_t x(int half) const {
     return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((this->data() + half * (S::kXBytes / 2)) >> 4);
@@ -154,13 +154,13 @@ class Desk {
     if (threadIdx.x % 128 == 0) {
       held_ = stage;
     } else {
-      barrier_arrive(ring_.empty(stage));
+      ring_.release(stage);
     }
   }
   __device__ __forceinline__ void release_if_read() {
     if (held_ < 0) return;
     wait_until_stores_have_read();
-    barrier_arrive(ring_.empty(held_));
+    ring_.release(held_);
     held_ = -1;
   }
 
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       barrier_init(pool + S::kPoolBytes + 8 * i, S::kFilledBy);
       barrier_init(ring.empty(i), S::kConsumers);
     }
-    show_barriers_to_copies();
+    show_stores_to_copies();
   }
   if (helper == 0) {
     asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(&x_map), "l"(&code_map) : "memory");

@@ -15,11 +15,13 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Initialized barriers, for the copy engine to see, or for the cluster.
-__device__ __forceinline__ void show_barriers_to_copies() {
+// What this thread has stored to shared memory, barriers that it has initialized too, for copies that use it, are from
+// there or go over it.
+__device__ __forceinline__ void show_stores_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Initialized barriers, for the cluster.
 __device__ __forceinline__ void show_barriers_to_cluster() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -67,11 +69,6 @@ __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.co
 // Until shared memory has been read by all that this thread has committed.
 __device__ __forceinline__ void wait_until_stores_have_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-// A thread's own stores to shared memory, for copies from there or over it.
-__device__ __forceinline__ void show_stores_to_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit values, columns as 16 bytes each: lane l has the address of column l % 8 of matrix l / 8.
