@@ -47,7 +47,7 @@ PUBLISHED = [
     *[(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)],  # Qwen2 7B
     *[(1536, 7168), (576, 7168), (2048, 7168), (7168, 2048), (24576, 1536)],  # DeepSeek-V3
 ]
-PUBLISHED_ROWS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+PUBLISHED_ROWS = [1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 NEAREST = QuantizeSpec().pack()
 CHAIN_BYTES = 256 << 20  # of NVFP4 weights, over four times the 60 MB of an H200's L2
 

@@ -22,9 +22,10 @@ constexpr int64_t kLargestUneven = 1 << 24;
 // Beyond so many rows of x decoding w once and a dense product are faster than the few-rows kernel once for each 16. By
 // arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for the product; not measured without wgmma.
 constexpr int kMostFewRows = 64;
-// On Hopper is_faster_decoded's model decides between the two, from so many rows of x on and up to so large a weight, where
-// it was compared with what is measured. us in a chain, decoded first and not, 512 x 3584 and 1024 x 4096: 1024 rows 11.4 and 13.1, 19.8 and 21.3; 2048 rows 16.8 and 19.4, 30.9 and
-// 34.0; 4096 rows 26.1 and 32.3, 49 and 48. Larger weights: 1024 x 8192 with 1024 rows 36.1 and 30.8.
+// On Hopper is_faster_decoded's model decides between the two, from so many rows of x on and up to so large a weight,
+// where it was compared with what is measured. Of bfloat16's speed in a chain, decoded first and not: 512 x 3584 with
+// 1024, 2048 and 4096 rows 0.77 and 0.74, 0.83 and 0.82, 0.86 and 0.77, 1024 x 4096 with 512, 1024 and 2048 0.72 and 0.78,
+// 0.75 and 0.78, 0.84 and 0.81. Larger weights: 1024 x 8192 with 1024 rows 36.1 and 30.8 us.
 constexpr int kFewestRowsDecoded = 512;
 constexpr int64_t kLargestDecoded = 1 << 22;
 constexpr int kMostExperts = 65535;  // of a grid's last dimension

@@ -132,38 +132,31 @@ __device__ __forceinline__ uint32_t high_in_both(uint32_t v) {
   return both;
 }
 
-// Four scale bytes to the factors of their blocks, each in both halves of a register.
+// Four scale bytes to the factors of their blocks: two, in their order, in the halves of each register.
 template <typename T>
-__device__ __forceinline__ void four_scale_factors(uint32_t bytes, uint32_t (&out)[4]) {
+__device__ __forceinline__ void scale_factor_pairs(uint32_t bytes, uint32_t (&out)[2]) {
+#if __CUDA_ARCH__ >= 890  // converts e4m3, NaN and signs included
+  uint32_t halves[2];
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(halves[0]), "=r"(halves[1])
+      : "r"(bytes));
+  out[0] = Decoder<T>::factors_of_halves(halves[0]), out[1] = Decoder<T>::factors_of_halves(halves[1]);
+#else
   const uint32_t pairs[2] = {__byte_perm(bytes, 0, 0x4140), __byte_perm(bytes, 0, 0x4342)};
-  uint32_t factors[2] = {Decoder<T>::scale_factors(pairs[0]), Decoder<T>::scale_factors(pairs[1])};
+  out[0] = Decoder<T>::scale_factors(pairs[0]), out[1] = Decoder<T>::scale_factors(pairs[1]);
   if ((bytes | (bytes + 0x01010101u)) & 0x80808080u) {  // a negative or NaN: rare, so one test for four
-    factors[0] = any_scale_factors<T>(pairs[0]);
-    factors[1] = any_scale_factors<T>(pairs[1]);
+    out[0] = any_scale_factors<T>(pairs[0]), out[1] = any_scale_factors<T>(pairs[1]);
   }
-  out[0] = low_in_both(factors[0]);
-  out[1] = high_in_both(factors[0]);
-  out[2] = low_in_both(factors[1]);
-  out[3] = high_in_both(factors[1]);
+#endif
 }
 
-// The same without the branch, where there is an instruction for it.
+// Likewise, each factor in both halves of a register.
 template <typename T>
 __device__ __forceinline__ void scale_factors(uint32_t bytes, uint32_t (&out)[4]) {
-#if __CUDA_ARCH__ >= 890  // converts e4m3, NaN and signs included: no branch, and as many instructions
   uint32_t pairs[2];
-  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
-      : "=r"(pairs[0]), "=r"(pairs[1])
-      : "r"(bytes));
+  scale_factor_pairs<T>(bytes, pairs);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t factors = Decoder<T>::factors_of_halves(pairs[i]);
-    out[2 * i] = low_in_both(factors);
-    out[2 * i + 1] = high_in_both(factors);
-  }
-#else
-  four_scale_factors<T>(bytes, out);
-#endif
+  for (int i = 0; i < 2; ++i) out[2 * i] = low_in_both(pairs[i]), out[2 * i + 1] = high_in_both(pairs[i]);
 }
 
 // Eight elements of a row of x from column k on, zero beyond K.

@@ -119,8 +119,7 @@ struct Place {
     scales = t / 2 * 64 + g % 4 * 16 + g / 4 * 8;
     const uint32_t even = t % 2 ? 0x32 : 0x10, odd = even + 0x44;
     selector = g % 2 ? even << 8 | odd : odd << 8 | even;
-    // Opaque, or the compiler works them out again for each unit: 15 of 419 instructions.
-    asm volatile("" : "+r"(codes), "+r"(scales), "+r"(selector));
+    keep(codes, scales, selector);  // worked out again for each unit they were 15 of 419 instructions
   }
 };
 

@@ -28,19 +28,24 @@ __device__ __forceinline__ int scales_at(int row, int half) {
 template <typename S>
 class PermutedStage {
  public:
-  __device__ __forceinline__ void load_first(uint32_t stage) {
+  __device__ __forceinline__ PermutedStage() {
     const int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x / 32 * 16 + first_row(lane);
-    const uint32_t code = stage + S::kCodesAt + row * 64 + (t ^ row / 2 % 4) * 16;
-    const uint32_t scale = stage + scales_at<S>(row, t / 2);
+    codes_at_ = S::kCodesAt + row * 64 + (t ^ row / 2 % 4) * 16;
+    scales_at_ = scales_at<S>(row, t / 2);
+    selector_ = t % 2 ? 0x7362 : 0x5140;
+    keep(codes_at_, scales_at_, selector_);
+  }
+  __device__ __forceinline__ void load_first(uint32_t stage) {
+    const uint32_t code = stage + codes_at_, scale = stage + scales_at_;
     codes_[0] = load_shared_16(code);
     codes_[1] = load_shared_16(code + kToOtherCodes);
     const uint32_t first = load_shared_4(scale), other = load_shared_4(scale + kToOtherScales);
-    scales_ = __byte_perm(first, other, t % 2 ? 0x7362 : 0x5140);
+    scales_ = __byte_perm(first, other, selector_);
   }
   __device__ __forceinline__ void load_second(uint32_t) {}  // came with the first
   template <typename T>
   __device__ __forceinline__ void decode_first(uint32_t (&a)[16]) {
-    four_scale_factors<T>(scales_, factors_);
+    scale_factors<T>(scales_, factors_);
 #pragma unroll
     for (int row = 0; row < 2; ++row) decode_row<T>(row, codes_[row].x, codes_[row].y, factors_[row], a);
   }
@@ -64,28 +69,24 @@ class PermutedStage {
     }
   }
 
+  uint32_t codes_at_, scales_at_, selector_;
   uint4 codes_[2];
   uint32_t scales_;      // of blocks 2 t and 2 t + 1: both rows' of one, then of the other
   uint32_t factors_[4];  // likewise
 };
-
-// One of two factors in both halves of a register: the multiplication takes it so without an instruction more.
-template <int kWhich>
-__device__ __forceinline__ uint32_t both_halves(uint32_t factors) {
-  uint32_t twice;
-  if constexpr (kWhich == 0) {
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l}; }" : "=r"(twice) : "r"(factors));
-  } else {
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h}; }" : "=r"(twice) : "r"(factors));
-  }
-  return twice;
-}
 
 // x as it lies: a lane needs byte t of each word of codes, so all four of a quad have the same words. Its two codes go
 // to the two halves of a register, both into bits 4 to 7: 24 instructions for 8 codes, not 15.
 template <typename S>
 class PlainStage {
  public:
+  __device__ __forceinline__ PlainStage() {
+    const int row = threadIdx.x / 32 * 16 + first_row(threadIdx.x % 32), swizzle = row / 2 % 4 * 16;
+    codes_at_ = S::kCodesAt + row * 64 + swizzle;
+    scales_at_ = scales_at<S>(row, 0);
+    my_byte_ = threadIdx.x % 4 * 0x0101 + 0x0400;  // the shifted word's to byte 0, the word's to 2
+    keep(codes_at_, scales_at_, my_byte_);
+  }
   __device__ __forceinline__ void load_first(uint32_t stage) { load(stage, 0); }
   __device__ __forceinline__ void load_second(uint32_t stage) { load(stage, 1); }
   template <typename T>
@@ -99,41 +100,31 @@ class PlainStage {
 
  private:
   __device__ __forceinline__ void load(uint32_t stage, int half) {
-    const int row = threadIdx.x / 32 * 16 + first_row(threadIdx.x % 32), swizzle = row / 2 % 4 * 16;
-    const uint32_t code = stage + S::kCodesAt + row * 64, first = code + (half * 32 ^ swizzle);
-    const uint32_t second = code + (half * 32 + 16 ^ swizzle);
-    const uint32_t scale = stage + scales_at<S>(row, half);
+    const uint32_t first = stage + codes_at_ ^ half * 32, second = first ^ 16;
+    const uint32_t scale = stage + scales_at_ + half * 512;
     codes_[0][0] = load_shared_16(first), codes_[0][1] = load_shared_16(second);
     codes_[1][0] = load_shared_16(first + kToOtherCodes), codes_[1][1] = load_shared_16(second + kToOtherCodes);
     scales_[0] = load_shared_4(scale), scales_[1] = load_shared_4(scale + kToOtherScales);
   }
   template <typename T>
   __device__ __forceinline__ void decode(uint32_t (&a)[16]) const {
-    const uint32_t my_byte = threadIdx.x % 4 * 0x0101 + 0x0400;  // the shifted word's to byte 0, the word's to 2
-    uint32_t pairs[4], factors[4];                               // of each 16 elements for both rows
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      pairs[k] = __byte_perm(scales_[0], scales_[1], 0x0400 + 0x0101 * k) & 0x00FF00FF;
-      factors[k] = Decoder<T>::scale_factors(pairs[k]);
-    }
-    const uint32_t over = (scales_[0] + 0x01010101u) | (scales_[1] + 0x01010101u);
-    if ((scales_[0] | scales_[1] | over) & 0x80808080u) {  // a negative or NaN: rare
-#pragma unroll
-      for (int k = 0; k < 4; ++k) factors[k] = any_scale_factors<T>(pairs[k]);
-    }
+    uint32_t factors[2][2];  // of each 16 elements for both rows
+    scale_factor_pairs<T>(__byte_perm(scales_[0], scales_[1], 0x5140), factors[0]);
+    scale_factor_pairs<T>(__byte_perm(scales_[0], scales_[1], 0x7362), factors[1]);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const uint4 c[2] = {codes_[row][0], codes_[row][1]};
       const uint32_t words[8] = {c[0].x, c[0].y, c[0].z, c[0].w, c[1].x, c[1].y, c[1].z, c[1].w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const uint32_t both = __byte_perm(words[i] << 4, words[i], my_byte), pair = factors[i / 2];
-        const uint32_t factor = row == 0 ? both_halves<0>(pair) : both_halves<1>(pair);
+        const uint32_t both = __byte_perm(words[i] << 4, words[i], my_byte_), pair = factors[i / 4][i / 2 % 2];
+        const uint32_t factor = row == 0 ? low_in_both(pair) : high_in_both(pair);
         a[i / 2 * 4 + i % 2 * 2 + row] = Decoder<T>::multiply(Decoder<T>::spread_second(both), factor);
       }
     }
   }
 
+  uint32_t codes_at_, scales_at_, my_byte_;
   uint4 codes_[2][2];  // of the half that was loaded last
   uint32_t scales_[2];
 };

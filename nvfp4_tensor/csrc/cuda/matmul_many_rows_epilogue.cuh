@@ -169,73 +169,80 @@ __device__ __forceinline__ bool is_plain(const Problem& p) {
   return p.y_dtype == kSame && p.N % 8 == 0 && !(p.x_scale && p.x_scale_step) && !(p.bias && p.bias_row);
 }
 
-// A warpgroup's y meets in shared memory, 16 bytes at a time swizzled against bank conflicts, so that whole lines of 128
-// bytes are written. Where the block goes on with another tile, by the copy engine while that tile's products run: by the
-// warpgroup, 16 tokens at a time, 256 took 4,900 cycles, 3 % of 14336 x 8192 with 4096 rows and 16 of 24576 x 1536. The
-// desk is free when wait_until_stores_have_read() has returned to the warpgroup's first thread.
-template <typename T, typename S, typename Owns>
-__device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap* y_map, const Place& at,
-                                            const TwoRows& rows, const float (&sum)[S::kSums], uint8_t* desk,
-                                            Owns owns) {
+// Where a lane leaves its part of 16 tokens of y in shared memory, so that rows of w lie together there: 64 by 16 tokens
+// of a warpgroup are 128-byte lines, 16 bytes at a time swizzled against bank conflicts.
+__device__ __forceinline__ uint32_t place_in_unit() {
   const int lane = threadIdx.x % 32, own = lane / 16 * 8 + lane % 8, eight = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-  const uint32_t units = address_of(desk), to = units + own * 128 + (eight ^ own % 8) * 16;
+  return own * 128 + (eight ^ own % 8) * 16;
+}
+
+// Units from there to y, those that are this block's, by the warpgroup: whole lines.
+template <typename T, typename S, typename Owns>
+__device__ __forceinline__ void write_units(const Problem& p, const Place& at, uint32_t units, Owns owns) {
+  const int token = threadIdx.x % 128 / 8, unit = threadIdx.x % 8, tokens = at.end - at.token;
+  const int mine = first_row_of_group<S>(p, at) + unit * 8;
+  if (mine < 0 || mine >= p.N) return;
+  T* y = static_cast<T*>(p.y) + (static_cast<int64_t>(at.expert) * p.M + at.token + token) * p.N + mine;
+  const uint32_t from = units + token * 128 + (unit ^ token % 8) * 16;
+#pragma unroll
+  for (int i = 0; i < S::kUnits; ++i, y += kUnitTokens * static_cast<int64_t>(p.N)) {
+    if (owns(i) && kUnitTokens * i + token < tokens) {
+      __stcg(reinterpret_cast<uint4*>(y), load_shared_16(from + i * kUnitBytes));  // plain, nvcc makes it four stores
+    }
+  }
+}
+
+// A unit of any y.
+template <typename T, typename S>
+__device__ __forceinline__ void write_any_unit(const Problem& p, const Place& at, int unit, const float* sum,
+                                               uint8_t* desk) {
+  const int lane = threadIdx.x % 32, n = first_row_of_group<S>(p, at) + threadIdx.x / 32 % 4 * 16 + lane % 4 * 4;
+  const int m = at.token + unit * kUnitTokens + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float4 four = turn(sum + 4 * i, desk, 1.0f / Decoder<T>::kUnit);
+    if (m + 8 * i < at.end) write_any(p, n, at.expert, m + 8 * i, four);
+  }
+}
+
+// A tile, by the copy engine while the next one's products run: by the warpgroup, 16 tokens at a time, 256 took 4,900
+// cycles, 3 % of 14336 x 8192 with 4096 rows and 16 of 24576 x 1536. The desk is free when wait_until_stores_have_read()
+// has returned to the warpgroup's first thread.
+template <typename T, typename S>
+__device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap* y_map, const Place& at,
+                                            const TwoRows& rows, const float (&sum)[S::kSums], uint8_t* desk) {
+  const uint32_t units = address_of(desk), to = units + place_in_unit();
   const auto finish_units = [&](auto has_bias) {
 #pragma unroll
-    for (int i = 0; i < S::kUnits; ++i) {
-      if (owns(i)) finish_unit<T, has_bias.value>(rows, sum + 8 * i, to + i * kUnitBytes);
-    }
+    for (int i = 0; i < S::kUnits; ++i) finish_unit<T, has_bias.value>(rows, sum + 8 * i, to + i * kUnitBytes);
   };
   if (p.bias) {
     finish_units(std::true_type());
   } else {
     finish_units(std::false_type());
   }
+  show_stores_to_copies();
+  warpgroup_sync();
   const int first = at.expert * p.M + at.token, n = first_row_of_group<S>(p, at), tokens = at.end - at.token;
-  if constexpr (!S::kShared) {
-    show_stores_to_copies();
-    warpgroup_sync();
-    // The copy engine leaves out what lies beyond y, but not another expert's rows.
-    if (n >= 0 && (tokens >= S::kTokens || first + tokens == p.rows)) {
-      if (threadIdx.x % 128 == 0) {
-        store_box_2d(y_map, n, first, units);
-        commit_stores();
-      }
-      return;
-    }
-  } else {
-    warpgroup_sync();
-  }
-  const int token = threadIdx.x % 128 / 8, unit = threadIdx.x % 8, mine = n + unit * 8;
-  if (mine < 0 || mine >= p.N) return;
-  T* y = static_cast<T*>(p.y) + (static_cast<int64_t>(first) + token) * p.N + mine;
-  const uint32_t from = units + token * 128 + (unit ^ token % 8) * 16;
-#pragma unroll
-  for (int i = 0; i < S::kUnits; ++i, y += kUnitTokens * static_cast<int64_t>(p.N)) {
-    if (owns(i) && kUnitTokens * i + token < tokens) {
-      *reinterpret_cast<uint4*>(y) = load_shared_16(from + i * kUnitBytes);
-    }
+  // The copy engine leaves out what lies beyond y, but not another expert's rows.
+  if (n < 0 || (tokens < S::kTokens && first + tokens != p.rows)) {
+    write_units<T, S>(p, at, units, [](int) { return true; });
+  } else if (threadIdx.x % 128 == 0) {
+    store_box_2d(y_map, n, first, units);
+    commit_stores();
   }
 }
 
-// The units of 16 tokens that this block owns.
-template <typename T, typename S, typename Owns>
+template <typename T, typename S>
 __device__ __forceinline__ void write_tile(const Problem& p, const CUtensorMap* y_map, const Place& at,
-                                           const TwoRows& rows, float (&sum)[S::kSums], uint8_t* desk, Owns owns) {
+                                           const TwoRows& rows, float (&sum)[S::kSums], uint8_t* desk) {
   if (is_plain<T>(p)) {
-    write_plain<T, S>(p, y_map, at, rows, sum, desk, owns);
+    write_plain<T, S>(p, y_map, at, rows, sum, desk);
     return;
   }
-  const int lane = threadIdx.x % 32, n = first_row_of_group<S>(p, at) + threadIdx.x / 32 % 4 * 16 + lane % 4 * 4;
-  int m = at.token + lane / 4;
 #pragma unroll 1
-  for (int unit = 0; unit < S::kUnits; ++unit, m += 16) {  // registers have no index: the next sums move up
-    if (owns(unit)) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float4 four = turn(sum + 4 * i, desk, 1.0f / Decoder<T>::kUnit);
-        if (m + 8 * i < at.end) write_any(p, n, at.expert, m + 8 * i, four);
-      }
-    }
+  for (int unit = 0; unit < S::kUnits; ++unit) {  // registers have no index: the next sums move up
+    write_any_unit<T, S>(p, at, unit, sum, desk);
 #pragma unroll
     for (int i = 0; i + 8 < S::kSums; ++i) sum[i] = sum[i + 8];
   }

@@ -13,11 +13,11 @@ namespace many_rows {
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 480 products (on
-// an H200, 20 weights of published models, 20 to 4096 rows of x, single and in chains), and those of x permuted to 160
-// more of 48 to 384 rows: what was chosen by them took 0.5 % longer than the best plan in the mean, 12 % at most. Since
-// tiles are written while the next one is multiplied: of 90 products of 192 to 1024 rows 0.6 %, 7 at most.
-constexpr int kWaitCycles = 3200, kSumsPerCycle = 6;  // of cut tiles, whose sums are written once and read for each run
+// What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 240 products (on
+// an H200, 20 weights of published models, 24 to 1024 rows of x, single and in chains): what is chosen by them takes
+// 0.4 % longer than the best plan in the mean, 6 % at most.
+constexpr int kWaitCycles = 4400;  // of cut tiles, whose sums are written once and read for each run
+constexpr double kSumsPerCycle = 5.5;
 // Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
 // time: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in 128 795.
 constexpr int64_t kCacheBytes = 28 << 20;
@@ -31,9 +31,9 @@ constexpr double kWriteCycles = 7.7;                            // a token of a 
 
 // What decoding w and then cuBLASLt would take: tiles in waves, of the best of a few sizes, each with what its size makes
 // it slower than the tensor cores (one more multiplication of a row of w by a row of x takes 1 / 2048 cycles, for each of
-// K). Of 12 products of weights of 1.8 to 4.2 million elements and 512 to 4096 rows (H200) 8 were faster so, by 1 to 20 %:
-// what is chosen by this takes 0.9 % longer than the faster way in the mean, the kernels here alone 8.3.
-constexpr int64_t kDecodeCycles = 3000, kDecodedPerKilocycle = 940'000;  // elements of w
+// K). Of 7 products of weights of 1.8 to 4.2 million elements and 512 to 4096 rows (H200, in chains) 5 are faster so, by 2
+// to 23 %; this chooses them, and one that takes 4 % longer so.
+constexpr int64_t kDecodeCycles = 6000, kDecodedPerKilocycle = 940'000;  // elements of w
 constexpr struct { int rows, tokens; double factor; } kDenseTiles[] = {
     {128, 256, 1.0},  {256, 128, 1.0}, {128, 192, 1.0}, {192, 128, 1.0},
     {128, 128, 1.03}, {128, 64, 1.1},  {64, 128, 1.1},  {64, 64, 1.3}};
@@ -95,7 +95,7 @@ struct Plan {
     const int waves = std::max(tiling.tiles / runs - 1, 0);
     plan.whole_tiles = waves * runs, plan.cut_tiles = tiling.tiles - plan.whole_tiles;
     const int tile_sums = tiling.rows * tiling.tokens, sums_of_a_tile = 1 + ceil_div(runs, tiling.tiles);
-    const int wait_and_sums = kWaitCycles + sums_of_a_tile * (tile_sums / kSumsPerCycle);
+    const int wait_and_sums = kWaitCycles + sums_of_a_tile * static_cast<int>(tile_sums / kSumsPerCycle);
     plan.cost = tiling.stages() * tiling.stage_cycles / runs + static_cast<int64_t>(waves) * tiling.write_cycles() +
                 wait_and_sums + tiling.miss_cycles(plan.cut_tiles, runs);
     plan.cut_cost = wait_and_sums / tiling.stage_cycles;

@@ -23,6 +23,24 @@ namespace many_rows {
 constexpr int kFewestSteps = 4;  // stages of a run
 constexpr int kMostSharers = 8;
 
+// n / value for 0 <= n < 2^31, without dividing: a division takes 150 cycles and more, and a kernel's start needs eight.
+// By Granlund and Montgomery, "Division by invariant integers using multiplication" (1994), theorem 4.2.
+struct Divisor {
+  uint32_t value, factor;
+  int shift;
+
+  // By the host: of groups of rows only the device knows how many tiles there are, and divides.
+  static Divisor of(int value) {
+    int bits = 0;
+    while ((int64_t{1} << bits) < value) ++bits;
+    const uint64_t power = uint64_t{1} << (31 + bits);
+    return {static_cast<uint32_t>(value), static_cast<uint32_t>((power + value - 1) / value), 31 + bits};
+  }
+  __device__ int quotient(int n) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * factor >> shift);
+  }
+};
+
 struct Work {
   int row_tiles, token_tiles;  // of an expert
   int token_group;             // tiles of so many tokens run together, so that both operands stay in L2
@@ -35,7 +53,21 @@ struct Work {
   uint64_t launch;             // a number that no memory holds by chance, another one for each launch
   int sharers;                 // blocks of a tile, of the shapes that divide all tiles alike
   int runs;                    // that the cut tiles are divided into; fewer than blocks only of groups of rows
+  // What is divided by where a tile lies and which a block has.
+  struct { Divisor tiles_of_expert, tiles_of_group, group, last_group, steps, runs, sharers; } by;
+
+  void prepare() {
+    by.tiles_of_expert = Divisor::of(row_tiles * token_tiles), by.tiles_of_group = Divisor::of(row_tiles * token_group);
+    by.group = Divisor::of(token_group), by.last_group = Divisor::of((token_tiles - 1) % token_group + 1);
+    by.steps = Divisor::of(steps), by.runs = Divisor::of(runs), by.sharers = Divisor::of(sharers);
+  }
 };
+
+// By what the host knows, or of groups of rows by what it does not.
+template <bool kGrouped>
+__device__ inline int quotient(int n, int value, const Divisor& by) {
+  return kGrouped ? n / value : by.quotient(n);
+}
 
 // What a number of tiles is best divided into, where the number of blocks is given: of groups of rows, whose tiles only
 // the device counts.
@@ -71,7 +103,7 @@ class Runs {
       return true;
     }
     if (at_ >= end_) return false;
-    const int tile = at_ / work_.steps, begin = at_ - tile * work_.steps;
+    const int tile = quotient<kGrouped>(at_, work_.steps, work_.by.steps), begin = at_ - tile * work_.steps;
     const int end = min(work_.steps, begin + (end_ - at_));
     s = {work_.whole_tiles + tile, begin, end};
     at_ += end - begin;
@@ -90,7 +122,7 @@ class Runs {
   __device__ int cut(int number) const {
     const int stages = work_.cut_tiles * work_.steps;
     if constexpr (kGrouped) return stages * min(number, work_.runs) / work_.runs;
-    return stages * number / static_cast<int>(gridDim.x);
+    return work_.by.runs.quotient(stages * number);
   }
 
   const Work& work_;
@@ -100,18 +132,20 @@ class Runs {
 // The segment of a block where so many share each tile.
 class Part {
  public:
-  __device__ explicit Part(const Work& work) : work_(work) {}
+  __device__ explicit Part(const Work& work) {
+    const int tile = work.by.sharers.quotient(blockIdx.x), rank = blockIdx.x - tile * work.sharers;
+    part_ = {tile, work.by.sharers.quotient(work.steps * rank), work.by.sharers.quotient(work.steps * (rank + 1))};
+  }
 
   __device__ bool next(Segment& s) {
-    const int sharers = work_.sharers, rank = blockIdx.x % sharers;
-    s = {static_cast<int>(blockIdx.x) / sharers, work_.steps * rank / sharers, work_.steps * (rank + 1) / sharers};
+    s = part_;
     const bool is_first = !done_;
     done_ = true;
     return is_first;
   }
 
  private:
-  const Work& work_;
+  Segment part_;
   bool done_ = false;
 };
 

@@ -3,7 +3,8 @@
 // A block finishes every so many units of 16 tokens, and adds to its own sums those of the others in their order, so
 // the result is the same from run to run. H200, 4096 x 4096, M = 64 and 128, us in a chain of products: 11.8 and 15.2;
 // with one block that adds what all others leave 13.9 and 16.7; with sums sent to the shared memory of the blocks of a
-// cluster 13.4 (clusters of two: on 132 multiprocessors only 30 clusters of four find places).
+// cluster 13.4 (clusters of two: on 132 multiprocessors only 30 clusters of four find places). Since the others' sums
+// are all loaded at once, and products begin sooner, 10.2 and 13.1.
 #pragma once
 
 #include "matmul_many_rows_epilogue.cuh"
@@ -17,16 +18,24 @@ template <typename S>
 class Sharing {
  public:
   __device__ explicit Sharing(const Work& work)
-      : work_(work), rank_(blockIdx.x % work.sharers), first_block_(blockIdx.x - rank_) {}
+      : work_(work),
+        first_block_(work.by.sharers.quotient(blockIdx.x) * work.sharers),
+        rank_(blockIdx.x - first_block_) {
+#pragma unroll 1  // otherwise it divides to know how often
+    for (int unit = rank_; unit < S::kUnits; unit += work.sharers) own_ |= 1u << unit;
+    keep(own_);  // here, not where it is used
+  }
 
   // At the start, as not_ready.
   __device__ __forceinline__ void begin() const {
     if (other() < work_.sharers) *flag(rank_, other()) = 0;
   }
 
-  __device__ __forceinline__ bool owns(int unit) const { return unit % work_.sharers == rank_; }
+  __device__ __forceinline__ bool owns(int unit) const { return own_ >> unit & 1; }
 
-  __device__ __forceinline__ void leave(const float (&sum)[S::kSums]) const {
+  // Sums to the blocks that finish them; what this block finishes to its own shared memory, at `own`, where sums have an
+  // index, which registers have not. Nothing is copied there any more when all warps have come to the end of their loops.
+  __device__ __forceinline__ void leave(const float (&sum)[S::kSums], uint32_t own) const {
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
       if (owns(unit)) continue;
@@ -37,33 +46,74 @@ class Sharing {
         __stcg(to + half * S::kConsumers, make_float4(four[0], four[1], four[2], four[3]));
       }
     }
-    warpgroup_sync();
+    consumers_sync<S>();
     if (talks_to_another()) say_ready(flag(rank_, other()), work_.launch);
+#pragma unroll
+    for (int unit = 0; unit < S::kUnits; ++unit) {
+      if (!owns(unit)) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* from = sum + 8 * unit + 4 * half;
+        const float four[4] = {from[0], from[1], from[2], from[3]};
+        store_shared_floats(own_place(own, unit) + half * kHalf, four);
+      }
+    }
   }
 
-  __device__ __forceinline__ void add(float (&sum)[S::kSums]) const {
+  // Calls finished(unit, its eight sums) for each unit that this block finishes. The others' sums are added in their
+  // order, then to its own.
+  template <typename Finished>
+  __device__ __forceinline__ void add(uint32_t own, Finished finished) const {
     if (talks_to_another()) wait_until_ready(flag(other(), rank_), work_.launch);
     warpgroup_sync();
-#pragma unroll 2
-    for (int own = rank_; own < S::kUnits; own += work_.sharers) {
-      float others[8] = {};
-#pragma unroll 4
-      for (int rank = 0; rank < work_.sharers; ++rank) {
-        if (rank == rank_) continue;
-        const float4 a = __ldcg(place(rank, own)), b = __ldcg(place(rank, own) + S::kConsumers);
-        others[0] += a.x, others[1] += a.y, others[2] += a.z, others[3] += a.w;
-        others[4] += b.x, others[5] += b.y, others[6] += b.z, others[7] += b.w;
+#pragma unroll 1
+    for (int first = rank_; first < S::kUnits; first += kUnitsAtOnce * work_.sharers) {
+      float sum[kUnitsAtOnce][8] = {};
+#pragma unroll 1
+      for (int begin = 0; begin < work_.sharers - 1; begin += kOthersAtOnce) {
+        float4 theirs[kOthersAtOnce][kUnitsAtOnce][2];  // all under way at once, so no branch: what is not there is zero
+#pragma unroll
+        for (int j = 0; j < kOthersAtOnce; ++j) {
+#pragma unroll
+          for (int i = 0; i < kUnitsAtOnce; ++i) {
+            const int other = begin + j, unit = first + i * work_.sharers;
+            const float4* from = place(other + (other >= rank_), unit);
+            const bool is_there = other < work_.sharers - 1 && unit < S::kUnits;
+            theirs[j][i][0] = load_if(is_there, from), theirs[j][i][1] = load_if(is_there, from + S::kConsumers);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kOthersAtOnce; ++j) {
+#pragma unroll
+          for (int i = 0; i < kUnitsAtOnce; ++i) add_to(sum[i], theirs[j][i][0], theirs[j][i][1]);
+        }
       }
 #pragma unroll
-      for (int unit = 0; unit < S::kUnits; ++unit) {  // registers have no index
-        if (unit != own) continue;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum[8 * unit + i] += others[i];
+      for (int i = 0; i < kUnitsAtOnce; ++i) {
+        const int unit = first + i * work_.sharers;
+        if (unit >= S::kUnits) break;
+        const uint32_t at = own_place(own, unit);
+        add_to(sum[i], load_shared_floats(at), load_shared_floats(at + kHalf));
+        finished(unit, sum[i]);
       }
     }
   }
 
  private:
+  static constexpr int kMostOwn = (S::kUnits + 1) / 2, kUnitsAtOnce = kMostOwn < 4 ? kMostOwn : 4, kOthersAtOnce = 3;
+  static constexpr int kHalf = S::kConsumers * 16;  // bytes: of a unit four sums of each thread
+  static_assert(S::kUnits * 2 * kHalf <= S::kOwnBytes);
+
+  static __device__ __forceinline__ float4 load_if(bool is_there, const float4* from) {
+    return is_there ? __ldcg(from) : make_float4(0, 0, 0, 0);
+  }
+  static __device__ __forceinline__ void add_to(float (&sum)[8], float4 a, float4 b) {
+    sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
+    sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
+  }
+  static __device__ __forceinline__ uint32_t own_place(uint32_t own, int unit) {
+    return own + unit * 2 * kHalf + threadIdx.x * 16;
+  }
   // A warpgroup's thread for each of the others.
   __device__ __forceinline__ int other() const { return threadIdx.x % 128; }
   __device__ __forceinline__ bool talks_to_another() const { return other() < work_.sharers && other() != rank_; }
@@ -76,7 +126,8 @@ class Sharing {
   }
 
   const Work& work_;
-  int rank_, first_block_;
+  int first_block_, rank_;
+  uint32_t own_ = 0;  // units, as bits: a remainder for each would be a division
 };
 
 }  // namespace many_rows

@@ -64,6 +64,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();
   work.sharers = plan.sharers, work.runs = plan.blocks;
+  work.prepare();
   // In a chain of products 1 us less each than beginning after the kernel before.
   const Launch launch(dim3(plan.blocks), 1, S::kThreads, S::kSharedBytes, stream, Begins::kBeforePreviousEnds);
   cudaLaunchKernelEx(&launch.config, kernel, p, x, codes, y, work);
@@ -91,11 +92,14 @@ struct Kernel {
   }
 };
 
-// A stage takes what decoding does and half of what the tensor cores do, or all of the latter where that is more: 128
-// rows by 64 tokens took 640 cycles without products, 600 without decoding and 946; by 256 tokens 2062 without
-// decoding, and 2141 (decoding 8 codes by 17 instructions; by 15 some 2137). So it is also with two warpgroups more, and
-// with products and decoding interleaved any finer. Copies alone are 518 and 1670; what two blocks copied together, by
-// multicast, took as long or longer.
+// A stage takes what decoding does and 0.6 of what the tensor cores do, or all of the latter where that is more: 128 rows
+// by 64 tokens took 640 cycles without products, 600 without decoding and 946; by 256 tokens 2062 without decoding, and
+// 2137. It is the multiprocessor: while wgmma runs, a scheduler issues but one other instruction in five cycles. (Loops of
+// nothing but wgmma of 64 columns, 512 cycles, and 320 LOP3 of each scheduler, 640, take 979, 320 FFMA 820; with A in
+// shared memory as well, with one warpgroup or four, with each product between a few of them, and 1126 where one
+// warpgroup is kept from the one while another does the other.) So what counts is instructions: 189 a warp and stage,
+// 150 of them to decode. Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or
+// longer.
 constexpr Kernel kKernels[] = {
     Kernel::of<Shape<32, 2, 10, X::kPermutedBefore>>(790),
     Kernel::of<Shape<32, 4, 7, X::kPermutedBefore>, Serves::kGroupsToo>(1260),
@@ -106,14 +110,14 @@ constexpr Kernel kKernels[] = {
     Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(1885),
     Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(2090),
     Kernel::of<Shape<32, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(760),
-    Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(1140),
-    Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(965),
+    Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(1180),
+    Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(950),
     Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(1145),
     Kernel::of<Shape<128, 2, 5, X::kAsItLies, Tiles::kShared>>(1515),
     Kernel::of<Shape<128, 2, 5, X::kPermutedBefore, Tiles::kShared>>(1285),
-    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore, Tiles::kShared>>(1435),
+    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore, Tiles::kShared>>(1490),
     Kernel::of<Shape<192, 2, 3, X::kAsItLies, Tiles::kShared>>(1925),
-    Kernel::of<Shape<256, 2, 3, X::kAsItLies, Tiles::kShared>>(2300),
+    Kernel::of<Shape<256, 2, 3, X::kAsItLies, Tiles::kShared>>(2270),
 };
 
 // The tile for groups, whose sizes only the device knows, by their mean. H200, us, 8 experts of 14336 x 4096 and 64 of

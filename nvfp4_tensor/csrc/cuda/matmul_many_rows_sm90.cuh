@@ -51,6 +51,7 @@ struct Shape {
   static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
   static_assert(kGroups * kTokens * 128 <= kScalesAt && kTokens * 128 >= 4 * kWarpSumBytes);  // Desk
+  static constexpr int kOwnAt = kStageBytes, kOwnBytes = kPoolBytes - kStageBytes;            // Sharing's, behind a desk
   static constexpr int kPlanAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448);
@@ -72,7 +73,11 @@ struct Ring {
     return pool + S::kPoolBytes + 8 * (S::kStages + which);
   }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  __device__ __forceinline__ void release(int which) const { barrier_arrive(empty(which)); }
+  // What the warp has read; an arrival of each thread took 1 to 2 % longer.
+  __device__ __forceinline__ void release(int which) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty(which));
+  }
   __device__ __forceinline__ void next() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
@@ -81,13 +86,19 @@ struct Ring {
 template <typename S, bool kGrouped>
 using Segments = std::conditional_t<S::kShared, Part, Runs<kGrouped>>;
 
+// Of a tile's bands of rows; beyond the last one it stands in.
+__device__ __forceinline__ const uint8_t* scales_of(const Problem& p, const Place& place, int band) {
+  const int last = (p.experts * p.N - 1) / kBand;
+  return p.scales + min(place.row / kBand + band, last) * p.scale_band;
+}
+
 template <typename S>
 __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
                                            uint32_t at, uint32_t barrier, const Place& place, int step) {
   uint64_t keep, stream;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
-  const int column_tiles = (p.Kp + 63) / 64, last_band = (p.experts * p.N - 1) / kBand;
+  const int column_tiles = (p.Kp + 63) / 64;
   barrier_expect(barrier, S::kStageBytes - (S::kInCopy ? S::kXBytes : 0));
   if constexpr (!S::kInCopy) {
     const int token = place.expert * p.M + place.token;
@@ -98,10 +109,29 @@ __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* 
   // beyond K codes and x are zero; there the last scales stand in, never a NaN that the row has not met
   for (int band = 0; band < S::kRows / kBand; ++band) {
     const uint32_t to = at + S::kXBytes + S::kCodeBytes + band * 1024;
-    const uint8_t* scales = p.scales + min(place.row / kBand + band, last_band) * p.scale_band;
+    const uint8_t* scales = scales_of(p, place, band);
     copy_bytes(to, scales + step * 1024, 512, barrier);
     copy_bytes(to + 512, scales + min(step * 2 + 1, column_tiles - 1) * 512, 512, barrier);
   }
+}
+
+// The first codes and scales are on their way to the L2 cache while the kernel before ends, 9 KB a block. That kernel may
+// be the one that writes them: it writes through that cache. H200, us in a chain: 4096 x 4096, 64 and 128 rows of x 10.5
+// and 13.6 -> 10.2 and 13.1.
+template <typename S>
+__device__ __forceinline__ void bring_first_to_cache(const Problem& p, const CUtensorMap* code_map, const Place& place,
+                                                     int step) {
+  prefetch_box_2d(code_map, step * kStageK / 2, place.row);
+  for (int band = 0; band < S::kRows / kBand; ++band) prefetch_bytes(scales_of(p, place, band) + step * 1024, 512);
+}
+
+// What needs no memory is behind each role: from here on there is what the kernel before wrote. (Groups of rows, whose
+// offsets may be among it, have waited.) The next kernel is let begin only where it is small: a large one's blocks would
+// crowd the multiprocessors that are free until then.
+template <typename S, bool kGrouped>
+__device__ __forceinline__ void begin() {
+  if constexpr (!kGrouped) wait_for_previous_kernel();
+  if constexpr (S::kShared) let_next_kernel_begin();
 }
 
 // One warp copies all stages; or each of four copies a fourth of them, and permutes their x. A stage a warp, since the
@@ -111,9 +141,17 @@ template <typename S, bool kGrouped>
 __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
                                         const Work& work, Ring<S> ring, int helper) {
   Segments<S, kGrouped> segments(work);
-  int turn = 0;
-  for (Segment s; segments.next(s);) {
-    const Place place = place_of<S, kGrouped>(p, work, s.tile);
+  Segment s;
+  Place place;
+  const auto next = [&] {
+    if (!segments.next(s)) return false;
+    place = place_of<S, kGrouped>(p, work, s.tile);
+    return true;
+  };
+  bool is_one = next();
+  if (!kGrouped && is_one && helper == 0 && elect_one()) bring_first_to_cache<S>(p, code_map, place, s.begin);
+  begin<S, kGrouped>();
+  for (int turn = 0; is_one; is_one = next()) {
     for (int step = s.begin; step < s.end; ++step, ring.next()) {
       if (S::kInCopy && turn++ % kPermutingCopiers != helper) continue;
       barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
@@ -131,9 +169,12 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
 template <typename S>
 struct Consumer : Ring<S> {
   using Ring<S>::Ring;
+  // The stage's address, known to be uniform: descriptors are then made of it by the uniform datapath, one instruction
+  // each, instead of two moves to it for each of 8 products.
+  __device__ __forceinline__ uint32_t uniform_data() const { return __shfl_sync(0xFFFFFFFF, this->data(), 0); }
   // The B operand, K-major with 128-byte swizzle: 8 rows of 128 bytes are 1024 bytes.
-  __device__ __forceinline__ uint64_t x(int half) const {
-    return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((this->data() + half * (S::kXBytes / 2)) >> 4);
+  static __device__ __forceinline__ uint64_t x(uint32_t data, int half) {
+    return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((data + half * (S::kXBytes / 2)) >> 4);
   }
 };
 
@@ -149,18 +190,18 @@ class Desk {
     consumers_sync<S>();
     return shared_ + stage * S::kStageBytes + threadIdx.x / 128 * (S::kTokens * 128);
   }
-  // The stage's place is released, by the thread that has the copies under way when they have read it.
+  // The stage's place is released, for its warp by the thread that has the copies under way when they have read it.
   __device__ __forceinline__ void leave(int stage) {
-    if (threadIdx.x % 128 == 0) {
-      held_ = stage;
-    } else {
+    if (threadIdx.x % 128 >= 32) {
       ring_.release(stage);
+    } else if (threadIdx.x % 128 == 0) {
+      held_ = stage;
     }
   }
   __device__ __forceinline__ void release_if_read() {
     if (held_ < 0) return;
     wait_until_stores_have_read();
-    ring_.release(held_);
+    barrier_arrive(ring_.empty(held_));
     held_ = -1;
   }
 
@@ -202,8 +243,9 @@ __device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[
   Encoded encoded;
   encoded.load_first(in.data());
   const auto consume_stage = [&](auto is_first, int step) {
+    const uint32_t data = in.uniform_data();
     encoded.template decode_first<T>(a0);
-    start_products<T, S, is_first.value>(a0, in.x(0), sum);
+    start_products<T, S, is_first.value>(a0, in.x(data, 0), sum);
     encoded.load_second(in.data());
     wait_products<1>();
     if constexpr (is_first.value) {
@@ -212,7 +254,7 @@ __device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[
       in.release(last);
     }
     encoded.template decode_second<T>(a1);
-    start_products<T, S, false>(a1, in.x(1), sum);
+    start_products<T, S, false>(a1, in.x(data, 1), sum);
     last = in.stage;
     in.next();
     if (step + 1 < steps) {
@@ -233,8 +275,9 @@ __device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_
   constexpr bool kPlaceAhead = S::kGroups == 2;  // four have no registers left
   Consumer<S> in(pool);
   Desk<S> desk(in, shared);
-  if (threadIdx.x % 128 == 0 && work.cut_tiles > 0) not_ready<S>(work);
   Runs<kGrouped> segments(work);
+  begin<S, kGrouped>();
+  if (threadIdx.x % 128 == 0 && work.cut_tiles > 0) not_ready<S>(work);
   float sum[S::kSums];
   for (Segment s; segments.next(s);) {
     Place place;
@@ -258,7 +301,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_
 #pragma unroll S::kSumsAtOnce
       for (int behind = 1; behind <= others; ++behind) add_sums<S>(work, segments.other(s, behind), sum);
     }
-    write_tile<T, S>(p, y_map, place, rows, sum, desk.take(last), [](int) { return true; });
+    write_tile<T, S>(p, y_map, place, rows, sum, desk.take(last));
     desk.leave(last);
   }
   desk.release_if_read();
@@ -268,18 +311,33 @@ __device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_
 template <typename T, typename S>
 __device__ __forceinline__ void multiply_shared(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
   Consumer<S> in(pool);
-  Desk<S> desk(in, shared);
   const Sharing<S> sharing(work);
-  sharing.begin();
   Segment s;
   Part(work).next(s);
+  int steps = s.end - s.begin;
+  keep(steps);
+  begin<S, false>();
+  sharing.begin();
   float sum[S::kSums] = {};
-  const int last = consume<T, S>(in, s.end - s.begin, sum, [] {});
-  sharing.leave(sum);
+  consume<T, S>(in, steps, sum, [] {});
+  sharing.leave(sum, pool + S::kOwnAt);
   const Place place = place_of<S, false>(p, work, s.tile);
   const TwoRows rows = TwoRows::of<S>(p, place);
-  sharing.add(sum);
-  write_tile<T, S>(p, nullptr, place, rows, sum, desk.take(last), [&](int unit) { return sharing.owns(unit); });
+  uint8_t* const desk = shared + threadIdx.x / 128 * (S::kTokens * 128);
+  const uint32_t units = address_of(desk), to = units + place_in_unit();
+  const bool plain = is_plain<T>(p);
+  sharing.add(pool + S::kOwnAt, [&](int unit, const float* eight) {
+    if (!plain) {
+      write_any_unit<T, S>(p, place, unit, eight, desk);
+    } else if (p.bias) {
+      finish_unit<T, true>(rows, eight, to + unit * kUnitBytes);
+    } else {
+      finish_unit<T, false>(rows, eight, to + unit * kUnitBytes);
+    }
+  });
+  if (!plain) return;
+  warpgroup_sync();
+  write_units<T, S>(p, place, units, [&](int unit) { return sharing.owns(unit); });
 }
 
 template <typename T, typename S, bool kGrouped>
@@ -297,7 +355,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(pool + S::kPoolBytes + 8 * i, S::kFilledBy);
-      barrier_init(ring.empty(i), S::kConsumers);
+      barrier_init(ring.empty(i), S::kConsumers / 32);
     }
     show_stores_to_copies();
   }
@@ -305,10 +363,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(&x_map), "l"(&code_map) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&y_map) : "memory");
   }
-  wait_for_previous_kernel();
-  // Only where what follows is small: a large kernel's blocks would crowd the multiprocessors that are free until then.
-  if constexpr (S::kShared) let_next_kernel_begin();
-  if (kGrouped && warp == 1) plan_groups(p, launched, S::kTokens, planned);
+  if constexpr (kGrouped) {
+    wait_for_previous_kernel();
+    if (warp == 1) plan_groups(p, launched, S::kTokens, planned);
+  }
   __syncthreads();
   if (helper >= 0) {
     if constexpr (!S::kInCopy) leave_registers<S::kProducerRegisters>();

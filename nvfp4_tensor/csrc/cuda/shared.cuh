@@ -66,6 +66,17 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
 
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
+// From here on in a register: the compiler does not work it out again wherever it is used.
+template <typename Value>
+__device__ __forceinline__ void keep(Value& value) {
+  asm volatile("" : "+r"(value));
+}
+template <typename Value, typename... Values>
+__device__ __forceinline__ void keep(Value& value, Values&... values) {
+  keep(value);
+  keep(values...);
+}
+
 // True in one lane of a warp whose lanes are all here.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected = threadIdx.x % 32 == 0;

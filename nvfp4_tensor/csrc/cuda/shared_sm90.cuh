@@ -57,6 +57,16 @@ __device__ __forceinline__ void copy_box_4d(
       : "memory");
 }
 
+// To the L2 cache alone.
+__device__ __forceinline__ void prefetch_box_2d(const CUtensorMap* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void prefetch_bytes(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // From shared memory to global; in the order of a thread's commits. What lies beyond the map's sizes is left out.
 __device__ __forceinline__ void store_box_2d(const CUtensorMap* map, int column, int row, uint32_t from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
