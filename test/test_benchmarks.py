@@ -280,7 +280,8 @@ def test_harness_takes_medians_of_interleaved_runs() -> None:
 
 
 @pytest.mark.gpu
-def test_harness_replays_graphs_and_falls_back_to_events() -> None:
+def test_harness_replays_graphs_and_falls_back_to_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "_SETTLE_SECONDS", 0.0)  # no uncounted rounds
     x = torch.ones(1024, device="cuda")
     variants = [Variant("graph", lambda: x.add_(1)), Variant("synchronizes", lambda: x.sum().item())]
     timings = harness.measure(variants, torch.device("cuda"), repeats=3)

@@ -97,8 +97,8 @@ struct Kernel {
 // 2137. It is the multiprocessor: while wgmma runs, a scheduler issues but one other instruction in five cycles. (Loops of
 // nothing but wgmma of 64 columns, 512 cycles, and 320 LOP3 of each scheduler, 640, take 979, 320 FFMA 820; with A in
 // shared memory as well, with one warpgroup or four, with each product between a few of them, and 1126 where one
-// warpgroup is kept from the one while another does the other.) So what counts is instructions: 189 a warp and stage,
-// 150 of them to decode. Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or
+// warpgroup is kept from the one while another does the other.) So what counts is instructions: 190 a warp and stage,
+// 120 of them to decode. Copies alone are 518 and 1670; what two blocks copied together, by multicast, took as long or
 // longer.
 constexpr Kernel kKernels[] = {
     Kernel::of<Shape<32, 2, 10, X::kPermutedBefore>>(790),
@@ -161,8 +161,7 @@ bool fits_matmul_many_rows(const Problem& p) {
 
 bool is_faster_decoded(const Problem& p) {
   using namespace many_rows;
-  constexpr double kMargin = 1.03;  // below it the model does not know
-  return decoded_cost(p.M, p.N, p.K, this_machine().multiprocessors) * kMargin < best_plan(p).first.cost;
+  return decoded_cost(p.M, p.N, p.K, this_machine().multiprocessors) < best_plan(p).first.cost;
 }
 
 void launch_matmul_many_rows(const Problem& given, const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {

@@ -73,7 +73,9 @@ struct Ring {
     return pool + S::kPoolBytes + 8 * (S::kStages + which);
   }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  // What the warp has read; an arrival of each thread took 1 to 2 % longer.
+  // What the warp has read, and used. One arrival for all: the warp is together, so that its barrier is no instruction,
+  // and compute-sanitizer's racecheck, which sees none, reports what other lanes loaded against the next copy. (An arrival
+  // of each thread is as fast over all: 14336 x 8192, M = 128, 4 % slower, 6144 x 4096 2 % faster.)
   __device__ __forceinline__ void release(int which) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty(which));
