@@ -89,15 +89,14 @@ def measure(variants: Sequence[Variant], device: torch.device, *, repeats: int) 
     if device.type == "cuda":
         runs, methods = zip(*(_captured(variant.run, variant.in_graph) for variant in variants), strict=True)
         take, batches = _event_timer(device), [1] * len(variants)
-    else:
-        runs, methods, take = [variant.run for variant in variants], ["clock"] * len(variants), _clock
-        batches = [_calls_a_millisecond(run) for run in runs]
-        runs = [functools.partial(_repeat, run, calls) for run, calls in zip(runs, batches, strict=True)]
-    if device.type == "cuda":
         start = time.perf_counter()
         while time.perf_counter() - start < _SETTLE_SECONDS:
             for run in runs:
                 take(run)
+    else:
+        runs, methods, take = [variant.run for variant in variants], ["clock"] * len(variants), _clock
+        batches = [_calls_a_millisecond(run) for run in runs]
+        runs = [functools.partial(_repeat, run, calls) for run, calls in zip(runs, batches, strict=True)]
     times: list[list[float]] = [[] for _ in variants]
     for _ in range(repeats):
         for run, calls, taken in zip(runs, batches, times, strict=True):

@@ -144,13 +144,30 @@ int main(int, char** arguments) {
             }
   for (int value : {1, 2, 3, 5, 7, 20, 64, 112, 127, 132, 1000, 65535, 65536, 1 << 20, (1 << 30) + 1, INT32_MAX}) {
     const Divisor by = Divisor::of(value);
-    for (long times = 0; times < 3000; ++times) {
+    for (long times = 0; times < 2000; ++times) {
       const long most = INT32_MAX / value, multiple = times < 1000 ? times : most - times % 1000;
       for (long n : {multiple * value - 1, multiple * value, multiple * value + value / 2}) {
         if (n >= 0 && n <= INT32_MAX) wrong += by.quotient(int(n)) != n / value;
       }
     }
   }
+  for (int row_tiles : {1, 3, 28, 112})
+    for (int token_tiles : {1, 2, 4, 5, 7, 16, 33})
+      for (int group : {1, 2, 3, 4}) {
+        if (group > token_tiles) continue;
+        Work work{};
+        work.row_tiles = row_tiles, work.token_tiles = token_tiles, work.token_group = group;
+        work.steps = work.runs = work.sharers = 1;
+        work.prepare();
+        int tile = 0;
+        for (int expert = 0; expert < 3; ++expert)
+          for (int first = 0; first < token_tiles; first += group)
+            for (int row = 0; row < row_tiles; ++row)
+              for (int token = first; token < min(first + group, token_tiles); ++token, ++tile)
+                for (const Tile& at : {tile_at<false>(work, tile), tile_at<true>(work, tile)}) {
+                  wrong += at.expert != expert || at.token_tile != token || at.row_tile != row;
+                }
+      }
   std::printf("%ld %ld %ld\n", divisions, cut, wrong);
 }
 """

@@ -140,24 +140,38 @@ def early_accesses(function):
     """
     lines = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);\s*/\* 0x", function)
     texts = {int(at, 16): text.strip() for at, text in lines}
+    access = r"\b(LDG|LDGSTS|LD|STG|ST|ATOM|ATOMG|RED|REDG|UTMALDG|UTMASTG|UTMAREDG|UBLKCP|UBLKRED)\b"
     found, seen, reached = [], set(), [min(texts)]
     while reached:
-        at = reached.pop()
-        if at in seen or at not in texts or "ACQBULK" in (text := texts[at]):
+        if (at := reached.pop()) in seen:
             continue
         seen.add(at)
-        if re.search(r"\b(LDG|LD|STG|ST|ATOMG|RED|UTMALDG|UBLKCP)\b", text):
+        text = texts[at]
+        if re.match("ACQBULK", text):  # without a condition
+            continue
+        if re.search(access, text):
             found.append(text)
-        assert not re.search(r"\b(BRX|CALL)\b", text), "goes on elsewhere"
-        if target := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text):
-            reached.append(int(target[1], 16))
-        if not re.match("BRA |EXIT|RET", text):
+        assert not re.search(r"\b(BRX|JMX|CALL)\b", text), "goes on elsewhere"
+        if re.search(r"\b(BRA|BSSY)\b", text):  # where those that BSSY lets wait go on together
+            reached.append(int(re.findall(r"0x[0-9a-f]+", text)[-1], 16))
+        if not re.match(r"(BRA 0x\w+|EXIT|RET\b.*)$", text):
             reached.append(at + 16)
     return found
 
 
-def test_an_early_access_is_found():
-    load = "LDG.E R2, desc[UR4][R2.64]"
-    texts = ["@P0 BRA 0x30", "ACQBULK", "EXIT", "@P1 BRA 0x50", load, "ACQBULK", "STG.E desc[UR4][R2.64], R2", "EXIT"]
+@pytest.mark.parametrize(
+    "texts, early",
+    [
+        (["@P0 BRA 0x30", "ACQBULK", "EXIT", "@P1 BRA 0x50", "LDG.E R2", "ACQBULK", "STG.E R2", "EXIT"], ["LDG.E R2"]),
+        (["ACQBULK", "LDG.E R2", "EXIT"], []),
+        (["@P0 ACQBULK", "LDG.E R2", "EXIT"], ["LDG.E R2"]),
+        (["@P0 EXIT", "STG.E R2", "ACQBULK", "EXIT"], ["STG.E R2"]),
+        (["BRA P0, 0x30", "LDGSTS.E R2", "EXIT", "ACQBULK", "EXIT"], ["LDGSTS.E R2"]),
+        (["BRA.U UP0, 0x30", "REDG.E R2", "EXIT", "ACQBULK", "EXIT"], ["REDG.E R2"]),
+        (["BRA 0x20", "UBLKCP R2", "ACQBULK", "UBLKCP R2", "EXIT"], []),
+        (["BSSY B0, 0x30", "ACQBULK", "EXIT", "UTMALDG.2D R2", "EXIT"], ["UTMALDG.2D R2"]),
+    ],
+)
+def test_an_early_access_is_found(texts, early):
     code = "".join(f"/*{16 * i:04x}*/  {text} ;  /* 0x0000000000000000 */\n" for i, text in enumerate(texts))
-    assert early_accesses(code) == [load]
+    assert early_accesses(code) == early

@@ -23,7 +23,7 @@ constexpr int64_t kLargestUneven = 1 << 24;
 // arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for the product; not measured without wgmma.
 constexpr int kMostFewRows = 64;
 // On Hopper is_faster_decoded's model decides between the two, from so many rows of x on and up to so large a weight,
-// where it was compared with what is measured. Of bfloat16's speed in a chain, decoded first and not: 512 x 3584 with
+// where it was compared with what is measured. Of bfloat16's speed in chains, decoded first and not: 512 x 3584 with
 // 1024, 2048 and 4096 rows 0.77 and 0.74, 0.83 and 0.82, 0.86 and 0.77, 1024 x 4096 with 512, 1024 and 2048 0.72 and 0.78,
 // 0.75 and 0.78, 0.84 and 0.81. Larger weights: 1024 x 8192 with 1024 rows 36.1 and 30.8 us.
 constexpr int kFewestRowsDecoded = 512;

@@ -100,7 +100,7 @@ class PlainStage {
 
  private:
   __device__ __forceinline__ void load(uint32_t stage, int half) {
-    const uint32_t first = stage + codes_at_ ^ half * 32, second = first ^ 16;
+    const uint32_t first = (stage + codes_at_) ^ half * 32, second = first ^ 16;  // of 64 bytes that begin at such
     const uint32_t scale = stage + scales_at_ + half * 512;
     codes_[0][0] = load_shared_16(first), codes_[0][1] = load_shared_16(second);
     codes_[1][0] = load_shared_16(first + kToOtherCodes), codes_[1][1] = load_shared_16(second + kToOtherCodes);

@@ -31,8 +31,8 @@ constexpr double kWriteCycles = 7.7;                            // a token of a 
 
 // What decoding w and then cuBLASLt would take: tiles in waves, of the best of a few sizes, each with what its size makes
 // it slower than the tensor cores (one more multiplication of a row of w by a row of x takes 1 / 2048 cycles, for each of
-// K). Of 8 products of weights of 1.8 to 4.2 million elements and 512 to 8192 rows (H200, in chains) 6 are faster so, by 2
-// to 23 %; this chooses them, and one that takes 4 % longer so.
+// K). Of 8 products of weights of 1.8 to 4.2 million elements and 512 to 8192 rows (H200, in chains: matmul.cu) 6 are faster
+// so, by 1 to 23 %; this chooses them, and one that takes 4 % longer so.
 constexpr int64_t kDecodeCycles = 6000, kDecodedPerKilocycle = 940'000;  // elements of w
 constexpr struct { int rows, tokens; double factor; } kDenseTiles[] = {
     {128, 256, 1.0},  {256, 128, 1.0}, {128, 192, 1.0}, {192, 128, 1.0},

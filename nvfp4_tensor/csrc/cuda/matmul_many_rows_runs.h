@@ -69,6 +69,24 @@ __device__ inline int quotient(int n, int value, const Divisor& by) {
   return kGrouped ? n / value : by.quotient(n);
 }
 
+struct Tile {
+  int expert, token_tile, row_tile;
+};
+
+// The one place that knows the order of tiles: down the rows of w, token_group tiles of tokens wide.
+template <bool kGrouped>
+__device__ inline Tile tile_at(const Work& work, int tile) {
+  const int of_expert = work.row_tiles * work.token_tiles;
+  const int expert = quotient<kGrouped>(tile, of_expert, work.by.tiles_of_expert);
+  tile -= expert * of_expert;
+  const int in_group = work.row_tiles * work.token_group;
+  const int group = quotient<kGrouped>(tile, in_group, work.by.tiles_of_group);
+  tile -= group * in_group;
+  const int first = group * work.token_group, width = min(work.token_group, work.token_tiles - first);
+  const int down = quotient<kGrouped>(tile, width, width == work.token_group ? work.by.group : work.by.last_group);
+  return {expert, first + tile - down * width, down};
+}
+
 // What a number of tiles is best divided into, where the number of blocks is given: of groups of rows, whose tiles only
 // the device counts.
 struct Division {

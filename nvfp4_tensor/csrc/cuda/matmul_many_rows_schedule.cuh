@@ -27,23 +27,14 @@ __device__ __forceinline__ void plan_groups(const Problem& p, const Work& launch
   }
 }
 
-// The one place that knows where a tile lies: tiles go down the rows of w, token_group tiles of tokens wide.
 template <typename S, bool kGrouped>
 __device__ __forceinline__ Place place_of(const Problem& p, const Work& work, int tile) {
-  const int of_expert = work.row_tiles * work.token_tiles;
-  const int expert = quotient<kGrouped>(tile, of_expert, work.by.tiles_of_expert);
-  tile -= expert * of_expert;
-  const int in_group = work.row_tiles * work.token_group;
-  const int group = quotient<kGrouped>(tile, in_group, work.by.tiles_of_group);
-  tile -= group * in_group;
-  const int first = group * work.token_group, width = min(work.token_group, work.token_tiles - first);
-  const int down = quotient<kGrouped>(tile, width, width == work.token_group ? work.by.group : work.by.last_group);
-  const int token_tile = first + tile - down * width, row = down * S::kRows;
+  const Tile at = tile_at<kGrouped>(work, tile);
   if constexpr (kGrouped) {
-    const TokenTile own = TokenTiles(p, S::kTokens).find(token_tile);
-    return {own.expert, own.begin, own.expert * p.N / kBand * kBand + row, own.end};
+    const TokenTile own = TokenTiles(p, S::kTokens).find(at.token_tile);
+    return {own.expert, own.begin, own.expert * p.N / kBand * kBand + at.row_tile * S::kRows, own.end};
   } else {
-    return {expert, token_tile * S::kTokens, expert * p.N / kBand * kBand + row, p.M};
+    return {at.expert, at.token_tile * S::kTokens, at.expert * p.N / kBand * kBand + at.row_tile * S::kRows, p.M};
   }
 }
 

@@ -3,8 +3,8 @@
 // A block finishes every so many units of 16 tokens, and adds to its own sums those of the others in their order, so
 // the result is the same from run to run. H200, 4096 x 4096, M = 64 and 128, us in a chain of products: 11.8 and 15.2;
 // with one block that adds what all others leave 13.9 and 16.7; with sums sent to the shared memory of the blocks of a
-// cluster 13.4 (clusters of two: on 132 multiprocessors only 30 clusters of four find places). Since the others' sums
-// are all loaded at once, and products begin sooner, 10.2 and 13.1.
+// cluster 13.4 (clusters of two: on 132 multiprocessors only 30 clusters of four find places). Since three others' sums
+// are loaded at a time, and products begin sooner, 10.2 and 13.1.
 #pragma once
 
 #include "matmul_many_rows_epilogue.cuh"
@@ -33,8 +33,9 @@ class Sharing {
 
   __device__ __forceinline__ bool owns(int unit) const { return own_ >> unit & 1; }
 
-  // Sums to the blocks that finish them; what this block finishes to its own shared memory, at `own`, where sums have an
-  // index, which registers have not. Nothing is copied there any more when all warps have come to the end of their loops.
+  // Sums to the blocks that finish them; what this block finishes to its own shared memory, at `own`, the second stage's
+  // place and on, where sums have an index, which registers have not. Nothing is copied there any more when all warps have
+  // come to the end of their loops.
   __device__ __forceinline__ void leave(const float (&sum)[S::kSums], uint32_t own) const {
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
@@ -71,7 +72,7 @@ class Sharing {
       float sum[kUnitsAtOnce][8] = {};
 #pragma unroll 1
       for (int begin = 0; begin < work_.sharers - 1; begin += kOthersAtOnce) {
-        float4 theirs[kOthersAtOnce][kUnitsAtOnce][2];  // all under way at once, so no branch: what is not there is zero
+        float4 theirs[kOthersAtOnce][kUnitsAtOnce][2];  // under way together, so no branch: what is not there is zero
 #pragma unroll
         for (int j = 0; j < kOthersAtOnce; ++j) {
 #pragma unroll
@@ -79,7 +80,8 @@ class Sharing {
             const int other = begin + j, unit = first + i * work_.sharers;
             const float4* from = place(other + (other >= rank_), unit);
             const bool is_there = other < work_.sharers - 1 && unit < S::kUnits;
-            theirs[j][i][0] = load_if(is_there, from), theirs[j][i][1] = load_if(is_there, from + S::kConsumers);
+            theirs[j][i][0] = load_or_zero(is_there, from);
+            theirs[j][i][1] = load_or_zero(is_there, from + S::kConsumers);
           }
         }
 #pragma unroll
@@ -102,9 +104,9 @@ class Sharing {
  private:
   static constexpr int kMostOwn = (S::kUnits + 1) / 2, kUnitsAtOnce = kMostOwn < 4 ? kMostOwn : 4, kOthersAtOnce = 3;
   static constexpr int kHalf = S::kConsumers * 16;  // bytes: of a unit four sums of each thread
-  static_assert(S::kUnits * 2 * kHalf <= S::kOwnBytes);
+  static_assert(S::kUnits * 2 * kHalf <= S::kPoolBytes - S::kStageBytes);
 
-  static __device__ __forceinline__ float4 load_if(bool is_there, const float4* from) {
+  static __device__ __forceinline__ float4 load_or_zero(bool is_there, const float4* from) {
     return is_there ? __ldcg(from) : make_float4(0, 0, 0, 0);
   }
   static __device__ __forceinline__ void add_to(float (&sum)[8], float4 a, float4 b) {

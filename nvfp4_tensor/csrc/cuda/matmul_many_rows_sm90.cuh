@@ -51,7 +51,6 @@ struct Shape {
   static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
   static_assert(kGroups * kTokens * 128 <= kScalesAt && kTokens * 128 >= 4 * kWarpSumBytes);  // Desk
-  static constexpr int kOwnAt = kStageBytes, kOwnBytes = kPoolBytes - kStageBytes;            // Sharing's, behind a desk
   static constexpr int kPlanAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448);
@@ -73,9 +72,10 @@ struct Ring {
     return pool + S::kPoolBytes + 8 * (S::kStages + which);
   }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  // What the warp has read, and used. One arrival for all: the warp is together, so that its barrier is no instruction,
-  // and compute-sanitizer's racecheck, which sees none, reports what other lanes loaded against the next copy. (An arrival
-  // of each thread is as fast over all: 14336 x 8192, M = 128, 4 % slower, 6144 x 4096 2 % faster.)
+  // What the warp has read, and used. With this one arrival compute-sanitizer's racecheck reports hazards wherever a place
+  // is filled again, with one of each thread it did not: the warp's barrier is no instruction here, and the tool is taken
+  // not to see it, which is still to be proved. (One of each thread is as fast over all: 14336 x 8192, M = 128, 4 %
+  // slower, 6144 x 4096 2 % faster.)
   __device__ __forceinline__ void release(int which) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty(which));
@@ -97,15 +97,15 @@ __device__ __forceinline__ const uint8_t* scales_of(const Problem& p, const Plac
 template <typename S>
 __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
                                            uint32_t at, uint32_t barrier, const Place& place, int step) {
-  uint64_t keep, stream;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
+  uint64_t stay, stream;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(stay));
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
   const int column_tiles = (p.Kp + 63) / 64;
   barrier_expect(barrier, S::kStageBytes - (S::kInCopy ? S::kXBytes : 0));
   if constexpr (!S::kInCopy) {
     const int token = place.expert * p.M + place.token;
-    copy_box_2d(at, x_map, step * kStageK, token, barrier, keep);
-    copy_box_2d(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, keep);
+    copy_box_2d(at, x_map, step * kStageK, token, barrier, stay);
+    copy_box_2d(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, stay);
   }
   copy_box_2d(at + S::kXBytes, code_map, step * kStageK / 2, place.row, barrier, stream);
   // beyond K codes and x are zero; there the last scales stand in, never a NaN that the row has not met
@@ -117,9 +117,10 @@ __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* 
   }
 }
 
-// The first codes and scales are on their way to the L2 cache while the kernel before ends, 9 KB a block. That kernel may
-// be the one that writes them: it writes through that cache. H200, us in a chain: 4096 x 4096, 64 and 128 rows of x 10.5
-// and 13.6 -> 10.2 and 13.1.
+// The codes and half the scales of a block's first stage, 9 or 17 KB, are on their way to the L2 cache while the kernel
+// before ends. That kernel may be the one that writes them: it writes through that cache. (More was in its way where x has
+// few rows: matmul_few_rows_sm90.cuh.) H200, us in a chain: 4096 x 4096, 64 and 128 rows of x 10.5 and 13.6 -> 10.2 and
+// 13.1.
 template <typename S>
 __device__ __forceinline__ void bring_first_to_cache(const Problem& p, const CUtensorMap* code_map, const Place& place,
                                                      int step) {
@@ -320,15 +321,16 @@ __device__ __forceinline__ void multiply_shared(const Problem& p, const Work& wo
   keep(steps);
   begin<S, false>();
   sharing.begin();
+  const uint32_t own = pool + S::kStageBytes;
   float sum[S::kSums] = {};
   consume<T, S>(in, steps, sum, [] {});
-  sharing.leave(sum, pool + S::kOwnAt);
+  sharing.leave(sum, own);
   const Place place = place_of<S, false>(p, work, s.tile);
   const TwoRows rows = TwoRows::of<S>(p, place);
-  uint8_t* const desk = shared + threadIdx.x / 128 * (S::kTokens * 128);
+  uint8_t* const desk = shared + threadIdx.x / 128 * (S::kTokens * 128);  // in the first stage's place
   const uint32_t units = address_of(desk), to = units + place_in_unit();
   const bool plain = is_plain<T>(p);
-  sharing.add(pool + S::kOwnAt, [&](int unit, const float* eight) {
+  sharing.add(own, [&](int unit, const float* eight) {
     if (!plain) {
       write_any_unit<T, S>(p, place, unit, eight, desk);
     } else if (p.bias) {
