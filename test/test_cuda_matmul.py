@@ -108,11 +108,12 @@ def test_tiles_cut_along_k(shape, rows):
 
 @pytest.mark.parametrize(
     "shape, rows",
-    [((4096, 4096), 24), ((4096, 4096), 100), ((4096, 4096), 300)]
+    [((4096, 4096), 16), ((4096, 4096), 24), ((4096, 4096), 100), ((4096, 4096), 300)]
+    + [((10240, 4096), m) for m in (16, 24, 64)]  # tiles of 256 rows of w
     + [
         (s, m)
         for s in [(576, 7168), (1024, 4096), (2048, 272), (128, 128)]
-        for m in (24, 64, 90, 128, 150, 192, 250, 500)
+        for m in (12, 24, 64, 90, 128, 150, 192, 250, 500)
     ],
 )
 def test_tiles_that_blocks_share(shape, rows):
@@ -128,16 +129,18 @@ def test_tiles_that_blocks_share(shape, rows):
     check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
 
 
-@pytest.mark.parametrize("rows", [24, 64])
-def test_tiles_that_blocks_share_in_float16(rows):
-    codes, scale = random_weight(4096, 4096, high=0x48)
+@pytest.mark.parametrize("out", [4096, 10240])
+@pytest.mark.parametrize("rows", [16, 24, 64])
+def test_tiles_that_blocks_share_in_float16(rows, out):
+    codes, scale = random_weight(out, 4096, high=0x48)
     check(torch.randn(rows, 4096, device="cuda").half(), codes, scale, factor(), repeats=20)
 
 
 @pytest.mark.parametrize("shape", [(2, 1024, 4096), (3, 200, 2048)])
-def test_tiles_of_experts_that_blocks_share(shape):
+@pytest.mark.parametrize("rows", [12, 40])
+def test_tiles_of_experts_that_blocks_share(shape, rows):
     codes, scale = random_weight(*shape)
-    x = torch.randn(shape[0], 40, shape[2], device="cuda").bfloat16()
+    x = torch.randn(shape[0], rows, shape[2], device="cuda").bfloat16()
     check(x, codes, scale, torch.rand(shape[0], device="cuda"), repeats=20)
 
 

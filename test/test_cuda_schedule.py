@@ -109,6 +109,15 @@ int main(int, char** arguments) {
     std::printf("%d %d %d\n", plan.blocks, plan.whole_tiles, plan.cut_tiles);
     return 0;
   }
+  if (arguments[1][0] == 'f') {  // the cost of few rows, and of a tile's rows of w and cycles a stage for 16 rows
+    int n[6];
+    for (int i = 0; i < 6; ++i) n[i] = std::atoi(arguments[2 + i]);
+    const auto [m, out, k, blocks, rows, cycles] = n;
+    const Tiling tiling = {rows, 16, ceil_div(out, rows), ceil_div(k, 128), cycles, ceil_div(out, rows), 1};
+    const Plan plan = Plan::of_sharers(tiling, blocks);
+    std::printf("%ld %ld\n", long(few_rows_cost(m, out, k, 1, blocks)), long(plan.cost));
+    return 0;
+  }
   if (arguments[1][0] == 'd') {  // the cost of a product whose weight is decoded first
     int n[4];
     for (int i = 0; i < 4; ++i) n[i] = std::atoi(arguments[2 + i]);
@@ -135,7 +144,7 @@ int main(int, char** arguments) {
       for (int tiles : {1, 2, 5, 16, 60}) ++divisions, wrong += faults_of_parts(tiles, steps, sharers) > 0;
   for (int blocks : all_blocks)
     for (int rows : {128, 256})
-      for (int tokens : {32, 64, 96, 128, 160, 192, 256})
+      for (int tokens : {16, 32, 64, 96, 128, 160, 192, 256})
         for (int steps : {1, 2, 3, 5, 8, 28, 57, 128, 500})
           for (int tiles : {1, 2, 3, 7, 16, 31, 32, 33, 64, 65, 112, 131, 132, 133, 264, 300})
             for (int row_tiles : {1, (tiles + 3) / 4, tiles}) {
@@ -224,3 +233,22 @@ def test_the_cost_of_decoding_first(program):
     for m, n, k in [(512, 576, 7168), (1030, 520, 3592), (4096, 1024, 4096), (1, 1, 1), (2**30, 2**12, 2**10)]:
         assert cost(m, n, k) >= m * n * k // (2048 * 132) + n * k // 940 + 6000
         assert cost(m, n, k) <= cost(m + 256, n, k) and cost(m, n, k) <= cost(m, n, k, 66)
+
+
+@pytest.mark.parametrize(
+    "weight, faster",
+    [
+        ((4096, 4096), 128),  # 7.6 and 6.7 us in a chain, by few rows and so
+        ((4096, 14336), 128),  # 18.2, 14.4
+        ((8192, 28672), 256),  # 54.0, 42.2
+        ((14336, 8192), 256),  # 26.2, 25.4; there are no places for two blocks for each 128 rows of w
+        ((6144, 4096), None),  # 9.8, and 9.3 to 10.1
+        ((1024, 8192), None),  # 6.5, 6.8
+        ((28672, 8192), None),  # 45.3, and no places
+    ],
+)
+def test_whether_16_rows_are_few(program, weight, faster):
+    """What was faster on an H200, or within 3 % of it: the few-rows kernel, or by wgmma, 128 or 256 rows of w a tile."""
+    few, in_128 = run(program, "f", "16", *map(str, weight), "132", "128", "610")
+    few, in_256 = run(program, "f", "16", *map(str, weight), "132", "256", "1150")
+    assert min((few, None), (in_128, 128), (in_256, 256))[1] == faster

@@ -11,13 +11,16 @@ namespace nvfp4 {
 
 namespace {
 
-// Up to so many rows of x the few-rows kernel is faster than wgmma's: it reads w once for each 16. H200, 14336 x 8192,
-// a single product: 31 us at 16 rows, so twice that beyond, where wgmma's kernel takes 37 at 32.
-constexpr int kMostRowsByMma = 16;
-// Likewise where N is no multiple of 128, and so the few-rows kernel not Hopper's own but that of all GPUs, and w not
-// larger than what was measured. us single and in a chain, by mma and by wgmma: 4000 x 4096, 8 rows 13.0, 8.8 and 13.7,
-// 8.4; 12 rows 14.4, 10.2 and 13.7, 8.4; 576 x 7168, 8 rows 12.2, 7.6 and 12.5, 7.4; 12 rows 13.0, 8.7 and 12.7, 7.5.
-constexpr int kMostUnevenRowsByMma = 8;
+// Up to so many rows of x the few-rows kernel is faster than wgmma's on Hopper: it has 8 columns of x in an mma for each
+// 16 by 16 of w. Up to as many again is_faster_than_few_rows' model decides: us in a chain, by mma and by wgmma, with 16
+// rows of 4096 x 4096 7.6 and 6.7, 4096 x 14336 18.2 and 14.4, 14336 x 8192 26.2 and 25.4, 1024 x 8192 6.5 and 6.8, with 8
+// rows of 4096 x 4096 6.0 and 6.6. Beyond, the few-rows kernel reads w once for each 16.
+constexpr int kMostRowsByMma = 8;
+constexpr int kMostRowsOfFewRows = 16;
+// Where N is no multiple of 128, the few-rows kernel is not Hopper's own but that of all GPUs, and slower beyond 8 rows
+// where w is not larger than what was measured. us single and in a chain, by mma and by wgmma (in tiles of 32 rows of x):
+// 4000 x 4096, 8 rows 13.0, 8.8 and 13.7, 8.4; 12 rows 14.4, 10.2 and 13.7, 8.4; 576 x 7168, 8 rows 12.2, 7.6 and 12.5,
+// 7.4; 12 rows 13.0, 8.7 and 12.7, 7.5.
 constexpr int64_t kLargestUneven = 1 << 24;
 // Beyond so many rows of x decoding w once and a dense product are faster than the few-rows kernel once for each 16. By
 // arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for the product; not measured without wgmma.
@@ -141,6 +144,13 @@ void place_w_scale(Problem& p, const Tensor& factor) {
   p.w_scale_expert = factor.numel() == 1 ? 0 : p.w_scale_step ? p.N : 1;
 }
 
+// On Hopper, of the two kernels that decode w as they go.
+bool is_for_many_rows(const Problem& p) {
+  if (p.M <= kMostRowsByMma || !fits_matmul_many_rows(p)) return false;
+  const bool uneven = p.N % 128 != 0 && static_cast<int64_t>(p.N) * p.K <= kLargestUneven;
+  return uneven || p.M > kMostRowsOfFewRows || is_faster_than_few_rows(p);
+}
+
 // The kernels that decode w as they go; false where none is made for the problem, or decoding before is faster.
 bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
   if (p.x_dtype == Dtype::kFloat || p.K == 0 || p.experts > kMostExperts) return false;
@@ -150,9 +160,7 @@ bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tenso
   p.Kp = static_cast<int>(p.code_row * 2);
   p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
   p.scale_band = (static_cast<int64_t>(p.Kp) + 63) / 64 * 512;
-  const bool uneven = p.N % 128 != 0 && static_cast<int64_t>(p.N) * p.K <= kLargestUneven;
-  const int most_by_mma = uneven ? kMostUnevenRowsByMma : kMostRowsByMma;
-  if (p.M > most_by_mma && fits_matmul_many_rows(p)) {
+  if (is_for_many_rows(p)) {
     const bool may_be_decoded = p.M >= kFewestRowsDecoded && static_cast<int64_t>(p.N) * p.K <= kLargestDecoded;
     if (may_be_decoded && is_faster_decoded(p) && fits_matmul_dense(p, Sum::kAlongRowsOfW)) return false;
     Scratch scratch(x);

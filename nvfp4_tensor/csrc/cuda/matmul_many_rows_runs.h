@@ -26,7 +26,7 @@ constexpr int kMostSharers = 8;
 // n / value for 0 <= n < 2^31, without dividing: a division takes 150 cycles and more, and a kernel's start needs eight.
 // By Granlund and Montgomery, "Division by invariant integers using multiplication" (1994), theorem 4.2.
 struct Divisor {
-  uint32_t value, factor;
+  uint32_t factor;
   int shift;
 
   // By the host: of groups of rows only the device knows how many tiles there are, and divides.
@@ -34,7 +34,7 @@ struct Divisor {
     int bits = 0;
     while ((int64_t{1} << bits) < value) ++bits;
     const uint64_t power = uint64_t{1} << (31 + bits);
-    return {static_cast<uint32_t>(value), static_cast<uint32_t>((power + value - 1) / value), 31 + bits};
+    return {static_cast<uint32_t>((power + value - 1) / value), 31 + bits};
   }
   __device__ int quotient(int n) const {
     return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * factor >> shift);

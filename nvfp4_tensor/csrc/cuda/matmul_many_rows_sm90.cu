@@ -111,9 +111,13 @@ constexpr Kernel kKernels[] = {
     Kernel::of<Shape<160, 2, 4, X::kPermutedBefore>>(1400),
     Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(1885),
     Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(2090),
+    Kernel::of<Shape<16, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(610),
+    Kernel::of<Shape<16, 4, 8, X::kPermutedInCopy, Tiles::kShared>>(1150),
     Kernel::of<Shape<32, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(760),
+    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore, Tiles::kShared>>(1170),
     Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(1180),
     Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(950),
+    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore, Tiles::kShared>>(1420),
     Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(1145),
     Kernel::of<Shape<128, 2, 5, X::kAsItLies, Tiles::kShared>>(1515),
     Kernel::of<Shape<128, 2, 5, X::kPermutedBefore, Tiles::kShared>>(1285),
@@ -159,6 +163,13 @@ bool fits_matmul_many_rows(const Problem& p) {
   };
   return this_machine().capability == 90 && aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) &&
          tensor_map_encoder() != nullptr;
+}
+
+bool is_faster_than_few_rows(const Problem& p) {
+  using namespace many_rows;
+  const auto [plan, kernel] = best_plan(p);
+  const int64_t few_rows = few_rows_cost(p.M, p.N, p.K, p.experts, this_machine().multiprocessors);
+  return kernel->tokens == 16 && plan.cost < few_rows;  // of wider tiles it was not compared
 }
 
 bool is_faster_decoded(const Problem& p) {

@@ -39,7 +39,8 @@ struct Shape {
   static constexpr int kTokens = kTokens_, kGroups = kRowGroups_, kStages = kStages_;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kSums = kTokens / 2, kUnits = kTokens / 16;  // of a thread
-  // Registers are dealt out by warpgroup, one for the warps that copy; not where these permute x, but all have 168.
+  // Registers are dealt out by warpgroup, one for the warps that copy; not where these permute x, but all have 168, or 96
+  // where there are five.
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : 104, kProducerRegisters = kGroups == 2 ? 56 : 64;
   static constexpr int kSumsAtOnce = kGroups == 2 && kTokens <= 128 ? 2 : 1;  // blocks' that fit into registers
@@ -50,7 +51,8 @@ struct Shape {
   static constexpr int kCodesAt = kXBytes, kScalesAt = kCodesAt + kCodeBytes;
   static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
-  static_assert(kGroups * kTokens * 128 <= kScalesAt && kTokens * 128 >= 4 * kWarpSumBytes);  // Desk
+  static constexpr int kDeskBytes = kTokens == 16 ? 3072 : kTokens * 128;  // y of a warpgroup, swizzled by 1024
+  static_assert(kDeskBytes >= 4 * kWarpSumBytes && kGroups * kDeskBytes <= kScalesAt);
   static constexpr int kPlanAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448);
@@ -72,14 +74,10 @@ struct Ring {
     return pool + S::kPoolBytes + 8 * (S::kStages + which);
   }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  // What the warp has read, and used. With this one arrival compute-sanitizer's racecheck reports hazards wherever a place
-  // is filled again, with one of each thread it did not: the warp's barrier is no instruction here, and the tool is taken
-  // not to see it, which is still to be proved. (One of each thread is as fast over all: 14336 x 8192, M = 128, 4 %
-  // slower, 6144 x 4096 2 % faster.)
-  __device__ __forceinline__ void release(int which) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty(which));
-  }
+  // What the thread has read, and used. (One arrival of a warp, or of a warpgroup, behind a barrier of theirs is as fast
+  // over all, between 3 % slower and 4 % faster; but compute-sanitizer's racecheck counts an arrival for its thread alone,
+  // and reports hazards then wherever a place is filled again.)
+  __device__ __forceinline__ void release(int which) const { barrier_arrive(empty(which)); }
   __device__ __forceinline__ void next() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
@@ -117,7 +115,7 @@ __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* 
   }
 }
 
-// The codes and half the scales of a block's first stage, 9 or 17 KB, are on their way to the L2 cache while the kernel
+// The codes and scales of a block's first stage, 9 or 18 KB, are on their way to the L2 cache while the kernel
 // before ends. That kernel may be the one that writes them: it writes through that cache. (More was in its way where x has
 // few rows: matmul_few_rows_sm90.cuh.) H200, us in a chain: 4096 x 4096, 64 and 128 rows of x 10.5 and 13.6 -> 10.2 and
 // 13.1.
@@ -125,7 +123,8 @@ template <typename S>
 __device__ __forceinline__ void bring_first_to_cache(const Problem& p, const CUtensorMap* code_map, const Place& place,
                                                      int step) {
   prefetch_box_2d(code_map, step * kStageK / 2, place.row);
-  for (int band = 0; band < S::kRows / kBand; ++band) prefetch_bytes(scales_of(p, place, band) + step * 1024, 512);
+  const int bytes = 512 * min(2, (p.Kp + 63) / 64 - 2 * step);
+  for (int band = 0; band < S::kRows / kBand; ++band) prefetch_bytes(scales_of(p, place, band) + step * 1024, bytes);
 }
 
 // What needs no memory is behind each role: from here on there is what the kernel before wrote. (Groups of rows, whose
@@ -181,8 +180,7 @@ struct Consumer : Ring<S> {
   }
 };
 
-// Where a warpgroup puts its y: a part of the tile's last stage, kTokens * 128 bytes, once all warpgroups are done with
-// that. (Each waiting only for what it takes, so that one writes while the other multiplies: a stage took 2,190 cycles,
+// Where a warpgroup puts its y: a part of the tile's last stage, kDeskBytes, once all warpgroups are done with that. (Each waiting only for what it takes, so that one writes while the other multiplies: a stage took 2,190 cycles,
 // not 2,137, for the products of one warpgroup alone do not fill the tensor cores.)
 template <typename S>
 class Desk {
@@ -191,20 +189,20 @@ class Desk {
 
   __device__ __forceinline__ uint8_t* take(int stage) const {
     consumers_sync<S>();
-    return shared_ + stage * S::kStageBytes + threadIdx.x / 128 * (S::kTokens * 128);
+    return shared_ + stage * S::kStageBytes + threadIdx.x / 128 * S::kDeskBytes;
   }
-  // The stage's place is released, for its warp by the thread that has the copies under way when they have read it.
+  // The stage's place is released, by the thread that has the copies under way when they have read it.
   __device__ __forceinline__ void leave(int stage) {
-    if (threadIdx.x % 128 >= 32) {
-      ring_.release(stage);
-    } else if (threadIdx.x % 128 == 0) {
+    if (threadIdx.x % 128 == 0) {
       held_ = stage;
+    } else {
+      ring_.release(stage);
     }
   }
   __device__ __forceinline__ void release_if_read() {
     if (held_ < 0) return;
     wait_until_stores_have_read();
-    barrier_arrive(ring_.empty(held_));
+    ring_.release(held_);
     held_ = -1;
   }
 
@@ -327,7 +325,7 @@ __device__ __forceinline__ void multiply_shared(const Problem& p, const Work& wo
   sharing.leave(sum, own);
   const Place place = place_of<S, false>(p, work, s.tile);
   const TwoRows rows = TwoRows::of<S>(p, place);
-  uint8_t* const desk = shared + threadIdx.x / 128 * (S::kTokens * 128);  // in the first stage's place
+  uint8_t* const desk = shared + threadIdx.x / 128 * S::kDeskBytes;  // in the first stage's place
   const uint32_t units = address_of(desk), to = units + place_in_unit();
   const bool plain = is_plain<T>(p);
   sharing.add(own, [&](int unit, const float* eight) {
@@ -359,7 +357,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(pool + S::kPoolBytes + 8 * i, S::kFilledBy);
-      barrier_init(ring.empty(i), S::kConsumers / 32);
+      barrier_init(ring.empty(i), S::kConsumers);
     }
     show_stores_to_copies();
   }

@@ -44,6 +44,7 @@ void launch_matmul_few_rows_grouped(const Problem& p, cudaStream_t stream);
 bool fits_matmul_few_rows_sm90(const Problem& p);                    // what it calls where alignment allows
 void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream);  // for at most 16 rows
 bool fits_matmul_many_rows(const Problem& p);                        // a Hopper, and codes aligned to 16 bytes
+bool is_faster_than_few_rows(const Problem& p);  // what fits that, of 9 to 16 rows, by the cost model
 bool is_faster_decoded(const Problem& p);  // what fits that: w decoded first and matmul_dense.h, by the cost model
 // scratch: memory of so many bytes, which lives as long as the stream needs it.
 void launch_matmul_many_rows(const Problem& p, const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
