@@ -21,10 +21,12 @@ using std::max; using std::min;
 #include "matmul_many_rows_plan.h"
 using namespace nvfp4::many_rows;
 
-// What is wrong with a division: stages not computed once, sums awaited that nobody leaves, or left that nobody adds.
+// What is wrong with a division: stages not computed once, blocks that disagree on who has a tile, places for sums of
+// several tiles, blocks that wait for too many which are started after them.
 template <bool kGrouped>
-int faults(Work work, int tiles, int blocks) {
-  std::vector<int> computed(tiles * work.steps), leaves(blocks, -1), awaited(blocks);
+int faults(Work work, int tiles, int blocks, int places, int most_finishers, bool meet = true) {
+  std::vector<int> computed(tiles * work.steps), parts(tiles), left(places, -1);
+  std::vector<Meeting> meetings(tiles);
   gridDim.x = blocks;
   work.prepare();
   int wrong = 0;
@@ -34,22 +36,29 @@ int faults(Work work, int tiles, int blocks) {
     for (Segment s; runs.next(s);) {
       if (s.tile < 0 || s.tile >= tiles || s.begin < 0 || s.end > work.steps || s.begin >= s.end) return ++wrong;
       for (int step = s.begin; step < s.end; ++step) ++computed[s.tile * work.steps + step];
-      if (s.begin > 0) wrong += leaves[block] != -1, leaves[block] = s.tile;  // a block has one place for sums
+      if (s.begin == 0 && s.end == work.steps) continue;
+      const Meeting m = runs.meeting(s, meet);
+      const bool leaves_all = s.begin > 0 && (s.end == work.steps || !meet);
+      wrong += m.rank < 0 || m.rank >= m.all || (m.rank == 0) != (s.begin == 0);
+      wrong += leaves_all != (m.rank >= m.finishers) || (meet && m.finishers != m.all - 1);
+      wrong += m.finishers < 1 || m.finishers > most_finishers;
+      wrong += m.place(m.rank) % blocks != block;
+      if (parts[s.tile]++ == 0) meetings[s.tile] = m;
+      const Meeting& known = meetings[s.tile];
+      wrong += known.finishers != m.finishers || known.place(0) != m.place(0) || known.place(1) != m.place(1);
+      if (!leaves_all && m.finishers == 1) continue;  // adds what is left to it
+      if (m.place(m.rank) >= places) return ++wrong;
+      wrong += left[m.place(m.rank)] != -1, left[m.place(m.rank)] = s.tile;
     }
   }
   for (int times : computed) wrong += times != 1;
-  for (int block = 0; block < blocks; ++block) {
-    blockIdx.x = block;
-    Runs<kGrouped> runs(work);
-    for (Segment s; runs.next(s);) {
-      if (s.begin > 0 || s.end == work.steps) continue;
-      for (int behind = 1, other; (other = runs.other(s, behind)) >= 0; ++behind) {
-        wrong += other >= block || leaves[other] != s.tile;  // waits only for blocks that began before it
-        ++awaited[other];
-      }
-    }
+  for (int tile = 0; tile < tiles; ++tile) {
+    if (parts[tile] == 0) continue;
+    const Meeting& m = meetings[tile];
+    wrong += parts[tile] != m.all;
+    for (int rank = m.finishers > 1 ? 0 : 1; rank < m.all; ++rank) wrong += left[m.place(rank)] != tile;
+    for (int rank = 1; rank < m.all; ++rank) wrong += m.place(rank) % blocks != m.place(0) % blocks - rank;
   }
-  for (int block = 0; block < blocks; ++block) wrong += awaited[block] != (leaves[block] != -1);
   return wrong;
 }
 
@@ -65,6 +74,9 @@ int faults_of_parts(int tiles, int steps, int sharers) {
     Part part(work);
     Segment s, behind;
     wrong += !part.next(s) || s.begin >= s.end || s.tile != int(block) / sharers || part.next(behind);
+    const Meeting m = part.meeting();
+    wrong += m.place(m.rank) != int(block) || m.finishers != sharers || m.all != sharers;
+    wrong += m.place(0) != s.tile * sharers || m.place(sharers - 1) != s.tile * sharers + sharers - 1;
     for (int step = s.begin; step < s.end; ++step) ++computed[s.tile * steps + step];
   }
   for (int times : computed) wrong += times != 1;
@@ -88,14 +100,15 @@ int faults_of_plans(const Tiling& tiling, int most_blocks) {
   work.row_tiles = work.token_tiles = work.token_group = work.sharers = 1;
   work.steps = tiling.steps, work.whole_tiles = runs.whole_tiles, work.cut_tiles = runs.cut_tiles;
   work.runs = runs.blocks;
-  wrong += faults<false>(work, tiling.tiles, runs.blocks);
+  wrong += faults<false>(work, tiling.tiles, runs.blocks, runs.places(), most_runs(1, most_blocks),
+                         finish_together(tiling.tokens));
   const Plan groups = Plan::of_groups(tiling, most_blocks);
   wrong += groups.blocks > most_blocks || groups.blocks > tiling.tiles;
   for (const Plan& plan : {runs, groups}) {
-    wrong += plan.leaves_sums() && plan.flags_bytes() < 8L * plan.blocks * (tiling.rows / 64);
+    wrong += plan.flags_bytes() < 8L * plan.places() * kMostSharers * (tiling.rows / 64);
   }
   for (const Plan& plan : {shared, runs, groups}) {
-    const int64_t sums = plan.leaves_sums() ? 4L * plan.blocks * tiling.rows * tiling.tokens : 0;
+    const int64_t sums = 4L * plan.places() * tiling.rows * tiling.tokens;
     wrong += plan.x_at() != plan.flags_bytes() + sums || plan.flags_bytes() % 256 != 0 || plan.cost <= 0;
   }
   return wrong;
@@ -131,13 +144,15 @@ int main(int, char** arguments) {
     for (int steps : {1, 2, 3, 4, 5, 6, 8, 12, 16, 31, 32, 56, 64, 112, 128})
       for (int tiles = 0; tiles <= 3 * blocks + 5; ++tiles)
         for (int cut_cost : {0, 1, 3, 4, 6, 12, 1000}) {
-          Division division(tiles, steps, blocks, cut_cost);
+          const Division division(tiles, steps, blocks, cut_cost);
+          const int most = most_runs(1, blocks);
           Work work{};
           work.row_tiles = work.token_tiles = work.token_group = work.sharers = 1;
           work.steps = steps, work.whole_tiles = division.whole_tiles, work.cut_tiles = division.cut_tiles;
           work.runs = as_many_runs_as_blocks ? blocks : division.runs;
-          ++divisions, cut += division.cut_tiles > 0, wrong += faults<true>(work, tiles, blocks) > 0;
-          if (work.runs == blocks) wrong += faults<false>(work, tiles, blocks) > 0;  // what other products do
+          ++divisions, cut += division.cut_tiles > 0, wrong += faults<true>(work, tiles, blocks, 2 * blocks, most) > 0;
+          if (work.runs != blocks) continue;
+          wrong += faults<false>(work, tiles, blocks, 2 * blocks, most) > 0;  // what other products do
         }
   for (int sharers = 2; sharers <= kMostSharers; ++sharers)
     for (int steps = sharers; steps <= 130; ++steps)
@@ -248,7 +263,7 @@ def test_the_cost_of_decoding_first(program):
     ],
 )
 def test_whether_16_rows_are_few(program, weight, faster):
-    """What was faster on an H200, or within 3 % of it: the few-rows kernel, or by wgmma, 128 or 256 rows of w a tile."""
+    """What was faster on an H200, or within 3 % of it: the few-rows kernel, or by wgmma 128 or 256 rows of w a tile."""
     few, in_128 = run(program, "f", "16", *map(str, weight), "132", "128", "610")
     few, in_256 = run(program, "f", "16", *map(str, weight), "132", "256", "1150")
     assert min((few, None), (in_128, 128), (in_256, 256))[1] == faster

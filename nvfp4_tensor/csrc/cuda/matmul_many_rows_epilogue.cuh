@@ -28,15 +28,20 @@ __device__ __forceinline__ void consumers_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(1 + S::kGroups), "n"(S::kConsumers) : "memory");
 }
 
-// Where this warpgroup says that its sums are there.
+// Where this warpgroup says to that of another block, the tile's `to`th, that its sums are in their place.
 template <typename S>
-__device__ __forceinline__ uint64_t* ready_flag(const Work& work, int block) {
-  return work.ready + block * S::kGroups + threadIdx.x / 128;
+__device__ __forceinline__ uint64_t* ready_flag(const Work& work, int place, int to) {
+  return work.ready + (place * kMostSharers + to) * S::kGroups + threadIdx.x / 128;
 }
 
 // At the start, so that nobody reads what nobody wrote. (What stood there was no launch's number anyhow.)
 template <typename S>
-__device__ __forceinline__ void not_ready(const Work& work) { *ready_flag<S>(work, blockIdx.x) = 0; }
+__device__ __forceinline__ void not_ready(const Work& work) {
+  if (threadIdx.x % 128 >= kMostSharers) return;
+  for (int place = blockIdx.x; place < work.places; place += gridDim.x) {
+    *ready_flag<S>(work, place, threadIdx.x % 128) = 0;
+  }
+}
 
 // What this warpgroup's threads wrote before they met is there for who has waited.
 __device__ __forceinline__ void say_ready(uint64_t* flag, uint64_t launch) {
@@ -51,31 +56,25 @@ __device__ __forceinline__ void wait_until_ready(uint64_t* flag, uint64_t launch
   }
 }
 
+// To those that finish the tile, all sums.
 template <typename S>
-__device__ __forceinline__ void leave_sums(const Work& work, const float (&sum)[S::kSums]) {
+__device__ __forceinline__ void leave_sums(const Work& work, int finishers, const float (&sum)[S::kSums]) {
   float4* to = work.sums + static_cast<int64_t>(blockIdx.x) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < S::kSums / 4; ++i) {
     __stcg(to + i * S::kConsumers, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
   }
   warpgroup_sync();
-  if (threadIdx.x % 128 == 0) say_ready(ready_flag<S>(work, blockIdx.x), work.launch);
+  const int finisher = threadIdx.x % 128;
+  if (finisher < finishers) say_ready(ready_flag<S>(work, blockIdx.x, finisher), work.launch);
 }
 
-// Until the runs behind this one, as many as share its tile, have left their sums; how many there are.
-template <typename S, bool kGrouped>
-__device__ __forceinline__ int wait_for_others(const Work& work, const Runs<kGrouped>& segments, const Segment& s) {
-  int others = 0;
-  for (int block; (block = segments.other(s, others + 1)) >= 0; ++others) {
-    if (threadIdx.x % 128 == 0) wait_until_ready(ready_flag<S>(work, block), work.launch);
-  }
-  warpgroup_sync();
-  return others;
-}
-
+// What is left to the only block that finishes the tile.
 template <typename S>
-__device__ __forceinline__ void add_sums(const Work& work, int block, float (&sum)[S::kSums]) {
-  const float4* from = work.sums + static_cast<int64_t>(block) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
+__device__ __forceinline__ void add_sums(const Work& work, int place, float (&sum)[S::kSums]) {
+  if (threadIdx.x % 128 == 0) wait_until_ready(ready_flag<S>(work, place, 0), work.launch);
+  warpgroup_sync();
+  const float4* from = work.sums + static_cast<int64_t>(place) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < S::kSums / 4; ++i) {
     const float4 v = __ldcg(from + i * S::kConsumers);

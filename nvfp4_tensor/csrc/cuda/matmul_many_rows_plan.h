@@ -14,18 +14,17 @@ namespace many_rows {
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 240 products (on
-// an H200, 20 weights of published models, 24 to 1024 rows of x, single and in chains): what is chosen by them takes
-// 0.4 % longer than the best plan in the mean, 6 % at most.
-constexpr int kWaitCycles = 4400;  // of cut tiles, whose sums are written once and read for each run
+// an H200, 20 weights of published models, 24 to 1024 rows of x, single and in chains), and, for tiles that blocks share,
+// again to 168 of up to 256 rows: what is chosen by them takes 0.2 % longer than the best plan in the mean, 6 % at most.
+constexpr int kWaitCycles = 5000;  // of cut tiles, whose sums are written once and read for each run
 constexpr double kSumsPerCycle = 5.5;
 // Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
 // time: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in 128 795.
 constexpr int64_t kCacheBytes = 28 << 20;
 constexpr int kMissedPerCycle = 3800;
 constexpr int kRowBytesOfStage = 256;  // of x
-constexpr int kShareCycles = 3200;
-constexpr double kSharedSumsPerCycle = 2.6;  // of 128 rows of w; half as many of 256, whose warps have fewer registers
-constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
+constexpr int kShareCycles = 3000;
+constexpr double kSharedSumsPerCycle = 1.85;  // of 128 rows of w; half as many of 256, whose warps have fewer registers
 constexpr int kPermuteCycles = 500, kPermutedPerCycle = 1000;  // elements of x
 constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
 
@@ -118,7 +117,8 @@ struct Plan {
   // Tiles whole where that takes no longer than cutting them, for at most so many blocks at a time.
   static Plan of_runs(const Tiling& tiling, int most_blocks) {
     const int tiles = tiling.tiles, rounds = ceil_div(tiles, most_blocks);
-    int runs = static_cast<int>(std::min<int64_t>(most_blocks, std::max<int64_t>(tiling.stages() / kFewestSteps, 1)));
+    const int64_t most = std::min<int64_t>(tiling.stages() / kFewestSteps, most_runs(tiles, most_blocks));
+    int runs = static_cast<int>(std::clamp<int64_t>(most, 1, most_blocks));
     if (runs > tiles && runs % tiles * 8 < runs) runs -= runs % tiles;  // all tiles alike
     Plan plan = of_cut_tiles(tiling, runs);
     for (int fewer = runs - 1; fewer >= runs * 7 / 8 && tiling.miss_cycles(plan.cut_tiles, plan.blocks) > 0; --fewer) {
@@ -140,16 +140,14 @@ struct Plan {
     return plan;
   }
 
-  // In the scratch: flags, sums of tiles that several blocks have, x where a kernel wants it moved.
-  bool leaves_sums() const { return cut_tiles > 0 || sharers > 1; }
-  int64_t flags_bytes() const {
-    const int flags = blocks * (tiling.rows / 64) * (sharers > 1 ? kMostSharers : 1);
-    return leaves_sums() ? ceil_div(flags, 32) * 256 : 0;
+  // In the scratch: flags, sums of tiles that several blocks have, x where a kernel wants it moved. A block has two places
+  // for sums where runs may lie within tiles.
+  int places() const {
+    if (sharers > 1) return blocks;
+    return cut_tiles == 0 ? 0 : finish_together(tiling.tokens) && cut_tiles < blocks ? 2 * blocks : blocks;
   }
-  int64_t x_at() const {
-    const int64_t sums = static_cast<int64_t>(blocks) * tiling.rows * tiling.tokens;
-    return flags_bytes() + (leaves_sums() ? sums * 4 : 0);
-  }
+  int64_t flags_bytes() const { return ceil_div(places() * (tiling.rows / 64) * kMostSharers, 32) * 256; }
+  int64_t x_at() const { return flags_bytes() + int64_t{4} * places() * tiling.rows * tiling.tokens; }
 };
 
 }  // namespace many_rows

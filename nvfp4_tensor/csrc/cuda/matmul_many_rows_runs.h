@@ -1,13 +1,16 @@
 // Which block computes what: tiles of y, whole or in parts along K, so that all blocks have equally much to do.
 //
 // Tiles that fill all blocks evenly are computed whole, in waves. The others are laid end to end, K innermost, and cut
-// into as many equal runs as there are blocks, or fewer where these would be short. The block with the beginning of a
-// tile finishes it: it waits for the sums of the blocks behind it and adds them in their order, so the result is the
-// same from run to run.
+// into as many equal runs as there are blocks, or fewer where these would be short. A block begins with the end of a
+// tile, whose sums it leaves to others, and ends with the beginning of the next: that one it finishes. Where whole runs
+// lie within a tile, their blocks come to the end at the same time, and divide what is left to do
+// (matmul_many_rows_share.cuh), unless the tile is so wide that registers do not suffice. Sums are added in an order of
+// their own, so the result is the same from run to run.
 //
-// Few tiles are cut otherwise: each into as many equal parts of K, and the blocks that have them divide what is left to
-// do (matmul_many_rows_share.cuh). There a block waits also for such as were started after it: for its neighbours, at
-// most kMostSharers together. Blocks are started in their order, so those before them end and make room: places for
+// Few tiles are cut otherwise: each into as many equal parts of K, so that all its blocks finish it together.
+//
+// There a block waits also for such as were started after it: for its neighbours, at most kMostSharers together. Blocks
+// are started in their order, so those before them end and make room: places for
 // kMostSharers at a time are enough. (Half-started kernels that all hold fewer, 19 of them on 132 multiprocessors,
 // would wait for ever; but a GPU starts one kernel after another, of each of its few priorities, and where it has fewer
 // multiprocessors fewer blocks share a tile: kPlacesOfSharer.)
@@ -22,6 +25,18 @@ namespace many_rows {
 
 constexpr int kFewestSteps = 4;  // stages of a run
 constexpr int kMostSharers = 8;
+// Blocks whose runs end within a tile finish it together, or its first one alone. H200, us in a chain, alone and together:
+// 14336 x 8192 with 128 rows of x 49.8 and 47.7, 28672 x 8192 with 64 and 128 65.6 and 63.4, 95.1 and 92.8; but 18944 x
+// 3584 with 256 and 512, in tiles of 256 rows, whose sums leave no registers, 57.4 and 59.9, 108.3 and 112.1.
+constexpr bool finish_together(int tokens) { return tokens <= 160; }
+constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
+
+// Of so many tiles, so that no more blocks wait for each other. (A tile has parts of at most one run more than runs are
+// for each, and the one that goes on waits for nobody.)
+constexpr int most_runs(int tiles, int blocks) {
+  const int sharers = blocks / kPlacesOfSharer < kMostSharers ? blocks / kPlacesOfSharer : kMostSharers;
+  return tiles * (sharers > 1 ? sharers : 1);
+}
 
 // n / value for 0 <= n < 2^31, without dividing: a division takes 150 cycles and more, and a kernel's start needs eight.
 // By Granlund and Montgomery, "Division by invariant integers using multiplication" (1994), theorem 4.2.
@@ -48,8 +63,9 @@ struct Work {
   int whole_tiles;             // computed by a block each, in waves
   int cut_tiles;               // the others
   int cut_cost;                // stages that take as long as cutting does: by this groups of rows decide on the device
-  float4* sums;                // (blocks, tokens / 8, consumers): what a block has of a tile that another one finishes
-  uint64_t* ready;             // (blocks, sharers, warpgroups of consumers): `launch` where sums are, then 0 again
+  int places;                  // of sums: one for each block, or two
+  float4* sums;                // (places, tokens / 8, consumers): what a block has of a tile that another one finishes
+  uint64_t* ready;             // (places, kMostSharers, warpgroups of consumers): `launch` where sums are, then 0 again
   uint64_t launch;             // a number that no memory holds by chance, another one for each launch
   int sharers;                 // blocks of a tile, of the shapes that divide all tiles alike
   int runs;                    // that the cut tiles are divided into; fewer than blocks only of groups of rows
@@ -95,7 +111,8 @@ struct Division {
   __device__ Division(int tiles, int steps, int blocks, int cut_cost) {
     const int64_t stages = static_cast<int64_t>(tiles) * steps, most = stages / kFewestSteps;
     // No run is empty: the block that finishes a tile waits for all runs in it, and an empty one leaves no sums.
-    runs = most >= blocks ? blocks : most > 0 ? static_cast<int>(most) : 1;
+    const int64_t runs_of_tiles = most < most_runs(tiles, blocks) ? most : most_runs(tiles, blocks);
+    runs = runs_of_tiles >= blocks ? blocks : runs_of_tiles > 0 ? static_cast<int>(runs_of_tiles) : 1;
     const int waves = (tiles + blocks - 1) / blocks;
     const bool whole = waves * steps <= stages / runs + cut_cost || stages * blocks >= INT32_MAX;
     whole_tiles = whole ? tiles : max(tiles / blocks - 1, 0) * blocks;
@@ -105,6 +122,16 @@ struct Division {
 
 struct Segment {
   int tile, begin, end;  // stages begin .. end - 1
+};
+
+// The blocks that have parts of a tile, in the order of their stages. The `finishers` finish a part of it each, and others
+// leave their sums to them.
+struct Meeting {
+  int rank;  // of this block
+  int finishers, all;
+  int first_place, second_place, way;  // where sums of rank 0 are, and of 1, 2, ...
+
+  __device__ int place(int rank) const { return rank == 0 ? first_place : second_place + (rank - 1) * way; }
 };
 
 // The segments of a block, in order.
@@ -127,14 +154,20 @@ class Runs {
     at_ += end - begin;
     return true;
   }
-  // Where the sums of the run behind this one lie, `behind` = 1, 2, ...; -1 where that run is not of this tile.
-  __device__ int other(const Segment& s, int behind) const {
-    const int tile_end = (s.tile - work_.whole_tiles + 1) * work_.steps;
-    return cut(number_ + behind) < tile_end ? number_of(number_ + behind) : -1;
+  // Of a part of a tile; where blocks do not meet, the first finishes it.
+  __device__ Meeting meeting(const Segment& s, bool meet) const {
+    const int begin = (s.tile - work_.whole_tiles) * work_.steps, end = begin + work_.steps;
+    int first = number_, last = number_;
+    while (cut(first) > begin) --first;
+    while (cut(last + 1) < end) ++last;
+    const int block = number_of(first), finishers = meet ? last - first : 1, blocks = gridDim.x;
+    // The first of several finishers has left the sums of another tile in the place of its number.
+    return {number_ - first, finishers, last - first + 1, block + (finishers > 1 ? blocks : 0), block - 1, -1};
   }
 
  private:
-  // Runs are numbered from the last block: a block waits only for blocks that were started before it.
+  // Runs are numbered from the last block. A block waits for those that were started before it, and, where a run is within
+  // a tile, for the few that have the tile's stages before its own.
   __device__ int number_of(int block) const { return gridDim.x - 1 - block; }
   // Below 2^31 (Plan sees to it): 64-bit divisions would take a microsecond of the start.
   __device__ int cut(int number) const {
@@ -150,7 +183,7 @@ class Runs {
 // The segment of a block where so many share each tile.
 class Part {
  public:
-  __device__ explicit Part(const Work& work) {
+  __device__ explicit Part(const Work& work) : sharers_(work.sharers) {
     const int tile = work.by.sharers.quotient(blockIdx.x), rank = blockIdx.x - tile * work.sharers;
     part_ = {tile, work.by.sharers.quotient(work.steps * rank), work.by.sharers.quotient(work.steps * (rank + 1))};
   }
@@ -161,8 +194,13 @@ class Part {
     done_ = true;
     return is_first;
   }
+  __device__ Meeting meeting() const {
+    const int first = part_.tile * sharers_;
+    return {static_cast<int>(blockIdx.x) - first, sharers_, sharers_, first, first + 1, 1};
+  }
 
  private:
+  int sharers_;
   Segment part_;
   bool done_ = false;
 };

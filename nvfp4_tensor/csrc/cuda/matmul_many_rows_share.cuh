@@ -17,18 +17,10 @@ namespace many_rows {
 template <typename S>
 class Sharing {
  public:
-  __device__ explicit Sharing(const Work& work)
-      : work_(work),
-        first_block_(work.by.sharers.quotient(blockIdx.x) * work.sharers),
-        rank_(blockIdx.x - first_block_) {
+  __device__ Sharing(const Work& work, const Meeting& meeting) : work_(work), meeting_(meeting) {
 #pragma unroll 1  // otherwise it divides to know how often
-    for (int unit = rank_; unit < S::kUnits; unit += work.sharers) own_ |= 1u << unit;
+    for (int unit = meeting.rank; unit < S::kUnits; unit += meeting.finishers) own_ |= 1u << unit;
     keep(own_);  // here, not where it is used
-  }
-
-  // At the start, as not_ready.
-  __device__ __forceinline__ void begin() const {
-    if (other() < work_.sharers) *flag(rank_, other()) = 0;
   }
 
   __device__ __forceinline__ bool owns(int unit) const { return own_ >> unit & 1; }
@@ -40,7 +32,7 @@ class Sharing {
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
       if (owns(unit)) continue;
-      float4* to = place(rank_, unit);
+      float4* to = place(meeting_.rank, unit);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* four = sum + 8 * unit + 4 * half;
@@ -48,7 +40,9 @@ class Sharing {
       }
     }
     consumers_sync<S>();
-    if (talks_to_another()) say_ready(flag(rank_, other()), work_.launch);
+    if (other() < meeting_.finishers && other() != meeting_.rank) {
+      say_ready(ready_flag<S>(work_, meeting_.place(meeting_.rank), other()), work_.launch);
+    }
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
       if (!owns(unit)) continue;
@@ -65,21 +59,23 @@ class Sharing {
   // order, then to its own.
   template <typename Finished>
   __device__ __forceinline__ void add(uint32_t own, Finished finished) const {
-    if (talks_to_another()) wait_until_ready(flag(other(), rank_), work_.launch);
+    if (other() < meeting_.all && other() != meeting_.rank) {
+      wait_until_ready(ready_flag<S>(work_, meeting_.place(other()), meeting_.rank), work_.launch);
+    }
     warpgroup_sync();
 #pragma unroll 1
-    for (int first = rank_; first < S::kUnits; first += kUnitsAtOnce * work_.sharers) {
+    for (int first = meeting_.rank; first < S::kUnits; first += kUnitsAtOnce * meeting_.finishers) {
       float sum[kUnitsAtOnce][8] = {};
 #pragma unroll 1
-      for (int begin = 0; begin < work_.sharers - 1; begin += kOthersAtOnce) {
+      for (int begin = 0; begin < meeting_.all - 1; begin += kOthersAtOnce) {
         float4 theirs[kOthersAtOnce][kUnitsAtOnce][2];  // under way together, so no branch: what is not there is zero
 #pragma unroll
         for (int j = 0; j < kOthersAtOnce; ++j) {
 #pragma unroll
           for (int i = 0; i < kUnitsAtOnce; ++i) {
-            const int other = begin + j, unit = first + i * work_.sharers;
-            const float4* from = place(other + (other >= rank_), unit);
-            const bool is_there = other < work_.sharers - 1 && unit < S::kUnits;
+            const int other = begin + j, unit = first + i * meeting_.finishers;
+            const float4* from = place(other + (other >= meeting_.rank), unit);
+            const bool is_there = other < meeting_.all - 1 && unit < S::kUnits;
             theirs[j][i][0] = load_or_zero(is_there, from);
             theirs[j][i][1] = load_or_zero(is_there, from + S::kConsumers);
           }
@@ -92,7 +88,7 @@ class Sharing {
       }
 #pragma unroll
       for (int i = 0; i < kUnitsAtOnce; ++i) {
-        const int unit = first + i * work_.sharers;
+        const int unit = first + i * meeting_.finishers;
         if (unit >= S::kUnits) break;
         const uint32_t at = own_place(own, unit);
         add_to(sum[i], load_shared_floats(at), load_shared_floats(at + kHalf));
@@ -118,17 +114,13 @@ class Sharing {
   }
   // A warpgroup's thread for each of the others.
   __device__ __forceinline__ int other() const { return threadIdx.x % 128; }
-  __device__ __forceinline__ bool talks_to_another() const { return other() < work_.sharers && other() != rank_; }
-  __device__ __forceinline__ uint64_t* flag(int from, int to) const {
-    return work_.ready + ((first_block_ + from) * kMostSharers + to) * S::kGroups + threadIdx.x / 128;
-  }
   __device__ __forceinline__ float4* place(int rank, int unit) const {
-    const int64_t at = (static_cast<int64_t>(first_block_ + rank) * S::kUnits + unit) * 2;
+    const int64_t at = (static_cast<int64_t>(meeting_.place(rank)) * S::kUnits + unit) * 2;
     return work_.sums + at * S::kConsumers + threadIdx.x;
   }
 
   const Work& work_;
-  int first_block_, rank_;
+  const Meeting meeting_;
   uint32_t own_ = 0;  // units, as bits: a remainder for each would be a division
 };
 

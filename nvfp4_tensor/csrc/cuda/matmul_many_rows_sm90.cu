@@ -60,6 +60,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.token_group = p.offs ? kTokenGroup : plan.tiling.token_group;
   work.steps = plan.tiling.steps, work.whole_tiles = plan.whole_tiles, work.cut_tiles = plan.cut_tiles;
   work.cut_cost = plan.cut_cost;
+  work.places = plan.places();
   work.ready = reinterpret_cast<uint64_t*>(scratch);
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();
@@ -114,13 +115,13 @@ constexpr Kernel kKernels[] = {
     Kernel::of<Shape<16, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(610),
     Kernel::of<Shape<16, 4, 8, X::kPermutedInCopy, Tiles::kShared>>(1150),
     Kernel::of<Shape<32, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(760),
-    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore, Tiles::kShared>>(1170),
+    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore, Tiles::kShared>>(1090),
     Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(1180),
-    Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(950),
-    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore, Tiles::kShared>>(1420),
-    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(1145),
+    Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(920),
+    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore, Tiles::kShared>>(1375),
+    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(1150),
     Kernel::of<Shape<128, 2, 5, X::kAsItLies, Tiles::kShared>>(1515),
-    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore, Tiles::kShared>>(1285),
+    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore, Tiles::kShared>>(1290),
     Kernel::of<Shape<160, 2, 4, X::kPermutedBefore, Tiles::kShared>>(1490),
     Kernel::of<Shape<192, 2, 3, X::kAsItLies, Tiles::kShared>>(1925),
     Kernel::of<Shape<256, 2, 3, X::kAsItLies, Tiles::kShared>>(2270),

@@ -43,7 +43,6 @@ struct Shape {
   // where there are five.
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : 104, kProducerRegisters = kGroups == 2 ? 56 : 64;
-  static constexpr int kSumsAtOnce = kGroups == 2 && kTokens <= 128 ? 2 : 1;  // blocks' that fit into registers
   static constexpr int kXBytes = kTokens * kStageK * 2;
   static constexpr int kFilledBy = kInCopy ? 2 : 1;  // arrivals: of copies, and of the warp that permutes
   static constexpr int kCodeBytes = kRows * kStageK / 2;
@@ -270,61 +269,10 @@ __device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[
   return last;
 }
 
-template <typename T, typename S, bool kGrouped>
-__device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_map, const Work& work, uint32_t pool,
-                                         uint8_t* shared) {
-  constexpr bool kPlaceAhead = S::kGroups == 2;  // four have no registers left
-  Consumer<S> in(pool);
-  Desk<S> desk(in, shared);
-  Runs<kGrouped> segments(work);
-  begin<S, kGrouped>();
-  if (threadIdx.x % 128 == 0 && work.cut_tiles > 0) not_ready<S>(work);
-  float sum[S::kSums];
-  for (Segment s; segments.next(s);) {
-    Place place;
-    TwoRows rows;
-    const auto find_place = [&] {
-      place = place_of<S, kGrouped>(p, work, s.tile);
-      rows = TwoRows::of<S>(p, place);
-    };
-    const int last = consume<T, S>(in, s.end - s.begin, sum, [&] {
-      desk.release_if_read();
-      if constexpr (kPlaceAhead) find_place();
-    });
-    if (s.begin > 0) {
-      in.release(last);
-      leave_sums<S>(work, sum);
-      continue;
-    }
-    if constexpr (!kPlaceAhead) find_place();
-    if (s.end < work.steps) {
-      const int others = wait_for_others<S>(work, segments, s);
-#pragma unroll S::kSumsAtOnce
-      for (int behind = 1; behind <= others; ++behind) add_sums<S>(work, segments.other(s, behind), sum);
-    }
-    write_tile<T, S>(p, y_map, place, rows, sum, desk.take(last));
-    desk.leave(last);
-  }
-  desk.release_if_read();
-}
-
-// Likewise of a tile that blocks share.
+// What this block finishes of a tile, its own sums at `own`.
 template <typename T, typename S>
-__device__ __forceinline__ void multiply_shared(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
-  Consumer<S> in(pool);
-  const Sharing<S> sharing(work);
-  Segment s;
-  Part(work).next(s);
-  int steps = s.end - s.begin;
-  keep(steps);
-  begin<S, false>();
-  sharing.begin();
-  const uint32_t own = pool + S::kStageBytes;
-  float sum[S::kSums] = {};
-  consume<T, S>(in, steps, sum, [] {});
-  sharing.leave(sum, own);
-  const Place place = place_of<S, false>(p, work, s.tile);
-  const TwoRows rows = TwoRows::of<S>(p, place);
+__device__ __forceinline__ void write_shared(const Problem& p, const Sharing<S>& sharing, const Place& place,
+                                             const TwoRows& rows, uint32_t own, uint8_t* shared) {
   uint8_t* const desk = shared + threadIdx.x / 128 * S::kDeskBytes;  // in the first stage's place
   const uint32_t units = address_of(desk), to = units + place_in_unit();
   const bool plain = is_plain<T>(p);
@@ -340,6 +288,70 @@ __device__ __forceinline__ void multiply_shared(const Problem& p, const Work& wo
   if (!plain) return;
   warpgroup_sync();
   write_units<T, S>(p, place, units, [&](int unit) { return sharing.owns(unit); });
+}
+
+template <typename T, typename S, bool kGrouped>
+__device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_map, const Work& work, uint32_t pool,
+                                         uint8_t* shared) {
+  constexpr bool kPlaceAhead = S::kGroups == 2;  // four have no registers left
+  constexpr bool kTogether = finish_together(S::kTokens);
+  Consumer<S> in(pool);
+  Desk<S> desk(in, shared);
+  Runs<kGrouped> segments(work);
+  begin<S, kGrouped>();
+  not_ready<S>(work);
+  float sum[S::kSums];
+  for (Segment s; segments.next(s);) {
+    Place place;
+    TwoRows rows;
+    const auto find_place = [&] {
+      place = place_of<S, kGrouped>(p, work, s.tile);
+      rows = TwoRows::of<S>(p, place);
+    };
+    const int last = consume<T, S>(in, s.end - s.begin, sum, [&] {
+      desk.release_if_read();
+      if constexpr (kPlaceAhead) find_place();
+    });
+    if (s.begin > 0 && (s.end == work.steps || !kTogether)) {
+      in.release(last);
+      leave_sums<S>(work, segments.meeting(s, kTogether).finishers, sum);
+      continue;
+    }
+    if constexpr (!kPlaceAhead) find_place();
+    if (s.end < work.steps) {
+      const Meeting meeting = segments.meeting(s, kTogether);
+      if (kTogether && meeting.finishers > 1) {
+        const Sharing<S> sharing(work, meeting);
+        sharing.leave(sum, pool + S::kStageBytes);
+        write_shared<T, S>(p, sharing, place, rows, pool + S::kStageBytes, shared);
+        break;
+      }
+      for (int rank = 1; rank < meeting.all; ++rank) add_sums<S>(work, meeting.place(rank), sum);
+    }
+    write_tile<T, S>(p, y_map, place, rows, sum, desk.take(last));
+    desk.leave(last);
+  }
+  desk.release_if_read();
+}
+
+// Likewise of a tile that blocks share.
+template <typename T, typename S>
+__device__ __forceinline__ void multiply_shared(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
+  Consumer<S> in(pool);
+  Part part(work);
+  const Sharing<S> sharing(work, part.meeting());
+  Segment s;
+  part.next(s);
+  int steps = s.end - s.begin;
+  keep(steps);
+  begin<S, false>();
+  not_ready<S>(work);
+  const uint32_t own = pool + S::kStageBytes;
+  float sum[S::kSums] = {};
+  consume<T, S>(in, steps, sum, [] {});
+  sharing.leave(sum, own);
+  const Place place = place_of<S, false>(p, work, s.tile);
+  write_shared<T, S>(p, sharing, place, TwoRows::of<S>(p, place), own, shared);
 }
 
 template <typename T, typename S, bool kGrouped>
