@@ -96,20 +96,35 @@ def test_many_rows(shape, rows):
 
 @pytest.mark.parametrize(
     "shape, rows",
-    [((8960, 1024), 600), ((8960, 1024), 520), ((4096, 4096), 100), ((12288, 4096), 32), ((4096, 14336), 24)],
-    ids=["whole", "wider tiles", "every block a piece", "few tokens", "long pieces"],
+    [
+        ((8960, 1024), 600),  # tiles, whole on 132 multiprocessors
+        ((8960, 4096), 600),  # 148 in 132 runs
+        ((11008, 4096), 128),  # 86 in 132 runs, some within a tile
+        ((28672, 8192), 64),  # 112 of 256 rows of w
+        ((18944, 3584), 32),  # 74
+        ((11008, 8192), 256),  # 86 so wide that their first block finishes them alone
+    ],
 )
 def test_tiles_cut_along_k(shape, rows):
-    """Tiles that several blocks share: the same bits each time, whoever comes last."""
+    """Tiles of several blocks: the same bits each time, in replays of a graph too, whoever comes last."""
     codes, scale = random_weight(*shape)
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-    check(x, codes, scale, factor(), repeats=20)
+    y = check(x, codes, scale, factor(), repeats=20)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = torch.ops.nvfp4.matmul(x, None, codes, scale, factor(), None, shape[1], False, x.dtype)
+    for _ in times(20):
+        again.zero_()
+        graph.replay()
+        assert torch.equal(again, y)
+    check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=torch.rand(rows, device="cuda"))
+    check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
 
 
 @pytest.mark.parametrize(
     "shape, rows",
     [((4096, 4096), 16), ((4096, 4096), 24), ((4096, 4096), 100), ((4096, 4096), 300)]
-    + [((10240, 4096), m) for m in (16, 24, 64)]  # tiles of 256 rows of w
+    + [((14336, 8192), 16), ((10240, 4096), 24), ((10240, 4096), 64)]  # tiles of 256 rows of w
     + [
         (s, m)
         for s in [(576, 7168), (1024, 4096), (2048, 272), (128, 128)]
@@ -129,11 +144,14 @@ def test_tiles_that_blocks_share(shape, rows):
     check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
 
 
-@pytest.mark.parametrize("out", [4096, 10240])
-@pytest.mark.parametrize("rows", [16, 24, 64])
-def test_tiles_that_blocks_share_in_float16(rows, out):
-    codes, scale = random_weight(out, 4096, high=0x48)
-    check(torch.randn(rows, 4096, device="cuda").half(), codes, scale, factor(), repeats=20)
+@pytest.mark.parametrize(
+    "shape, rows",
+    [((4096, 4096), m) for m in (16, 24, 64)]
+    + [((14336, 8192), 16), ((10240, 4096), 24), ((10240, 4096), 64), ((11008, 4096), 128)],
+)
+def test_tiles_of_several_blocks_in_float16(shape, rows):
+    codes, scale = random_weight(*shape, high=0x48)
+    check(torch.randn(rows, shape[1], device="cuda").half(), codes, scale, factor(), repeats=20)
 
 
 @pytest.mark.parametrize("shape", [(2, 1024, 4096), (3, 200, 2048)])

@@ -24,7 +24,7 @@ using namespace nvfp4::many_rows;
 // What is wrong with a division: stages not computed once, blocks that disagree on who has a tile, places for sums of
 // several tiles, blocks that wait for too many which are started after them.
 template <bool kGrouped>
-int faults(Work work, int tiles, int blocks, int places, int most_finishers, bool meet = true) {
+int faults(Work work, int tiles, int blocks, int places) {
   std::vector<int> computed(tiles * work.steps), parts(tiles), left(places, -1);
   std::vector<Meeting> meetings(tiles);
   gridDim.x = blocks;
@@ -37,11 +37,10 @@ int faults(Work work, int tiles, int blocks, int places, int most_finishers, boo
       if (s.tile < 0 || s.tile >= tiles || s.begin < 0 || s.end > work.steps || s.begin >= s.end) return ++wrong;
       for (int step = s.begin; step < s.end; ++step) ++computed[s.tile * work.steps + step];
       if (s.begin == 0 && s.end == work.steps) continue;
-      const Meeting m = runs.meeting(s, meet);
-      const bool leaves_all = s.begin > 0 && (s.end == work.steps || !meet);
-      wrong += m.rank < 0 || m.rank >= m.all || (m.rank == 0) != (s.begin == 0);
-      wrong += leaves_all != (m.rank >= m.finishers) || (meet && m.finishers != m.all - 1);
-      wrong += m.finishers < 1 || m.finishers > most_finishers;
+      const Meeting m = runs.meeting(s);
+      const bool leaves_all = m.rank >= m.finishers, goes_on = s.begin > 0 && s.end == work.steps;
+      wrong += m.rank < 0 || m.rank >= m.all || (m.rank == 0) != (s.begin == 0) || (goes_on && !leaves_all);
+      wrong += m.finishers < 1 || m.finishers > work.most_finishers || m.finishers >= m.all;
       wrong += m.place(m.rank) % blocks != block;
       if (parts[s.tile]++ == 0) meetings[s.tile] = m;
       const Meeting& known = meetings[s.tile];
@@ -65,6 +64,7 @@ int faults(Work work, int tiles, int blocks, int places, int most_finishers, boo
 // Likewise where blocks share tiles: each computes its part, and none is without one.
 int faults_of_parts(int tiles, int steps, int sharers) {
   Work work{};
+  work.most_finishers = min(sharers, 2);
   work.steps = steps, work.sharers = sharers, work.row_tiles = work.token_tiles = work.token_group = work.runs = 1;
   work.prepare();
   std::vector<int> computed(tiles * steps);
@@ -75,7 +75,7 @@ int faults_of_parts(int tiles, int steps, int sharers) {
     Segment s, behind;
     wrong += !part.next(s) || s.begin >= s.end || s.tile != int(block) / sharers || part.next(behind);
     const Meeting m = part.meeting();
-    wrong += m.place(m.rank) != int(block) || m.finishers != sharers || m.all != sharers;
+    wrong += m.place(m.rank) != int(block) || m.finishers != work.most_finishers || m.all != sharers;
     wrong += m.place(0) != s.tile * sharers || m.place(sharers - 1) != s.tile * sharers + sharers - 1;
     for (int step = s.begin; step < s.end; ++step) ++computed[s.tile * steps + step];
   }
@@ -99,9 +99,9 @@ int faults_of_plans(const Tiling& tiling, int most_blocks) {
   Work work{};
   work.row_tiles = work.token_tiles = work.token_group = work.sharers = 1;
   work.steps = tiling.steps, work.whole_tiles = runs.whole_tiles, work.cut_tiles = runs.cut_tiles;
-  work.runs = runs.blocks;
-  wrong += faults<false>(work, tiling.tiles, runs.blocks, runs.places(), most_runs(1, most_blocks),
-                         finish_together(tiling.tokens));
+  work.runs = runs.blocks, work.most_finishers = runs.most_finishers(most_blocks);
+  wrong += work.most_finishers < 1 || work.most_finishers > most_sharers(most_blocks);
+  wrong += faults<false>(work, tiling.tiles, runs.blocks, runs.places());
   const Plan groups = Plan::of_groups(tiling, most_blocks);
   wrong += groups.blocks > most_blocks || groups.blocks > tiling.tiles;
   for (const Plan& plan : {runs, groups}) {
@@ -145,14 +145,14 @@ int main(int, char** arguments) {
       for (int tiles = 0; tiles <= 3 * blocks + 5; ++tiles)
         for (int cut_cost : {0, 1, 3, 4, 6, 12, 1000}) {
           const Division division(tiles, steps, blocks, cut_cost);
-          const int most = most_runs(1, blocks);
           Work work{};
           work.row_tiles = work.token_tiles = work.token_group = work.sharers = 1;
           work.steps = steps, work.whole_tiles = division.whole_tiles, work.cut_tiles = division.cut_tiles;
           work.runs = as_many_runs_as_blocks ? blocks : division.runs;
-          ++divisions, cut += division.cut_tiles > 0, wrong += faults<true>(work, tiles, blocks, 2 * blocks, most) > 0;
+          work.most_finishers = divisions % 2 ? kMostSharers : 1;
+          ++divisions, cut += division.cut_tiles > 0, wrong += faults<true>(work, tiles, blocks, 2 * blocks) > 0;
           if (work.runs != blocks) continue;
-          wrong += faults<false>(work, tiles, blocks, 2 * blocks, most) > 0;  // what other products do
+          wrong += faults<false>(work, tiles, blocks, 2 * blocks) > 0;  // what other products do
         }
   for (int sharers = 2; sharers <= kMostSharers; ++sharers)
     for (int steps = sharers; steps <= 130; ++steps)

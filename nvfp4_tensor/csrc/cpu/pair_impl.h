@@ -22,8 +22,8 @@ struct Strip {
   }
 };
 
-// For each unit in [begin, end) calls rows(first row, count of rows, first column, one past the last) and then, for each
-// strip of its columns, columns(strip, first row, count of rows, first column, count of columns).
+// For each unit in [begin, end) calls rows(first row, count of rows, first column, one past the last) and then, for
+// each strip of its columns, columns(strip, first row, count of rows, first column, count of columns).
 template <typename T, typename Rows, typename Columns>
 void for_each_strip(const Matrix& x, int64_t begin, int64_t end, Rows rows, Columns columns) {
   Strip<T> strip;

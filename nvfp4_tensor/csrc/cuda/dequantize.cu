@@ -2,9 +2,9 @@
 // (float32) out of each, and nothing after that.
 //
 // Four bytes of five that move are written, so the pattern of the writes decides. H200, 16384^2 to bfloat16, of the
-// copy bandwidth, programs of one pattern each in one run: two rows a thread 94 %, one 84, four 93; threads that go on to
-// further blocks, their loads ahead of them, 74 to 89. The same bytes moved without decoding: 91 to 93, so nothing is
-// left. (This kernel, in other runs: 93, where moving the bytes took 90 to 91.)
+// copy bandwidth, programs of one pattern each in one run: two rows a thread 94 %, one 84, four 93; threads that go on
+// to further blocks, their loads ahead of them, 74 to 89. The same bytes moved without decoding: 91 to 93, so nothing
+// is left. (This kernel, in other runs: 93, where moving the bytes took 90 to 91.)
 #include "block.cuh"
 #include "decode.cuh"
 #include "numerics/layout.h"
@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kRows = 2;  // of a thread; an even row and the next are in one tile of scales, 16 bytes apart
 
-// A block of threads covers 2^log2_width half blocks, the least such width that holds a row or all of its threads, of as
-// many pairs of rows as it has threads for: fewer than half of them are beside the matrix's columns.
+// A block of threads covers 2^log2_width half blocks, the least such width that holds a row or all of its threads, of
+// as many pairs of rows as it has threads for: fewer than half of them are beside the matrix's columns.
 template <typename T, bool whole>
 __global__ void __launch_bounds__(kThreads)
     dequantize(const Quantized in, uint32_t columns, int log2_width, uint32_t blocks_in_a_row, T* out) {

@@ -11,24 +11,24 @@ namespace nvfp4 {
 
 namespace {
 
-// Up to so many rows of x the few-rows kernel is faster than wgmma's on Hopper: it has 8 columns of x in an mma for each
-// 16 by 16 of w. Up to as many again is_faster_than_few_rows' model decides: us in a chain, by mma and by wgmma, with 16
-// rows of 4096 x 4096 7.6 and 6.7, 4096 x 14336 18.2 and 14.4, 14336 x 8192 26.2 and 25.4, 1024 x 8192 6.5 and 6.8, with 8
-// rows of 4096 x 4096 6.0 and 6.6. Beyond, the few-rows kernel reads w once for each 16.
+// Up to so many rows of x the few-rows kernel is faster than wgmma's on Hopper: it has 8 columns of x in an mma for
+// each 16 by 16 of w. Up to as many again is_faster_than_few_rows' model decides: us in a chain, by mma and by wgmma,
+// with 16 rows of 4096 x 4096 7.6 and 6.7, 4096 x 14336 18.2 and 14.4, 14336 x 8192 26.2 and 25.4, 1024 x 8192 6.5 and
+// 6.8, with 8 rows of 4096 x 4096 6.0 and 6.6. Beyond, the few-rows kernel reads w once for each 16.
 constexpr int kMostRowsByMma = 8;
 constexpr int kMostRowsOfFewRows = 16;
-// Where N is no multiple of 128, the few-rows kernel is not Hopper's own but that of all GPUs, and slower beyond 8 rows
-// where w is not larger than what was measured. us single and in a chain, by mma and by wgmma (in tiles of 32 rows of x):
-// 4000 x 4096, 8 rows 13.0, 8.8 and 13.7, 8.4; 12 rows 14.4, 10.2 and 13.7, 8.4; 576 x 7168, 8 rows 12.2, 7.6 and 12.5,
-// 7.4; 12 rows 13.0, 8.7 and 12.7, 7.5.
+// Where the few-rows kernel is not Hopper's own but that of all GPUs, it is slower beyond 8 rows where w is not larger
+// than what was measured. us single and in a chain, by mma and by wgmma (in tiles of 32 rows of x): 4000 x 4096, 8 rows
+// 13.0, 8.8 and 13.7, 8.4; 12 rows 14.4, 10.2 and 13.7, 8.4; 576 x 7168, 8 rows 12.2, 7.6 and 12.5, 7.4; 12 rows 13.0,
+// 8.7 and 12.7, 7.5.
 constexpr int64_t kLargestUneven = 1 << 24;
 // Beyond so many rows of x decoding w once and a dense product are faster than the few-rows kernel once for each 16. By
 // arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for the product; not measured without wgmma.
 constexpr int kMostFewRows = 64;
 // On Hopper is_faster_decoded's model decides between the two, from so many rows of x on and up to so large a weight,
 // where it was compared with what is measured. Of bfloat16's speed in chains, decoded first and not: 512 x 3584 with
-// 1024, 2048 and 4096 rows 0.77 and 0.74, 0.83 and 0.82, 0.86 and 0.77, 1024 x 4096 with 512, 1024 and 2048 0.72 and 0.78,
-// 0.75 and 0.78, 0.84 and 0.81. Larger weights: 1024 x 8192 with 1024 rows 36.1 and 30.8 us.
+// 1024, 2048 and 4096 rows 0.77 and 0.74, 0.83 and 0.82, 0.86 and 0.77, 1024 x 4096 with 512, 1024 and 2048 0.72 and
+// 0.78, 0.75 and 0.78, 0.84 and 0.81. Larger weights: 1024 x 8192 with 1024 rows 36.1 and 30.8 us.
 constexpr int kFewestRowsDecoded = 512;
 constexpr int64_t kLargestDecoded = 1 << 22;
 constexpr int kMostExperts = 65535;  // of a grid's last dimension
@@ -147,8 +147,9 @@ void place_w_scale(Problem& p, const Tensor& factor) {
 // On Hopper, of the two kernels that decode w as they go.
 bool is_for_many_rows(const Problem& p) {
   if (p.M <= kMostRowsByMma || !fits_matmul_many_rows(p)) return false;
-  const bool uneven = p.N % 128 != 0 && static_cast<int64_t>(p.N) * p.K <= kLargestUneven;
-  return uneven || p.M > kMostRowsOfFewRows || is_faster_than_few_rows(p);
+  if (p.M > kMostRowsOfFewRows) return true;
+  if (!fits_matmul_few_rows_sm90(p)) return static_cast<int64_t>(p.N) * p.K <= kLargestUneven;
+  return is_faster_than_few_rows(p);
 }
 
 // The kernels that decode w as they go; false where none is made for the problem, or decoding before is faster.
@@ -174,8 +175,8 @@ bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tenso
   return true;
 }
 
-// Decode and multiply: by cuBLASLt, or else float32 sums of torch's and then the same epilogue. `w_factor`, where given,
-// goes inside the sums.
+// Decode and multiply: by cuBLASLt, or else float32 sums of torch's and then the same epilogue. `w_factor`, where
+// given, goes inside the sums.
 void decoded_product(const Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
                      std::optional<Tensor> w_factor, int64_t columns, bool transposed, cudaStream_t stream) {
   const ScalarType type = w_factor ? ScalarType::Float : x.scalar_type();

@@ -1,14 +1,14 @@
 // E2M1 codes to bf16 or fp16 in registers, times their block scale, for the tensor cores.
 //
 // Moved to the top of a float's mantissa and the bottom of its exponent, the three bits of an E2M1 magnitude ARE that
-// float, subnormals included, but for a power of two (2^-126 in bf16, 2^-14 in fp16). So a code needs no table, only its
-// sign moved away from its magnitude, and the multiplication by the block scale takes the power of two along. Codes i
-// and i + 4 of a word are decoded together, one in each half of a register.
+// float, subnormals included, but for a power of two (2^-126 in bf16, 2^-14 in fp16). So a code needs no table, only
+// its sign moved away from its magnitude, and the multiplication by the block scale takes the power of two along. Codes
+// i and i + 4 of a word are decoded together, one in each half of a register.
 //
-// A word chosen bit by bit from w and w shifted has signs and magnitudes of two pairs that far apart; a shift and a mask
-// then make one pair each: 15 instructions for 8 codes, 7 of them on the ALU pipe, which takes one every other cycle, or
-// 8 where the compiler has a shift to the left go there too. (Each pair by a mask, a multiplication that moves both, a
-// mask: 17 and 9 in bfloat16. Byte-permute tables: 21.)
+// A word chosen bit by bit from w and w shifted has signs and magnitudes of two pairs that far apart; a shift and a
+// mask then make one pair each: 15 instructions for 8 codes, 7 of them on the ALU pipe, which takes one every other
+// cycle, or 8 where the compiler has a shift to the left go there too. (Each pair by a mask, a multiplication that
+// moves both, a mask: 17 and 9 in bfloat16. Byte-permute tables: 21.)
 //
 // What is decoded is code * s_b * kUnit, exact: at most 6 significant bits. kUnit keeps the factor that the scale is
 // multiplied by inside the exponent's range, and leaves the sum as a float32 power of two.

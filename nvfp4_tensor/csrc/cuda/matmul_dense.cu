@@ -1,8 +1,8 @@
 // cuBLASLt takes alpha from device memory, adds a bias to the float32 sums and rounds them once: torch's own products
 // round before alpha, or leave float32 sums for a kernel of ours to finish (4 bytes of each written and read again).
 //
-// It is found in the process, where torch has it; its headers need not be there when this is built. Declared here is what
-// is used of its interface, which is the same in versions 12 and 13.
+// It is found in the process, where torch has it; its headers need not be there when this is built. Declared here is
+// what is used of its interface, which is the same in versions 12 and 13.
 #include "matmul_dense.h"
 
 #include <dlfcn.h>

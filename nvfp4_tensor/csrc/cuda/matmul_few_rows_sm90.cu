@@ -11,8 +11,8 @@ namespace {
 
 using UpTo8 = Shape<1, 2, 4, 4>;
 using UpTo8Short = Shape<1, 1, 4, 4>;  // rows of at most 16 slices of 256, and not many of them
-// Slots for more units than are in flight, or warps wait for the slowest of them instead of for memory: 14336 x 8192 and
-// 28672 x 8192, M = 16, us in a chain, with 4 units in flight and 3 slots 28.8 and 48.5, with 3 and 5 27.2 and 47.3
+// Slots for more units than are in flight, or warps wait for the slowest of them instead of for memory: 14336 x 8192
+// and 28672 x 8192, M = 16, us in a chain, with 4 units in flight and 3 slots 28.8 and 48.5, with 3 and 5 27.2 and 47.3
 // (without decoding and products 21.6 and 46.3, and 19.0 and 35.8).
 using UpTo16 = Shape<2, 1, 3, 5>;
 
@@ -22,8 +22,9 @@ constexpr int kShortRounds = 6;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Codes come to L2 by 128 bytes: by 256, two units' at once, M = 1, 8 and 16 of 14336 x 8192, 28672 x 8192, 28672 x 4096
-// and 4096 x 4096, single and in chains, took up to 5 % longer (H200; 45 of 48 medians in two turns, 2 % in the middle).
+// Codes come to L2 by 128 bytes: by 256, two units' at once, M = 1, 8 and 16 of 14336 x 8192, 28672 x 8192, 28672 x
+// 4096 and 4096 x 4096, single and in chains, took up to 5 % longer (H200; 45 of 48 medians in two turns, 2 % in the
+// middle).
 template <typename S>
 Maps maps_of(const Problem& p) {
   using u64 = cuuint64_t;

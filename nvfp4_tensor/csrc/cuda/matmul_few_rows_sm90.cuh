@@ -12,15 +12,16 @@
 // 16 slices, blocks of a cluster split it, and their adding warps send what they have to those of the first block.
 //
 // A chain of such kernels overlaps: each is let begin while the one before still runs, prepares its barriers and waits:
-// that kernel may be the one that writes w. More than a few rows of x go ahead of all copies of w, for what is asked for
-// later waits behind them; fewer go behind the first tile (kMostRowsBehindATile). What is brought to the L2 cache before
-// the wait, by the copy engine or by prefetches, is in the way of x and of the kernel before: decode of an 8B model took
-// 2222 us a token without, 2213 to 2346 with a unit of each warp (by lines, by sectors), 2619 with all the ring's.
+// that kernel may be the one that writes w. More than a few rows of x go ahead of all copies of w, for what is asked
+// for later waits behind them; fewer go behind the first tile (kMostRowsBehindATile). What is brought to the L2 cache
+// before the wait, by the copy engine or by prefetches, is in the way of x and of the kernel before: decode of an 8B
+// model took 2222 us a token without, 2213 to 2346 with a unit of each warp (by lines, by sectors), 2619 with all the
+// ring's.
 //
-// An mma holds its scheduler's issue for 8 cycles on Hopper, decoding what it multiplies for 15, so that without any copy
-// 14336 x 8192 takes 18 us in a chain at M = 1 and 22 at 16, where copies alone take 18.4. By wgmma, which holds nothing,
-// with x in shared memory as 32 columns of four warps' slices, it was 24.9 and 30.3 us instead of 21.2 and 27.4: warps in
-// lockstep wait for the slowest copy of four, and for the products of each unit.
+// An mma holds its scheduler's issue for 8 cycles on Hopper, decoding what it multiplies for 15, so that without any
+// copy 14336 x 8192 takes 18 us in a chain at M = 1 and 22 at 16, where copies alone take 18.4. By wgmma, which holds
+// nothing, with x in shared memory as 32 columns of four warps' slices, it was 24.9 and 30.3 us instead of 21.2 and
+// 27.4: warps in lockstep wait for the slowest copy of four, and for the products of each unit.
 #pragma once
 
 #include <cuda.h>
@@ -108,7 +109,7 @@ __device__ __forceinline__ int row_in_band(uint32_t tile, int lane) {
 
 // The lane's addresses in a unit.
 struct Place {
-  uint32_t codes;     // of its first row, elements 0..127; of its second row at this ^ 576, of elements 128..255 at ^ 64
+  uint32_t codes;     // of its first row, elements 0..127; of its second row at this ^ 576, of 128 further at ^ 64
   uint32_t scales;    // of both rows and 64 elements; of 128 elements further at + 128
   uint32_t selector;  // of the two blocks' scales for the first row, then for the second
 
@@ -124,9 +125,9 @@ struct Place {
 };
 
 // Rows of x up to which the first tile of w goes ahead of x. H200, in one run, us single and in a chain, x first -> the
-// tile first: 14336 x 8192, M = 1, 4 and 8 25.6, 21.0 -> 24.7, 20.6; 25.3, 21.2 -> 24.8, 20.7; 25.8, 21.5 -> 26.4, 21.8;
-// 4096 x 4096 11.1, 6.0 -> 10.9, 5.7; 10.8, 6.0 -> 10.9, 5.9; 11.5, 6.2 -> 11.8, 6.4. Decode of an 8B model, in another:
-// 2235 -> 2183 us a token.
+// tile first: 14336 x 8192, M = 1, 4 and 8 25.6, 21.0 -> 24.7, 20.6; 25.3, 21.2 -> 24.8, 20.7; 25.8, 21.5 -> 26.4,
+// 21.8; 4096 x 4096 11.1, 6.0 -> 10.9, 5.7; 10.8, 6.0 -> 10.9, 5.9; 11.5, 6.2 -> 11.8, 6.4. Decode of an 8B model, in
+// another: 2235 -> 2183 us a token.
 constexpr int kMostRowsBehindATile = 4;
 
 // Adds the product of a unit with the x of its columns; calls loaded() once all of it is in registers, and used.

@@ -1,9 +1,9 @@
 // From a stage in shared memory to A fragments: a lane's two rows of w, 64 elements of K (half a stage) at a time,
 // registers of four products. Lane t of a quad has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16.
 //
-// Two ways. On an H200 at 14336 x 8192, M = 32, 64 and 128, with x permuted by a kernel before 42, 43 and 58 us; with x as
-// it lies 49, 48 and 62. With 4096 rows the permutation would be 28 of 1200 us, and the further instructions of the other
-// way hide behind the products. (Permuted while it is copied: matmul_many_rows_permute.cuh.)
+// Two ways. On an H200 at 14336 x 8192, M = 32, 64 and 128, with x permuted by a kernel before 42, 43 and 58 us; with x
+// as it lies 49, 48 and 62. With 4096 rows the permutation would be 28 of 1200 us, and the further instructions of the
+// other way hide behind the products. (Permuted while it is copied: matmul_many_rows_permute.cuh.)
 #pragma once
 
 #include "matmul_decode.cuh"

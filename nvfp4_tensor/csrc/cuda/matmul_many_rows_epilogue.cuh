@@ -58,15 +58,16 @@ __device__ __forceinline__ void wait_until_ready(uint64_t* flag, uint64_t launch
 
 // To those that finish the tile, all sums.
 template <typename S>
-__device__ __forceinline__ void leave_sums(const Work& work, int finishers, const float (&sum)[S::kSums]) {
-  float4* to = work.sums + static_cast<int64_t>(blockIdx.x) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
+__device__ __forceinline__ void leave_sums(const Work& work, const Meeting& meeting, const float (&sum)[S::kSums]) {
+  const int place = meeting.place(meeting.rank);
+  float4* to = work.sums + static_cast<int64_t>(place) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < S::kSums / 4; ++i) {
     __stcg(to + i * S::kConsumers, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
   }
   warpgroup_sync();
   const int finisher = threadIdx.x % 128;
-  if (finisher < finishers) say_ready(ready_flag<S>(work, blockIdx.x, finisher), work.launch);
+  if (finisher < meeting.finishers) say_ready(ready_flag<S>(work, place, finisher), work.launch);
 }
 
 // What is left to the only block that finishes the tile.
@@ -154,7 +155,9 @@ __device__ __forceinline__ float4 turn(const float* sum, uint8_t* desk, float fa
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float* sums = reinterpret_cast<float*>(desk + threadIdx.x / 32 % 4 * kWarpSumBytes);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) sums[(2 * t + j % 2) * kSumPitch + first_row(lane) + j / 2 * kToOtherRow] = sum[j] * factor;
+  for (int j = 0; j < 4; ++j) {
+    sums[(2 * t + j % 2) * kSumPitch + first_row(lane) + j / 2 * kToOtherRow] = sum[j] * factor;
+  }
   __syncwarp();
   const float4 four = *reinterpret_cast<const float4*>(sums + g * kSumPitch + t * 4);
   __syncwarp();
@@ -168,8 +171,8 @@ __device__ __forceinline__ bool is_plain(const Problem& p) {
   return p.y_dtype == kSame && p.N % 8 == 0 && !(p.x_scale && p.x_scale_step) && !(p.bias && p.bias_row);
 }
 
-// Where a lane leaves its part of 16 tokens of y in shared memory, so that rows of w lie together there: 64 by 16 tokens
-// of a warpgroup are 128-byte lines, 16 bytes at a time swizzled against bank conflicts.
+// Where a lane leaves its part of 16 tokens of y in shared memory, so that rows of w lie together there: 64 by 16
+// tokens of a warpgroup are 128-byte lines, 16 bytes at a time swizzled against bank conflicts.
 __device__ __forceinline__ uint32_t place_in_unit() {
   const int lane = threadIdx.x % 32, own = lane / 16 * 8 + lane % 8, eight = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
   return own * 128 + (eight ^ own % 8) * 16;
@@ -205,8 +208,8 @@ __device__ __forceinline__ void write_any_unit(const Problem& p, const Place& at
 }
 
 // A tile, by the copy engine while the next one's products run: by the warpgroup, 16 tokens at a time, 256 took 4,900
-// cycles, 3 % of 14336 x 8192 with 4096 rows and 16 of 24576 x 1536. The desk is free when wait_until_stores_have_read()
-// has returned to the warpgroup's first thread.
+// cycles, 3 % of 14336 x 8192 with 4096 rows and 16 of 24576 x 1536. The desk is free when
+// wait_until_stores_have_read() has returned to the warpgroup's first thread.
 template <typename T, typename S>
 __device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap* y_map, const Place& at,
                                             const TwoRows& rows, const float (&sum)[S::kSums], uint8_t* desk) {

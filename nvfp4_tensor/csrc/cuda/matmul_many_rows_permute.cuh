@@ -4,11 +4,11 @@
 // 16; for its 16 bytes of codes to be that as they lie, element k = 32 t + 8 w + e of each 128 of x goes to
 // 16 (2 w + e % 4 / 2) + 2 t + 8 (e % 2) + e / 4.
 //
-// The kernel before costs a launch and less than 1 us, the warps that copy some 4 cycles a row of x and stage, which the
-// loop does not hide (they take the products' path to shared memory). So it is for tiles of 32 rows (H200, us single and
-// in a chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 3584 x 3584 14.7, 9.7 -> 13.3, 8.4), of 64 where w has
-// few rows and x many (256 rows of 1024 x 4096 16.5, 11.2 -> 16.0, 10.5; but 64 of 4096 x 4096 16.4, 10.6 -> 16.6, 11.0,
-// of 4096 x 14336 26.8, 21.1 -> 29.8, 24.2) and of no more.
+// The kernel before costs a launch and less than 1 us, the warps that copy some 4 cycles a row of x and stage, which
+// the loop does not hide (they take the products' path to shared memory). So it is for tiles of 16 and 32 rows (H200,
+// us single and in a chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 3584 x 3584 14.7, 9.7 -> 13.3, 8.4), of
+// 64 where w has few rows and x many (256 rows of 1024 x 4096 16.5, 11.2 -> 16.0, 10.5; but 64 of 4096 x 4096 16.4,
+// 10.6 -> 16.6, 11.0, of 4096 x 14336 26.8, 21.1 -> 29.8, 24.2) and of no more.
 #pragma once
 
 #include "matmul_decode.cuh"
@@ -20,10 +20,10 @@ namespace many_rows {
 constexpr int kStageK = 128;          // what is permuted, and a stage of the pipeline: two column tiles of scales
 constexpr int kPermuteThreads = 128;  // each with 32 elements
 constexpr int kPermuteK = kPermuteThreads * 32;
-// Shared memory that keeps all but a few of its blocks off a multiprocessor. It begins before the kernel before it ends,
-// on the multiprocessors which that one leaves free; those are few, and took half of its blocks. H200, us in a chain,
-// beginning after that kernel -> before its end -> so kept, to three: 4096 x 4096, M = 128 14.9 -> 16.4 -> 14.1 (it leaves
-// 4), 7168 x 2048, M = 96 13.6 -> 12.5 -> 12.3 (20). Here it is four, for which a kernel need not ask.
+// Shared memory that keeps all but a few of its blocks off a multiprocessor. It begins before the kernel before it
+// ends, on the multiprocessors which that one leaves free; those are few, and took half of its blocks. H200, us in a
+// chain, beginning after that kernel -> before its end -> so kept, to three: 4096 x 4096, M = 128 14.9 -> 16.4 -> 14.1
+// (it leaves 4), 7168 x 2048, M = 96 13.6 -> 12.5 -> 12.3 (20). Here it is four, for which a kernel need not ask.
 constexpr int kPermuteSpare = 40 << 10;
 constexpr int kWarpWords = 512;
 static_assert(kPermuteThreads / 32 * kWarpWords * 4 + kPermuteSpare <= 48 << 10);
@@ -76,9 +76,9 @@ __device__ __forceinline__ uint4 load_if(bool there, const uint16_t* from) {
   return v;
 }
 
-// A stage of x from row `row` on, permuted by a warp on its way through registers, into the 128-byte swizzle in which the
-// copy engine would have brought it. A lane has elements 8 w..8 w + 7 of each 32 of a token, four pieces of 16 bytes
-// that become four others. All loads are under way at once.
+// A stage of x from row `row` on, permuted by a warp on its way through registers, into the 128-byte swizzle in which
+// the copy engine would have brought it. A lane has elements 8 w..8 w + 7 of each 32 of a token, four pieces of 16
+// bytes that become four others. All loads are under way at once.
 template <int kTokens>
 __device__ __forceinline__ void permute_stage(const Problem& p, int row, int step, uint32_t at) {
   constexpr int kTimes = kTokens / 8;

@@ -14,8 +14,9 @@ namespace many_rows {
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 240 products (on
-// an H200, 20 weights of published models, 24 to 1024 rows of x, single and in chains), and, for tiles that blocks share,
-// again to 168 of up to 256 rows: what is chosen by them takes 0.2 % longer than the best plan in the mean, 6 % at most.
+// an H200, 20 weights of published models, 24 to 1024 rows of x, single and in chains), and, for tiles that blocks
+// share, again to 168 of up to 256 rows: what is chosen by them takes 0.2 % longer than the best plan in the mean, 6 %
+// at most.
 constexpr int kWaitCycles = 5000;  // of cut tiles, whose sums are written once and read for each run
 constexpr double kSumsPerCycle = 5.5;
 // Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
@@ -28,10 +29,10 @@ constexpr double kSharedSumsPerCycle = 1.85;  // of 128 rows of w; half as many 
 constexpr int kPermuteCycles = 500, kPermutedPerCycle = 1000;  // elements of x
 constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
 
-// What decoding w and then cuBLASLt would take: tiles in waves, of the best of a few sizes, each with what its size makes
-// it slower than the tensor cores (one more multiplication of a row of w by a row of x takes 1 / 2048 cycles, for each of
-// K). Of 8 products of weights of 1.8 to 4.2 million elements and 512 to 8192 rows (H200, in chains: matmul.cu) 6 are faster
-// so, by 1 to 23 %; this chooses them, and one that takes 4 % longer so.
+// What decoding w and then cuBLASLt would take: tiles in waves, of the best of a few sizes, each with what its size
+// makes it slower than the tensor cores (one more multiplication of a row of w by a row of x takes 1 / 2048 cycles, for
+// each of K). Of 8 products of weights of 1.8 to 4.2 million elements and 512 to 8192 rows (H200, in chains: matmul.cu)
+// 6 are faster so, by 1 to 23 %; this chooses them, and one that takes 4 % longer so.
 constexpr int64_t kDecodeCycles = 6000, kDecodedPerKilocycle = 940'000;  // elements of w
 constexpr struct { int rows, tokens; double factor; } kDenseTiles[] = {
     {128, 256, 1.0},  {256, 128, 1.0}, {128, 192, 1.0}, {192, 128, 1.0},
@@ -47,9 +48,9 @@ inline int64_t decoded_cost(int64_t M, int64_t N, int64_t K, int multiprocessors
   return static_cast<int64_t>(least) + kDecodeCycles + N * K * 1000 / kDecodedPerKilocycle;
 }
 
-// What the few-rows kernel takes for 9 to 16 rows of x, in the same cycles: warps have 256 of K each, and add the sums of
-// 16 rows of w at a time. Fitted to 20 weights by 9, 12 and 16 rows (H200): what is chosen by it is 0.2 % slower than the
-// faster of the two in the mean, 5 % at most.
+// What the few-rows kernel takes for 9 to 16 rows of x, in the same cycles: warps have 256 of K each, and add the sums
+// of 16 rows of w at a time. Fitted to 20 weights by 9, 12 and 16 rows (H200): what is chosen by it is 0.2 % slower
+// than the faster of the two in the mean, 5 % at most.
 constexpr int kFewCycles = 2500, kFewTileCycles = 2900, kFewXPerKilocycle = 62'000;
 
 inline int64_t few_rows_cost(int64_t M, int64_t N, int64_t K, int experts, int multiprocessors) {
@@ -89,7 +90,7 @@ struct Plan {
   static Plan of_sharers(const Tiling& tiling, int most_blocks) {
     Plan plan{tiling};
     plan.cost = INT64_MAX / 2;
-    const int most = std::min({kMostSharers, tiling.steps, most_blocks / tiling.tiles, most_blocks / kPlacesOfSharer});
+    const int most = std::min({most_sharers(most_blocks), tiling.steps, most_blocks / tiling.tiles});
     for (int sharers = 2; sharers <= most; ++sharers) {
       const int left = tiling.rows * tiling.tokens / sharers * (sharers - 1);
       const int share_cycles = kShareCycles + static_cast<int>(left * tiling.rows / 128 / kSharedSumsPerCycle);
@@ -117,8 +118,7 @@ struct Plan {
   // Tiles whole where that takes no longer than cutting them, for at most so many blocks at a time.
   static Plan of_runs(const Tiling& tiling, int most_blocks) {
     const int tiles = tiling.tiles, rounds = ceil_div(tiles, most_blocks);
-    const int64_t most = std::min<int64_t>(tiling.stages() / kFewestSteps, most_runs(tiles, most_blocks));
-    int runs = static_cast<int>(std::clamp<int64_t>(most, 1, most_blocks));
+    int runs = static_cast<int>(std::clamp<int64_t>(tiling.stages() / kFewestSteps, 1, most_blocks));
     if (runs > tiles && runs % tiles * 8 < runs) runs -= runs % tiles;  // all tiles alike
     Plan plan = of_cut_tiles(tiling, runs);
     for (int fewer = runs - 1; fewer >= runs * 7 / 8 && tiling.miss_cycles(plan.cut_tiles, plan.blocks) > 0; --fewer) {
@@ -140,8 +140,15 @@ struct Plan {
     return plan;
   }
 
-  // In the scratch: flags, sums of tiles that several blocks have, x where a kernel wants it moved. A block has two places
-  // for sums where runs may lie within tiles.
+  // A tile has no more parts to finish than units of 16 tokens.
+  int most_finishers(int most_blocks) const {
+    const int units = tiling.tokens / 16;
+    if (sharers > 1) return std::min(sharers, units);
+    return finish_together(tiling.tokens) ? std::min(most_sharers(most_blocks), units) : 1;
+  }
+
+  // In the scratch: flags, sums of tiles that several blocks have, x where a kernel wants it moved. A block has two
+  // places for sums where runs may lie within tiles.
   int places() const {
     if (sharers > 1) return blocks;
     return cut_tiles == 0 ? 0 : finish_together(tiling.tokens) && cut_tiles < blocks ? 2 * blocks : blocks;

@@ -2,18 +2,18 @@
 //
 // Tiles that fill all blocks evenly are computed whole, in waves. The others are laid end to end, K innermost, and cut
 // into as many equal runs as there are blocks, or fewer where these would be short. A block begins with the end of a
-// tile, whose sums it leaves to others, and ends with the beginning of the next: that one it finishes. Where whole runs
-// lie within a tile, their blocks come to the end at the same time, and divide what is left to do
+// tile, whose sums it leaves to others, and ends with the beginning of the next one, which it finishes. Where whole
+// runs lie within a tile, their blocks come to the end when that one does, and each finishes a part
 // (matmul_many_rows_share.cuh), unless the tile is so wide that registers do not suffice. Sums are added in an order of
 // their own, so the result is the same from run to run.
 //
 // Few tiles are cut otherwise: each into as many equal parts of K, so that all its blocks finish it together.
 //
-// There a block waits also for such as were started after it: for its neighbours, at most kMostSharers together. Blocks
-// are started in their order, so those before them end and make room: places for
+// Blocks that finish a tile together wait also for such as were started after them: for their neighbours, at most
+// kMostSharers in all. Blocks are started in their order, so those before them end and make room: places for
 // kMostSharers at a time are enough. (Half-started kernels that all hold fewer, 19 of them on 132 multiprocessors,
 // would wait for ever; but a GPU starts one kernel after another, of each of its few priorities, and where it has fewer
-// multiprocessors fewer blocks share a tile: kPlacesOfSharer.)
+// multiprocessors fewer blocks finish a tile together: kPlacesOfSharer.)
 //
 // No CUDA headers here: a test compiles this for the host, and looks at all segments of many divisions.
 #pragma once
@@ -25,21 +25,20 @@ namespace many_rows {
 
 constexpr int kFewestSteps = 4;  // stages of a run
 constexpr int kMostSharers = 8;
-// Blocks whose runs end within a tile finish it together, or its first one alone. H200, us in a chain, alone and together:
-// 14336 x 8192 with 128 rows of x 49.8 and 47.7, 28672 x 8192 with 64 and 128 65.6 and 63.4, 95.1 and 92.8; but 18944 x
-// 3584 with 256 and 512, in tiles of 256 rows, whose sums leave no registers, 57.4 and 59.9, 108.3 and 112.1.
-constexpr bool finish_together(int tokens) { return tokens <= 160; }
 constexpr int kPlacesOfSharer = 16;  // multiprocessors for each: half-started kernels must not fill a part of a GPU
 
-// Of so many tiles, so that no more blocks wait for each other. (A tile has parts of at most one run more than runs are
-// for each, and the one that goes on waits for nobody.)
-constexpr int most_runs(int tiles, int blocks) {
-  const int sharers = blocks / kPlacesOfSharer < kMostSharers ? blocks / kPlacesOfSharer : kMostSharers;
-  return tiles * (sharers > 1 ? sharers : 1);
+constexpr int most_sharers(int multiprocessors) {
+  const int sharers = multiprocessors / kPlacesOfSharer;
+  return sharers < 1 ? 1 : sharers < kMostSharers ? sharers : kMostSharers;
 }
 
-// n / value for 0 <= n < 2^31, without dividing: a division takes 150 cycles and more, and a kernel's start needs eight.
-// By Granlund and Montgomery, "Division by invariant integers using multiplication" (1994), theorem 4.2.
+// Whether blocks whose runs end within a tile finish it together, or its first one alone. H200, us in a chain, alone
+// and together: 28672 x 8192 with 64 rows of x 65.6 and 63.4; but 18944 x 3584 with 256 and 512, in tiles of 256
+// tokens, whose sums leave no registers, 57.4 and 59.9, 108.3 and 112.1.
+constexpr bool finish_together(int tokens) { return tokens <= 160; }
+
+// n / value for 0 <= n < 2^31, without dividing: a division takes 150 cycles and more, and a kernel's start needs
+// eight. By Granlund and Montgomery, "Division by invariant integers using multiplication" (1994), theorem 4.2.
 struct Divisor {
   uint32_t factor;
   int shift;
@@ -68,6 +67,7 @@ struct Work {
   uint64_t* ready;             // (places, kMostSharers, warpgroups of consumers): `launch` where sums are, then 0 again
   uint64_t launch;             // a number that no memory holds by chance, another one for each launch
   int sharers;                 // blocks of a tile, of the shapes that divide all tiles alike
+  int most_finishers;          // blocks that finish a tile together
   int runs;                    // that the cut tiles are divided into; fewer than blocks only of groups of rows
   // What is divided by where a tile lies and which a block has.
   struct { Divisor tiles_of_expert, tiles_of_group, group, last_group, steps, runs, sharers; } by;
@@ -111,8 +111,7 @@ struct Division {
   __device__ Division(int tiles, int steps, int blocks, int cut_cost) {
     const int64_t stages = static_cast<int64_t>(tiles) * steps, most = stages / kFewestSteps;
     // No run is empty: the block that finishes a tile waits for all runs in it, and an empty one leaves no sums.
-    const int64_t runs_of_tiles = most < most_runs(tiles, blocks) ? most : most_runs(tiles, blocks);
-    runs = runs_of_tiles >= blocks ? blocks : runs_of_tiles > 0 ? static_cast<int>(runs_of_tiles) : 1;
+    runs = most >= blocks ? blocks : most > 0 ? static_cast<int>(most) : 1;
     const int waves = (tiles + blocks - 1) / blocks;
     const bool whole = waves * steps <= stages / runs + cut_cost || stages * blocks >= INT32_MAX;
     whole_tiles = whole ? tiles : max(tiles / blocks - 1, 0) * blocks;
@@ -124,8 +123,8 @@ struct Segment {
   int tile, begin, end;  // stages begin .. end - 1
 };
 
-// The blocks that have parts of a tile, in the order of their stages. The `finishers` finish a part of it each, and others
-// leave their sums to them.
+// The blocks that have parts of a tile, in the order of their stages: the first `finishers` finish a part of it each,
+// the others leave their sums to them.
 struct Meeting {
   int rank;  // of this block
   int finishers, all;
@@ -154,20 +153,20 @@ class Runs {
     at_ += end - begin;
     return true;
   }
-  // Of a part of a tile; where blocks do not meet, the first finishes it.
-  __device__ Meeting meeting(const Segment& s, bool meet) const {
+  // Of a part of a tile. (The last block goes on to the next tile, or ends with this one, and leaves its sums anyhow.)
+  __device__ Meeting meeting(const Segment& s) const {
     const int begin = (s.tile - work_.whole_tiles) * work_.steps, end = begin + work_.steps;
     int first = number_, last = number_;
     while (cut(first) > begin) --first;
     while (cut(last + 1) < end) ++last;
-    const int block = number_of(first), finishers = meet ? last - first : 1, blocks = gridDim.x;
-    // The first of several finishers has left the sums of another tile in the place of its number.
+    const int block = number_of(first), finishers = min(last - first, work_.most_finishers), blocks = gridDim.x;
+    // The first of several finishers may have left the sums of another tile in the place of its number.
     return {number_ - first, finishers, last - first + 1, block + (finishers > 1 ? blocks : 0), block - 1, -1};
   }
 
  private:
-  // Runs are numbered from the last block. A block waits for those that were started before it, and, where a run is within
-  // a tile, for the few that have the tile's stages before its own.
+  // Runs are numbered from the last block: a block waits for those that were started before it, and only where it is
+  // not the first to finish a tile for the few that have stages before its own.
   __device__ int number_of(int block) const { return gridDim.x - 1 - block; }
   // Below 2^31 (Plan sees to it): 64-bit divisions would take a microsecond of the start.
   __device__ int cut(int number) const {
@@ -183,7 +182,7 @@ class Runs {
 // The segment of a block where so many share each tile.
 class Part {
  public:
-  __device__ explicit Part(const Work& work) : sharers_(work.sharers) {
+  __device__ explicit Part(const Work& work) : work_(work) {
     const int tile = work.by.sharers.quotient(blockIdx.x), rank = blockIdx.x - tile * work.sharers;
     part_ = {tile, work.by.sharers.quotient(work.steps * rank), work.by.sharers.quotient(work.steps * (rank + 1))};
   }
@@ -195,12 +194,12 @@ class Part {
     return is_first;
   }
   __device__ Meeting meeting() const {
-    const int first = part_.tile * sharers_;
-    return {static_cast<int>(blockIdx.x) - first, sharers_, sharers_, first, first + 1, 1};
+    const int first = part_.tile * work_.sharers;
+    return {static_cast<int>(blockIdx.x) - first, work_.most_finishers, work_.sharers, first, first + 1, 1};
   }
 
  private:
-  int sharers_;
+  const Work& work_;
   Segment part_;
   bool done_ = false;
 };

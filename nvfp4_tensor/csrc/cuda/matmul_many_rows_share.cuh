@@ -25,9 +25,10 @@ class Sharing {
 
   __device__ __forceinline__ bool owns(int unit) const { return own_ >> unit & 1; }
 
-  // Sums to the blocks that finish them; what this block finishes to its own shared memory, at `own`, the second stage's
-  // place and on, where sums have an index, which registers have not. Nothing is copied there any more when all warps have
-  // come to the end of their loops.
+  // Sums to the blocks that finish them; what this block finishes to its own shared memory, at `own`, the second
+  // stage's place and on, where sums have an index, which registers have not. Nothing is copied there any more when all
+  // warps have come to the end of their loops: the block has no further tile, and what it wrote of an earlier one has
+  // been read.
   __device__ __forceinline__ void leave(const float (&sum)[S::kSums], uint32_t own) const {
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
@@ -59,8 +60,9 @@ class Sharing {
   // order, then to its own.
   template <typename Finished>
   __device__ __forceinline__ void add(uint32_t own, Finished finished) const {
-    if (other() < meeting_.all && other() != meeting_.rank) {
-      wait_until_ready(ready_flag<S>(work_, meeting_.place(other()), meeting_.rank), work_.launch);
+    for (int from = other(); from < meeting_.all; from += 128) {
+      if (from == meeting_.rank) continue;
+      wait_until_ready(ready_flag<S>(work_, meeting_.place(from), meeting_.rank), work_.launch);
     }
     warpgroup_sync();
 #pragma unroll 1

@@ -65,6 +65,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();
   work.sharers = plan.sharers, work.runs = plan.blocks;
+  work.most_finishers = plan.most_finishers(this_machine().multiprocessors);
   work.prepare();
   // In a chain of products 1 us less each than beginning after the kernel before.
   const Launch launch(dim3(plan.blocks), 1, S::kThreads, S::kSharedBytes, stream, Begins::kBeforePreviousEnds);
@@ -93,16 +94,16 @@ struct Kernel {
   }
 };
 
-// A stage takes what decoding does and 0.6 of what the tensor cores do, or all of the latter where that is more: 128 rows
-// by 64 tokens took 640 cycles without products, 600 without decoding and 946 (decoding 8 codes by 17 instructions, now
-// 15); by 256 tokens 2062 without decoding, and 2137. Copies alone are 518 and 1670; what two blocks copied together, by
-// multicast, took as long or longer.
+// A stage takes what decoding does and 0.6 of what the tensor cores do, or all of the latter where that is more: 128
+// rows by 64 tokens took 640 cycles without products, 600 without decoding and 946 (decoding 8 codes by 17
+// instructions, now 15); by 256 tokens 2062 without decoding, and 2137. Copies alone are 518 and 1670; what two blocks
+// copied together, by multicast, took as long or longer.
 //
 // It is the multiprocessor: while wgmma runs, a scheduler issues but one other instruction in five cycles. Loops of
-// nothing but wgmma of 64 columns, 512 cycles, and 320 LOP3 of each scheduler, 640, take 979, with 320 FFMA 820; likewise
-// with A in shared memory, with one warpgroup or four, with each product between a few of them; 1126 where one warpgroup
-// is kept from the one while another does the other. So what counts is instructions: 190 a warp and stage where x is
-// permuted, 120 of them to decode, 310 where it lies as it is.
+// nothing but wgmma of 64 columns, 512 cycles, and 320 LOP3 of each scheduler, 640, take 979, with 320 FFMA 820;
+// likewise with A in shared memory, with one warpgroup or four, with each product between a few of them; 1126 where one
+// warpgroup is kept from the one while another does the other. So what counts is instructions: 190 a warp and stage
+// where x is permuted, 120 of them to decode, 310 where it lies as it is.
 constexpr Kernel kKernels[] = {
     Kernel::of<Shape<32, 2, 10, X::kPermutedBefore>>(790),
     Kernel::of<Shape<32, 4, 7, X::kPermutedBefore>, Serves::kGroupsToo>(1260),

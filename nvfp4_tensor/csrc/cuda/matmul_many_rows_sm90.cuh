@@ -2,10 +2,11 @@
 //
 // A tile of y is kRows rows of w by kTokens rows of x. One warp keeps the copy engine busy: x (128-byte swizzle, the B
 // operand), codes (64-byte swizzle) and scales; or four do, and permute x on its way. Warpgroups of 64 rows of w decode
-// codes into A fragments, so that no decoded weight ever goes through shared memory. Blocks stay for all of their tiles:
-// the copies for the next one are under way while sums are written.
+// codes into A fragments, so that no decoded weight ever goes through shared memory. Blocks stay for all of their
+// tiles: the copies for the next one are under way while sums are written.
 //
-// Of few tiles, each is shared by some blocks, each with a part of K.
+// Of few tiles, each is shared by some blocks, each with a part of K. Of others, some are cut along K too:
+// matmul_many_rows_runs.h.
 #pragma once
 
 #include <cuda.h>
@@ -39,8 +40,8 @@ struct Shape {
   static constexpr int kTokens = kTokens_, kGroups = kRowGroups_, kStages = kStages_;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kSums = kTokens / 2, kUnits = kTokens / 16;  // of a thread
-  // Registers are dealt out by warpgroup, one for the warps that copy; not where these permute x, but all have 168, or 96
-  // where there are five.
+  // Registers are dealt out by warpgroup, one for the warps that copy; not where these permute x, but all have up to
+  // 168, or 96 where there are five.
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
   static constexpr int kConsumerRegisters = kGroups == 2 ? 224 : 104, kProducerRegisters = kGroups == 2 ? 56 : 64;
   static constexpr int kXBytes = kTokens * kStageK * 2;
@@ -73,9 +74,9 @@ struct Ring {
     return pool + S::kPoolBytes + 8 * (S::kStages + which);
   }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
-  // What the thread has read, and used. (One arrival of a warp, or of a warpgroup, behind a barrier of theirs is as fast
-  // over all, between 3 % slower and 4 % faster; but compute-sanitizer's racecheck counts an arrival for its thread alone,
-  // and reports hazards then wherever a place is filled again.)
+  // What the thread has read, and used. (One arrival of a warp, or of a warpgroup, behind a barrier of theirs is as
+  // fast over all, between 3 % slower and 4 % faster; but compute-sanitizer's racecheck counts an arrival for its
+  // thread alone, and reports hazards then wherever a place is filled again.)
   __device__ __forceinline__ void release(int which) const { barrier_arrive(empty(which)); }
   __device__ __forceinline__ void next() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
@@ -114,9 +115,9 @@ __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* 
   }
 }
 
-// The codes and scales of a block's first stage, 9 or 18 KB, are on their way to the L2 cache while the kernel
-// before ends. That kernel may be the one that writes them: it writes through that cache. (More was in its way where x has
-// few rows: matmul_few_rows_sm90.cuh.) H200, us in a chain: 4096 x 4096, 64 and 128 rows of x 10.5 and 13.6 -> 10.2 and
+// The codes and scales of a block's first stage, 9 or 18 KB, are on their way to the L2 cache while the kernel before
+// ends. That kernel may be the one that writes them: it writes through that cache. (More was in its way where x has few
+// rows: matmul_few_rows_sm90.cuh.) H200, us in a chain: 4096 x 4096, 64 and 128 rows of x 10.5 and 13.6 -> 10.2 and
 // 13.1.
 template <typename S>
 __device__ __forceinline__ void bring_first_to_cache(const Problem& p, const CUtensorMap* code_map, const Place& place,
@@ -127,8 +128,8 @@ __device__ __forceinline__ void bring_first_to_cache(const Problem& p, const CUt
 }
 
 // What needs no memory is behind each role: from here on there is what the kernel before wrote. (Groups of rows, whose
-// offsets may be among it, have waited.) The next kernel is let begin only where it is small: a large one's blocks would
-// crowd the multiprocessors that are free until then.
+// offsets may be among it, have waited.) The next kernel is let begin only where it is small: a large one's blocks
+// would crowd the multiprocessors that are free until then.
 template <typename S, bool kGrouped>
 __device__ __forceinline__ void begin() {
   if constexpr (!kGrouped) wait_for_previous_kernel();
@@ -179,8 +180,9 @@ struct Consumer : Ring<S> {
   }
 };
 
-// Where a warpgroup puts its y: a part of the tile's last stage, kDeskBytes, once all warpgroups are done with that. (Each waiting only for what it takes, so that one writes while the other multiplies: a stage took 2,190 cycles,
-// not 2,137, for the products of one warpgroup alone do not fill the tensor cores.)
+// Where a warpgroup puts its y: a part of the tile's last stage, kDeskBytes, once all warpgroups are done with that.
+// (Each waiting only for what it takes, so that one writes while the other multiplies: a stage took 2,190 cycles, not
+// 2,137, for the products of one warpgroup alone do not fill the tensor cores.)
 template <typename S>
 class Desk {
  public:
@@ -229,11 +231,11 @@ __device__ __forceinline__ void wait_products() {
 }
 
 // While the products of one half stage run, the next one is decoded: waiting for all but one leaves the other's
-// registers free and the tensor cores at work (2,048 cycles are the least for a stage of 256 tokens). `meanwhile`, while
-// the first products run, does what else there is to do. Returns the last stage, which is still to be released.
+// registers free and the tensor cores at work (2,048 cycles are the least for a stage of 256 tokens). `meanwhile`,
+// while the first products run, does what else there is to do. Returns the last stage, which is still to be released.
 //
-// A stage by itself at the start, of runs, so that sums need no zeros and the loop no branch: 2,137 cycles a stage, with
-// a branch 2,360. Shared tiles have few stages, and pay for code that is not in the cache.
+// A stage by itself at the start, of runs, so that sums need no zeros and the loop no branch: 2,137 cycles a stage,
+// with a branch 2,360. Shared tiles have few stages, and pay for code that is not in the cache.
 template <typename T, typename S, typename Meanwhile>
 __device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[S::kSums], Meanwhile meanwhile) {
   using Encoded = std::conditional_t<S::kPermuted, PermutedStage<S>, PlainStage<S>>;
@@ -312,19 +314,24 @@ __device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_
       desk.release_if_read();
       if constexpr (kPlaceAhead) find_place();
     });
-    if (s.begin > 0 && (s.end == work.steps || !kTogether)) {
-      in.release(last);
-      leave_sums<S>(work, segments.meeting(s, kTogether).finishers, sum);
-      continue;
+    if (s.begin > 0) {
+      const Meeting meeting = segments.meeting(s);
+      if (!kTogether || meeting.rank >= meeting.finishers) {
+        in.release(last);
+        leave_sums<S>(work, meeting, sum);
+        continue;
+      }
     }
     if constexpr (!kPlaceAhead) find_place();
     if (s.end < work.steps) {
-      const Meeting meeting = segments.meeting(s, kTogether);
-      if (kTogether && meeting.finishers > 1) {
-        const Sharing<S> sharing(work, meeting);
-        sharing.leave(sum, pool + S::kStageBytes);
-        write_shared<T, S>(p, sharing, place, rows, pool + S::kStageBytes, shared);
-        break;
+      const Meeting meeting = segments.meeting(s);
+      if constexpr (kTogether) {
+        if (meeting.finishers > 1) {
+          const Sharing<S> sharing(work, meeting);
+          sharing.leave(sum, pool + S::kStageBytes);
+          write_shared<T, S>(p, sharing, place, rows, pool + S::kStageBytes, shared);
+          break;
+        }
       }
       for (int rank = 1; rank < meeting.all; ++rank) add_sums<S>(work, meeting.place(rank), sum);
     }
@@ -339,7 +346,8 @@ template <typename T, typename S>
 __device__ __forceinline__ void multiply_shared(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
   Consumer<S> in(pool);
   Part part(work);
-  const Sharing<S> sharing(work, part.meeting());
+  const Meeting meeting = part.meeting();
+  const Sharing<S> sharing(work, meeting);
   Segment s;
   part.next(s);
   int steps = s.end - s.begin;
@@ -349,6 +357,7 @@ __device__ __forceinline__ void multiply_shared(const Problem& p, const Work& wo
   const uint32_t own = pool + S::kStageBytes;
   float sum[S::kSums] = {};
   consume<T, S>(in, steps, sum, [] {});
+  if (meeting.rank >= meeting.finishers) return leave_sums<S>(work, meeting, sum);
   sharing.leave(sum, own);
   const Place place = place_of<S, false>(p, work, s.tile);
   write_shared<T, S>(p, sharing, place, TwoRows::of<S>(p, place), own, shared);
