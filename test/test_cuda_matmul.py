@@ -109,10 +109,11 @@ def test_tiles_cut_along_k(shape, rows):
     """Tiles of several blocks: the same bits each time, in replays of a graph too, whoever comes last."""
     codes, scale = random_weight(*shape)
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-    y = check(x, codes, scale, factor(), repeats=20)
+    alpha = factor()
+    y = check(x, codes, scale, alpha, repeats=20)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = torch.ops.nvfp4.matmul(x, None, codes, scale, factor(), None, shape[1], False, x.dtype)
+        again = torch.ops.nvfp4.matmul(x, None, codes, scale, alpha, None, shape[1], False, x.dtype)
     for _ in times(20):
         again.zero_()
         graph.replay()
