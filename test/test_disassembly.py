@@ -60,7 +60,7 @@ def test_products_on_hopper_keep_their_registers(disassembly):
         pytest.skip("the library was built without sm_90a")
     functions = disassembly["sm_90a"].split("Function : ")
     products = [f for f in functions if re.search("many_rows6kernel|few_rows_sm906kernel", f.split("\n")[0])]
-    assert len(products) == 42 + 6 and not [f for f in products if re.search(r"\b(LDL|STL)\b", f)]
+    assert len(products) == 50 + 6 and not [f for f in products if re.search(r"\b(LDL|STL)\b", f)]
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
