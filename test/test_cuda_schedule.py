@@ -104,6 +104,10 @@ int faults_of_plans(const Tiling& tiling, int most_blocks) {
   wrong += faults<false>(work, tiling.tiles, runs.blocks, runs.places());
   const Plan groups = Plan::of_groups(tiling, most_blocks);
   wrong += groups.blocks > most_blocks || groups.blocks > tiling.tiles;
+  const Division division(tiling.tiles, tiling.steps, groups.blocks, groups.cut_cost);  // as the device divides them
+  work.whole_tiles = division.whole_tiles, work.cut_tiles = division.cut_tiles, work.runs = division.runs;
+  work.most_finishers = groups.most_finishers(most_blocks);
+  wrong += faults<true>(work, tiling.tiles, groups.blocks, groups.places());
   for (const Plan& plan : {runs, groups}) {
     wrong += plan.flags_bytes() < 8L * plan.places() * kMostSharers * (tiling.rows / 64);
   }

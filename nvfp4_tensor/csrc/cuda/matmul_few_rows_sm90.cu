@@ -3,11 +3,14 @@
 
 #include "launch.h"
 #include "matmul_few_rows_sm90.cuh"
+#include "matmul_many_rows_plan.h"
 #include "tensor_map.h"
 
 namespace nvfp4 {
 namespace few_rows_sm90 {
 namespace {
+
+using many_rows::ceil_div;
 
 using UpTo8 = Shape<1, 2, 4, 4>;
 using UpTo8Short = Shape<1, 1, 4, 4>;  // rows of at most 16 slices of 256, and not many of them
@@ -15,12 +18,12 @@ using UpTo8Short = Shape<1, 1, 4, 4>;  // rows of at most 16 slices of 256, and 
 // and 28672 x 8192, M = 16, us in a chain, with 4 units in flight and 3 slots 28.8 and 48.5, with 3 and 5 27.2 and 47.3
 // (without decoding and products 21.6 and 46.3, and 19.0 and 35.8).
 using UpTo16 = Shape<2, 1, 3, 5>;
+static_assert(many_rows::kFewSlice == UpTo16::kSlice && many_rows::kFewWarps == kWarps &&
+              many_rows::kFewTileRows == kTileRows);  // as few_rows_cost has it
 
 // Tiles of so many rounds of all multiprocessors. H200, K = 4096, M = 1, us of a product and a norm before it, short
 // and long slices: N = 4096 (2 rounds) 7.2 and 7.3, 6144 (3) 8.6 and 9.0, 28672 (14) 24.6 and 23.5.
 constexpr int kShortRounds = 6;
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Codes come to L2 by 128 bytes: by 256, two units' at once, M = 1, 8 and 16 of 14336 x 8192, 28672 x 8192, 28672 x
 // 4096 and 4096 x 4096, single and in chains, took up to 5 % longer (H200; 45 of 48 medians in two turns, 2 % in the

@@ -15,8 +15,8 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 240 products (on
 // an H200, 20 weights of published models, 24 to 1024 rows of x, single and in chains), and, for tiles that blocks
-// share, again to 168 of up to 256 rows: what is chosen by them takes 0.2 % longer than the best plan in the mean, 6 %
-// at most.
+// share, again to 168 of up to 256 rows: what is chosen by them takes 0.2 % longer than the best plan in the mean of
+// these, 0.6 % in that of the 80 of more rows, 6 % at most.
 constexpr int kWaitCycles = 5000;  // of cut tiles, whose sums are written once and read for each run
 constexpr double kSumsPerCycle = 5.5;
 // Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
@@ -48,16 +48,16 @@ inline int64_t decoded_cost(int64_t M, int64_t N, int64_t K, int multiprocessors
   return static_cast<int64_t>(least) + kDecodeCycles + N * K * 1000 / kDecodedPerKilocycle;
 }
 
-// What the few-rows kernel takes for 9 to 16 rows of x, in the same cycles: warps have 256 of K each, and add the sums
-// of 16 rows of w at a time. Fitted to 20 weights by 9, 12 and 16 rows (H200): what is chosen by it is 0.2 % slower
+// What the few-rows kernel takes for 9 to 16 rows of x, in the same cycles, by how it divides them: a warp has a slice
+// of K, and tiles of rows of w. Fitted to 20 weights by 9, 12 and 16 rows (H200): what is chosen by it is 0.2 % slower
 // than the faster of the two in the mean, 5 % at most.
 constexpr int kFewCycles = 2500, kFewTileCycles = 2900, kFewXPerKilocycle = 62'000;
+constexpr int kFewSlice = 256, kFewWarps = 16, kFewTileRows = 16;
 
 inline int64_t few_rows_cost(int64_t M, int64_t N, int64_t K, int experts, int multiprocessors) {
-  constexpr int kSlice = 256, kWarps = 16, kTileRows = 16;
-  const int slices = ceil_div(static_cast<int>(K), kSlice), cluster = ceil_div(slices, kWarps);
-  const int tiles_at_a_time = kWarps / ceil_div(slices, cluster) * std::max(multiprocessors / cluster, 1);
-  const int64_t turns = (N / kTileRows * experts + tiles_at_a_time - 1) / tiles_at_a_time;
+  const int slices = ceil_div(static_cast<int>(K), kFewSlice), cluster = ceil_div(slices, kFewWarps);
+  const int tiles_at_a_time = kFewWarps / ceil_div(slices, cluster) * std::max(multiprocessors / cluster, 1);
+  const int64_t turns = (N / kFewTileRows * experts + tiles_at_a_time - 1) / tiles_at_a_time;
   return kFewCycles + turns * kFewTileCycles + M * K * 1000 / kFewXPerKilocycle;
 }
 

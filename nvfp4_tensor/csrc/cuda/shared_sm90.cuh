@@ -81,8 +81,7 @@ __device__ __forceinline__ void wait_until_stores_have_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit values, columns as 16 bytes each: lane l has the address of column l % 8 of matrix l /
-// 8.
+// Four 8 x 8 matrices of 16-bit values, a column 16 bytes: lane l has the address of column l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]),
                "r"(v[1]), "r"(v[2]), "r"(v[3])
