@@ -1,4 +1,4 @@
-"""csrc/cuda/matmul_many_rows_runs.h and _plan.h, compiled for the host: each block's segments, with no GPU needed."""
+"""runs.h and plan.h of csrc/cuda/matmul/many_rows_sm90, compiled for the host: all segments, with no GPU needed."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-CUDA = Path(__file__).parents[1] / "nvfp4_tensor" / "csrc" / "cuda"
+CSRC = Path(__file__).parents[1] / "nvfp4_tensor" / "csrc"
 PROGRAM = r"""
 #include <algorithm>
 #include <cstdio>
@@ -18,7 +18,7 @@ PROGRAM = r"""
 struct float4;
 static struct { unsigned x; } blockIdx, gridDim;
 using std::max; using std::min;
-#include "matmul_many_rows_plan.h"
+#include "cuda/matmul/many_rows_sm90/plan.h"
 using namespace nvfp4::many_rows;
 
 // What is wrong with a division: stages not computed once, blocks that disagree on who has a tile, places for sums of
@@ -207,7 +207,7 @@ def program(tmp_path_factory):
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("schedule")
     (folder / "schedule.cpp").write_text(PROGRAM)
-    command = [COMPILER, "-std=c++17", "-O2", "-w", f"-I{CUDA}", "schedule.cpp", "-o", "schedule"]
+    command = [COMPILER, "-std=c++17", "-O2", "-w", f"-I{CSRC}", "schedule.cpp", "-o", "schedule"]
     subprocess.run(command, cwd=folder, check=True)
     return folder / "schedule"
 

@@ -1,0 +1,64 @@
+// Sixteen rows of two neighbouring columns of bfloat16 in registers, and their random Hadamard transform.
+#pragma once
+
+#include "cuda/block/elements.cuh"
+
+namespace nvfp4 {
+
+// +-1/4 for each of 16 elements: the sign and the scale of the transform, an operand from the constant bank.
+struct HadamardFactors {
+  float of[kBlock];
+
+  static HadamardFactors from(uint32_t sign) {
+    HadamardFactors factors;
+    for (int i = 0; i < kBlock; ++i) factors.of[i] = sign >> i & 1 ? -0.25f : 0.25f;
+    return factors;
+  }
+};
+
+// hadamard16 of numerics/hadamard.h for bfloat16 values. A quarter of a bfloat16 is exact in float32, so the products
+// go into the first additions as fused multiply-adds and nothing is rounded differently: 72 operations, not 80.
+__device__ __forceinline__ void hadamard16_exact(float (&x)[kBlock], const HadamardFactors& factors) {
+#pragma unroll
+  for (int i = 0; i < kBlock; i += 2) {
+    const float high = __fmul_rn(x[i + 1], factors.of[i + 1]), low = x[i];
+    x[i] = __fmaf_rn(low, factors.of[i], high);
+    x[i + 1] = __fmaf_rn(low, factors.of[i], -high);
+  }
+#pragma unroll
+  for (int distance = 2; distance < kBlock; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      if (i & distance) continue;
+      const float low = x[i], high = x[i + distance];
+      x[i] = __fadd_rn(low, high);
+      x[i + distance] = __fsub_rn(low, high);
+    }
+  }
+}
+
+// Column `which` (0: the low halves) of 16 words of two bfloat16 each, as a block of the transposed matrix.
+template <bool transform>
+__device__ __forceinline__ Elements<__nv_bfloat16, kBlock> column_block(const uint32_t (&word)[kBlock], int which,
+                                                                        const HadamardFactors& factors) {
+  Elements<__nv_bfloat16, kBlock> out;
+  if constexpr (!transform) {
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i) {
+      out.word[i] = __byte_perm(word[2 * i], word[2 * i + 1], which ? 0x7632 : 0x5410);
+    }
+  } else {
+    float x[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) x[i] = bits_float(which ? word[i] & 0xFFFF0000u : word[i] << 16);
+    hadamard16_exact(x, factors);
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+      memcpy(&out.word[i], &pair, 4);
+    }
+  }
+  return out;
+}
+
+}  // namespace nvfp4

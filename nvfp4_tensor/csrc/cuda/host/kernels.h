@@ -1,0 +1,89 @@
+// What the op registrations and the CUDA kernels agree on: plain structs and one launcher a kernel.
+//
+// Every launcher only enqueues work on the stream it is given: nothing here waits for the device, reads a value back
+// from it or allocates, so all of it can be captured in a CUDA graph.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <functional>
+
+#include "numerics/matrix.h"
+#include "numerics/spec.h"
+
+namespace nvfp4 {
+
+// Where the random bits of a matrix come from: block (r, c) is number first + r * width + c of the logical tensor.
+struct RandomPlace {
+  const int64_t* rng_state;  // (seed, offset) on the device, null where the mode is not stochastic
+  int64_t first, width;
+  int stream;
+};
+
+// Everything that quantizing a matrix needs beside the matrix and the place of its results.
+struct Quantization {
+  QuantizeSpec spec;
+  const float* amax;
+  float* per_tensor_scale;
+  RandomPlace random;
+};
+
+// Results of a quantization, with the strides that the shape of the matrix implies.
+struct Codes {
+  uint8_t* qdata;
+  uint8_t* scale;  // swizzled
+};
+
+struct Values {
+  void* data;
+  Dtype dtype;
+  int64_t columns;  // of the output; the input's, or rounded up to 16 after a Hadamard transform
+  bool scaled;
+};
+
+// `out` must hold zero.
+void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t stream);
+void launch_amax_pair(const Matrix& x, int hadamard_sign, float* out, float* out_transposed, cudaStream_t stream);
+
+void launch_hadamard(const Matrix& x, uint32_t sign, void* out, cudaStream_t stream);
+
+// Whole blocks to their transpose (columns, rows padded to 16): of x's dtype, or Hadamard-transformed bfloat16 where
+// hadamard_sign >= 0.
+void launch_transpose(const Matrix& x, int hadamard_sign, void* out, cudaStream_t stream);
+
+// Any spec, any shape: 1x16 blocks or 16x16 tiles. The padding of the scales is left alone.
+void launch_quantize_any(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
+void launch_fake_quantize_any(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
+
+// The fast kernels: whole blocks, to nearest even or stochastic, neither four-over-six nor Hadamard on this side. That
+// of rows writes the padding of the scales, that of tiles leaves it alone.
+void launch_quantize_rows(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
+void launch_quantize_tiles(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
+void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
+
+// Whole blocks, 1x16 or 16x16, to nearest even or stochastic, with four-over-six. Leaves the scales' padding alone.
+void launch_quantize_four_over_six(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
+
+// What x decodes to after quantization by its own amax, in its own dtype, without the per-tensor scale, which goes to
+// `factor`. Whole blocks, to nearest even, at most 2^18 of them. scratch: memory of so many bytes, which lives as long
+// as the stream needs it.
+bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec);
+void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, void* out,
+                                const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
+
+// bfloat16, both sides rounded alike; the transposed side may be Hadamard-transformed. Writes its scale padding.
+void launch_quantize_pair(const Matrix& x, const Quantization& how, const Quantization& how_transposed,
+                          const Codes& out, const Codes& out_transposed, cudaStream_t stream);
+
+struct Quantized {
+  const uint8_t* qdata;
+  const uint8_t* scale;
+  const float* per_tensor_scale;  // one, or one a row, or null
+  bool per_row;
+  int64_t rows, blocks;  // blocks in a row
+};
+
+void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream);
+
+}  // namespace nvfp4

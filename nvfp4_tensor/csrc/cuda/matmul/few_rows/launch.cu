@@ -1,0 +1,98 @@
+// Which shape of the few-rows kernel serves a problem, and how the machine is divided.
+#include <algorithm>
+
+#include "cuda/host/launch.h"
+#include "cuda/matmul/few_rows/kernel.cuh"
+
+namespace nvfp4 {
+namespace few_rows {
+namespace {
+
+// 16 warps with slices of 256: K = 4096 fills a block. In flight an SM has 40 to 80 KB of w; more only delays what the
+// first tiles need (H200, 14336 x 8192, M = 8: depth 2 28.6 us, 3 29.2, 4 34.0), and with 32 warps of 64 registers or
+// slices of 128 each weight takes more instructions (36 and 32 us).
+using UpTo8 = Shape<16, 1, 2, 1, 2, 4, 32>;
+using UpTo16 = Shape<16, 2, 2, 1, 2, 4, 32>;
+// The same for devices whose blocks have 99 KB of shared memory.
+using SmallUpTo8 = Shape<16, 1, 2, 1, 1, 2, 8>;
+using SmallUpTo16 = Shape<16, 2, 2, 1, 1, 2, 8>;
+
+constexpr int kMostTilesAStep = kTilesPerBand;
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+int log2_ceil(int n) {
+  int log = 0;
+  while (1 << log < n) ++log;
+  return log;
+}
+
+template <typename T, typename S, bool kPlain, bool kGrouped>
+void launch(const Problem& p, cudaStream_t stream) {
+  constexpr auto kKernel = kernel<T, S, kPlain, kGrouped>;
+  const int slices = ceil_div(p.Kp, S::kSlice);
+  Work work;
+  work.log2_warps_in_k = std::clamp(log2_ceil(slices), log2_ceil(S::kWarps * S::kTiles / kMostTilesAStep),
+                                    log2_ceil(S::kWarps));
+  const int shares = ceil_div(slices, 1 << work.log2_warps_in_k);  // of K, a block each
+  work.cluster = this_machine().capability >= 90 ? std::min(shares, kMostBlocksInCluster) : 1;
+  work.passes = ceil_div(shares, work.cluster);
+  const bool begin_inside = p.experts > 1 && p.N % 128 != 0;  // of a band
+  const int bands = ceil_div(p.N, 128) + begin_inside;
+  const int groups = bands * kTilesPerBand / S::kTiles;
+  const int64_t all = kGrouped ? static_cast<int64_t>(groups) * most_token_tiles(p, S::kColumns * 8) : groups;
+  constexpr int kThreads = S::kWarps * 32;
+  const int resident = resident_clusters<kKernel>(work.cluster, kThreads, S::kSharedBytes);
+  const int clusters = static_cast<int>(std::min<int64_t>(all, resident));
+  work.groups_of_expert = groups;
+  work.groups = groups / clusters;
+  work.more_groups = groups % clusters;
+  const Launch launch(dim3(work.cluster, clusters, kGrouped ? 1 : p.experts), work.cluster, kThreads, S::kSharedBytes,
+                      stream, Begins::kAfterPrevious);
+  cudaLaunchKernelEx(&launch.config, kKernel, p, work);
+}
+
+template <typename S, bool kGrouped>
+void launch_shape(const Problem& p, cudaStream_t stream) {
+  const bool aligned = (reinterpret_cast<uintptr_t>(p.codes) | p.code_row) % 16 == 0;
+  const bool plain = aligned && p.N % 128 == 0 && p.Kp % S::kSlice == 0;
+  if (p.x_dtype == Dtype::kBf16) {
+    plain ? launch<__nv_bfloat16, S, true, kGrouped>(p, stream) : launch<__nv_bfloat16, S, false, kGrouped>(p, stream);
+  } else {
+    plain ? launch<__half, S, true, kGrouped>(p, stream) : launch<__half, S, false, kGrouped>(p, stream);
+  }
+}
+
+template <bool kGrouped>
+void launch_columns(const Problem& p, int columns, cudaStream_t stream) {
+  const bool roomy = this_machine().shared_bytes >= std::max(UpTo8::kSharedBytes, UpTo16::kSharedBytes);
+  if (columns <= 8) {
+    roomy ? launch_shape<UpTo8, kGrouped>(p, stream) : launch_shape<SmallUpTo8, kGrouped>(p, stream);
+  } else {
+    roomy ? launch_shape<UpTo16, kGrouped>(p, stream) : launch_shape<SmallUpTo16, kGrouped>(p, stream);
+  }
+}
+
+}  // namespace
+}  // namespace few_rows
+
+void launch_matmul_few_rows(const Problem& p, cudaStream_t stream) {
+  for (int m = 0; m < p.M; m += 16) {
+    Problem part = p;
+    part.first_m = m;
+    part.some_m = std::min(p.M - m, 16);
+    if (fits_matmul_few_rows_sm90(part)) {
+      launch_matmul_few_rows_sm90(part, stream);
+    } else {
+      few_rows::launch_columns<false>(part, part.some_m, stream);
+    }
+  }
+}
+
+void launch_matmul_few_rows_grouped(const Problem& p, cudaStream_t stream) {
+  // H200, us, 8 or 16 columns: 8 experts of 14336 x 4096 with 2 rows each 85 or 97, with 8 119 or 105; 64 of
+  // 2048 x 7168 with 4 rows 193 or 220, with 8 264 or 232.
+  few_rows::launch_columns<true>(p, p.rows <= 4 * p.experts ? 8 : 16, stream);
+}
+
+}  // namespace nvfp4

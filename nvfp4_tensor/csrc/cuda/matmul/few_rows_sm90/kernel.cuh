@@ -1,0 +1,491 @@
+// y = x w^T for at most 16 rows of x, on Hopper and later: bound by reading w, so everything else goes on beside that.
+//
+// A warp owns a slice of K. It keeps x of that slice in registers, as B fragments of mma.m16n8k16, and tiles of 16 rows
+// of w stream past, the A operand. The order of K inside an MMA is free, so a lane's 16 bytes of codes are its A
+// fragment as they lie, and x is permuted alike while it is loaded. Each warp fetches its own tiles by the bulk copy
+// engine, kDepth copies ahead: nothing but its own barriers stands between memory and decoding.
+//
+// The 16 rows of a tile are r + 32 i, r in four consecutive rows, i in 0..3: in the 128x4 order of the scales these are
+// 64 consecutive bytes for each 64 elements, so a tile reads whole sectors of them.
+//
+// Four more warps add the sums of the others, in their order, and write y while they go on. Where a row has more than
+// 16 slices, blocks of a cluster split it, and their adding warps send what they have to those of the first block.
+//
+// A chain of such kernels overlaps: each is let begin while the one before still runs, prepares its barriers and waits:
+// that kernel may be the one that writes w. More than a few rows of x go ahead of all copies of w, for what is asked
+// for later waits behind them; fewer go behind the first tile (kMostRowsBehindATile). What is brought to the L2 cache
+// before the wait, by the copy engine or by prefetches, is in the way of x and of the kernel before: decode of an 8B
+// model took 2222 us a token without, 2213 to 2346 with a unit of each warp (by lines, by sectors), 2619 with all the
+// ring's.
+//
+// An mma holds its scheduler's issue for 8 cycles on Hopper, decoding what it multiplies for 15, so that without any
+// copy 14336 x 8192 takes 18 us in a chain at M = 1 and 22 at 16, where copies alone take 18.4. By wgmma, which holds
+// nothing, with x in shared memory as 32 columns of four warps' slices, it was 24.9 and 30.3 us instead of 21.2 and
+// 27.4: warps in lockstep wait for the slowest copy of four, and for the products of each unit.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/host/launch.h"
+#include "cuda/matmul/decode.cuh"
+#include "cuda/matmul/problem.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/shared_sm90.cuh"
+
+namespace nvfp4 {
+namespace few_rows_sm90 {
+
+constexpr int kWarps = 16;  // that multiply
+constexpr int kAdders = 4;  // warps that add
+constexpr int kThreads = (kWarps + kAdders) * 32;
+// Of a thread. It has 96 at first, since 5 warps share the 512 of a quarter of the multiprocessor.
+constexpr int kMultiplyingRegisters = 104, kAddingRegisters = 5 * 96 - 4 * kMultiplyingRegisters;
+constexpr int kTileRows = 16;
+constexpr int kTilesPerBand = 128 / kTileRows;
+
+// A unit is what one copy brings: 256 elements of a tile's 16 rows.
+constexpr int kUnitElements = 256;
+constexpr int kUnitCodes = kTileRows * kUnitElements / 2, kUnitScales = kTileRows * kUnitElements / 16;  // bytes
+
+// kColumns: 8-column tiles of x (M <= 8 * kColumns). kUnits: in a warp's slice of K. kDepth: units in flight.
+template <int kColumns_, int kUnits_, int kDepth_, int kSlots_>
+struct Shape {
+  static constexpr int kColumns = kColumns_, kUnits = kUnits_, kDepth = kDepth_, kSlots = kSlots_;
+  static_assert(kDepth % kUnits == 0);
+  static constexpr int kSlice = kUnits * kUnitElements;
+  static constexpr int kTileSums = kTileRows * 8 * kColumns;  // floats
+  static constexpr int kScalesAt = kWarps * kDepth * kUnitCodes;
+  static constexpr int kSlotsAt = kScalesAt + kWarps * kDepth * kUnitScales;
+  static constexpr int kInboxAt = kSlotsAt + kSlots * kWarps * kTileSums * 4;
+  static constexpr int kBarriersAt = kInboxAt + kAdders * (kMostBlocksInCluster - 1) * kTileSums * 4;
+  static constexpr int kLoadedAt = kBarriersAt + 8 * (kWarps * kDepth + 2 * kSlots + 2 * kAdders);
+  static constexpr int kSharedBytes = kLoadedAt + 8 * kWarps + 1024;
+  static_assert(kSlots * kTileSums * 4 >= 2048);  // x passes through a warp's part of the slots
+};
+
+// How a grid of (cluster, clusters, experts) blocks divides the work.
+struct Work {
+  int cluster;             // blocks that share rows and split K
+  int warps_in_k;          // of a block's warps, how many split K
+  uint32_t share;          // 2^16 / warps_in_k, rounded up
+  int row_groups;          // and how many tiles are thus multiplied at a time
+  int tiles, more_tiles;   // every cluster takes so many tiles, and the first ones another
+};
+
+struct Maps {
+  CUtensorMap codes;   // (bands, 4, 32, bytes): i, r
+  CUtensorMap scales;  // (bands, groups of 64 columns, 512)
+};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+template <typename T>
+__device__ __forceinline__ T rounded(float v) { return v; }
+template <>
+__device__ __forceinline__ __nv_bfloat16 rounded(float v) { return __float2bfloat16_rn(v); }
+template <>
+__device__ __forceinline__ __half rounded(float v) { return __float2half_rn(v); }
+
+__device__ __forceinline__ void add_to(float4& sum, float4 v) {
+  sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+}
+
+__device__ __forceinline__ void copy_unit(const Maps& maps, uint32_t tile, int k, uint32_t codes, uint32_t scales,
+                                          uint32_t barrier) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  const int band = tile / kTilesPerBand, first = tile % kTilesPerBand;
+  barrier_expect(barrier, kUnitCodes + kUnitScales);
+  copy_box_4d(codes, &maps.codes, k / 2, first * 4, 0, band, barrier, policy);
+  copy_box_3d(scales, &maps.scales, first * 64, k / 64, band, barrier, policy);
+}
+
+// The lane's first row of a tile, counted in its band; the other one is at this ^ 32. Neighbouring lane groups differ
+// in bit 5, so that what eight lanes read at once of a copy in the engine's 128-byte swizzle lies in different banks.
+__device__ __forceinline__ int row_in_band(uint32_t tile, int lane) {
+  const int g = lane / 4;
+  return tile % kTilesPerBand * 4 + g % 4 + g / 4 * 64 + g % 2 * 32;
+}
+
+// The lane's addresses in a unit.
+struct Place {
+  uint32_t codes;     // of its first row, elements 0..127; of its second row at this ^ 576, of 128 further at ^ 64
+  uint32_t scales;    // of both rows and 64 elements; of 128 elements further at + 128
+  uint32_t selector;  // of the two blocks' scales for the first row, then for the second
+
+  __device__ explicit Place(int lane) {
+    const int g = lane / 4, t = lane % 4;
+    const int row = g / 4 * 8 + g % 2 * 4 + g % 4;  // in the copy: r + 4 i; the other one is row ^ 4
+    codes = row * 128 + (t ^ row % 8) * 16;
+    scales = t / 2 * 64 + g % 4 * 16 + g / 4 * 8;
+    const uint32_t even = t % 2 ? 0x32 : 0x10, odd = even + 0x44;
+    selector = g % 2 ? even << 8 | odd : odd << 8 | even;
+    keep(codes, scales, selector);  // worked out again for each unit they were 15 of 419 instructions
+  }
+};
+
+// Rows of x up to which the first tile of w goes ahead of x. H200, in one run, us single and in a chain, x first -> the
+// tile first: 14336 x 8192, M = 1, 4 and 8 25.6, 21.0 -> 24.7, 20.6; 25.3, 21.2 -> 24.8, 20.7; 25.8, 21.5 -> 26.4,
+// 21.8; 4096 x 4096 11.1, 6.0 -> 10.9, 5.7; 10.8, 6.0 -> 10.9, 5.9; 11.5, 6.2 -> 11.8, 6.4. Decode of an 8B model, in
+// another: 2235 -> 2183 us a token.
+constexpr int kMostRowsBehindATile = 4;
+
+// Adds the product of a unit with the x of its columns; calls loaded() once all of it is in registers, and used.
+template <typename T, typename S, typename Loaded>
+__device__ __forceinline__ void multiply_unit(const Place& place, uint32_t codes_at, uint32_t scales_at,
+                                              const uint4 (&b)[2][4][S::kColumns], float (&sum)[S::kColumns][4],
+                                              Loaded loaded) {
+#pragma unroll
+  for (int chunk = 0; chunk < 2; ++chunk) {
+    const uint4 codes[2] = {load_shared_16(codes_at + (place.codes ^ chunk * 64)),
+                            load_shared_16(codes_at + (place.codes ^ (576 ^ chunk * 64)))};
+    const uint2 scales = load_shared_8(scales_at + place.scales + chunk * 128);
+    uint32_t factors[4];  // first row: blocks 0, 1; second row: blocks 0, 1
+    scale_factors<T>(__byte_perm(scales.x, scales.y, place.selector), factors);
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      uint32_t w0[4], w1[4];
+      decode_word<T>((&codes[0].x)[word], factors[word / 2], w0);
+      decode_word<T>((&codes[1].x)[word], factors[2 + word / 2], w1);
+      const uint32_t a0[4] = {w0[0], w1[0], w0[1], w1[1]}, a1[4] = {w0[2], w1[2], w0[3], w1[3]};
+#pragma unroll
+      for (int column = 0; column < S::kColumns; ++column) {
+        mma(sum[column], a0, b[chunk][word][column].x, b[chunk][word][column].y, T{});
+        mma(sum[column], a1, b[chunk][word][column].z, b[chunk][word][column].w, T{});
+      }
+      if (chunk == 1 && word == 0) loaded();
+    }
+  }
+}
+
+// A warp's slice of x: b[unit][chunk][i][column] has a piece of 16 bytes of row 2 i + lane / 16 of a column's eight.
+template <typename S>
+__device__ __forceinline__ void fetch_slice(const Problem& p, int expert, int k0, int lane,
+                                            uint4 (&b)[S::kUnits][2][4][S::kColumns]) {
+  const int64_t row = static_cast<int64_t>(expert) * p.M + p.first_m + lane / 16;
+  k0 += lane % 16 * 8;
+  const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.x_row + k0;
+#pragma unroll
+  for (int unit = 0; unit < S::kUnits; ++unit)
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk)
+#pragma unroll
+      for (int column = 0; column < S::kColumns; ++column)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int m = column * 8 + 2 * i, k = (unit * 2 + chunk) * 128;
+          b[unit][chunk][i][column] = make_uint4(0, 0, 0, 0);
+          if (m + lane / 16 < p.some_m && k0 + k < p.K) {
+            b[unit][chunk][i][column] = *reinterpret_cast<const uint4*>(x + m * p.x_row + k);
+          }
+        }
+}
+
+// It as B fragments, turned by way of 2 KB of shared memory.
+template <typename S>
+__device__ __forceinline__ void turn_slice(int rows, int lane, uint32_t by,
+                                           uint4 (&b)[S::kUnits][2][4][S::kColumns]) {
+  // piece 4 t + w of row m goes to place 4 t + (w + t + m % 2) % 4: no bank conflicts either way
+  const int half = lane / 16, piece = lane % 16, g = lane / 4, t = lane % 4;
+  const uint32_t to = by + half * 256 + (piece & 12) * 16 + (piece + piece / 4 + half) % 4 * 16;
+#pragma unroll
+  for (int unit = 0; unit < S::kUnits; ++unit)
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk)
+#pragma unroll
+      for (int column = 0; column < S::kColumns; ++column) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (column * 8 + 2 * i < rows) store_shared_16(to + i * 512, b[unit][chunk][i][column]);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          uint4 v = make_uint4(0, 0, 0, 0);
+          if (column * 8 + g < rows) v = load_shared_16(by + g * 256 + t * 64 + (w + t + g % 2) % 4 * 16);
+          b[unit][chunk][w][column] = to_fragment(v);
+        }
+      }
+}
+
+// The tiles of w that a warp multiplies, on their way to it.
+template <typename S>
+struct Stream {
+  const Maps& maps;
+  int group, k0;                           // of the rows, and where its slice of K begins
+  uint32_t codes, scales, copied, loaded;  // its copies, a barrier for each, one more for its own loads of them
+  uint32_t first, end;                     // tiles
+
+  __device__ Stream(const Problem& p, const Maps& maps, const Work& work, uint32_t shared, int warp, uint32_t begin,
+                    int tiles)
+      : maps(maps), group(warp * work.share >> 16) {
+    k0 = (blockIdx.x * work.warps_in_k + warp - group * work.warps_in_k) * S::kSlice;
+    codes = shared + warp * S::kDepth * kUnitCodes;
+    scales = shared + S::kScalesAt + warp * S::kDepth * kUnitScales;
+    copied = shared + S::kBarriersAt + 8 * warp * S::kDepth;
+    loaded = shared + S::kLoadedAt + 8 * warp;
+    first = begin + group;
+    end = group < work.row_groups && k0 < p.Kp ? begin + tiles : 0;
+  }
+  __device__ __forceinline__ void copy_tile(uint32_t which, uint32_t to) const {
+#pragma unroll
+    for (int unit = 0; unit < S::kUnits; ++unit) {
+      copy_unit(maps, which, k0 + unit * kUnitElements, codes + (to + unit) * kUnitCodes,
+                scales + (to + unit) * kUnitScales, copied + 8 * (to + unit));
+    }
+  }
+  __device__ __forceinline__ void begin() const {
+    if (!elect_one()) return;
+#pragma unroll
+    for (int d = 0; d < S::kDepth; ++d) barrier_init(copied + 8 * d, 1);
+    barrier_init(loaded, 32);
+    show_stores_to_copies();
+  }
+};
+
+// What a warp that multiplies does. It waits for the cluster for the adding warps' sake: under compute-sanitizer's
+// racecheck none of them goes on before every thread of the cluster has come to that wait.
+template <typename T, typename S>
+__device__ __forceinline__ void multiply(const Problem& p, const Work& work, const Stream<S>& w, uint32_t shared,
+                                         int warp, int lane, int expert, uint32_t begin, int tiles) {
+  const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
+  uint32_t tile = w.first, next_tile = tile + S::kDepth / S::kUnits * work.row_groups;  // multiplied, fetched next
+  if (w.group >= work.row_groups) {
+    if (work.cluster > 1) cluster_wait();
+    return;
+  }
+  wait_for_previous_kernel();
+  const bool tile_first = p.some_m <= kMostRowsBehindATile;
+  if (tile_first && tile < w.end && elect_one()) w.copy_tile(tile, 0);
+  uint4 b[S::kUnits][2][4][S::kColumns];
+  fetch_slice<S>(p, expert, w.k0, lane, b);
+  if (elect_one()) {
+#pragma unroll
+    for (int to = 0; to < S::kDepth; to += S::kUnits) {
+      const uint32_t which = tile + to / S::kUnits * work.row_groups;
+      if (which < w.end && !(to == 0 && tile_first)) w.copy_tile(which, to);
+    }
+  }
+  turn_slice<S>(p.some_m, lane, shared + S::kSlotsAt + warp * S::kSlots * S::kTileSums * 4, b);
+  const Place place(lane);
+  __syncwarp();  // the other lanes have read x out of the slots
+  if (work.cluster > 1) cluster_wait();
+  uint32_t slot = 0, slot_parity = 0, at = 0, parity = 0, loaded_parity = 0;
+#pragma unroll 1
+  for (uint32_t first = begin; first < begin + tiles; first += work.row_groups) {
+    float sum[S::kColumns][4] = {};
+    if (tile < w.end) {
+#pragma unroll
+      for (int unit = 0; unit < S::kUnits; ++unit) {
+        const uint32_t its = at + unit;
+        barrier_wait(w.copied + 8 * its, parity);
+        multiply_unit<T, S>(place, w.codes + its * kUnitCodes, w.scales + its * kUnitScales, b[unit], sum, [&] {
+          if (unit + 1 < S::kUnits || next_tile >= w.end) return;
+          // By a barrier, and after what was loaded has been used: a load that still waits in its queue would see
+          // what a copy begun before it brings, and arriving does not wait for loads. (With the arrival right behind
+          // the last load no run was ever wrong by itself, but two of three at 14336 x 8192, M = 16, under memcheck.)
+          barrier_arrive(w.loaded);
+          if (elect_one()) {
+            barrier_wait(w.loaded, loaded_parity);
+            w.copy_tile(next_tile, at);
+          }
+          loaded_parity ^= 1;
+        });
+      }
+      if ((at += S::kUnits) == S::kDepth) at = 0, parity ^= 1;
+    }
+    tile += work.row_groups;
+    next_tile += work.row_groups;
+    barrier_wait(empty + 8 * slot, slot_parity ^ 1);
+    const uint32_t to = shared + S::kSlotsAt + (warp * S::kSlots + slot) * S::kTileSums * 4 + lane * 16;
+#pragma unroll
+    for (int column = 0; column < S::kColumns; ++column) store_shared_floats(to + column * 512, sum[column]);
+    barrier_arrive(full + 8 * slot);
+    if (++slot == S::kSlots) slot = 0, slot_parity ^= 1;
+  }
+}
+
+// Writes a tile of y: sum[column] has its columns n and n ^ 32, rows 8 column + 2 (lane % 4) and the next.
+template <typename T, typename S, typename Value>
+__device__ __forceinline__ void write_tile(const Problem& p, int expert, int n, int lane,
+                                           const float4 (&sum)[S::kColumns], Value value) {
+  const int64_t row = static_cast<int64_t>(expert) * p.M + p.first_m;
+#pragma unroll
+  for (int column = 0; column < S::kColumns; ++column) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int m = column * 8 + lane % 4 * 2 + i;
+      if (m < p.some_m) {
+        T* to = static_cast<T*>(p.y) + (row + m) * p.N + n;
+        to[0] = rounded<T>(value(m, n, i ? sum[column].y : sum[column].x));
+        to[(n ^ 32) - n] = rounded<T>(value(m, n ^ 32, i ? sum[column].w : sum[column].z));
+      }
+    }
+  }
+}
+
+template <typename T, typename S>
+__device__ __forceinline__ void finish_tile(const Problem& p, int expert, uint32_t tile, int lane, bool uniform,
+                                            float alpha, float4 (&sum)[S::kColumns]) {
+  constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
+#pragma unroll
+  for (int column = 0; column < S::kColumns; ++column) {
+    sum[column].x *= kToOne, sum[column].y *= kToOne, sum[column].z *= kToOne, sum[column].w *= kToOne;
+  }
+  const int n = tile / kTilesPerBand * 128 + row_in_band(tile, lane) - expert * p.N;
+  if (uniform && p.y_dtype == p.x_dtype) {
+    write_tile<T, S>(p, expert, n, lane, sum, [&](int, int, float v) { return __fmul_rn(v, alpha); });
+  } else {
+    const auto finished = [&](int m, int n, float v) { return finish(p, expert, p.first_m + m, n, v); };
+    switch (p.y_dtype) {
+      case Dtype::kBf16: write_tile<__nv_bfloat16, S>(p, expert, n, lane, sum, finished); break;
+      case Dtype::kFp16: write_tile<__half, S>(p, expert, n, lane, sum, finished); break;
+      case Dtype::kFloat: write_tile<float, S>(p, expert, n, lane, sum, finished); break;
+    }
+  }
+}
+
+// The sums that the warps of a tile left, added in their order.
+template <typename S>
+__device__ __forceinline__ void add_warps(uint32_t from, int warps, float4 (&sum)[S::kColumns]) {
+#pragma unroll
+  for (int column = 0; column < S::kColumns; ++column) sum[column] = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+  for (int warp = 0; warp < warps; ++warp) {
+#pragma unroll
+    for (int column = 0; column < S::kColumns; ++column) {
+      add_to(sum[column], load_shared_floats(from + warp * S::kSlots * S::kTileSums * 4 + column * 512));
+    }
+  }
+}
+
+// One warp of each block of a cluster, and a place in the first block where the others leave a tile's sums.
+struct Inbox {
+  uint32_t full, empty;  // barriers: the first block's, and each other block's own
+  uint32_t sums;         // of the second block; the others' follow
+  uint32_t parity;
+
+  template <typename S>
+  __device__ __forceinline__ void send(uint32_t rank, const float4 (&sum)[S::kColumns]) {
+    barrier_wait(empty, parity ^ 1);
+#pragma unroll
+    for (int column = 0; column < S::kColumns; ++column) {
+      send_floats(in_rank(sums + (rank - 1) * S::kTileSums * 4 + column * 512, 0), sum[column], in_rank(full, 0));
+    }
+    parity ^= 1;
+  }
+
+  // Adds what the others sent, in their order.
+  template <typename S>
+  __device__ __forceinline__ void receive(int others, int lane, float4 (&sum)[S::kColumns]) {
+    if (lane == 0) barrier_expect(full, others * S::kTileSums * 4);
+    barrier_wait(full, parity);
+    for (int other = 0; other < others; ++other) {
+#pragma unroll
+      for (int column = 0; column < S::kColumns; ++column) {
+        add_to(sum[column], load_shared_floats(sums + other * S::kTileSums * 4 + column * 512));
+      }
+    }
+    parity ^= 1;
+  }
+
+  // Once the sums are used, so that no load of them still waits, the others may send again.
+  __device__ __forceinline__ void make_room(int others, int lane) const {
+    __syncwarp();
+    if (lane < others) barrier_arrive_cluster(in_rank(empty, lane + 1));
+  }
+};
+
+// Barriers of the slots, and of an adding warp's inbox.
+template <typename S>
+__device__ __forceinline__ void begin_adding(const Work& work, uint32_t shared, int adder) {
+  if (!elect_one()) return;
+  const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
+  if (adder == 0) {
+#pragma unroll
+    for (int slot = 0; slot < S::kSlots; ++slot) {
+      barrier_init(full + 8 * slot, work.warps_in_k * work.row_groups * 32);
+      barrier_init(empty + 8 * slot, kAdders * 32);
+    }
+  }
+#pragma unroll
+  for (int inbox = 0; inbox < 2; ++inbox) barrier_init(empty + 8 * S::kSlots + 16 * adder + 8 * inbox, 1);
+  show_barriers_to_cluster();
+}
+
+// What a warp that adds does: every fourth tile is its own.
+template <typename T, typename S>
+__device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t shared, int adder, int lane,
+                                    int expert, uint32_t begin, int tiles) {
+  constexpr int kTileBytes = S::kTileSums * 4;
+  const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
+  const uint32_t inbox_at = empty + 8 * S::kSlots + 16 * adder;
+  Inbox inbox = {inbox_at, inbox_at + 8,
+                 shared + S::kInboxAt + adder * (kMostBlocksInCluster - 1) * kTileBytes + lane * 16, 0};
+  wait_for_previous_kernel();
+  let_next_kernel_begin();
+  const bool uniform = p.w_scale_step == 0 && p.x_scale_step == 0 && p.bias == nullptr;
+  const float alpha = uniform ? finish(p, expert, 0, 0, 1.0f) : 0.0f;
+  if (work.cluster > 1) cluster_wait();
+
+  uint32_t slot = 0, parity = 0;
+#pragma unroll 1
+  for (int first = 0; first < tiles; first += work.row_groups) {
+    const int step_end = min(first + work.row_groups, tiles);
+    int tile = first + static_cast<uint32_t>(adder - first) % kAdders;
+    barrier_wait(full + 8 * slot, parity);
+    if (tile >= step_end) barrier_arrive(empty + 8 * slot);
+#pragma unroll 1
+    for (; tile < step_end; tile += kAdders) {
+      float4 sum[S::kColumns];
+      const int group = tile - first;
+      add_warps<S>(shared + S::kSlotsAt + (group * work.warps_in_k * S::kSlots + slot) * kTileBytes + lane * 16,
+                   work.warps_in_k, sum);
+      if (tile + kAdders >= step_end) barrier_arrive(empty + 8 * slot);
+      if (blockIdx.x != 0) {
+        inbox.send<S>(blockIdx.x, sum);
+      } else {
+        if (work.cluster > 1) inbox.receive<S>(work.cluster - 1, lane, sum);
+        finish_tile<T, S>(p, expert, begin + tile, lane, uniform, alpha, sum);
+        // after its last tile a block may be gone
+        if (work.cluster > 1 && tile + kAdders < tiles) inbox.make_room(work.cluster - 1, lane);
+      }
+    }
+    if (++slot == S::kSlots) slot = 0, parity ^= 1;
+  }
+}
+
+#endif
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(kThreads, 1)
+    kernel(const __grid_constant__ Problem p, const __grid_constant__ Maps maps, const Work work) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ uint8_t memory[];
+  const uint32_t shared = (address_of(memory) + 1023) / 1024 * 1024;
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);  // known to be uniform
+  const int cluster = blockIdx.y, expert = blockIdx.z;
+  const uint32_t begin =
+      expert * (p.N / kTileRows) + cluster * work.tiles + min(cluster, work.more_tiles);
+  const int tiles = work.tiles + (cluster < work.more_tiles);
+  const Stream<S> w(p, maps, work, shared, warp, begin, tiles);
+  if (warp < kWarps) {
+    w.begin();
+  } else {
+    begin_adding<S>(work, shared, warp - kWarps);
+  }
+  __syncthreads();
+  if (work.cluster > 1) cluster_arrive();
+  if (warp < kWarps) {
+    take_registers<kMultiplyingRegisters>();
+    multiply<T, S>(p, work, w, shared, warp, lane, expert, begin, tiles);
+  } else {
+    leave_registers<kAddingRegisters>();
+    add<T, S>(p, work, shared, warp - kWarps, lane, expert, begin, tiles);
+  }
+#endif
+}
+
+}  // namespace few_rows_sm90
+}  // namespace nvfp4

@@ -1,0 +1,80 @@
+// torch.ops.nvfp4.grouped_linear on CUDA: rows of x in groups, each times its expert's weight; the host reads nothing.
+#include "cuda/host/tensors.h"
+#include "cuda/matmul/problem.cuh"
+
+namespace nvfp4 {
+namespace {
+
+// Beyond so many rows an expert, on average, Hopper's many-rows kernel is faster. H200, us, few or many rows: 8 experts
+// of 14336 x 4096 with 2 rows each 86 or 110, with 8 105 or 112; 64 of 2048 x 7168 with 4 194 or 204, with 8 229 or
+// 205, and 133 or 63 where eight of them have all of these rows.
+constexpr int kFewRows = 4;
+
+Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scale, const Tensor& qdata,
+                      const Tensor& scale, const Tensor& per_tensor_scale, const Tensor& offs_given,
+                      ScalarType out_dtype) {
+  STD_TORCH_CHECK(x_given.dim() == 2 && qdata.dim() == 3 && offs_given.dim() == 1 &&
+                      offs_given.size(0) == qdata.size(0) && offs_given.scalar_type() == ScalarType::Int,
+                  "nvfp4::grouped_linear takes x (M, K), qdata (E, N, K/2) and offs (E,), int32");
+  const OnDeviceOf guard(x_given);
+  const cudaStream_t stream = current_stream(x_given);
+  const CudaRows x(x_given);
+  STD_TORCH_CHECK(x.matrix.dtype != Dtype::kFloat, "nvfp4::grouped_linear takes x in bfloat16 or float16: cast it");
+  const int64_t experts = qdata.size(0), outer = qdata.size(1), half = qdata.size(2), inner = x.matrix.columns;
+  check_beside(qdata, "qdata", x_given);
+  check_beside(per_tensor_scale, "per_tensor_scale", x_given);
+  check_beside(offs_given, "offs", x_given);
+  check_coded(qdata, scale, inner);
+  STD_TORCH_CHECK(experts * outer < INT32_MAX, "nvfp4::grouped_linear: more than 2^31 - 1 rows of weights");
+  const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale), offs = in_order(offs_given);
+  const Tensor factors = contiguous_as(per_tensor_scale, ScalarType::Float);
+  Tensor y = empty({x.matrix.rows, outer}, out_dtype, x_given);
+  if (y.numel() == 0) return y;
+  if (experts == 0 || inner == 0) {
+    cudaMemsetAsync(y.mutable_data_ptr(), 0, y.numel() * y.element_size(), stream);
+    return y;
+  }
+
+  Problem p = {};
+  p.x = x.matrix.data;
+  p.x_row = x.matrix.row_stride;
+  p.x_dtype = x.matrix.dtype;
+  p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
+  p.code_row = half;
+  p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
+  p.Kp = static_cast<int>(half * 2);
+  p.scale_band = ceil_div(half * 2, 64) * 512;
+  std::optional<Tensor> row_factors;
+  if (x_scale) {
+    row_factors = factors_of(*x_scale, "x_scale", x.matrix.rows, x_given);
+    p.x_scale = static_cast<const float*>(row_factors->const_data_ptr());
+    p.x_scale_step = row_factors->numel() > 1;
+  }
+  p.w_scale = static_cast<const float*>(factors.const_data_ptr());
+  const bool one_a_row = factors.dim() == 1;  // else (E, 1), or one for all
+  STD_TORCH_CHECK(factors.numel() == (one_a_row ? experts * outer : factors.dim() == 2 ? experts : 1),
+                  "nvfp4::grouped_linear takes per_tensor_scale 0-d, (E, 1) or (E * N,)");
+  p.w_scale_step = one_a_row;
+  p.w_scale_expert = one_a_row ? static_cast<int>(outer) : factors.dim() == 2;
+  p.y = y.mutable_data_ptr();
+  p.y_dtype = dtype_of(out_dtype, "out_dtype");
+  p.experts = static_cast<int>(experts);
+  p.N = static_cast<int>(outer);
+  p.K = static_cast<int>(inner);
+  p.rows = static_cast<int>(x.matrix.rows);
+  p.offs = static_cast<const int32_t*>(offs.const_data_ptr());
+  if (p.rows > kFewRows * p.experts && fits_matmul_many_rows(p)) {
+    Scratch scratch(x_given);
+    launch_matmul_many_rows(p, std::ref(scratch), stream);
+  } else {
+    launch_matmul_few_rows_grouped(p, stream);
+  }
+  check_launched("nvfp4::grouped_linear");
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) { m.impl("grouped_linear", TORCH_BOX(&grouped_linear)); }
+
+}  // namespace nvfp4

@@ -1,0 +1,255 @@
+// What a warpgroup does with its sums: to another block, from other blocks, and finished into y.
+//
+// A warp has 16 rows of w by all tokens: lane (g, t) = lane / 4, lane % 4 has of each 8 tokens
+//   sum[4 i + j] = (row g + j / 2 * 8, token 8 i + 2 t + j % 2).
+#pragma once
+
+#include <cuda.h>
+
+#include <type_traits>
+
+#include "cuda/matmul/many_rows_sm90/decode.cuh"
+#include "cuda/matmul/many_rows_sm90/schedule.cuh"
+#include "cuda/ptx/shared_sm90.cuh"
+
+namespace nvfp4 {
+namespace many_rows {
+
+constexpr int kSumPitch = 20;  // floats between tokens: no bank conflicts either way
+constexpr int kWarpSumBytes = 8 * kSumPitch * 4;  // 8 tokens by 16 rows
+constexpr int kUnitTokens = 16, kUnitBytes = kUnitTokens * 64 * 2;  // of y: 16 tokens by a warpgroup's 64 rows
+
+__device__ __forceinline__ void warpgroup_sync() {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
+}
+
+template <typename S>
+__device__ __forceinline__ void consumers_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(1 + S::kGroups), "n"(S::kConsumers) : "memory");
+}
+
+// Where this warpgroup says to that of another block, the tile's `to`th, that its sums are in their place.
+template <typename S>
+__device__ __forceinline__ uint64_t* ready_flag(const Work& work, int place, int to) {
+  return work.ready + (place * kMostSharers + to) * S::kGroups + threadIdx.x / 128;
+}
+
+// At the start, so that nobody reads what nobody wrote. (What stood there was no launch's number anyhow.)
+template <typename S>
+__device__ __forceinline__ void not_ready(const Work& work) {
+  if (threadIdx.x % 128 >= kMostSharers) return;
+  for (int place = blockIdx.x; place < work.places; place += gridDim.x) {
+    *ready_flag<S>(work, place, threadIdx.x % 128) = 0;
+  }
+}
+
+// What this warpgroup's threads wrote before they met is there for who has waited.
+__device__ __forceinline__ void say_ready(uint64_t* flag, uint64_t launch) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(launch) : "memory");
+}
+
+// The flag is taken back, for a graph that launches the same again.
+__device__ __forceinline__ void wait_until_ready(uint64_t* flag, uint64_t launch) {
+  uint64_t found = 0;
+  while (found != launch) {
+    asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], %2, 0;" : "=l"(found) : "l"(flag), "l"(launch) : "memory");
+  }
+}
+
+// To those that finish the tile, all sums.
+template <typename S>
+__device__ __forceinline__ void leave_sums(const Work& work, const Meeting& meeting, const float (&sum)[S::kSums]) {
+  const int place = meeting.place(meeting.rank);
+  float4* to = work.sums + static_cast<int64_t>(place) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < S::kSums / 4; ++i) {
+    __stcg(to + i * S::kConsumers, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
+  }
+  warpgroup_sync();
+  const int finisher = threadIdx.x % 128;
+  if (finisher < meeting.finishers) say_ready(ready_flag<S>(work, place, finisher), work.launch);
+}
+
+// What is left to the only block that finishes the tile.
+template <typename S>
+__device__ __forceinline__ void add_sums(const Work& work, int place, float (&sum)[S::kSums]) {
+  if (threadIdx.x % 128 == 0) wait_until_ready(ready_flag<S>(work, place, 0), work.launch);
+  warpgroup_sync();
+  const float4* from = work.sums + static_cast<int64_t>(place) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < S::kSums / 4; ++i) {
+    const float4 v = __ldcg(from + i * S::kConsumers);
+    sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
+  }
+}
+
+// Of the rows of w that a warpgroup has, its first, counted in the expert.
+template <typename S>
+__device__ __forceinline__ int first_row_of_group(const Problem& p, const Place& at) {
+  return at.row - at.expert * p.N + threadIdx.x / 128 * 64;
+}
+
+// alpha and bias of a lane's two rows of w, where they are the same for all tokens: loaded before the sums of other
+// blocks are waited for, not after.
+struct TwoRows {
+  float alpha[2], bias[2];
+
+  template <typename S>
+  static __device__ __forceinline__ TwoRows of(const Problem& p, const Place& at) {
+    TwoRows rows;
+    const int first = first_row_of_group<S>(p, at) + threadIdx.x / 32 % 4 * 16 + first_row(threadIdx.x % 32);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int n = min(max(first + i * kToOtherRow, 0), p.N - 1);
+      const int64_t factor = static_cast<int64_t>(at.expert) * p.w_scale_expert + n * p.w_scale_step;
+      rows.alpha[i] = p.w_scale ? p.w_scale[factor] : 1.0f;
+      if (p.x_scale) rows.alpha[i] = __fmul_rn(rows.alpha[i], *p.x_scale);
+      rows.bias[i] = p.bias ? load_as_float(p.bias, p.bias_dtype, at.expert * p.bias_expert + n * p.bias_column) : 0.0f;
+    }
+    return rows;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ uint32_t two_rounded(float low, float high) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(v);
+  } else {
+    const __half2 v = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(v);
+  }
+}
+
+// y of a warp's 16 tokens, turned around on its way to shared memory: rows of w lie together there. Each lane has the
+// address of 8 of them, of a token.
+template <typename T, bool kBias>
+__device__ __forceinline__ void finish_unit(const TwoRows& rows, const float* sum, uint32_t to) {
+  constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float y[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      y[j] = __fmul_rn(sum[2 * i + j] * kToOne, rows.alpha[i % 2]);
+      if constexpr (kBias) y[j] = __fadd_rn(y[j], rows.bias[i % 2]);
+    }
+    pairs[i] = two_rounded<T>(y[0], y[1]);
+  }
+  store_matrices_transposed(to, pairs);
+}
+
+__device__ __forceinline__ void write_any(const Problem& p, int first, int expert, int m, float4 sum) {
+  const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+  const int64_t at = (static_cast<int64_t>(expert) * p.M + m) * p.N + first;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int n = first + i;
+    if (n >= 0 && n < p.N) store_rounded(p.y, p.y_dtype, at + i, finish(p, expert, m, n, sums[i]));
+  }
+}
+
+// 8 tokens of a warp through shared memory: four rows of w of one token, one after another.
+__device__ __forceinline__ float4 turn(const float* sum, uint8_t* desk, float factor) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float* sums = reinterpret_cast<float*>(desk + threadIdx.x / 32 % 4 * kWarpSumBytes);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    sums[(2 * t + j % 2) * kSumPitch + first_row(lane) + j / 2 * kToOtherRow] = sum[j] * factor;
+  }
+  __syncwarp();
+  const float4 four = *reinterpret_cast<const float4*>(sums + g * kSumPitch + t * 4);
+  __syncwarp();
+  return four;
+}
+
+// alpha and bias are the same for all tokens, y is of x's dtype, and 16 bytes of it begin where 8 rows of w do.
+template <typename T>
+__device__ __forceinline__ bool is_plain(const Problem& p) {
+  constexpr Dtype kSame = std::is_same_v<T, __nv_bfloat16> ? Dtype::kBf16 : Dtype::kFp16;
+  return p.y_dtype == kSame && p.N % 8 == 0 && !(p.x_scale && p.x_scale_step) && !(p.bias && p.bias_row);
+}
+
+// Where a lane leaves its part of 16 tokens of y in shared memory, so that rows of w lie together there: 64 by 16
+// tokens of a warpgroup are 128-byte lines, 16 bytes at a time swizzled against bank conflicts.
+__device__ __forceinline__ uint32_t place_in_unit() {
+  const int lane = threadIdx.x % 32, own = lane / 16 * 8 + lane % 8, eight = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+  return own * 128 + (eight ^ own % 8) * 16;
+}
+
+// Units from there to y, those that are this block's, by the warpgroup: whole lines.
+template <typename T, typename S, typename Owns>
+__device__ __forceinline__ void write_units(const Problem& p, const Place& at, uint32_t units, Owns owns) {
+  const int token = threadIdx.x % 128 / 8, unit = threadIdx.x % 8, tokens = at.end - at.token;
+  const int mine = first_row_of_group<S>(p, at) + unit * 8;
+  if (mine < 0 || mine >= p.N) return;
+  T* y = static_cast<T*>(p.y) + (static_cast<int64_t>(at.expert) * p.M + at.token + token) * p.N + mine;
+  const uint32_t from = units + token * 128 + (unit ^ token % 8) * 16;
+#pragma unroll
+  for (int i = 0; i < S::kUnits; ++i, y += kUnitTokens * static_cast<int64_t>(p.N)) {
+    if (owns(i) && kUnitTokens * i + token < tokens) {
+      __stcg(reinterpret_cast<uint4*>(y), load_shared_16(from + i * kUnitBytes));  // plain, nvcc makes it four stores
+    }
+  }
+}
+
+// A unit of any y.
+template <typename T, typename S>
+__device__ __forceinline__ void write_any_unit(const Problem& p, const Place& at, int unit, const float* sum,
+                                               uint8_t* desk) {
+  const int lane = threadIdx.x % 32, n = first_row_of_group<S>(p, at) + threadIdx.x / 32 % 4 * 16 + lane % 4 * 4;
+  const int m = at.token + unit * kUnitTokens + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float4 four = turn(sum + 4 * i, desk, 1.0f / Decoder<T>::kUnit);
+    if (m + 8 * i < at.end) write_any(p, n, at.expert, m + 8 * i, four);
+  }
+}
+
+// A tile, by the copy engine while the next one's products run: by the warpgroup, 16 tokens at a time, 256 took 4,900
+// cycles, 3 % of 14336 x 8192 with 4096 rows and 16 of 24576 x 1536. The desk is free when
+// wait_until_stores_have_read() has returned to the warpgroup's first thread.
+template <typename T, typename S>
+__device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap* y_map, const Place& at,
+                                            const TwoRows& rows, const float (&sum)[S::kSums], uint8_t* desk) {
+  const uint32_t units = address_of(desk), to = units + place_in_unit();
+  const auto finish_units = [&](auto has_bias) {
+#pragma unroll
+    for (int i = 0; i < S::kUnits; ++i) finish_unit<T, has_bias.value>(rows, sum + 8 * i, to + i * kUnitBytes);
+  };
+  if (p.bias) {
+    finish_units(std::true_type());
+  } else {
+    finish_units(std::false_type());
+  }
+  show_stores_to_copies();
+  warpgroup_sync();
+  const int first = at.expert * p.M + at.token, n = first_row_of_group<S>(p, at), tokens = at.end - at.token;
+  // The copy engine leaves out what lies beyond y, but not another expert's rows.
+  if (n < 0 || (tokens < S::kTokens && first + tokens != p.rows)) {
+    write_units<T, S>(p, at, units, [](int) { return true; });
+  } else if (threadIdx.x % 128 == 0) {
+    store_box_2d(y_map, n, first, units);
+    commit_stores();
+  }
+}
+
+template <typename T, typename S>
+__device__ __forceinline__ void write_tile(const Problem& p, const CUtensorMap* y_map, const Place& at,
+                                           const TwoRows& rows, float (&sum)[S::kSums], uint8_t* desk) {
+  if (is_plain<T>(p)) {
+    write_plain<T, S>(p, y_map, at, rows, sum, desk);
+    return;
+  }
+#pragma unroll 1
+  for (int unit = 0; unit < S::kUnits; ++unit) {  // registers have no index: the next sums move up
+    write_any_unit<T, S>(p, at, unit, sum, desk);
+#pragma unroll
+    for (int i = 0; i + 8 < S::kSums; ++i) sum[i] = sum[i + 8];
+  }
+  show_stores_to_copies();
+}
+
+}  // namespace many_rows
+}  // namespace nvfp4

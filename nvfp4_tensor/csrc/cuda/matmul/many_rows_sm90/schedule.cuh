@@ -1,0 +1,42 @@
+// Where a tile lies, and how groups of rows, whose tiles only the device counts, are divided; the rest is in
+// runs.h.
+#pragma once
+
+#include "cuda/matmul/groups.cuh"
+#include "cuda/matmul/many_rows_sm90/runs.h"
+#include "cuda/matmul/problem.cuh"
+
+namespace nvfp4 {
+namespace many_rows {
+
+constexpr int kBand = 128;  // rows of w that share a band of scales
+
+struct Place {
+  int expert, token, row;  // the row counted over the batch: down to 127 before the expert's first
+  int end;                 // of the expert's tokens
+};
+
+// Each block plans again; by one warp.
+__device__ __forceinline__ void plan_groups(const Problem& p, const Work& launched, int tokens, Work* work) {
+  const int token_tiles = TokenTiles(p, tokens).count();
+  const Division division(token_tiles * launched.row_tiles, launched.steps, gridDim.x, launched.cut_cost);
+  if (threadIdx.x % 32 == 0) {
+    *work = launched;
+    work->token_tiles = token_tiles;
+    work->whole_tiles = division.whole_tiles, work->cut_tiles = division.cut_tiles, work->runs = division.runs;
+  }
+}
+
+template <typename S, bool kGrouped>
+__device__ __forceinline__ Place place_of(const Problem& p, const Work& work, int tile) {
+  const Tile at = tile_at<kGrouped>(work, tile);
+  if constexpr (kGrouped) {
+    const TokenTile own = TokenTiles(p, S::kTokens).find(at.token_tile);
+    return {own.expert, own.begin, own.expert * p.N / kBand * kBand + at.row_tile * S::kRows, own.end};
+  } else {
+    return {at.expert, at.token_tile * S::kTokens, at.expert * p.N / kBand * kBand + at.row_tile * S::kRows, p.M};
+  }
+}
+
+}  // namespace many_rows
+}  // namespace nvfp4

@@ -1,0 +1,253 @@
+// torch.ops.nvfp4.matmul on CUDA: arguments made a Problem, and the kernel chosen.
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "cuda/host/tensors.h"
+#include "cuda/matmul/dense.h"
+#include "cuda/matmul/problem.cuh"
+
+namespace nvfp4 {
+
+namespace {
+
+// Up to so many rows of x the few-rows kernel is faster than wgmma's on Hopper: it has 8 columns of x in an mma for
+// each 16 by 16 of w. Up to as many again is_faster_than_few_rows' model decides: us in a chain, by mma and by wgmma,
+// with 16 rows of 4096 x 4096 7.6 and 6.7, 4096 x 14336 18.2 and 14.4, 14336 x 8192 26.2 and 25.4, 1024 x 8192 6.5 and
+// 6.8, with 8 rows of 4096 x 4096 6.0 and 6.6. Beyond, the few-rows kernel reads w once for each 16.
+constexpr int kMostRowsByMma = 8;
+constexpr int kMostRowsOfFewRows = 16;
+// Where the few-rows kernel is not Hopper's own but that of all GPUs, it is slower beyond 8 rows where w is not larger
+// than what was measured. us single and in a chain, by mma and by wgmma (in tiles of 32 rows of x): 4000 x 4096, 8 rows
+// 13.0, 8.8 and 13.7, 8.4; 12 rows 14.4, 10.2 and 13.7, 8.4; 576 x 7168, 8 rows 12.2, 7.6 and 12.5, 7.4; 12 rows 13.0,
+// 8.7 and 12.7, 7.5.
+constexpr int64_t kLargestUneven = 1 << 24;
+// Beyond so many rows of x decoding w once and a dense product are faster than the few-rows kernel once for each 16. By
+// arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for the product; not measured without wgmma.
+constexpr int kMostFewRows = 64;
+// On Hopper is_faster_decoded's model decides between the two, from so many rows of x on and up to so large a weight,
+// where it was compared with what is measured. Of bfloat16's speed in chains, decoded first and not: 512 x 3584 with
+// 1024, 2048 and 4096 rows 0.77 and 0.74, 0.83 and 0.82, 0.86 and 0.77, 1024 x 4096 with 512, 1024 and 2048 0.72 and
+// 0.78, 0.75 and 0.78, 0.84 and 0.81. Larger weights: 1024 x 8192 with 1024 rows 36.1 and 30.8 us.
+constexpr int kFewestRowsDecoded = 512;
+constexpr int64_t kLargestDecoded = 1 << 22;
+constexpr int kMostExperts = 65535;  // of a grid's last dimension
+
+Tensor call(const char* op, const char* overload, std::vector<StableIValue> arguments) {
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, arguments.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(arguments[0]);
+}
+
+// (code * s_b) * per_tensor_scale, or without it code * s_b.
+Tensor decode(const Tensor& qdata, const Tensor& scale, std::optional<Tensor> per_tensor_scale, int64_t columns,
+              ScalarType dtype) {
+  using torch::stable::detail::from;
+  return call("nvfp4::dequantize", "", {from(qdata), from(scale), from(per_tensor_scale), from(columns), from(dtype)});
+}
+
+// a @ b in float32: torch's own, which for bfloat16 and float16 operands adds in float32 too.
+Tensor float_product(const Tensor& a, const Tensor& b) {
+  using torch::stable::detail::from;
+  const char* op = a.dim() == 3 ? "aten::bmm" : "aten::mm";
+  if (a.scalar_type() == ScalarType::Float) return call(op, "", {from(a), from(b)});
+  return call(op, "dtype", {from(a), from(b), from(ScalarType::Float)});
+}
+
+// bias as what it is added with: steps by expert, row and column of the result.
+Tensor place_bias(Problem& p, Tensor bias, const Tensor& x, const std::vector<int64_t>& shape) {
+  const int64_t dims = static_cast<int64_t>(shape.size()), missing = dims - bias.dim();
+  check_beside(bias, "bias", x);
+  STD_TORCH_CHECK(missing >= 0, "nvfp4::matmul: bias has more dimensions than the product");
+  for (int64_t i = 0; i < bias.dim(); ++i) {
+    STD_TORCH_CHECK(bias.size(i) == 1 || bias.size(i) == shape[missing + i], "nvfp4::matmul: bias of size ",
+                    bias.size(i), " in dimension ", missing + i, " does not broadcast to a product of size ",
+                    shape[missing + i]);
+  }
+  std::vector<int64_t> steps(dims, 0);
+  auto read_steps = [&] {
+    for (int64_t i = 0; i < bias.dim(); ++i) steps[dims - bias.dim() + i] = bias.size(i) == 1 ? 0 : bias.stride(i);
+  };
+  read_steps();
+  // leading dimensions of x that are rows together need one step for all
+  const bool rows_are_one_dim = dims == 2 || (dims == 3 && p.experts == shape[0] && p.M == shape[1]);
+  const bool same_for_all_rows = std::all_of(steps.begin(), steps.end() - 1, [](int64_t step) { return step == 0; });
+  if (!rows_are_one_dim && !same_for_all_rows) {
+    using torch::stable::detail::from;
+    bias = torch::stable::contiguous(
+        call("aten::expand", "", {from(bias), from(torch::headeronly::IntHeaderOnlyArrayRef(shape)), from(false)}));
+    read_steps();
+  }
+  p.bias = bias.const_data_ptr();
+  p.bias_dtype = dtype_of(bias.scalar_type(), "bias");
+  p.bias_column = steps[dims - 1];
+  p.bias_row = same_for_all_rows ? 0 : rows_are_one_dim ? steps[dims - 2] : p.N;
+  p.bias_expert = dims == 3 && rows_are_one_dim ? steps[0] : 0;
+  return bias;
+}
+
+// The shape of x (..., K) w^T.
+std::vector<int64_t> product_shape(const Tensor& x, int64_t inner, int64_t outer) {
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == inner, "nvfp4::matmul: x has ", x.size(x.dim() - 1),
+                  " columns where the weight has ", inner);
+  return with_last(x, outer);
+}
+
+Problem sizes(const std::vector<int64_t>& shape, int64_t inner, bool batched) {
+  int64_t rows = 1;
+  for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
+  STD_TORCH_CHECK(rows < INT32_MAX && shape.back() < INT32_MAX && inner < INT32_MAX,
+                  "nvfp4::matmul: a size beyond 2^31");
+  Problem p = {};
+  p.experts = batched ? static_cast<int>(shape[0]) : 1;
+  p.M = static_cast<int>(batched ? shape[1] : rows);
+  p.rows = static_cast<int>(rows);
+  p.N = static_cast<int>(shape.back());
+  p.K = static_cast<int>(inner);
+  return p;
+}
+
+void check_weight(const Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
+                  const Tensor& per_tensor_scale, int64_t columns) {
+  check_beside(qdata, "qdata", x);
+  check_beside(per_tensor_scale, "per_tensor_scale", x);
+  const int64_t rows = check_coded(qdata, scale, columns).rows, factors = per_tensor_scale.numel();
+  STD_TORCH_CHECK(rows < INT32_MAX, "nvfp4::matmul: more than 2^31 - 1 rows of weights");
+  STD_TORCH_CHECK(factors == 1 || factors == p.experts || factors == rows,
+                  "nvfp4::matmul takes per_tensor_scale 0-d, (E, 1) or one a row of w, not ", factors, " for ", rows,
+                  " rows");
+}
+
+// x as the kernels take it: rows at any distance, their elements together.
+Tensor place_x(Problem& p, const Tensor& given) {
+  const bool rows_fit = given.dim() == 2 && (given.stride(1) == 1 || p.K <= 1) && given.stride(0) >= p.K;
+  const Tensor x = rows_fit || given.is_contiguous() ? given : torch::stable::contiguous(given);
+  p.x = x.const_data_ptr();
+  p.x_dtype = dtype_of(x.scalar_type(), "x");
+  p.x_row = rows_fit && p.M > 1 ? x.stride(0) : p.K;
+  return x;
+}
+
+Tensor place_x_scale(Problem& p, const Tensor& x, const Tensor& scale) {
+  const Tensor factor = factors_of(scale, "x_scale", p.rows, x);
+  p.x_scale = static_cast<const float*>(factor.const_data_ptr());
+  p.x_scale_step = factor.numel() > 1;
+  return factor;
+}
+
+bool one_a_row(const Problem& p, const Tensor& w_scale) {
+  return w_scale.numel() > p.experts || (w_scale.numel() > 1 && p.experts == 1);
+}
+
+void place_w_scale(Problem& p, const Tensor& factor) {
+  p.w_scale = static_cast<const float*>(factor.const_data_ptr());
+  p.w_scale_step = one_a_row(p, factor);
+  p.w_scale_expert = factor.numel() == 1 ? 0 : p.w_scale_step ? p.N : 1;
+}
+
+// On Hopper, of the two kernels that decode w as they go.
+bool is_for_many_rows(const Problem& p) {
+  if (p.M <= kMostRowsByMma || !fits_matmul_many_rows(p)) return false;
+  if (p.M > kMostRowsOfFewRows) return true;
+  if (!fits_matmul_few_rows_sm90(p)) return static_cast<int64_t>(p.N) * p.K <= kLargestUneven;
+  return is_faster_than_few_rows(p);
+}
+
+// The kernels that decode w as they go; false where none is made for the problem, or decoding before is faster.
+bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
+  if (p.x_dtype == Dtype::kFloat || p.K == 0 || p.experts > kMostExperts) return false;
+  const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
+  p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
+  p.code_row = codes.size(codes.dim() - 1);
+  p.Kp = static_cast<int>(p.code_row * 2);
+  p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
+  p.scale_band = (static_cast<int64_t>(p.Kp) + 63) / 64 * 512;
+  if (is_for_many_rows(p)) {
+    const bool may_be_decoded = p.M >= kFewestRowsDecoded && static_cast<int64_t>(p.N) * p.K <= kLargestDecoded;
+    if (may_be_decoded && is_faster_decoded(p) && fits_matmul_dense(p, Sum::kAlongRowsOfW)) return false;
+    Scratch scratch(x);
+    launch_matmul_many_rows(p, std::ref(scratch), stream);
+  } else if (p.M <= kMostFewRows) {
+    launch_matmul_few_rows(p, stream);
+  } else {
+    return false;
+  }
+  check_launched("nvfp4::matmul");
+  return true;
+}
+
+// Decode and multiply: by cuBLASLt, or else float32 sums of torch's and then the same epilogue. `w_factor`, where
+// given, goes inside the sums.
+void decoded_product(const Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
+                     std::optional<Tensor> w_factor, int64_t columns, bool transposed, cudaStream_t stream) {
+  const ScalarType type = w_factor ? ScalarType::Float : x.scalar_type();
+  const Tensor w = decode(qdata, scale, w_factor, columns, type);
+  const Sum sum = transposed ? Sum::kAcrossRowsOfW : Sum::kAlongRowsOfW;
+  if (!w_factor && fits_matmul_dense(p, sum)) {
+    Scratch scratch(x);
+    if (launch_matmul_dense(p, w.const_data_ptr(), sum, std::ref(scratch), stream)) {
+      check_launched("nvfp4::matmul");
+      return;
+    }
+  }
+  Tensor a = qdata.dim() == 3 ? x : torch::stable::reshape(x, {p.M, p.K});
+  if (a.scalar_type() != type) a = torch::stable::to(a, type);
+  const int64_t last = w.dim() - 1;
+  const Tensor sums = torch::stable::contiguous(
+      float_product(a, transposed ? w : torch::stable::transpose(w, last - 1, last)));
+  launch_matmul_finish(p, static_cast<const float*>(sums.const_data_ptr()), stream);
+  check_launched("nvfp4::matmul");
+}
+
+Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor& qdata, const Tensor& scale,
+              const Tensor& per_tensor_scale, std::optional<Tensor> bias, int64_t columns, bool transposed,
+              ScalarType out_dtype) {
+  STD_TORCH_CHECK(qdata.dim() == 2 || qdata.dim() == 3, "nvfp4::matmul takes qdata (N, K/2) or (E, N, K/2)");
+  const bool batched = qdata.dim() == 3;
+  STD_TORCH_CHECK(!batched || x_given.dim() == 3, "nvfp4::matmul takes x (E, M, K) for a batch of weights");
+  const OnDeviceOf device(x_given);
+  const cudaStream_t stream = current_stream(x_given);
+  const int64_t weight_rows = qdata.size(qdata.dim() - 2);
+  const int64_t inner = transposed ? weight_rows : columns, outer = transposed ? columns : weight_rows;
+  const std::vector<int64_t> shape = product_shape(x_given, inner, outer);
+  Problem p = sizes(shape, inner, batched);
+  STD_TORCH_CHECK(!batched || shape[0] == qdata.size(0), "nvfp4::matmul: ", shape[0], " matrices of x for ",
+                  qdata.size(0), " weights");
+  check_weight(p, x_given, qdata, scale, per_tensor_scale, columns);
+  Tensor y = empty(shape, out_dtype, x_given);
+  if (y.numel() == 0) return y;
+  p.y = y.mutable_data_ptr();
+  p.y_dtype = dtype_of(out_dtype, "out_dtype");
+  const Tensor x = place_x(p, x_given), w_factor = contiguous_as(per_tensor_scale, ScalarType::Float);
+  Tensor x_factor, placed_bias;  // live as long as p
+  if (x_scale) x_factor = place_x_scale(p, x, *x_scale);
+  const bool scale_inside = transposed && one_a_row(p, w_factor);  // a factor of each summand
+  if (!scale_inside) place_w_scale(p, w_factor);
+  if (bias) placed_bias = place_bias(p, *bias, x_given, shape);
+  if (transposed || !fused_product(p, x, qdata, scale, stream)) {
+    const std::optional<Tensor> inside = scale_inside ? std::optional<Tensor>(w_factor) : std::nullopt;
+    decoded_product(p, x, qdata, scale, inside, columns, transposed, stream);
+  }
+  return y;
+}
+
+__global__ void finish_kernel(const __grid_constant__ Problem p, const float* sums) {
+  const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int n = static_cast<int>(i % p.N);
+    const int64_t row = i / p.N;
+    store_rounded(p.y, p.y_dtype, i,
+                  finish(p, static_cast<int>(row / p.M), static_cast<int>(row % p.M), n, sums[i]));
+  }
+}
+
+}  // namespace
+
+void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream) {
+  const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
+  finish_kernel<<<grid_of(8, (all + 255) / 256), 256, 0, stream>>>(p, sums);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) { m.impl("matmul", TORCH_BOX(&matmul)); }
+
+}  // namespace nvfp4

@@ -1,0 +1,139 @@
+// The rows that a decoding step quantizes, amax included, each thread a block of 16 in its registers.
+//
+// Few blocks need one kernel: one cluster covers all of x, and its thread blocks tell one another their largest
+// magnitudes. More take two: the first leaves the largest magnitude of each of its thread blocks in memory, the second
+// is there when it ends. Neither needs memory that holds zero. (The second one loading x before it waits for the first:
+// no gain.)
+#include "cuda/block/block.cuh"
+#include "cuda/block/decode.cuh"
+#include "cuda/block/finite.cuh"
+#include "cuda/host/launch.h"
+#include "cuda/ptx/shared.cuh"
+
+namespace nvfp4 {
+namespace {
+
+constexpr int kActivationThreads = 512;  // of a cluster's blocks
+// Of 16 elements, beyond which two kernels take less. H200, 14336 x 8192, us more than the product alone at M = 8, 16,
+// 32, 64 and 128: 2.0, 4.3, 4.1, 4.0, 3.8 (single products), 2.5, 3.4, 3.5, 4.0, 3.6 (in a chain). With two kernels at
+// M = 8 3.3; where a thread of the cluster had two blocks, M = 16 4.8; with a memset, a kernel that raises an amax from
+// zero, and fake_quantize 6.1 to 6.7 from M = 32 on.
+constexpr int64_t kMostBlocksByCluster = kMostBlocksInCluster * kActivationThreads;
+constexpr int kMostPartialMaxima = kFewBlocks;  // each warp reads them all
+// 512 x 8192: 4 us more than the product, with those three kernels 7. Nothing larger was measured.
+constexpr int64_t kMostActivationBlocks = 1 << 18;
+
+// The largest v of the cluster; magnitudes order like their bits.
+__device__ __forceinline__ float cluster_max(float v, int blocks) {
+  __shared__ float of_block;
+  v = __uint_as_float(block_max(__float_as_uint(v)));
+  if (threadIdx.x == 0) of_block = v;
+  if (blocks == 1) {
+    __syncthreads();
+    return of_block;
+  }
+  cluster_sync();
+  float most = 0.0f;
+  for (int rank = 0; rank < blocks; ++rank) most = fmaxf(most, load_from_rank(&of_block, rank));
+  return most;
+}
+
+template <typename T>
+__device__ __forceinline__ void write_block(T* to, const Elements<T, kBlock>& block, const TensorScale& tensor,
+                                            ScaleRounding rounding) {
+  const uint8_t s_bits = scale_from_bits<T>(block.amax_bits(), tensor.sixth, rounding);
+  const float s_b = e4m3_value(s_bits);
+  const uint2 codes = encode16<Fast::kNearestEven>(block, s_bits, tensor.block_encode(s_b), DrawSource{}, 0);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = mul(mul(biased_value(half ? codes.y : codes.x, i), kCodeBias), s_b);
+    store8(to + half * 8, v);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void quantize_own(const Matrix& x, const QuantizeSpec& spec,
+                                             const Elements<T, kBlock>& block, float amax, float* factor, T* out) {
+  const TensorScale tensor = TensorScale::of(amax, spec.scale_ceiling);
+  const uint32_t own = blockIdx.x * blockDim.x + threadIdx.x;
+  if (own == 0) *factor = per_tensor_scale(amax, spec.scale_ceiling);
+  if (own < x.rows * x.blocks()) {
+    write_block(out + static_cast<int64_t>(own) * kBlock, block, tensor, spec.scale_rounding);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kActivationThreads) quantize_by_cluster(Matrix x, QuantizeSpec spec, float* factor,
+                                                                          T* out) {
+  wait_for_previous_kernel();
+  let_next_kernel_begin();  // not before: what begins then may rely on all kernels but this one, as Inductor's do
+  const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
+  const float amax = cluster_max(Elements<T, kBlock>::magnitude_of(finite_amax_bits(block)), gridDim.x);
+  quantize_own<T>(x, spec, block, amax, factor, out);
+  if (gridDim.x > 1) cluster_wait_all();
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxima) {
+  wait_for_previous_kernel();
+  let_next_kernel_begin();
+  constexpr int kLoads = 4;  // under way at once
+  uint32_t most = 0;
+  for (Walk at(x.rows, x.blocks()); at.inside();) {
+    Elements<T, kBlock> block[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i, at.step()) block[i] = block_at<T>(x, at);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) most = max(most, finite_amax_bits(block[i]));
+  }
+  most = block_max(most);
+  if (threadIdx.x == 0) maxima[blockIdx.x] = Elements<T, kBlock>::magnitude_of(most);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) quantize_by_maxima(Matrix x, QuantizeSpec spec, const float* maxima,
+                                                               int count, float* factor, T* out) {
+  wait_for_previous_kernel();
+  const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
+  float most = 0.0f;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < kMostPartialMaxima; i += 32) most = fmaxf(most, i < count ? maxima[i] : 0.0f);
+  most = __uint_as_float(warp_max(__float_as_uint(most)));
+  if (gridDim.x <= kFewBlocks) let_next_kernel_begin();
+  quantize_own<T>(x, spec, block, most, factor, out);
+}
+
+}  // namespace
+
+bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec) {
+  const int64_t blocks = x.rows * x.blocks();
+  return this_machine().capability >= 90 && blocks > 0 && blocks <= kMostActivationBlocks && x.whole_blocks() &&
+         spec.round_mode == RoundingMode::kNearestEven && spec.hadamard_sign < 0 &&
+         spec.four_over_six == FourOverSix::kNone && spec.block_rows == 1;
+}
+
+void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, void* out,
+                                const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
+  const int64_t blocks = x.rows * x.blocks();
+  for_dtype(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    T* to = static_cast<T*>(out);
+    if (blocks <= kMostBlocksByCluster) {
+      unsigned grid = 1;
+      while (grid * kActivationThreads < blocks) grid *= 2;
+      const Launch launch(dim3(grid), grid, kActivationThreads, 0, stream, Begins::kBeforePreviousEnds);
+      cudaLaunchKernelEx(&launch.config, quantize_by_cluster<T>, x, spec, factor, to);
+    } else {
+      const int count = static_cast<int>(std::min<int64_t>(ceil_div(blocks, kThreads), kMostPartialMaxima));
+      float* maxima = static_cast<float*>(scratch(count * sizeof(float)));
+      const Launch first(dim3(count), 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);
+      cudaLaunchKernelEx(&first.config, partial_maxima<T>, x, maxima);
+      const Launch then(dim3(ceil_div(blocks, kThreads)), 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);
+      cudaLaunchKernelEx(&then.config, quantize_by_maxima<T>, x, spec, maxima, count, factor, to);
+    }
+  });
+}
+
+}  // namespace nvfp4

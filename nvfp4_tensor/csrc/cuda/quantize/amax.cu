@@ -1,0 +1,67 @@
+// amax: the largest finite magnitude of a matrix, or of its Hadamard transform along the rows.
+//
+// Magnitudes order like their bits as integers, NaN and Inf on top, so the maximum runs on integers (two 16-bit ones an
+// instruction), and a group that shows a NaN or Inf is looked through again element by element.
+#include "cuda/block/block.cuh"
+#include "cuda/block/finite.cuh"
+
+namespace nvfp4 {
+namespace {
+
+// 64 bytes a thread and turn, so that four independent 16-byte loads are in flight; they are 16 * kThreads bytes apart.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) amax_contiguous(const T* x, int64_t count, float* out) {
+  constexpr int kVector = 16 / sizeof(T), kLoads = 4;
+  const int64_t vectors = count / kVector, step = static_cast<int64_t>(gridDim.x) * kThreads * kLoads;
+  uint32_t most = 0;
+  int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads * kLoads + threadIdx.x;
+  for (; i + (kLoads - 1) * kThreads < vectors; i += step) {
+    Elements<T, kVector * kLoads> group;
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const auto part = Elements<T, kVector>::load(x + (i + j * kThreads) * kVector);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) group.word[4 * j + w] = part.word[w];
+    }
+    most = max(most, finite_amax_bits(group));
+  }
+  for (; i < vectors; i += kThreads) most = max(most, finite_amax_bits(Elements<T, kVector>::load(x + i * kVector)));
+  float tail = 0.0f;
+  const int64_t last = vectors * kVector + threadIdx.x;
+  if (blockIdx.x == 0 && last < count) tail = magnitude(to_float(x[last]));
+  const float here = Elements<T, kVector>::magnitude_of(most);
+  raise(out, float_bits(is_finite(tail) ? fmaxf(here, tail) : here));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) amax_any(Matrix x, int hadamard_sign, float* out) {
+  float most = 0.0f;
+  for (Walk at(x.rows, x.blocks()); at.inside(); at.step()) {
+    float v[kBlock];
+    load_block<T>(x, at.row, at.column, v);
+    if (hadamard_sign >= 0) hadamard_block(v, hadamard_sign);
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) most = is_finite(v[i]) ? fmaxf(most, magnitude(v[i])) : most;
+  }
+  raise(out, float_bits(most));
+}
+
+}  // namespace
+
+void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t stream) {
+  const int64_t count = x.rows * x.columns;
+  if (count == 0) return;
+  const bool contiguous = x.rows == 1 || x.row_stride == x.columns;
+  const bool aligned = reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+  for_dtype(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (hadamard_sign < 0 && contiguous && aligned) {
+      const int64_t threads = ceil_div(count * static_cast<int64_t>(sizeof(T)), 64);
+      launch_walk<amax_contiguous<T>>(threads, stream, static_cast<const T*>(x.data), count, out);
+    } else {
+      launch_walk<amax_any<T>>(x.rows * x.blocks(), stream, x, hadamard_sign, out);
+    }
+  });
+}
+
+}  // namespace nvfp4

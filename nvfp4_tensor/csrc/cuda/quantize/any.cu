@@ -1,0 +1,127 @@
+// quantize and fake_quantize for every spec and every shape, straight from numerics/*.h: what the fast kernels leave.
+#include "cuda/block/row_lanes.cuh"
+
+namespace nvfp4 {
+namespace {
+
+// Over the 16 lanes of a tile where tile, else v itself.
+__device__ __forceinline__ float tile_max(float v, bool tile) {
+  if (!tile) return v;
+#pragma unroll
+  for (int half = 8; half; half /= 2) {
+    const float other = __shfl_xor_sync(0xFFFFFFFFu, v, half);
+    v = !(v <= kFloatMax) || v > other ? v : other;  // NaN and Inf win
+  }
+  return v;
+}
+
+__device__ __forceinline__ uint8_t choose_scale(const float (&v)[kBlock], const TensorScale& tensor,
+                                                const QuantizeSpec& spec, bool tile) {
+  float most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    const float here = magnitude(v[i]);
+    most = !(most <= kFloatMax) || most > here ? most : here;
+  }
+  most = tile_max(most, tile);
+  if (spec.four_over_six == FourOverSix::kNone) return tensor.block_scale(most, spec.scale_rounding);
+  const uint8_t six = tensor.block_scale_for(most, false, spec.scale_rounding);
+  const uint8_t four = tensor.block_scale_for(most, true, spec.scale_rounding);
+  const float error6 = tile_sum(tensor.block_error(v, six, spec.four_over_six), tile);
+  const float error4 = tile_sum(tensor.block_error(v, four, spec.four_over_six), tile);
+  return error4 < error6 ? four : six;
+}
+
+// One row of a block: its values (transformed), scale and codes.
+struct Encoded {
+  uint8_t s_bits;
+  uint32_t code[kBlock];
+};
+
+template <typename T>
+__device__ __forceinline__ Encoded encode(const Matrix& x, const Quantization& how, const TensorScale& tensor,
+                                          const DrawSource& source, const RowPlace& place, bool tile) {
+  const QuantizeSpec& spec = how.spec;
+  float v[kBlock] = {};
+  if (place.inside) load_block<T>(x, place.row, place.column, v);
+  if (spec.hadamard_sign >= 0 && place.inside) hadamard_block(v, spec.hadamard_sign);
+  Encoded out;
+  out.s_bits = choose_scale(v, tensor, spec, tile);
+  const float enc = tensor.block_encode(e4m3_value(out.s_bits));
+  Words4 words{};
+  if (spec.is_stochastic()) words = source.key.block_words(block_number(how.random, place.row, place.column));
+  const uint32_t mask = spec.random_bits == 8 ? 0xFF00u : 0xFFFFu;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t code = round_e2m1(mul(v[i], enc), spec.round_mode, random16(words, i) & mask);
+    out.code[i] = out.s_bits == kE4M3Nan ? 0u : code;
+  }
+  return out;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) quantize_any(Matrix x, Quantization how, Codes out) {
+  write_per_tensor_scale(how);
+  const TensorScale tensor = tensor_scale(how);
+  const DrawSource source = draw_source(how, how.spec.is_stochastic());
+  const uint32_t column_tiles = static_cast<uint32_t>(x.column_tiles());
+  const bool tile = how.spec.block_rows == kBlock;
+  for (RowLanes lanes(x, tile); lanes.any(); lanes.at.step()) {
+    const RowPlace place = lanes.place(x);
+    const Encoded encoded = encode<T>(x, how, tensor, source, place, tile);
+    if (!place.inside) continue;
+    uint2 codes = make_uint2(0u, 0u);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      codes.x |= encoded.code[i] << (4 * i);
+      codes.y |= encoded.code[8 + i] << (4 * i);
+    }
+    reinterpret_cast<uint2*>(out.qdata)[static_cast<int64_t>(place.row) * x.blocks() + place.column] = codes;
+    out.scale[scale_offset(place.row, place.column, column_tiles)] = encoded.s_bits;
+  }
+}
+
+__device__ __forceinline__ void store_value(const Values& out, int64_t index, float v) {
+  switch (out.dtype) {
+    case Dtype::kBf16: static_cast<__nv_bfloat16*>(out.data)[index] = __float2bfloat16_rn(v); break;
+    case Dtype::kFp16: static_cast<__half*>(out.data)[index] = __float2half_rn(v); break;
+    case Dtype::kFloat: static_cast<float*>(out.data)[index] = v; break;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) fake_quantize_any(Matrix x, Quantization how, Values out) {
+  write_per_tensor_scale(how);
+  const TensorScale tensor = tensor_scale(how);
+  const DrawSource source = draw_source(how, how.spec.is_stochastic());
+  const float factor = out.scaled ? per_tensor_scale(tensor.amax, how.spec.scale_ceiling) : 1.0f;
+  const bool tile = how.spec.block_rows == kBlock;
+  for (RowLanes lanes(x, tile); lanes.any(); lanes.at.step()) {
+    const RowPlace place = lanes.place(x);
+    const Encoded encoded = encode<T>(x, how, tensor, source, place, tile);
+    if (!place.inside) continue;
+    const float s_b = e4m3_value(encoded.s_bits);
+    const uint32_t first = place.column * kBlock;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      if (first + i >= out.columns) continue;
+      store_value(out, place.row * out.columns + first + i, decode_element(encoded.code[i], s_b, factor));
+    }
+  }
+}
+
+}  // namespace
+
+void launch_quantize_any(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream) {
+  for_dtype(x.dtype, [&](auto type) {
+    launch_walk<quantize_any<decltype(type)>>(RowLanes::threads(x, how.spec), stream, x, how, out);
+  });
+}
+
+void launch_fake_quantize_any(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream) {
+  for_dtype(x.dtype, [&](auto type) {
+    launch_walk<fake_quantize_any<decltype(type)>>(RowLanes::threads(x, how.spec), stream, x, how, out);
+  });
+}
+
+}  // namespace nvfp4

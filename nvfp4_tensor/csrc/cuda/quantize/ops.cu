@@ -1,0 +1,276 @@
+// The ops of quantization on CUDA: arguments checked, outputs allocated, and the kernel that serves chosen.
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "cuda/host/kernels.h"
+#include "cuda/host/tensors.h"
+
+namespace nvfp4 {
+
+namespace {
+
+float* floats(Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+// A float32 0-d that holds zero, by the stream.
+Tensor zero_scalar(const Tensor& like, cudaStream_t stream) {
+  Tensor out = empty({}, ScalarType::Float, like);
+  cudaMemsetAsync(out.mutable_data_ptr(), 0, sizeof(float), stream);
+  return out;
+}
+
+// --- amax, Hadamard --------------------------------------------------------------------------------------------------
+
+Tensor amax(const Tensor& x, int64_t hadamard_sign) {
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = current_stream(x);
+  const CudaRows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
+  const int sign = hadamard_sign_of(hadamard_sign);
+  Tensor out = zero_scalar(x, stream);
+  launch_amax(rows.matrix, sign, floats(out), stream);
+  check_launched("nvfp4::amax");
+  return out;
+}
+
+Tensor hadamard(const Tensor& x, int64_t sign) {
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const uint32_t mask = hadamard_sign_of(sign, 0);
+  Tensor out = empty(with_last(x, rows.matrix.blocks() * kBlock), ScalarType::BFloat16, x);
+  launch_hadamard(rows.matrix, mask, out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::hadamard");
+  return out;
+}
+
+// x^T, rows padded to 16 perhaps; Hadamard-transformed, in bfloat16, where sign >= 0. m is the matrix of x.
+Tensor transposed(const Tensor& x, const Matrix& m, int sign) {
+  if (!m.whole_blocks()) {
+    const Tensor copy = torch::stable::contiguous(torch::stable::transpose(x, 0, 1));
+    return sign < 0 ? copy : nvfp4::hadamard(copy, sign);
+  }
+  const ScalarType type = sign < 0 ? x.scalar_type() : ScalarType::BFloat16;
+  Tensor out = empty({m.columns, ceil_div(m.rows, kBlock) * kBlock}, type, x);
+  launch_transpose(m, sign, out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::transpose");
+  return out;
+}
+
+std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
+  STD_TORCH_CHECK(x.dim() == 2, "amax_pair takes a matrix");
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = current_stream(x);
+  const int sign = hadamard_sign_of(hadamard_sign);
+  if (sign < 0) {
+    Tensor row = nvfp4::amax(x, -1), column = empty({}, ScalarType::Float, x);
+    cudaMemcpyAsync(column.mutable_data_ptr(), row.mutable_data_ptr(), sizeof(float), cudaMemcpyDeviceToDevice, stream);
+    return {row, column};
+  }
+  const CudaRows rows(x);
+  if (rows.matrix.dtype != Dtype::kBf16 || !rows.matrix.whole_blocks()) {
+    return {nvfp4::amax(x, -1), nvfp4::amax(transposed(x, rows.matrix, sign), -1)};
+  }
+  Tensor row = zero_scalar(x, stream), column = zero_scalar(x, stream);
+  launch_amax_pair(rows.matrix, sign, floats(row), floats(column), stream);
+  check_launched("nvfp4::amax_pair");
+  return {row, column};
+}
+
+// --- quantize --------------------------------------------------------------------------------------------------------
+
+Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<Tensor>& rng_state, int64_t stream,
+                          const Tensor& x, int64_t row0, int64_t col0, int64_t width, Tensor& factor) {
+  Quantization how{};
+  how.spec = spec_of(spec);
+  how.amax = amax_of(amax, x);
+  how.per_tensor_scale = floats(factor);
+  const int64_t blocks = ceil_div(width, kBlock);
+  how.random = {rng_state_of(rng_state, how.spec, x), row0 * blocks + col0 / kBlock, blocks, static_cast<int>(stream)};
+  return how;
+}
+
+// Whether the fast kernels know the rounding mode, on a side whose Hadamard transform (if any) they take care of.
+bool is_fast_mode(const QuantizeSpec& spec) {
+  return spec.round_mode == RoundingMode::kNearestEven || spec.is_stochastic();
+}
+
+bool is_fast(const QuantizeSpec& spec) { return is_fast_mode(spec) && spec.four_over_six == FourOverSix::kNone; }
+
+// The packed spec of what is already transformed.
+int64_t without_hadamard(int64_t spec) { return spec & ~(int64_t{0xFFFF} << 16 | 1 << 9); }
+
+struct Outputs {
+  Tensor qdata, scale, factor;
+
+  Outputs(std::vector<int64_t> shape, int64_t rows, int64_t blocks, const Tensor& like)
+      : qdata(empty((shape.back() = blocks * kBlock / 2, shape), ScalarType::Byte, like)),
+        scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn,
+                    like)),
+        factor(empty({}, ScalarType::Float, like)) {}
+
+  Codes codes() {
+    return {static_cast<uint8_t*>(qdata.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr())};
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
+                                            int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
+                                            int64_t random_stream) {
+  if (const int sign = spec_of(spec).hadamard_sign; sign >= 0) {
+    // What is quantized is the transform rounded to bfloat16, so two fast kernels do what one slow one would.
+    return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0,
+                    full_width ? full_width : x.size(x.dim() - 1), random_stream);
+  }
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = current_stream(x);
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  Outputs out(with_last(x, 0), m.rows, m.blocks(), x);
+  const Quantization how = quantization(spec, amax, rng_state, random_stream, x, row0, col0,
+                                        full_width ? full_width : m.columns, out.factor);
+  const bool fast = is_fast_mode(how.spec) && m.whole_blocks();
+  const bool plain = how.spec.four_over_six == FourOverSix::kNone;
+  if (fast && plain && how.spec.block_rows == 1) {
+    launch_quantize_rows(m, how, out.codes(), stream);
+  } else {
+    if (m.rows % kTileRows || m.blocks() % kTileColumns) {
+      cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
+    }
+    const auto launch = !fast ? launch_quantize_any : plain ? launch_quantize_tiles : launch_quantize_four_over_six;
+    launch(m, how, out.codes(), stream);
+  }
+  check_launched("nvfp4::quantize");
+  return {out.qdata, out.scale, out.factor};
+}
+
+// The op: without amax, that of x (or of its Hadamard transform).
+std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Tensor> amax,
+                                               std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
+                                               int64_t col0, int64_t full_width, int64_t random_stream) {
+  if (!amax.has_value()) amax = nvfp4::amax(x, spec_of(spec).hadamard_sign);
+  return quantize(x, *amax, rng_state, spec, row0, col0, full_width, random_stream);
+}
+
+bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b) {
+  return m.dtype == Dtype::kBf16 && m.whole_blocks() && m.rows && m.columns && is_fast(a) && is_fast(b) &&
+         a.block_rows == 1 && b.block_rows == 1 && a.round_mode == b.round_mode &&
+         (!a.is_stochastic() || a.random_bits == b.random_bits) && a.hadamard_sign < 0;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
+    const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
+    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width) {
+  STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  if (!full_rows) full_rows = m.rows;
+  if (!full_width) full_width = m.columns;
+  if (!is_fast_pair(m, spec_of(spec), spec_of(spec_t))) {
+    const Tensor x_t = transposed(x, m, spec_of(spec_t).hadamard_sign);
+    return std::tuple_cat(
+        quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
+        quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, 1));
+  }
+  const int64_t blocks_t = ceil_div(m.rows, kBlock);
+  Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);
+  launch_quantize_pair(m, quantization(spec, amax, rng_state, 0, x, row0, col0, full_width, out.factor),
+                       quantization(spec_t, amax_t, rng_state, 1, x, col0, row0, full_rows, out_t.factor), out.codes(),
+                       out_t.codes(), current_stream(x));
+  check_launched("nvfp4::quantize_pair");
+  return {out.qdata, out.scale, out.factor, out_t.qdata, out_t.scale, out_t.factor};
+}
+
+// --- dequantize, fake quantize ---------------------------------------------------------------------------------------
+
+Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<Tensor>& per_tensor_scale,
+                  int64_t columns, ScalarType type) {
+  if (!is_native(type)) {
+    return torch::stable::to(dequantize(qdata, scale, per_tensor_scale, columns, ScalarType::Float), type);
+  }
+  const OnDeviceOf guard(qdata, "qdata");
+  const CodedShape shape = check_coded(qdata, scale, columns);
+  STD_TORCH_CHECK(shape.rows < INT32_MAX && columns < INT32_MAX,
+                  "qdata has more than 2^31 - 1 rows or columns: split it");
+  const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
+  Quantized in{};
+  in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
+  in.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
+  in.rows = shape.rows, in.blocks = shape.blocks;
+  std::optional<Tensor> factor;
+  if (per_tensor_scale.has_value()) {
+    factor = factors_of(*per_tensor_scale, "per_tensor_scale", in.rows, qdata, "qdata");
+    in.per_row = factor->numel() != 1;
+    in.per_tensor_scale = static_cast<const float*>(factor->const_data_ptr());
+  }
+  Tensor out = empty(with_last(qdata, columns), type, qdata);
+  launch_dequantize(in, columns, dtype_of(type, "dtype"), out.mutable_data_ptr(), current_stream(qdata));
+  check_launched("nvfp4::dequantize");
+  return out;
+}
+
+// Elements from which two fast kernels, of quantize and of dequantize, take less time than the general one: it needs
+// 9 us for 2^20 of them on an H200, as much as the second call does on the host.
+constexpr int64_t kTwoKernels = 1 << 20;
+
+std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
+                                         int64_t spec, ScalarType type, bool scaled, int64_t row0, int64_t col0,
+                                         int64_t full_width) {
+  if (!is_native(type)) {
+    auto [values, factor] = fake_quantize(x, amax, rng_state, spec, ScalarType::Float, scaled, row0, col0, full_width);
+    return {torch::stable::to(values, type), factor};
+  }
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = current_stream(x);
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  const QuantizeSpec unpacked = spec_of(spec);
+  const Dtype dtype = dtype_of(type, "dtype");
+  const bool fast = is_fast_mode(unpacked) && m.whole_blocks();
+  const bool one_kernel = fast && is_fast(unpacked) && unpacked.hadamard_sign < 0 && unpacked.block_rows == 1 &&
+                          dtype == m.dtype;
+  const int64_t columns = unpacked.hadamard_sign >= 0 ? m.blocks() * kBlock : m.columns;
+  if (fast && !one_kernel && m.rows * m.columns >= kTwoKernels) {
+    auto [qdata, scale, factor] = quantize(x, amax, rng_state, spec, row0, col0, full_width, 0);
+    return {dequantize(qdata, scale, scaled ? std::optional<Tensor>(factor) : std::nullopt, columns, type), factor};
+  }
+  Tensor factor = empty({}, ScalarType::Float, x);
+  const Quantization how =
+      quantization(spec, amax, rng_state, 0, x, row0, col0, full_width ? full_width : m.columns, factor);
+  Tensor out = empty(with_last(x, columns), type, x);
+  const Values values{out.mutable_data_ptr(), dtype, columns, scaled};
+  (one_kernel ? launch_fake_quantize_rows : launch_fake_quantize_any)(m, how, values, stream);
+  check_launched("nvfp4::fake_quantize");
+  return {out, factor};
+}
+
+std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
+                                               ScalarType type) {
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const QuantizeSpec how = spec_of(spec);
+  if (x.scalar_type() != type || !fits_quantize_activation(rows.matrix, how)) {
+    return fake_quantize(x, nvfp4::amax(x, how.hadamard_sign), rng_state, spec, type, false, 0, 0, 0);
+  }
+  Tensor factor = empty({}, ScalarType::Float, x), out = empty(with_last(x, rows.matrix.columns), type, x);
+  Scratch scratch(x);
+  launch_quantize_activation(rows.matrix, how, floats(factor), out.mutable_data_ptr(), std::ref(scratch),
+                             current_stream(x));
+  check_launched("nvfp4::quantize_activation");
+  return {out, factor};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) {
+  m.impl("amax", TORCH_BOX(&amax));
+  m.impl("amax_pair", TORCH_BOX(&amax_pair));
+  m.impl("hadamard", TORCH_BOX(&hadamard));
+  m.impl("quantize", TORCH_BOX(&quantize_op));
+  m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
+  m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
+  m.impl("quantize_activation", TORCH_BOX(&quantize_activation));
+}
+
+}  // namespace nvfp4
