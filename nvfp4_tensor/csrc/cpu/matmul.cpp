@@ -1,5 +1,5 @@
 // nvfp4.matmul on the CPU: arguments checked, a way to multiply chosen, work divided among torch's threads.
-#include "cpu/matmul.h"
+#include "cpu/products.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,7 +1,7 @@
-// What products need beyond simd_avx2.h.
+// What products need beyond simd/avx2.h.
 #pragma once
 
-#include "cpu/simd_avx2.h"
+#include "cpu/simd/avx2.h"
 
 namespace nvfp4::avx2 {
 namespace {
@@ -12,7 +12,7 @@ constexpr int kFewX = 2;
 constexpr int few_rows(int x) { (void)x; return 2; }
 constexpr int kMostFewFloatRows = 8;  // 8 rows of 4096^2: few 5.4 ms of one thread, many 6.6; 16 rows: 10.1 and 6.6
 
-constexpr float kCodeFactor = 256.0f;  // see matmul_simd_avx512.h
+constexpr float kCodeFactor = 256.0f;  // see simd_avx512.h
 
 inline F multiply_add(F a, F b, F c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};

@@ -1,12 +1,12 @@
 // Products of x in bfloat16 on AVX-512 with its bfloat16 instructions (Cooper Lake, Sapphire Rapids, Zen 4 and later).
-#include "cpu/matmul.h"
+#include "cpu/products.h"
 
 #if defined(__AVX512BF16__)
 #define NVFP4_ISA avx512
-#include "cpu/matmul_simd_avx512.h"
+#include "cpu/matmul/simd_avx512.h"
 //
-#include "cpu/matmul_bf16.h"
-#include "cpu/matmul_many.h"
+#include "cpu/matmul/bf16.h"
+#include "cpu/matmul/many.h"
 
 namespace nvfp4 {
 const ProductKernels* avx512_bf16_products() {

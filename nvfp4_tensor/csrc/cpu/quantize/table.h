@@ -1,9 +1,9 @@
-// The CPU kernels, written once on the vocabulary of a simd_*.h and compiled once for each instruction set.
+// The CPU kernels, written once on the vocabulary of a header of simd/ and compiled once for each instruction set.
 #pragma once
 
-#include "cpu/amax_impl.h"
-#include "cpu/decode_impl.h"
-#include "cpu/pair_impl.h"
+#include "cpu/quantize/amax.h"
+#include "cpu/quantize/decode.h"
+#include "cpu/quantize/pair.h"
 
 namespace nvfp4::NVFP4_ISA {
 

@@ -1,8 +1,8 @@
 // Products in plain C++, for the target's baseline.
 #define NVFP4_ISA portable
-#include "cpu/matmul_simd_portable.h"
+#include "cpu/matmul/simd_portable.h"
 //
-#include "cpu/matmul_many.h"
+#include "cpu/matmul/many.h"
 
 namespace nvfp4 {
 const ProductKernels& portable_products() { return portable::kProducts<portable::FloatMath>; }

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "cpu/block_math.h"
+#include "cpu/quantize/block_math.h"
 #include "numerics/layout.h"
 
 namespace nvfp4::NVFP4_ISA {

@@ -1,5 +1,5 @@
 // Sixteen lanes in plain C++ (GCC and Clang vector types, which become whatever the target has): the vocabulary of
-// the kernels in its readable form. simd_avx2.h and simd_avx512.h say the same in intrinsics.
+// the kernels in its readable form. avx2.h and avx512.h say the same in intrinsics.
 #pragma once
 
 #include <algorithm>

@@ -3,9 +3,9 @@
 
 #if defined(__AVX512VBMI__) && defined(__AVX512DQ__)
 #define NVFP4_ISA avx512
-#include "cpu/simd_avx512.h"
+#include "cpu/simd/avx512.h"
 //
-#include "cpu/kernels_impl.h"
+#include "cpu/quantize/table.h"
 
 namespace nvfp4 {
 const Kernels* avx512_kernels() {

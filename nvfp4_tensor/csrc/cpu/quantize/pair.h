@@ -1,9 +1,9 @@
 // A matrix and its transpose in one pass.
 #pragma once
 
-#include "cpu/amax_impl.h"
-#include "cpu/quantize_impl.h"
-#include "cpu/transpose.h"
+#include "cpu/quantize/amax.h"
+#include "cpu/quantize/quantize.h"
+#include "cpu/simd/transpose.h"
 
 namespace nvfp4::NVFP4_ISA {
 

@@ -1,7 +1,7 @@
-// What products need beyond simd_portable.h.
+// What products need beyond simd/portable.h.
 #pragma once
 
-#include "cpu/simd_portable.h"
+#include "cpu/simd/portable.h"
 #include "numerics/e4m3.h"
 
 namespace nvfp4::portable {

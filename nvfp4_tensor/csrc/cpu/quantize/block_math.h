@@ -1,4 +1,4 @@
-// The contract on sixteen lanes: rounding, block scales, random bits, Hadamard. Included after a simd_*.h, whose
+// The contract on sixteen lanes: rounding, block scales, random bits, Hadamard. Included after a header of simd/, whose
 // namespace NVFP4_ISA names. Two layouts are used: one lane a block (scales), and "pairs", where two registers hold the
 // even and the odd elements of two neighbouring blocks, lanes 0-7 the first one's, 8-15 the second's: the two nibbles
 // of a byte then meet in one lane, and bfloat16 splits into both registers without a shuffle.

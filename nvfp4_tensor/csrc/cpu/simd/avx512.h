@@ -1,4 +1,4 @@
-// Sixteen lanes in one AVX-512 register: the vocabulary of the kernels; simd_portable.h
+// Sixteen lanes in one AVX-512 register: the vocabulary of the kernels; portable.h
 // says what each word means.
 #pragma once
 

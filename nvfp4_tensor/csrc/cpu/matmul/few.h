@@ -1,11 +1,11 @@
-// Few rows of x: x @ w^T with the weight decoded in registers for each 8 rows of x, in the vocabulary of matmul_impl.h.
+// Few rows of x: x @ w^T with the weight decoded in registers for each 8 rows of x, in the vocabulary of common.h.
 //
 // Codes become numbers by one table lookup; the block scales, which would cost a multiplication for each, are applied
 // to sums over part of a block instead: a lane holds elements of one block only, of a chunk half a block, of a pair of
 // chunks all of it (Math::kHalves).
 #pragma once
 
-#include "cpu/matmul_impl.h"
+#include "cpu/matmul/common.h"
 
 namespace nvfp4::NVFP4_ISA {
 namespace {

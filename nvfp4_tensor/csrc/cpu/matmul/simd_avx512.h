@@ -1,7 +1,7 @@
-// What products need beyond simd_avx512.h.
+// What products need beyond simd/avx512.h.
 #pragma once
 
-#include "cpu/simd_avx512.h"
+#include "cpu/simd/avx512.h"
 
 namespace nvfp4::avx512 {
 namespace {

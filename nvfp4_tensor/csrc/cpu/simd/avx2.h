@@ -1,4 +1,4 @@
-// Sixteen lanes in two AVX2 registers: the vocabulary of the kernels; simd_portable.h
+// Sixteen lanes in two AVX2 registers: the vocabulary of the kernels; portable.h
 // says what each word means.
 #pragma once
 

@@ -2,7 +2,7 @@
 // registers (x @ w^T with rows of x in lanes, x @ w with columns of the weight in lanes).
 #pragma once
 
-#include "cpu/matmul_few.h"
+#include "cpu/matmul/few.h"
 
 namespace nvfp4::NVFP4_ISA {
 namespace {

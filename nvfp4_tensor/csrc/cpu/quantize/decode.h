@@ -1,7 +1,7 @@
 // Dequantization, and fake quantization, which decodes the codes that quantization would have stored.
 #pragma once
 
-#include "cpu/quantize_impl.h"
+#include "cpu/quantize/quantize.h"
 
 namespace nvfp4::NVFP4_ISA {
 

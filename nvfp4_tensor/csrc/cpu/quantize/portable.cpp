@@ -1,8 +1,8 @@
 // The kernels in plain C++, for the target's baseline.
 #define NVFP4_ISA portable
-#include "cpu/simd_portable.h"
+#include "cpu/simd/portable.h"
 //
-#include "cpu/kernels_impl.h"
+#include "cpu/quantize/table.h"
 
 namespace nvfp4 {
 const Kernels& portable_kernels() { return portable::kKernels; }

@@ -1,7 +1,7 @@
 // Quantization: scales, then codes, of batches of groups; where they go is the business of a Sink.
 #pragma once
 
-#include "cpu/group_io.h"
+#include "cpu/quantize/group_io.h"
 
 namespace nvfp4::NVFP4_ISA {
 

@@ -3,9 +3,9 @@
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define NVFP4_ISA avx2
-#include "cpu/simd_avx2.h"
+#include "cpu/simd/avx2.h"
 //
-#include "cpu/kernels_impl.h"
+#include "cpu/quantize/table.h"
 
 namespace nvfp4 {
 const Kernels* avx2_kernels() {

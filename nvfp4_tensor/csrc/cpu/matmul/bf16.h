@@ -1,7 +1,7 @@
 // The arithmetic of bfloat16 for the product kernels: two numbers a word, on AVX-512.
 #pragma once
 
-#include "cpu/matmul_impl.h"
+#include "cpu/matmul/common.h"
 
 namespace nvfp4::avx512 {
 namespace {

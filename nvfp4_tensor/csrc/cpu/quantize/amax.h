@@ -1,7 +1,7 @@
 // The largest finite magnitude of a matrix or of its Hadamard transform, and the transform itself.
 #pragma once
 
-#include "cpu/group_io.h"
+#include "cpu/quantize/group_io.h"
 
 namespace nvfp4::NVFP4_ISA {
 

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "cpu/matmul.h"
+#include "cpu/products.h"
 #include "numerics/layout.h"
 
 namespace nvfp4::NVFP4_ISA {
@@ -86,7 +86,7 @@ inline int64_t chunks_of(int64_t columns) { return ceil_div(columns, kChunk); }
 
 // --- arithmetic ------------------------------------------------------------------------------------------------------
 
-// What a 4-byte word holds, and how words multiply; matmul_bf16.h has another. `Value` is what x is packed to for few
+// What a 4-byte word holds, and how words multiply; bf16.h has another. `Value` is what x is packed to for few
 // rows.
 struct FloatMath {
   using Value = float;
