@@ -1,0 +1,303 @@
+"""docs/performance.md and its figure, made of benchmarks/results: python -m benchmarks.performance_page [--check]
+
+Every number of the page's tables comes from the JSON that the benchmarks wrote; performance_page.template.md has the
+words between them. Without torch, so that the page can be made wherever the documentation is. A test checks that what
+is committed is what this gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import string
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.performance_figure import Line, Panel, draw
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TEMPLATE = Path(__file__).with_suffix(".template.md")
+PAGE, FIGURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "images" / "speed.svg"
+PEERS = ("humming", "quack")
+KINDS = {"single": "single", "chain": "in a chain"}
+MODELS = {"mixtral": "Mixtral-8x7B", "deepseek": "DeepSeek-like", "llama-8b": "Llama-8B", "smollm2": "SmolLM2-135M"}
+
+
+def load(machine: str, subject: str) -> dict:
+    """One result file, as the benchmarks wrote it."""
+    return json.loads((RESULTS / machine / f"{subject}.json").read_text())
+
+
+# --- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def source(*results: dict) -> str:
+    """What was run, on what, of which commit."""
+    result = results[0]
+    machine = result["machine"]
+    where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['processor']} ({machine['cpu_capability']})"
+    packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "nvfp4-tensor")
+    commands = "  \n".join(f"`{result['command']}`" for result in results)
+    return f"{commands}  \n{where}; {packages}; commit {result['commit'][:7]}."
+
+
+def name_of(shape: Sequence[int]) -> str:
+    return f"{shape[0]} x {shape[1]}"
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def digits(value: float) -> str:
+    """Three digits."""
+    return f"{value:#.3g}".rstrip(".")
+
+
+def seconds(value: float) -> str:
+    return f"{digits(value * 1e6)} us" if value < 1e-3 else f"{digits(value * 1e3)} ms"
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def ratios(run: dict, kind: str, way: str) -> list[float]:
+    """Times as fast as bfloat16, by rows of x; kind: single or chain; way: nvfp4, w4a4 or a peer."""
+    return [case["ratio"][way] for case in run[kind]]
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def rows_of_x(result: dict, title: str = "times as fast; rows of x") -> list[str]:
+    return [title, *(f"{case['m']:,}" for case in result["runs"][0]["single"])]
+
+
+def products(kind: str) -> str:
+    result = load("h200", "matmul")
+    rows = [
+        [name_of(run["shape"]) if way == "nvfp4" else way, *map(times, ratios(run, kind, way))]
+        for run in result["runs"]
+        for way in ("nvfp4", *PEERS)
+    ]
+    return table(rows_of_x(result), rows)
+
+
+def quantized_activations() -> str:
+    result = load("h200", "matmul")
+    rows = []
+    for run in result["runs"]:
+        for kind, title in KINDS.items():
+            length = run["chain_length"] if kind == "chain" else 1
+            medians = [(case["w4a4"]["median"], case["nvfp4"]["median"]) for case in run[kind]]
+            cells = [f"{1e6 * (w4a4 - w4a16) / length:.1f} ({100 * (w4a4 / w4a16 - 1):.0f})" for w4a4, w4a16 in medians]
+            rows.append([f"{name_of(run['shape'])}, {title}", *cells])
+    return table(rows_of_x(result, "us (%) more; rows of x"), rows)
+
+
+def published() -> str:
+    result = load("h200", "matmul_published")
+    lines = []
+    for kind, title in KINDS.items():
+        by_rows = list(zip(*(ratios(run, kind, "nvfp4") for run in result["runs"]), strict=True))
+        lines.append([f"{title}, geometric mean", *(times(geometric_mean(values)) for values in by_rows)])
+        lines.append([f"{title}, slowest", *(times(min(values)) for values in by_rows)])
+        faster = [str(sum(value > 1 for value in values)) for values in by_rows]
+        lines.append([f"{title}, faster than bf16", *faster])
+    return table(rows_of_x(result), lines)
+
+
+def published_each() -> str:
+    result = load("h200", "matmul_published")
+    rows = [[name_of(run["shape"]), *map(times, ratios(run, "chain", "nvfp4"))] for run in result["runs"]]
+    return table(rows_of_x(result), rows)
+
+
+def gradients() -> str:
+    result = load("h200", "matmul_gradients")
+    rows = [
+        [f"{name_of(run['shape'])}, {title}", *map(times, ratios(run, kind, "nvfp4"))]
+        for run in result["runs"]
+        for kind, title in KINDS.items()
+    ]
+    return table(rows_of_x(result, "times as fast; rows of dy"), rows)
+
+
+def products_cpu() -> str:
+    tables = []
+    for run in load("cpu", "matmul")["runs"]:
+        large = [case for case in run["cases"] if case["shape"] == [4096, 4096]]
+        layers = [case for case in run["cases"] if case["shape"] != [4096, 4096]]
+        threads = f"{run['threads']} thread{'s' if run['threads'] > 1 else ''}"
+        header = [f"4096 x 4096, {threads}; rows of x", *(f"{case['rows']:,}" for case in large)]
+        time, speed = [seconds(case["median"]) for case in large], [times(case["speedup"]) for case in large]
+        small = ", ".join(f"{name_of(case['shape'])} {times(case['speedup'])}" for case in layers)
+        tables.append(table(header, [["time", *time], ["times as fast", *speed]]))
+        tables.append(f"One row of x and SmolLM2-135M's layers: {small}.")
+    return "\n\n".join(tables)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def experts() -> str:
+    rows = []
+    results = {"at random": load("h200", "experts"), "all to the same": load("h200", "experts_skewed")}
+    for tokens_are, result in results.items():
+        for run in result["runs"]:
+            shape = f"{run['top']} of {run['experts']} experts, {run['rows']} x {run['columns']}"
+            speeds = [times(case["ratio"]) for case in run["tokens"]]
+            rows.append([f"{MODELS[run['model']]}: {shape}, {tokens_are}", *speeds])
+    tokens = [f"{case['tokens']:,}" for case in results["at random"]["runs"][0]["tokens"]]
+    return table(["times as fast; tokens", *tokens], rows)
+
+
+def generate(machine: str) -> str:
+    rows = []
+    result = load(machine, "generate")
+    for run in result["runs"]:
+        for row in run["rows"]:
+            graph = row["prefill_graph"]
+            prompt = (graph["median"], row["prefill_graph_times"]) if graph else (
+                row["first_token"], row["first_token_times"])  # fmt: skip
+            name = f"{MODELS[run['model']]}, {run['shape']['layers']} layers, {row['recipe']}"
+            speed = [digits(row["tokens_per_second"]), times(row["times"])]
+            memory = [f"{row['linear_bytes'] / 1e9:.3f} GB", f"{row['linear_ratio']:.3f}"]
+            rows.append([name, *speed, seconds(prompt[0]), times(prompt[1]), *memory])
+    prompt_is = f"prompt of {result['runs'][0]['prompt']}"
+    return table(["", "tokens/s", "x bf16", prompt_is, "x bf16", "linears", "of bf16"], rows)
+
+
+def prompt_from_python() -> str:
+    rows = load("h200", "generate")["runs"][0]["rows"][1:]
+    return ", ".join(f"{times(row['first_token_times'])} ({row['recipe']})" for row in rows)
+
+
+# --- quantize, rounding ----------------------------------------------------------------------------------------------
+
+
+def quantize(machine: str) -> str:
+    result = load(machine, "quantize")
+    tables = []
+    for run in result["runs"]:
+        threads = f", threads: {run['threads']}" if machine == "cpu" else ""
+        title = f"{name_of(run['shape'])}{threads}; copy {run['copy'] / 1e9:,.0f} GB/s"
+        rows = [
+            [case["name"], seconds(case["median"]), f"{100 * case['share']:.0f} %",
+             *(digits(case["times"][peer]) if peer in case["times"] else "" for peer in ("torchao", "compiled"))]
+            for case in run["subjects"]
+        ]  # fmt: skip
+        tables.append(table([title, "time", "of copy", "x torchao", "x compiled"], rows))
+    return "\n\n".join(tables)
+
+
+def host() -> str:
+    rows: dict[str, list[str]] = {}
+    machines = ("h200", "cpu")
+    for column, machine in enumerate(machines):
+        for name, value in (load(machine, "quantize")["host"] | load(machine, "matmul").get("host", {})).items():
+            rows.setdefault(name, [""] * len(machines))[column] = f"{1e6 * value:.1f}"
+    return table(["us", "host of the H200", "2 cores, no GPU"], [[name, *cells] for name, cells in rows.items()])
+
+
+def rounding() -> str:
+    by_spec: dict[str, list[float]] = {}
+    for finding in load("h200", "stochastic_rounding")["findings"]:
+        by_spec.setdefault(finding["spec"], []).append(abs(finding["z"]))
+    rows = [[spec, str(len(zs)), times(max(zs))] for spec, zs in by_spec.items()]
+    rows.append(["all", str(sum(map(len, by_spec.values()))), times(max(map(max, by_spec.values())))])
+    return table(["spec", "checks", "largest abs. z"], rows)
+
+
+def faults() -> str:
+    found = load("h200", "stochastic_rounding")["faults"]
+    rows = [[f["fault"], str(f["checks"]), str(f["failed"]), f["check"] if f["failed"] else ""] for f in found]
+    return table(["fault", "checks", "failed", "the worst of them"], rows)
+
+
+def off_theory() -> str:
+    results = load("h200", "rounding_experiment")["results"]
+    return f"{100 * max(abs(row['ratio'] / row['theory'] - 1) for row in results):.2f} %"
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def figure() -> str:
+    """The figure of README and of the page: SVG."""
+    result = load("h200", "matmul")
+    runs, rows = result["runs"], [case["m"] for case in result["runs"][0]["chain"]]
+
+    def mean_of(way: str) -> list[float]:
+        return [geometric_mean(ratios(run, "chain", way)[i] for run in runs) for i in range(len(rows))]
+
+    lines = [Line("nvfp4_tensor", rows, mean_of("nvfp4")), *(Line(peer, rows, mean_of(peer)) for peer in PEERS)]
+    shapes = ", ".join(name_of(run["shape"]) for run in runs)
+    gpu = Panel("One NVIDIA H200", f"products in a chain, mean of {shapes}", lines)
+    run = load("cpu", "matmul")["runs"][0]
+    cases = [case for case in run["cases"] if case["shape"] == [4096, 4096]]
+    line = Line("nvfp4_tensor", [case["rows"] for case in cases], [case["speedup"] for case in cases])
+    cpu = Panel(f"{run['threads']} cores of an AMD Zen 5", "4096 x 4096", [line])
+    return draw([gpu, cpu], x_title="rows of x (tokens)", y_title="times as fast as torch's bfloat16")
+
+
+def page() -> str:
+    """docs/performance.md."""
+    return string.Template(TEMPLATE.read_text()).substitute(
+        source_products=source(load("h200", "matmul")),
+        products_single=products("single"),
+        products_chain=products("chain"),
+        source_published=source(load("h200", "matmul_published")),
+        published=published(),
+        published_each=published_each(),
+        quantized_activations=quantized_activations(),
+        source_gradients=source(load("h200", "matmul_gradients")),
+        gradients=gradients(),
+        source_experts=source(load("h200", "experts"), load("h200", "experts_skewed")),
+        experts=experts(),
+        source_generate=source(load("h200", "generate")),
+        generate=generate("h200"),
+        prompt_from_python=prompt_from_python(),
+        source_quantize=source(load("h200", "quantize")),
+        quantize=quantize("h200"),
+        source_quantize_cpu=source(load("cpu", "quantize")),
+        quantize_cpu=quantize("cpu"),
+        source_products_cpu=source(load("cpu", "matmul")),
+        products_cpu=products_cpu(),
+        source_generate_cpu=source(load("cpu", "generate")),
+        generate_cpu=generate("cpu"),
+        host=host(),
+        source_rounding=source(load("h200", "stochastic_rounding")),
+        rounding=rounding(),
+        faults=faults(),
+        source_experiment=source(load("h200", "rounding_experiment")),
+        off_theory=off_theory(),
+    )
+
+
+def main() -> None:
+    """Write both files, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if what is committed is not this")
+    arguments = parser.parse_args()
+    for path, text in ((PAGE, page()), (FIGURE, figure())):
+        if not arguments.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"{path.relative_to(ROOT)} is not what benchmarks/results give: run make docs")
+
+
+if __name__ == "__main__":
+    main()
