@@ -1,8 +1,4 @@
-# Every target does its own set-up, in .venv, the first time; a second call goes straight to work.
-#
-#   make demo     a real model in NVFP4 (demo_output/)        make test     all tests
-#   make build    the native libraries, into the sources      make lint     ruff and mypy
-#   make docs     the documentation as a site (build/docs)
+# Every target does its own set-up, in .venv, the first time; a second call goes straight to work. `make help` lists them.
 #
 # PYTHON chooses the interpreter (3.10 or newer). To use a torch that it has already (2.11 or newer, of any build):
 #   make test PYTHON=python3 VENV_FLAGS=--system-site-packages
@@ -13,30 +9,59 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
 INSTALL := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false
-NATIVE_SOURCES := CMakeLists.txt $(shell find nvfp4_tensor/csrc -type f 2>/dev/null)
+WITH_TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 
-.PHONY: demo test lint build docs clean
+# What the native libraries are built for is in the name of their stamp, which lies beside them: "all", "cpu", or the
+# CUDA architectures. Only the last build's stamp is there, so a target that needs more than it has builds again.
+LIB := nvfp4_tensor/lib
+NATIVE_SOURCES := CMakeLists.txt $(shell find nvfp4_tensor/csrc -type f 2>/dev/null)
+CXX_SOURCES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE_SOURCES))
+stamp = $(LIB)/.for-$(subst $() $(),-,$(strip $(1)))
+EVERYTHING := $(call stamp,$(or $(NVFP4_CUDA_ARCHS),all))
+# 8.9 runs what is compiled for 8.0; from 9.0 on each GPU has its own.
+GPUS_HERE = $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+	| sed -nE 's/^8\.[0-9]$$/80/p; s/^(9|1[0-9])\.([0-9])$$/\1\2a/p'))
+ENOUGH_HERE = $(or $(wildcard $(EVERYTHING)),$(call stamp,$(or $(GPUS_HERE),cpu)))
+
+.PHONY: help demo test check lint format build docs sdist wheel clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.demo $(VENV)/.build
+help:  ## this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(VENV)/.demo native-here  ## a real model in NVFP4 (demo_output/), the libraries built for this machine only
 	TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 $(BIN)/python -m nvfp4_tensor demo
 
-test: $(VENV)/.demo $(VENV)/.build
+test: $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries built for every GPU
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/.dev
+check: lint $(VENV)/.demo native-here  ## before a commit: lint and the fast tests
+	$(BIN)/python -m pytest -q -m "not slow"
+
+lint: $(VENV)/.dev  ## ruff, mypy
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-build: $(VENV)/.build
+format: $(VENV)/.dev  ## the sources as `make lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-# A site in build/docs. A dead link fails it; the page of performance is made of benchmarks/results.
-docs: $(VENV)/.docs
+build: $(EVERYTHING)  ## the native libraries for every GPU, into the sources; NVFP4_CUDA_ARCHS="90a" narrows them
+
+docs: $(VENV)/.docs  ## the documentation as a site (build/docs); a dead link fails it
 	$(BIN)/python -m benchmarks.performance_page
 	$(BIN)/python -m mkdocs build --quiet
 
-clean:
-	rm -rf $(VENV) build demo_output nvfp4_tensor/lib
+sdist: $(VENV)/.release  ## the sources as pip takes them (dist/)
+	$(BIN)/python -m build --sdist --no-isolation
+
+wheel: $(VENV)/.release  ## one wheel for every Python, torch and GPU (dist/), checked in a clean environment
+	.ci/wheel $(BIN) '$(TORCH)'
+
+clean:  ## remove whatever a target made
+	rm -rf $(VENV) build dist demo_output $(LIB)
 
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=...")'
@@ -46,7 +71,7 @@ $(VENV)/.torch:
 	touch $@
 
 # The build backend comes first: without build isolation no second torch is fetched. The install itself compiles nothing,
-# the libraries in the source tree (.build) serve it.
+# the libraries in the source tree serve it.
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) 'scikit-build-core>=0.10' 'cmake>=3.26' ninja setuptools
 	$(INSTALL) -e '.[dev]'
@@ -61,8 +86,18 @@ $(VENV)/.docs: $(VENV)/.dev
 	$(INSTALL) -e '.[docs]'
 	touch $@
 
-# Where there is no compiler, CMake says so, builds nothing, and plain torch serves.
-$(VENV)/.build: $(VENV)/.dev $(NATIVE_SOURCES)
-	PATH="$(abspath $(BIN)):$$PATH" cmake -B build -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build
+$(VENV)/.release: $(VENV)/.dev
+	$(INSTALL) -e '.[release]'
+	touch $@
+
+.PHONY: native-here
+native-here: $(ENOUGH_HERE)
+
+# By the stamp's name. Whoever configures the build by hand makes its record, build.json, newer than the stamp. Where
+# there is no compiler, CMake says so, builds nothing, and plain torch serves.
+$(LIB)/.for-%: $(NATIVE_SOURCES) $(wildcard $(LIB)/build.json) | $(VENV)/.dev
+	mkdir -p $(LIB) && rm -f $(LIB)/.for-* $(if $(filter cpu,$*),$(LIB)/libnvfp4_cuda.so)
+	$(WITH_TOOLS) cmake -B build -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+		-DNVFP4_CUDA=$(if $(filter cpu,$*),OFF,ON) -DNVFP4_CUDA_ARCHS="$(filter-out all cpu,$(subst -, ,$*))"
+	$(WITH_TOOLS) cmake --build build
 	touch $@
