@@ -7,12 +7,14 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
 #include "arguments.h"
 #include "cpu/empty.h"
+#include "plans_printed.h"
 
 namespace nvfp4 {
 namespace {
@@ -64,13 +66,14 @@ class Claims {
 struct Choice {
   const ProductKernels* bf16;  // null where the instruction set in use has none
   const ProductKernels* wide;
+  const char* wide_name;
 
   static Choice current() {
     const std::string_view name = kernels().name;
-    if (name == "avx512_bf16" && avx512_bf16_products()) return {avx512_bf16_products(), avx512_products()};
-    if (name.substr(0, 6) == "avx512" && avx512_products()) return {nullptr, avx512_products()};
-    if (name == "avx2" && avx2_products()) return {nullptr, avx2_products()};
-    return {nullptr, &portable_products()};
+    if (name == "avx512_bf16" && avx512_bf16_products()) return {avx512_bf16_products(), avx512_products(), "avx512"};
+    if (name.substr(0, 6) == "avx512" && avx512_products()) return {nullptr, avx512_products(), "avx512"};
+    if (name == "avx2" && avx2_products()) return {nullptr, avx2_products(), "avx2"};
+    return {nullptr, &portable_products(), "portable"};
   }
 };
 
@@ -95,15 +98,41 @@ bool multiply(const ProductWay& way, const Product& p) {
   return !(range & way.refuses);
 }
 
-bool multiply(const ProductKernels& kernels, const Product& p) {
-  if (p.transposed) return multiply(kernels.across, p);
-  return multiply(p.x_rows <= kernels.most_few_rows ? kernels.few : kernels.many, p);
+struct NamedWay {
+  const ProductWay& way;
+  const char* name;
+  const char* why;
+
+  static NamedWay of(const ProductKernels& kernels, const Product& p) {
+    if (p.transposed) return {kernels.across, "across", "x w, across the rows of w"};
+    if (p.x_rows <= kernels.most_few_rows) return {kernels.few, "few", "few rows of x"};
+    return {kernels.many, "many", "many rows of x"};
+  }
+};
+
+// What NVFP4_TENSOR_PRINT_PLANS prints of a product.
+std::string describe(const Product& p, const NamedWay& chosen, const char* instructions) {
+  const std::string experts = p.batches > 1 ? std::to_string(p.batches) + ", " : "";
+  const auto shape = [&](int64_t rows, int64_t columns) {
+    return "(" + experts + std::to_string(rows) + ", " + std::to_string(columns) + ")";
+  };
+  return "nvfp4.matmul x " + shape(p.x_rows, p.depth()) + " " + name_of(p.x_dtype) + ", w " + shape(p.rows, p.columns) +
+         ", cpu: " + chosen.name + " of " + instructions + ", " + std::to_string(p.workers) + " threads (" +
+         chosen.why + ")";
+}
+
+bool multiply(const NamedWay& chosen, const Product& p, const char* instructions) {
+  if (!multiply(chosen.way, p)) return false;
+  if (are_plans_printed()) print_plan(describe(p, chosen, instructions));
+  return true;
 }
 
 void multiply(const Product& p) {
   const Choice choice = Choice::current();
-  if (choice.bf16 && p.x_dtype == Dtype::kBf16 && !p.summand_factors && multiply(*choice.bf16, p)) return;
-  if (!multiply(*choice.wide, p)) multiply(choice.wide->many, p);
+  const bool is_bf16 = choice.bf16 && p.x_dtype == Dtype::kBf16 && !p.summand_factors;
+  if (is_bf16 && multiply(NamedWay::of(*choice.bf16, p), p, "avx512_bf16")) return;
+  if (multiply(NamedWay::of(*choice.wide, p), p, choice.wide_name)) return;
+  multiply({choice.wide->many, "many", "the few rows would overflow before their block scales"}, p, choice.wide_name);
 }
 
 // --- arguments -------------------------------------------------------------------------------------------------------

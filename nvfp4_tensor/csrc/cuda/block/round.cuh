@@ -17,6 +17,7 @@
 
 #include "cuda/block/elements.cuh"
 #include "numerics/e2m1.h"
+#include "numerics/e4m3.h"
 #include "numerics/philox.h"
 
 // cvt.rn e2m1x2 is on every Blackwell; cvt.rs e2m1x4, with random bits, on sm_100a and sm_103a alone.

@@ -1,4 +1,5 @@
-// Launches of kernels whose blocks form clusters, or which may begin before the kernel before them is done.
+// Launches of kernels whose blocks form clusters, or which begin before the kernel before them is done (PDL,
+// programmatic dependent launch).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// Tensor maps, by which Hopper's bulk copy engine knows a matrix.
+// Tensor maps, by which TMA, Hopper's bulk copy engine, knows a matrix.
 #pragma once
 
 #include <cuda.h>

@@ -1,14 +1,30 @@
 // torch.ops.nvfp4.grouped_linear on CUDA: rows of x in groups, each times its expert's weight; the host reads nothing.
 #include "cuda/host/tensors.h"
+#include "cuda/matmul/describe.h"
 #include "cuda/matmul/problem.cuh"
+#include "plans_printed.h"
 
 namespace nvfp4 {
 namespace {
 
-// Beyond so many rows an expert, on average, Hopper's many-rows kernel is faster. H200, us, few or many rows: 8 experts
-// of 14336 x 4096 with 2 rows each 86 or 110, with 8 105 or 112; 64 of 2048 x 7168 with 4 194 or 204, with 8 229 or
-// 205, and 133 or 63 where eight of them have all of these rows.
-constexpr int kFewRows = 4;
+// By the mean of the groups, whose sizes only the device knows.
+void launch(const Problem& p, const Tensor& x, cudaStream_t stream) {
+  const ProductSize size = size_of(p);
+  const Fits fits = {fits_matmul_many_rows(p), false};
+  Choice choice{Way::kFewRows, fits.many_rows ? "at most 4 rows an expert in the mean" : "no wgmma"};
+  if (p.rows > costs::kFewRowsOfExpert * p.experts && fits.many_rows) {
+    choice = {Way::kManyRows, "more than 4 rows an expert in the mean",
+              many_rows::best_plan(size, this_machine().multiprocessors)};
+  }
+  if (are_plans_printed()) print_plan(describe(choice, size, fits, name_of(p.x_dtype), this_machine()));
+  if (choice.way == Way::kManyRows) {
+    Scratch scratch(x);
+    launch_matmul_many_rows(p, choice.many_rows, std::ref(scratch), stream);
+  } else {
+    launch_matmul_few_rows_grouped(p, stream);
+  }
+  check_launched("nvfp4::grouped_linear");
+}
 
 Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scale, const Tensor& qdata,
                       const Tensor& scale, const Tensor& per_tensor_scale, const Tensor& offs_given,
@@ -63,13 +79,7 @@ Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scal
   p.K = static_cast<int>(inner);
   p.rows = static_cast<int>(x.matrix.rows);
   p.offs = static_cast<const int32_t*>(offs.const_data_ptr());
-  if (p.rows > kFewRows * p.experts && fits_matmul_many_rows(p)) {
-    Scratch scratch(x_given);
-    launch_matmul_many_rows(p, std::ref(scratch), stream);
-  } else {
-    launch_matmul_few_rows_grouped(p, stream);
-  }
-  check_launched("nvfp4::grouped_linear");
+  launch(p, x_given, stream);
   return y;
 }
 

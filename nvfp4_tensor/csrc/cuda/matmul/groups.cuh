@@ -1,7 +1,7 @@
 // Rows of x in groups, one an expert, whose sizes only the device knows: which rows a thread block computes.
 //
 // Expert e has the rows offs[e - 1]..offs[e]. They are divided into tiles of so many tokens, the last of an expert not
-// whole; a launch knows only how many tiles there can be, rows / tokens + experts, and each block finds its own here.
+// whole; a launch knows only how many tiles there can be (ProductSize::token_tiles), and each block finds its own here.
 #pragma once
 
 #include "cuda/matmul/problem.cuh"
@@ -12,11 +12,6 @@ struct TokenTile {
   int expert;      // -1: there are fewer tiles
   int begin, end;  // its rows, and those that follow of its expert
 };
-
-// As many token tiles as there can be.
-inline int most_token_tiles(const Problem& p, int tokens) {
-  return p.rows / tokens + (p.experts < p.rows ? p.experts : p.rows);
-}
 
 #ifdef __CUDACC__
 

@@ -1,36 +1,19 @@
 // torch.ops.nvfp4.matmul on CUDA: arguments made a Problem, and the kernel chosen.
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
 #include <vector>
 
 #include "cuda/host/tensors.h"
 #include "cuda/matmul/dense.h"
+#include "cuda/matmul/describe.h"
 #include "cuda/matmul/problem.cuh"
+#include "plans_printed.h"
 
 namespace nvfp4 {
 
 namespace {
 
-// Up to so many rows of x the few-rows kernel is faster than wgmma's on Hopper: it has 8 columns of x in an mma for
-// each 16 by 16 of w. Up to as many again is_faster_than_few_rows' model decides: us in a chain, by mma and by wgmma,
-// with 16 rows of 4096 x 4096 7.6 and 6.7, 4096 x 14336 18.2 and 14.4, 14336 x 8192 26.2 and 25.4, 1024 x 8192 6.5 and
-// 6.8, with 8 rows of 4096 x 4096 6.0 and 6.6. Beyond, the few-rows kernel reads w once for each 16.
-constexpr int kMostRowsByMma = 8;
-constexpr int kMostRowsOfFewRows = 16;
-// Where the few-rows kernel is not Hopper's own but that of all GPUs, it is slower beyond 8 rows where w is not larger
-// than what was measured. us single and in a chain, by mma and by wgmma (in tiles of 32 rows of x): 4000 x 4096, 8 rows
-// 13.0, 8.8 and 13.7, 8.4; 12 rows 14.4, 10.2 and 13.7, 8.4; 576 x 7168, 8 rows 12.2, 7.6 and 12.5, 7.4; 12 rows 13.0,
-// 8.7 and 12.7, 7.5.
-constexpr int64_t kLargestUneven = 1 << 24;
-// Beyond so many rows of x decoding w once and a dense product are faster than the few-rows kernel once for each 16. By
-// arithmetic, from an H200's 31 us for 16 rows, 76 to decode and 65 for the product; not measured without wgmma.
-constexpr int kMostFewRows = 64;
-// On Hopper is_faster_decoded's model decides between the two, from so many rows of x on and up to so large a weight,
-// where it was compared with what is measured. Of bfloat16's speed in chains, decoded first and not: 512 x 3584 with
-// 1024, 2048 and 4096 rows 0.77 and 0.74, 0.83 and 0.82, 0.86 and 0.77, 1024 x 4096 with 512, 1024 and 2048 0.72 and
-// 0.78, 0.75 and 0.78, 0.84 and 0.81. Larger weights: 1024 x 8192 with 1024 rows 36.1 and 30.8 us.
-constexpr int kFewestRowsDecoded = 512;
-constexpr int64_t kLargestDecoded = 1 << 22;
 constexpr int kMostExperts = 65535;  // of a grid's last dimension
 
 Tensor call(const char* op, const char* overload, std::vector<StableIValue> arguments) {
@@ -144,32 +127,67 @@ void place_w_scale(Problem& p, const Tensor& factor) {
   p.w_scale_expert = factor.numel() == 1 ? 0 : p.w_scale_step ? p.N : 1;
 }
 
-// On Hopper, of the two kernels that decode w as they go.
-bool is_for_many_rows(const Problem& p) {
-  if (p.M <= kMostRowsByMma || !fits_matmul_many_rows(p)) return false;
-  if (p.M > kMostRowsOfFewRows) return true;
-  if (!fits_matmul_few_rows_sm90(p)) return static_cast<int64_t>(p.N) * p.K <= kLargestUneven;
-  return is_faster_than_few_rows(p);
+// --- which kernel ----------------------------------------------------------------------------------------------------
+
+// NVFP4_TENSOR_FORCE_KERNEL in the environment: for measurements (benchmarks/fit_costs.py). Read once.
+const std::optional<Forced>& forced_kernel() {
+  static const std::optional<Forced> forced = [] {
+    const char* name = std::getenv("NVFP4_TENSOR_FORCE_KERNEL");
+    if (!name || !*name) return std::optional<Forced>();
+    const std::optional<Forced> found = forced_of(name);
+    STD_TORCH_CHECK(found, "NVFP4_TENSOR_FORCE_KERNEL=", name, ": no such kernel. There are few_rows, decoded, and ",
+                    "those that NVFP4_TENSOR_PRINT_PLANS=1 prints, as in ", name_of(costs::kManyRowsKernels[0]));
+    return found;
+  }();
+  return forced;
 }
 
-// The kernels that decode w as they go; false where none is made for the problem, or decoding before is faster.
+Choice choose_kernel(const Problem& p) {
+  const ProductSize size = size_of(p);
+  const Machine& machine = this_machine();
+  const Fits fits = {fits_matmul_many_rows(p), fits_matmul_few_rows_sm90(p)};
+  Choice choice;
+  if (const std::optional<Forced>& forced = forced_kernel()) {
+    const std::optional<Choice> made = choose_forced(*forced, size, fits, machine.multiprocessors);
+    STD_TORCH_CHECK(made, "nvfp4::matmul: the kernel of NVFP4_TENSOR_FORCE_KERNEL does not take this product");
+    choice = *made;
+  } else {
+    choice = choose(size, fits, machine.multiprocessors, [&] { return fits_matmul_dense(p, Sum::kAlongRowsOfW); });
+  }
+  if (are_plans_printed()) print_plan(describe(choice, size, fits, name_of(p.x_dtype), machine));
+  return choice;
+}
+
+// Why none of the kernels that decode w as they go is asked; null where they are.
+const char* why_decoded(const Problem& p, bool transposed) {
+  return transposed                     ? "x w, across the rows of w"
+         : p.x_dtype == Dtype::kFloat   ? "x is float32"
+         : p.K == 0                     ? "no columns"
+         : p.experts > kMostExperts     ? "more experts than a grid has places"
+                                        : nullptr;
+}
+
+void print_decoded(const Problem& p, const char* why) {
+  Choice choice;
+  choice.way = Way::kDecoded, choice.why = why;
+  print_plan(describe(choice, size_of(p), Fits{}, name_of(p.x_dtype), this_machine()));
+}
+
+// The kernels that decode w as they go; false where decoding before is faster.
 bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
-  if (p.x_dtype == Dtype::kFloat || p.K == 0 || p.experts > kMostExperts) return false;
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
   p.code_row = codes.size(codes.dim() - 1);
   p.Kp = static_cast<int>(p.code_row * 2);
   p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
   p.scale_band = (static_cast<int64_t>(p.Kp) + 63) / 64 * 512;
-  if (is_for_many_rows(p)) {
-    const bool may_be_decoded = p.M >= kFewestRowsDecoded && static_cast<int64_t>(p.N) * p.K <= kLargestDecoded;
-    if (may_be_decoded && is_faster_decoded(p) && fits_matmul_dense(p, Sum::kAlongRowsOfW)) return false;
+  const Choice choice = choose_kernel(p);
+  if (choice.way == Way::kDecoded) return false;
+  if (choice.way == Way::kManyRows) {
     Scratch scratch(x);
-    launch_matmul_many_rows(p, std::ref(scratch), stream);
-  } else if (p.M <= kMostFewRows) {
-    launch_matmul_few_rows(p, stream);
+    launch_matmul_many_rows(p, choice.many_rows, std::ref(scratch), stream);
   } else {
-    return false;
+    launch_matmul_few_rows(p, stream);
   }
   check_launched("nvfp4::matmul");
   return true;
@@ -223,7 +241,9 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   const bool scale_inside = transposed && one_a_row(p, w_factor);  // a factor of each summand
   if (!scale_inside) place_w_scale(p, w_factor);
   if (bias) placed_bias = place_bias(p, *bias, x_given, shape);
-  if (transposed || !fused_product(p, x, qdata, scale, stream)) {
+  const char* const why = why_decoded(p, transposed);
+  if (why && are_plans_printed()) print_decoded(p, why);
+  if (why || !fused_product(p, x, qdata, scale, stream)) {
     const std::optional<Tensor> inside = scale_inside ? std::optional<Tensor>(w_factor) : std::nullopt;
     decoded_product(p, x, qdata, scale, inside, columns, transposed, stream);
   }

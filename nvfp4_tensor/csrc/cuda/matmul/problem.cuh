@@ -10,6 +10,7 @@
 
 #include "cuda/host/kernels.h"
 #include "cuda/host/machine.h"
+#include "cuda/matmul/size.h"
 
 namespace nvfp4 {
 
@@ -38,16 +39,21 @@ struct Problem {
   int first_m = 0, some_m = 0;  // the rows of x that a launch is about, where it is not about all and not of groups
 };
 
+inline ProductSize size_of(const Problem& p) { return {p.experts, p.M, p.N, p.K, p.rows, p.offs != nullptr}; }
+
+namespace many_rows {
+struct PlannedKernel;  // many_rows_sm90/plan.h
+}
+
 // Each only enqueues, and each needs M, N, K > 0 and x in bf16 or fp16.
 void launch_matmul_few_rows(const Problem& p, cudaStream_t stream);  // any such problem; made for M <= 16
 void launch_matmul_few_rows_grouped(const Problem& p, cudaStream_t stream);
 bool fits_matmul_few_rows_sm90(const Problem& p);                    // what it calls where alignment allows
 void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream);  // for at most 16 rows
 bool fits_matmul_many_rows(const Problem& p);                        // a Hopper, and codes aligned to 16 bytes
-bool is_faster_than_few_rows(const Problem& p);  // what fits that, of 9 to 16 rows, by the cost model
-bool is_faster_decoded(const Problem& p);  // what fits that: w decoded first and dense.h, by the cost model
 // scratch: memory of so many bytes, which lives as long as the stream needs it.
-void launch_matmul_many_rows(const Problem& p, const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
+void launch_matmul_many_rows(const Problem& p, const many_rows::PlannedKernel& planned,
+                             const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
 void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream);  // alpha, bias, rounding
 
 #ifdef __CUDACC__

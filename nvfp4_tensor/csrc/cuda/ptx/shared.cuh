@@ -131,13 +131,15 @@ __device__ __forceinline__ void cluster_wait_all() {
   cluster_wait();
 }
 
-// Until the kernel before this one in the stream is done and its results are seen, where this one may begin before.
+// PDL (programmatic dependent launch): until the kernel before this one in the stream is done and its results are seen,
+// where this one may begin before.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
+// PDL: the next kernel's blocks may start where there is room, and wait as above.
 __device__ __forceinline__ void let_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,4 +1,5 @@
-// What Hopper adds to shared memory: copies by the bulk engine, other blocks of the cluster, overlapping kernels.
+// What Hopper adds to shared memory: TMA (copies by the bulk engine), mbarriers that count bytes, the shared memory of
+// the other blocks of a cluster; and registers that move between warpgroups.
 #pragma once
 
 #include <cuda.h>
@@ -99,7 +100,7 @@ __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Registers of a thread, moved between groups of four warps.
+// Registers of a thread, moved between warpgroups (setmaxnreg).
 template <int kCount>
 __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount)); }
 

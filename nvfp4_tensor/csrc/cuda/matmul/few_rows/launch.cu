@@ -19,8 +19,6 @@ using SmallUpTo16 = Shape<16, 2, 2, 1, 1, 2, 8>;
 
 constexpr int kMostTilesAStep = kTilesPerBand;
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 int log2_ceil(int n) {
   int log = 0;
   while (1 << log < n) ++log;
@@ -30,17 +28,17 @@ int log2_ceil(int n) {
 template <typename T, typename S, bool kPlain, bool kGrouped>
 void launch(const Problem& p, cudaStream_t stream) {
   constexpr auto kKernel = kernel<T, S, kPlain, kGrouped>;
-  const int slices = ceil_div(p.Kp, S::kSlice);
+  const int slices = ceil_quotient(p.Kp, S::kSlice);
   Work work;
   work.log2_warps_in_k = std::clamp(log2_ceil(slices), log2_ceil(S::kWarps * S::kTiles / kMostTilesAStep),
                                     log2_ceil(S::kWarps));
-  const int shares = ceil_div(slices, 1 << work.log2_warps_in_k);  // of K, a block each
+  const int shares = ceil_quotient(slices, 1 << work.log2_warps_in_k);  // of K, a block each
   work.cluster = this_machine().capability >= 90 ? std::min(shares, kMostBlocksInCluster) : 1;
-  work.passes = ceil_div(shares, work.cluster);
+  work.passes = ceil_quotient(shares, work.cluster);
   const bool begin_inside = p.experts > 1 && p.N % 128 != 0;  // of a band
-  const int bands = ceil_div(p.N, 128) + begin_inside;
+  const int bands = ceil_quotient(p.N, 128) + begin_inside;
   const int groups = bands * kTilesPerBand / S::kTiles;
-  const int64_t all = kGrouped ? static_cast<int64_t>(groups) * most_token_tiles(p, S::kColumns * 8) : groups;
+  const int64_t all = kGrouped ? static_cast<int64_t>(groups) * size_of(p).token_tiles(S::kColumns * 8) : groups;
   constexpr int kThreads = S::kWarps * 32;
   const int resident = resident_clusters<kKernel>(work.cluster, kThreads, S::kSharedBytes);
   const int clusters = static_cast<int>(std::min<int64_t>(all, resident));

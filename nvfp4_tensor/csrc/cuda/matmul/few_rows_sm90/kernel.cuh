@@ -1,22 +1,53 @@
 // y = x w^T for at most 16 rows of x, on Hopper and later: bound by reading w, so everything else goes on beside that.
 //
-// A warp owns a slice of K. It keeps x of that slice in registers, as B fragments of mma.m16n8k16, and tiles of 16 rows
-// of w stream past, the A operand. The order of K inside an MMA is free, so a lane's 16 bytes of codes are its A
-// fragment as they lie, and x is permuted alike while it is loaded. Each warp fetches its own tiles by the bulk copy
-// engine, kDepth copies ahead: nothing but its own barriers stands between memory and decoding.
+// Split-K, warp-specialized, each warp with a TMA pipeline of its own. A warp owns a slice of K. It keeps x of that
+// slice in registers, as B fragments of mma.m16n8k16, and tiles of 16 rows of w stream past, the A operand. The order
+// of K inside an MMA is free, so a lane's 16 bytes of codes are its A fragment as they lie, and x is permuted alike
+// while it is loaded. Each warp fetches its own tiles, kDepth copies ahead: nothing but its own mbarriers stands
+// between memory and decoding.
 //
 // The 16 rows of a tile are r + 32 i, r in four consecutive rows, i in 0..3: in the 128x4 order of the scales these are
 // 64 consecutive bytes for each 64 elements, so a tile reads whole sectors of them.
 //
-// Four more warps add the sums of the others, in their order, and write y while they go on. Where a row has more than
-// 16 slices, blocks of a cluster split it, and their adding warps send what they have to those of the first block.
+// Four more warps add the sums of the others, in their order, and write y (the epilogue) while they go on. Where a row
+// has more than 16 slices, blocks of a cluster split it, and their adding warps send what they have to those of the
+// first block, through distributed shared memory.
 //
-// A chain of such kernels overlaps: each is let begin while the one before still runs, prepares its barriers and waits:
-// that kernel may be the one that writes w. More than a few rows of x go ahead of all copies of w, for what is asked
-// for later waits behind them; fewer go behind the first tile (kMostRowsBehindATile). What is brought to the L2 cache
-// before the wait, by the copy engine or by prefetches, is in the way of x and of the kernel before: decode of an 8B
-// model took 2222 us a token without, 2213 to 2346 with a unit of each warp (by lines, by sectors), 2619 with all the
-// ring's.
+// Roles, of 20 warps (one block on a multiprocessor; it stays for all of its tiles: persistent)
+//   multiplying  warps 0..15, 104 registers a thread: TMA for their own tiles, decode, mma, leave sums in a slot.
+//                Of the first warps_in_k * row_groups each has a slice of K and every row_groups-th tile; others leave.
+//   adding       warps 16..19, 64 registers: each every fourth tile: adds 16 or fewer warps' sums, those of the other
+//                blocks of the cluster too, and writes y; or, in a block that is not the cluster's first, sends them.
+//
+// mbarriers, with the arrivals that complete a phase
+//   copied[warp][kDepth]  1, the elected lane's expect_tx of 2304 bytes, and TMA's bytes: a unit has come.
+//   loaded[warp]          32, every lane, once what it loaded of a unit has been used: TMA may fill its place again.
+//   full[kSlots]          32 * warps_in_k * row_groups, every lane that multiplies: a step's sums are in the slot.
+//   empty[kSlots]         128, every lane that adds: they have been read.
+//   inbox full[adder]     1, lane 0's expect_tx in the first block, and the bytes of the other blocks' st.async.
+//   inbox empty[adder]    1, in each other block, from a lane of the first block's adder: it may send again.
+//
+// Timeline
+//   all          barriers set | __syncthreads | cluster arrives | registers dealt out (setmaxnreg)
+//   multiplying  PDL wait | x to registers, TMA of kDepth units | x to fragments through its slots | cluster waits |
+//                each tile: copied -> decode, mma -> loaded -> TMA of the unit kDepth ahead; empty -> sums -> full
+//   adding       PDL wait, the next kernel may begin | cluster waits |
+//                each tile: full -> add -> empty -> (first block) inbox full -> add -> y -> inbox empty
+//                                                   (others) inbox empty -> st.async
+//
+// Shared memory, from a multiple of 1024 on; bytes for up to 8 rows of x, and up to 16
+//   codes     kWarps * kDepth * 2048              131072    98304   128-byte swizzle
+//   scales    kWarps * kDepth * 256                16384    12288
+//   slots     kWarps * kSlots * kTileSums * 4      32768    81920   x passes through them first
+//   inboxes   kAdders * 7 * kTileSums * 4          14336    28672   of the cluster's first block
+//   barriers  copied, full, empty, inboxes; loaded   768      656
+//
+// A chain of such kernels overlaps by PDL (programmatic dependent launch): each is let begin while the one before still
+// runs, prepares its barriers and waits: that kernel may be the one that writes w. More than a few rows of x go ahead
+// of all copies of w, for what is asked for later waits behind them; fewer go behind the first tile
+// (kMostRowsBehindATile). What is brought to the L2 cache before the wait, by TMA or by prefetches, is in the way of x
+// and of the kernel before: decode of an 8B model took 2222 us a token without, 2213 to 2346 with a unit of each warp
+// (by lines, by sectors), 2619 with all the ring's.
 //
 // An mma holds its scheduler's issue for 8 cycles on Hopper, decoding what it multiplies for 15, so that without any
 // copy 14336 x 8192 takes 18 us in a chain at M = 1 and 22 at 16, where copies alone take 18.4. By wgmma, which holds
@@ -28,6 +59,7 @@
 
 #include "cuda/host/launch.h"
 #include "cuda/matmul/decode.cuh"
+#include "cuda/matmul/few_rows_sm90/plan.h"
 #include "cuda/matmul/problem.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_sm90.cuh"
@@ -35,12 +67,10 @@
 namespace nvfp4 {
 namespace few_rows_sm90 {
 
-constexpr int kWarps = 16;  // that multiply
 constexpr int kAdders = 4;  // warps that add
 constexpr int kThreads = (kWarps + kAdders) * 32;
 // Of a thread. It has 96 at first, since 5 warps share the 512 of a quarter of the multiprocessor.
 constexpr int kMultiplyingRegisters = 104, kAddingRegisters = 5 * 96 - 4 * kMultiplyingRegisters;
-constexpr int kTileRows = 16;
 constexpr int kTilesPerBand = 128 / kTileRows;
 
 // A unit is what one copy brings: 256 elements of a tile's 16 rows.
@@ -51,7 +81,7 @@ constexpr int kUnitCodes = kTileRows * kUnitElements / 2, kUnitScales = kTileRow
 template <int kColumns_, int kUnits_, int kDepth_, int kSlots_>
 struct Shape {
   static constexpr int kColumns = kColumns_, kUnits = kUnits_, kDepth = kDepth_, kSlots = kSlots_;
-  static_assert(kDepth % kUnits == 0);
+  static_assert(kDepth % kUnits == 0, "the ring holds whole tiles, so that a tile's units lie one behind the other");
   static constexpr int kSlice = kUnits * kUnitElements;
   static constexpr int kTileSums = kTileRows * 8 * kColumns;  // floats
   static constexpr int kScalesAt = kWarps * kDepth * kUnitCodes;
@@ -60,7 +90,7 @@ struct Shape {
   static constexpr int kBarriersAt = kInboxAt + kAdders * (kMostBlocksInCluster - 1) * kTileSums * 4;
   static constexpr int kLoadedAt = kBarriersAt + 8 * (kWarps * kDepth + 2 * kSlots + 2 * kAdders);
   static constexpr int kSharedBytes = kLoadedAt + 8 * kWarps + 1024;
-  static_assert(kSlots * kTileSums * 4 >= 2048);  // x passes through a warp's part of the slots
+  static_assert(kSlots * kTileSums * 4 >= 2048, "x passes through a warp's part of the slots, 2 KB at a time");
 };
 
 // How a grid of (cluster, clusters, experts) blocks divides the work.

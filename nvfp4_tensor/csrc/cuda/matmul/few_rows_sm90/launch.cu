@@ -4,13 +4,10 @@
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/matmul/few_rows_sm90/kernel.cuh"
-#include "cuda/matmul/many_rows_sm90/plan.h"
 
 namespace nvfp4 {
 namespace few_rows_sm90 {
 namespace {
-
-using many_rows::ceil_div;
 
 using UpTo8 = Shape<1, 2, 4, 4>;
 using UpTo8Short = Shape<1, 1, 4, 4>;  // rows of at most 16 slices of 256, and not many of them
@@ -18,12 +15,9 @@ using UpTo8Short = Shape<1, 1, 4, 4>;  // rows of at most 16 slices of 256, and 
 // and 28672 x 8192, M = 16, us in a chain, with 4 units in flight and 3 slots 28.8 and 48.5, with 3 and 5 27.2 and 47.3
 // (without decoding and products 21.6 and 46.3, and 19.0 and 35.8).
 using UpTo16 = Shape<2, 1, 3, 5>;
-static_assert(many_rows::kFewSlice == UpTo16::kSlice && many_rows::kFewWarps == kWarps &&
-              many_rows::kFewTileRows == kTileRows);  // as few_rows_cost has it
-
-// Tiles of so many rounds of all multiprocessors. H200, K = 4096, M = 1, us of a product and a norm before it, short
-// and long slices: N = 4096 (2 rounds) 7.2 and 7.3, 6144 (3) 8.6 and 9.0, 28672 (14) 24.6 and 23.5.
-constexpr int kShortRounds = 6;
+static_assert(UpTo16::kSlice == kSliceOf16Rows && UpTo8Short::kSlice == kSliceOf16Rows &&
+                  UpTo8::kSlice == kSliceOf8Rows,
+              "plan.h divides K into slices of the length that the kernels have");
 
 // Codes come to L2 by 128 bytes: by 256, two units' at once, M = 1, 8 and 16 of 14336 x 8192, 28672 x 8192, 28672 x
 // 4096 and 4096 x 4096, single and in chains, took up to 5 % longer (H200; 45 of 48 medians in two turns, 2 % in the
@@ -31,7 +25,7 @@ constexpr int kShortRounds = 6;
 template <typename S>
 Maps maps_of(const Problem& p) {
   using u64 = cuuint64_t;
-  const u64 row = p.code_row, bands = static_cast<u64>(p.experts) * p.N / 128, groups = ceil_div(p.Kp, 64);
+  const u64 row = p.code_row, bands = static_cast<u64>(p.experts) * p.N / 128, groups = ceil_quotient(p.Kp, 64);
   constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   return {tensor_map<4>(p.codes, kBytes, {static_cast<u64>(p.Kp / 2), 32, 4, bands}, {row, row * 32, row * 128},
                         {kUnitElements / 2, 4, 4, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
@@ -42,11 +36,9 @@ Maps maps_of(const Problem& p) {
 template <typename T, typename S>
 void launch(const Problem& p, cudaStream_t stream) {
   constexpr auto kKernel = kernel<T, S>;
-  const int slices = ceil_div(p.Kp, S::kSlice);
+  const Split split = Split::of(p.Kp, S::kSlice);
   Work work;
-  work.cluster = ceil_div(slices, kWarps);
-  work.warps_in_k = ceil_div(slices, work.cluster);
-  work.row_groups = kWarps / work.warps_in_k;
+  work.cluster = split.cluster, work.warps_in_k = split.warps_in_k, work.row_groups = split.row_groups;
   work.share = 65536 / work.warps_in_k + 1;
   const int tiles = p.N / kTileRows;
   const int clusters = std::min(tiles, resident_clusters<kKernel>(work.cluster, kThreads, S::kSharedBytes));
@@ -79,11 +71,9 @@ bool fits_matmul_few_rows_sm90(const Problem& p) {
 
 void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream) {
   using namespace few_rows_sm90;
-  const int64_t rows = static_cast<int64_t>(p.experts) * p.N;
-  const int rows_a_round = few_rows_sm90::kTileRows * this_machine().multiprocessors;
   if (p.some_m > 8) {
     launch_shape<UpTo16>(p, stream);
-  } else if (p.Kp <= kWarps * UpTo8Short::kSlice && rows <= kShortRounds * rows_a_round) {
+  } else if (are_slices_short(size_of(p), this_machine().multiprocessors)) {
     launch_shape<UpTo8Short>(p, stream);
   } else {
     launch_shape<UpTo8>(p, stream);

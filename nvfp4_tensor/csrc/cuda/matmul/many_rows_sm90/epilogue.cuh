@@ -1,4 +1,5 @@
-// What a warpgroup does with its sums: to another block, from other blocks, and finished into y.
+// The epilogue, what a warpgroup does with its sums: to another block, from other blocks (stream-K's fix-up), and
+// finished into y: alpha, bias, one rounding.
 //
 // A warp has 16 rows of w by all tokens: lane (g, t) = lane / 4, lane % 4 has of each 8 tokens
 //   sum[4 i + j] = (row g + j / 2 * 8, token 8 i + 2 t + j % 2).
@@ -207,7 +208,7 @@ __device__ __forceinline__ void write_any_unit(const Problem& p, const Place& at
   }
 }
 
-// A tile, by the copy engine while the next one's products run: by the warpgroup, 16 tokens at a time, 256 took 4,900
+// A tile, by TMA while the next one's products run: by the warpgroup, 16 tokens at a time, 256 took 4,900
 // cycles, 3 % of 14336 x 8192 with 4096 rows and 16 of 24576 x 1536. The desk is free when
 // wait_until_stores_have_read() has returned to the warpgroup's first thread.
 template <typename T, typename S>
@@ -226,7 +227,7 @@ __device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap*
   show_stores_to_copies();
   warpgroup_sync();
   const int first = at.expert * p.M + at.token, n = first_row_of_group<S>(p, at), tokens = at.end - at.token;
-  // The copy engine leaves out what lies beyond y, but not another expert's rows.
+  // TMA leaves out what lies beyond y, but not another expert's rows.
   if (n < 0 || (tokens < S::kTokens && first + tokens != p.rows)) {
     write_units<T, S>(p, at, units, [](int) { return true; });
   } else if (threadIdx.x % 128 == 0) {

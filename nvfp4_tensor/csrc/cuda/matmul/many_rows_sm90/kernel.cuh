@@ -1,12 +1,44 @@
 // y = x w^T on Hopper for more than a few rows of x: wgmma with w decoded into registers as its A operand.
 //
-// A tile of y is kRows rows of w by kTokens rows of x. One warp keeps the copy engine busy: x (128-byte swizzle, the B
-// operand), codes (64-byte swizzle) and scales; or four do, and permute x on its way. Warpgroups of 64 rows of w decode
-// codes into A fragments, so that no decoded weight ever goes through shared memory. Blocks stay for all of their
-// tiles: the copies for the next one are under way while sums are written.
+// Warp-specialized and persistent. A tile of y is kRows rows of w by kTokens rows of x. One warp keeps TMA, the bulk
+// copy engine, busy: x (128-byte swizzle, the B operand), codes (64-byte swizzle) and scales; or four do, and permute x
+// on its way. Warpgroups of 64 rows of w decode codes into A fragments, so that no decoded weight ever goes through
+// shared memory. Blocks stay for all of their tiles: the copies for the next one are under way while sums are written.
 //
-// Of few tiles, each is shared by some blocks, each with a part of K. Of others, some are cut along K too:
-// runs.h.
+// Of few tiles, each is shared by some blocks, each with a part of K (split-K). Of others, some are cut along K too
+// (stream-K): runs.h.
+//
+// Roles, of 3 or 5 warpgroups (one block on a multiprocessor)
+//   consumers  the first kGroups, 2 or 4: 64 rows of w each. Decode, wgmma, and the epilogue.
+//   producer   the last. Its first warp has all copies; or each of its four every fourth stage, and permutes that
+//              stage's x (X::kPermutedInCopy). Of groups of rows the other three write zeros beyond the last group.
+//   Registers of a thread (setmaxnreg): consumers 224, or 104 where they are 4 warpgroups, the producer 56 or 64. Where
+//   it permutes x none move: all have up to 168 or 96.
+//
+// mbarriers, two a stage, with the arrivals that complete a phase
+//   full[kStages]   kFilledBy: 1, the elected lane's expect_tx, and TMA's bytes; or 2, that of the warp that has stored
+//                   a permuted x too, behind a proxy fence.
+//   empty[kStages]  kConsumers: every consumer, when it has what it read. Where y is on its way out of a stage's place,
+//                   the thread that started that copy arrives when TMA has read it.
+// Named barriers: 1 + warpgroup, 128 threads, and 1 + kGroups, all consumers. Between blocks: flags in global memory,
+// one for each place of sums, block that waits and warpgroup, which hold the number of the launch (epilogue.cuh).
+//
+// Timeline
+//   all        barriers set, tensor maps prefetched | of groups: PDL wait, plan again | __syncthreads
+//   producer   first codes and scales to L2 | PDL wait | each stage: empty -> TMA (-> permute x -> full)
+//   consumers  PDL wait (shared tiles let the next kernel begin) | flags to 0 | each tile's stages:
+//                full -> decode half 0 -> wgmma half 0 -> products of the stage before are done: its empty
+//                     -> decode half 1 -> wgmma half 1 -> full of the next stage, its codes -> half 0 is done
+//              then sums to other blocks, or theirs added -> alpha, bias, rounding -> y by TMA, or by whole lines
+//
+// Shared memory, from a multiple of 1024 on
+//   kStages of  x       kTokens * 256    two halves of 64 elements, 128-byte swizzle
+//               codes   kRows * 64       64-byte swizzle
+//               scales  kRows * 8        1024 for each band of 128 rows
+//   full, empty         16 * kStages
+//   Work                of groups of rows, as this block planned it
+//   Places that no copy needs any more serve the epilogue: the tile's last stage y on its way out (Desk), or, of tiles
+//   that several blocks finish, the first stage y, the others this block's own sums (share.cuh).
 #pragma once
 
 #include <cuda.h>
@@ -18,6 +50,7 @@
 #include "cuda/matmul/many_rows_sm90/epilogue.cuh"
 #include "cuda/matmul/many_rows_sm90/permute.cuh"
 #include "cuda/matmul/many_rows_sm90/schedule.cuh"
+#include "cuda/matmul/many_rows_sm90/shapes.h"
 #include "cuda/matmul/many_rows_sm90/share.cuh"
 #include "cuda/matmul/problem.cuh"
 #include "cuda/ptx/shared_sm90.cuh"
@@ -26,9 +59,6 @@
 namespace nvfp4 {
 namespace many_rows {
 
-enum class X { kAsItLies, kPermutedBefore, kPermutedInCopy };
-enum class Tiles { kInRuns, kShared };
-
 constexpr int kPermutingCopiers = 4;  // warps
 
 template <int kTokens_, int kRowGroups_, int kStages_, X kX_, Tiles kTiles = Tiles::kInRuns>
@@ -36,7 +66,7 @@ struct Shape {
   static constexpr X kX = kX_;
   static constexpr bool kPermuted = kX != X::kAsItLies, kInCopy = kX == X::kPermutedInCopy;
   static constexpr bool kShared = kTiles == Tiles::kShared;
-  static_assert(kShared || !kInCopy);
+  static_assert(kShared || !kInCopy, "only tiles that blocks share are so small that permuting x in the copy pays");
   static constexpr int kTokens = kTokens_, kGroups = kRowGroups_, kStages = kStages_;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kSums = kTokens / 2, kUnits = kTokens / 16;  // of a thread
@@ -52,13 +82,14 @@ struct Shape {
   static constexpr int kStageBytes = kScalesAt + kScaleBytes;
   static constexpr int kPoolBytes = kStages * kStageBytes;
   static constexpr int kDeskBytes = kTokens == 16 ? 3072 : kTokens * 128;  // y of a warpgroup, swizzled by 1024
-  static_assert(kDeskBytes >= 4 * kWarpSumBytes && kGroups * kDeskBytes <= kScalesAt);
+  static_assert(kDeskBytes >= 4 * kWarpSumBytes, "a desk holds 8 tokens of each warp of its warpgroup");
+  static_assert(kGroups * kDeskBytes <= kScalesAt, "the desks of all warpgroups lie in one stage, over x and codes");
   static constexpr int kPlanAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
-  static_assert(kSharedBytes <= 232448);
+  static_assert(kSharedBytes <= 232448, "a block of Hopper has 227 KB of shared memory at most");
   // Each place of the ring is one warp's: where several fill it in turn, two barriers (full, empty) lie between their
   // stores, but compute-sanitizer's racecheck reports them.
-  static_assert(!kInCopy || kStages % kPermutingCopiers == 0);
+  static_assert(!kInCopy || kStages % kPermutingCopiers == 0, "each place of the ring is one permuting warp's");
 };
 
 // The ring of stages: a barrier that says full and one that says empty for each, after the pool.

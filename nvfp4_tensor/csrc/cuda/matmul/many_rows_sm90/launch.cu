@@ -1,9 +1,7 @@
 // Which shape of Hopper's many-rows kernel serves a problem, and the tensor maps that it copies by.
 #include <algorithm>
 #include <atomic>
-#include <optional>
 #include <random>
-#include <utility>
 
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
@@ -14,8 +12,6 @@ namespace nvfp4 {
 namespace many_rows {
 namespace {
 
-constexpr int kTokenGroup = 4;  // token tiles whose blocks run together
-
 bool x_is_aligned(const Problem& p) { return (reinterpret_cast<uintptr_t>(p.x) | (p.x_row * 2)) % 16 == 0; }
 
 // Unlike anything that memory holds by chance, and never the same twice.
@@ -25,15 +21,6 @@ uint64_t launch_number() {
   n = (n ^ n >> 30) * 0xBF58476D1CE4E5B9;
   n = (n ^ n >> 27) * 0x94D049BB133111EB;
   return n ^ n >> 31;
-}
-
-int row_tiles(const Problem& p, int rows) {
-  const int bands = p.N % kBand == 0 ? p.N / kBand : ceil_div(p.N, kBand) + (p.experts > 1);
-  return ceil_div(bands * kBand, rows);
-}
-
-int token_tiles(const Problem& p, int tokens) {
-  return p.offs ? most_token_tiles(p, tokens) : ceil_div(p.M, tokens);
 }
 
 template <typename T, typename S, bool kGrouped>
@@ -56,7 +43,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
                       {64, S::kTokens}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE);
   }
   Work work;
-  work.row_tiles = plan.tiling.row_tiles, work.token_tiles = token_tiles(p, S::kTokens);
+  work.row_tiles = plan.tiling.row_tiles, work.token_tiles = size_of(p).token_tiles(S::kTokens);
   work.token_group = p.offs ? kTokenGroup : plan.tiling.token_group;
   work.steps = plan.tiling.steps, work.whole_tiles = plan.whole_tiles, work.cut_tiles = plan.cut_tiles;
   work.cut_cost = plan.cut_cost;
@@ -77,14 +64,13 @@ enum class Serves { kProducts, kGroupsToo };
 struct Kernel {
   int rows, tokens;
   X x;
-  bool shared;
-  int stage_cycles;                                                           // of a multiprocessor, on an H200
+  Tiles tiles;
   void (*launch[2][2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // of groups or not; bf16, fp16
 
   template <typename S, Serves kServes = Serves::kProducts>
-  static constexpr Kernel of(int stage_cycles) {
+  static constexpr Kernel of() {
     using Bf16 = __nv_bfloat16;
-    Kernel kernel = {S::kRows, S::kTokens, S::kX, S::kShared, stage_cycles,
+    Kernel kernel = {S::kRows, S::kTokens, S::kX, S::kShared ? Tiles::kShared : Tiles::kInRuns,
                      {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
     if constexpr (kServes == Serves::kGroupsToo) {
       kernel.launch[1][0] = many_rows::launch<Bf16, S, true>;
@@ -94,67 +80,43 @@ struct Kernel {
   }
 };
 
-// A stage takes what decoding does and 0.6 of what the tensor cores do, or all of the latter where that is more: 128
-// rows by 64 tokens took 640 cycles without products, 600 without decoding and 946 (decoding 8 codes by 17
-// instructions, now 15); by 256 tokens 2062 without decoding, and 2137. Copies alone are 518 and 1670; what two blocks
-// copied together, by multicast, took as long or longer.
-//
-// It is the multiprocessor: while wgmma runs, a scheduler issues but one other instruction in five cycles. Loops of
-// nothing but wgmma of 64 columns, 512 cycles, and 320 LOP3 of each scheduler, 640, take 979, with 320 FFMA 820;
-// likewise with A in shared memory, with one warpgroup or four, with each product between a few of them; 1126 where one
-// warpgroup is kept from the one while another does the other. So what counts is instructions: 190 a warp and stage
-// where x is permuted, 120 of them to decode, 310 where it lies as it is.
+// In the order of costs::kManyRowsKernels, by whose index a plan names its kernel.
 constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 2, 10, X::kPermutedBefore>>(790),
-    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore>, Serves::kGroupsToo>(1260),
-    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore>, Serves::kGroupsToo>(1445),
-    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore>>(1110),
-    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore>>(1250),
-    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore>>(1400),
-    Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(1885),
-    Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(2090),
-    Kernel::of<Shape<16, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(610),
-    Kernel::of<Shape<16, 4, 8, X::kPermutedInCopy, Tiles::kShared>>(1150),
-    Kernel::of<Shape<32, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(760),
-    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore, Tiles::kShared>>(1090),
-    Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(1180),
-    Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(920),
-    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore, Tiles::kShared>>(1375),
-    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(1150),
-    Kernel::of<Shape<128, 2, 5, X::kAsItLies, Tiles::kShared>>(1515),
-    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore, Tiles::kShared>>(1290),
-    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore, Tiles::kShared>>(1490),
-    Kernel::of<Shape<192, 2, 3, X::kAsItLies, Tiles::kShared>>(1925),
-    Kernel::of<Shape<256, 2, 3, X::kAsItLies, Tiles::kShared>>(2270),
+    Kernel::of<Shape<32, 2, 10, X::kPermutedBefore>>(),
+    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore>, Serves::kGroupsToo>(),
+    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore>, Serves::kGroupsToo>(),
+    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore>>(),
+    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore>>(),
+    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore>>(),
+    Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(),
+    Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(),
+    Kernel::of<Shape<16, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(),
+    Kernel::of<Shape<16, 4, 8, X::kPermutedInCopy, Tiles::kShared>>(),
+    Kernel::of<Shape<32, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(),
+    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore, Tiles::kShared>>(),
+    Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(),
+    Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(),
+    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore, Tiles::kShared>>(),
+    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(),
+    Kernel::of<Shape<128, 2, 5, X::kAsItLies, Tiles::kShared>>(),
+    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore, Tiles::kShared>>(),
+    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore, Tiles::kShared>>(),
+    Kernel::of<Shape<192, 2, 3, X::kAsItLies, Tiles::kShared>>(),
+    Kernel::of<Shape<256, 2, 3, X::kAsItLies, Tiles::kShared>>(),
 };
 
-// The tile for groups, whose sizes only the device knows, by their mean. H200, us, 8 experts of 14336 x 4096 and 64 of
-// 2048 x 7168, tokens x rows of w:   32 x 256  64 x 256  128 x 128  192 x 128  256 x 128
-//   mean 16                            113, 209  135, 254
-//   mean 64                            238, 510  181, 396   198, 403   278, 519   391, 651
-//   mean 128                           443, 948  323, 663   336, 601   260, 562   331, 696
-//   mean 1024 and 512                                          -, 2003 1527, 1751 1477, 1924
-bool is_for_groups(const Kernel& k, const Problem& p) {
-  const int mean = p.rows / p.experts, tokens = mean <= 24 ? 32 : mean <= 96 ? 64 : mean <= 768 ? 192 : 256;
-  return k.launch[1][0] != nullptr && k.tokens == tokens;
-}
-
-std::pair<Plan, const Kernel*> best_plan(const Problem& p) {
-  std::optional<Plan> best;
-  const Kernel* kernel = nullptr;
-  const int multiprocessors = this_machine().multiprocessors;
-  for (const Kernel& k : kKernels) {
-    if (p.offs && !is_for_groups(k, p)) continue;
-    const int rows = row_tiles(p, k.rows), tokens = token_tiles(p, k.tokens);
-    const Tiling tiling = {k.rows,         k.tokens, (p.offs ? 1 : p.experts) * rows * tokens, ceil_div(p.Kp, kStageK),
-                           k.stage_cycles, rows,     std::min(kTokenGroup, tokens)};
-    const auto of = p.offs ? Plan::of_groups : k.shared ? Plan::of_sharers : Plan::of_runs;
-    Plan plan = of(tiling, multiprocessors);
-    if (k.x == X::kPermutedBefore) plan.cost += kPermuteCycles + static_cast<int64_t>(p.rows) * p.K / kPermutedPerCycle;
-    if (!best || plan.cost < best->cost) best = plan, kernel = &k;
+constexpr bool are_those_of_the_costs() {
+  for (int i = 0; i < costs::kManyRowsKernelCount; ++i) {
+    const costs::ManyRowsKernel& costed = costs::kManyRowsKernels[i];
+    const Kernel& kernel = kKernels[i];
+    if (kernel.rows != costed.rows || kernel.tokens != costed.tokens || kernel.x != costed.x ||
+        kernel.tiles != costed.tiles || (kernel.launch[1][0] != nullptr) != costed.for_groups) {
+      return false;
+    }
   }
-  return {*best, kernel};
+  return sizeof kKernels / sizeof kKernels[0] == costs::kManyRowsKernelCount;
 }
+static_assert(are_those_of_the_costs(), "costs.h has the cost of each kernel here, in the same order");
 
 }  // namespace
 }  // namespace many_rows
@@ -167,39 +129,29 @@ bool fits_matmul_many_rows(const Problem& p) {
          tensor_map_encoder() != nullptr;
 }
 
-bool is_faster_than_few_rows(const Problem& p) {
+void launch_matmul_many_rows(const Problem& given, const many_rows::PlannedKernel& planned,
+                             const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
   using namespace many_rows;
-  const auto [plan, kernel] = best_plan(p);
-  const int64_t few_rows = few_rows_cost(p.M, p.N, p.K, p.experts, this_machine().multiprocessors);
-  return kernel->tokens == 16 && plan.cost < few_rows;  // of wider tiles it was not compared
-}
-
-bool is_faster_decoded(const Problem& p) {
-  using namespace many_rows;
-  return decoded_cost(p.M, p.N, p.K, this_machine().multiprocessors) < best_plan(p).first.cost;
-}
-
-void launch_matmul_many_rows(const Problem& given, const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
-  using namespace many_rows;
-  const auto [plan, kernel] = best_plan(given);
+  const Plan& plan = planned.plan;
+  const Kernel& kernel = kKernels[planned.kernel];
   Problem p = given;
-  const int columns = ceil_div(p.K, kStageK) * kStageK;
-  const bool before = kernel->x == X::kPermutedBefore, in_copy = kernel->x == X::kPermutedInCopy;
+  const int columns = ceil_quotient(p.K, kStageK) * kStageK;
+  const bool before = kernel.x == X::kPermutedBefore, in_copy = kernel.x == X::kPermutedInCopy;
   const bool moves_x = before || !x_is_aligned(p) || (in_copy && p.K % 8 != 0);
   uint8_t* const at =
       static_cast<uint8_t*>(scratch(plan.x_at() + (moves_x ? static_cast<int64_t>(p.rows) * columns * 2 : 0)));
   if (moves_x) {
     uint4* x = reinterpret_cast<uint4*>(at + plan.x_at());
     if (before) {
-      const Launch launch(dim3(p.rows, ceil_div(p.K, kPermuteK)), 1, kPermuteThreads, kPermuteSpare, stream,
+      const Launch launch(dim3(p.rows, ceil_quotient(p.K, kPermuteK)), 1, kPermuteThreads, kPermuteSpare, stream,
                           Begins::kBeforePreviousEnds);
       cudaLaunchKernelEx(&launch.config, permute_x, p, x);
     } else {
-      align_x<<<dim3(p.rows, ceil_div(columns, 128 * 8)), 128, 0, stream>>>(p, x);
+      align_x<<<dim3(p.rows, ceil_quotient(columns, 128 * 8)), 128, 0, stream>>>(p, x);
     }
     p.x = x, p.x_row = columns, p.K = columns;
   }
-  kernel->launch[p.offs != nullptr][p.x_dtype == Dtype::kFp16](p, plan, at, stream);
+  kernel.launch[p.offs != nullptr][p.x_dtype == Dtype::kFp16](p, plan, at, stream);
 }
 
 }  // namespace nvfp4

@@ -1,4 +1,4 @@
-// x in the order in which PermutedStage decodes w: by a kernel before, or by the warps that copy it.
+// x in the order in which PermutedStage decodes w: by a kernel before, or by the producer's warps.
 //
 // The order of K inside a product is free. Lane t of a quad holds elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each
 // 16; for its 16 bytes of codes to be that as they lie, element k = 32 t + 8 w + e of each 128 of x goes to
@@ -12,12 +12,12 @@
 #pragma once
 
 #include "cuda/matmul/decode.cuh"
+#include "cuda/matmul/many_rows_sm90/shapes.h"
 #include "cuda/ptx/shared.cuh"
 
 namespace nvfp4 {
 namespace many_rows {
 
-constexpr int kStageK = 128;          // what is permuted, and a stage of the pipeline: two column tiles of scales
 constexpr int kPermuteThreads = 128;  // each with 32 elements
 constexpr int kPermuteK = kPermuteThreads * 32;
 // Shared memory that keeps all but a few of its blocks off a multiprocessor. It begins before the kernel before it
@@ -26,7 +26,8 @@ constexpr int kPermuteK = kPermuteThreads * 32;
 // (it leaves 4), 7168 x 2048, M = 96 13.6 -> 12.5 -> 12.3 (20). Here it is four, for which a kernel need not ask.
 constexpr int kPermuteSpare = 40 << 10;
 constexpr int kWarpWords = 512;
-static_assert(kPermuteThreads / 32 * kWarpWords * 4 + kPermuteSpare <= 48 << 10);
+static_assert(kPermuteThreads / 32 * kWarpWords * 4 + kPermuteSpare <= 48 << 10,
+              "a kernel has 48 KB of shared memory without asking for more");
 
 // One block for kPermuteK elements of a row. Both memory accesses are contiguous: a warp's 2 KB turn around in shared
 // memory, whose 16-byte units are swizzled against bank conflicts. (Without: 61 us instead of 33 for 4096 x 8192.)
@@ -77,7 +78,7 @@ __device__ __forceinline__ uint4 load_if(bool there, const uint16_t* from) {
 }
 
 // A stage of x from row `row` on, permuted by a warp on its way through registers, into the 128-byte swizzle in which
-// the copy engine would have brought it. A lane has elements 8 w..8 w + 7 of each 32 of a token, four pieces of 16
+// TMA would have brought it. A lane has elements 8 w..8 w + 7 of each 32 of a token, four pieces of 16
 // bytes that become four others. All loads are under way at once.
 template <int kTokens>
 __device__ __forceinline__ void permute_stage(const Problem& p, int row, int step, uint32_t at) {

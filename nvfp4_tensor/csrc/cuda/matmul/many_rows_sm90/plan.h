@@ -1,65 +1,20 @@
-// How a product is best divided among the blocks of a kernel, and what that costs. Without CUDA headers, as
-// runs.h: a test walks through the plans of many products.
+// How a product is best divided among the blocks of a kernel, by which kernel, and what that costs. Without CUDA
+// headers, as runs.h: a test walks through the plans of many products.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
 
+#include "cuda/matmul/many_rows_sm90/costs.h"
 #include "cuda/matmul/many_rows_sm90/runs.h"
+#include "cuda/matmul/size.h"
 
 namespace nvfp4 {
 namespace many_rows {
 
-inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// What a plan costs, in cycles. These figures and the kernels' stage_cycles are fitted to all plans of 240 products (on
-// an H200, 20 weights of published models, 24 to 1024 rows of x, single and in chains), and, for tiles that blocks
-// share, again to 168 of up to 256 rows: what is chosen by them takes 0.2 % longer than the best plan in the mean of
-// these, 0.6 % in that of the 80 of more rows, 6 % at most.
-constexpr int kWaitCycles = 5000;  // of cut tiles, whose sums are written once and read for each run
-constexpr double kSumsPerCycle = 5.5;
-// Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
-// time: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in 128 795.
-constexpr int64_t kCacheBytes = 28 << 20;
-constexpr int kMissedPerCycle = 3800;
-constexpr int kRowBytesOfStage = 256;  // of x
-constexpr int kShareCycles = 3000;
-constexpr double kSharedSumsPerCycle = 1.85;  // of 128 rows of w; half as many of 256, whose warps have fewer registers
-constexpr int kPermuteCycles = 500, kPermutedPerCycle = 1000;  // elements of x
-constexpr double kWriteCycles = 7.7;                            // a token of a whole tile
-
-// What decoding w and then cuBLASLt would take: tiles in waves, of the best of a few sizes, each with what its size
-// makes it slower than the tensor cores (one more multiplication of a row of w by a row of x takes 1 / 2048 cycles, for
-// each of K). Of 8 products of weights of 1.8 to 4.2 million elements and 512 to 8192 rows (H200, in chains: matmul.cu)
-// 6 are faster so, by 1 to 23 %; this chooses them, and one that takes 4 % longer so.
-constexpr int64_t kDecodeCycles = 7000, kDecodedPerKilocycle = 940'000;  // elements of w
-constexpr struct { int rows, tokens; double factor; } kDenseTiles[] = {
-    {128, 256, 1.0},  {256, 128, 1.0}, {128, 192, 1.0}, {192, 128, 1.0},
-    {128, 128, 1.03}, {128, 64, 1.1},  {64, 128, 1.1},  {64, 64, 1.3}};
-
-inline int64_t decoded_cost(int64_t M, int64_t N, int64_t K, int multiprocessors) {
-  double least = 1e18;
-  for (const auto& tile : kDenseTiles) {
-    const int64_t tiles = (N + tile.rows - 1) / tile.rows * ((M + tile.tokens - 1) / tile.tokens);
-    const int64_t waves = (tiles + multiprocessors - 1) / multiprocessors;
-    least = std::min(least, waves * tile.factor * K * tile.rows * tile.tokens / 2048);
-  }
-  return static_cast<int64_t>(least) + kDecodeCycles + N * K * 1000 / kDecodedPerKilocycle;
-}
-
-// What the few-rows kernel takes for 9 to 16 rows of x, in the same cycles, by how it divides them: a warp has a slice
-// of K, and tiles of rows of w. Fitted to 20 weights by 9, 12 and 16 rows (H200): what is chosen by it is 0.2 % slower
-// than the faster of the two in the mean, 5 % at most.
-constexpr int kFewCycles = 2500, kFewTileCycles = 2900, kFewXPerKilocycle = 62'000;
-constexpr int kFewSlice = 256, kFewWarps = 16, kFewTileRows = 16;
-
-inline int64_t few_rows_cost(int64_t M, int64_t N, int64_t K, int experts, int multiprocessors) {
-  const int slices = ceil_div(static_cast<int>(K), kFewSlice), cluster = ceil_div(slices, kFewWarps);
-  const int tiles_at_a_time = kFewWarps / ceil_div(slices, cluster) * std::max(multiprocessors / cluster, 1);
-  const int64_t turns = (N / kFewTileRows * experts + tiles_at_a_time - 1) / tiles_at_a_time;
-  return kFewCycles + turns * kFewTileCycles + M * K * 1000 / kFewXPerKilocycle;
-}
+constexpr int kRowBytesOfStage = kStageK * 2;  // of x
+constexpr int kTokenGroup = 4;                 // token tiles whose blocks run together
 
 // y in tiles of `rows` rows of w by `tokens` rows of x, and K in `steps` stages of so many cycles each.
 struct Tiling {
@@ -67,15 +22,15 @@ struct Tiling {
   int row_tiles, token_group;  // as in Work
 
   int64_t stages() const { return static_cast<int64_t>(tiles) * steps; }
-  int write_cycles() const { return static_cast<int>(kWriteCycles * tokens); }
+  int write_cycles() const { return static_cast<int>(costs::kWriteCycles * tokens); }
 
   // What runs of cut tiles wait for memory. A tile's stage s is computed at a place of its run that depends on the
   // tile; row_tiles tiles read the same x, every token_group-th in their order.
   int64_t miss_cycles(int cut_tiles, int runs) const {
     const int64_t x_bytes = static_cast<int64_t>(cut_tiles) * tokens * steps * kRowBytesOfStage / row_tiles;
-    if (x_bytes <= kCacheBytes) return 0;
+    if (x_bytes <= costs::kCacheBytes) return 0;
     const int places = std::min(row_tiles, cut_tiles / std::gcd(cut_tiles, token_group * runs));
-    return (places - 1) * (x_bytes - kCacheBytes) / kMissedPerCycle;
+    return (places - 1) * (x_bytes - costs::kCacheBytes) / costs::kMissedPerCycle;
   }
 };
 
@@ -93,8 +48,9 @@ struct Plan {
     const int most = std::min({most_sharers(most_blocks), tiling.steps, most_blocks / tiling.tiles});
     for (int sharers = 2; sharers <= most; ++sharers) {
       const int left = tiling.rows * tiling.tokens / sharers * (sharers - 1);
-      const int share_cycles = kShareCycles + static_cast<int>(left * tiling.rows / 128 / kSharedSumsPerCycle);
-      const int64_t cost = static_cast<int64_t>(ceil_div(tiling.steps, sharers)) * tiling.stage_cycles + share_cycles;
+      const int sums_cycles = static_cast<int>(left * tiling.rows / 128 / costs::kSharedSumsPerCycle);
+      const int64_t stages = ceil_quotient(tiling.steps, sharers);
+      const int64_t cost = stages * tiling.stage_cycles + costs::kShareCycles + sums_cycles;
       if (cost < plan.cost) plan.cost = cost, plan.sharers = sharers;
     }
     plan.blocks = tiling.tiles * plan.sharers;
@@ -107,8 +63,8 @@ struct Plan {
     plan.blocks = runs;
     const int waves = std::max(tiling.tiles / runs - 1, 0);
     plan.whole_tiles = waves * runs, plan.cut_tiles = tiling.tiles - plan.whole_tiles;
-    const int tile_sums = tiling.rows * tiling.tokens, sums_of_a_tile = 1 + ceil_div(runs, tiling.tiles);
-    const int wait_and_sums = kWaitCycles + sums_of_a_tile * static_cast<int>(tile_sums / kSumsPerCycle);
+    const int tile_sums = tiling.rows * tiling.tokens, sums_of_a_tile = 1 + ceil_quotient(runs, tiling.tiles);
+    const int wait_and_sums = costs::kWaitCycles + sums_of_a_tile * static_cast<int>(tile_sums / costs::kSumsPerCycle);
     plan.cost = tiling.stages() * tiling.stage_cycles / runs + static_cast<int64_t>(waves) * tiling.write_cycles() +
                 wait_and_sums + tiling.miss_cycles(plan.cut_tiles, runs);
     plan.cut_cost = wait_and_sums / tiling.stage_cycles;
@@ -117,7 +73,7 @@ struct Plan {
 
   // Tiles whole where that takes no longer than cutting them, for at most so many blocks at a time.
   static Plan of_runs(const Tiling& tiling, int most_blocks) {
-    const int tiles = tiling.tiles, rounds = ceil_div(tiles, most_blocks);
+    const int tiles = tiling.tiles, rounds = ceil_quotient(tiles, most_blocks);
     int runs = static_cast<int>(std::clamp<int64_t>(tiling.stages() / kFewestSteps, 1, most_blocks));
     if (runs > tiles && runs % tiles * 8 < runs) runs -= runs % tiles;  // all tiles alike
     Plan plan = of_cut_tiles(tiling, runs);
@@ -128,7 +84,7 @@ struct Plan {
     const int64_t whole_cost =
         rounds * (static_cast<int64_t>(tiling.steps) * tiling.stage_cycles + tiling.write_cycles());
     if (whole_cost <= plan.cost || tiling.stages() * plan.blocks >= INT32_MAX) {
-      plan.blocks = ceil_div(tiles, rounds), plan.whole_tiles = tiles, plan.cut_tiles = 0, plan.cost = whole_cost;
+      plan.blocks = ceil_quotient(tiles, rounds), plan.whole_tiles = tiles, plan.cut_tiles = 0, plan.cost = whole_cost;
     }
     return plan;
   }
@@ -153,9 +109,62 @@ struct Plan {
     if (sharers > 1) return blocks;
     return cut_tiles == 0 ? 0 : finish_together(tiling.tokens) && cut_tiles < blocks ? 2 * blocks : blocks;
   }
-  int64_t flags_bytes() const { return ceil_div(places() * (tiling.rows / 64) * kMostSharers, 32) * 256; }
+  int64_t flags_bytes() const { return ceil_quotient(places() * (tiling.rows / 64) * kMostSharers, 32) * 256; }
   int64_t x_at() const { return flags_bytes() + int64_t{4} * places() * tiling.rows * tiling.tokens; }
 };
+
+inline int row_tiles(const ProductSize& size, int rows) {
+  const int bands = size.N % kBand == 0 ? size.N / kBand : ceil_quotient(size.N, kBand) + (size.experts > 1);
+  return ceil_quotient(bands * kBand, rows);
+}
+
+// A product's best division by this kernel.
+inline Plan plan_of(const ProductSize& size, const costs::ManyRowsKernel& kernel, int multiprocessors) {
+  const int rows = row_tiles(size, kernel.rows), tokens = size.token_tiles(kernel.tokens);
+  const Tiling tiling = {kernel.rows,
+                         kernel.tokens,
+                         (size.grouped ? 1 : size.experts) * rows * tokens,
+                         ceil_quotient(size.K, kStageK),
+                         kernel.stage_cycles,
+                         rows,
+                         std::min(kTokenGroup, tokens)};
+  const auto of = size.grouped ? Plan::of_groups : kernel.tiles == Tiles::kShared ? Plan::of_sharers : Plan::of_runs;
+  Plan plan = of(tiling, multiprocessors);
+  if (kernel.x == X::kPermutedBefore) {
+    plan.cost += costs::kPermuteCycles + static_cast<int64_t>(size.rows) * size.K / costs::kPermutedPerCycle;
+  }
+  return plan;
+}
+
+// The tile for groups, whose sizes only the device knows, by their mean. H200, us, 8 experts of 14336 x 4096 and 64 of
+// 2048 x 7168, tokens x rows of w:   32 x 256  64 x 256  128 x 128  192 x 128  256 x 128
+//   mean 16                            113, 209  135, 254
+//   mean 64                            238, 510  181, 396   198, 403   278, 519   391, 651
+//   mean 128                           443, 948  323, 663   336, 601   260, 562   331, 696
+//   mean 1024 and 512                                          -, 2003 1527, 1751 1477, 1924
+inline bool is_for_groups(const costs::ManyRowsKernel& kernel, const ProductSize& size) {
+  const int mean = size.rows / size.experts, tokens = mean <= 24 ? 32 : mean <= 96 ? 64 : mean <= 768 ? 192 : 256;
+  return kernel.for_groups && kernel.tokens == tokens;
+}
+
+struct PlannedKernel {
+  Plan plan;
+  int kernel;  // of costs::kManyRowsKernels
+
+  const costs::ManyRowsKernel& its() const { return costs::kManyRowsKernels[kernel]; }
+};
+
+// By the kernel whose plan costs least, the first of equals.
+inline PlannedKernel best_plan(const ProductSize& size, int multiprocessors) {
+  PlannedKernel best{{}, -1};
+  for (int i = 0; i < costs::kManyRowsKernelCount; ++i) {
+    const costs::ManyRowsKernel& kernel = costs::kManyRowsKernels[i];
+    if (size.grouped && !is_for_groups(kernel, size)) continue;
+    const Plan plan = plan_of(size, kernel, multiprocessors);
+    if (best.kernel < 0 || plan.cost < best.plan.cost) best = {plan, i};
+  }
+  return best;
+}
 
 }  // namespace many_rows
 }  // namespace nvfp4

@@ -1,13 +1,13 @@
 // Which block computes what: tiles of y, whole or in parts along K, so that all blocks have equally much to do.
 //
-// Tiles that fill all blocks evenly are computed whole, in waves. The others are laid end to end, K innermost, and cut
-// into as many equal runs as there are blocks, or fewer where these would be short. A block begins with the end of a
-// tile, whose sums it leaves to others, and ends with the beginning of the next one, which it finishes. Where whole
-// runs lie within a tile, their blocks come to the end when that one does, and each finishes a part
-// (share.cuh), unless the tile is so wide that registers do not suffice. Sums are added in an order of
-// their own, so the result is the same from run to run.
+// Stream-K: tiles that fill all blocks evenly are computed whole, in waves. The others are laid end to end, K
+// innermost, and cut into as many equal runs as there are blocks, or fewer where these would be short. A block begins
+// with the end of a tile, whose sums it leaves to others, and ends with the beginning of the next one, which it
+// finishes. Where whole runs lie within a tile, their blocks come to the end when that one does, and each finishes a
+// part (share.cuh), unless the tile is so wide that registers do not suffice. Sums are added in an order of their own,
+// so the result is the same from run to run.
 //
-// Few tiles are cut otherwise: each into as many equal parts of K, so that all its blocks finish it together.
+// Split-K: few tiles are cut otherwise, each into as many equal parts of K, so that all its blocks finish it together.
 //
 // Blocks that finish a tile together wait also for such as were started after them: for their neighbours, at most
 // kMostSharers in all. Blocks are started in their order, so those before them end and make room: places for

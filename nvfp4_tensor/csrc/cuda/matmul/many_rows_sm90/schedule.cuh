@@ -4,12 +4,11 @@
 
 #include "cuda/matmul/groups.cuh"
 #include "cuda/matmul/many_rows_sm90/runs.h"
+#include "cuda/matmul/many_rows_sm90/shapes.h"
 #include "cuda/matmul/problem.cuh"
 
 namespace nvfp4 {
 namespace many_rows {
-
-constexpr int kBand = 128;  // rows of w that share a band of scales
 
 struct Place {
   int expert, token, row;  // the row counted over the batch: down to 127 before the expert's first

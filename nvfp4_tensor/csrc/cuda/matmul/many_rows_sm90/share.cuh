@@ -1,4 +1,5 @@
-// Sums of one tile from the blocks that share it, through global memory: each leaves the others what they finish.
+// Split-K's reduction: sums of one tile from the blocks that share it, through global memory. Each leaves the others
+// what they finish.
 //
 // A block finishes every so many units of 16 tokens, and adds to its own sums those of the others in their order, so
 // the result is the same from run to run. H200, 4096 x 4096, M = 64 and 128, us in a chain of products: 11.8 and 15.2;
@@ -102,7 +103,8 @@ class Sharing {
  private:
   static constexpr int kMostOwn = (S::kUnits + 1) / 2, kUnitsAtOnce = kMostOwn < 4 ? kMostOwn : 4, kOthersAtOnce = 3;
   static constexpr int kHalf = S::kConsumers * 16;  // bytes: of a unit four sums of each thread
-  static_assert(S::kUnits * 2 * kHalf <= S::kPoolBytes - S::kStageBytes);
+  static_assert(S::kUnits * 2 * kHalf <= S::kPoolBytes - S::kStageBytes,
+                "a block's own sums lie in the pool behind its first stage, where y is on its way out");
 
   static __device__ __forceinline__ float4 load_or_zero(bool is_there, const float4* from) {
     return is_there ? __ldcg(from) : make_float4(0, 0, 0, 0);
