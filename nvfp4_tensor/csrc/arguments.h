@@ -54,15 +54,25 @@ inline std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
   return shape;
 }
 
-// The tensor itself where it is contiguous: asking torch for that takes a microsecond.
-inline Tensor in_order(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+inline bool begins_on(const Tensor& t, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;
+}
+
+// Contiguous, and at an address that loads of so many bytes take: the tensor itself where it is that already, since
+// asking torch takes a microsecond. A tensor over foreign memory (torch.frombuffer) may begin at any byte.
+inline Tensor aligned(const Tensor& t, uintptr_t bytes) {
+  if (!t.is_contiguous()) return torch::stable::contiguous(t);
+  return begins_on(t, bytes) ? t : torch::stable::clone(t);
+}
+
+inline Tensor in_order(const Tensor& t) { return aligned(t, static_cast<uintptr_t>(t.element_size())); }
 
 inline Tensor contiguous_as(const Tensor& t, ScalarType type) {
   return in_order(t.scalar_type() == type ? t : torch::stable::to(t, type));
 }
 
-// A tensor (..., K) as rows of K with last stride 1: itself where it is (2-D with strided rows, or contiguous), else a
-// copy.
+// A tensor (..., K) as rows of K with last stride 1: itself where it is (2-D with strided rows, or contiguous) and its
+// elements lie where loads of them may, else a copy.
 struct Rows {
   Tensor held;
   Matrix matrix;
@@ -70,8 +80,9 @@ struct Rows {
   explicit Rows(const Tensor& x) : held(x) {
     STD_TORCH_CHECK(x.dim() >= 1, "x must have at least one dimension: x.reshape(1) has");
     const Dtype dtype = dtype_of(x.scalar_type(), "x");
-    const bool strided_rows = x.dim() == 2 && (x.stride(1) == 1 || x.size(1) <= 1) && x.stride(0) >= x.size(1);
-    if (!strided_rows && !x.is_contiguous()) held = torch::stable::contiguous(x);
+    const bool strided_rows = x.dim() == 2 && (x.stride(1) == 1 || x.size(1) <= 1) && x.stride(0) >= x.size(1) &&
+                              begins_on(x, bytes_of(dtype));
+    if (!strided_rows) held = in_order(x);
     const int64_t columns = x.size(x.dim() - 1), rows = leading_rows(x);
     const int64_t row_stride = strided_rows && rows > 1 ? x.stride(0) : columns;
     matrix = {held.const_data_ptr(), rows, columns, row_stride, dtype};
@@ -107,6 +118,36 @@ inline const int64_t* rng_state_of(const std::optional<Tensor>& state, const Qua
   STD_TORCH_CHECK(state->scalar_type() == ScalarType::Long && state->numel() == 2 && state->is_contiguous(),
                   "rng_state must be int64 (seed, offset), contiguous, not ", text_of(*state));
   return static_cast<const int64_t*>(state->const_data_ptr());
+}
+
+// How the blocks of a matrix are numbered for their random bits: block (r, c) is number first + r * row_blocks + c of
+// the logical tensor (numerics contract, section 4).
+struct BlockNumbers {
+  int64_t first, row_blocks;
+};
+
+// Of a matrix that begins at (row0, col0) of a logical tensor of full_width columns (0: of its own).
+inline BlockNumbers block_numbers(int64_t rows, int64_t columns, int64_t row0, int64_t col0, int64_t full_width) {
+  STD_TORCH_CHECK(row0 >= 0 && col0 >= 0 && full_width >= 0,
+                  "row0, col0 and full_width, where x lies in a larger tensor, must not be negative, not ", row0, ", ",
+                  col0, " and ", full_width);
+  STD_TORCH_CHECK(col0 % kBlock == 0, "col0 must be a multiple of ", kBlock, ", where a block begins, not ", col0);
+  const int64_t width = full_width ? full_width : columns;
+  const int64_t row_blocks = width / kBlock + (width % kBlock != 0);
+  int64_t last_row, before, last;
+  const bool too_many = __builtin_add_overflow(row0, rows, &last_row) ||
+                        __builtin_mul_overflow(last_row, row_blocks, &before) ||
+                        __builtin_add_overflow(before, col0 / kBlock + ceil_div(columns, kBlock), &last);
+  STD_TORCH_CHECK(!too_many, "blocks are numbered in 63 bits: row0 ", row0, " of a tensor of ", width,
+                  " columns lies beyond them");
+  return {row0 * row_blocks + col0 / kBlock, row_blocks};
+}
+
+// row0 and full_rows are col0 and full_width of the transpose: refused by their own names.
+inline void check_transposed_place(int64_t row0, int64_t full_rows) {
+  STD_TORCH_CHECK(row0 >= 0 && row0 % kBlock == 0, "row0 must be a multiple of ", kBlock,
+                  ", where a block of the transpose begins, not ", row0);
+  STD_TORCH_CHECK(full_rows >= 0, "full_rows must not be negative, not ", full_rows);
 }
 
 // --- what is quantized -----------------------------------------------------------------------------------------------

@@ -92,7 +92,8 @@ Tensor hadamard(const Tensor& x, int64_t sign) {
 // The largest magnitude to allow for; that of the matrix where none is given.
 float most_of(const std::optional<Tensor>& amax, const Matrix& m, const QuantizeSpec& spec, const Tensor& x) {
   if (!amax.has_value()) return matrix_amax(m, spec.hadamard_sign);
-  const float most = *amax_of(*amax, x);
+  float most;
+  std::memcpy(&most, amax_of(*amax, x), sizeof most);  // it may begin at any byte
   STD_TORCH_CHECK(!(most < 0), "amax is a magnitude, not ", most, ": give amax.abs()");
   return most;
 }
@@ -105,9 +106,11 @@ Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::
   plan.tensor = TensorScale::of(most_of(amax, m, plan.spec, x), plan.spec.scale_ceiling);
   // Rows of a band share the cache lines of their scales (4096^2, one thread: 3.5 -> 3.0 ms).
   plan.banded = plan.spec.block_rows > 1 || (m.blocks() >= kGroupBlocks && m.rows >= kTileRows);
-  plan.row_blocks = ceil_div(full_width ? full_width : m.columns, kBlock);
-  plan.first_block = row0 * plan.row_blocks + col0 / kBlock;
-  if (const int64_t* state = rng_state_of(rng_state, plan.spec, x)) {
+  const auto [first, row_blocks] = block_numbers(m.rows, m.columns, row0, col0, full_width);
+  plan.first_block = first, plan.row_blocks = row_blocks;
+  if (const int64_t* given = rng_state_of(rng_state, plan.spec, x)) {
+    int64_t state[2];
+    std::memcpy(state, given, sizeof state);
     plan.key = RandomKey::of(state[0], state[1], stream);
   }
   return plan;
@@ -122,7 +125,8 @@ struct Outputs {
         scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn)),
         pointers{static_cast<uint8_t*>(qdata.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr()),
                  scale.size(1)} {
-    if (rows % kTileRows || blocks % kTileColumns) std::memset(pointers.scale, 0, scale.numel());
+    const bool padded = rows % kTileRows || blocks % kTileColumns;
+    if (padded && pointers.scale) std::memset(pointers.scale, 0, scale.numel());
   }
 
   static std::vector<int64_t> with_codes(std::vector<int64_t> leading, int64_t blocks) {
@@ -158,6 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, std::optional<Tensor> rng_state, int64_t spec,
     int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
+  check_transposed_place(row0, full_rows);
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Matrix transposed{m.data, m.columns, m.rows, 0, m.dtype};

@@ -76,12 +76,6 @@ class Scratch {
   Tensor held_;
 };
 
-// The tensor in order and at an address that vector loads take: a copy where a view begins elsewhere.
-inline Tensor aligned(const Tensor& t, uintptr_t bytes) {
-  const Tensor ordered = in_order(t);
-  return reinterpret_cast<uintptr_t>(ordered.const_data_ptr()) % bytes ? torch::stable::clone(ordered) : ordered;
-}
-
 // Codes and scales for the kernels that decode them. A block of codes has 8 bytes, so a view of whole rows always fits;
 // those that load 16 bytes of codes look at the address themselves.
 inline Tensor aligned_codes(const Tensor& qdata) { return aligned(qdata, kBlock / 2); }

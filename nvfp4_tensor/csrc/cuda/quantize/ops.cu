@@ -78,14 +78,16 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
 
 // --- quantize --------------------------------------------------------------------------------------------------------
 
+// Of x, or of what is made of it, as a matrix of so many rows and columns.
 Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<Tensor>& rng_state, int64_t stream,
-                          const Tensor& x, int64_t row0, int64_t col0, int64_t width, Tensor& factor) {
+                          const Tensor& x, int64_t rows, int64_t columns, int64_t row0, int64_t col0,
+                          int64_t full_width, Tensor& factor) {
   Quantization how{};
   how.spec = spec_of(spec);
   how.amax = amax_of(amax, x);
   how.per_tensor_scale = floats(factor);
-  const int64_t blocks = ceil_div(width, kBlock);
-  how.random = {rng_state_of(rng_state, how.spec, x), row0 * blocks + col0 / kBlock, blocks, static_cast<int>(stream)};
+  const auto [first, row_blocks] = block_numbers(rows, columns, row0, col0, full_width);
+  how.random = {rng_state_of(rng_state, how.spec, x), first, row_blocks, static_cast<int>(stream)};
   return how;
 }
 
@@ -118,16 +120,15 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
                                             int64_t random_stream) {
   if (const int sign = spec_of(spec).hadamard_sign; sign >= 0) {
     // What is quantized is the transform rounded to bfloat16, so two fast kernels do what one slow one would.
-    return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0,
-                    full_width ? full_width : x.size(x.dim() - 1), random_stream);
+    return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0, full_width, random_stream);
   }
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
   Outputs out(with_last(x, 0), m.rows, m.blocks(), x);
-  const Quantization how = quantization(spec, amax, rng_state, random_stream, x, row0, col0,
-                                        full_width ? full_width : m.columns, out.factor);
+  const Quantization how = quantization(spec, amax, rng_state, random_stream, x, m.rows, m.columns, row0, col0,
+                                        full_width, out.factor);
   const bool fast = is_fast_mode(how.spec) && m.whole_blocks();
   const bool plain = how.spec.four_over_six == FourOverSix::kNone;
   if (fast && plain && how.spec.block_rows == 1) {
@@ -161,11 +162,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
     int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
+  check_transposed_place(row0, full_rows);
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  if (!full_rows) full_rows = m.rows;
-  if (!full_width) full_width = m.columns;
   if (!is_fast_pair(m, spec_of(spec), spec_of(spec_t))) {
     const Tensor x_t = transposed(x, m, spec_of(spec_t).hadamard_sign);
     return std::tuple_cat(
@@ -174,9 +174,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
   }
   const int64_t blocks_t = ceil_div(m.rows, kBlock);
   Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);
-  launch_quantize_pair(m, quantization(spec, amax, rng_state, 0, x, row0, col0, full_width, out.factor),
-                       quantization(spec_t, amax_t, rng_state, 1, x, col0, row0, full_rows, out_t.factor), out.codes(),
-                       out_t.codes(), current_stream(x));
+  const Quantization how =
+      quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width, out.factor);
+  const Quantization how_t =
+      quantization(spec_t, amax_t, rng_state, 1, x, m.columns, m.rows, col0, row0, full_rows, out_t.factor);
+  launch_quantize_pair(m, how, how_t, out.codes(), out_t.codes(), current_stream(x));
   check_launched("nvfp4::quantize_pair");
   return {out.qdata, out.scale, out.factor, out_t.qdata, out_t.scale, out_t.factor};
 }
@@ -236,7 +238,7 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
   }
   Tensor factor = empty({}, ScalarType::Float, x);
   const Quantization how =
-      quantization(spec, amax, rng_state, 0, x, row0, col0, full_width ? full_width : m.columns, factor);
+      quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width, factor);
   Tensor out = empty(with_last(x, columns), type, x);
   const Values values{out.mutable_data_ptr(), dtype, columns, scaled};
   (one_kernel ? launch_fake_quantize_rows : launch_fake_quantize_any)(m, how, values, stream);
