@@ -52,7 +52,7 @@ build: $(EVERYTHING)  ## the native libraries for every GPU, into the sources; N
 
 docs: $(VENV)/.docs  ## the documentation as a site (build/docs); a dead link fails it
 	$(BIN)/python -m benchmarks.performance_page
-	$(BIN)/python -m mkdocs build --quiet
+	$(BIN)/zensical build --strict --clean
 
 sdist: $(VENV)/.release  ## the sources as pip takes them (dist/)
 	$(BIN)/python -m build --sdist --no-isolation
