@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant, seconds
-from nvfp4_tensor.spec import QuantizeSpec
+from nvfp4_tensor import QuantizeSpec
 
 NEAREST = QuantizeSpec().pack()
 

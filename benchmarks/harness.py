@@ -235,7 +235,7 @@ def versions() -> dict[str, str]:
 
 def native() -> dict[str, str]:
     """What serves each device: the native library or plain torch, and why."""
-    from nvfp4_tensor.native import info
+    from nvfp4_tensor import info
 
     facts = info()
     return {"cpu": f"{facts.cpu} ({facts.cpu_instruction_set})", "cuda": facts.cuda}

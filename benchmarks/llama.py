@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
 
-from nvfp4_tensor.format import ceil_to
+from nvfp4_tensor.numerics.layout import ceil_to
 
 CACHE_MULTIPLE = 64
 """The cache's length is a multiple: attention kernels want rows of the mask aligned."""
@@ -181,7 +181,7 @@ def random_model(
 
 def smollm2(config: AOBaseConfig | None, length: int, device: torch.device) -> tuple[Llama, Tensor]:
     """SmolLM2-135M-Instruct with its own weights, and the first ``length`` tokens of a text, int64."""
-    from nvfp4_tensor.demo.model import evaluation_tokens, load_model
+    from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
 
     source, tokenizer = load_model()
     model = from_transformers(source, SMOLLM2_135M).to(device)

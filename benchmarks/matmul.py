@@ -36,8 +36,8 @@ import nvfp4_tensor
 from benchmarks import harness, peers
 from benchmarks.harness import Timing, Variant, seconds
 from benchmarks.peers import Linear, Weight
-from nvfp4_tensor import format
-from nvfp4_tensor.spec import QuantizeSpec
+from nvfp4_tensor import QuantizeSpec
+from nvfp4_tensor.numerics import layout
 
 SHAPES = {"cuda": [(14336, 8192), (28672, 8192), (4096, 4096)], "cpu": [(4096, 4096)]}
 ROWS = {"cuda": [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096], "cpu": [1, 4, 16, 512]}
@@ -84,7 +84,7 @@ class Layer:
     def weight(self) -> Weight:
         """As a checkpoint has it, which is what peers take."""
         rows, columns = self.dense.shape
-        return Weight(self.codes, format.unswizzle(self.scale, rows, columns // format.BLOCK), self.factor)
+        return Weight(self.codes, layout.unswizzle(self.scale, rows, columns // layout.BLOCK), self.factor)
 
     def moved(self, m: int) -> int:
         """The fewest bytes that a product of m rows reads and writes."""

@@ -19,7 +19,8 @@ from torch.nn.functional import linear
 
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant, seconds
-from nvfp4_tensor import native, quantize
+from nvfp4_tensor import quantize
+from nvfp4_tensor.ops import native
 
 LARGE, LARGE_ROWS = (4096, 4096), (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024)
 SMALL, SMALL_ROWS = ((576, 576), (192, 576), (1536, 576), (576, 1536)), (1,)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Report
-from nvfp4_tensor.format import BLOCK, swizzle
+from nvfp4_tensor.numerics.layout import BLOCK, swizzle
 
 Run = Callable[[], object]
 Linear = Callable[[Tensor], Tensor]

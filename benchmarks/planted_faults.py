@@ -1,6 +1,6 @@
 """Stochastic rounders with one fault each, seen in this field's libraries or easily made: every one has to be caught.
 
-They are rounders as ``nvfp4_tensor.statistics`` means it, made of the reference's own pieces, so that nothing differs
+They are rounders as ``nvfp4_tensor.testing.statistics`` means it, made of the reference's own pieces, so that nothing differs
 from the contract but the fault.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.format import RoundingMode
-from nvfp4_tensor.reference import random16, round_e2m1
+from nvfp4_tensor import RoundingMode
+from nvfp4_tensor.numerics.reference import random16, round_e2m1
 
 
 def _stochastic(v: Tensor, r16: Tensor, random_bits: int = 16) -> Tensor:

@@ -24,9 +24,9 @@ import nvfp4_tensor
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant, seconds
 from benchmarks.peers import Run, gather
-from nvfp4_tensor import format, reference
-from nvfp4_tensor.format import BLOCK, RoundingMode
-from nvfp4_tensor.spec import QuantizeSpec
+from nvfp4_tensor import QuantizeSpec, RoundingMode
+from nvfp4_tensor.numerics import layout, reference
+from nvfp4_tensor.numerics.layout import BLOCK
 
 NEAREST = QuantizeSpec()
 STOCHASTIC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC)
@@ -53,13 +53,13 @@ def reference_quantize(x: Tensor, amax: Tensor, state: Tensor, spec: QuantizeSpe
     enc = reference.block_encode(bits.view(torch.float8_e4m3fn).float(), reference.encode_scale(amax, spec))
     r16 = reference.random16(*x.shape, state).view(blocks.shape) if spec.is_stochastic else None
     codes = reference.round_e2m1(blocks * enc.unsqueeze(-1), spec.round_mode, r16, spec.random_bits)
-    return format.pack(codes.flatten(-2)), format.swizzle(bits)
+    return layout.pack(codes.flatten(-2)), layout.swizzle(bits)
 
 
 def reference_amax(x: Tensor) -> Tensor:
     """reference.amax of the whole tensor: the pieces that it takes x in would be unrolled, 2,048 of them at 16384^2."""
     magnitude = x.float().abs()
-    return torch.where(magnitude <= format.FLOAT32_MAX, magnitude, 0.0).amax()
+    return torch.where(magnitude <= layout.FLOAT32_MAX, magnitude, 0.0).amax()
 
 
 def compiled_peers(x: Tensor, amax: Tensor, state: Tensor, packed: tuple[Tensor, ...]) -> dict[str, Run]:

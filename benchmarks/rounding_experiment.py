@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from nvfp4_tensor.format import DEFAULT_HADAMARD_SIGN, RoundingMode, ScaleRounding
-from nvfp4_tensor.spec import QuantizeSpec
-from nvfp4_tensor.statistics import Neighbours, rng_state
+from nvfp4_tensor import QuantizeSpec, RoundingMode, ScaleRounding
+from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
+from nvfp4_tensor.testing.statistics import Neighbours, rng_state
 
 SHAPES = ((8192, 8192), (8192, 8256))
 SMALL_SHAPES = ((128, 128), (128, 144))

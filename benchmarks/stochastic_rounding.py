@@ -2,7 +2,7 @@
 
     python -m benchmarks.stochastic_rounding [--device cuda] [--size 4096] [--draws 4096] [--all]
 
-The lines are those of test/test_statistics.py (``nvfp4_tensor.statistics`` says what they measure and how sure z is) at
+The lines are those of test/testing/test_statistics.py (``nvfp4_tensor.testing.statistics`` says what they measure and how sure z is) at
 sizes of your choice: size is the side of the square tensors. Printed is the worst line of each check, or every one.
 The planted faults then pass through the same checks; each has to be caught.
 """
@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 
 from benchmarks import harness, planted_faults
-from nvfp4_tensor import statistics
-from nvfp4_tensor.spec import QuantizeSpec
-from nvfp4_tensor.statistics import Finding, PairRounder, Rounder, worst
+from nvfp4_tensor import QuantizeSpec
+from nvfp4_tensor.testing import statistics
+from nvfp4_tensor.testing.statistics import Finding, PairRounder, Rounder, worst
 
 HEADER = ("check", "n", "measured", "expected", "z")
 

@@ -1,14 +1,24 @@
-"""NVFP4 for PyTorch on the hardware people have: one tensor, the same bits on a CPU, on Hopper and on Blackwell."""
+"""NVFP4 for PyTorch on the hardware people have: one tensor, the same bits on a CPU, on Hopper and on Blackwell.
 
-from nvfp4_tensor import native, ops, views  # registers the operators, and what aten means on the tensor
-from nvfp4_tensor.calibration import calibrate
-from nvfp4_tensor.config import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.format import FourOverSix, ProductBackend, RoundingMode, ScaleRounding
-from nvfp4_tensor.native import info
-from nvfp4_tensor.spec import QuantizeSpec
-from nvfp4_tensor.tensor import NVFP4Tensor, fake_quantize, quantize, quantize_experts
+``import nvfp4_tensor`` registers the operators ``torch.ops.nvfp4.*`` and loads their kernels. The tensor and the
+configs are imported where they are first used, because torchao, which they build on, takes longer than torch.
+"""
 
-native.load()
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from nvfp4_tensor.info import info
+from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops import definitions, native  # noqa: F401  the former defines the operators
+from nvfp4_tensor.pickles import _rebuild, keep_earlier_names  # noqa: F401  files name nvfp4_tensor._rebuild
+
+if TYPE_CHECKING:
+    from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig, calibrate
+    from nvfp4_tensor.tensor import NVFP4Tensor, fake_quantize, quantize, quantize_experts
 
 __all__ = [
     "FourOverSix",
@@ -22,9 +32,34 @@ __all__ = [
     "calibrate",
     "fake_quantize",
     "info",
-    "native",
-    "ops",
     "quantize",
     "quantize_experts",
-    "views",
 ]
+
+_LATER = {
+    **dict.fromkeys(("NVFP4Tensor", "fake_quantize", "quantize", "quantize_experts"), "tensor"),
+    **dict.fromkeys(
+        ("NVFP4Config", "NVFP4Linear", "NVFP4WeightOnlyConfig", "ObservedLinear", "calibrate"), "quantization"
+    ),
+}
+"""Public names, and those that pickles hold, by the room that has them."""
+
+try:
+    __version__ = version("nvfp4-tensor")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+native.load()
+keep_earlier_names()
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"nvfp4_tensor.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

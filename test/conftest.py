@@ -5,12 +5,9 @@ import os
 import pytest
 import torch
 
+from nvfp4_tensor import info
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-def times(n: int) -> range:
-    """How often a test does the same again: under a sanitizer, where a product takes a minute, less often."""
-    return range(min(n, int(os.environ.get("NVFP4_TEST_REPEATS", n))))
 
 
 def pytest_collection_modifyitems(items):
@@ -28,10 +25,9 @@ def device(request):
 @pytest.fixture
 def cuda_library():
     """For tests of the CUDA kernels themselves: skips where they are not what serves."""
-    from nvfp4_tensor import native
 
-    if native.info().cuda != "native":
-        pytest.skip(f"the CUDA library is not in use: {native.info().cuda}")
+    if info().cuda != "native":
+        pytest.skip(f"the CUDA library is not in use: {info().cuda}")
 
 
 @pytest.fixture
@@ -53,4 +49,4 @@ def _fresh():
 @pytest.fixture
 def blackwell(monkeypatch):
     """Every device says that it has FP4 tensor cores."""
-    monkeypatch.setattr("nvfp4_tensor.fp4_products.capability", lambda device: (10, 0))
+    monkeypatch.setattr("nvfp4_tensor.matmul.backends.capability", lambda device: (10, 0))

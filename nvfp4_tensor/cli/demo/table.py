@@ -1,0 +1,105 @@
+"""The demo's table: one model under several quantizations, on the same text and the same layers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torchao.core.config import AOBaseConfig
+from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchaoWeightOnlyConfig
+from torchao.quantization import quantize_
+
+from nvfp4_tensor.cli.demo.measure import bits_per_weight, greedy, model_bytes, perplexity
+from nvfp4_tensor.numerics.choices import RoundingMode
+from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
+
+RECIPES: dict[str, AOBaseConfig | None] = {
+    "bf16": None,
+    "weight-only, nearest": NVFP4WeightOnlyConfig(),
+    "weight-only, stochastic": NVFP4WeightOnlyConfig(round_mode=RoundingMode.STOCHASTIC),
+    "weight-only, four-over-six": NVFP4WeightOnlyConfig(four_over_six=True),
+    "W4A4, nearest": NVFP4Config(),
+    "torchao weight-only": TorchaoWeightOnlyConfig(),
+}
+"""Row of the table -> config of ``quantize_``. Weight-only to nearest and torchao's row do the same job."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One recipe's results."""
+
+    recipe: str
+    perplexity: float
+    model_bytes: int
+    bits_per_weight: float
+    quantization_seconds: float
+    continuation: str
+
+    HEAD = ("recipe", "perplexity", "model", "bits/weight", "quantized in")
+
+    def cells(self) -> tuple[str, ...]:
+        """What stands under :attr:`HEAD`."""
+        seconds = f"{self.quantization_seconds:.2f} s" if self.quantization_seconds else "-"
+        size = f"{self.model_bytes / 1e6:.1f} MB"
+        return self.recipe, f"{self.perplexity:.3f}", size, f"{self.bits_per_weight:.2f}", seconds
+
+
+def is_quantized_layer(module: nn.Module, name: str) -> bool:
+    """Every nn.Linear but lm_head, whose weight is the embedding's too."""
+    return isinstance(module, nn.Linear) and not name.endswith("lm_head")
+
+
+def run_recipe(
+    name: str,
+    model: nn.Module,
+    tokens: Tensor,
+    prompt: Tensor,
+    decode: Callable[[Tensor], str],
+    *,
+    window: int,
+    new_tokens: int,
+    end_token: int | None = None,
+    tick: Callable[[], object] = lambda: None,
+) -> Row:
+    """Quantize a copy of model by recipe ``name`` and measure it; ``tick`` is called for each layer, window, token."""
+    model, config = copy.deepcopy(model), RECIPES[name]
+    seconds = 0.0
+    if config is not None:
+        torch.manual_seed(0)  # the stochastic row repeats
+        start = time.perf_counter()
+
+        def pick(module: nn.Module, name: str) -> bool:
+            picked = is_quantized_layer(module, name)
+            if picked:
+                tick()
+            return picked
+
+        quantize_(model, config, filter_fn=pick)
+        seconds = time.perf_counter() - start
+    return Row(
+        recipe=name,
+        perplexity=perplexity(model, tokens, window, tick),
+        model_bytes=model_bytes(model),
+        bits_per_weight=bits_per_weight(model, is_quantized_layer),
+        quantization_seconds=seconds,
+        continuation=decode(greedy(model, prompt, new_tokens, end_token, tick)),
+    )
+
+
+def format_table(rows: list[Row]) -> str:
+    """The rows as a Markdown table, aligned to be read as text too, and their continuations below it."""
+    cells = [Row.HEAD, *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(_align(row, widths)) + " |" for row in cells]
+    lines.insert(1, "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |")
+    said = [f"{row.recipe:<{widths[0]}}  {row.continuation!r}" for row in rows]
+    return "\n".join([*lines, "", *said])
+
+
+def _align(row: tuple[str, ...], widths: list[int]) -> list[str]:
+    """The first cell to the left, the numbers to the right."""
+    return [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]

@@ -1,0 +1,166 @@
+"""Storage of an NVFP4Tensor: copies, casts, writes and new tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from nvfp4_tensor.dispatch.table import aten, implements, unsupported
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, quantize
+
+# --- copies and casts ------------------------------------------------------------------------------------------------
+
+
+@implements([aten.detach.default, aten.alias.default])
+def _alias(func, types, args, kwargs):
+    t = args[0]
+    return return_and_correct_aliasing(func, args, kwargs, t._apply_fn_to_data(func)._marked(t.aliasing))
+
+
+@implements([aten.clone.default, aten.contiguous.default])
+def _clone(func, types, args, kwargs):
+    return args[0]._apply_fn_to_data(lambda t: t.clone(memory_format=torch.contiguous_format))
+
+
+@NVFP4Tensor.implements_torch_function(torch.Tensor.contiguous)
+def _contiguous(func, types, args, kwargs):
+    t = args[0]
+    return t.clone() if t.aliasing == Aliasing.PART or t.transposed else t
+
+
+@implements(aten._to_copy.default)
+def _to_copy(func, types, args, kwargs):
+    t = args[0]
+    dtype = kwargs.get("dtype") or t.dtype
+    if dtype not in HIGH_PRECISION_DTYPES:
+        raise unsupported(func, f"it decodes to bfloat16, float16 or float32, and {dtype} was asked for")
+    device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
+    moved = t._apply_fn_to_data(lambda data: data.to(device, non_blocking=non_blocking, copy=True))
+    return moved._replace(orig_dtype=dtype)
+
+
+@implements(aten._pin_memory.default)
+def _pin_memory(func, types, args, kwargs):
+    return args[0]._apply_fn_to_data(lambda data: data.pin_memory())
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(func, types, args, kwargs):
+    t = args[0]
+    return all(getattr(t, name).is_pinned() for name in t.tensor_data_names)
+
+
+def _check_writable(func, t: NVFP4Tensor, new_scale: bool) -> None:
+    if t.aliasing == Aliasing.COPY:
+        raise unsupported(func, "this is a copy, its layout allowed no view, and the write would be lost (clone() it)")
+    if t.aliasing == Aliasing.PART and new_scale and t.per_tensor_scale.dim() == 0:
+        raise unsupported(func, "this is part of a tensor whose other parts share its per-tensor scale (clone() it)")
+
+
+@implements(aten.copy_.default)
+def _copy_(func, types, args, kwargs):
+    """From NVFP4: the codes as they are. From a dense tensor: quantized by the spec of the destination.
+
+    Whether activations are quantized stays the destination's choice; their amax, if they are, goes with the codes.
+    """
+    t, source = args[:2]
+    if not isinstance(t, NVFP4Tensor):
+        return t.copy_(source.dequantize(t.dtype if t.dtype in HIGH_PRECISION_DTYPES else None))
+    if not isinstance(source, NVFP4Tensor):
+        if t.transposed:
+            source = source.expand(t.shape).mT
+        stored_shape = (*t.qdata.shape[:-1], t.columns)
+        source = quantize(source.expand(stored_shape).to(t.device, t.dtype), t.spec)
+        source = source.mT if t.transposed else source
+    elif source.spec.hadamard_sign != t.spec.hadamard_sign:
+        raise unsupported(func, "the Hadamard transforms of source and destination differ")
+    if source.shape != t.shape or source.transposed != t.transposed:
+        raise unsupported(func, f"source {_layout(source)} and destination {_layout(t)} are stored differently")
+    if source.per_tensor_scale.dim() > t.per_tensor_scale.dim() == 0 or (
+        source.per_tensor_scale.dim() == 1 and t.per_tensor_scale.dim() == 2
+    ):
+        raise unsupported(
+            func,
+            "the source has more per-tensor scales (one a row, or one a matrix) than the destination",
+            "load_state_dict(..., assign=True) takes it as it is, else dequantize() it first",
+        )
+    if source.per_tensor_scale.dim() > t.per_tensor_scale.dim():
+        source = source._replace(per_tensor_scale=source.row_scale())
+    _check_writable(func, t, new_scale=source.per_tensor_scale is not t.per_tensor_scale)
+    for name in t.tensor_data_names:
+        getattr(t, name).copy_(getattr(source, name))
+    if t.activation_spec is not None and source.activation_spec is not None:
+        amax = source.activation_amax  # none where the source takes each call's own: another's would clip
+        t.activation_amax = None if amax is None else amax.to(t.device, copy=True)
+    return t
+
+
+def _layout(t: NVFP4Tensor) -> str:
+    return f"{tuple(t.shape)}{' (transposed)' if t.transposed else ''}"
+
+
+@implements([aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor])
+def _fill_(func, types, args, kwargs):
+    t = args[0]
+    value = 0 if func is aten.zero_.default else args[1]
+    if isinstance(value, Tensor) and t.aliasing != Aliasing.WHOLE:
+        value = value.item()  # what ``t[a:b] = 0`` passes; only zero fits under any per-tensor scale
+    if not isinstance(value, Tensor) and value == 0:
+        _check_writable(func, t, new_scale=False)
+        t.qdata.zero_()
+        t.scale.view(torch.uint8).zero_()
+        return t
+    return t.copy_(torch.full((), value, dtype=t.dtype, device=t.device) if not isinstance(value, Tensor) else value)
+
+
+# --- new tensors -----------------------------------------------------------------------------------------------------
+
+
+def _new(like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
+    """A tensor of that shape, NVFP4 by the spec of ``like`` unless another kind of dtype is asked for."""
+    dtype = kwargs.get("dtype") or like.dtype
+    device = kwargs.get("device") or like.device
+    if dtype not in HIGH_PRECISION_DTYPES or len(shape) == 0:
+        return torch.full(shape, fill, dtype=dtype, device=device)
+    if fill == 0:
+        amax = torch.zeros((), device=device)
+    else:
+        amax = torch.full((), abs(fill), dtype=torch.float32, device=device)
+    spec = like.spec.replace(round_mode="rne", hardware_rounding=False) if like.spec.is_stochastic else like.spec
+    dense = torch.full((), fill, dtype=dtype, device=device).expand(shape)
+    return quantize(dense, spec, amax=None if spec.hadamard_sign is not None else amax)._replace(
+        spec=like.spec, activation_spec=like.activation_spec, product_backend=like.product_backend
+    )
+
+
+@implements([aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default])
+def _new_of_shape(func, types, args, kwargs):
+    fill = args[2] if func is aten.new_full.default else 1 if func is aten.new_ones.default else 0
+    return _new(args[0], args[1], kwargs, fill)
+
+
+@implements([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default])
+def _like(func, types, args, kwargs):
+    fill = args[1] if func is aten.full_like.default else 1 if func is aten.ones_like.default else 0
+    t = args[0]
+    shape = (*t.qdata.shape[:-1], t.columns)
+    new = _new(t, shape, kwargs, fill)
+    return new.mT if t.transposed else new
+
+
+@implements(aten.empty_like.default)
+def _empty_like(func, types, args, kwargs):
+    t, dtype = args[0], kwargs.get("dtype")
+    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
+        return torch.empty(t.shape, dtype=dtype, device=kwargs.get("device") or t.device)
+    new = t._apply_fn_to_data(
+        lambda data: torch.empty_like(
+            data,
+            device=kwargs.get("device"),
+            pin_memory=kwargs.get("pin_memory"),
+            memory_format=torch.contiguous_format,
+        )
+    )
+    return new._replace(orig_dtype=dtype or t.dtype)

@@ -1,0 +1,312 @@
+"""Views, gathers and joins of NVFP4Tensors.
+
+The leading dimensions behave as those of any tensor; the stored last dimension comes in blocks of 16 that share a
+scale, and scales lie in tiles of 128 rows by 64 columns. So an operator on leading dimensions is that operator on the
+codes, on the plain matrix of scales and on the scales per row. Where the result can share the tiles it is a view;
+where it cannot, everything is copied, and the copy refuses to be written to (the write would not reach the original).
+What would cut a block apart raises a TypeError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torchao.utils import fill_defaults
+
+from nvfp4_tensor.dispatch.table import aten, implements, unsupported
+from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS
+from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
+
+TILE_ELEMENTS = TILE_COLUMNS * BLOCK
+
+
+# --- building blocks -------------------------------------------------------------------------------------------------
+
+
+def _share(func, args, kwargs, t: NVFP4Tensor, aliasing: Aliasing | None = None) -> NVFP4Tensor:
+    """t as the view that ``func`` returns of its first argument."""
+    t._marked(max(args[0].aliasing, aliasing or Aliasing.WHOLE))
+    return return_and_correct_aliasing(func, args, kwargs, t)
+
+
+def rebuilt(t: NVFP4Tensor, parts: tuple[Tensor, Tensor, Tensor | None], **changes) -> NVFP4Tensor:
+    """An NVFP4Tensor of codes (..., bytes), plain scales (..., blocks) and scales per row (..., 1) or None."""
+    qdata, scale, row_scale = parts
+    scale = scale.reshape(math.prod(scale.shape[:-1]), scale.shape[-1]).contiguous()
+    return t._replace(
+        qdata=qdata.clone(memory_format=torch.contiguous_format),
+        scale=layout.swizzle(scale).view(torch.float8_e4m3fn),
+        per_tensor_scale=t.per_tensor_scale if row_scale is None else row_scale.reshape(-1).contiguous(),
+        **changes,
+    )
+
+
+def parts_of(t: NVFP4Tensor, per_row: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, plain scales as bytes, and the scales per row with the leading dimensions (None if one serves all)."""
+    leading = t.qdata.shape[:-1]
+    row_scale = None
+    if t.per_tensor_scale.dim():
+        row_scale = t.row_scale().view(*leading, 1)
+    elif per_row:
+        row_scale = t.per_tensor_scale.expand(*leading, 1)
+    return t.qdata, t.unswizzled_scale().view(torch.uint8), row_scale
+
+
+def on_leading(t: NVFP4Tensor, function: Callable[[Tensor], Tensor], **changes) -> NVFP4Tensor:
+    """A copy with ``function`` applied along the leading dimensions."""
+    qdata, scale, row_scale = parts_of(t)
+    return rebuilt(t, (function(qdata), function(scale), None if row_scale is None else function(row_scale)), **changes)
+
+
+def checked_dim(t: NVFP4Tensor, dim: int) -> int:
+    if not -t.dim() <= dim < t.dim():
+        raise IndexError(f"dimension {dim} out of range for a tensor of {t.dim()} dimensions")
+    return dim % t.dim()
+
+
+def stored_dim(t: NVFP4Tensor, dim: int) -> int:
+    """The stored dimension behind a logical one."""
+    dim = checked_dim(t, dim)
+    if t.transposed and dim >= t.dim() - 2:
+        return 2 * t.dim() - 3 - dim
+    return dim
+
+
+# --- transposes and shapes -------------------------------------------------------------------------------------------
+
+
+@implements([aten.t.default, aten.transpose.int, aten.permute.default])
+def _permute(func, types, args, kwargs):
+    t = args[0]
+    order = list(range(t.dim()))
+    if func is aten.permute.default:
+        order = [checked_dim(t, dim) for dim in args[1]]
+        if sorted(order) != list(range(t.dim())):
+            raise RuntimeError(f"{list(args[1])} is not a permutation of the {t.dim()} dimensions")
+    elif func is aten.transpose.int:
+        i, j = (checked_dim(t, dim) for dim in args[1:])
+        order[i], order[j] = order[j], order[i]
+    elif t.dim() > 2:
+        raise RuntimeError(f"t() expects a tensor of at most 2 dimensions, got {t.dim()}")
+    else:
+        order.reverse()
+    stored = [stored_dim(t, dim) for dim in order]
+    last = t.dim() - 1
+    if last not in stored[-2:]:
+        raise unsupported(func, "the dimension of the blocks can only become the last or the second to last")
+    transposed = stored[-1] != last
+    leading = [dim for dim in stored if dim != last]
+    if leading == sorted(leading):
+        return _share(func, args, kwargs, t._replace(transposed=transposed))
+    return on_leading(t, lambda part: part.permute(*leading, last), transposed=transposed)._marked(Aliasing.COPY)
+
+
+def _with_shape(func, args, kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
+    """t with another logical shape of as many elements."""
+    shape = list(shape)
+    if shape == list(t.shape):
+        return _share(func, args, kwargs, t._replace())
+    if t.transposed:
+        if shape[-2:] != list(t.shape[-2:]):
+            raise unsupported(func, "a transposed NVFP4Tensor keeps its last two dimensions")
+        shape[-2:] = shape[:-3:-1]
+    if shape and shape[-1] == t.columns:
+        qdata = t.qdata.view(*shape[:-1], t.qdata.shape[-1])
+        factor = _scale_of_shape(t, shape)
+        aliasing = Aliasing.COPY if factor.dim() < t.per_tensor_scale.dim() and factor.numel() > 1 else None
+        scale = t.scale
+        if t.columns == 0:  # of no elements, so that there may be more rows than before, or fewer
+            scale = scale.new_empty((*layout.scale_tiles(math.prod(shape[:-1]), 0), 32, 16))
+        return _share(func, args, kwargs, t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor), aliasing)
+    columns = shape[-1] if shape else 0
+    if columns % BLOCK or t.columns % BLOCK:
+        raise unsupported(
+            func, f"rows of {t.columns} and of {columns} elements do not consist of the same blocks of 16"
+        )
+    if t.per_tensor_scale.dim() and t.columns % columns:
+        raise unsupported(func, "the new rows would have more than one per-tensor scale each")
+    qdata, scale, row_scale = parts_of(t)
+    if row_scale is not None:
+        row_scale = row_scale.expand(*row_scale.shape[:-1], t.columns // columns)
+    parts = qdata.reshape(*shape[:-1], columns // 2), scale.reshape(*shape[:-1], columns // BLOCK), row_scale
+    return rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
+
+
+def _scale_of_shape(t: NVFP4Tensor, shape: Sequence[int]) -> Tensor:
+    """The per-tensor scales for the same rows in other leading dimensions: one a matrix only while those stay."""
+    if t.per_tensor_scale.dim() < 2 or (len(shape) == 3 and shape[0] == t.per_tensor_scale.shape[0]):
+        return t.per_tensor_scale
+    return t.per_tensor_scale.view(()) if t.per_tensor_scale.numel() == 1 else t.row_scale()
+
+
+@implements(aten.as_strided.default)
+def _as_strided(func, types, args, kwargs):
+    """The tensor itself or its transpose, which is how a compiled graph returns a view of its input; nothing else."""
+    t, size, stride = args[:3]
+    for candidate in (t, t.mT) if t.dim() > 1 else (t,):
+        if (tuple(size), tuple(stride)) == (candidate.shape, candidate.stride()):
+            return _share(func, args, kwargs, candidate._replace())
+    raise unsupported(func, "its elements have no strides of their own")
+
+
+def _inferred(shape: Sequence[int], numel: int) -> list[int]:
+    shape = list(shape)
+    if -1 in shape:
+        known = math.prod(size for size in shape if size != -1)
+        shape[shape.index(-1)] = numel // max(known, 1)
+    if math.prod(shape) != numel:
+        raise RuntimeError(f"shape {shape} is invalid for a tensor of {numel} elements")
+    return shape
+
+
+@implements([aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default])
+def _view(func, types, args, kwargs):
+    t = args[0]
+    return _with_shape(aten.view.default, args[:2], {}, t, _inferred(args[1], t.numel()))
+
+
+@implements(aten.unsqueeze.default)
+def _unsqueeze(func, types, args, kwargs):
+    t, dim = args
+    shape = list(t.shape)
+    if not -t.dim() - 1 <= dim <= t.dim():
+        raise IndexError(f"dimension {dim} out of range for unsqueeze on a tensor of {t.dim()} dimensions")
+    shape.insert(dim % (t.dim() + 1), 1)
+    return _with_shape(func, args, kwargs, t, shape)
+
+
+@implements([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
+def _squeeze(func, types, args, kwargs):
+    t = args[0]
+    dims = range(t.dim()) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
+    drop = {dim % t.dim() for dim in dims if t.shape[dim] == 1}
+    if t.columns == 1 and stored_dim(t, t.dim() - 1) in drop and len(drop) == t.dim():
+        raise unsupported(func, "an NVFP4Tensor is not 0-d")
+    return _with_shape(func, args, kwargs, t, [size for dim, size in enumerate(t.shape) if dim not in drop])
+
+
+@implements(aten.expand.default)
+def _expand(func, types, args, kwargs):
+    t, shape = args[0], list(args[1])
+    added = len(shape) - t.dim()
+    shape = [t.shape[i - added] if size == -1 else size for i, size in enumerate(shape)]
+    if shape == list(t.shape):
+        return _share(func, args, kwargs, t._replace())
+    stored = shape[:-2] + shape[:-3:-1] if t.transposed else shape
+    if stored[-1] != t.columns:
+        raise unsupported(func, "the dimension of the blocks does not expand")
+    return on_leading(t, lambda part: part.expand(*stored[:-1], part.shape[-1]))._marked(Aliasing.COPY)
+
+
+# --- slices ----------------------------------------------------------------------------------------------------------
+
+
+@implements(aten.slice.Tensor)
+def _slice(func, types, args, kwargs):
+    t, dim, start, end, step = fill_defaults(args, 5, [0, None, None, 1])
+    stored = stored_dim(t, dim)
+    size = t.shape[dim]
+    start = _clamped(start, size, 0)
+    end = max(start, _clamped(end, size, size))
+    if (start, end, step) == (0, size, 1):
+        return _share(func, args, kwargs, t._replace())
+    if stored == t.dim() - 1:
+        return _slice_columns(func, args, kwargs, t, start, end, step)
+    if step == 1 and math.prod(t.qdata.shape[:stored]) == 1:
+        view = _slice_of_tiles(t, stored, start, end)
+        if view is not None:
+            own_scales = stored == 0 and t.per_tensor_scale.dim() == 2
+            return _share(func, args, kwargs, view, Aliasing.WHOLE if own_scales else Aliasing.PART)
+    copy = on_leading(t, lambda part: part[(slice(None),) * stored + (slice(start, end, step),)])
+    if stored == 0 and t.per_tensor_scale.dim() == 2:
+        copy = copy._replace(per_tensor_scale=t.per_tensor_scale[start:end:step])
+    return copy._marked(Aliasing.COPY)
+
+
+def _clamped(index: int | None, size: int, default: int) -> int:
+    """As slice.indices has it, which would fix symbolic sizes to those of the first call."""
+    if index is None:
+        return default
+    return min(max(index + size, 0) if index < 0 else index, size)
+
+
+def _slice_of_tiles(t: NVFP4Tensor, stored: int, start: int, end: int) -> NVFP4Tensor | None:
+    """The rows of one contiguous range as a view, if it starts and ends on a tile of scales (or at the end)."""
+    rows, rows_each = math.prod(t.qdata.shape[:-1]), math.prod(t.qdata.shape[stored + 1 : -1])
+    first, last = start * rows_each, end * rows_each
+    if first % TILE_ROWS or (last % TILE_ROWS and last != rows):
+        return None
+    per_tensor_scale = t.per_tensor_scale
+    if per_tensor_scale.dim() == 2 and stored == 0:
+        per_tensor_scale = per_tensor_scale[start:end]
+    elif per_tensor_scale.dim():
+        per_tensor_scale = t.row_scale()[first:last]
+    return t._replace(
+        qdata=t.qdata.narrow(stored, start, end - start),
+        scale=t.scale[first // TILE_ROWS : -(-last // TILE_ROWS)],
+        per_tensor_scale=per_tensor_scale,
+    )
+
+
+def _slice_columns(func, args, kwargs, t: NVFP4Tensor, start: int, end: int, step: int) -> NVFP4Tensor:
+    if step != 1 or start % BLOCK:
+        raise unsupported(func, f"along the dimension of the blocks a slice starts on a multiple of {BLOCK}, step 1")
+    columns = end - start
+    if end % BLOCK and end != t.columns and t.spec.hadamard_sign is not None:
+        raise unsupported(func, "a Hadamard-transformed block cannot be cut")
+    stop = layout.ceil_to(end, BLOCK)
+    qdata = t.qdata[..., start // 2 : stop // 2]
+    if start % TILE_ELEMENTS == 0 and (end % TILE_ELEMENTS == 0 or end == t.columns):
+        scale = t.scale[:, start // TILE_ELEMENTS : -(-end // TILE_ELEMENTS)]
+        return _share(func, args, kwargs, t._replace(qdata=qdata, scale=scale, columns=columns), Aliasing.PART)
+    if end % BLOCK and end != t.columns:
+        codes = layout.unpack(qdata)
+        codes[..., columns:] = 0
+        qdata = layout.pack(codes)
+    _, scale, row_scale = parts_of(t)
+    parts = qdata, scale[..., start // BLOCK : stop // BLOCK], row_scale
+    return rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
+
+
+@implements(aten.select.int)
+def _select(func, types, args, kwargs):
+    t, dim, index = args
+    stored = stored_dim(t, dim)
+    if stored == t.dim() - 1:
+        raise unsupported(func, "it would cut blocks of 16 apart")
+    if t.transposed and stored == t.dim() - 2:
+        t = t._replace(transposed=False)._marked(t.aliasing)  # one row of the stored matrix is left
+        dim = stored
+    size = t.shape[dim]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
+    index %= size
+    piece = aten.slice.Tensor(t, dim, index, index + 1)
+    shape = [size for i, size in enumerate(piece.shape) if i != dim % t.dim()]
+    return _with_shape(aten.view.default, (piece, shape), {}, piece, shape)
+
+
+@implements([aten.split.Tensor, aten.split_with_sizes.default])
+def _split(func, types, args, kwargs):
+    t, sizes, dim = fill_defaults(args, 3, [0])
+    length = t.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, max(sizes, 1))] or [length]
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(aten.slice.Tensor(t, dim, start, start + size))
+        start += size
+    if start != length:
+        raise RuntimeError(f"sizes {list(sizes)} do not add up to {length}, the size of dimension {dim}")
+    return pieces
+
+
+@implements(aten.unbind.int)
+def _unbind(func, types, args, kwargs):
+    t, dim = fill_defaults(args, 2, [0])
+    return [aten.select.int(t, dim, index) for index in range(t.shape[dim])]

@@ -1,0 +1,1 @@
+"""Products: which one runs where, and how."""

@@ -1,0 +1,169 @@
+"""Which product runs where: FP4 tensor cores (``scaled_mm.py``), or the op ``nvfp4.matmul`` everywhere else.
+
+One function, :func:`product`, is behind mm, addmm, bmm, baddbmm, linear and matmul on an :class:`NVFP4Tensor`. The
+result is ``round_once(alpha * sum + bias)`` with a float32 sum (numerics contract, section 6), whichever way it goes.
+
+With an ``activation_spec`` on the NVFP4 operand (W4A4), the dense one is quantized first, but only where the sum runs
+along the NVFP4 operand's blocks: that is the forward product. Its gradient sums across the blocks and stays dense.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.matmul import scaled_mm
+from nvfp4_tensor.matmul.backends import Way, choose, choose_grouped
+from nvfp4_tensor.numerics.hadamard import inverse_hadamard
+from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
+from nvfp4_tensor.tensor.arguments import resolve_amax, resolve_rng_state
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
+
+
+def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
+    """``alpha * a @ b + beta * bias`` of two matrices, or two batches of as many, at least one an NVFP4Tensor.
+
+    bias broadcasts to the result. The result has the operands' common dtype.
+    """
+    _check_operands(a, b)
+    if beta == 0:
+        bias = None
+    elif bias is not None and beta != 1:
+        bias = bias.float() * beta
+    if isinstance(b, NVFP4Tensor):
+        return _times_nvfp4(a, b, b.transposed, bias, alpha)
+    # (a @ b)^T = b^T @ a^T has the NVFP4 operand on the right
+    if bias is not None:
+        bias = bias.expand(*a.shape[:-1], b.shape[-1]).mT
+    assert isinstance(a, NVFP4Tensor)
+    return _times_nvfp4(b.mT, a, not a.transposed, bias, alpha).mT.contiguous()
+
+
+def linear_product(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> Tensor:
+    """x (M, K) @ w^T + bias of a matrix w (N, K): what :func:`product` gives for w.t(), without making that view."""
+    if x.size(1) != w.size(1) or x.dtype != w.dtype or x.device != w.device:
+        _check_operands(x, w.t())
+    return _times_nvfp4(x, w, not w.transposed, bias, 1)
+
+
+def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
+    """Rows offs[e-1]..offs[e] of x (M, K) times w[e], w (E, K, N) of experts: what a mixture of experts multiplies."""
+    if isinstance(x, NVFP4Tensor) or not isinstance(w, NVFP4Tensor) or x.dim() != 2 or w.dim() != 3:
+        raise TypeError("a grouped product takes dense rows (M, K) and NVFP4 experts (E, K, N)")
+    if x.shape[1] != w.shape[1] or x.dtype != w.dtype or offs.shape != w.shape[:1]:
+        raise RuntimeError(
+            f"rows {tuple(x.shape)} {x.dtype}, offsets {tuple(offs.shape)} and experts {tuple(w.shape)} {w.dtype} "
+            "do not fit: (M, K), (E,) and (E, K, N) of one dtype"
+        )
+    if not x.device == w.device == offs.device:
+        raise RuntimeError(
+            f"rows on {x.device}, experts on {w.device}, offsets on {offs.device}: move them to one device"
+        )
+    x_scale, out_dtype = None, x.dtype
+    if w.transposed and w.activation_spec is not None:
+        if w.activation_amax is None:  # it is that of the groups: rows behind the last are not to decide it
+            x = torch.where(torch.arange(len(x), device=x.device)[:, None] < offs[-1:], x, 0)
+        if choose_grouped(x, w) == Way.GROUPED_FP4:
+            return scaled_mm.scaled_grouped_product(quantize(x, w.activation_spec, amax=w.activation_amax), w, offs)
+        x, x_scale = _quantized_values(x, w)
+    weight = w.qdata.contiguous(), w.scale.contiguous(), w.per_tensor_scale
+    if w.transposed and x.dtype != torch.float32:
+        return torch.ops.nvfp4.grouped_linear(x, x_scale, *weight, offs, out_dtype)
+    if (sign := _sign_to_undo(w, w.transposed)) is not None:
+        columns = ceil_to(w.columns, BLOCK)
+        y = torch.ops.nvfp4.grouped_matmul(x, x_scale, *weight, offs, columns, True, torch.float32)
+        return inverse_hadamard(y, sign)[..., : w.columns].to(out_dtype)
+    columns = x.shape[-1] if w.transposed else w.columns
+    return torch.ops.nvfp4.grouped_matmul(x, x_scale, *weight, offs, columns, not w.transposed, out_dtype)
+
+
+def _check_operands(a: Tensor, b: Tensor) -> None:
+    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        raise RuntimeError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
+    if a.dtype != b.dtype:
+        raise RuntimeError(
+            f"both operands of a product have one dtype, got {a.dtype} and {b.dtype}: cast one, x.to({b.dtype}) "
+            "for instance (an NVFP4Tensor's is the one that it decodes to, and costs nothing to change)"
+        )
+    if a.device != b.device:
+        raise RuntimeError(f"both operands of a product are on one device, got {a.device} and {b.device}")
+
+
+def _check_bias(bias: Tensor, x: Tensor) -> None:
+    """On the meta device it would have the ops infer a shape and compute nothing."""
+    if bias.device != x.device or not bias.is_floating_point():
+        raise RuntimeError(
+            f"a bias is of floating point and on the device of x, {x.device}, not {bias.dtype} on {bias.device}: "
+            "move it there, or give it a value if it is still on the meta device"
+        )
+
+
+def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | None, alpha: float) -> Tensor:
+    """x (M, K) or (E, M, K) times what w stores, transposed if the sum runs along its blocks."""
+    if bias is not None:
+        _check_bias(bias, x)
+    out_dtype, way = x.dtype, choose(x, w, along_blocks)
+    if way.on_codes:
+        a = x if isinstance(x, NVFP4Tensor) else quantize(x, w.activation_spec, amax=w.activation_amax)
+        multiply = scaled_mm.fbgemm_product if way == Way.FBGEMM else scaled_mm.scaled_mm_product
+        return multiply(a, w, bias, alpha, out_dtype)
+    if way == Way.QUANTIZED_VALUES:
+        values, factor = _quantized_values(x, w)
+        return _decoded_product(values, factor, w, along_blocks, bias, alpha, out_dtype)
+    if isinstance(x, NVFP4Tensor):
+        return _decoded_product(*_decoded(x, w, along_blocks), w, along_blocks, bias, alpha, out_dtype)
+    if (sign := _sign_to_undo(w, along_blocks)) is not None:
+        y = _decoded_product(x, None, w, along_blocks, None, alpha, torch.float32, ceil_to(w.columns, BLOCK))
+        y = inverse_hadamard(y, sign)[..., : w.columns]
+        return (y if bias is None else y + bias).to(out_dtype)
+    return _decoded_product(x, None, w, along_blocks, bias, alpha, out_dtype)
+
+
+def _sign_to_undo(w: NVFP4Tensor, along_blocks: bool) -> int | None:
+    """Of the transform that w brings into a sum across its blocks, where w stands for the weight without one.
+
+    It does where activations are transformed before they meet it: their gradient is in the basis they came in.
+    """
+    return None if along_blocks or w.activation_spec is None else w.activation_spec.hadamard_sign
+
+
+def _decoded_product(
+    x, x_scale, w: NVFP4Tensor, along_blocks: bool, bias, alpha: float, out_dtype: torch.dtype, columns: int = 0
+) -> Tensor:
+    if alpha != 1:
+        x_scale = torch.full((), alpha, dtype=torch.float32, device=x.device) if x_scale is None else x_scale * alpha
+    columns = columns or (x.shape[-1] if along_blocks else w.columns)
+    return torch.ops.nvfp4.matmul.default(x, x_scale, *_weight(w), bias, columns, not along_blocks, out_dtype)
+
+
+def _weight(w: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return w.qdata.contiguous(), w.scale.contiguous(), w.row_scale()
+
+
+def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
+    """x as the codes x block scales that it quantizes to, exact in bfloat16, and the per-tensor scale left out."""
+    spec = w.activation_spec
+    assert spec is not None
+    rng_state = resolve_rng_state(x, spec, None, None)
+    if w.activation_amax is None:
+        values, factor = torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16)
+    else:
+        amax = resolve_amax(x, spec, w.activation_amax)
+        values, factor = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False)
+    return _fit_columns(values, w), factor
+
+
+def _decoded(x: NVFP4Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Tensor, Tensor | None]:
+    """(values, factor) of an NVFP4 left operand: exact bfloat16 values wherever the factor can stay out of the sum."""
+    if x.transposed:  # the sum runs across the rows that have the factors
+        if x.per_tensor_scale.dim():
+            return x._decode(torch.float32, x.row_scale()).mT, None
+        return x._decode(torch.bfloat16, None).mT, x.per_tensor_scale
+    both_transformed = x.spec.hadamard_sign is not None and x.spec.hadamard_sign == w.spec.hadamard_sign
+    columns = ceil_to(x.columns, BLOCK) if both_transformed and along_blocks else x.columns
+    return x._decode(torch.bfloat16, None, columns), x.row_scale()
+
+
+def _fit_columns(values: Tensor, w: NVFP4Tensor) -> Tensor:
+    """Transformed values fill their padding; the product sums it only if w was transformed alike."""
+    return values if w.spec.hadamard_sign is not None else values[..., : w.columns]

@@ -1,0 +1,42 @@
+"""The random Hadamard transform in plain torch (numerics contract, section 7)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nvfp4_tensor.numerics.layout import BLOCK
+
+
+def hadamard(x: Tensor, sign: int) -> Tensor:
+    """The random Hadamard transform of each 16 elements of the last dimension (contract, section 7).
+
+    (..., K) to bfloat16 (..., K rounded up to 16). ``x @ (diag(sign) @ H16 * 0.25)``, added in the order of the fast
+    transform: butterflies over distances 1, 2, 4, 8, in float32.
+    """
+    return float_hadamard(x, sign).bfloat16()
+
+
+def float_hadamard(x: Tensor, sign: int) -> Tensor:
+    """:func:`hadamard` before it is rounded: float32."""
+    x = pad(x.float(), (0, -x.shape[-1] % BLOCK))
+    return _butterflies(x.unflatten(-1, (-1, BLOCK)) * _hadamard_signs(sign, x.device)).flatten(-2)
+
+
+def inverse_hadamard(y: Tensor, sign: int) -> Tensor:
+    """What :func:`hadamard` made y (..., K), K a multiple of 16, from, but for its rounding: float32 (..., K)."""
+    return (_butterflies(y.float().unflatten(-1, (-1, BLOCK))) * _hadamard_signs(sign, y.device)).flatten(-2)
+
+
+def _hadamard_signs(sign: int, device: torch.device) -> Tensor:
+    if not 0 <= sign <= 0xFFFF:
+        raise ValueError(f"the sign of a Hadamard transform is a mask from 0 to 0xFFFF, not {sign}")
+    return 0.25 - 0.5 * (sign >> torch.arange(BLOCK, device=device) & 1).float()
+
+
+def _butterflies(y: Tensor) -> Tensor:
+    for distance in (1, 2, 4, 8):
+        low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        y = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+    return y

@@ -1,0 +1,1 @@
+"""The operators torch.ops.nvfp4.*, and the libraries that make them fast."""

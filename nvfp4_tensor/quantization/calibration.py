@@ -1,0 +1,82 @@
+"""Static activation scales: observe what each linear is fed, then quantize that with one amax at every call.
+
+``calibrate(model, batches)`` does it in one go; ``quantize_(model, NVFP4Config(step="prepare"))``, running the model
+by hand and ``quantize_(model, NVFP4Config(step="convert"))`` is torchao's two-step flow over the same parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+from tqdm import tqdm
+
+from nvfp4_tensor.quantization.config import NVFP4Config
+from nvfp4_tensor.quantization.observer import ObservedLinear
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    config: NVFP4Config | None = None,
+    *,
+    filter_fn=None,
+    progress: bool = True,
+) -> nn.Module:
+    """Quantize a model in place to W4A4 with static activation scales, observed over ``batches``.
+
+    After any exception, of its own or from the model or the batches, the linears are as they were. For that the dense
+    weights are kept until all are quantized.
+
+    Args:
+        model: its linears are replaced in place.
+        batches: what the model is called with: a tensor, a tuple of arguments or a mapping of keyword arguments each.
+        config: an NVFP4Config (its ``percentile`` chooses between the largest magnitude and a percentile).
+        filter_fn: which modules, as quantize_ takes it.
+        progress: show a progress bar over the batches.
+
+    Raises:
+        TypeError: config is of another kind, or a module that the filter selects is no plain nn.Linear.
+        RuntimeError: a module that the filter selects saw no input.
+    """
+    config = NVFP4Config() if config is None else config
+    if not isinstance(config, NVFP4Config):
+        raise TypeError(f"calibrate observes activations, so it takes an NVFP4Config, not {type(config).__name__}")
+    dense = {module: module.weight for module in model.modules() if type(module) is nn.Linear}
+    try:
+        quantize_(model, dataclasses.replace(config, step="prepare", percentile=None), filter_fn=filter_fn)
+        _run(model, batches, progress)
+        _check_all_observed({name: module for name, module in model.named_modules() if module in dense})
+        quantize_(model, dataclasses.replace(config, step="convert"), filter_fn=lambda module, name: module in dense)
+    except BaseException:  # an interrupt too: calibration takes long, and a model half prepared can only be thrown away
+        for module, weight in dense.items():
+            if isinstance(module, ObservedLinear):
+                module.stop_observing()
+            module.__class__ = nn.Linear
+            module.weight = weight
+        raise
+    return model
+
+
+@torch.no_grad()
+def _run(model: nn.Module, batches: Iterable[Any], progress: bool) -> None:
+    for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
+        if isinstance(batch, Mapping):
+            model(**batch)
+        elif isinstance(batch, tuple | list):
+            model(*batch)
+        else:
+            model(batch)
+
+
+def _check_all_observed(linears: dict[str, nn.Module]) -> None:
+    observed = {name: module for name, module in linears.items() if isinstance(module, ObservedLinear)}
+    if unseen := [name for name, module in observed.items() if module.activation_histogram.sum() == 0]:
+        raise RuntimeError(
+            f"no batch reached {', '.join(unseen)}: the model is as it was; leave them out with filter_fn, "
+            "or calibrate on batches that use them"
+        )

@@ -1,0 +1,77 @@
+"""Quantize and decode in one pass, with a straight-through gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.numerics.hadamard import float_hadamard, inverse_hadamard
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.arguments import checked_spec, resolve_amax, resolve_arguments
+from nvfp4_tensor.tensor.nvfp4 import check_dense
+
+
+def fake_quantize(
+    x: Tensor,
+    spec: QuantizeSpec | None = None,
+    *,
+    amax: Tensor | float | None = None,
+    rng_state: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    origin: tuple[int, int] = (0, 0),
+    full_width: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``quantize(x, ...).dequantize(dtype)`` in one pass, with a straight-through gradient to x.
+
+    The result is (..., K); with a Hadamard transform in the spec it is the transformed tensor, K rounded up to 16.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize` does; TypeError too where dtype is none of the three that x may have.
+    """
+    check_dense(x)
+    spec = checked_spec(spec)
+    amax, rng_state, place = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
+    amax = resolve_amax(x, spec, None) if amax is None else amax
+    dtype = x.dtype if dtype is None else dtype
+    if dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"fake_quantize gives bfloat16, float16 or float32, not {dtype}")
+    arguments = amax, rng_state, spec.pack(), dtype, True, *place
+    if is_transformed():
+        values = torch.ops.nvfp4.fake_quantize(x.detach(), *arguments)[0]
+        return _carrying(values, x.float() if spec.hadamard_sign is None else float_hadamard(x, spec.hadamard_sign))
+    if x.requires_grad and torch.is_grad_enabled():
+        return _StraightThrough.apply(spec.hadamard_sign, x, *arguments)
+    return torch.ops.nvfp4.fake_quantize(x, *arguments)[0]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode AD, is under way: then ``requires_grad`` does not tell all."""
+    functorch = torch._C._functorch
+    # isinstance, because torch.compile's None is not None here
+    return isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter) or (
+        torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _carrying(values: Tensor, smooth: Tensor) -> Tensor:
+    """``values`` as they are, with the derivatives of ``smooth``: minus (and not plus) zero, which would cost -0.0."""
+    return (values - (smooth.detach() - smooth).nan_to_num(0, 0, 0)).to(values.dtype)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Fake quantization whose gradient is that of what it approximates: the identity, or the Hadamard transform.
+
+    Not for torch.func's transforms: they want a ``setup_context``, which torch.compile does not take (2.13).
+    """
+
+    @staticmethod
+    def forward(ctx, hadamard_sign: int | None, x: Tensor, *arguments):
+        ctx.hadamard_sign, ctx.columns, ctx.dtype = hadamard_sign, x.shape[-1], x.dtype
+        return torch.ops.nvfp4.fake_quantize(x, *arguments)[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad = grad.float() if ctx.hadamard_sign is None else inverse_hadamard(grad, ctx.hadamard_sign)
+        return None, grad[..., : ctx.columns].to(ctx.dtype), *[None] * 8

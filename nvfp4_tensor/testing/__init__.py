@@ -1,0 +1,1 @@
+"""Checks that ship: the self-test and the statistics of rounding."""

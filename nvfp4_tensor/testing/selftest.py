@@ -1,0 +1,221 @@
+"""Every op on this machine against the reference, bit for bit: ``python -m nvfp4_tensor selftest``.
+
+The reference on the CPU is the oracle of every device: a kernel is right when it gives the reference's bits. Only a
+product may differ, in the order of its additions, and is held to the error bound of a float32 sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.info import info
+from nvfp4_tensor.matmul import backends, fbgemm, scaled_mm
+from nvfp4_tensor.matmul.product import product
+from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops import definitions as ops
+from nvfp4_tensor.tensor.nvfp4 import quantize, quantize_experts
+
+_TWO_MODES = (RoundingMode.RNE, RoundingMode.STOCHASTIC)
+SPECS = (
+    *(QuantizeSpec(round_mode=mode) for mode in RoundingMode),
+    *(QuantizeSpec(round_mode=mode, scale_rounding=ScaleRounding.UP) for mode in _TWO_MODES),
+    *(QuantizeSpec(round_mode=mode, block_rows=16) for mode in _TWO_MODES),
+    *(QuantizeSpec(four_over_six=error) for error in FourOverSix),
+    QuantizeSpec(four_over_six=FourOverSix.MSE, block_rows=16, scale_ceiling=448),
+    QuantizeSpec(hadamard_sign=DEFAULT_HADAMARD_SIGN, round_mode=RoundingMode.STOCHASTIC),
+    QuantizeSpec(round_mode=RoundingMode.STOCHASTIC, random_bits=8),
+)
+SHAPES = ((128, 256), (37, 83), (1, 16))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One op under one config on one device: how many elements of its results differ from the reference's."""
+
+    op: str
+    config: str
+    device: str
+    elements: int
+    differing: int
+
+    def __str__(self) -> str:
+        verdict = f"{self.differing} of {self.elements} elements differ" if self.differing else "identical"
+        return f"{self.device:<8} {self.op:<17} {self.config:<38} {verdict}"
+
+
+def main() -> int:
+    """Print versions, devices and the table of checks; 1 if anything differs, else 0."""
+    print(info(), end="\n\n")
+    checks = []
+    for check in run():
+        checks.append(check)
+        print(check, flush=True)
+    wrong = sum(check.differing > 0 for check in checks)
+    print(f"\n{len(checks)} checks, " + (f"{wrong} DIFFER from the reference" if wrong else "all agree"))
+    return 1 if wrong else 0
+
+
+def run() -> Iterator[Check]:
+    """All checks on the CPU and on each kind of accelerator that torch sees."""
+    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+        for spec in SPECS:
+            yield from check_spec(spec, device)
+        yield check_hadamard(device)
+        yield check_matmul(device)
+        yield check_experts("grouped_linear", device, None)
+        if backends.has_fp4_tensor_cores(torch.device(device)):
+            yield check_scaled_mm(device)
+        if backends.has_grouped_fp4(torch.device(device)):
+            yield check_experts("scaled_grouped_mm", device, QuantizeSpec())
+            if fbgemm.product().op is not None:
+                yield check_fbgemm(device)
+
+
+def samples() -> Iterator[Tensor]:
+    """Gaussian tensors of every dtype and shape, with zeros, tiny values, ties and non-finite elements among them."""
+    generator = torch.Generator().manual_seed(1)
+    for dtype in DTYPES:
+        for rows, columns in SHAPES:
+            x = torch.randn(rows, columns, generator=generator)
+            x[rows // 2] = 0
+            x[0, :8] = torch.tensor([0.25, -0.75, 1.25, 2.5, -3.5, 5.0, 6.0, -0.0])
+            x[-1] *= 1e-4
+            yield x.to(dtype)
+            if rows > 1:
+                x[1, 0], x[rows // 3, columns // 2] = float("nan"), float("inf")
+                yield x.to(dtype)
+
+
+def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
+    """amax, quantize, quantize_pair, dequantize and both ways to values under one spec."""
+    bits, sign = spec.pack(), -1 if spec.hadamard_sign is None else spec.hadamard_sign
+    rng = torch.tensor([0x1234567890ABCDEF, 42])
+    tally: dict[str, list[int]] = {}
+    for x in samples():
+        amax, amax_t = ops.amax_pair(x, sign)
+        amax = ops.amax(x, sign)
+        quantized = ops.quantize(x, amax, rng, bits)
+        arguments: dict[str, tuple] = {
+            "amax": (x, sign),
+            "amax_pair": (x, sign),
+            "quantize": (x, amax, rng, bits, 32, 16, 16 + x.shape[1]),
+            "quantize_pair": (x, amax, amax_t, rng, bits, bits),
+            "dequantize": (*quantized, x.shape[1], x.dtype),
+            "fake_quantize": (x, amax, rng, bits, torch.bfloat16, False),
+            "quantize_activation": (x, rng, bits, torch.bfloat16),
+        }
+        for name, given in arguments.items():
+            _compare(tally.setdefault(name, [0, 0]), name, given, device)
+    for name, (elements, differing) in tally.items():
+        yield Check(name, str(spec), device, elements, differing)
+
+
+def check_hadamard(device: str) -> Check:
+    """The transform alone, on all samples."""
+    tally = [0, 0]
+    for x in samples():
+        _compare(tally, "hadamard", (x, DEFAULT_HADAMARD_SIGN), device)
+    return Check("hadamard", f"hadamard {DEFAULT_HADAMARD_SIGN:#06x}", device, *tally)
+
+
+def _compare(tally: list[int], name: str, arguments: tuple, device: str) -> None:
+    """Add to tally (elements, differing ones) what the op gives on the device beside what the reference gives."""
+    expected = getattr(ops, name)(*arguments)
+    there = (value.to(device) if isinstance(value, Tensor) else value for value in arguments)
+    actual = getattr(torch.ops.nvfp4, name)(*there)
+    if isinstance(expected, Tensor):
+        expected, actual = (expected,), (actual,)
+    for e, a in zip(expected, actual, strict=True):
+        tally[0] += e.numel()
+        tally[1] += differing_bits(e, a.cpu())
+
+
+def differing_bits(expected: Tensor, actual: Tensor) -> int:
+    """How many elements differ in any bit, every element where shape or dtype differ; a NaN equals a NaN."""
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return max(expected.numel(), 1)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
+    differ = expected.contiguous().view(integer) != actual.contiguous().view(integer)
+    if expected.dtype.is_floating_point and expected.element_size() > 1:
+        differ &= ~(expected.isnan() & actual.isnan())
+    return int(differ.sum())
+
+
+def check_matmul(device: str) -> Check:
+    """x @ w^T and x @ w, with bias, of sizes that leave every kernel's tiles ragged."""
+    generator = torch.Generator().manual_seed(2)
+    elements = differing = 0
+    for m, n, k in ((1, 96, 320), (5, 130, 83), (70, 64, 512)):
+        w = quantize(torch.randn(n, k, generator=generator).bfloat16())
+        for transposed in (False, True):
+            inner, outer = (n, k) if transposed else (k, n)
+            x = torch.randn(m, inner, generator=generator).bfloat16()
+            bias = torch.randn(outer, generator=generator).bfloat16()
+            parts = (x, w.qdata, w.scale, w.per_tensor_scale, bias)
+            on_device = [part.to(device) for part in parts]
+            y = torch.ops.nvfp4.matmul(on_device[0], None, *on_device[1:], k, transposed, torch.bfloat16).cpu()
+            dense = w.dequantize(torch.float32).double()
+            dense = dense if transposed else dense.t()
+            elements += y.numel()
+            differing += outside_bound(y, x.double(), dense, bias.double())
+    return Check("matmul", "within the bound of a float32 sum", device, elements, differing)
+
+
+def outside_bound(y: Tensor, a: Tensor, b: Tensor, bias: Tensor | float = 0.0) -> int:
+    """How many elements of y are farther from a @ b + bias than a float32 sum in any order, rounded once, may be.
+
+    a (M, K) and b (K, N): float64. One half ulp of y's dtype, and K + 2 roundings of float32 on the sum of magnitudes.
+    """
+    exact = a @ b + bias
+    magnitude = a.abs() @ b.abs() + (bias.abs() if isinstance(bias, Tensor) else abs(bias))
+    bound = torch.finfo(y.dtype).eps / 2 * exact.abs() + (a.shape[1] + 2) * 2**-23 * magnitude
+    return int((~((y.double() - exact).abs() <= bound)).sum())
+
+
+def check_scaled_mm(device: str) -> Check:
+    """NVFP4 x NVFP4 through FP4 tensor cores, against the product of what the operands decode to."""
+    generator = torch.Generator().manual_seed(3)
+    elements = differing = 0
+    for m, n, k in ((128, 128, 256), (37, 50, 83), (1, 96, 320)):
+        a, b = (quantize(torch.randn(rows, k, generator=generator).bfloat16().to(device)) for rows in (m, n))
+        y = product(a, b.t()).cpu()
+        a64, b64 = (t.dequantize(torch.float32).cpu().double() for t in (a, b))
+        elements += y.numel()
+        differing += outside_bound(y, a64, b64.t())
+    return Check("scaled_mm", "within the bound of a float32 sum", device, elements, differing)
+
+
+def check_fbgemm(device: str) -> Check:
+    """NVFP4 x NVFP4 through fbgemm's f4f4bf16, against the product of what the operands decode to."""
+    generator = torch.Generator().manual_seed(4)
+    elements = differing = 0
+    for m, n, k in ((128, 128, 256), (37, 50, 83), (1, 96, 320)):
+        a, b = (quantize(torch.randn(rows, k, generator=generator).bfloat16().to(device)) for rows in (m, n))
+        y = scaled_mm.fbgemm_product(a, b, None, 1, torch.bfloat16).cpu()
+        a64, b64 = (t.dequantize(torch.float32).cpu().double() for t in (a, b))
+        elements += y.numel()
+        differing += outside_bound(y, a64, b64.t())
+    return Check("f4f4bf16", "within the bound of a float32 sum", device, elements, differing)
+
+
+def check_experts(name: str, device: str, activation: QuantizeSpec | None) -> Check:
+    """Rows in groups, some of them empty, times each group's own expert; quantized first where ``activation`` says."""
+    generator = torch.Generator().manual_seed(5)
+    elements = differing = 0
+    for ends, n, k in (((1, 1, 3), 128, 256), ((20, 90, 90), 72, 320), ((150, 151, 300), 256, 96)):
+        weight = torch.randn(len(ends), n, k, generator=generator).bfloat16()
+        w = quantize_experts(weight.to(device))._replace(activation_spec=activation)
+        x = torch.randn(ends[-1], k, generator=generator).bfloat16().to(device)
+        y = torch._grouped_mm(x, w.mT, offs=torch.tensor(ends, dtype=torch.int32, device=device)).cpu()
+        seen = x if activation is None else quantize(x, activation).dequantize(torch.float32)
+        x64, w64, elements = seen.cpu().double(), w.dequantize(torch.float32).cpu().double(), elements + y.numel()
+        for expert, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            differing += outside_bound(y[start:end], x64[start:end], w64[expert].t())
+    return Check(name, "within the bound of a float32 sum", device, elements, differing)

@@ -1,0 +1,295 @@
+"""torch.compile, export, CUDA graphs and checkpointing: no graph break, the bits of eager, fresh draws."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from helpers.repeats import times
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+from torchao.utils import unwrap_tensor_subclass
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, fake_quantize, quantize
+
+STOCHASTIC = QuantizeSpec(round_mode="stochastic")
+CONFIGS = {
+    "weight only": NVFP4WeightOnlyConfig(),
+    "w4a4": NVFP4Config(),
+    "w4a4 stochastic": NVFP4Config(round_mode="stochastic"),
+}
+
+
+def quantized_model(config, device="cpu"):
+    m = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32, bias=False)).to(device)
+    quantize_(m, config)
+    return m
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_compiled_model_gives_the_numbers_of_eager(device, config):
+    m = quantized_model(CONFIGS[config], device)
+    compiled = torch.compile(m, fullgraph=True)
+    for rows in (3, 5, 17, 1):  # recompiles once, with a dynamic batch
+        x = torch.randn(rows, 64, device=device)
+        torch.manual_seed(rows)
+        expected = m(x)
+        torch.manual_seed(rows)
+        torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dynamic_batches_do_not_recompile():
+    m = quantized_model(CONFIGS["w4a4"])
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(m, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        for rows in (3, 5, 17, 64):
+            compiled(torch.randn(rows, 64))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_quantization_in_a_graph_is_that_of_eager_bit_for_bit(device, backend):
+    def function(x):
+        first, second = quantize(x, STOCHASTIC), quantize(x, STOCHASTIC)
+        return first.qdata, second.qdata, first.per_tensor_scale, first.dequantize(), fake_quantize(x, STOCHASTIC)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    x = torch.randn(40, 64, device=device)
+    torch.manual_seed(2)
+    expected = function(x)
+    torch.manual_seed(2)
+    got = compiled(x)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    again = compiled(x)
+    assert not torch.equal(got[0], got[1]), "two sites of one graph draw apart"
+    assert not torch.equal(got[0], again[0]) and not torch.equal(got[4], again[4]), "two calls draw apart"
+    torch.manual_seed(2)
+    assert torch.equal(compiled(x)[0], got[0]), "a seed repeats"
+
+
+def test_draws_of_constant_inputs_are_not_folded():
+    constant = torch.linspace(0.1, 1, 128).view(4, 32)
+
+    def function():
+        return quantize(constant * 1, STOCHASTIC).qdata, quantize(constant * 1, STOCHASTIC).qdata
+
+    compiled = torch.compile(function, fullgraph=True)
+    draws = [draw for _ in range(3) for draw in compiled()]
+    assert len({tuple(draw.flatten().tolist()) for draw in draws}) == 6
+
+
+def test_a_tensor_goes_into_and_out_of_a_graph(device):
+    t = quantize(torch.randn(32, 64, device=device))
+
+    def function(t, x):
+        return quantize(x), t.t(), torch.nn.functional.linear(x, t), t[16:].clone()
+
+    x = torch.randn(8, 64, device=device)
+    expected, got = function(t, x), torch.compile(function, fullgraph=True)(t, x)
+    assert isinstance(got[0], NVFP4Tensor) and got[0].spec == QuantizeSpec() and got[1].transposed
+    for a, b in zip(got, expected, strict=True):
+        assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, t, n: quantize(x).dequantize(),
+        lambda x, t, n: t[n:].dequantize(),
+        lambda x, t, n: torch.cat([t, t]).dequantize(),
+        lambda x, t, n: t.unswizzled_scale().float(),
+        lambda x, t, n: t[torch.arange(n)].dequantize(),
+    ],
+)
+def test_any_number_of_rows_is_a_graph_or_two(function):
+    """One row, whole tiles of scales, others: no graph for each size."""
+    compiled = torch.compile(function, fullgraph=True)
+    counter = torch._dynamo.utils.counters["stats"]
+    before = counter["unique_graphs"]
+    for rows in range(2, 40, 3):
+        x = torch.randn(rows, 64)
+        arguments = x, quantize(x), rows // 2
+        assert torch.equal(compiled(*arguments), function(*arguments))
+    assert counter["unique_graphs"] - before <= 4
+
+
+def test_a_spec_is_an_argument_like_any_other():
+    compiled = torch.compile(fake_quantize, fullgraph=True, dynamic=True)
+    x = torch.randn(32, 32)
+    specs = [{}, {"block_rows": 16}, {"hadamard_sign": True}, {"hadamard_sign": 5}, {"scale_ceiling": 256}]
+    for spec in [QuantizeSpec(**arguments) for arguments in specs]:
+        assert torch.equal(compiled(x, spec), fake_quantize(x, spec))
+
+
+def test_training_step_through_frozen_weights(device):
+    m = quantized_model(NVFP4Config(round_mode="stochastic"), device)
+    compiled = torch.compile(m, fullgraph=True)
+    x = torch.randn(6, 64, device=device)
+    grads = []
+    for function in (m, compiled):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(4)
+        function(leaf).square().sum().backward()
+        grads.append((leaf.grad, m[0].bias.grad))
+        m.zero_grad()
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4)
+    assert grads[0][0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_checkpointing_recomputes_the_same_bits(compile):
+    seen = []
+
+    def block(x):
+        y = fake_quantize(x, STOCHASTIC)
+        if not compile:
+            seen.append(y.detach().clone())
+        return (y * y).sin()
+
+    def step(x):
+        return checkpoint(block, x, use_reentrant=False).sum() + checkpoint(block, x * 2, use_reentrant=False).sum()
+
+    x = torch.randn(16, 64)
+    grads = []
+    for function in (
+        lambda x: block(x).sum() + block(x * 2).sum(),
+        torch.compile(step, fullgraph=True) if compile else step,
+    ):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(9)
+        function(leaf).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-6)
+    if not compile:
+        assert len(seen) == 6 and torch.equal(seen[2], seen[5]) and torch.equal(seen[3], seen[4])
+        assert not torch.equal(seen[2], seen[3])
+
+
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])
+def test_export_of_an_unwrapped_model(config):
+    """torchao's way for runtimes that know no subclasses: weights made of plain tensors by a parametrization."""
+    m = quantized_model(config)
+    x = torch.randn(5, 64)
+    expected = m(x)
+    with torch.no_grad():
+        program = torch.export.export(unwrap_tensor_subclass(m), (x,))
+    assert torch.equal(program.module()(x), expected)
+    assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in program.state_dict.values())
+
+
+def test_export_of_a_quantized_linear():
+    m = quantized_model(NVFP4Config())
+    x = torch.randn(5, 64)
+    program = torch.export.export(m, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=64)},))
+    for rows in (2, 9):
+        x = torch.randn(rows, 64)
+        torch.testing.assert_close(program.module()(x), m(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_graph_of_a_w4a4_linear():
+    m = nn.Linear(64, 48)
+    quantize_(m, NVFP4Config(round_mode="stochastic"))
+    names = []
+
+    def backend(graph, inputs):
+        names.extend(
+            str(node.target) for node in graph.graph.nodes if node.op == "call_function" and "nvfp4" in str(node.target)
+        )
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    with torch.no_grad():
+        torch.compile(m, fullgraph=True, backend=aot_autograd(fw_compiler=backend))(torch.randn(3, 64))
+    assert_expected_inline(
+        "\n".join(names),
+        """\
+nvfp4.draw_rng_state.default
+nvfp4.quantize_activation.default
+nvfp4.matmul.default""",
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()], ids=["weight only", "w4a4"])
+@pytest.mark.parametrize("rows", [1, 9, 40, 200])
+def test_kernels_that_let_the_next_begin(config, rows):
+    """Among Inductor's kernels with programmatic dependent launch: the bits of a run in which nothing overlaps."""
+    from torch._inductor import config as inductor
+
+    layers = [nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(6)]
+    for layer in layers:
+        quantize_(layer, config)
+
+    def step(x):  # without sums of Inductor's own, whose order its tuning decides
+        for layer in layers:
+            x = x + layer(x.sin()).cos()
+        return x
+
+    x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = torch.compile(step, fullgraph=True)(x)
+        torch._dynamo.reset()
+        with inductor.patch({"triton.enable_pdl": True}):
+            compiled = torch.compile(step, fullgraph=True)
+            compiled(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = compiled(x)
+    for _ in times(20):
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_draw_afresh():
+    x = torch.randn(64, 256, device="cuda")
+    w = quantize(torch.randn(32, 256, device="cuda"))._replace(activation_spec=STOCHASTIC)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        quantize(x, STOCHASTIC), torch.nn.functional.linear(x, w)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        t, y = quantize(x, STOCHASTIC), torch.nn.functional.linear(x, w)
+    draws = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        draws.append((t.qdata.clone(), y.clone()))
+    assert not torch.equal(draws[0][0], draws[1][0]) and not torch.equal(draws[1][0], draws[2][0])
+    assert not torch.equal(draws[0][1], draws[1][1])
+
+
+STALE = """
+import torch
+from nvfp4_tensor import quantize
+from nvfp4_tensor.matmul import product as matmul
+from nvfp4_tensor.tensor import nvfp4 as tensor
+torch.manual_seed(0)
+x, w = torch.randn(4, 64), quantize(torch.randn(32, 64))
+if NEW:  # another version of the package: its products are twice as large
+    plain, tensor._source_digest = matmul._decoded_product, lambda: "another version"
+    torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag and "another version"  # before torch 2.13
+    matmul._decoded_product = lambda *arguments: plain(*arguments) * 2
+y = torch.compile(torch.nn.functional.linear, fullgraph=True)(x, w)
+assert torch.allclose(y, torch.nn.functional.linear(x, w.dequantize()) * (1 + NEW), rtol=1e-4, atol=1e-4), y
+"""
+
+
+def test_graphs_cached_by_another_version_are_not_used(tmp_path):
+    """torch finds them by what it saw before our code traced: the same linear of an equal tensor."""
+    for new in (False, True):
+        subprocess.run(
+            [sys.executable, "-c", f"NEW = {new}\n{STALE}"],
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            cwd=Path(__file__).parents[2],
+            check=True,
+        )

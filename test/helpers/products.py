@@ -1,0 +1,69 @@
+"""Random weights, and the check of a product against float64."""
+
+import torch
+
+from helpers.repeats import times
+from nvfp4_tensor.numerics import reference
+from nvfp4_tensor.numerics.layout import BLOCK, ceil_to, scale_tiles
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+SMALLEST = {torch.bfloat16: 1e-38, torch.float16: 2.0**-24, torch.float32: 1e-38}
+
+
+def random_weight(*shape, low=0x10, high=0x70):
+    """Random codes (..., N, K/2 padded) and swizzled random scale bytes: every weight that the format can hold."""
+    *leading, rows, columns = shape
+    columns = ceil_to(columns, BLOCK)
+    codes = torch.randint(0, 256, (*leading, rows, columns // 2), dtype=torch.uint8, device="cuda")
+    tiles = scale_tiles(torch.Size(leading).numel() * rows, columns)
+    scale = torch.randint(low, high, (*tiles, 32, 16), dtype=torch.uint8, device="cuda")
+    return codes, scale.view(torch.float8_e4m3fn)
+
+
+def zero_padding(codes, columns):
+    """Codes beyond the logical columns are zero, as quantize leaves them."""
+    keep = torch.arange(codes.shape[-1] * 2, device=codes.device).view(-1, 2) < columns
+    return codes & (keep[:, 0] * 0x0F + keep[:, 1] * 0xF0).to(torch.uint8)
+
+
+def products(x, x_scale, codes, scale, factor, bias, columns, transposed=False):
+    """The product in float64, and the float64 sum of its summands' magnitudes."""
+    w = reference.dequantize(codes, scale, None, columns, torch.float32).double()
+    if factor.dim() and transposed:
+        w, alpha = w * factor.double().reshape(*codes.shape[:-1], 1), 1.0
+    else:
+        alpha = factor.double().reshape(*codes.shape[:-2], 1, -1) if factor.dim() else factor.double()
+    if x_scale is not None:
+        alpha = alpha * (x_scale.double().reshape(*x.shape[:-1], 1) if x_scale.dim() else x_scale.double())
+    w = w if transposed else w.mT
+    y, magnitude = (x.double() @ w) * alpha, (x.double().abs() @ w.abs()) * abs(alpha)
+    return (y, magnitude) if bias is None else (y + bias.double(), magnitude + bias.double().abs())
+
+
+def check(
+    x, codes, scale, factor, *, x_scale=None, bias=None, columns=None, transposed=False, out_dtype=None, repeats=1
+):
+    """Within the bound of one rounding to out_dtype and of float32 addition in any order, and the same bits each time.
+
+    Returns the product.
+    """
+    columns = (codes.shape[-1] * 2 if transposed else x.shape[-1]) if columns is None else columns
+    out_dtype = out_dtype or x.dtype
+    arguments = (x, x_scale, codes, scale, factor, bias, columns, transposed, out_dtype)
+    y = torch.ops.nvfp4.matmul(*arguments)
+    for _ in times(repeats):
+        again = torch.ops.nvfp4.matmul(*arguments)
+        assert torch.equal(y.view(torch.uint8), again.view(torch.uint8)), "not deterministic"
+    expected, magnitude = products(x, x_scale, codes, scale, factor, bias, columns, transposed)
+    assert y.shape == expected.shape and y.dtype == out_dtype
+    summands = codes.shape[-2] if transposed else columns
+    bound = (
+        magnitude * (2.0**-24 * (summands**0.5 + 4) * 4) + expected.abs() * ROUNDING[out_dtype] + SMALLEST[out_dtype]
+    )
+    excess = (y.double() - expected).abs() - bound
+    assert not (excess > 0).any(), f"{(excess > 0).sum()} of {y.numel()} beyond the bound, by {excess.max()}"
+    return y
+
+
+def factor(value=0.0123):
+    return torch.tensor(value, device="cuda")

@@ -1,0 +1,220 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, quantize
+from nvfp4_tensor.quantization.observer import ObservedLinear
+
+
+def model():
+    return nn.Sequential(nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 32, bias=False)).bfloat16()
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 48, generator=generator).bfloat16() for _ in range(count)]
+
+
+def test_the_amax_is_that_of_all_batches(device):
+    m = model().to(device)
+    dense = copy.deepcopy(m)
+    data = [batch.to(device) for batch in batches()]
+    assert calibrate(m, data, progress=False) is m
+    inputs = data, [torch.relu(dense[0](batch)) for batch in data]
+    for layer, seen in zip((m[0], m[2]), inputs, strict=True):
+        assert layer.weight.activation_amax == torch.stack([x.float().abs().amax() for x in seen]).amax()
+    x = data[0] * 0.1  # an amax of its own would give other scales
+    expected = torch.nn.functional.linear(
+        quantize(x, amax=m[0].weight.activation_amax), m[0].weight._replace(activation_spec=None), m[0].bias
+    )
+    assert torch.equal(m[0](x), expected)
+    assert "static" in repr(m[0])
+
+
+def test_percentile():
+    x = torch.cat([torch.linspace(0, 1, 9_990), torch.full((10,), 100.0)]).reshape(-1, 50)
+    m = nn.Sequential(nn.Linear(50, 16))
+    for percentile, low, high in ((None, 100, 100), (100, 100, 100), (99.8, 0.96, 1.04), (50, 0.48, 0.52)):
+        calibrated = calibrate(copy.deepcopy(m), [x], NVFP4Config(percentile=percentile), progress=False)
+        assert low <= calibrated[0].weight.activation_amax <= high
+    with pytest.raises(ValueError, match="percentile"):
+        NVFP4Config(percentile=0)
+
+
+def test_two_steps_with_a_state_dict_between():
+    m, other = model(), model()
+    other.load_state_dict(m.state_dict())
+    for each in (m, other):
+        quantize_(each, NVFP4Config(step="prepare"))
+    for batch in batches():
+        m(batch)
+    assert "activation_amax" in dict(m[0].named_buffers())
+    other.load_state_dict(m.state_dict())
+    for each in (m, other):
+        quantize_(each, NVFP4Config(step="convert"))
+        assert not dict(each.named_buffers())
+    assert torch.equal(m(batches()[0]), other(batches()[0]))
+
+
+@pytest.mark.parametrize("config", [NVFP4Config(), NVFP4WeightOnlyConfig(), NVFP4Config(step="prepare")])
+def test_a_prepared_model_is_converted_or_undone(config):
+    m = model()
+    quantize_(m, NVFP4Config(step="prepare"))
+    m(batches()[0])
+    with pytest.raises(ValueError, match=r'is prepared.*step="convert".*stop_observing\(\)'):
+        quantize_(m, config)
+    assert isinstance(m[0], ObservedLinear) and m[0].activation_amax > 0
+    for linear in (m[0], m[2]):
+        linear.stop_observing()
+    quantize_(m, config)
+
+
+HADAMARD = {name: QuantizeSpec(hadamard_sign=True) for name in ("weight_spec", "activation_spec")}
+
+
+@pytest.mark.parametrize(("first", "second", "named"), [(HADAMARD, {}, "0xd7e8.*None"), ({}, HADAMARD, "None.*0xd7e8")])
+def test_convert_takes_the_transform_that_was_observed(first, second, named):
+    m = model()
+    quantize_(m, NVFP4Config(step="prepare", **first))
+    m(batches()[0])
+    with pytest.raises(ValueError, match=rf"prepared with hadamard_sign {named}.*convert with"):
+        quantize_(m, NVFP4Config(step="convert", **second))
+    quantize_(m, NVFP4Config(step="convert", **first))
+    assert isinstance(m[0].weight, NVFP4Tensor) and isinstance(m[2].weight, NVFP4Tensor)
+
+
+def test_a_static_scale_survives_saving_compiling_and_moving():
+    m = calibrate(model(), batches(), progress=False)
+    x = batches(1)[0]
+    file = io.BytesIO()
+    torch.save(m.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    fresh = model()
+    quantize_(fresh, NVFP4Config())
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh[0].weight.activation_amax, m[0].weight.activation_amax)
+    for other in (fresh, copy.deepcopy(m), torch.compile(m, fullgraph=True)):
+        assert torch.equal(other(x), m(x))
+    assert m.to("meta")[0].weight.activation_amax.device.type == "meta"
+
+
+def test_forms_of_a_batch():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, a, b):
+            return self.linear(a + b)
+
+    a, b = torch.ones(2, 16), torch.full((2, 16), 2.0)
+    m = calibrate(Two(), [(a, b), [b, b], {"a": a, "b": 4 * b}], progress=False)
+    assert m.linear.weight.activation_amax == 9
+
+
+def test_nothing_is_half_changed():
+    m = nn.ModuleDict({"used": nn.Linear(16, 16), "unused": nn.Linear(16, 16)})
+    m.forward = lambda x: m["used"](x)
+    with pytest.raises(RuntimeError, match=r"no batch reached unused.*filter_fn"):
+        calibrate(m, [torch.ones(2, 16)], progress=False)
+    assert all(type(layer) is nn.Linear and not dict(layer.named_buffers()) for layer in m.values())
+    calibrate(m, [torch.ones(2, 16)], filter_fn=lambda module, name: name == "used", progress=False)
+    assert isinstance(m["used"].weight, NVFP4Tensor) and type(m["unused"]) is nn.Linear
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_convert_goes_on_where_it_stopped(dense):
+    m = nn.ModuleDict({"used": nn.Linear(16, 16), "unused": nn.Linear(16, 16), "last": nn.Linear(16, 16)})
+    quantize_(m, NVFP4Config(step="prepare"))
+    x = torch.ones(2, 16)
+    m["last"](m["used"](x))
+    with pytest.raises(RuntimeError, match=r"seen no input.*before it converted.*stop_observing\(\).*calibrate"):
+        quantize_(m, NVFP4Config(step="convert"))
+    assert isinstance(m["used"].weight, NVFP4Tensor) and isinstance(m["last"], ObservedLinear)
+    if dense:
+        m["unused"].stop_observing()
+    else:
+        m["unused"](x)
+    quantize_(m, NVFP4Config(step="convert"))
+    assert isinstance(m["last"].weight, NVFP4Tensor) and isinstance(m["unused"].weight, NVFP4Tensor) != dense
+    assert not dict(m.named_buffers())
+
+
+def interrupted_batches():
+    yield batches(1)[0]
+    raise KeyboardInterrupt
+
+
+def batches_of_another_width():
+    return [batches(1)[0], torch.ones(2, 40).bfloat16()]
+
+
+def quantize_the_first(weight, spec):
+    if weight.shape == (32, 40):
+        raise MemoryError
+    return quantize(weight, spec)
+
+
+@pytest.mark.parametrize(
+    ("make_batches", "quantizer", "filter_fn", "error"),
+    [
+        (interrupted_batches, quantize, None, KeyboardInterrupt),
+        (batches_of_another_width, quantize, None, RuntimeError),
+        (batches, quantize, lambda module, name: name in ("0", "1"), TypeError),  # a ReLU, behind a linear
+        (batches, quantize_the_first, None, MemoryError),
+    ],
+)
+def test_a_model_is_as_it_was_after_any_failure(monkeypatch, make_batches, quantizer, filter_fn, error):
+    m = model()
+    before, x = {name: id(value) for name, value in m.state_dict(keep_vars=True).items()}, batches(1)[0]
+    y, printed = m(x), repr(m)
+    monkeypatch.setattr("nvfp4_tensor.quantization.linear.quantize", quantizer)
+    with pytest.raises(error):
+        calibrate(m, make_batches(), filter_fn=filter_fn, progress=False)
+    assert {name: id(value) for name, value in m.state_dict(keep_vars=True).items()} == before
+    assert all(type(m[i]) is nn.Linear and not hasattr(m[i], "hadamard_sign") for i in (0, 2))
+    assert repr(m) == printed and torch.equal(m(x), y)
+    monkeypatch.setattr("nvfp4_tensor.quantization.linear.quantize", quantize)
+    calibrate(m, batches(), progress=False)
+    assert all(m[i].weight.activation_amax > 0 for i in (0, 2))
+
+
+def test_what_was_prepared_before_is_left_alone():
+    m = model()
+    quantize_(m, NVFP4Config(step="prepare"), filter_fn=lambda module, name: name == "0")
+    calibrate(m, batches(1), filter_fn=lambda module, name: name == "2", progress=False)
+    assert m[0].activation_amax > 0 and isinstance(m[2].weight, NVFP4Tensor)
+
+
+def missing(backend):
+    raise ImportError(backend.name)
+
+
+def test_a_missing_backend_is_found_before_the_batches(monkeypatch):
+    def never():
+        pytest.fail("a batch was asked for")
+        yield
+
+    monkeypatch.setattr("nvfp4_tensor.quantization.linear.check_installed", missing)
+    with pytest.raises(ImportError, match="FBGEMM"):
+        calibrate(model(), never(), NVFP4Config(product_backend="fbgemm"), progress=False)
+
+
+def test_a_backend_missing_at_convert_keeps_what_was_observed(monkeypatch):
+    m = model()
+    quantize_(m, NVFP4Config(step="prepare"))
+    m(batches()[0])
+    monkeypatch.setattr("nvfp4_tensor.quantization.linear.check_installed", missing)
+    with pytest.raises(ImportError, match="FBGEMM"):
+        quantize_(m, NVFP4Config(step="convert", product_backend="fbgemm"))
+    assert isinstance(m[0], ObservedLinear) and m[0].activation_amax > 0
+
+
+def test_progress_is_shown(capsys):
+    calibrate(model(), batches(2))
+    assert "calibrating" in capsys.readouterr().err

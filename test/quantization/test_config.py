@@ -1,0 +1,280 @@
+import copy
+import dataclasses
+import io
+import pickle
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import (
+    NVFP4Config,
+    NVFP4Tensor,
+    NVFP4WeightOnlyConfig,
+    QuantizeSpec,
+    RoundingMode,
+    ScaleRounding,
+    quantize,
+)
+from nvfp4_tensor.numerics.hadamard import inverse_hadamard
+
+HADAMARD = QuantizeSpec(hadamard_sign=True)
+
+
+def model(dtype=torch.bfloat16, device=None) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(72, 40), nn.ReLU(), nn.Sequential(nn.Linear(40, 33, bias=False), nn.LayerNorm(33))
+    ).to(dtype=dtype, device=device)
+
+
+def weights(m):
+    return [module.weight for module in m.modules() if isinstance(module, nn.Linear)]
+
+
+def test_specs_from_arguments():
+    config = NVFP4WeightOnlyConfig(round_mode="stochastic", four_over_six=True, block_rows=16, scale_rounding="up")
+    assert config.weight == QuantizeSpec(
+        round_mode=RoundingMode.STOCHASTIC, four_over_six="mse", block_rows=16, scale_rounding=ScaleRounding.UP
+    )
+    assert config.weight is config.weight, "guards of compiled models compare it for each weight"
+    config = NVFP4Config(round_mode=RoundingMode.STOCHASTIC, block_rows=16)
+    assert config.weight == QuantizeSpec(round_mode="stochastic", block_rows=16)
+    assert config.activation == QuantizeSpec(round_mode="stochastic")
+    config = NVFP4Config(round_mode="stochastic", activation_round_mode="rne")
+    assert config.weight.is_stochastic and not config.activation.is_stochastic
+    specs = QuantizeSpec(scale_ceiling=256), QuantizeSpec(round_mode="away")
+    config = NVFP4Config(weight_spec=specs[0], activation_spec=specs[1])
+    assert (config.weight, config.activation) == specs
+    config = NVFP4Config(weight_spec=specs[0], round_mode="stochastic")
+    assert config.weight == specs[0] and config.activation == QuantizeSpec(round_mode="stochastic")
+
+
+def test_a_changed_copy_of_a_config_quantizes_as_it_says():
+    config = dataclasses.replace(NVFP4Config(four_over_six=True), four_over_six=None, round_mode="stochastic")
+    assert config.weight == config.activation == QuantizeSpec(round_mode="stochastic")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NVFP4Config(weight_spec=HADAMARD), "same hadamard_sign"),
+        (lambda: NVFP4WeightOnlyConfig(weight_spec=HADAMARD), "cancels in pairs"),
+        (lambda: NVFP4Config(round_mode="nearest"), "'rne'"),
+        (lambda: NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(), random_bits=8), "random_bits would change nothing"),
+        (lambda: NVFP4Config(weight_spec=QuantizeSpec(), block_rows=16), "block_rows would change nothing"),
+        (
+            lambda: NVFP4Config(activation_spec=QuantizeSpec(), activation_round_mode="zero"),
+            "activation_round_mode would change nothing",
+        ),
+        (lambda: NVFP4Config(step="PREPARE"), "step is None, 'prepare' or 'convert', got 'PREPARE'"),
+        (lambda: NVFP4Config(step="prepare_for_loading"), "step is None, 'prepare' or 'convert'"),
+        (lambda: NVFP4Config(step="convert", percentile=0), "percentile is a number above 0 and up to 100, got 0"),
+        (lambda: NVFP4Config(step="convert", percentile="99"), "percentile is a number.*, got '99'"),
+        (lambda: NVFP4Config(step="convert", percentile=float("nan")), "percentile is a number"),
+        (lambda: NVFP4Config(step="prepare", percentile=99), "percentile would change nothing"),
+        (lambda: quantize_(model(), NVFP4Config(percentile=99)), 'percentile would change nothing.*step="convert"'),
+    ],
+)
+def test_arguments_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_parametrized_linear_is_refused():
+    linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+    with pytest.raises(TypeError, match="remove_parametrizations"):
+        quantize_(linear, NVFP4WeightOnlyConfig())
+
+
+@pytest.mark.parametrize("in_features", [64, 50])
+@pytest.mark.parametrize("compile", [False, True])
+def test_gradient_through_transformed_operands_is_in_the_basis_of_the_input(device, in_features, compile):
+    """What the product with the transformed weight gives has to be turned back: cosine 0.99, and -0.2 if it is not."""
+    linear = nn.Linear(in_features, 48, bias=False, device=device)
+    dense = linear.weight.detach().clone()
+    quantize_(linear, NVFP4Config(weight_spec=HADAMARD, activation_spec=HADAMARD))
+    x, upstream = torch.randn(8, in_features, device=device, requires_grad=True), torch.randn(8, 48, device=device)
+    y = (torch.compile(linear, fullgraph=True) if compile else linear)(x)
+    (grad,) = torch.autograd.grad(y, x, upstream)
+    plain = linear.weight.dequantize(torch.float32)
+    decoded = inverse_hadamard(nn.functional.pad(plain, (0, -in_features % 16)), HADAMARD.hadamard_sign)
+    if in_features % 16 == 0:
+        torch.testing.assert_close(grad, upstream @ decoded, rtol=1e-4, atol=1e-4)
+    assert torch.cosine_similarity(grad.flatten(), (upstream @ dense).flatten(), 0) > 0.98
+    assert torch.cosine_similarity(y.flatten(), (x @ dense.t()).flatten(), 0) > 0.97
+
+
+def test_activation_amax_of_a_checkpoint_goes_with_its_codes():
+    def linear(config, amax=None):
+        m = nn.Linear(32, 32)
+        quantize_(m, config)
+        m.weight.activation_amax = amax
+        return m
+
+    static, dynamic = linear(NVFP4Config(), torch.tensor(3.0)), linear(NVFP4Config())
+    weight_only = linear(NVFP4WeightOnlyConfig())
+    for source, target, expected in ((static, dynamic, 3.0), (weight_only, static, 3.0), (static, weight_only, None)):
+        target.load_state_dict(source.state_dict())
+        amax = target.weight.activation_amax
+        assert expected is None if amax is None else amax.item() == expected
+    other = linear(NVFP4Config())
+    static.load_state_dict(other.state_dict())
+    assert static.weight.activation_amax is None, "each call's own, as in the checkpoint: the old one could clip"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "config", [NVFP4WeightOnlyConfig(), NVFP4Config(), NVFP4WeightOnlyConfig(four_over_six=True, block_rows=16)]
+)
+def test_quantize_(device, dtype, config):
+    m = model(dtype, device)
+    dense = copy.deepcopy(m)
+    quantize_(m, config)
+    for w, original in zip(weights(m), weights(dense), strict=True):
+        assert isinstance(w, NVFP4Tensor) and isinstance(w, nn.Parameter) and not w.requires_grad
+        assert torch.equal(w.dequantize(), quantize(original, config.weight).dequantize())
+        assert w.activation_spec == getattr(config, "activation", None)
+    x = torch.randn(2, 3, 72, device=device).to(dtype)
+    y = m(x)
+    for w, original in zip(weights(m), weights(dense), strict=True):
+        original.data = w.dequantize()
+    if isinstance(config, NVFP4Config):
+        hidden = torch.relu(torch.nn.functional.linear(quantize(x).dequantize(), dense[0].weight, dense[0].bias))
+        expected = dense[2](quantize(hidden).dequantize())
+    else:
+        expected = dense(x)
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])
+@pytest.mark.parametrize("leading", [(3,), (2, 3), (2, 1, 3), ()])
+def test_inference_mode(config, leading):
+    m = model()
+    quantize_(m, config)
+    x = torch.randn(*leading, 72).bfloat16()
+    expected = m(x)
+    with torch.inference_mode():
+        assert torch.equal(m(x), expected)
+        assert torch.equal(torch.compile(m, fullgraph=True)(x), expected)
+
+
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])
+@pytest.mark.parametrize("grad", [False, True])
+def test_autocast(device, config, grad):
+    linear = nn.Linear(72, 40, device=device)
+    quantize_(linear, config)
+    x = torch.randn(3, 72, device=device)
+    with torch.set_grad_enabled(grad), torch.autocast(device, torch.bfloat16):
+        y = linear(x)
+    assert y.dtype == torch.bfloat16
+    low = copy.deepcopy(linear).to(torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(y, low(x.bfloat16()))
+
+
+def test_stochastic_weights_follow_the_seed():
+    m = model()
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        copied = copy.deepcopy(m)
+        quantize_(copied, NVFP4WeightOnlyConfig(round_mode="stochastic"))
+        draws.append(copied[0].weight.qdata)
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+def test_meta_device():
+    m = model(device="meta")
+    quantize_(m, NVFP4Config(round_mode="stochastic"))
+    assert all(w.device.type == "meta" and isinstance(w, NVFP4Tensor) for w in weights(m))
+    assert m(torch.empty(5, 72, dtype=torch.bfloat16, device="meta")).shape == (5, 33)
+    real = model()
+    quantize_(real, NVFP4Config(round_mode="stochastic"))
+    m.load_state_dict(real.state_dict(), assign=True)
+    x = torch.randn(4, 72).bfloat16()
+    torch.manual_seed(3)
+    y = m(x)
+    torch.manual_seed(3)
+    assert torch.equal(y, real(x))
+
+
+def test_filter_and_repr():
+    m = model()
+    quantize_(m, NVFP4Config(round_mode="stochastic"), filter_fn=lambda module, name: name == "0")
+    assert type(m[2][0]) is nn.Linear
+    assert_expected_inline(
+        repr(m[0]),
+        """NVFP4Linear(in_features=72, out_features=40, bias=True, weight=NVFP4 (stochastic, 1x16, activation (stochastic, 1x16), 7.30 bits/element))""",  # noqa: E501
+    )
+
+
+def test_what_is_refused_names_the_module():
+    m = model()
+    with pytest.raises(TypeError, match=r"Conv2d\(3, 8.*filter_fn"):
+        quantize_(nn.Sequential(nn.Conv2d(3, 8, 3)), NVFP4Config(), filter_fn=lambda module, name: name == "0")
+    with pytest.raises(TypeError, match=r"Linear\(in_features=72.*float64.*cast"):
+        quantize_(model(torch.float64), NVFP4WeightOnlyConfig())
+    quantize_(m, NVFP4Config())
+    with pytest.raises(ValueError, match=r"NVFP4Linear\(in_features=72.*already"):
+        quantize_(m, NVFP4Config())
+
+
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(round_mode="stochastic"), NVFP4Config()])
+def test_state_dict_round_trip(device, config):
+    m, other = model(device=device), model(device=device)
+    quantize_(m, config)
+    quantize_(other, config)
+    file = io.BytesIO()
+    torch.save(m.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert isinstance(state["0.weight"], NVFP4Tensor)
+    x = torch.randn(6, 72, device=device).bfloat16()
+    other.load_state_dict(state)
+    assert torch.equal(other(x), m(x))
+    fresh = model(device=device)
+    fresh.load_state_dict(state, assign=True)
+    assert torch.equal(fresh(x), m(x))
+    dense = model(device=device)
+    dense.load_state_dict({name: v.dequantize() if isinstance(v, NVFP4Tensor) else v for name, v in state.items()})
+
+
+def test_whole_models_copy_and_pickle():
+    m = model()
+    quantize_(m, NVFP4Config())
+    x = torch.randn(6, 72).bfloat16()
+    file = io.BytesIO()
+    torch.save(m, file)
+    file.seek(0)
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m)), torch.load(file, weights_only=False)):
+        assert repr(other) == repr(m) and torch.equal(other(x), m(x))
+
+
+def test_module_to_dtype_and_device(device):
+    m = model()
+    quantize_(m, NVFP4WeightOnlyConfig())
+    codes = m[0].weight.qdata.clone()
+    m.to(device).to(torch.float32)
+    assert m[0].weight.dtype == torch.float32 and m[0].weight.device.type == device and m[0].bias.dtype == torch.float32
+    assert torch.equal(m[0].weight.qdata.cpu(), codes)
+    assert m(torch.randn(2, 72, device=device)).dtype == torch.float32
+    m.half()
+    assert m(torch.randn(2, 72, device=device).half()).dtype == torch.float16
+
+
+def test_peak_memory_is_the_model_and_one_layer():
+    """Counted by torch's allocator: quantizing adds less than one float32 layer to the model at any time."""
+    size, layers = 2048, 3
+    with torch.profiler.profile(profile_memory=True) as profile:
+        m = nn.Sequential(*[nn.Linear(size, size, bias=False) for _ in range(layers)])
+        quantize_(m, NVFP4WeightOnlyConfig(round_mode="stochastic"))
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    layer = size * size * 4
+    assert layers * layer < peak < (layers + 1) * layer
+    assert live == sum(w.stored_bytes for w in weights(m)) < 0.15 * layers * layer

@@ -1,0 +1,63 @@
+import pytest
+import torch
+from torch import nn
+
+from nvfp4_tensor import QuantizeSpec
+from nvfp4_tensor.quantization.observer import MAGNITUDE_BINS, ObservedLinear
+
+
+def test_it_counts_every_finite_magnitude_and_changes_no_output():
+    linear = nn.Linear(32, 8)
+    x = torch.randn(5, 32)
+    expected = linear(x)
+    observed = ObservedLinear.observe(linear, QuantizeSpec())
+    assert observed is linear and torch.equal(observed(x), expected)
+    x[0, 0], x[1, 1] = float("nan"), float("inf")
+    observed(x)
+    assert observed.activation_histogram.shape == (MAGNITUDE_BINS,)
+    assert observed.activation_histogram.sum() == 2 * 160 - 2
+    assert observed.activation_amax.isfinite()
+
+
+def test_it_observes_what_the_hadamard_transform_gives():
+    x = torch.zeros(1, 16)
+    x[0, 0] = 8.0
+    observed = ObservedLinear.observe(nn.Linear(16, 4), QuantizeSpec(hadamard_sign=True))
+    observed(x)
+    assert observed.activation_amax == 2.0
+
+
+@pytest.mark.parametrize("percentile", [10.0, 50.0, 90.0, 99.0])
+def test_percentiles_are_within_a_bin(percentile):
+    x = torch.rand(100, 64) + 0.01
+    observed = ObservedLinear.observe(nn.Linear(64, 4), QuantizeSpec())
+    for part in x.split(10):
+        observed(part)
+    exact = x.flatten().quantile(percentile / 100)
+    assert exact <= observed.amax_at(percentile) * 1.001 and observed.amax_at(percentile) <= exact * 1.035
+
+
+def test_stopping_leaves_a_plain_linear():
+    linear = ObservedLinear.observe(nn.Linear(16, 4), QuantizeSpec()).stop_observing()
+    assert type(linear) is nn.Linear and set(linear.state_dict()) == {"weight", "bias"}
+
+
+def test_the_amax_stays_float32():
+    """Rounded down with the model, or by the default dtype, it would clip the largest input."""
+    x = torch.tensor([[3.97077] * 32])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        linear = ObservedLinear.observe(nn.Linear(32, 8, dtype=torch.float32), QuantizeSpec())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    linear(x)
+    assert linear.amax_at(None) == x.max()
+    linear.half().to("cpu")
+    assert linear.amax_at(None) == x.max() and linear.weight.dtype == torch.float16
+    linear(x.half() * 2)
+    assert linear.amax_at(None) == 2 * x.half().max()
+
+
+def test_a_prepared_model_without_memory_gets_some():
+    linear = ObservedLinear.observe(nn.Linear(32, 8, device="meta"), QuantizeSpec()).to_empty(device="cpu")
+    assert linear.activation_amax.dtype == torch.float32 and linear.activation_amax.device.type == "cpu"

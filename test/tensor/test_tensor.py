@@ -1,0 +1,317 @@
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, RoundingMode, fake_quantize, quantize, quantize_experts
+from nvfp4_tensor.numerics import reference
+from nvfp4_tensor.numerics.hadamard import float_hadamard
+
+SPECS = [
+    QuantizeSpec(),
+    QuantizeSpec(round_mode="stochastic", scale_rounding="up"),
+    QuantizeSpec(block_rows=16, four_over_six=True),
+    QuantizeSpec(hadamard_sign=True, random_bits=8, round_mode="stochastic"),
+]
+SAME_FIELDS = NVFP4Tensor.tensor_attribute_names
+
+
+def assert_same(a: NVFP4Tensor, b: NVFP4Tensor) -> None:
+    for name in NVFP4Tensor.tensor_data_names:
+        x, y = getattr(a, name), getattr(b, name)
+        assert torch.equal(
+            x.view(torch.uint8) if name == "scale" else x, y.view(torch.uint8) if name == "scale" else y
+        ), name
+    assert [getattr(a, name) for name in SAME_FIELDS] == [getattr(b, name) for name in SAME_FIELDS]
+    assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "shape", [(1,), (16,), (37,), (5, 16), (130, 72), (3, 5, 33), (2, 3, 4, 64), (0,), (32, 0), (0, 64), (2, 0, 7)]
+)
+def test_shape_dtype_and_fields(device, shape, dtype):
+    x = torch.randn(shape, device=device).to(dtype)
+    t = NVFP4Tensor.to_nvfp4(x)
+    assert t.shape == shape and t.dtype == dtype and t.device == x.device and t.numel() == x.numel()
+    columns = -(-shape[-1] // 16) * 16
+    rows = math.prod(shape[:-1])
+    assert t.qdata.shape == (*shape[:-1], columns // 2) and t.qdata.dtype == torch.uint8
+    assert t.scale.shape == (-(-rows // 128), -(-columns // 64), 32, 16) and t.scale.dtype == torch.float8_e4m3fn
+    assert t.per_tensor_scale.shape == () and t.per_tensor_scale.dtype == torch.float32
+    assert t.unswizzled_scale().shape == (*shape[:-1], columns // 16)
+    decoded = t.dequantize()
+    assert decoded.shape == shape and decoded.dtype == dtype
+    assert t.dequantize(torch.float32).dtype == torch.float32
+    if x.numel():
+        assert (decoded.float() - x.float()).abs().max() <= x.float().abs().max() * 0.18
+        expected = reference.quantize(x.cpu(), reference.amax(x.cpu()), None, QuantizeSpec())
+        assert torch.equal(t.qdata.cpu(), expected[0])
+
+
+def test_not_contiguous():
+    x = torch.randn(40, 64)
+    for y in (x.t(), x[::2], x[:, 1:50], x[:, ::2], x.expand(3, 40, 64), torch.randn(4, 5, 6, 32).permute(2, 0, 1, 3)):
+        assert_same(quantize(y), quantize(y.contiguous()))
+
+
+@pytest.mark.parametrize("mode", ["rne", "even", "away", "zero", "stochastic", *RoundingMode])
+def test_round_mode_by_name_and_enum(mode):
+    t = NVFP4Tensor.to_nvfp4(torch.randn(4, 32), round_mode=mode)
+    assert t.spec == QuantizeSpec(round_mode=RoundingMode.of(mode))
+
+
+def test_round_mode_replaces_that_of_the_spec():
+    spec = QuantizeSpec(block_rows=16)
+    assert NVFP4Tensor.to_nvfp4(torch.randn(4, 32), spec=spec, round_mode="away").spec == spec.replace(
+        round_mode="away"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: quantize(torch.tensor(1.0)), ValueError, "0-d"),
+        (lambda: quantize(torch.zeros(4, dtype=torch.float64)), TypeError, r"float64.*x.to\(torch.float32\)"),
+        (lambda: quantize(torch.zeros(4, dtype=torch.int32)), TypeError, "int32"),
+        (lambda: quantize([1.0]), TypeError, "as_tensor"),
+        (lambda: quantize(quantize(torch.zeros(4))), TypeError, r"dequantize\(\)"),
+        (lambda: NVFP4Tensor.to_nvfp4(torch.zeros(4), round_mode="up"), ValueError, "'stochastic'"),
+        (lambda: quantize(torch.zeros(4), amax=-1.0), ValueError, "amax"),
+        (lambda: quantize(torch.zeros(4), amax=math.inf), ValueError, "amax"),
+        (lambda: quantize(torch.zeros(4), amax=torch.ones(2)), ValueError, "amax"),
+        (lambda: quantize(torch.zeros(4), amax=torch.ones((), dtype=torch.int64)), ValueError, "amax"),
+        (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2)), ValueError, "int64"),
+        (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(3, dtype=torch.int64)), ValueError, "rng_state"),
+        (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "not both"),  # noqa: E501
+        (lambda: quantize(torch.zeros(4), origin=(0, 8), full_width=64), ValueError, "multiple of 16"),
+        (lambda: quantize(torch.zeros(4), origin=(0, 16)), ValueError, "full_width"),
+        (lambda: quantize(torch.zeros(4), origin=(0, 16), full_width=19), ValueError, "full_width"),
+        (lambda: quantize(torch.zeros(4), QuantizeSpec(block_rows=16), origin=(8, 0)), ValueError, "block_rows"),
+        (lambda: quantize(torch.zeros(4)).dequantize(torch.int8), TypeError, "int8"),
+        (lambda: fake_quantize(torch.zeros(4), dtype=torch.float64), TypeError, "float64"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_state_fixes_the_bits_and_a_seed_fixes_the_state(device, spec):
+    x, state = torch.randn(33, 80, device=device), torch.tensor([7, 8], device=device)
+    assert_same(quantize(x, spec, rng_state=state), quantize(x, spec, rng_state=state))
+    assert_same(quantize(x, spec, rng_state=state), quantize(x, spec, rng_state=torch.stack([state, -state], 1)[:, 0]))
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        draws += [quantize(x, spec), quantize(x, spec)]
+    assert_same(draws[0], draws[2])
+    assert_same(draws[1], draws[3])
+    assert torch.equal(draws[0].qdata, draws[1].qdata) != spec.is_stochastic
+    generators = [torch.Generator(device).manual_seed(11) for _ in range(2)]
+    first, second = (quantize(x, spec, generator=generator) for generator in generators)
+    assert_same(first, second)
+
+
+def test_amax_given_is_the_amax_used():
+    x = torch.randn(16, 64)
+    assert_same(quantize(x, amax=10.0), quantize(x, amax=torch.tensor([10.0], dtype=torch.float64)))
+    assert_same(quantize(x), quantize(x, amax=x.abs().max()))
+    assert quantize(x, amax=10.0).per_tensor_scale == torch.tensor(10.0) / 2688
+    assert quantize(x, amax=0.5).dequantize().abs().max() <= 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3).flatmap(lambda n: st.tuples(*[st.integers(1, 40)] * n)),
+    st.sampled_from(SPECS),
+    st.integers(0, 2**40),
+)
+def test_fake_quantize_is_quantize_and_dequantize(shape, spec, seed):
+    x, state = torch.randn(shape), torch.tensor([seed, 1])
+    fake = fake_quantize(x, spec, rng_state=state)
+    assert torch.equal(fake[..., : shape[-1]], quantize(x, spec, rng_state=state).dequantize())
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
+def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(device, hadamard_sign, compile):
+    x, state = torch.randn(6, 40, device=device), torch.tensor([1, 2], device=device)
+    spec = QuantizeSpec(round_mode="stochastic", hadamard_sign=hadamard_sign)
+    transform = torch.eye(16) if hadamard_sign is None else reference.hadamard(torch.eye(16), hadamard_sign).float()
+
+    def function(x):
+        return fake_quantize(x, spec, rng_state=state) * 2
+
+    def smooth(x):
+        blocks = torch.nn.functional.pad(x, (0, 8)).unflatten(-1, (-1, 16)) @ transform.to(device)
+        return blocks.flatten(-2)[..., : 40 if hadamard_sign is None else 48] * 2
+
+    leaf = x.clone().requires_grad_()
+    values = torch.compile(function, fullgraph=True)(leaf) if compile else function(leaf)
+    assert torch.equal(values, function(x))
+    upstream = torch.randn_like(values)
+    (grad,) = torch.autograd.grad(values, leaf, upstream)
+    torch.testing.assert_close(grad, torch.autograd.functional.vjp(smooth, x, upstream)[1])
+    with torch.no_grad():
+        assert not function(leaf).requires_grad
+
+
+@pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
+@pytest.mark.parametrize("compile", [False, True])
+def test_fake_quantize_under_transforms_of_functions(hadamard_sign, compile):
+    """torch.func and forward-mode AD: the derivatives of what it approximates, and the values bit for bit."""
+    x, tangent = torch.randn(3, 5, 32), torch.randn(3, 5, 32)
+    x[0, 0, :4] = torch.tensor([-0.0, torch.inf, -torch.inf, 1e-30])
+    spec, maybe_compile = QuantizeSpec(hadamard_sign=hadamard_sign), torch.compile if compile else lambda f: f
+
+    def function(x):
+        return fake_quantize(x, spec, amax=4.0)
+
+    def smooth(x):
+        return x if hadamard_sign is None else float_hadamard(x, hadamard_sign)
+
+    values = maybe_compile(torch.func.vmap(function))(x)
+    assert torch.equal(values.view(torch.int32), function(x).view(torch.int32))
+    finite = torch.randn(3, 5, 32)
+    for of in (function, torch.func.vmap(function)):
+        grad = maybe_compile(torch.func.grad(lambda x, of=of: (of(x) * tangent).sum()))(finite)
+        expected = torch.func.grad(lambda x: (smooth(x) * tangent).sum())(finite)
+        torch.testing.assert_close(grad, expected)
+    values, derivative = torch.func.jvp(function, (finite,), (tangent,))
+    assert torch.equal(values, function(finite))
+    torch.testing.assert_close(derivative, smooth(tangent))
+    with torch.autograd.forward_ad.dual_level():
+        dual = function(torch.autograd.forward_ad.make_dual(finite, tangent))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, smooth(tangent))
+
+
+def test_gradient_of_fake_quantize_does_not_depend_on_the_default_dtype_or_on_autocast():
+    spec, grads = QuantizeSpec(hadamard_sign=True), []
+    x, upstream = torch.randn(4, 32), torch.randn(4, 32)
+    for default, autocast in ((torch.float32, False), (torch.float64, False), (torch.float32, True)):
+        leaf = x.clone().requires_grad_()
+        torch.set_default_dtype(default)
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                fake_quantize(leaf, spec).backward(upstream)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        grads.append(leaf.grad)
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: quantize(x, "stochastic"), TypeError, "spec is a QuantizeSpec"),
+        (lambda x: NVFP4Tensor.to_nvfp4(x, round_mode="rne", spec="x"), TypeError, "spec is a QuantizeSpec"),
+        (lambda x: fake_quantize(x, "rne"), TypeError, "spec is a QuantizeSpec"),
+        (lambda x: quantize(x, SPECS[1], rng_state=(1, 2)), TypeError, r"torch.tensor\(\[seed, offset\]\)"),
+        (lambda x: quantize(x, amax="3"), ValueError, "amax is a finite magnitude"),
+        (lambda x: quantize_experts([1]), ValueError, "experts are a tensor"),
+        (lambda x: quantize_experts(torch.ones(0, 16, 16)), ValueError, "at least one"),
+        (
+            lambda x: quantize_experts(x[None], activation_spec=QuantizeSpec(hadamard_sign=True)),
+            ValueError,
+            "the same hadamard_sign",
+        ),
+    ],
+)
+def test_errors_say_what_to_give(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.randn(4, 32))
+
+
+def test_quantize_takes_no_gradient_and_says_nothing_of_one():
+    assert not quantize(torch.randn(4, 16, requires_grad=True)).requires_grad
+
+
+def test_hardware_rounding_is_eight_bits_where_there_is_none(device):
+    if device == "cuda" and torch.cuda.get_device_capability()[0] == 10:
+        pytest.skip("this device rounds by cvt.rs")
+    x, state = torch.randn(40, 96, device=device), torch.tensor([3, 4], device=device)
+    spec = QuantizeSpec(round_mode="stochastic", random_bits=8)
+    hardware = quantize(x, spec.replace(hardware_rounding=True), rng_state=state)
+    assert torch.equal(hardware.qdata, quantize(x, spec, rng_state=state).qdata)
+    assert not torch.equal(hardware.qdata, quantize(x, spec.replace(random_bits=16), rng_state=state).qdata)
+
+
+def test_a_shard_gets_the_bits_of_the_whole():
+    x, state, spec = torch.randn(64, 160), torch.tensor([1, 2]), QuantizeSpec(round_mode="stochastic")
+    whole = quantize(x, spec, rng_state=state).dequantize()
+    shard = quantize(x[32:, 80:], spec, amax=x.abs().max(), rng_state=state, origin=(32, 80), full_width=160)
+    assert torch.equal(shard.dequantize(), whole[32:, 80:])
+
+
+def test_stochastic_draws_vary_average_out_and_keep_grid_points():
+    values = [
+        NVFP4Tensor.to_nvfp4(torch.tensor([1.3, 2.7]), round_mode=RoundingMode.STOCHASTIC).dequantize()
+        for _ in range(100)
+    ]
+    assert torch.stack(values).std(dim=0).max() > 0
+    x = torch.randn(1000, 1000).bfloat16()
+    spec = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
+    mean = sum(quantize(x, spec).dequantize(torch.float32) for _ in range(50)) / 50
+    assert (mean - x.float()).abs().mean() < 0.1
+    assert NVFP4Tensor.to_nvfp4(torch.tensor([1e-8, -1e-8, 0.5]), round_mode="stochastic").dequantize()[2] == 0.5
+
+
+def test_repr_shows_what_it_is_and_no_values():
+    t = quantize(torch.randn(256, 256).bfloat16(), SPECS[1])
+    assert_expected_inline(
+        repr(t),
+        """NVFP4Tensor(shape=(256, 256), dtype=torch.bfloat16, device=cpu, spec=(stochastic, 1x16, scales up), 4.50 bits/element)""",  # noqa: E501
+    )
+    assert_expected_inline(
+        repr(torch.nn.Parameter(t.t()._replace(activation_spec=SPECS[0]))),
+        """NVFP4Tensor(shape=(256, 256), dtype=torch.bfloat16, device=cpu, spec=(stochastic, 1x16, scales up), transposed, activation_spec=(rne, 1x16), 4.50 bits/element, requires_grad=True)""",  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("parameter", [False, True])
+def test_copies_through_every_door(device, spec, transposed, parameter):
+    t = quantize(torch.randn(130, 70, device=device), spec)._replace(activation_spec=SPECS[0])
+    t = t.t() if transposed else t
+    t = torch.nn.Parameter(t, requires_grad=False) if parameter else t
+    file = io.BytesIO()
+    torch.save({"t": t}, file)
+    loaded = []
+    for weights_only in (True, False):
+        file.seek(0)
+        loaded.append(torch.load(file, weights_only=weights_only)["t"])
+    for other in (
+        t.clone(),
+        copy.copy(t),
+        copy.deepcopy(t),
+        pickle.loads(pickle.dumps(t)),
+        t.detach(),
+        t.contiguous(),
+        *loaded,
+    ):
+        assert_same(t, other)
+    for other in (copy.deepcopy(t), pickle.loads(pickle.dumps(t)), *loaded):
+        assert isinstance(other, torch.nn.Parameter) == parameter
+        assert other.qdata.data_ptr() != t.qdata.data_ptr()
+
+
+def test_flatten_and_unflatten():
+    t = quantize(torch.randn(3, 5, 40), SPECS[2]).mT
+    names, context = t.__tensor_flatten__()
+    rebuilt = NVFP4Tensor.__tensor_unflatten__({name: getattr(t, name) for name in names}, context, t.shape, t.stride())
+    assert_same(t, rebuilt)
+
+
+def test_bits_per_element_counts_everything_stored():
+    t = quantize(torch.randn(128, 64))
+    assert t.stored_bytes == 128 * 32 + 128 * 4 + 4
+    assert t.bits_per_element == 8 * t.stored_bytes / (128 * 64)

@@ -1,0 +1,20 @@
+"""Every tutorial runs as it stands, in a process of its own; what it claims it asserts itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "tutorials").glob("*.py")), ids=lambda path: path.stem)
+def test_tutorial_runs(script, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    result = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
