@@ -20,5 +20,6 @@ def test_the_model_and_its_text_are_the_published_ones():
     tokens = model.evaluation_tokens(tokenizer, 256)
     assert net.dtype == torch.bfloat16 and net.lm_head.weight is net.model.embed_tokens.weight
     assert tokenizer.decode(tokens[:4]).startswith('The "assert')
+    assert {buffer.dtype for buffer in net.buffers()} == {torch.float32}  # the rotary tables
     assert 5 < measure.perplexity(net, tokens, 256) < 60
     assert "capital of France" in tokenizer.decode(model.prompt_tokens(tokenizer)[0])

@@ -27,7 +27,8 @@ def gguf_path() -> Path:
 def load_model() -> tuple[nn.Module, Any]:
     """(model in bfloat16 on the CPU, its tokenizer).
 
-    The file's 4-bit weights (Q4_1) are decoded in float32 and rounded to bfloat16 once.
+    The file's 4-bit weights (Q4_1) are decoded in float32 and rounded to bfloat16 once. The rotary tables stay float32, as
+    they are in a model made from the configuration.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
     import transformers
@@ -35,15 +36,15 @@ def load_model() -> tuple[nn.Module, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = gguf_path()
-    arguments: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.float32}
+    arguments: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.bfloat16}
     if hasattr(transformers, "GgufConfig"):  # newer versions keep the weights packed unless told not to
         arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **arguments)
-    return model.to(torch.bfloat16).eval(), tokenizer
+    return model.eval(), tokenizer
 
 
-def evaluation_tokens(tokenizer, count: int) -> Tensor:
+def evaluation_tokens(tokenizer: Any, count: int) -> Tensor:
     """The first ``count`` tokens of Python's own help topics, int64 (count,)."""
     text = "\n".join(pydoc_data.topics.topics.values())
     # A token is under 16 characters on average, so this much text has enough of them.
@@ -52,7 +53,7 @@ def evaluation_tokens(tokenizer, count: int) -> Tensor:
     return ids[:count]
 
 
-def prompt_tokens(tokenizer) -> Tensor:
+def prompt_tokens(tokenizer: Any) -> Tensor:
     """:data:`QUESTION` as the model's chat template puts it, int64 (1, length)."""
     message = [{"role": "user", "content": QUESTION}]
     text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
