@@ -20,7 +20,7 @@ inline const char* name_of(Dtype dtype) {
 inline bool are_plans_printed() {
   static const bool are = [] {
     const char* value = std::getenv("NVFP4_TENSOR_PRINT_PLANS");
-    return value && *value && std::strcmp(value, "0") != 0;
+    return value && std::strcmp(value, "1") == 0;
   }();
   return are;
 }
@@ -30,7 +30,7 @@ inline void print_plan(const std::string& line) {
   static std::mutex mutex;
   static std::set<std::string> printed;
   const std::lock_guard lock(mutex);
-  if (printed.insert(line).second) std::fprintf(stderr, "%s\n", line.c_str());
+  if (printed.insert(line).second) std::fprintf(stderr, "nvfp4_tensor: %s\n", line.c_str());
 }
 
 }  // namespace nvfp4
