@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -110,6 +113,22 @@ def test_performance_is_of_the_results() -> None:
     """docs/performance.md and its figure are what benchmarks/results give now: `make docs` makes them."""
     assert performance_page.PAGE.read_text() == performance_page.page()
     assert performance_page.FIGURE.read_text() == performance_page.figure()
+
+
+def test_figures_of_performance_are_those_of_the_results() -> None:
+    """Worked out again, another way: the means over the published weights, and where the figure's first point lies."""
+    runs = json.loads((ROOT / "benchmarks/results/h200/matmul_published.json").read_text())["runs"]
+    means = [statistics.geometric_mean(run["chain"][i]["ratio"]["nvfp4"] for run in runs) for i in range(12)]
+    row = "| in a chain, geometric mean | " + " | ".join(f"{mean:.2f}" for mean in means) + " |"
+    assert row in performance_page.page().splitlines()
+
+    figure = ElementTree.fromstring(performance_page.figure())
+    circles = figure.findall("{http://www.w3.org/2000/svg}circle")
+    texts = figure.findall("{http://www.w3.org/2000/svg}text")
+    marks = {float(text.text): float(text.get("y")) - 4 for text in texts if text.get("text-anchor") == "end"}
+    cpu = json.loads((ROOT / "benchmarks/results/cpu/matmul.json").read_text())["runs"][0]["cases"][0]["speedup"]
+    first = next(c for c in circles if c.get("cx") == "536.0")  # one row of x, at the left of the second panel
+    assert float(first.get("cy")) == pytest.approx(marks[0] + (marks[8] - marks[0]) * cpu / 8, abs=0.1)
 
 
 def test_every_public_name_has_a_reference() -> None:
