@@ -18,7 +18,8 @@ from nvfp4_tensor.pickles import _rebuild, keep_earlier_names  # noqa: F401  fil
 
 if TYPE_CHECKING:
     from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig, calibrate
-    from nvfp4_tensor.tensor import NVFP4Tensor, fake_quantize, quantize, quantize_experts
+    from nvfp4_tensor.tensor.fake_quantize import fake_quantize
+    from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 __all__ = [
     "FourOverSix",

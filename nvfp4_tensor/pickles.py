@@ -52,7 +52,7 @@ class _Alias(types.ModuleType):
         super().__init__(f"{PACKAGE}.{module}", "Names of an earlier layout, kept for the files that hold them.")
         self._names = names
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name not in self._names:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}: see {PACKAGE}")
         return getattr(importlib.import_module(PACKAGE), name)

@@ -48,7 +48,7 @@ def _demo(options: argparse.Namespace) -> int:
     if missing:
         print(f"the demo needs {', '.join(missing)}: pip install 'nvfp4-tensor[demo]', or run `make demo`")
         return 1
-    from nvfp4_tensor import demo
+    from nvfp4_tensor.cli import demo
 
     demo.run(options.output, options.device)
     return 0

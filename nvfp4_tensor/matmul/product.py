@@ -128,7 +128,14 @@ def _sign_to_undo(w: NVFP4Tensor, along_blocks: bool) -> int | None:
 
 
 def _decoded_product(
-    x, x_scale, w: NVFP4Tensor, along_blocks: bool, bias, alpha: float, out_dtype: torch.dtype, columns: int = 0
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: NVFP4Tensor,
+    along_blocks: bool,
+    bias: Tensor | None,
+    alpha: float,
+    out_dtype: torch.dtype,
+    columns: int = 0,
 ) -> Tensor:
     if alpha != 1:
         x_scale = torch.full((), alpha, dtype=torch.float32, device=x.device) if x_scale is None else x_scale * alpha

@@ -13,7 +13,7 @@ class Choice(enum.IntEnum):
     Enums of Python 3.11.0 to 3.11.3 pickle by ``getattr``, which it does not.
     """
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: object) -> tuple[type[Choice], tuple[int]]:
         return type(self), (self.value,)
 
 

@@ -8,6 +8,8 @@ keeps it capturable in a CUDA graph: no constant is copied from the host, all ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -143,7 +145,7 @@ def _four_over_six_error(blocks: Tensor, bits: Tensor, s_enc: Tensor, amax: Tens
     return total
 
 
-def _over_tile(values: Tensor, reduce) -> Tensor:
+def _over_tile(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """(rows, blocks) values of 1x16 blocks reduced over each 16 rows and given back to each of them."""
     rows = values.shape[0]
     tiles = pad(values, (0, 0, 0, -rows % BLOCK)).unflatten(0, (-1, BLOCK))

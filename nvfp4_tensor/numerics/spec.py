@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding
 from nvfp4_tensor.numerics.layout import BLOCK, DEFAULT_HADAMARD_SIGN
@@ -74,7 +75,7 @@ class QuantizeSpec:
         assert self.scale_ceiling is not None  # __post_init__ has resolved it
         return 6.0 * self.scale_ceiling
 
-    def replace(self, **changes) -> QuantizeSpec:
+    def replace(self, **changes: Any) -> QuantizeSpec:
         """A copy with some fields changed; a change of four_over_six resets scale_ceiling to its default."""
         if "four_over_six" in changes:
             changes.setdefault("scale_ceiling", None)

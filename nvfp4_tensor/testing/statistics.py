@@ -106,7 +106,7 @@ def unit_amax(like: Tensor, spec: QuantizeSpec) -> Tensor:
 def op_rounder(spec: QuantizeSpec) -> Rounder:
     """``torch.ops.nvfp4.quantize`` as a rounder of tensors with a 6 in every block: x * enc = x = v."""
 
-    def codes(v: Tensor, rng_state: Tensor, **place) -> Tensor:
+    def codes(v: Tensor, rng_state: Tensor, **place: int) -> Tensor:
         amax = unit_amax(v, spec)
         return unpack(torch.ops.nvfp4.quantize(v, amax, rng_state, spec.pack(), **place)[0])[..., : v.shape[-1]]
 
@@ -299,7 +299,7 @@ def draws(rounder: Rounder, random_bits: int, rows: int, columns: int, generator
     v = probe.values
     state = rng_state(17, 40, device)
 
-    def residuals(state: Tensor, **place) -> Tensor:
+    def residuals(state: Tensor, **place: int) -> Tensor:
         return probe.residuals(rounder(v, state, **place), random_bits)
 
     u = residuals(state)
@@ -340,7 +340,7 @@ def shards(rounder: Rounder, rows: int, columns: int, generator: torch.Generator
             yield equal(f"shard at ({row0}, {col0})", whole[row0:row1, col0:col1], codes)
 
 
-def recover_random16(rounder: Rounder, rows: int, columns: int, state: Tensor, **place) -> tuple[Tensor, Tensor]:
+def recover_random16(rounder: Rounder, rows: int, columns: int, state: Tensor, **place: int) -> tuple[Tensor, Tensor]:
     """The 16 random bits of every element but the anchors, int32, and which those are, by bisection of each element.
 
     An element at fraction f goes up exactly where its bits are at least 65536 - f: sixteen roundings with the same

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SHOWN = (1, 16, 256)
 """The numbers of draws whose means are drawn over the identity."""
@@ -77,17 +81,17 @@ def _name(draws: int) -> str:
     return "1 draw" if draws == 1 else f"mean of {draws} draws"
 
 
-def _draw_against_identity(axes, x: Tensor, curves: dict[str, tuple[Tensor, str]]) -> None:
+def _draw_against_identity(axes: Axes, x: Tensor, curves: dict[str, tuple[Tensor, str]]) -> None:
     for label, (y, color) in curves.items():
         axes.plot(swept(x), swept(y), ".", markersize=3, color=color, label=label)
     axes.plot([-E2M1_MAX, E2M1_MAX], [-E2M1_MAX, E2M1_MAX], color="black", linewidth=1, label="identity")
     axes.set(xlabel="value", ylabel="NVFP4, decoded", xlim=(-6.3, 6.3), ylim=(-6.3, 6.3), aspect="equal")
-    axes.set_xticks(range(-6, 7, 2), range(-6, 7, 2))
+    axes.set_xticks(range(-6, 7, 2), map(str, range(-6, 7, 2)))
     axes.grid(alpha=0.25)
     axes.legend(loc="upper left", markerscale=4, frameon=False)
 
 
-def _draw_error(axes, x: Tensor, nearest: Tensor, mean_of: dict[int, Tensor]) -> None:
+def _draw_error(axes: Axes, x: Tensor, nearest: Tensor, mean_of: dict[int, Tensor]) -> None:
     draws = list(mean_of)
     errors = [rmse(x, mean_of[n]) for n in draws]
     floor = rmse(x, nearest)
