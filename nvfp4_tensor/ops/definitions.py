@@ -133,9 +133,24 @@ def _(x, sign):
 @_implement("quantize")
 def quantize(x, amax, rng_state, spec, row0=0, col0=0, full_width=0, stream=0):
     """x (..., K) to (qdata, scale, per_tensor_scale), amax that of x by default; see :func:`reference.quantize`."""
+    _check_place(math.prod(x.shape[:-1]), x.shape[-1], row0, col0, full_width)
     if amax is None:
         amax = _amax_for(x, QuantizeSpec.unpack(spec))
     return reference.quantize(x, amax, rng_state, QuantizeSpec.unpack(spec), row0, col0, full_width, stream)
+
+
+def _check_place(rows: int, columns: int, row0: int, col0: int, full_width: int) -> None:
+    """Refuse what block_numbers of csrc/arguments.h refuses."""
+    if min(row0, col0, full_width) < 0:
+        raise ValueError(
+            "row0, col0 and full_width, where x lies in a larger tensor, must not be negative, not "
+            f"{row0}, {col0} and {full_width}"
+        )
+    if col0 % BLOCK:
+        raise ValueError(f"col0 must be a multiple of {BLOCK}, where a block begins, not {col0}")
+    width = full_width or columns
+    if (row0 + rows) * (ceil_to(width, BLOCK) // BLOCK) + (col0 + ceil_to(columns, BLOCK)) // BLOCK >= 1 << 63:
+        raise ValueError(f"blocks are numbered in 63 bits: row0 {row0} of a tensor of {width} columns lies beyond them")
 
 
 def _amax_for(x: Tensor, spec: QuantizeSpec) -> Tensor:
@@ -159,7 +174,10 @@ def _(x, amax, rng_state, spec, row0=0, col0=0, full_width=0, stream=0):
 @_implement("quantize_pair")
 def quantize_pair(x, amax, amax_t, rng_state, spec, spec_t, row0=0, col0=0, full_rows=0, full_width=0):
     """x (M, K) quantized, and its transpose (K, M) quantized by spec_t from random stream 1."""
-    full_rows = full_rows or x.shape[0]
+    if row0 < 0 or row0 % BLOCK:
+        raise ValueError(f"row0 must be a multiple of {BLOCK}, where a block of the transpose begins, not {row0}")
+    if full_rows < 0:
+        raise ValueError(f"full_rows must not be negative, not {full_rows}")
     return (
         *quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
         *quantize(x.t(), amax_t, rng_state, spec_t, col0, row0, full_rows, 1),

@@ -4,6 +4,7 @@ Two libraries register C++ under the schemas of ``definitions.py``: ``libnvfp4_c
 loaded only where torch has CUDA. Neither is required; without one, plain torch serves the same ops with the same bits,
 more slowly, and :func:`nvfp4_tensor.info` says why. ``NVFP4_TENSOR_NATIVE=0`` in the environment leaves both out;
 ``NVFP4_TENSOR_ISA=avx512``, ``avx2`` or ``portable`` holds the CPU kernels to a smaller instruction set.
+``NVFP4_TENSOR_LIB`` names a folder to take the libraries from in place of the package's own, for other builds of them.
 """
 
 from __future__ import annotations
@@ -82,10 +83,9 @@ def find(file_name: str) -> Path | None:
     """A file of the package's lib folder, beside the sources or where an editable install put it."""
     import nvfp4_tensor
 
-    for folder in nvfp4_tensor.__path__:
-        if (path := Path(folder) / "lib" / file_name).exists():
-            return path
-    return None
+    named = os.environ.get("NVFP4_TENSOR_LIB")
+    folders = [Path(named)] if named else [Path(folder) / "lib" for folder in nvfp4_tensor.__path__]
+    return next((path for folder in folders if (path := folder / file_name).exists()), None)
 
 
 def _cpu_library() -> ctypes.CDLL | None:

@@ -69,3 +69,11 @@ def sample(shape, dtype, seed=0):
 
 def reference_amax(x, spec):
     return reference.amax(x if spec.hadamard_sign is None else reference.hadamard(x, spec.hadamard_sign))
+
+
+def at_byte(x, offset):
+    """A copy of x, contiguous, that begins so many bytes behind where an allocation does."""
+    memory = torch.empty(x.numel() * x.element_size() + offset, dtype=torch.uint8).numpy()
+    if not x.numel():
+        return x.contiguous()
+    return torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=offset).view(x.shape).copy_(x)

@@ -7,7 +7,7 @@ on a multiple of their size, which torch.frombuffer makes of any file.
 
 import pytest
 import torch
-from helpers.instruction_sets import assert_op, needs_library, sample
+from helpers.instruction_sets import assert_op, at_byte, needs_library, sample
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import reference
@@ -19,14 +19,6 @@ PLAIN = QuantizeSpec().pack()
 STOCHASTIC = QuantizeSpec(round_mode="stochastic").pack()
 RNG_STATE = torch.tensor([5, 7])
 MOST = (1 << 63) - 1
-
-
-def at_byte(x, offset):
-    """A copy of x, contiguous, that begins so many bytes behind where an allocation does."""
-    memory = torch.empty(x.numel() * x.element_size() + offset, dtype=torch.uint8)
-    copy = torch.frombuffer(memory.numpy(), dtype=x.dtype, count=x.numel(), offset=offset).view(x.shape)
-    assert copy.data_ptr() % x.element_size(), "aligned"
-    return copy.copy_(x)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +95,7 @@ def test_nothing_is_quantized_to_nothing(shape):
 def test_a_tensor_that_begins_at_an_odd_byte(dtype, sign):
     aligned = sample((40, 100), dtype)
     spec = QuantizeSpec(round_mode="stochastic", hadamard_sign=None if sign < 0 else sign)
+    assert at_byte(aligned, 1).data_ptr() % aligned.element_size()
     for x, same in ((at_byte(aligned, 1), aligned), (at_byte(aligned, 1)[::3, 5:69], aligned[::3, 5:69])):
         amax = reference.amax(same if sign < 0 else reference.hadamard(same, sign))
         expected = reference.quantize(same, amax, RNG_STATE, spec)
@@ -123,7 +116,7 @@ def test_operands_that_begin_at_an_odd_byte(dtype, rows):
     """Products differ in the order of their sums between ways to multiply, but not with where their operands lie."""
     x, bias, factors = sample((rows, 80), dtype), sample((48,), torch.float32, 1), torch.rand(48)
     codes, scale, _ = reference.quantize(sample((48, 80), torch.float32, 2), torch.tensor(9.0), None, QuantizeSpec())
-    odd_codes, odd_scale = at_any_byte(codes), at_any_byte(scale)
+    odd_codes, odd_scale = at_byte(codes, 1), at_byte(scale, 1)
     x_scale, dtypes = torch.rand(rows), (dtype, torch.float32)
     for out_dtype in dtypes:
         decoded = OPS.dequantize(codes, scale, factors, 80, out_dtype)
@@ -132,9 +125,3 @@ def test_operands_that_begin_at_an_odd_byte(dtype, rows):
         odd = [at_byte(t, 1) for t in (x, x_scale, factors, bias)]
         y = OPS.matmul(odd[0], odd[1], odd_codes, odd_scale, odd[2], odd[3], 80, False, out_dtype)
         assert torch.equal(y, plain) and plain.isfinite().all() and plain.any()
-
-
-def at_any_byte(x):
-    """A copy of what has one byte an element, that begins at an odd one."""
-    memory = torch.empty(x.numel() + 1, dtype=torch.uint8)
-    return memory[1:].copy_(x.view(torch.uint8).view(-1)).view(x.dtype).view(x.shape)

@@ -1,10 +1,10 @@
-"""Random specs of random tensors, wherever and however they lie in memory: the reference's bits on each instruction set.
+"""Random specs of random tensors, however they lie in memory: the reference's bits on each instruction set.
 
 `make sanitize` runs these over a library with sanitizers, for which empty tensors, strides and odd addresses are drawn.
 """
 
 import torch
-from helpers.instruction_sets import assert_op, needs_library, reference_amax, sample
+from helpers.instruction_sets import assert_op, at_byte, needs_library, reference_amax, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,15 +30,6 @@ words = st.integers(-(1 << 63), (1 << 63) - 1)
 rng_states = st.tuples(words, words).map(torch.tensor)
 
 
-def at_byte(x, offset):
-    """A copy of x, contiguous, that begins so many bytes behind where an allocation does."""
-    memory = torch.empty(x.numel() * x.element_size() + offset + 1, dtype=torch.uint8)
-    if not x.numel():
-        return x.contiguous()
-    copy = torch.frombuffer(memory.numpy(), dtype=x.dtype, count=x.numel(), offset=offset).view(x.shape)
-    return copy.copy_(x)
-
-
 @st.composite
 def matrices(draw):
     """Plain, with strided rows or columns, transposed, or at any byte; empty ones, and some that are not finite."""
@@ -52,7 +43,9 @@ def matrices(draw):
         x.view(-1)[draw(st.integers(0, x.numel() - 1))] = draw(st.sampled_from([float("nan"), float("inf")]))
     if way == "transposed":
         return x.t()
-    return at_byte(x, draw(st.integers(1, 7))) if way == "at a byte" else x[:: steps[0], : columns * steps[1] : steps[1]]
+    if way == "at a byte":
+        return at_byte(x, draw(st.integers(1, 7)))
+    return x[:: steps[0], : columns * steps[1] : steps[1]]
 
 
 @given(x=matrices(), spec=specs, state=rng_states, block=st.integers(0, 8), row0=st.integers(0, 1 << 40))
