@@ -13,7 +13,8 @@ namespace nvfp4 {
 
 constexpr int kMostBlocksInCluster = 8;  // on every device that has clusters
 
-enum class Begins { kAfterPrevious, kBeforePreviousEnds };  // the latter waits by itself: wait_for_previous_kernel
+// The latter is PDL: the kernel waits by itself (wait_for_previous_kernel).
+enum class Begins { kAfterPrevious, kBeforePreviousEnds };
 
 // blocks: of a cluster, along x.
 struct Launch {

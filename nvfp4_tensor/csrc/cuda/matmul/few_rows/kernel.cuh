@@ -1,4 +1,5 @@
-// y = x w^T for few rows of x: bound by reading w, so built around that.
+// y = x w^T for few rows of x, on every GPU: bound by reading w, so built around that. Split-K over the warps of a
+// block (and the blocks of a cluster), mma.m16n8k16, and in each warp a cp.async pipeline of its own.
 //
 // A block of threads keeps its x in registers and streams w past it. Each warp owns one slice of K, its B fragments of
 // x for the tensor cores loaded once, and walks down tiles of 16 rows of w, the A operand: the small M lies on the
