@@ -16,6 +16,7 @@ _NEEDED = {
     "experts.md": ("transformers",),
     "lora.md": ("peft",),
 }
+_SLOW = ("README.md",)  # it quantizes a real model
 
 
 def python_of(text: str) -> str:
@@ -33,14 +34,18 @@ def test_lines_stay_where_they_are():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if path.name in _SLOW else ()) for path in FILES],
+    ids=[str(path.relative_to(ROOT)) for path in FILES],
+)
 def test_blocks_run(path, tmp_path, monkeypatch):
     for module in _NEEDED.get(path.name, ()):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed")
     monkeypatch.chdir(tmp_path)
     code = python_of(path.read_text())
-    if path.name != "index.md":
+    if path != ROOT / "docs/guides/index.md":
         assert code.strip(), f"{path} has no block of Python"
     threads = torch.get_num_threads()
     try:
