@@ -27,10 +27,9 @@ struct Constant {
 
   template <typename T>
   static Constant of(T& constant) {
-    return {[&constant] { return static_cast<double>(constant); },
-            [&constant](double value) {
-              constant = static_cast<T>(std::is_integral_v<T> ? std::llround(value) : value);
-            }};
+    return {
+        [&constant] { return static_cast<double>(constant); },
+        [&constant](double value) { constant = static_cast<T>(std::is_integral_v<T> ? std::llround(value) : value); }};
   }
 };
 

@@ -13,24 +13,38 @@ namespace nvfp4 {
 template <typename T>
 __device__ __forceinline__ float to_float(T v);
 template <>
-__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(float v) {
+  return v;
+}
 template <>
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(__half v) {
+  return __half2float(v);
+}
 template <>
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) {
+  return __bfloat162float(v);
+}
 
 template <typename T>
 __device__ __forceinline__ T from_float(float v);
 template <>
-__device__ __forceinline__ float from_float(float v) { return v; }
+__device__ __forceinline__ float from_float(float v) {
+  return v;
+}
 template <>
-__device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
+__device__ __forceinline__ __half from_float(float v) {
+  return __float2half_rn(v);
+}
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
+__device__ __forceinline__ __nv_bfloat16 from_float(float v) {
+  return __float2bfloat16_rn(v);
+}
 
 // The magnitude bits of infinity: below it, all is finite.
 template <typename T>
-constexpr uint32_t kInfinity = std::is_same_v<T, float> ? 0x7F800000u : std::is_same_v<T, __half> ? 0x7C00u : 0x7F80u;
+constexpr uint32_t kInfinity = std::is_same_v<T, float>    ? 0x7F800000u
+                               : std::is_same_v<T, __half> ? 0x7C00u
+                                                           : 0x7F80u;
 
 // The magnitudes of two packed elements. For bfloat16 nvcc makes it an HFMA2, which leaves the busier ALU pipe alone.
 template <typename T>

@@ -24,8 +24,7 @@
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
 #define NVFP4_HARDWARE_NEAREST 1
 #define NVFP4_HARDWARE_STOCHASTIC 1
-#elif defined(__CUDA_ARCH_FEAT_SM110_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL) || \
-    defined(__CUDA_ARCH_FEAT_SM121_ALL)
+#elif defined(__CUDA_ARCH_FEAT_SM110_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
 #define NVFP4_HARDWARE_NEAREST 1
 #endif
 
@@ -134,8 +133,7 @@ __device__ __forceinline__ uint32_t encode8_software(const Elements<T, kBlock>& 
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float a = __fmul_rn(x.magnitude(first + i), enc);
-    bits[i] = mode == Fast::kNearestEven ? nearest_even_bits(a)
-                                         : stochastic_bits(a, draw_of<mode>(words, first + i));
+    bits[i] = mode == Fast::kNearestEven ? nearest_even_bits(a) : stochastic_bits(a, draw_of<mode>(words, first + i));
   }
   return pack_codes<mode>(bits) | x.signs(first);
 }

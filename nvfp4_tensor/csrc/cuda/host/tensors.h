@@ -36,7 +36,8 @@ inline cudaStream_t current_stream(const Tensor& on) {
 
 inline void check_launched(const char* op) {
   const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, op, ": the library was built for other GPUs; with "
+  STD_TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, op,
+                  ": the library was built for other GPUs; with "
                   "NVFP4_TENSOR_NATIVE=0 in the environment plain torch serves this one");
   STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 }
@@ -56,9 +57,9 @@ inline Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Te
   for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                                         strides.data(), dtype, aoti_torch_device_type_cuda(),
-                                                         like.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                                                  dtype, aoti_torch_device_type_cuda(), like.get_device_index(),
+                                                  &handle));
   return Tensor(handle);
 }
 

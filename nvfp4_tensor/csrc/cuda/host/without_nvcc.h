@@ -8,7 +8,9 @@
 
 #define __device__
 struct float4;
-inline struct { unsigned x; } blockIdx, gridDim;
+inline struct {
+  unsigned x;
+} blockIdx, gridDim;
 using std::max;
 using std::min;
 

@@ -44,11 +44,14 @@ inline constexpr int kFewRowsOfExpert = 4;
 
 // What decoding w and then cuBLASLt take. Of 8 products of weights of 1.8 to 4.2 million elements and 512 to 8192 rows,
 // in chains, 6 are faster so, by 1 to 23 %; these costs choose them, and one that takes 4 % longer so.
-NVFP4_COST int kDecodeCycles = 7000;  // another launch, and w written and read again
+NVFP4_COST int kDecodeCycles = 7000;            // another launch, and w written and read again
 NVFP4_COST int kDecodedPerKilocycle = 940'000;  // elements of w
 // cuBLASLt's tiles, each with what its size makes it slower than the tensor cores, which for one more row of w by one
 // of x take K / 2048 cycles.
-struct DenseTile { int rows, tokens; double factor; };
+struct DenseTile {
+  int rows, tokens;
+  double factor;
+};
 inline constexpr DenseTile kDenseTiles[] = {{128, 256, 1.0},  {256, 128, 1.0}, {128, 192, 1.0}, {192, 128, 1.0},
                                             {128, 128, 1.03}, {128, 64, 1.1},  {64, 128, 1.1},  {64, 64, 1.3}};
 

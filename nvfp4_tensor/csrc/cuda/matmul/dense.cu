@@ -19,7 +19,7 @@ namespace {
 
 // --- cuBLASLt --------------------------------------------------------------------------------------------------------
 
-using Object = void*;  // a handle, descriptor, layout or preference
+using Object = void*;                         // a handle, descriptor, layout or preference
 constexpr int kSuccess = 0, kFloatSums = 68;  // CUBLAS_STATUS_SUCCESS, CUBLAS_COMPUTE_32F
 // attributes of a product's descriptor, and values
 constexpr int kPointerMode = 2, kOperationOfA = 3, kEpilogue = 7, kBiasPointer = 8;
@@ -111,9 +111,7 @@ struct Shape {
   uint32_t x_alignment;
   Dtype dtype;
 
-  auto key() const {
-    return std::tie(device, M, N, K, x_row, along_rows, alpha_per_row, has_bias, x_alignment, dtype);
-  }
+  auto key() const { return std::tie(device, M, N, K, x_row, along_rows, alpha_per_row, has_bias, x_alignment, dtype); }
   bool operator<(const Shape& other) const { return key() < other.key(); }
 };
 
@@ -181,8 +179,9 @@ const Product* product_of(const Problem& p, Sum sum) {
   cudaGetDevice(&device);
   const Object handle = handle_of(device);
   if (!handle) return nullptr;
-  const Shape shape{device, p.M, p.N, p.K, p.x_row, sum == Sum::kAlongRowsOfW, p.w_scale_step != 0, p.bias != nullptr,
-                    alignment, p.x_dtype};
+  const Shape shape{
+      device,    p.M,      p.N, p.K, p.x_row, sum == Sum::kAlongRowsOfW, p.w_scale_step != 0, p.bias != nullptr,
+      alignment, p.x_dtype};
   thread_local std::map<Shape, Product> products;
   if (products.size() >= kMostKept && !products.count(shape)) products.clear();
   const Product& product = products.try_emplace(shape, *Library::found(), handle, shape).first->second;

@@ -42,8 +42,8 @@ inline std::string describe_few_rows(const ProductSize& size, const Fits& fits, 
   const char* parts = size.M > 16 ? ", 16 rows of x at a time" : "";
   if (!fits.few_rows_sm90) return text_of("few_rows%s", parts);
   const bool is_long = size.M <= 8 && !few_rows_sm90::are_slices_short(size, machine.multiprocessors);
-  const few_rows_sm90::Split split =
-      few_rows_sm90::Split::of(size.K, is_long ? few_rows_sm90::kSliceOf8Rows : few_rows_sm90::kSliceOf16Rows);
+  const few_rows_sm90::Split split = few_rows_sm90::Split::of(
+      size.K, is_long ? few_rows_sm90::kSliceOf8Rows : few_rows_sm90::kSliceOf16Rows);
   return text_of("few_rows_sm90, split-K over %d blocks of %d warps%s", split.cluster, split.warps_in_k, parts);
 }
 

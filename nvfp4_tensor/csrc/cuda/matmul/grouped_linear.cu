@@ -68,7 +68,9 @@ Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scal
   }
   p.w_scale = static_cast<const float*>(factors.const_data_ptr());
   const bool one_a_row = factors.dim() == 1;  // else (E, 1), or one for all
-  STD_TORCH_CHECK(factors.numel() == (one_a_row ? experts * outer : factors.dim() == 2 ? experts : 1),
+  STD_TORCH_CHECK(factors.numel() == (one_a_row            ? experts * outer
+                                      : factors.dim() == 2 ? experts
+                                                           : 1),
                   "nvfp4::grouped_linear takes per_tensor_scale 0-d, (E, 1) or (E * N,)");
   p.w_scale_step = one_a_row;
   p.w_scale_expert = one_a_row ? static_cast<int>(outer) : factors.dim() == 2;

@@ -45,8 +45,7 @@ class TokenTiles {
       const unsigned holds = __ballot_sync(0xFFFFFFFF, index >= 0 && index < own);
       if (holds) {
         const int lane = __ffs(holds) - 1;
-        return {first + lane, __shfl_sync(0xFFFFFFFF, from + index * tokens_, lane),
-                __shfl_sync(0xFFFFFFFF, to, lane)};
+        return {first + lane, __shfl_sync(0xFFFFFFFF, from + index * tokens_, lane), __shfl_sync(0xFFFFFFFF, to, lane)};
       }
       before += __shfl_sync(0xFFFFFFFF, sum, 31);
     }

@@ -160,11 +160,11 @@ Choice choose_kernel(const Problem& p) {
 
 // Why none of the kernels that decode w as they go is asked; null where they are.
 const char* why_decoded(const Problem& p, bool transposed) {
-  return transposed                     ? "x w, across the rows of w"
-         : p.x_dtype == Dtype::kFloat   ? "x is float32"
-         : p.K == 0                     ? "no columns"
-         : p.experts > kMostExperts     ? "more experts than a grid has places"
-                                        : nullptr;
+  return transposed                   ? "x w, across the rows of w"
+         : p.x_dtype == Dtype::kFloat ? "x is float32"
+         : p.K == 0                   ? "no columns"
+         : p.experts > kMostExperts   ? "more experts than a grid has places"
+                                      : nullptr;
 }
 
 void print_decoded(const Problem& p, const char* why) {
@@ -256,8 +256,7 @@ __global__ void finish_kernel(const __grid_constant__ Problem p, const float* su
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     const int n = static_cast<int>(i % p.N);
     const int64_t row = i / p.N;
-    store_rounded(p.y, p.y_dtype, i,
-                  finish(p, static_cast<int>(row / p.M), static_cast<int>(row % p.M), n, sums[i]));
+    store_rounded(p.y, p.y_dtype, i, finish(p, static_cast<int>(row / p.M), static_cast<int>(row % p.M), n, sums[i]));
   }
 }
 

@@ -33,9 +33,9 @@ struct Problem {
   Dtype x_dtype, bias_dtype, y_dtype;
   void* y;  // (E, M, N)
   int experts, M, N, K;
-  int rows;             // of x over the batch: experts * M, or of all groups
-  const int32_t* offs;  // (experts), where each group ends; null where every expert has M rows
-  int Kp;  // K rounded up to 16
+  int rows;                     // of x over the batch: experts * M, or of all groups
+  const int32_t* offs;          // (experts), where each group ends; null where every expert has M rows
+  int Kp;                       // K rounded up to 16
   int first_m = 0, some_m = 0;  // the rows of x that a launch is about, where it is not about all and not of groups
 };
 
@@ -48,9 +48,9 @@ struct PlannedKernel;  // many_rows_sm90/plan.h
 // Each only enqueues, and each needs M, N, K > 0 and x in bf16 or fp16.
 void launch_matmul_few_rows(const Problem& p, cudaStream_t stream);  // any such problem; made for M <= 16
 void launch_matmul_few_rows_grouped(const Problem& p, cudaStream_t stream);
-bool fits_matmul_few_rows_sm90(const Problem& p);                    // what it calls where alignment allows
+bool fits_matmul_few_rows_sm90(const Problem& p);                         // what it calls where alignment allows
 void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream);  // for at most 16 rows
-bool fits_matmul_many_rows(const Problem& p);                        // a Hopper, and codes aligned to 16 bytes
+bool fits_matmul_many_rows(const Problem& p);                             // a Hopper, and codes aligned to 16 bytes
 // scratch: memory of so many bytes, which lives as long as the stream needs it.
 void launch_matmul_many_rows(const Problem& p, const many_rows::PlannedKernel& planned,
                              const std::function<void*(int64_t)>& scratch, cudaStream_t stream);

@@ -102,8 +102,11 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{ .reg .pred done;\n"
-      "WAIT_%=: " NVFP4_MBARRIER_WAIT ".parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra WAIT_%=; }" ::"r"(barrier), "r"(parity) : "memory");
+      "WAIT_%=: " NVFP4_MBARRIER_WAIT
+      ".parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra WAIT_%=; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
 __device__ __forceinline__ void cluster_sync() {

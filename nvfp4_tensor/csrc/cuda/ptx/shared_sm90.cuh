@@ -18,20 +18,19 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
 
 // What this thread has stored to shared memory, barriers that it has initialized too, for copies that use it, are from
 // there or go over it.
-__device__ __forceinline__ void show_stores_to_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+__device__ __forceinline__ void show_stores_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Initialized barriers, for the cluster.
 __device__ __forceinline__ void show_barriers_to_cluster() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void copy_box_2d(
-    uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void copy_box_2d(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t barrier,
+                                            uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
 }
 
@@ -41,20 +40,21 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32
                : "memory");
 }
 
-__device__ __forceinline__ void copy_box_3d(
-    uint32_t to, const CUtensorMap* map, int a, int b, int c, uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void copy_box_3d(uint32_t to, const CUtensorMap* map, int a, int b, int c, uint32_t barrier,
+                                            uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(barrier), "l"(policy)
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(a), "r"(b), "r"(c), "r"(barrier), "l"(policy)
       : "memory");
 }
 
-__device__ __forceinline__ void copy_box_4d(
-    uint32_t to, const CUtensorMap* map, int a, int b, int c, int d, uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void copy_box_4d(uint32_t to, const CUtensorMap* map, int a, int b, int c, int d,
+                                            uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier),
-      "l"(policy)
+      " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier), "l"(policy)
       : "memory");
 }
 
@@ -84,8 +84,8 @@ __device__ __forceinline__ void wait_until_stores_have_read() {
 
 // Four 8 x 8 matrices of 16-bit values, a column 16 bytes: lane l has the address of column l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uint32_t (&v)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]),
-               "r"(v[1]), "r"(v[2]), "r"(v[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]),
+               "r"(v[2]), "r"(v[3])
                : "memory");
 }
 
@@ -102,10 +102,14 @@ __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier) {
 
 // Registers of a thread, moved between warpgroups (setmaxnreg).
 template <int kCount>
-__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount)); }
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
 
 template <int kCount>
-__device__ __forceinline__ void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount)); }
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
 
 }  // namespace nvfp4
 

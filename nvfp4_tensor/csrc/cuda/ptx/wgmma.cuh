@@ -52,15 +52,15 @@ struct Wgmma;
   struct Wgmma<columns, T> {                                                                                     \
     template <bool kAdds>                                                                                        \
     static __device__ __forceinline__ void run(float (&d)[sums], const uint32_t* a, uint64_t b) {                \
-      asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #p0 ", 0;\n"                                               \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #p0                                                        \
+                   ", 0;\n"                                                                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" NVFP4_NAMES_##sums \
                    "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b0 ", p, 1, 1, 0; }"                        \
                    : NVFP4_SUMS_##sums                                                                           \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdds));                            \
     }                                                                                                            \
   };
-#define NVFP4_WGMMA(...) \
-  NVFP4_WGMMA_OF(__nv_bfloat16, "bf16", __VA_ARGS__) NVFP4_WGMMA_OF(__half, "f16", __VA_ARGS__)
+#define NVFP4_WGMMA(...) NVFP4_WGMMA_OF(__nv_bfloat16, "bf16", __VA_ARGS__) NVFP4_WGMMA_OF(__half, "f16", __VA_ARGS__)
 
 NVFP4_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
 NVFP4_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)

@@ -65,8 +65,8 @@ __device__ __forceinline__ void quantize_own(const Matrix& x, const QuantizeSpec
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kActivationThreads) quantize_by_cluster(Matrix x, QuantizeSpec spec, float* factor,
-                                                                          T* out) {
+__global__ void __launch_bounds__(kActivationThreads)
+    quantize_by_cluster(Matrix x, QuantizeSpec spec, float* factor, T* out) {
   wait_for_previous_kernel();
   let_next_kernel_begin();  // not before: what begins then may rely on all kernels but this one, as Inductor's do
   const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxi
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) quantize_by_maxima(Matrix x, QuantizeSpec spec, const float* maxima,
-                                                               int count, float* factor, T* out) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_by_maxima(Matrix x, QuantizeSpec spec, const float* maxima, int count, float* factor, T* out) {
   wait_for_previous_kernel();
   const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
   float most = 0.0f;

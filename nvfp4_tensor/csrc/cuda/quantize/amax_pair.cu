@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kColumns = 4;  // a thread
 
-__global__ void __launch_bounds__(kThreads, 2) amax_pair(Matrix x, HadamardFactors factors, float* out,
-                                                         float* out_transposed) {
+__global__ void __launch_bounds__(kThreads, 2)
+    amax_pair(Matrix x, HadamardFactors factors, float* out, float* out_transposed) {
   using Bf16 = __nv_bfloat16;
   uint32_t most = 0, most_transposed = 0;
   for (Walk at(ceil_div(x.rows, kBlock), x.columns / kColumns); at.inside(); at.step()) {
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 2) amax_pair(Matrix x, HadamardFacto
 void launch_amax_pair(const Matrix& x, int hadamard_sign, float* out, float* out_transposed, cudaStream_t stream) {
   if (x.rows * x.columns == 0) return;
   launch_walk<amax_pair>(ceil_div(x.rows, kBlock) * (x.columns / kColumns), stream, x,
-                    HadamardFactors::from(static_cast<uint32_t>(hadamard_sign)), out, out_transposed);
+                         HadamardFactors::from(static_cast<uint32_t>(hadamard_sign)), out, out_transposed);
 }
 
 }  // namespace nvfp4

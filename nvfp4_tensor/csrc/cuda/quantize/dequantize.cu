@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t pair = blockIdx.x / blocks_in_a_row * (kThreads >> log2_width) + (threadIdx.x >> log2_width);
   const uint32_t row = pair * kRows, column = half * 8;
   if (half >= halves || row >= in.rows) return;
-  const uint8_t* scale =
-      in.scale + scale_offset(row, half / 2, static_cast<uint32_t>(ceil_div(in.blocks, kTileColumns)));
+  const uint8_t* scale = in.scale +
+                         scale_offset(row, half / 2, static_cast<uint32_t>(ceil_div(in.blocks, kTileColumns)));
   uint32_t rows[kRows], codes[kRows];
   uint8_t scales[kRows];
   float factors[kRows];

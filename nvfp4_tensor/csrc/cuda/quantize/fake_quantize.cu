@@ -18,8 +18,8 @@ __device__ __forceinline__ void store_half(T* to, uint32_t codes, float s_b, flo
 }
 
 template <typename T, Fast mode>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) fake_quantize_rows(Matrix x, Quantization how,
-                                                                                      bool scaled, T* out) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
+    fake_quantize_rows(Matrix x, Quantization how, bool scaled, T* out) {
   wait_for_previous_kernel();
   if (gridDim.x <= kFewBlocks) let_next_kernel_begin();
   Walk at(x.rows, x.blocks());

@@ -104,9 +104,8 @@ __global__ void __launch_bounds__(kThreads, 3) quantize_four_over_six(Matrix x, 
       for (int half = 8; half; half /= 2) most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, half));
     }
     const float amax = Elements<T, kBlock>::magnitude_of(most);
-    const Candidate best =
-        squared ? choose<true>(now, amax, tensor, how.spec.scale_rounding, enc, values, tile)
-                : choose<false>(now, amax, tensor, how.spec.scale_rounding, enc, values, tile);
+    const Candidate best = squared ? choose<true>(now, amax, tensor, how.spec.scale_rounding, enc, values, tile)
+                                   : choose<false>(now, amax, tensor, how.spec.scale_rounding, enc, values, tile);
     if (!here.inside) continue;
     uint2 codes = make_uint2(best.codes.x | now.signs(0), best.codes.y | now.signs(8));
     if constexpr (mode != Fast::kNearestEven) {

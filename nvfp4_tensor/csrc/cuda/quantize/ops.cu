@@ -168,16 +168,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
   const Matrix& m = rows.matrix;
   if (!is_fast_pair(m, spec_of(spec), spec_of(spec_t))) {
     const Tensor x_t = transposed(x, m, spec_of(spec_t).hadamard_sign);
-    return std::tuple_cat(
-        quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
-        quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, 1));
+    return std::tuple_cat(quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
+                          quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, 1));
   }
   const int64_t blocks_t = ceil_div(m.rows, kBlock);
   Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);
-  const Quantization how =
-      quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width, out.factor);
-  const Quantization how_t =
-      quantization(spec_t, amax_t, rng_state, 1, x, m.columns, m.rows, col0, row0, full_rows, out_t.factor);
+  const Quantization how = quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width,
+                                        out.factor);
+  const Quantization how_t = quantization(spec_t, amax_t, rng_state, 1, x, m.columns, m.rows, col0, row0, full_rows,
+                                          out_t.factor);
   launch_quantize_pair(m, how, how_t, out.codes(), out_t.codes(), current_stream(x));
   check_launched("nvfp4::quantize_pair");
   return {out.qdata, out.scale, out.factor, out_t.qdata, out_t.scale, out_t.factor};
@@ -237,8 +236,7 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
     return {dequantize(qdata, scale, scaled ? std::optional<Tensor>(factor) : std::nullopt, columns, type), factor};
   }
   Tensor factor = empty({}, ScalarType::Float, x);
-  const Quantization how =
-      quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width, factor);
+  const Quantization how = quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width, factor);
   Tensor out = empty(with_last(x, columns), type, x);
   const Values values{out.mutable_data_ptr(), dtype, columns, scaled};
   (one_kernel ? launch_fake_quantize_rows : launch_fake_quantize_any)(m, how, values, stream);

@@ -16,11 +16,11 @@ namespace {
 using Bf16 = __nv_bfloat16;
 
 constexpr int kTile = 128;
-constexpr int kChunks = kTile * 2 / 16;       // 16-byte chunks of a row
-constexpr int kTileBlocks = kTile / kBlock;   // of a row
+constexpr int kChunks = kTile * 2 / 16;      // 16-byte chunks of a row
+constexpr int kTileBlocks = kTile / kBlock;  // of a row
 constexpr int kScaleBytes = kTile * kTileBlocks;
-constexpr int kBlocksPerSm = 2;               // with 128 registers a thread: 2 % ahead of 3 with 80
-constexpr int kWaves = 4;                     // a static share each leaves some warps to end alone
+constexpr int kBlocksPerSm = 2;  // with 128 registers a thread: 2 % ahead of 3 with 80
+constexpr int kWaves = 4;        // a static share each leaves some warps to end alone
 
 struct Shared {
   uint4 x[2][kTile][kChunks];  // the tile at work and the next
@@ -149,8 +149,8 @@ __device__ __forceinline__ Encoder make_encoder(const Side& side, float* enc) {
 }
 
 template <Fast mode, bool transform>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) quantize_pair(Matrix x, Side side, Side transposed,
-                                                                        HadamardFactors factors) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    quantize_pair(Matrix x, Side side, Side transposed, HadamardFactors factors) {
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   write_per_tensor_scale(side.how);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) quantize_pair(Matrix x
     asm volatile("cp.async.commit_group;");
     asm volatile("cp.async.wait_group 1;" ::: "memory");
     __syncthreads();
-    const uint4 (*elements)[kChunks] = shared.x[stage];
+    const uint4(*elements)[kChunks] = shared.x[stage];
     quantize_by_rows<mode>(side, encoder, row0, column0 / kBlock, elements, shared.scale);
     quantize_by_columns<mode, transform>(transposed, encoder_transposed, factors, column0, row0 / kBlock, elements,
                                          shared.scale_transposed);

@@ -38,13 +38,11 @@ __device__ __forceinline__ uint32_t transpose_bytes(uint32_t mine, uint32_t lane
 }
 
 template <typename T, Fast mode>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4) quantize_rows(Matrix x, Quantization how,
-                                                                                 Codes out) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
+    quantize_rows(Matrix x, Quantization how, Codes out) {
   const uint32_t rows = static_cast<uint32_t>(x.rows), blocks = static_cast<uint32_t>(x.blocks());
   const uint32_t lane = threadIdx.x % 32, warps = kThreads / 32;
-  const auto inside = [=](const Place& p, int group) {
-    return p.column < blocks && p.row + group * kGroupRows < rows;
-  };
+  const auto inside = [=](const Place& p, int group) { return p.column < blocks && p.row + group * kGroupRows < rows; };
   Walk at(row_units(x.rows), x.column_tiles(), blockIdx.x * warps + threadIdx.x / 32, gridDim.x * warps);
   const int64_t group_stride = kGroupRows * x.row_stride;
   Place here = place(at, lane);

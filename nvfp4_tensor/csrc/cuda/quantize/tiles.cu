@@ -21,8 +21,8 @@ __device__ __forceinline__ void store_scales(uint32_t s_bits, const Walk& at, ui
 }
 
 template <typename T, Fast mode>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) quantize_tiles(Matrix x, Quantization how,
-                                                                                   Codes out) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
+    quantize_tiles(Matrix x, Quantization how, Codes out) {
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
   const float* enc = encode_table(tensor);

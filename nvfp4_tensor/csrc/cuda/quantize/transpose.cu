@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) transpose_blocks(Matrix x, uint32_t 
       Out* to = out + ((column + c) * row_blocks + at.column) * kBlock;
 #pragma unroll
       for (int half = 0; half < kBlock; half += 8) {
-        store8(to + half, reinterpret_cast<const float(&)[8]>(v[c][half]));
+        store8(to + half, reinterpret_cast<const float (&)[8]>(v[c][half]));
       }
     }
   }

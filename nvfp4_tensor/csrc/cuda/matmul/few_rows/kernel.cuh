@@ -57,9 +57,7 @@ struct Share {
   int begin, end;       // tiles, counted over the batch
 };
 
-__device__ __forceinline__ int first_tile(const Problem& p, int expert) {
-  return expert * p.N / 128 * kTilesPerBand;
-}
+__device__ __forceinline__ int first_tile(const Problem& p, int expert) { return expert * p.N / 128 * kTilesPerBand; }
 
 // The one share of a cluster where each expert has clusters of its own.
 template <typename S>
@@ -97,8 +95,8 @@ struct GroupShares {
 
 // A warp's slice of x as it lies in memory: 8 elements for each word of codes that a lane will decode.
 template <typename S>
-__device__ __forceinline__ void load_slice(
-    const Problem& p, const Share& share, int k0, int lane, uint4 (&v)[S::kChunks][4][S::kColumns]) {
+__device__ __forceinline__ void load_slice(const Problem& p, const Share& share, int k0, int lane,
+                                           uint4 (&v)[S::kChunks][4][S::kColumns]) {
   const uint16_t* x = static_cast<const uint16_t*>(p.x);
   const bool aligned = (reinterpret_cast<uintptr_t>(x) | (p.x_row * 2)) % 16 == 0;
 #pragma unroll
@@ -127,10 +125,10 @@ __device__ __forceinline__ int tile_row(uint32_t tile, int lane) {
 struct Cursor {
   const uint8_t* codes;  // of its first row
   const uint8_t* scales;
-  int row;         // its first row, counted over the batch
-  int in_band;     // tile
-  int stride;      // tiles from one step to the next, a divisor of those of a band
-  int elements;    // of K from its first on, beyond which zeros come
+  int row;       // its first row, counted over the batch
+  int in_band;   // tile
+  int stride;    // tiles from one step to the next, a divisor of those of a band
+  int elements;  // of K from its first on, beyond which zeros come
   __device__ Cursor(const Problem& p, uint32_t tile, int k, int lane, int tiles_a_step)
       : row(tile_row(tile, lane)), in_band(tile % kTilesPerBand), stride(tiles_a_step), elements(p.Kp - k) {
     codes = p.codes + row * p.code_row + k / 2;
@@ -186,8 +184,8 @@ __device__ __forceinline__ void copy_step(const Problem& p, const Cursor& cursor
 
 // A step's sums of one warp, over its slice, from its copies.
 template <typename T, typename S>
-__device__ __forceinline__ void multiply_step(
-    uint32_t from, int lane, const uint4 (&b)[S::kChunks][4][S::kColumns], float (&sum)[S::kTiles][S::kColumns][4]) {
+__device__ __forceinline__ void multiply_step(uint32_t from, int lane, const uint4 (&b)[S::kChunks][4][S::kColumns],
+                                              float (&sum)[S::kTiles][S::kColumns][4]) {
 #pragma unroll
   for (int chunk = 0; chunk < S::kChunks; ++chunk) {
     uint4 codes[S::kTiles][2];
@@ -220,8 +218,8 @@ __device__ __forceinline__ void multiply_step(
 
 // One warp adds a step's sums over the warps that split K, in their order, into the block's partial sums.
 template <typename S>
-__device__ __forceinline__ void add_warps(
-    const float* slot, float* partial, int tiles, int warps_in_k, int lane, bool fresh) {
+__device__ __forceinline__ void add_warps(const float* slot, float* partial, int tiles, int warps_in_k, int lane,
+                                          bool fresh) {
 #pragma unroll 1
   for (int i = lane * 4; i < tiles * S::kTileSums; i += 128) {
     constexpr int kGroup = S::kTiles * S::kTileSums;  // what a warp left
@@ -237,8 +235,8 @@ __device__ __forceinline__ void add_warps(
 }
 
 template <typename S>
-__device__ __forceinline__ void write_tiles(
-    const Problem& p, const Work& work, const Share& share, const float* partial, int tile0, int tiles) {
+__device__ __forceinline__ void write_tiles(const Problem& p, const Work& work, const Share& share,
+                                            const float* partial, int tile0, int tiles) {
   const uint32_t rank = blockIdx.x;
   const int first_row = share.expert * p.N;
   // consecutive threads: the 16 rows of a tile, then its columns, so that what M leaves out is skipped in whole warps
@@ -316,9 +314,9 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
 #pragma unroll
           for (int i = 0; i < S::kTiles * S::kColumns; ++i) {
             constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
-            const float(&d)[4] = (&sum[0][0])[i];
-            *reinterpret_cast<float4*>(to + i * 128) =
-                make_float4(d[0] * kToOne, d[1] * kToOne, d[2] * kToOne, d[3] * kToOne);
+            const float (&d)[4] = (&sum[0][0])[i];
+            *reinterpret_cast<float4*>(to + i * 128) = make_float4(d[0] * kToOne, d[1] * kToOne, d[2] * kToOne,
+                                                                   d[3] * kToOne);
           }
           barrier_arrive(full + 8 * slot);
           // A step's sums are added a step later, when the other warps have most likely come as far.

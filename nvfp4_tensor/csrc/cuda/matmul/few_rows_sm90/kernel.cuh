@@ -95,11 +95,11 @@ struct Shape {
 
 // How a grid of (cluster, clusters, experts) blocks divides the work.
 struct Work {
-  int cluster;             // blocks that share rows and split K
-  int warps_in_k;          // of a block's warps, how many split K
-  uint32_t share;          // 2^16 / warps_in_k, rounded up
-  int row_groups;          // and how many tiles are thus multiplied at a time
-  int tiles, more_tiles;   // every cluster takes so many tiles, and the first ones another
+  int cluster;            // blocks that share rows and split K
+  int warps_in_k;         // of a block's warps, how many split K
+  uint32_t share;         // 2^16 / warps_in_k, rounded up
+  int row_groups;         // and how many tiles are thus multiplied at a time
+  int tiles, more_tiles;  // every cluster takes so many tiles, and the first ones another
 };
 
 struct Maps {
@@ -110,11 +110,17 @@ struct Maps {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 template <typename T>
-__device__ __forceinline__ T rounded(float v) { return v; }
+__device__ __forceinline__ T rounded(float v) {
+  return v;
+}
 template <>
-__device__ __forceinline__ __nv_bfloat16 rounded(float v) { return __float2bfloat16_rn(v); }
+__device__ __forceinline__ __nv_bfloat16 rounded(float v) {
+  return __float2bfloat16_rn(v);
+}
 template <>
-__device__ __forceinline__ __half rounded(float v) { return __float2half_rn(v); }
+__device__ __forceinline__ __half rounded(float v) {
+  return __float2half_rn(v);
+}
 
 __device__ __forceinline__ void add_to(float4& sum, float4 v) {
   sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
@@ -213,8 +219,7 @@ __device__ __forceinline__ void fetch_slice(const Problem& p, int expert, int k0
 
 // It as B fragments, turned by way of 2 KB of shared memory.
 template <typename S>
-__device__ __forceinline__ void turn_slice(int rows, int lane, uint32_t by,
-                                           uint4 (&b)[S::kUnits][2][4][S::kColumns]) {
+__device__ __forceinline__ void turn_slice(int rows, int lane, uint32_t by, uint4 (&b)[S::kUnits][2][4][S::kColumns]) {
   // piece 4 t + w of row m goes to place 4 t + (w + t + m % 2) % 4: no bank conflicts either way
   const int half = lane / 16, piece = lane % 16, g = lane / 4, t = lane % 4;
   const uint32_t to = by + half * 256 + (piece & 12) * 16 + (piece + piece / 4 + half) % 4 * 16;
@@ -496,8 +501,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t shared = (address_of(memory) + 1023) / 1024 * 1024;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);  // known to be uniform
   const int cluster = blockIdx.y, expert = blockIdx.z;
-  const uint32_t begin =
-      expert * (p.N / kTileRows) + cluster * work.tiles + min(cluster, work.more_tiles);
+  const uint32_t begin = expert * (p.N / kTileRows) + cluster * work.tiles + min(cluster, work.more_tiles);
   const int tiles = work.tiles + (cluster < work.more_tiles);
   const Stream<S> w(p, maps, work, shared, warp, begin, tiles);
   if (warp < kWarps) {

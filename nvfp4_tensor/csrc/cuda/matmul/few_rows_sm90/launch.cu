@@ -64,9 +64,9 @@ bool fits_matmul_few_rows_sm90(const Problem& p) {
   };
   const Machine& machine = this_machine();
   return machine.capability >= 90 && machine.shared_bytes >= std::max(UpTo8::kSharedBytes, UpTo16::kSharedBytes) &&
-         p.N % 128 == 0 && p.K % 8 == 0 && p.Kp % 64 == 0 &&
-         p.Kp <= kMostBlocksInCluster * kWarps * UpTo16::kSlice && aligned(p.x, p.x_row * 2) &&
-         aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) && tensor_map_encoder() != nullptr;
+         p.N % 128 == 0 && p.K % 8 == 0 && p.Kp % 64 == 0 && p.Kp <= kMostBlocksInCluster * kWarps * UpTo16::kSlice &&
+         aligned(p.x, p.x_row * 2) && aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) &&
+         tensor_map_encoder() != nullptr;
 }
 
 void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream) {
@@ -81,4 +81,3 @@ void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream) {
 }
 
 }  // namespace nvfp4
-

@@ -15,16 +15,16 @@ using many_rows::Tiles;
 using many_rows::X;
 
 // Tiles in runs (stream-K): a cut tile's sums are written once and read for each run.
-NVFP4_COST int kWaitCycles = 5000;  // of a cut tile, for the blocks that have its other parts
+NVFP4_COST int kWaitCycles = 5000;      // of a cut tile, for the blocks that have its other parts
 NVFP4_COST double kSumsPerCycle = 5.5;  // that go through memory
-NVFP4_COST double kWriteCycles = 7.7;  // a token of a whole tile: its epilogue, while no products run
+NVFP4_COST double kWriteCycles = 7.7;   // a token of a whole tile: its epilogue, while no products run
 // Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
 // time: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in 128 795.
 inline constexpr int64_t kCacheBytes = 28 << 20;
 NVFP4_COST int kMissedPerCycle = 3800;  // bytes
 
 // Tiles that blocks share (split-K). Of 256 rows of w half as many sums a cycle: those warps have fewer registers.
-NVFP4_COST int kShareCycles = 3000;  // until the other blocks' sums are there
+NVFP4_COST int kShareCycles = 3000;            // until the other blocks' sums are there
 NVFP4_COST double kSharedSumsPerCycle = 1.85;  // of 128 rows of w
 
 // The kernel before that permutes x.

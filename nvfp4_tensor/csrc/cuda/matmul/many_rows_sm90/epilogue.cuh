@@ -16,7 +16,7 @@
 namespace nvfp4 {
 namespace many_rows {
 
-constexpr int kSumPitch = 20;  // floats between tokens: no bank conflicts either way
+constexpr int kSumPitch = 20;                     // floats between tokens: no bank conflicts either way
 constexpr int kWarpSumBytes = 8 * kSumPitch * 4;  // 8 tokens by 16 rows
 constexpr int kUnitTokens = 16, kUnitBytes = kUnitTokens * 64 * 2;  // of y: 16 tokens by a warpgroup's 64 rows
 

@@ -84,7 +84,7 @@ struct Shape {
   static constexpr int kDeskBytes = kTokens == 16 ? 3072 : kTokens * 128;  // y of a warpgroup, swizzled by 1024
   static_assert(kDeskBytes >= 4 * kWarpSumBytes, "a desk holds 8 tokens of each warp of its warpgroup");
   static_assert(kGroups * kDeskBytes <= kScalesAt, "the desks of all warpgroups lie in one stage, over x and codes");
-  static constexpr int kPlanAt = kPoolBytes + 16 * kStages;  // after two barriers a stage
+  static constexpr int kPlanAt = kPoolBytes + 16 * kStages;           // after two barriers a stage
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448, "a block of Hopper has 227 KB of shared memory at most");
   // Each place of the ring is one warp's: where several fill it in turn, two barriers (full, empty) lie between their
@@ -101,9 +101,7 @@ struct Ring {
   __device__ explicit Ring(uint32_t pool) : pool(pool) {}
   __device__ __forceinline__ uint32_t data() const { return pool + stage * S::kStageBytes; }
   __device__ __forceinline__ uint32_t full() const { return pool + S::kPoolBytes + 8 * stage; }
-  __device__ __forceinline__ uint32_t empty(int which) const {
-    return pool + S::kPoolBytes + 8 * (S::kStages + which);
-  }
+  __device__ __forceinline__ uint32_t empty(int which) const { return pool + S::kPoolBytes + 8 * (S::kStages + which); }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
   // What the thread has read, and used. (One arrival of a warp, or of a warpgroup, behind a barrier of theirs is as
   // fast over all, between 3 % slower and 4 % faster; but compute-sanitizer's racecheck counts an arrival for its

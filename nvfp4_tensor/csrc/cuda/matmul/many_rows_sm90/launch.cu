@@ -31,9 +31,9 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   const int64_t rows = static_cast<int64_t>(p.experts) * p.N;
   using u64 = cuuint64_t;
   constexpr auto kLines = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  const CUtensorMap x =
-      tensor_map<2>(p.x, x_type, {static_cast<u64>(p.K), static_cast<u64>(p.rows)}, {static_cast<u64>(p.x_row) * 2},
-                    {64, S::kTokens}, CU_TENSOR_MAP_SWIZZLE_128B, kLines);
+  const CUtensorMap x = tensor_map<2>(p.x, x_type, {static_cast<u64>(p.K), static_cast<u64>(p.rows)},
+                                      {static_cast<u64>(p.x_row) * 2}, {64, S::kTokens}, CU_TENSOR_MAP_SWIZZLE_128B,
+                                      kLines);
   const CUtensorMap codes = tensor_map<2>(
       p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, {static_cast<u64>(p.Kp / 2), static_cast<u64>(rows)},
       {static_cast<u64>(p.code_row)}, {64, S::kRows}, CU_TENSOR_MAP_SWIZZLE_64B, kLines);
@@ -70,7 +70,10 @@ struct Kernel {
   template <typename S, Serves kServes = Serves::kProducts>
   static constexpr Kernel of() {
     using Bf16 = __nv_bfloat16;
-    Kernel kernel = {S::kRows, S::kTokens, S::kX, S::kShared ? Tiles::kShared : Tiles::kInRuns,
+    Kernel kernel = {S::kRows,
+                     S::kTokens,
+                     S::kX,
+                     S::kShared ? Tiles::kShared : Tiles::kInRuns,
                      {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
     if constexpr (kServes == Serves::kGroupsToo) {
       kernel.launch[1][0] = many_rows::launch<Bf16, S, true>;
@@ -138,8 +141,8 @@ void launch_matmul_many_rows(const Problem& given, const many_rows::PlannedKerne
   const int columns = ceil_quotient(p.K, kStageK) * kStageK;
   const bool before = kernel.x == X::kPermutedBefore, in_copy = kernel.x == X::kPermutedInCopy;
   const bool moves_x = before || !x_is_aligned(p) || (in_copy && p.K % 8 != 0);
-  uint8_t* const at =
-      static_cast<uint8_t*>(scratch(plan.x_at() + (moves_x ? static_cast<int64_t>(p.rows) * columns * 2 : 0)));
+  uint8_t* const at = static_cast<uint8_t*>(
+      scratch(plan.x_at() + (moves_x ? static_cast<int64_t>(p.rows) * columns * 2 : 0)));
   if (moves_x) {
     uint4* x = reinterpret_cast<uint4*>(at + plan.x_at());
     if (before) {

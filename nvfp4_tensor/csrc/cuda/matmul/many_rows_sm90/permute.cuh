@@ -31,8 +31,7 @@ static_assert(kPermuteThreads / 32 * kWarpWords * 4 + kPermuteSpare <= 48 << 10,
 
 // One block for kPermuteK elements of a row. Both memory accesses are contiguous: a warp's 2 KB turn around in shared
 // memory, whose 16-byte units are swizzled against bank conflicts. (Without: 61 us instead of 33 for 4096 x 8192.)
-__global__ void __launch_bounds__(kPermuteThreads)
-    permute_x(const __grid_constant__ Problem p, uint4* out) {
+__global__ void __launch_bounds__(kPermuteThreads) permute_x(const __grid_constant__ Problem p, uint4* out) {
   __shared__ uint32_t words[kPermuteThreads / 32][kWarpWords];
   wait_for_previous_kernel();
   let_next_kernel_begin();

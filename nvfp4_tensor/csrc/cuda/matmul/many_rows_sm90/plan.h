@@ -81,8 +81,8 @@ struct Plan {
       const Plan other = of_cut_tiles(tiling, fewer);
       if (other.cost < plan.cost) plan = other;
     }
-    const int64_t whole_cost =
-        rounds * (static_cast<int64_t>(tiling.steps) * tiling.stage_cycles + tiling.write_cycles());
+    const int64_t whole_cost = rounds *
+                               (static_cast<int64_t>(tiling.steps) * tiling.stage_cycles + tiling.write_cycles());
     if (whole_cost <= plan.cost || tiling.stages() * plan.blocks >= INT32_MAX) {
       plan.blocks = ceil_quotient(tiles, rounds), plan.whole_tiles = tiles, plan.cut_tiles = 0, plan.cost = whole_cost;
     }

@@ -70,7 +70,9 @@ struct Work {
   int most_finishers;          // blocks that finish a tile together
   int runs;                    // that the cut tiles are divided into; fewer than blocks only of groups of rows
   // What is divided by where a tile lies and which a block has.
-  struct { Divisor tiles_of_expert, tiles_of_group, group, last_group, steps, runs, sharers; } by;
+  struct {
+    Divisor tiles_of_expert, tiles_of_group, group, last_group, steps, runs, sharers;
+  } by;
 
   void prepare() {
     by.tiles_of_expert = Divisor::of(row_tiles * token_tiles), by.tiles_of_group = Divisor::of(row_tiles * token_group);
