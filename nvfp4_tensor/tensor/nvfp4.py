@@ -6,8 +6,9 @@ import enum
 import functools
 import hashlib
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.compiler.config
@@ -20,6 +21,7 @@ from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.pickles import _rebuild, pin
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state
+from nvfp4_tensor.tensor.checks import check_fields
 
 
 class Aliasing(enum.IntEnum):
@@ -32,6 +34,11 @@ class Aliasing(enum.IntEnum):
     COPY = 2
     """The layout did not allow a view: writing would be lost, so it is refused."""
 
+
+NOT_IN_SAFETENSORS = (
+    "a safetensors file cannot hold an NVFP4Tensor yet: torch.save(model.state_dict(), path) can, and "
+    "model.load_state_dict(torch.load(path), assign=True) reads it again; a dense copy, t.dequantize(), goes anywhere"
+)
 
 with quietly():
     from torchao.utils import TorchAOBaseTensor
@@ -88,7 +95,37 @@ class NVFP4Tensor(TorchAOBaseTensor):
         transposed: bool = False,
         product_backend: ProductBackend = ProductBackend.AUTO,
         activation_amax: Tensor | None = None,
-    ):
+    ) -> NVFP4Tensor:
+        fields: dict[str, Any] = {
+            "qdata": qdata,
+            "scale": scale,
+            "per_tensor_scale": per_tensor_scale,
+            "columns": columns,
+            "orig_dtype": orig_dtype,
+            "spec": spec,
+            "activation_spec": activation_spec,
+            "transposed": transposed,
+            "product_backend": product_backend,
+            "activation_amax": activation_amax,
+        }
+        check_fields(**fields)
+        return cls._of_parts(**fields)
+
+    @classmethod
+    def _of_parts(
+        cls,
+        qdata: Tensor,
+        scale: Tensor,
+        per_tensor_scale: Tensor,
+        columns: int,
+        orig_dtype: torch.dtype,
+        spec: QuantizeSpec,
+        activation_spec: QuantizeSpec | None = None,
+        transposed: bool = False,
+        product_backend: ProductBackend = ProductBackend.AUTO,
+        activation_amax: Tensor | None = None,
+    ) -> NVFP4Tensor:
+        """Of parts that fit, which are not checked again: every operator makes a tensor so."""
         shape = [*qdata.shape[:-1], columns]
         strides = [1]
         for size in reversed(shape[1:]):
@@ -185,9 +222,31 @@ class NVFP4Tensor(TorchAOBaseTensor):
         """:attr:`stored_bytes` in bits, over the elements without padding."""
         return 8 * self.stored_bytes / max(self.numel(), 1)
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # torch's is a property too, of C
+        """:attr:`stored_bytes`."""
+        return self.stored_bytes
+
+    def element_size(self) -> float:  # type: ignore[override]
+        """Bytes of an element, a fraction: so that libraries that multiply it by the elements find what is stored."""
+        return self.stored_bytes / max(self.numel(), 1)
+
+    def storage(self) -> NoReturn:  # type: ignore[override]
+        """Raises a TypeError: the parts have a storage each. safetensors asks for it, and transformers by it."""
+        raise TypeError(NOT_IN_SAFETENSORS)
+
+    @property
+    def optional_tensor_attribute_names(self) -> NoReturn:
+        """Raises a TypeError: torchao's writer of safetensors asks for it, and takes this class for its own by name."""
+        raise TypeError(NOT_IN_SAFETENSORS)
+
     def _replace(self, **changes) -> NVFP4Tensor:
         """A tensor of the same fields but those given."""
-        return NVFP4Tensor(**{**self._fields(), **changes})
+        return NVFP4Tensor._of_parts(**{**self._fields(), **changes})
+
+    def _apply_fn_to_data(self, fn: Callable[[Tensor], Tensor]) -> NVFP4Tensor:
+        names = self.__tensor_flatten__()[0]
+        return self._replace(**{name: fn(getattr(self, name)) for name in names})
 
     def _fields(self) -> dict:
         names = self.tensor_data_names + self.tensor_attribute_names + self.optional_tensor_data_names
@@ -204,7 +263,10 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     @classmethod
     def _from_pickle(cls, fields: dict, requires_grad: bool, is_parameter: bool) -> NVFP4Tensor:
-        t = cls(**{**fields, "scale": fields["scale"].view(torch.float8_e4m3fn)})
+        scale = fields.get("scale")
+        if not isinstance(scale, Tensor) or scale.dtype != torch.uint8 or scale.dim() == 0:
+            raise TypeError(f"a pickled NVFP4Tensor holds its scale as bytes, in uint8, not as {scale!r}")
+        t = cls(**{**fields, "scale": scale.view(torch.float8_e4m3fn)})
         if is_parameter:
             return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]  # still an NVFP4Tensor
         return t.requires_grad_(requires_grad)
@@ -228,7 +290,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         attributes = dict(tensor_attributes)
         if outer_size is not None:  # the size may be symbolic where the attribute is a trace's constant
             attributes["columns"] = outer_size[-2 if attributes["transposed"] else -1]
-        return cls(**tensor_data_dict, **attributes)
+        return cls._of_parts(**tensor_data_dict, **attributes)
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled graph may depend on, for torch's cache of graphs on disk."""
@@ -311,7 +373,7 @@ def quantize(
     spec = checked_spec(spec)
     amax, rng_state, place = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(x.detach(), amax, rng_state, spec.pack(), *place)
-    return NVFP4Tensor(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
+    return NVFP4Tensor._of_parts(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
 
 
 def quantize_experts(

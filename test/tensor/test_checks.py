@@ -1,0 +1,149 @@
+"""A tensor made of foreign parts is checked when it is made, by the constructor as by a pickle."""
+
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvfp4_tensor import NVFP4Tensor, ProductBackend, QuantizeSpec, quantize
+from nvfp4_tensor.numerics.layout import swizzle
+
+HADAMARD = QuantizeSpec(hadamard_sign=True)
+
+
+def fields(*shape: int) -> dict:
+    """Of a good tensor of that shape."""
+    return quantize(torch.randn(*shape or (130, 70)).to(torch.bfloat16))._fields()
+
+
+def test_parts_that_fit_make_the_tensor():
+    plain = torch.randint(0, 0x7F, (130, 5), dtype=torch.uint8)
+    qdata, factor = torch.randint(0, 256, (130, 40), dtype=torch.uint8), torch.tensor(0.5)
+    t = NVFP4Tensor(
+        qdata, swizzle(plain).view(torch.float8_e4m3fn), factor, 70, torch.bfloat16, HADAMARD,
+        activation_spec=HADAMARD, transposed=True, product_backend=ProductBackend.SCALED_MM,
+        activation_amax=torch.tensor(2.0),
+    )  # fmt: skip
+    assert t.shape == (70, 130) and torch.equal(t.unswizzled_scale().view(torch.uint8), plain)
+    for changed in ({"per_tensor_scale": torch.rand(130)}, {"columns": 80}, {"columns": 65}):
+        assert NVFP4Tensor(**{**fields(), **changed}).dequantize().shape == (130, changed.get("columns", 70))
+    experts = fields(3, 5, 32)
+    for factor in (torch.rand(3, 1), torch.rand(15), torch.rand(())):
+        assert NVFP4Tensor(**{**experts, "per_tensor_scale": factor}).dequantize().shape == (3, 5, 32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"qdata": None}, TypeError, "qdata is a tensor of torch.uint8, not a NoneType"),
+        ({"qdata": torch.zeros(130, 40)}, TypeError, "qdata is a tensor of torch.uint8, not of torch.float32"),
+        ({"qdata": torch.tensor(0, dtype=torch.uint8)}, ValueError, "qdata has at least one dimension"),
+        ({"qdata": torch.zeros(129, 40, dtype=torch.uint8).to_sparse()}, TypeError, "qdata is a dense tensor"),
+        ({"qdata": torch.zeros(300, 40, dtype=torch.uint8)}, ValueError, r"scale is \(3, 2, 32, 16\)"),
+        ({"columns": 64}, ValueError, r"columns 64 does not fit qdata \(130, 40\)"),
+        ({"columns": 81}, ValueError, "columns 81 does not fit"),
+        ({"columns": -70}, ValueError, "columns -70 does not fit"),
+        ({"columns": 70.0}, TypeError, "columns is the integer size.*70.0"),
+        ({"columns": True}, TypeError, "columns is the integer size.*True"),
+        ({"scale": torch.zeros(2, 2, 32, 16)}, TypeError, "scale is a tensor of torch.float8_e4m3fn, not of"),
+        ({"scale": torch.zeros(130, 5).to(torch.float8_e4m3fn)}, ValueError, r"scale is \(2, 2, 32, 16\).*swizzle"),
+        ({"scale": torch.zeros(2, 1, 32, 16).to(torch.float8_e4m3fn)}, ValueError, r"not \(2, 1, 32, 16\)"),
+        ({"scale": torch.zeros(2, 2, 32, 16, device="meta").to(torch.float8_e4m3fn)}, ValueError, "scale is on meta"),
+        ({"per_tensor_scale": 0.5}, TypeError, "per_tensor_scale is a tensor of torch.float32, not a float"),
+        ({"per_tensor_scale": torch.ones((), dtype=torch.bfloat16)}, TypeError, "per_tensor_scale.*torch.bfloat16"),
+        ({"per_tensor_scale": torch.ones(1)}, ValueError, r"per_tensor_scale is \(\) or \(130,\)"),
+        ({"per_tensor_scale": torch.ones(130, 1)}, ValueError, r"not \(130, 1\)"),
+        ({"per_tensor_scale": torch.ones((), device="meta")}, ValueError, "per_tensor_scale is on meta and qdata on"),
+        ({"orig_dtype": torch.float64}, TypeError, "orig_dtype is torch.bfloat16.*torch.float64"),
+        ({"orig_dtype": "bfloat16"}, TypeError, "orig_dtype is torch.bfloat16"),
+        ({"spec": None}, TypeError, "spec is a QuantizeSpec, not None"),
+        ({"spec": {"round_mode": 0}}, TypeError, "spec is a QuantizeSpec"),
+        ({"activation_spec": "rne"}, TypeError, "activation_spec is a QuantizeSpec or None, not 'rne'"),
+        ({"activation_spec": HADAMARD}, ValueError, "need the same hadamard_sign"),
+        ({"activation_amax": 3.0}, TypeError, "activation_amax is a tensor of torch.float32, not a float"),
+        ({"activation_amax": torch.ones(1)}, ValueError, r"activation_amax is one number, 0-d, not \(1,\)"),
+        ({"transposed": 1}, TypeError, "transposed is True or False, not 1"),
+        ({"product_backend": "auto"}, TypeError, "product_backend is a ProductBackend.*'auto'"),
+    ],
+)
+def test_what_does_not_fit_is_named(changed, error, message):
+    parts = {**fields(), **changed}
+    with pytest.raises(error, match=message):
+        NVFP4Tensor(**parts)
+    if isinstance(parts["scale"], torch.Tensor) and parts["scale"].dtype == torch.float8_e4m3fn:
+        parts["scale"] = parts["scale"].view(torch.uint8)
+        with pytest.raises(error, match=message):
+            NVFP4Tensor._from_pickle(parts, False, False)
+
+
+def test_one_factor_a_matrix_is_for_matrices():
+    with pytest.raises(ValueError, match=r"\(\) or \(15,\) or \(3, 1\)"):
+        NVFP4Tensor(**{**fields(3, 5, 32), "per_tensor_scale": torch.ones(5, 1)})
+    with pytest.raises(ValueError, match="transposed swaps the last two dimensions"):
+        NVFP4Tensor(**{**fields(16), "transposed": True})
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_file_with_other_parts_is_refused(weights_only):
+    """As torch.load reads it: the codes of one tensor beside the scales of another."""
+    rebuild, (parts, *rest) = quantize(torch.randn(130, 70)).__reduce_ex__(2)[:2]
+    cut = Reduced(rebuild, ({**parts, "qdata": parts["qdata"][:, :16]}, *rest))
+    file = io.BytesIO()
+    torch.save(cut, file)
+    file.seek(0)
+    with pytest.raises((ValueError, pickle.UnpicklingError), match=r"columns 70 does not fit qdata \(130, 16\)"):
+        torch.load(file, weights_only=weights_only)
+    for name in ("scale", "qdata", "spec"):
+        left = {key: value for key, value in parts.items() if key != name}
+        with pytest.raises(TypeError, match=name):
+            rebuild(left, *rest)
+
+
+class Reduced:
+    """What pickles as a call."""
+
+    def __init__(self, function, arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+SHAPES = st.lists(st.integers(0, 40), min_size=1, max_size=3)
+TAMPERED = {
+    "qdata": st.builds(
+        lambda shape, dtype: torch.zeros(shape, dtype=dtype), SHAPES, st.sampled_from([torch.uint8, torch.int8])
+    ),
+    "scale": st.builds(
+        lambda shape: torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        st.tuples(st.integers(0, 3), st.integers(0, 3), st.just(32), st.sampled_from([16, 15])),
+    ),
+    "per_tensor_scale": st.builds(torch.zeros, st.one_of(st.just([]), SHAPES)),
+    "columns": st.integers(-20, 100),
+    "transposed": st.booleans(),
+}
+
+
+@settings(deadline=None, max_examples=300)
+@given(shape=st.sampled_from([(7,), (33, 40), (2, 70, 24), (0, 16), (3, 0)]), data=st.data())
+def test_a_tensor_that_is_made_can_be_used(shape, data):
+    """Of some parts, tampered with at random: refused when it is made, or whole."""
+    parts = fields(*shape)
+    for name in data.draw(st.lists(st.sampled_from(sorted(TAMPERED)), min_size=1, max_size=3, unique=True)):
+        parts[name] = data.draw(TAMPERED[name])
+    try:
+        t = NVFP4Tensor(**parts)
+    except (TypeError, ValueError) as refused:
+        assert str(refused)
+        return
+    leading = parts["qdata"].shape[:-1]
+    dense = t.dequantize()
+    assert dense.shape == t.shape and dense.numel() == leading.numel() * parts["columns"]
+    assert torch.equal(pickle.loads(pickle.dumps(t)).dequantize(), dense)
+    assert t.unswizzled_scale().shape[:-1] == leading and t.detach().describe() == t.describe()
+    if t.dim() == 2:
+        x = torch.ones(2, t.shape[1], dtype=t.dtype)
+        assert torch.nn.functional.linear(x, t).shape == (2, t.shape[0])
