@@ -23,7 +23,7 @@ GPUS_HERE = $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,nohea
 	| sed -nE 's/^8\.[0-9]$$/80/p; s/^(9|1[0-9])\.([0-9])$$/\1\2a/p'))
 ENOUGH_HERE = $(or $(wildcard $(EVERYTHING)),$(call stamp,$(or $(GPUS_HERE),cpu)))
 
-.PHONY: help demo test check lint format build docs sdist wheel clean
+.PHONY: help demo test check sanitize lint format build docs sdist wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -37,6 +37,9 @@ test: $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries built for every G
 
 check: lint $(VENV)/.demo native-here  ## before a commit: lint and the fast tests
 	$(BIN)/python -m pytest -q -m "not slow"
+
+sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
+	.ci/sanitize $(BIN)
 
 lint: $(VENV)/.dev  ## ruff, mypy
 	$(BIN)/ruff check .
