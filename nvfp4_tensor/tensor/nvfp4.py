@@ -242,7 +242,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     def _replace(self, **changes) -> NVFP4Tensor:
         """A tensor of the same fields but those given."""
-        return NVFP4Tensor._of_parts(**{**self._fields(), **changes})
+        return _made_of(**{**self._fields(), **changes})
 
     def _apply_fn_to_data(self, fn: Callable[[Tensor], Tensor]) -> NVFP4Tensor:
         names = self.__tensor_flatten__()[0]
@@ -324,6 +324,12 @@ class NVFP4Tensor(TorchAOBaseTensor):
         )
 
 
+def _made_of(*parts: Any, **fields: Any) -> NVFP4Tensor:
+    """The tensor of parts that fit; where torch.compile reads along, by a call of the class, all that it follows."""
+    make = NVFP4Tensor if torch.compiler.is_dynamo_compiling() else NVFP4Tensor._of_parts
+    return make(*parts, **fields)
+
+
 @functools.cache
 def _source_digest() -> str:
     """Of this package's code: what one version traced must not serve another, and torch's key knows only its own."""
@@ -373,7 +379,7 @@ def quantize(
     spec = checked_spec(spec)
     amax, rng_state, place = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(x.detach(), amax, rng_state, spec.pack(), *place)
-    return NVFP4Tensor._of_parts(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
+    return _made_of(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
 
 
 def quantize_experts(
