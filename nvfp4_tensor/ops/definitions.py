@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
 _library = torch.library.Library("nvfp4", "DEF")
 
 _QUANTIZED = "Tensor qdata, Tensor scale, Tensor per_tensor_scale"
@@ -59,17 +62,17 @@ for _schema in (
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _implement(name: str):
+def _implement(name: str) -> Callable[[_Function], _Function]:
     """Register a function as op ``name`` on every device that has no kernel of its own."""
 
-    def register(function):
+    def register(function: _Function) -> _Function:
         _library.impl(name, function, "CompositeExplicitAutograd")
         return function
 
     return register
 
 
-def _fake(name: str):
+def _fake(name: str) -> Callable[[_Function], _Function]:
     return torch.library.register_fake(f"nvfp4::{name}", lib=_library)
 
 
@@ -87,7 +90,7 @@ def draw_rng_state(like: Tensor) -> Tensor:
 
 
 @_fake("draw_rng_state")
-def _(like):
+def _(like: Tensor) -> Tensor:
     return like.new_empty((2,), dtype=torch.int64)
 
 
@@ -101,7 +104,7 @@ def amax(x: Tensor, hadamard_sign: int = -1) -> Tensor:
 
 
 @_fake("amax")
-def _(x, hadamard_sign=-1):
+def _(x: Tensor, hadamard_sign: int = -1) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
@@ -112,7 +115,7 @@ def amax_pair(x: Tensor, hadamard_sign: int = -1) -> tuple[Tensor, Tensor]:
 
 
 @_fake("amax_pair")
-def _(x, hadamard_sign=-1):
+def _(x: Tensor, hadamard_sign: int = -1) -> tuple[Tensor, Tensor]:
     return x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.float32)
 
 
@@ -123,7 +126,7 @@ def hadamard(x: Tensor, sign: int) -> Tensor:
 
 
 @_fake("hadamard")
-def _(x, sign):
+def _(x: Tensor, sign: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], ceil_to(x.shape[-1], BLOCK)), dtype=torch.bfloat16)
 
 
@@ -131,7 +134,16 @@ def _(x, sign):
 
 
 @_implement("quantize")
-def quantize(x, amax, rng_state, spec, row0=0, col0=0, full_width=0, stream=0):
+def quantize(
+    x: Tensor,
+    amax: Tensor | None,
+    rng_state: Tensor | None,
+    spec: int,
+    row0: int = 0,
+    col0: int = 0,
+    full_width: int = 0,
+    stream: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., K) to (qdata, scale, per_tensor_scale), amax that of x by default; see :func:`reference.quantize`."""
     _check_place(math.prod(x.shape[:-1]), x.shape[-1], row0, col0, full_width)
     if amax is None:
@@ -157,7 +169,7 @@ def _amax_for(x: Tensor, spec: QuantizeSpec) -> Tensor:
     return amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
 
 
-def _fake_quantized(x, rows, columns, leading):
+def _fake_quantized(x: Tensor, rows: int, columns: int, leading: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     tiles = scale_tiles(rows, ceil_to(columns, BLOCK))
     return (
         x.new_empty((*leading, ceil_to(columns, BLOCK) // 2), dtype=torch.uint8),
@@ -167,12 +179,32 @@ def _fake_quantized(x, rows, columns, leading):
 
 
 @_fake("quantize")
-def _(x, amax, rng_state, spec, row0=0, col0=0, full_width=0, stream=0):
+def _(
+    x: Tensor,
+    amax: Tensor | None,
+    rng_state: Tensor | None,
+    spec: int,
+    row0: int = 0,
+    col0: int = 0,
+    full_width: int = 0,
+    stream: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_quantized(x, math.prod(x.shape[:-1]), x.shape[-1], x.shape[:-1])
 
 
 @_implement("quantize_pair")
-def quantize_pair(x, amax, amax_t, rng_state, spec, spec_t, row0=0, col0=0, full_rows=0, full_width=0):
+def quantize_pair(
+    x: Tensor,
+    amax: Tensor,
+    amax_t: Tensor,
+    rng_state: Tensor | None,
+    spec: int,
+    spec_t: int,
+    row0: int = 0,
+    col0: int = 0,
+    full_rows: int = 0,
+    full_width: int = 0,
+) -> tuple[Tensor, ...]:
     """x (M, K) quantized, and its transpose (K, M) quantized by spec_t from random stream 1."""
     if row0 < 0 or row0 % BLOCK:
         raise ValueError(f"row0 must be a multiple of {BLOCK}, where a block of the transpose begins, not {row0}")
@@ -185,7 +217,18 @@ def quantize_pair(x, amax, amax_t, rng_state, spec, spec_t, row0=0, col0=0, full
 
 
 @_fake("quantize_pair")
-def _(x, amax, amax_t, rng_state, spec, spec_t, row0=0, col0=0, full_rows=0, full_width=0):
+def _(
+    x: Tensor,
+    amax: Tensor,
+    amax_t: Tensor,
+    rng_state: Tensor | None,
+    spec: int,
+    spec_t: int,
+    row0: int = 0,
+    col0: int = 0,
+    full_rows: int = 0,
+    full_width: int = 0,
+) -> tuple[Tensor, ...]:
     rows, columns = x.shape
     return *_fake_quantized(x, rows, columns, (rows,)), *_fake_quantized(x, columns, rows, (columns,))
 
@@ -194,13 +237,15 @@ def _(x, amax, amax_t, rng_state, spec, spec_t, row0=0, col0=0, full_rows=0, ful
 
 
 @_implement("dequantize")
-def dequantize(qdata, scale, per_tensor_scale, columns, dtype):
+def dequantize(
+    qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, columns: int, dtype: torch.dtype
+) -> Tensor:
     """Decode to (..., columns) of dtype; without per_tensor_scale, code * block scale alone (exact in bfloat16)."""
     return reference.dequantize(qdata, scale, per_tensor_scale, columns, dtype)
 
 
 @_fake("dequantize")
-def _(qdata, scale, per_tensor_scale, columns, dtype):
+def _(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
     return qdata.new_empty((*qdata.shape[:-1], columns), dtype=dtype)
 
 
@@ -211,7 +256,17 @@ def _fake_quantize_columns(x: Tensor, spec: int) -> int:
 
 
 @_implement("fake_quantize")
-def fake_quantize(x, amax, rng_state, spec, dtype, scaled=True, row0=0, col0=0, full_width=0):
+def fake_quantize(
+    x: Tensor,
+    amax: Tensor,
+    rng_state: Tensor | None,
+    spec: int,
+    dtype: torch.dtype,
+    scaled: bool = True,
+    row0: int = 0,
+    col0: int = 0,
+    full_width: int = 0,
+) -> tuple[Tensor, Tensor]:
     """What x decodes to after quantization, and the per-tensor scale, which values hold only where ``scaled``."""
     qdata, scale, factor = quantize(x, amax, rng_state, spec, row0, col0, full_width)
     columns = _fake_quantize_columns(x, spec)
@@ -219,13 +274,23 @@ def fake_quantize(x, amax, rng_state, spec, dtype, scaled=True, row0=0, col0=0, 
 
 
 @_fake("fake_quantize")
-def _(x, amax, rng_state, spec, dtype, scaled=True, row0=0, col0=0, full_width=0):
+def _(
+    x: Tensor,
+    amax: Tensor,
+    rng_state: Tensor | None,
+    spec: int,
+    dtype: torch.dtype,
+    scaled: bool = True,
+    row0: int = 0,
+    col0: int = 0,
+    full_width: int = 0,
+) -> tuple[Tensor, Tensor]:
     values = x.new_empty((*x.shape[:-1], _fake_quantize_columns(x, spec)), dtype=dtype)
     return values, x.new_empty((), dtype=torch.float32)
 
 
 @_implement("quantize_activation")
-def quantize_activation(x, rng_state, spec, dtype):
+def quantize_activation(x: Tensor, rng_state: Tensor | None, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """:func:`fake_quantize` by the amax of x itself, the per-tensor scale left out: what a W4A4 product multiplies."""
     hadamard_sign = QuantizeSpec.unpack(spec).hadamard_sign
     own_amax = torch.ops.nvfp4.amax(x, -1 if hadamard_sign is None else hadamard_sign)
@@ -233,7 +298,7 @@ def quantize_activation(x, rng_state, spec, dtype):
 
 
 @_fake("quantize_activation")
-def _(x, rng_state, spec, dtype):
+def _(x: Tensor, rng_state: Tensor | None, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     values = x.new_empty((*x.shape[:-1], _fake_quantize_columns(x, spec)), dtype=dtype)
     return values, x.new_empty((), dtype=torch.float32)
 
@@ -242,13 +307,33 @@ def _(x, rng_state, spec, dtype):
 
 
 @_implement("matmul")
-def matmul(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, across_blocks, out_dtype):
+def matmul(
+    x: Tensor,
+    x_scale: Tensor | None,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    columns: int,
+    across_blocks: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
     """x @ w^T (or x @ w where ``across_blocks``) of a dense x and an NVFP4 w; see :func:`reference.matmul`."""
     return reference.matmul(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, across_blocks, out_dtype)
 
 
 @_fake("matmul")
-def _(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, across_blocks, out_dtype):
+def _(
+    x: Tensor,
+    x_scale: Tensor | None,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    columns: int,
+    across_blocks: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], columns if across_blocks else qdata.shape[-2]), dtype=out_dtype)
 
 
@@ -262,7 +347,17 @@ def _group_ends(offs: Tensor, experts: int, rows: int) -> list[int]:
 
 
 @_implement("grouped_matmul")
-def grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, across_blocks, out_dtype):
+def grouped_matmul(
+    x: Tensor,
+    x_scale: Tensor | None,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    offs: Tensor,
+    columns: int,
+    across_blocks: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
     """Rows offs[e-1]..offs[e] of x (M, K) times expert e of qdata (E, N, K/2), as ``matmul``; zeros behind the last.
 
     offs: int32 (E,), the ends of the groups. x_scale: 0-d or one per row. per_tensor_scale: 0-d, (E, 1) or one per
@@ -295,23 +390,51 @@ def grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, ac
 
 
 @_fake("grouped_matmul")
-def _(x, x_scale, qdata, scale, per_tensor_scale, offs, columns, across_blocks, out_dtype):
+def _(
+    x: Tensor,
+    x_scale: Tensor | None,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    offs: Tensor,
+    columns: int,
+    across_blocks: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
     return x.new_empty((x.shape[0], columns if across_blocks else qdata.shape[-2]), dtype=out_dtype)
 
 
 @_implement("grouped_linear")
-def grouped_linear(x, x_scale, qdata, scale, per_tensor_scale, offs, out_dtype):
+def grouped_linear(
+    x: Tensor,
+    x_scale: Tensor | None,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
     """``grouped_matmul`` along the blocks, for x in bfloat16 or float16: on CUDA nothing waits for offs."""
     return grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, x.shape[-1], False, out_dtype)
 
 
 @_fake("grouped_linear")
-def _(x, x_scale, qdata, scale, per_tensor_scale, offs, out_dtype):
+def _(
+    x: Tensor,
+    x_scale: Tensor | None,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
     return x.new_empty((x.shape[0], qdata.shape[-2]), dtype=out_dtype)
 
 
 @_implement("grouped_fp4_matmul")
-def grouped_fp4_matmul(x, x_scale, x_factor, w, w_scale, w_factor, offs):
+def grouped_fp4_matmul(
+    x: Tensor, x_scale: Tensor, x_factor: Tensor, w: Tensor, w_scale: Tensor, w_factor: Tensor, offs: Tensor
+) -> Tensor:
     """x (M, K/2) times w (E, N, K/2), transposed, by group, on FP4 tensor cores: bfloat16 (M, N).
 
     torch's scaled_grouped_mm as an op, because it has no shape inference of its own (2.13). Codes are uint8, two each;
@@ -325,5 +448,7 @@ def grouped_fp4_matmul(x, x_scale, x_factor, w, w_scale, w_factor, offs):
 
 
 @_fake("grouped_fp4_matmul")
-def _(x, x_scale, x_factor, w, w_scale, w_factor, offs):
+def _(
+    x: Tensor, x_scale: Tensor, x_factor: Tensor, w: Tensor, w_scale: Tensor, w_factor: Tensor, offs: Tensor
+) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[1]), dtype=torch.bfloat16)
