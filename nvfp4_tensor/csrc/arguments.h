@@ -173,7 +173,8 @@ inline CodedShape check_coded(const Tensor& qdata, const Tensor& scale, int64_t 
   STD_TORCH_CHECK(scale.dim() == 4 && scale.size(0) == row_tiles && scale.size(1) == column_tiles &&
                       scale.size(2) == 32 && scale.size(3) == 16,
                   "scale must be swizzled, (", row_tiles, ", ", column_tiles, ", 32, 16) for qdata of ", rows,
-                  " rows of ", blocks, " blocks, not ", text_of(scale), ": nvfp4_tensor.format.swizzle does it");
+                  " rows of ", blocks, " blocks, not ", text_of(scale),
+                  ": nvfp4_tensor.numerics.layout.swizzle does it");
   return {rows, blocks};
 }
 
