@@ -283,7 +283,7 @@ def test_any_number_of_threads_gives_the_same_bits(isa, transposed):
 def test_what_is_refused(change, message):
     weight = quantize(torch.randn(40, 64))
     call = dict(x=torch.randn(3, 64), x_scale=None, qdata=weight.qdata, scale=weight.scale,
-                per_tensor_scale=weight.per_tensor_scale, bias=None, columns=64, transposed=False,
+                per_tensor_scale=weight.per_tensor_scale, bias=None, columns=64, across_blocks=False,
                 out_dtype=torch.float32)  # fmt: skip
     change(call)
     with pytest.raises(RuntimeError, match=message):
