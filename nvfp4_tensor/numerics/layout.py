@@ -15,7 +15,7 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 FLOAT32_MAX = torch.finfo(torch.float32).max
 E4M3_NAN = 0x7F
-"""The byte of the one NaN that we write as a block scale."""
+"""The byte of the one NaN that we write as a block scale; bytes above, which others may write, mean NaN too."""
 
 CODE_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of codes 0..7; bit 3 of the nibble is the sign."""
@@ -53,6 +53,12 @@ def code_values(codes: Tensor) -> Tensor:
     # 2, 3 | 4, 5 | 6, 7 stand for 1 and 1.5 times 1, 2, 4. No table: copying one to a GPU would break graph capture.
     magnitude = torch.where(magnitude < 4, magnitude / 2, torch.where(magnitude < 6, magnitude - 2, 2 * magnitude - 8))
     return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """Block scales, e4m3 or their bytes (...), to float32 (...): NaN for every byte from :data:`E4M3_NAN` on."""
+    data = scale.view(torch.uint8).clamp(max=E4M3_NAN)
+    return data.view(torch.float8_e4m3fn).float()
 
 
 def scale_tiles(rows: int, columns: int) -> tuple[int, int]:

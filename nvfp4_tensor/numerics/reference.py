@@ -231,7 +231,7 @@ def _check_scale(scale: Tensor, rows: int, columns: int) -> None:
     if scale.shape != expected:
         raise ValueError(
             f"scale is swizzled, {expected} for {rows} rows of {columns} codes, not {tuple(scale.shape)}: "
-            "nvfp4_tensor.format.swizzle does it"
+            "nvfp4_tensor.numerics.layout.swizzle does it"
         )
 
 
@@ -247,7 +247,7 @@ def dequantize(
     rows = qdata.shape[:-1].numel()
     _check_scale(scale, rows, half * 2)
     pairs = layout.code_values(layout.unpack(torch.arange(256, device=qdata.device, dtype=torch.uint8).unsqueeze(-1)))
-    blocks = layout.unswizzle(scale, rows, half * 2 // BLOCK).view(torch.float8_e4m3fn).float()
+    blocks = layout.scale_values(layout.unswizzle(scale, rows, half * 2 // BLOCK))
     values = pairs[qdata.reshape(rows, half).long()].reshape(rows, half * 2 // BLOCK, BLOCK) * blocks.unsqueeze(-1)
     values = values.reshape(rows, half * 2)
     if per_tensor_scale is not None:

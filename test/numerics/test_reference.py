@@ -293,3 +293,18 @@ def test_is_one_graph():
     traced = torch.compile(reference.quantize, fullgraph=True, dynamic=False, backend="eager")
     for actual, expected in zip(traced(x, amax, None, spec), reference.quantize(x, amax, None, spec), strict=True):
         assert torch.equal(actual.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scale_bytes_from_0x7f_on_mean_nan(dtype):
+    """Those from 0x80 on too, whose sign e4m3 itself knows and the format does not: row r has the scale of byte r."""
+    codes = torch.randint(0, 256, (256, 8), dtype=torch.uint8)
+    scale = layout.swizzle(torch.arange(256, dtype=torch.uint8).unsqueeze(-1))
+    values = reference.dequantize(codes, scale.view(torch.float8_e4m3fn), torch.tensor(0.5), 16, dtype)
+    assert values[0x7F:].isnan().all() and not values[:0x7F].isnan().any()
+    halves = layout.code_values(layout.unpack(codes[:0x7F])) * torch.tensor([s / 2 for s in E4M3]).unsqueeze(-1)
+    assert torch.equal(values[:0x7F], halves.to(dtype))
+    y = reference.matmul(
+        torch.randn(3, 16), None, codes, scale, torch.tensor(0.5), None, 16, False, torch.float32
+    )  # fmt: skip
+    assert y[:, 0x7F:].isnan().all() and not y[:, :0x7F].isnan().any()

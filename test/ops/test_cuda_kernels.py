@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nvfp4_tensor import QuantizeSpec
-from nvfp4_tensor.numerics import reference
+from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
 from nvfp4_tensor.ops import definitions as ops
 
@@ -291,6 +291,19 @@ def test_dequantize_with_a_factor_a_row():
     factors = torch.rand(71)
     expected = reference.dequantize(qdata, scale, factors, 96, torch.bfloat16)
     assert_same_bits([N.dequantize(qdata.cuda(), scale.cuda(), factors.cuda(), 96, torch.bfloat16)], [expected])
+
+
+@gpu
+@pytest.mark.parametrize("columns", [144, 140])
+def test_scale_bytes_from_0x7f_on_mean_nan(columns):
+    """Each row has one scale, of all 256 bytes."""
+    scale = layout.swizzle(torch.arange(256, dtype=torch.uint8).unsqueeze(-1).expand(-1, 9).clone())
+    codes = torch.randint(0, 256, (256, 72), dtype=torch.uint8)
+    for dtype, factor in itertools.product(HIGH_PRECISION_DTYPES, (torch.tensor(2.0**-9), None, torch.rand(256))):
+        expected = reference.dequantize(codes, scale, factor, columns, dtype)
+        on_gpu = codes.cuda(), scale.cuda(), None if factor is None else factor.cuda()
+        assert_same_bits([N.dequantize(*on_gpu, columns, dtype)], [expected], f"{dtype}")
+        assert expected[0x7F:].isnan().all()
 
 
 @gpu

@@ -17,7 +17,7 @@ from helpers.instruction_sets import (
 )
 
 from nvfp4_tensor import QuantizeSpec, info, quantize
-from nvfp4_tensor.numerics import reference
+from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.ops import native
 
@@ -338,3 +338,23 @@ def test_an_amax_that_no_tensor_has_means_the_same_everywhere(bits):
         expected = check_quantize(x, spec, amax=amax)
         finite = reference.dequantize(*expected, 80, torch.float32).isfinite()
         assert finite.all() if amax == 0 else not finite.any()
+
+
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
+@pytest.mark.parametrize("repeats", [1, 20])  # decoded one by one, and by a table
+def test_scale_bytes_from_0x7f_on_mean_nan(dtype, repeats):
+    """In what is decoded and in products, along and across the blocks; each row has one scale, of all 256."""
+    plain = torch.arange(256, dtype=torch.uint8).repeat(repeats).unsqueeze(-1).expand(-1, 9).clone()
+    codes = torch.randint(0, 256, (len(plain), 72), dtype=torch.uint8)
+    scale, factor = layout.swizzle(plain).view(torch.float8_e4m3fn), torch.tensor(2.0**-9)
+    nan = plain[:, 0] >= 0x7F
+    for factors in (factor, None, torch.full((len(plain),), 2.0**-9)):
+        arguments = codes, scale, factors, 140, dtype
+        assert_op(OPS.dequantize, arguments, (reference.dequantize(*arguments),))
+        assert torch.equal(OPS.dequantize(*arguments).isnan().all(1), nan)
+    x = torch.randn(3, 140).to(dtype)
+    for name in each_instruction_set():
+        y = OPS.matmul(x, None, codes, scale, factor, None, 140, False, torch.float32)
+        assert torch.equal(y.isnan(), nan.expand(3, -1)), name
+        y = OPS.matmul(torch.ones(3, len(plain)).to(dtype), None, codes, scale, factor, None, 140, True, torch.float32)
+        assert y.isnan().all(), name

@@ -71,14 +71,12 @@ inline F nearest_magnitude(F v) {
 
 // --- block scales ----------------------------------------------------------------------------------------------------
 
-// Bytes 0..0xFF to values, sign and NaN included.
+// The values of bytes 0..0x7E; NaN for those above.
 inline F e4m3_values(I bytes) {
-  const I s = bit_and(bytes, set(0x7F));
-  const F normal = as_float(shift_left<20>(add(s, set(120 << 3))));
-  const F small = mul(to_float(s), set(1.0f / 512.0f));
-  const F value = select(greater(set(8), s), small, normal);
-  const I sign = shift_left<24>(bit_and(bytes, set(0x80)));
-  return as_float(bit_or(bits(select(equal(s, set(kE4M3Nan)), as_float(set(0x7FC00000)), value)), sign));
+  const F normal = as_float(shift_left<20>(add(bytes, set(120 << 3))));
+  const F small = mul(to_float(bytes), set(1.0f / 512.0f));
+  const F value = select(greater(set(8), bytes), small, normal);
+  return select(greater(bytes, set(kE4M3Nan - 1)), as_float(set(0x7FC00000)), value);
 }
 
 NVFP4_INLINE I to_e4m3(F v, F block_amax, ScaleRounding rounding) {

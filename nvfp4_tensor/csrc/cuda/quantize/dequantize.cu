@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint8_t* scale = in.scale +
                          scale_offset(row, half / 2, static_cast<uint32_t>(ceil_div(in.blocks, kTileColumns)));
   uint32_t rows[kRows], codes[kRows];
-  uint8_t scales[kRows];
+  uint32_t scales[kRows];
   float factors[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const float s_b = e4m3_value(scales[i]);
+    // From 0x80 on, which no kernel of ours writes, a byte means NaN, where the conversion would see a sign.
+    const float s_b = e4m3_value(static_cast<uint8_t>(min(scales[i], uint32_t{kE4M3Nan})));
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = mul(mul(mul(biased_value(codes[i], j), kCodeBias), s_b), factors[i]);
