@@ -5,7 +5,7 @@ import torch
 from helpers.products import check, factor, random_weight, zero_padding
 from helpers.repeats import times
 
-from nvfp4_tensor.numerics.layout import E4M3_NAN
+from nvfp4_tensor.numerics.layout import E4M3_NAN, swizzle, unswizzle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_library")]
 
@@ -285,11 +285,27 @@ def test_not_a_number_stays_in_its_row(rows):
 
 @pytest.mark.parametrize("rows", [1, 16, 24, 64, 256])
 def test_every_scale(rows):
-    """All finite scales, subnormal and negative ones too."""
+    """All finite scales, subnormal ones too."""
     codes, _ = random_weight(256, 512)
-    scale = torch.arange(2 * 8 * 512, device="cuda").remainder(256).to(torch.uint8).view(2, 8, 32, 16)
-    scale[scale & 0x7F == E4M3_NAN] = 0
+    scale = torch.arange(2 * 8 * 512, device="cuda").remainder(E4M3_NAN).to(torch.uint8).view(2, 8, 32, 16)
     check(torch.randn(rows, 512, device="cuda").bfloat16(), codes, scale.view(torch.float8_e4m3fn), factor())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 16, 24, 64, 256, 1000])
+def test_every_scale_that_is_no_number(rows, dtype):
+    """The bytes 0x7F to 0xFF, one in each of as many rows of w, at any place of a word of four."""
+    codes, scale = random_weight(256, 512, high=0x48)
+    x = torch.randn(rows, 512, device="cuda").to(dtype)
+    clean = check(x, codes, scale, factor())
+    plain = unswizzle(scale, 256, 32).view(torch.uint8)
+    byte = torch.arange(E4M3_NAN, 256, device="cuda")
+    plain[byte - E4M3_NAN, byte % 32] = byte.to(torch.uint8)
+    y = torch.ops.nvfp4.matmul(x, None, codes, swizzle(plain), factor(), None, 512, False, dtype)
+    assert y[:, : len(byte)].isnan().all() and torch.equal(y[:, len(byte) :], clean[:, len(byte) :])
+    across = torch.randn(rows, 256, device="cuda").to(dtype)
+    y = torch.ops.nvfp4.matmul(across, None, codes, swizzle(plain), factor(), None, 512, True, dtype)
+    assert y.isnan().all(), "each block of columns has such a row"
 
 
 @pytest.mark.parametrize("rows", [1, 16, 24, 64, 256])

@@ -62,11 +62,12 @@ def test_experts(rows):
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_not_a_number_and_negative_scales(rows):
-    codes, scale = random_weight(256, 8192, low=0x90, high=0xF0)
+@pytest.mark.parametrize("byte", [E4M3_NAN, 0x80, 0x90, 0xFE, 0xFF])
+def test_a_scale_that_is_no_number(rows, byte):
+    codes, scale = random_weight(256, 8192)
     x = torch.randn(rows, 8192, device="cuda").bfloat16()
     clean = check(x, codes, scale, factor(), out_dtype=torch.float32)
-    scale.view(torch.uint8)[1, 70, 9, 7] = E4M3_NAN  # row 128 + 9 + 32
+    scale.view(torch.uint8)[1, 70, 9, 7] = byte  # row 128 + 9 + 32
     y = torch.ops.nvfp4.matmul(x, None, codes, scale, factor(), None, 8192, False, torch.float32)
     assert y[:, 169].isnan().all() and torch.equal(y.isnan().sum(), torch.tensor(rows, device="cuda"))
     assert torch.equal(y[:, :169], clean[:, :169]) and torch.equal(y[:, 170:], clean[:, 170:])

@@ -111,12 +111,18 @@ __device__ __forceinline__ void decode_word(uint32_t word, uint32_t factor, uint
   for (int i = 0; i < 4; ++i) out[i] = Decoder<T>::multiply(out[i], factor);
 }
 
-// Two scale bytes as Decoder::scale_factors takes them, of any sign, NaN included.
+// Two scale bytes as Decoder::scale_factors takes them, those from 0x7F on NaN.
 template <typename T>
 __device__ __forceinline__ uint32_t any_scale_factors(uint32_t bytes) {
-  const uint32_t magnitude = bytes & 0x007F007Fu;
-  const uint32_t is_nan = (magnitude + 0x00010001u) >> 7 & 0x00010001u;
-  return Decoder<T>::scale_factors(magnitude) | (bytes & 0x00800080u) << 8 | is_nan * 0x7FFFu;
+  const uint32_t is_nan = (bytes | (bytes + 0x00010001u)) >> 7 & 0x00010001u;
+  return Decoder<T>::scale_factors(bytes & 0x007F007Fu) | is_nan * 0x7FFFu;
+}
+
+// Four scale bytes for a conversion that takes them as signed: those from 0x80 on, which mean NaN, to one, 0xFF.
+__device__ __forceinline__ uint32_t signed_to_nan(uint32_t bytes) {
+  uint32_t signs;
+  asm("prmt.b32 %0, %1, 0, 0xBA98;" : "=r"(signs) : "r"(bytes));  // each byte's sign bit, eight times
+  return bytes | signs;
 }
 
 // One of two halves in both: which the multiplications take along, where a byte permutation would be an instruction.
@@ -135,16 +141,16 @@ __device__ __forceinline__ uint32_t high_in_both(uint32_t v) {
 // Four scale bytes to the factors of their blocks: two, in their order, in the halves of each register.
 template <typename T>
 __device__ __forceinline__ void scale_factor_pairs(uint32_t bytes, uint32_t (&out)[2]) {
-#if __CUDA_ARCH__ >= 890  // converts e4m3, NaN and signs included
+#if __CUDA_ARCH__ >= 890  // converts e4m3, NaN included
   uint32_t halves[2];
   asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
       : "=r"(halves[0]), "=r"(halves[1])
-      : "r"(bytes));
+      : "r"(signed_to_nan(bytes)));
   out[0] = Decoder<T>::factors_of_halves(halves[0]), out[1] = Decoder<T>::factors_of_halves(halves[1]);
 #else
   const uint32_t pairs[2] = {__byte_perm(bytes, 0, 0x4140), __byte_perm(bytes, 0, 0x4342)};
   out[0] = Decoder<T>::scale_factors(pairs[0]), out[1] = Decoder<T>::scale_factors(pairs[1]);
-  if ((bytes | (bytes + 0x01010101u)) & 0x80808080u) {  // a negative or NaN: rare, so one test for four
+  if ((bytes | (bytes + 0x01010101u)) & 0x80808080u) {  // a NaN: rare, so one test for four
     out[0] = any_scale_factors<T>(pairs[0]), out[1] = any_scale_factors<T>(pairs[1]);
   }
 #endif
