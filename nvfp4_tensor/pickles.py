@@ -59,8 +59,8 @@ class _Alias(types.ModuleType):
 
 
 @pin
-def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool) -> NVFP4Tensor:
-    """What a pickled NVFP4Tensor calls."""
+def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool, aliasing: int = 0) -> NVFP4Tensor:
+    """What a pickled NVFP4Tensor calls. A part or a copy of another stays one: torch.load shares its storage again."""
     from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
-    return NVFP4Tensor._from_pickle(fields, requires_grad, is_parameter)
+    return NVFP4Tensor._from_pickle(fields, requires_grad, is_parameter, aliasing)

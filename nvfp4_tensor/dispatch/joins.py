@@ -52,7 +52,7 @@ def _cat(func, types, args, kwargs):
     stored = stored_dim(first, dim)
     if stored != first.dim() - 1 and any(t.columns != first.columns for t in tensors):
         raise RuntimeError(f"sizes {[tuple(t.shape) for t in tensors]} differ outside the dimension joined, {dim}")
-    one_scale = all(t.per_tensor_scale is first.per_tensor_scale and not t.per_tensor_scale.dim() for t in tensors)
+    one_scale = _have_one_scale(tensors, along_blocks=stored == first.dim() - 1)
     if stored == first.dim() - 1:
         if not one_scale:
             raise unsupported(
@@ -67,6 +67,25 @@ def _cat(func, types, args, kwargs):
     if not one_scale and stored == 0 and first.dim() == 3 and all(t.per_tensor_scale.dim() != 1 for t in tensors):
         return result._replace(per_tensor_scale=torch.cat([t.per_tensor_scale.expand(len(t), 1) for t in tensors]))
     return result
+
+
+def _have_one_scale(tensors: Sequence[NVFP4Tensor], along_blocks: bool) -> bool:
+    """Whether one 0-d per-tensor scale serves them all.
+
+    Scales of equal values do. They are compared where nothing has to wait for it, or where there is no other way to
+    join; a graph that is traced has no values, and knows only one storage from another.
+    """
+    first, *others = (t.per_tensor_scale for t in tensors)
+    if first.dim() or any(scale.dim() for scale in others):
+        return False
+    values = type(first) is Tensor and (first.is_cpu or (along_blocks and first.is_cuda))
+    return all(_is_one_storage(first, scale) or (values and torch.equal(first, scale)) for scale in others)
+
+
+def _is_one_storage(a: Tensor, b: Tensor) -> bool:
+    return a is b or (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+    )
 
 
 def _check_joins(func, first: NVFP4Tensor, t: Tensor) -> None:

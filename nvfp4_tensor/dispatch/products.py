@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor.dispatch.table import aten, dense, implements, unsupported
+from nvfp4_tensor.dispatch.table import UnsupportedError, aten, dense, implements, unsupported
 from nvfp4_tensor.matmul.product import grouped_product, linear_product, product
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -20,6 +20,8 @@ def _mm(func, types, args, kwargs):
 @implements([aten.addmm.default, aten.baddbmm.default])
 def _addmm(func, types, args, kwargs):
     bias, a, b = args
+    if not isinstance(a, NVFP4Tensor) and not isinstance(b, NVFP4Tensor):
+        return func(dense(bias), a, b, **kwargs)
     return product(a, b, bias=dense(bias), **kwargs)
 
 
@@ -50,6 +52,16 @@ def _functional_linear(func, types, args, kwargs):
     # and 31 become 15 with W4A4 (1 x 576 times 192 x 576 on a CPU).
     with torch._C.DisableTorchFunctionSubclass():
         return linear(*args, **kwargs)
+
+
+@NVFP4Tensor.implements_torch_function(torch.functional.einsum)
+def _einsum(func, types, args, kwargs):
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    except UnsupportedError as error:
+        why = f"{args[0]!r} would take its blocks apart"
+        raise unsupported("torch.einsum", why, "x @ w.mT multiplies by it as it is; else dequantize() first") from error
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

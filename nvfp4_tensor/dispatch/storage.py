@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from nvfp4_tensor.dispatch.table import aten, implements, unsupported
-from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, quantize
+from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
+from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, quantize, quantize_experts
+
+_CODE_OF_ONE = 2
 
 # --- copies and casts ------------------------------------------------------------------------------------------------
 
@@ -46,17 +53,17 @@ def _pin_memory(func, types, args, kwargs):
     return args[0]._apply_fn_to_data(lambda data: data.pin_memory())
 
 
+@implements(aten.record_stream.default)
+def _record_stream(func, types, args, kwargs):
+    t, stream = args
+    for name in t.__tensor_flatten__()[0]:
+        getattr(t, name).record_stream(stream)
+
+
 @implements(aten.is_pinned.default)
 def _is_pinned(func, types, args, kwargs):
     t = args[0]
     return all(getattr(t, name).is_pinned() for name in t.tensor_data_names)
-
-
-def _check_writable(func, t: NVFP4Tensor, new_scale: bool) -> None:
-    if t.aliasing == Aliasing.COPY:
-        raise unsupported(func, "this is a copy, its layout allowed no view, and the write would be lost (clone() it)")
-    if t.aliasing == Aliasing.PART and new_scale and t.per_tensor_scale.dim() == 0:
-        raise unsupported(func, "this is part of a tensor whose other parts share its per-tensor scale (clone() it)")
 
 
 @implements(aten.copy_.default)
@@ -72,7 +79,10 @@ def _copy_(func, types, args, kwargs):
         if t.transposed:
             source = source.expand(t.shape).mT
         stored_shape = (*t.qdata.shape[:-1], t.columns)
-        source = quantize(source.expand(stored_shape).to(t.device, t.dtype), t.spec)
+        by_matrix = t.per_tensor_scale.dim() == 2 and len(t) > 0
+        source = (quantize_experts if by_matrix else quantize)(
+            source.expand(stored_shape).to(t.device, t.dtype), t.spec
+        )
         source = source.mT if t.transposed else source
     elif source.spec.hadamard_sign != t.spec.hadamard_sign:
         raise unsupported(func, "the Hadamard transforms of source and destination differ")
@@ -88,7 +98,7 @@ def _copy_(func, types, args, kwargs):
         )
     if source.per_tensor_scale.dim() > t.per_tensor_scale.dim():
         source = source._replace(per_tensor_scale=source.row_scale())
-    _check_writable(func, t, new_scale=source.per_tensor_scale is not t.per_tensor_scale)
+    check_writable(func, t, new_scale=source.per_tensor_scale is not t.per_tensor_scale)
     for name in t.tensor_data_names:
         getattr(t, name).copy_(getattr(source, name))
     if t.activation_spec is not None and source.activation_spec is not None:
@@ -108,14 +118,41 @@ def _fill_(func, types, args, kwargs):
     if isinstance(value, Tensor) and t.aliasing != Aliasing.WHOLE:
         value = value.item()  # what ``t[a:b] = 0`` passes; only zero fits under any per-tensor scale
     if not isinstance(value, Tensor) and value == 0:
-        _check_writable(func, t, new_scale=False)
+        check_writable(func, t, new_scale=False)
         t.qdata.zero_()
         t.scale.view(torch.uint8).zero_()
         return t
-    return t.copy_(torch.full((), value, dtype=t.dtype, device=t.device) if not isinstance(value, Tensor) else value)
+    if not isinstance(value, Tensor):
+        value = torch.full((), value, dtype=t.dtype, device=t.device)
+    constant = _constant(t.spec, (*t.qdata.shape[:-1], t.columns), value.to(t.device, t.dtype))
+    return t.copy_(constant.mT if t.transposed else constant)
 
 
 # --- new tensors -----------------------------------------------------------------------------------------------------
+
+
+def _constant(spec: QuantizeSpec, shape: Sequence[int], value: Tensor) -> NVFP4Tensor:
+    """A tensor of the one value of a 0-d tensor, exact in its dtype: codes and block scales of 1, times the value.
+
+    NaN and infinity make it NaN throughout, as they do their blocks in ``quantize``. A Hadamard transform spreads the
+    values, so that they are quantized as any others.
+    """
+    if spec.hadamard_sign is not None:
+        rounded = spec.replace(round_mode="rne", hardware_rounding=False) if spec.is_stochastic else spec
+        return quantize(value.expand(shape), rounded)._replace(spec=spec)
+    *leading, columns = shape
+    is_zero = value == 0
+    code = torch.where(is_zero, 0, _CODE_OF_ONE).to(torch.uint8) | value.signbit().to(torch.uint8) << 3
+    codes = torch.nn.functional.pad(code.expand(shape), (0, ceil_to(columns, BLOCK) - columns))
+    scale = value.new_ones((math.prod(leading), codes.shape[-1] // BLOCK), dtype=torch.float32)
+    return NVFP4Tensor._of_parts(
+        qdata=layout.pack(codes),
+        scale=layout.swizzle(scale.to(torch.float8_e4m3fn)),
+        per_tensor_scale=torch.where(is_zero, 1, torch.where(value.isfinite(), value.abs(), torch.nan)).float(),
+        columns=columns,
+        orig_dtype=value.dtype,
+        spec=spec,
+    )
 
 
 def _new(like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
@@ -124,14 +161,8 @@ def _new(like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
     device = kwargs.get("device") or like.device
     if dtype not in HIGH_PRECISION_DTYPES or len(shape) == 0:
         return torch.full(shape, fill, dtype=dtype, device=device)
-    if fill == 0:
-        amax = torch.zeros((), device=device)
-    else:
-        amax = torch.full((), abs(fill), dtype=torch.float32, device=device)
-    spec = like.spec.replace(round_mode="rne", hardware_rounding=False) if like.spec.is_stochastic else like.spec
-    dense = torch.full((), fill, dtype=dtype, device=device).expand(shape)
-    return quantize(dense, spec, amax=None if spec.hadamard_sign is not None else amax)._replace(
-        spec=like.spec, activation_spec=like.activation_spec, product_backend=like.product_backend
+    return _constant(like.spec, shape, torch.full((), fill, dtype=dtype, device=device))._replace(
+        activation_spec=like.activation_spec, product_backend=like.product_backend
     )
 
 

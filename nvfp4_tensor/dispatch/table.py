@@ -1,27 +1,40 @@
 """The table of aten operators on an NVFP4Tensor, and those that read its values by decoding it.
 
-The other files of this room fill the table. Anything not in it raises a TypeError that names the operator.
+The other files of this room fill the table. An operator that writes and is not in it decodes what it
+reads and quantizes what it writes. Anything else raises a RuntimeError that names the operator: of a TypeError, torch
+makes NotImplemented where Python called ``t *= 2`` or ``x @ t``, and Python would lose the write, or the message.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
 
 aten = torch.ops.aten
 implements = NVFP4Tensor.implements
 
 
-def unsupported(func, why: str = "", instead: str = "dequantize() first") -> TypeError:
-    """The error for an operator that has no meaning on the format, or not on these arguments."""
-    return TypeError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; {instead}")
+class UnsupportedError(RuntimeError):
+    """An operator that has no meaning on the format, or not on these arguments."""
+
+
+def unsupported(func, why: str = "", instead: str = "dequantize() first") -> UnsupportedError:
+    """The error that names the operator, and says why and what to do."""
+    return UnsupportedError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; {instead}")
 
 
 def _dispatch(cls, func, types, args=(), kwargs=None):
     kwargs = kwargs or {}
     implementation = cls._ATEN_OP_TABLE[cls].get(func)
+    if func._schema.is_mutable:
+        try:
+            return (implementation or _write)(func, types, args, kwargs)
+        except TypeError as error:  # ``t *= 2`` would become ``t = t * 2``
+            raise RuntimeError(str(error)) from error
     if implementation is not None:
         if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):  # a view of an ordinary tensor has to be an ordinary tensor
@@ -50,12 +63,13 @@ _READS = {
     aten.argmax.default, aten.argmin.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default,
     aten.mean.dim, aten.max.dim, aten.min.dim, aten._local_scalar_dense.default, aten.histc.default,
     aten.count_nonzero.default, aten.nansum.default, aten.isinf.default, aten.isnan.default,
+    aten.floor_divide.default, aten.floor_divide.Scalar,
 }  # fmt: skip
 
 
 def _reads_values(func) -> bool:
     """Functional reductions and elementwise operators: what they give is dense, so decoding changes no meaning."""
-    return func in _READS or (torch.Tag.pointwise in func.tags and not func._schema.is_mutable)
+    return func in _READS or torch.Tag.pointwise in func.tags or func._schema.name.startswith("aten::_foreach_")
 
 
 def dense(value):
@@ -65,7 +79,56 @@ def dense(value):
 
 @implements(aten.equal.default)
 def _equal(func, types, args, kwargs):
+    """Equal in the dtype of the dense one, to which the other decodes; of two that are not, in float32."""
     a, b = args
     if a.shape != b.shape:
         return False
-    return torch.equal(*(t.dequantize(torch.float32) if isinstance(t, NVFP4Tensor) else t.float() for t in (a, b)))
+    dtype = next((t.dtype for t in (a, b) if not isinstance(t, NVFP4Tensor)), torch.float32)
+    dtype = dtype if dtype in HIGH_PRECISION_DTYPES else torch.float32
+    a, b = (t.dequantize(dtype) if isinstance(t, NVFP4Tensor) else t for t in (a, b))
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return torch.equal(a.to(dtype), b.to(dtype))
+
+
+# --- writes ----------------------------------------------------------------------------------------------------------
+
+
+def check_writable(func, t: NVFP4Tensor, new_scale: bool) -> None:
+    """Raises where a write into t would be lost, or a new per-tensor scale change what others hold."""
+    if t.aliasing == Aliasing.COPY:
+        raise unsupported(func, "this is a copy, its layout allowed no view, and the write would be lost (clone() it)")
+    if t.aliasing == Aliasing.PART and new_scale:
+        raise unsupported(func, "this is part of a tensor whose other parts share its per-tensor scale (clone() it)")
+
+
+def _write(func, types, args, kwargs):
+    """An operator that writes: into dense tensors the decoded values of the others, as if all had been dense.
+
+    What it writes into an NVFP4Tensor is computed from its decoded values, and quantized by its spec as ``copy_`` does.
+    """
+    if torch.Tag.inplace_view in func.tags or func in (aten._resize_output_.default, aten.retain_grad.default):
+        raise unsupported(func, "it would change a shape or a storage in place")
+    written: dict[int, tuple[NVFP4Tensor, Tensor]] = {}
+
+    def decoded(value):
+        if not isinstance(value, NVFP4Tensor):
+            return value
+        if id(value) not in written:
+            check_writable(func, value, new_scale=True)
+            if value.spec.hadamard_sign is not None:
+                raise unsupported(func, "its values are Hadamard-transformed, and would be transformed again")
+            written[id(value)] = value, value.dequantize()
+        return written[id(value)][1]
+
+    arguments = {argument.name: argument for argument in func._schema.arguments}
+
+    def prepared(name, value):
+        alias = arguments[name].alias_info
+        return tree_map(decoded if alias is not None and alias.is_write else dense, value)
+
+    result = func(*map(prepared, arguments, args), **{name: prepared(name, value) for name, value in kwargs.items()})
+    for t, values in written.values():
+        if values.shape != t.shape:
+            raise unsupported(func, f"it has {tuple(t.shape)} and cannot be resized to {tuple(values.shape)}")
+    originals = {id(values): t.copy_(values) for t, values in written.values()}
+    return tree_map(lambda value: originals.get(id(value), value), result)

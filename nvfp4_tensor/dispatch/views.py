@@ -4,7 +4,7 @@ The leading dimensions behave as those of any tensor; the stored last dimension 
 scale, and scales lie in tiles of 128 rows by 64 columns. So an operator on leading dimensions is that operator on the
 codes, on the plain matrix of scales and on the scales per row. Where the result can share the tiles it is a view;
 where it cannot, everything is copied, and the copy refuses to be written to (the write would not reach the original).
-What would cut a block apart raises a TypeError.
+What would cut a block apart raises a RuntimeError.
 """
 
 from __future__ import annotations
@@ -35,15 +35,23 @@ def _share(func, args, kwargs, t: NVFP4Tensor, aliasing: Aliasing | None = None)
 
 
 def rebuilt(t: NVFP4Tensor, parts: tuple[Tensor, Tensor, Tensor | None], **changes) -> NVFP4Tensor:
-    """An NVFP4Tensor of codes (..., bytes), plain scales (..., blocks) and scales per row (..., 1) or None."""
+    """An NVFP4Tensor of codes (..., bytes), plain scales (..., blocks) and scales per row (..., 1) or None.
+
+    It owns all of its fields: a write into it, or into t, does not reach the other.
+    """
     qdata, scale, row_scale = parts
     scale = scale.reshape(math.prod(scale.shape[:-1]), scale.shape[-1]).contiguous()
-    return t._replace(
-        qdata=qdata.clone(memory_format=torch.contiguous_format),
-        scale=layout.swizzle(scale).view(torch.float8_e4m3fn),
-        per_tensor_scale=t.per_tensor_scale if row_scale is None else row_scale.reshape(-1).contiguous(),
-        **changes,
-    )
+    owned = {
+        "qdata": _copied(qdata),
+        "scale": layout.swizzle(scale).view(torch.float8_e4m3fn),
+        "per_tensor_scale": _copied(t.per_tensor_scale if row_scale is None else row_scale.reshape(-1)),
+        "activation_amax": None if t.activation_amax is None else t.activation_amax.clone(),
+    }
+    return t._replace(**{**owned, **changes})
+
+
+def _copied(data: Tensor) -> Tensor:
+    return data.clone(memory_format=torch.contiguous_format)
 
 
 def parts_of(t: NVFP4Tensor, per_row: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -118,11 +126,13 @@ def _with_shape(func, args, kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVF
     if shape and shape[-1] == t.columns:
         qdata = t.qdata.view(*shape[:-1], t.qdata.shape[-1])
         factor = _scale_of_shape(t, shape)
-        aliasing = Aliasing.COPY if factor.dim() < t.per_tensor_scale.dim() and factor.numel() > 1 else None
         scale = t.scale
         if t.columns == 0:  # of no elements, so that there may be more rows than before, or fewer
             scale = scale.new_empty((*layout.scale_tiles(math.prod(shape[:-1]), 0), 32, 16))
-        return _share(func, args, kwargs, t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor), aliasing)
+        view = t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor)
+        if factor.dim() < t.per_tensor_scale.dim() and factor.numel() > 1:  # those scales are copies, one a row
+            return view.clone()._marked(Aliasing.COPY)
+        return _share(func, args, kwargs, view)
     columns = shape[-1] if shape else 0
     if columns % BLOCK or t.columns % BLOCK:
         raise unsupported(
@@ -220,11 +230,11 @@ def _slice(func, types, args, kwargs):
     if step == 1 and math.prod(t.qdata.shape[:stored]) == 1:
         view = _slice_of_tiles(t, stored, start, end)
         if view is not None:
-            own_scales = stored == 0 and t.per_tensor_scale.dim() == 2
+            own_scales = view.per_tensor_scale.dim() > 0
             return _share(func, args, kwargs, view, Aliasing.WHOLE if own_scales else Aliasing.PART)
     copy = on_leading(t, lambda part: part[(slice(None),) * stored + (slice(start, end, step),)])
     if stored == 0 and t.per_tensor_scale.dim() == 2:
-        copy = copy._replace(per_tensor_scale=t.per_tensor_scale[start:end:step])
+        copy = copy._replace(per_tensor_scale=t.per_tensor_scale[start:end:step].clone())
     return copy._marked(Aliasing.COPY)
 
 
@@ -242,10 +252,10 @@ def _slice_of_tiles(t: NVFP4Tensor, stored: int, start: int, end: int) -> NVFP4T
     if first % TILE_ROWS or (last % TILE_ROWS and last != rows):
         return None
     per_tensor_scale = t.per_tensor_scale
-    if per_tensor_scale.dim() == 2 and stored == 0:
-        per_tensor_scale = per_tensor_scale[start:end]
+    if per_tensor_scale.dim() == 2:  # behind the first dimension, these are rows of the only matrix
+        per_tensor_scale = per_tensor_scale[start:end] if stored == 0 else per_tensor_scale.view(())
     elif per_tensor_scale.dim():
-        per_tensor_scale = t.row_scale()[first:last]
+        per_tensor_scale = per_tensor_scale[first:last]
     return t._replace(
         qdata=t.qdata.narrow(stored, start, end - start),
         scale=t.scale[first // TILE_ROWS : -(-last // TILE_ROWS)],
@@ -303,10 +313,22 @@ def _split(func, types, args, kwargs):
         start += size
     if start != length:
         raise RuntimeError(f"sizes {list(sizes)} do not add up to {length}, the size of dimension {dim}")
-    return pieces
+    return _with_one_scale(t, pieces)
 
 
 @implements(aten.unbind.int)
 def _unbind(func, types, args, kwargs):
     t, dim = fill_defaults(args, 2, [0])
-    return [aten.select.int(t, dim, index) for index in range(t.shape[dim])]
+    return _with_one_scale(t, [aten.select.int(t, dim, index) for index in range(t.shape[dim])])
+
+
+def _with_one_scale(t: NVFP4Tensor, pieces: list[NVFP4Tensor]) -> list[NVFP4Tensor]:
+    """The pieces of t, with its one scale copied once for all copies: a join knows by it that it is the same.
+
+    No copy can be written to.
+    """
+    copies = [piece for piece in pieces if piece.aliasing == Aliasing.COPY]
+    if t.per_tensor_scale.dim() == 0:
+        for copy in copies:
+            copy.per_tensor_scale = copies[0].per_tensor_scale
+    return pieces

@@ -23,11 +23,15 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
     """``alpha * a @ b + beta * bias`` of two matrices, or two batches of as many, at least one an NVFP4Tensor.
 
-    bias broadcasts to the result. The result has the operands' common dtype.
+    bias broadcasts to the result. The result has the operands' common dtype. As in torch, beta 0 leaves out the bias
+    and alpha 0 the product, with any NaN in them.
     """
     _check_operands(a, b)
     if beta == 0:
         bias = None
+    if alpha == 0:
+        y = a.new_zeros((), dtype=torch.float32) if bias is None else bias.float() * beta
+        return y.to(a.dtype).expand(*a.shape[:-1], b.shape[-1]).contiguous()
     elif bias is not None and beta != 1:
         bias = bias.float() * beta
     if isinstance(b, NVFP4Tensor):

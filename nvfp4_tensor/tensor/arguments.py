@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.numerics import layout
-from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 
 PLAIN = QuantizeSpec()
@@ -37,7 +37,13 @@ def resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):
     )
 
 
-def resolve_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) -> Tensor:
+def resolve_amax(
+    x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None, rng_state: Tensor | None = None, col0: int = 0
+) -> Tensor:
+    if x.layout != torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+        fix = "x.to_padded_tensor(0)" if x.is_nested else "x.to_dense()"
+        raise TypeError(f"quantize takes a dense tensor, got {kind}: use {fix} first")
     """amax as the ops take it, float32 0-d on the device of x; that of x (transformed as the spec says) for None."""
     if amax is None:
         return torch.ops.nvfp4.amax(x.detach(), -1 if spec.hadamard_sign is None else spec.hadamard_sign)
@@ -47,8 +53,8 @@ def resolve_amax(x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None) -> 
         if amax.dim() == 0 and amax.dtype == torch.float32 and amax.device == x.device and not amax.requires_grad:
             return amax  # as a static one is: 1 us of the host
         return amax.detach().to(device=x.device, dtype=torch.float32).reshape(())
-    if isinstance(amax, str) or not 0 <= amax <= layout.FLOAT32_MAX:
-        raise ValueError(f"amax is a finite magnitude, got {amax}")
+    if isinstance(amax, str | list | tuple) or not 0 <= amax <= layout.FLOAT32_MAX:
+        raise ValueError(f"amax is a finite magnitude, 3.0 for instance or a tensor of one, got {amax!r}")
     return torch.full((), amax, dtype=torch.float32, device=x.device)
 
 
@@ -66,6 +72,10 @@ def resolve_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Genera
         if rng_state.device != x.device:
             raise ValueError(f"rng_state is on {rng_state.device} and x on {x.device}: use rng_state.to(x.device)")
         return rng_state.contiguous()
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is a torch.Generator, torch.Generator().manual_seed(42) for instance, not {generator!r}"
+        )
     if not spec.is_stochastic:
         return None
     if generator is not None:

@@ -86,16 +86,20 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def __new__(
         cls,
         qdata: Tensor,
-        scale: Tensor,
-        per_tensor_scale: Tensor,
-        columns: int,
-        orig_dtype: torch.dtype,
-        spec: QuantizeSpec,
+        scale: Tensor | None = None,
+        per_tensor_scale: Tensor | None = None,
+        columns: int | None = None,
+        orig_dtype: torch.dtype | None = None,
+        spec: QuantizeSpec | None = None,
         activation_spec: QuantizeSpec | None = None,
         transposed: bool = False,
         product_backend: ProductBackend = ProductBackend.AUTO,
         activation_amax: Tensor | None = None,
+        *,
+        requires_grad: bool = False,
     ) -> NVFP4Tensor:
+        if isinstance(qdata, NVFP4Tensor):  # as accelerate makes a parameter of the class of another
+            return torch.nn.Parameter(qdata, requires_grad)  # type: ignore[return-value]  # still an NVFP4Tensor
         fields: dict[str, Any] = {
             "qdata": qdata,
             "scale": scale,
@@ -109,7 +113,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
             "activation_amax": activation_amax,
         }
         check_fields(**fields)
-        return cls._of_parts(**fields)
+        return cls._of_parts(**fields).requires_grad_(requires_grad)
 
     @classmethod
     def _of_parts(
@@ -259,14 +263,15 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def __reduce_ex__(self, protocol):
         # Scales travel as bytes: pickle alone cannot load a float8 storage (torch.save can).
         fields = {**self._fields(), "scale": self.scale.view(torch.uint8)}
-        return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False))
+        mark = (int(self.aliasing),) if self.aliasing else ()  # 0.1.0 reads what has none
+        return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False), *mark)
 
     @classmethod
-    def _from_pickle(cls, fields: dict, requires_grad: bool, is_parameter: bool) -> NVFP4Tensor:
+    def _from_pickle(cls, fields: dict, requires_grad: bool, is_parameter: bool, aliasing: int = 0) -> NVFP4Tensor:
         scale = fields.get("scale")
         if not isinstance(scale, Tensor) or scale.dtype != torch.uint8 or scale.dim() == 0:
             raise TypeError(f"a pickled NVFP4Tensor holds its scale as bytes, in uint8, not as {scale!r}")
-        t = cls(**{**fields, "scale": scale.view(torch.float8_e4m3fn)})
+        t = cls(**{**fields, "scale": scale.view(torch.float8_e4m3fn)})._marked(Aliasing(aliasing))
         if is_parameter:
             return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]  # still an NVFP4Tensor
         return t.requires_grad_(requires_grad)
@@ -283,20 +288,21 @@ class NVFP4Tensor(TorchAOBaseTensor):
             "activation_spec": self.activation_spec,
             "transposed": self.transposed,
             "product_backend": self.product_backend,
+            "aliasing": self.aliasing,
         }
 
     @classmethod
     def __tensor_unflatten__(cls, tensor_data_dict, tensor_attributes, outer_size, outer_stride):
         attributes = dict(tensor_attributes)
+        aliasing = attributes.pop("aliasing", Aliasing.WHOLE)
         if outer_size is not None:  # the size may be symbolic where the attribute is a trace's constant
             attributes["columns"] = outer_size[-2 if attributes["transposed"] else -1]
-        return cls._of_parts(**tensor_data_dict, **attributes)
+        return cls._of_parts(**tensor_data_dict, **attributes)._marked(aliasing)
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled graph may depend on, for torch's cache of graphs on disk."""
-        names, _ = self.__tensor_flatten__()
+        names, fields = self.__tensor_flatten__()
         inner = [(name, t.shape, t.stride(), t.dtype, t.device) for name in names for t in (getattr(self, name),)]
-        fields = [getattr(self, name) for name in self.tensor_attribute_names]
         what = self.shape, self.requires_grad, inner, fields, _source_digest()
         return hashlib.blake2b(repr(what).encode()).hexdigest()
 
@@ -373,7 +379,8 @@ def quantize(
 
     Raises:
         TypeError: x is not a tensor of those dtypes.
-        ValueError: 0-d x; an amax, rng_state, origin or full_width that does not fit; rng_state and generator both.
+        ValueError: 0-d x; an amax, rng_state, origin or full_width that does not fit; rng_state and generator both; a
+            spec of EDEN, which :func:`fake_quantize` and the ops take.
     """
     check_dense(x)
     spec = checked_spec(spec)

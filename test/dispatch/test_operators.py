@@ -24,7 +24,7 @@ def test_a_cast_changes_what_it_decodes_to_and_no_code(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool])
 def test_casts_that_are_refused(dtype):
-    with pytest.raises(TypeError, match=r"_to_copy.*dequantize\(\) first"):
+    with pytest.raises(RuntimeError, match=r"_to_copy.*dequantize\(\) first"):
         matrix().to(dtype)
 
 
@@ -73,9 +73,9 @@ def test_copies_that_do_not_fit_change_nothing():
     before = t.clone()
     joined = torch.cat([quantize(torch.randn(100, 72)), quantize(torch.randn(30, 72))])
     for source in (matrix().t(), quantize(torch.randn(130, 80)), matrix(spec=QuantizeSpec(hadamard_sign=1)), joined):
-        with pytest.raises(TypeError, match="copy_"):
+        with pytest.raises(RuntimeError, match="copy_"):
             t.copy_(source)
-    with pytest.raises((TypeError, RuntimeError)):
+    with pytest.raises(RuntimeError):
         t.copy_(torch.randn(130, 80))
     assert torch.equal(t.dequantize(), before.dequantize())
 
@@ -197,21 +197,21 @@ def test_embedding():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda t: t.mul_(2), lambda t: t.add_(t), lambda t: torch.sort(t), lambda t: t.as_strided((2, 2), (1, 1)),
+        lambda t: t.resize_(4), lambda t: t.t_(), lambda t: torch.sort(t), lambda t: t.as_strided((2, 2), (1, 1)),
         lambda t: torch.linalg.svd(t), lambda t: t.cumsum(0), lambda t: t.view(torch.int32), lambda t: t.triu(),
-        lambda t: torch.nn.functional.conv1d(t, torch.randn(2, 130, 3)), lambda t: t.index_fill_(0, torch.tensor([1]), 0),  # noqa: E501
+        lambda t: torch.nn.functional.conv1d(t, torch.randn(2, 130, 3)), lambda t: t.set_(),
     ],
 )  # fmt: skip
 def test_everything_else_names_the_operator_and_the_way_out(call):
     t = matrix()
     before = t.clone()
-    with pytest.raises(TypeError, match=r"aten\..* is not supported on an NVFP4Tensor.*dequantize\(\) first"):
+    with pytest.raises(RuntimeError, match=r"aten\..* is not supported on an NVFP4Tensor.*dequantize\(\) first"):
         call(t)
     assert torch.equal(t, before)
 
 
 def test_the_words_of_a_refusal():
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(RuntimeError) as error:
         matrix().cumsum(0)
     assert_expected_inline(
         str(error.value), """aten.cumsum.default is not supported on an NVFP4Tensor; dequantize() first"""

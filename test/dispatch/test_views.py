@@ -87,13 +87,13 @@ def outcome(function, t):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("tensor", TENSORS)
-def test_same_as_dense_or_a_type_error(tensor, function):
+def test_same_as_dense_or_an_error(tensor, function):
     t = TENSORS[tensor]()
     got, expected = outcome(FUNCTIONS[function], t), outcome(FUNCTIONS[function], t.dequantize())
     if isinstance(expected, Exception):
         assert isinstance(got, Exception), "an error on a dense tensor has to be one here"
     elif isinstance(got, Exception):
-        assert isinstance(got, TypeError) and "dequantize() first" in str(got), repr(got)
+        assert isinstance(got, RuntimeError) and "dequantize() first" in str(got), repr(got)
     else:
         got, expected = (list(v) if isinstance(v, (list, tuple)) else [v] for v in (got, expected))
         assert len(got) == len(expected)
@@ -146,7 +146,7 @@ def test_a_write_into_a_view_arrives_or_is_refused(tensor, function):
     for piece, dense_piece in zip(pieces, dense_pieces, strict=True):
         try:
             piece.zero_()
-        except TypeError as error:
+        except RuntimeError as error:
             assert "clone() it" in str(error)
             continue
         if dense_piece._base is None and not torch.equal(dense_piece, dense):
@@ -159,9 +159,9 @@ def test_setitem_arrives_or_is_refused():
     t = TENSORS["matrix"]()
     t[128:256] = 0
     assert (t.dequantize()[128:256] == 0).all() and (t.dequantize()[:128] != 0).any()
-    with pytest.raises(TypeError, match="clone"):
+    with pytest.raises(RuntimeError, match="clone"):
         t[3:5] = 0
-    with pytest.raises(TypeError, match="per-tensor scale"):
+    with pytest.raises(RuntimeError, match="per-tensor scale"):
         t[128:256] = 1.0
 
 
@@ -173,14 +173,15 @@ def test_joined_rows_keep_each_its_own_per_tensor_scale():
     for index, part in enumerate(joined.split(5)):
         assert torch.equal(part.dequantize(), parts[index].dequantize())
     whole = quantize(torch.randn(256, 32))
-    assert torch.cat(whole.split(128)).per_tensor_scale is whole.per_tensor_scale
+    for size in (128, 40):
+        assert torch.equal(torch.cat(whole.split(size)).per_tensor_scale, whole.per_tensor_scale)
 
 
 def test_joining_along_blocks_needs_one_scale():
     a, b = quantize(torch.randn(4, 32)), quantize(torch.randn(4, 32))
-    with pytest.raises(TypeError, match="one amax"):
+    with pytest.raises(RuntimeError, match="one amax"):
         torch.cat([a, b], dim=1)
-    with pytest.raises(TypeError, match="dense"):
+    with pytest.raises(RuntimeError, match="dense"):
         torch.cat([a, torch.randn(4, 32)])
 
 
@@ -189,7 +190,7 @@ def test_peers_defects_of_shape():
     a swizzled 3-D tensor with rows not a multiple of 128 crashes."""
     t = quantize(torch.randn(64, 64))
     assert torch.equal(t.view(32, 128).dequantize(), t.dequantize().view(32, 128))
-    with pytest.raises(TypeError, match="same blocks"):
+    with pytest.raises(RuntimeError, match="same blocks"):
         t.view(512, 8)
     for shape in ((32, 0), (0, 64)):
         assert quantize(torch.empty(shape)).dequantize().shape == shape
@@ -199,7 +200,7 @@ def test_peers_defects_of_shape():
 def test_views_of_a_hadamard_transform_do_not_cut_it():
     t = quantize(torch.randn(4, 64), QuantizeSpec(hadamard_sign=True))
     assert torch.equal(t[:, 16:48].dequantize(), t.dequantize()[:, 16:48])
-    with pytest.raises(TypeError, match="cannot be cut"):
+    with pytest.raises(RuntimeError, match="cannot be cut"):
         t[:, :40]
 
 
@@ -220,7 +221,7 @@ def test_experts_keep_one_per_tensor_scale_each(rows):
     assert torch.equal(target.copy_(w).dequantize(), dense)
     by_row = torch.cat([part.unsqueeze(0) for part in parts]).view(-1, 64).clone().view(3, rows, 64)
     assert by_row.per_tensor_scale.dim() == 1 and torch.equal(by_row.copy_(w).dequantize(), dense)
-    with pytest.raises(TypeError, match="more per-tensor scales"):
+    with pytest.raises(RuntimeError, match="more per-tensor scales"):
         target.copy_(by_row)
     if rows == 128:
         assert w[1].per_tensor_scale.dim() == 0
@@ -234,7 +235,7 @@ def test_a_write_into_reshaped_experts_is_refused():
     before = t.dequantize()
     for view in (t.view(256, 64), t.flatten(0, 1)[:128], t.unsqueeze(0), t.reshape(2, 2, 64, 64), t[:2].view(256, 64)):
         for write in (lambda v: v.fill_(3.0), lambda v: v.copy_(torch.zeros(v.shape)), lambda v: v.zero_()):
-            with pytest.raises(TypeError, match=r"clone\(\)"):
+            with pytest.raises(RuntimeError, match=r"clone\(\)"):
                 write(view)
     assert torch.equal(t.dequantize(), before) and torch.equal(t.view(256, 64).dequantize(), before.view(256, 64))
     t[1].fill_(3.0)  # one matrix is a view
@@ -257,7 +258,7 @@ def test_a_join_of_static_scales_clips_nothing():
     )
     assert torch.cat([q, k]).activation_amax == 9 and torch.stack([k, q]).activation_amax == 9
     assert torch.cat([q, k._replace(activation_amax=None)]).activation_amax is None
-    with pytest.raises(TypeError, match="activations quantized or multiplied differently"):
+    with pytest.raises(RuntimeError, match="activations quantized or multiplied differently"):
         torch.cat([q, quantize(torch.randn(16, 32))])
 
 
