@@ -8,6 +8,8 @@ have the right values (test_scaled_mm.py).
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
@@ -26,9 +28,18 @@ _SWIZZLE = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
 # --- one product -----------------------------------------------------------------------------------------------------
 
 
-def scaled_mm_product(
-    a: NVFP4Tensor, b: NVFP4Tensor, bias: Tensor | None, alpha: float, out_dtype: torch.dtype
-) -> Tensor:
+class Matrix(Protocol):
+    """What an NVFP4Tensor (R, C) of one per-tensor scale stores."""
+
+    @property
+    def qdata(self) -> Tensor: ...
+    @property
+    def scale(self) -> Tensor: ...
+    @property
+    def per_tensor_scale(self) -> Tensor: ...
+
+
+def scaled_mm_product(a: Matrix, b: Matrix, bias: Tensor | None, alpha: float, out_dtype: torch.dtype) -> Tensor:
     """alpha * a @ b^T + bias by cuBLASLt, of what a (M, K) and b (N, K) store.
 
     It adds a bias (N,) of a 16-bit out_dtype itself. With any other bias, or an alpha, the product leaves the tensor

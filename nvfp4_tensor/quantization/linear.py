@@ -37,7 +37,7 @@ def _quantize_weight(module: torch.nn.Module, config: NVFP4WeightOnlyConfig) -> 
 def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config) -> torch.nn.Module:
     assert isinstance(config.product_backend, ProductBackend)
     if config.step == QuantizationStep.PREPARE:
-        linear = _quantizable(module)
+        linear = quantizable(module)
         _check_backend(linear.weight, config.product_backend)  # now, not after the calibration
         return ObservedLinear.observe(linear, config.activation)
     if config.step == QuantizationStep.CONVERT:
@@ -54,7 +54,7 @@ def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config
 def _quantize_linear(
     module: torch.nn.Module, weight_spec: QuantizeSpec, activation_spec: QuantizeSpec | None, **fields
 ) -> torch.nn.Module:
-    linear = _quantizable(module)
+    linear = quantizable(module)
     _check_backend(linear.weight, fields.get("product_backend", ProductBackend.AUTO))
     quantized = quantize(linear.weight.detach(), weight_spec)._replace(activation_spec=activation_spec, **fields)
     linear.weight = torch.nn.Parameter(quantized, requires_grad=False)
@@ -81,7 +81,7 @@ def _check_backend(weight: torch.Tensor, backend: ProductBackend) -> None:
         check_installed(backend)
 
 
-def _quantizable(module: torch.nn.Module) -> torch.nn.Linear:
+def quantizable(module: torch.nn.Module) -> torch.nn.Linear:
     """The module, if it is a linear with a dense weight that NVFP4 takes."""
     if not isinstance(module, torch.nn.Linear):
         raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: leave it out with quantize_'s filter_fn")

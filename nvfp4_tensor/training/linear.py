@@ -1,0 +1,261 @@
+"""One linear that trains in NVFP4: three products, each operand quantized as a recipe says.
+
+What is quantized comes first (:func:`operands_of`), then the product with its derivative (:class:`_Products`): autograd
+and torch.compile see plain tensors, and codes are what is saved for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.training.products import (
+    Operand,
+    product,
+    product_across,
+    quantized,
+    quantized_pair,
+    rotated_back,
+    runs_on_codes,
+    transposed,
+)
+from nvfp4_tensor.training.recipe import Recipe, WeightForDx, resolve
+
+DY_T_STREAM, W_FOR_DX_STREAM, X_T_STREAM, W_STREAM = 1, 2, 3, 4
+"""Streams of random bits (contract, section 4) beside 0, which x and dy have. A call has one rng_state, because EDEN's
+rotations have to be alike to cancel; no product has two operands of one stream."""
+
+
+class Needs(NamedTuple):
+    """Which gradients the backward will be asked for."""
+
+    dx: bool
+    dw: bool
+    db: bool
+
+
+class Operands(NamedTuple):
+    """What the forward quantizes; None where the recipe leaves it dense, or nobody needs it."""
+
+    x: Operand | None
+    x_t: Operand | None
+    w: Operand | None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe | str = "nvidia") -> Tensor:
+    """``x @ weight^T + bias`` with the three products of training quantized by a recipe.
+
+    Args:
+        x: (..., K).
+        weight: (N, K), of the dtype of x (any of the three under autocast); its gradient has its dtype.
+        bias: (N,), or None.
+        recipe: a :class:`Recipe`, or the name of one.
+
+    Returns:
+        (..., N) in the dtype of x, or of autocast where that is on.
+
+    Raises:
+        ValueError: an unknown recipe, shapes that do not fit.
+        TypeError: dtypes that do not go together, or that NVFP4 does not take.
+
+    >>> w = torch.randn(32, 64, requires_grad=True)
+    >>> linear(torch.randn(8, 64), w).sum().backward()
+    """
+    recipe = resolve(recipe)
+    x = autocast(x)
+    check_operands(x, weight, "linear")
+    needs = needs_of(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    rng_state = draw(recipe, any(needs), x)
+    operands = Operands(*input_operands(rows, recipe, needs, rng_state), weight_operand(weight, recipe, rng_state))
+    y = multiply(rows, weight, bias, recipe, operands, needs, rng_state)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in the dtype of autocast, where that is on for its device."""
+    device = x.device.type
+    if not x.is_floating_point() or device == "meta" or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def check_operands(x: Tensor, weight: Tensor, name: object) -> None:
+    """Raises what :func:`linear` says, in the name of a function or module."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"{name} takes bfloat16, float16 or float32, not an input of {x.dtype}: cast it first")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"{name} takes an input (..., {weight.shape[-1]}), got {tuple(x.shape)}")
+    if x.dtype != weight.dtype and not _autocasts(x.device):
+        raise TypeError(
+            f"the input of {name} is {x.dtype} and its weight {weight.dtype}: cast one of them, or use torch.autocast"
+        )
+
+
+def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
+    """Which gradients can be asked for: none under no_grad."""
+    grad = torch.is_grad_enabled()
+    of_bias = bias is not None and bias.requires_grad
+    return Needs(grad and x.requires_grad, grad and weight.requires_grad, grad and of_bias)
+
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+
+
+def draw(recipe: Recipe, backward: bool, like: Tensor) -> Tensor | None:
+    """A fresh (seed, offset) from torch's generator for one call, where it takes random bits.
+
+    The backward's are drawn here too, so that a forward recomputed by a checkpoint draws the same.
+    """
+    if not (recipe.draws_in_forward or (backward and recipe.draws_in_backward)):
+        return None
+    # A tensor of its own for each draw: no compiler pass folds two ops with different arguments.
+    return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=like.device))
+
+
+def input_operands(
+    x: Tensor, recipe: Recipe, needs: Needs, rng_state: Tensor | None
+) -> tuple[Operand | None, Operand | None]:
+    """x (M, K) for fprop and, if it is needed, x^T for wgrad: in one pass over x."""
+    return quantized_pair(x.detach(), recipe.x, recipe.x_t if needs.dw else None, rng_state, X_T_STREAM)
+
+
+def weight_operand(weight: Tensor, recipe: Recipe, rng_state: Tensor | None) -> Operand | None:
+    """The weight's codes, for fprop and for dgrad.
+
+    rng_state goes into the op even where it decides nothing there: so a compiled graph cannot put its draw off until
+    the backward, where the layers come in the other order and would get other bits than in eager mode.
+    """
+    if recipe.w is None:
+        return None
+    return quantized(weight.detach(), recipe.w, rng_state, W_STREAM)
+
+
+# --- multiply --------------------------------------------------------------------------------------------------------
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    operands: Operands,
+    needs: Needs,
+    rng_state: Tensor | None,
+) -> Tensor:
+    """x (M, K) @ weight (N, K)^T + bias, differentiable by the recipe's backward: (M, N) of the dtype of x."""
+    if not any(needs):
+        return _fprop(x, weight, bias, operands)
+    flat = [part for operand in operands for part in (operand or (None, None, None))]
+    return _Products.apply(x, weight, bias, recipe, needs, rng_state, *flat)
+
+
+def _fprop(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
+    return product(operands.x or x, operands.w or weight, x.dtype, bias)
+
+
+class _Products(torch.autograd.Function):
+    """fprop, whose derivative is the recipe's dgrad and wgrad.
+
+    Not for torch.func's transforms: they want a ``setup_context``, which torch.compile does not take (2.13).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        needs: Needs,
+        rng_state: Tensor | None,
+        *flat: Tensor | None,
+    ) -> Tensor:
+        operands = Operands(*(_operand(flat[i : i + 3]) for i in (0, 3, 6)))
+        reads_weight = needs.dx and not _reads_codes(recipe)
+        ctx.save_for_backward(
+            rng_state,
+            x if needs.dw and operands.x_t is None else None,
+            weight if reads_weight else None,
+            *(operands.x_t or (None, None, None)),
+            *(operands.w if operands.w is not None and needs.dx and not reads_weight else (None, None, None)),
+        )
+        ctx.recipe, ctx.needs = recipe, needs
+        ctx.shape, ctx.dtypes = weight.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return _fprop(x, weight, bias, operands)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        rng_state, x, weight, *flat = ctx.saved_tensors
+        recipe, needs = ctx.recipe, ctx.needs
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        specs = recipe.dy if needs.dx else None, recipe.dy_t if needs.dw else None
+        dy_q, dy_t = quantized_pair(dy, *specs, rng_state, DY_T_STREAM)
+        dx = dw = db = None
+        if needs.dx:
+            w = weight if weight is not None else Operand(*flat[3:])
+            dx = _dgrad(dy if dy_q is None else dy_q, w, recipe, rng_state, ctx.shape, x_dtype)
+        if needs.dw:
+            x_t = x.t() if x is not None else Operand(*flat[:3])
+            dw = product(dy.t() if dy_t is None else dy_t, x_t, w_dtype)
+        if needs.db:
+            db = dy.sum(0, dtype=bias_dtype)
+        return dx, dw, db, None, None, None, *[None] * 9
+
+
+def _reads_codes(recipe: Recipe) -> bool:
+    return recipe.w_for_dx in (WeightForDx.CODES, WeightForDx.EXACT)
+
+
+def _operand(parts: Sequence[Tensor | None]) -> Operand | None:
+    qdata, scale, per_tensor_scale = parts
+    if qdata is None or scale is None or per_tensor_scale is None:
+        return None
+    return Operand(qdata, scale, per_tensor_scale)
+
+
+def _dgrad(
+    dy: Operand | Tensor,
+    w: Operand | Tensor,
+    recipe: Recipe,
+    rng_state: Tensor | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> Tensor:
+    """dy (M, N) times w of shape (N, K), read as the recipe says: (M, K)."""
+    rows, columns = shape
+    if isinstance(recipe.w_for_dx, QuantizeSpec):
+        assert isinstance(w, Tensor)
+        return product(dy, quantized(w.t().contiguous(), recipe.w_for_dx, rng_state, W_FOR_DX_STREAM), dtype)
+    factor = dy.per_tensor_scale if isinstance(dy, Operand) else None
+    if recipe.rotates_dy_back:
+        assert isinstance(dy, Operand)
+        dy = rotated_back(dy, rows, rng_state)
+    if isinstance(w, Tensor):
+        if isinstance(dy, Tensor) and factor is not None:
+            return (torch.mm(dy.float(), w.float()) * factor).to(dtype)
+        return product(dy, w.t(), dtype)
+    if recipe.w_for_dx == WeightForDx.CODES and isinstance(dy, Operand) and runs_on_codes(dy.qdata.device):
+        return product(dy, transposed(w, rows), dtype)[:, :columns]
+    return product_across(dy.values(rows) if isinstance(dy, Operand) else dy, factor, w, columns, dtype)
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "an NVFP4 training linear has no second derivative, so backward(create_graph=True) stops here: take it "
+            'with set_recipe(model, forward="bf16", backward="bf16")'
+        )

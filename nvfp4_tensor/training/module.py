@@ -1,0 +1,128 @@
+"""NVFP4TrainingLinear: an nn.Linear whose products are quantized while it trains."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from nvfp4_tensor.pickles import pin
+from nvfp4_tensor.training.caches import WeightCache, is_cacheable, is_shareable, share_input, shared_input
+from nvfp4_tensor.training.linear import (
+    Needs,
+    Operands,
+    autocast,
+    check_operands,
+    draw,
+    input_operands,
+    multiply,
+    needs_of,
+    weight_operand,
+)
+from nvfp4_tensor.training.products import Operand
+from nvfp4_tensor.training.recipe import Recipe
+
+
+@functools.partial(pin, loadable=False)
+class NVFP4TrainingLinear(nn.Linear):
+    """An nn.Linear that trains by a recipe. Its weight stays a plain parameter, and its state_dict a plain one.
+
+    Made by ``quantize_(model, NVFP4TrainingConfig(...))``; changed by :func:`set_recipe`.
+
+    Attributes:
+        recipe: the :class:`Recipe` that it was given.
+        bf16_forward, bf16_backward: whether that half is dense for now.
+        active_recipe: what these three come to, and what it does.
+    """
+
+    recipe: Recipe
+    active_recipe: Recipe
+    bf16_forward: bool
+    bf16_backward: bool
+    hadamard_sign: int | None
+    _weight_codes: WeightCache
+
+    @classmethod
+    def convert(cls, linear: nn.Linear, recipe: Recipe, hadamard_sign: int | None = None) -> NVFP4TrainingLinear:
+        """The same module, trained by a recipe from now on; with a Hadamard sign of its own, if given."""
+        linear.__class__ = cls
+        assert isinstance(linear, NVFP4TrainingLinear)
+        linear.hadamard_sign = hadamard_sign
+        linear._weight_codes = WeightCache()
+        linear.set_recipe(recipe, False, False)
+        return linear
+
+    def to_dense(self) -> nn.Linear:
+        """The same module, a plain nn.Linear again."""
+        for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign", "_weight_codes"):
+            delattr(self, name)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        return self
+
+    def set_recipe(self, recipe: Recipe, bf16_forward: bool, bf16_backward: bool) -> None:
+        """Do this from now on; see :func:`training.set_recipe`."""
+        active = recipe if self.hadamard_sign is None else recipe.with_hadamard_sign(self.hadamard_sign)
+        active = active.dense_forward() if bf16_forward else active
+        active = active.dense_backward() if bf16_backward else active
+        self.recipe, self.bf16_forward, self.bf16_backward, self.active_recipe = (
+            recipe, bf16_forward, bf16_backward, active,
+        )  # fmt: skip
+        self._weight_codes.clear()
+
+    def forward(self, input: Tensor) -> Tensor:
+        recipe, weight = self.active_recipe, self.weight
+        if recipe.is_dense:
+            return super().forward(input)
+        x = autocast(input)
+        check_operands(x, weight, self)
+        needs = needs_of(x, weight, self.bias)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        # Without gradients too: the first run of a reentrant checkpoint has none, and later draws must come out alike.
+        rng_state = draw(recipe, self.training or any(needs), x)
+        operands = Operands(*self._input(input, rows, needs, rng_state), self._weight(rng_state))
+        y = multiply(rows, weight, self.bias, recipe, operands, needs, rng_state)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+    def _input(
+        self, input: Tensor, rows: Tensor, needs: Needs, rng_state: Tensor | None
+    ) -> tuple[Operand | None, Operand | None]:
+        """That of a neighbour with the same input, or what is quantized now."""
+        recipe = self.active_recipe
+        if recipe.draws_in_forward or not is_shareable(input):  # random bits are not to depend on who came first
+            return input_operands(rows, recipe, needs, rng_state)
+        key = rows.dtype, recipe.x, recipe.x_t if needs.dw else None
+        operands = shared_input(input, key, self)
+        if operands is None:
+            operands = input_operands(rows, recipe, needs, rng_state)
+            share_input(input, key, self, operands)
+        return operands
+
+    def _weight(self, rng_state: Tensor | None) -> Operand | None:
+        """The codes kept since the weight last changed, or those made now."""
+        spec, weight = self.active_recipe.w, self.weight
+        if spec is None:
+            return None
+        if spec.is_stochastic or not is_cacheable(weight):
+            return weight_operand(weight, self.active_recipe, rng_state)
+        operand = self._weight_codes.get(weight, spec)
+        if operand is None:
+            operand = weight_operand(weight, self.active_recipe, rng_state)
+            assert operand is not None
+            self._weight_codes.put(weight, spec, operand)
+        return operand
+
+    def forget_codes(self) -> None:
+        """Quantize the weight anew at the next call."""
+        self._weight_codes.clear()
+
+    def train(self, mode: bool = True) -> NVFP4TrainingLinear:
+        """As any module's. The codes kept are dropped: between training and evaluation, averages of weights swap in."""
+        self._weight_codes.clear()
+        return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_weight_codes": WeightCache()}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.active_recipe.name}"

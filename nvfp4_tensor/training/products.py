@@ -1,0 +1,118 @@
+"""The operands of a training step, and their product: the one place that multiplies them.
+
+On FP4 tensor cores two quantized operands go to ``scaled_mm`` as codes. Everywhere else the left one is decoded to
+``code x block scale``, exact in bfloat16, and the op ``nvfp4.matmul`` multiplies it by the codes of the right one: the
+same sum, up to its order, with both per-tensor scales applied in float32 before the one rounding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nvfp4_tensor.matmul.backends import has_fp4_tensor_cores
+from nvfp4_tensor.matmul.scaled_mm import scaled_mm_product
+from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops.definitions import own_amax
+
+
+class Operand(NamedTuple):
+    """A matrix (R, C) in NVFP4, C padded to 16; the plain tensors that an NVFP4Tensor holds, for autograd to save."""
+
+    qdata: Tensor  # uint8 (R, C/2)
+    scale: Tensor  # e4m3, swizzled
+    per_tensor_scale: Tensor  # float32 0-d
+
+    @property
+    def columns(self) -> int:
+        """C, padded to 16: a Hadamard transform fills the padding, and the product sums it."""
+        return self.qdata.shape[-1] * 2
+
+    def values(self, columns: int | None = None) -> Tensor:
+        """code x block scale, bfloat16 (R, C), or its first columns: exact."""
+        columns = self.columns if columns is None else columns
+        return torch.ops.nvfp4.dequantize(self.qdata, self.scale, None, columns, torch.bfloat16)
+
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+
+
+def quantized(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None = None, stream: int = 0) -> Operand:
+    """x (R, C) by its own amax."""
+    amax = own_amax(x, spec, rng_state)
+    return Operand(*torch.ops.nvfp4.quantize(x, amax, rng_state, spec.pack(), 0, 0, 0, stream))
+
+
+def quantized_pair(
+    x: Tensor,
+    spec: QuantizeSpec | None,
+    spec_t: QuantizeSpec | None,
+    rng_state: Tensor | None = None,
+    stream_t: int = 1,
+) -> tuple[Operand | None, Operand | None]:
+    """x (R, C) and x^T (C, R), each by its spec and its own amax, in one pass over x; None for a spec of None."""
+    if spec is None or spec_t is None:
+        of_x = None if spec is None else quantized(x, spec, rng_state)
+        return of_x, None if spec_t is None else quantized(x.t().contiguous(), spec_t, rng_state, stream_t)
+    if spec.rotation is None and not spec_t.is_eden:
+        amax, amax_t = torch.ops.nvfp4.amax_pair(x, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign)
+    else:
+        amax, amax_t = own_amax(x, spec, rng_state), own_amax(x.t().contiguous(), spec_t, rng_state)
+    parts = torch.ops.nvfp4.quantize_pair(x, amax, amax_t, rng_state, spec.pack(), spec_t.pack(), 0, 0, 0, 0, stream_t)
+    return Operand(*parts[:3]), Operand(*parts[3:])
+
+
+def transposed(w: Operand, rows: int) -> Operand:
+    """The codes of w (rows, C) in 16x16 blocks as those of w^T (C, rows): the same codes and scales, moved."""
+    codes = pad(layout.unpack(w.qdata), (0, 0, 0, -rows % BLOCK)).t().contiguous()
+    scale = layout.unswizzle(w.scale, rows, w.columns // BLOCK).view(torch.uint8)[::BLOCK]
+    scale = scale.t().repeat_interleave(BLOCK, dim=0)
+    return Operand(layout.pack(codes), layout.swizzle(scale).view(torch.float8_e4m3fn), w.per_tensor_scale)
+
+
+# --- multiply --------------------------------------------------------------------------------------------------------
+
+
+def product(a: Operand | Tensor, b: Operand | Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a (M, K) @ b (N, K)^T + bias (N,), rounded once: (M, N). A dense operand stays as it is."""
+    if isinstance(a, Operand) and isinstance(b, Operand):
+        if _on_codes(a, b):
+            return scaled_mm_product(a, b, bias, 1, out_dtype)
+        return _matmul(a.values(), a.per_tensor_scale, b, bias, out_dtype)
+    if isinstance(b, Operand):
+        assert isinstance(a, Tensor)
+        return _matmul(a, None, b, bias, out_dtype)
+    if isinstance(a, Operand):  # (b a^T)^T: codes stand on the right
+        y = _matmul(b, None, a, None if bias is None else bias.unsqueeze(-1), out_dtype)
+        return y.t().contiguous()
+    y = torch.mm(a, b.t().to(a.dtype)) if bias is None else torch.addmm(bias.to(a.dtype), a, b.t().to(a.dtype))
+    return y.to(out_dtype)
+
+
+def product_across(a: Tensor, factor: Tensor | None, b: Operand, columns: int, out_dtype: torch.dtype) -> Tensor:
+    """factor * a (M, N) @ b (N, K), a sum across the blocks of b, in its decoded values: (M, columns) of K padded."""
+    return torch.ops.nvfp4.matmul(a, factor, *b, None, columns, True, out_dtype)
+
+
+def rotated_back(a: Operand, columns: int, rng_state: Tensor | None) -> Tensor:
+    """The values of an operand that EDEN rotated in the basis that it had before, to bfloat16: (R, columns)."""
+    values = torch.ops.nvfp4.dequantize(a.qdata, a.scale, None, a.columns, torch.float32)
+    return torch.ops.nvfp4.rotate(values, rng_state, True)[:, :columns].bfloat16()
+
+
+def runs_on_codes(device: torch.device) -> bool:
+    """Whether two quantized operands are multiplied as codes there."""
+    return has_fp4_tensor_cores(device)
+
+
+def _on_codes(a: Operand, b: Operand) -> bool:
+    return runs_on_codes(a.qdata.device) and a.qdata.numel() > 0 and b.qdata.numel() > 0
+
+
+def _matmul(x: Tensor, factor: Tensor | None, w: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return torch.ops.nvfp4.matmul(x, factor, *w, bias, x.shape[-1], False, out_dtype)
