@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from nvfp4_tensor.info import info
-from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding
+from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops import definitions, native  # noqa: F401  the former defines the operators
+from nvfp4_tensor.ops import definitions, native, rotation  # noqa: F401  two of them define the operators
 from nvfp4_tensor.pickles import _rebuild, keep_earlier_names  # noqa: F401  files name nvfp4_tensor._rebuild
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "QuantizeSpec",
     "RoundingMode",
     "ScaleRounding",
+    "ScaleSearch",
     "calibrate",
     "fake_quantize",
     "info",

@@ -112,7 +112,7 @@ inline const float* amax_of(const Tensor& amax, const Tensor& x) {
 
 // (seed, offset); null where nothing is random.
 inline const int64_t* rng_state_of(const std::optional<Tensor>& state, const QuantizeSpec& spec, const Tensor& x) {
-  if (!spec.is_stochastic()) return nullptr;
+  if (!spec.takes_random_bits()) return nullptr;
   STD_TORCH_CHECK(state.has_value(), "stochastic rounding needs rng_state, an int64 tensor (seed, offset)");
   check_beside(*state, "rng_state", x);
   STD_TORCH_CHECK(state->scalar_type() == ScalarType::Long && state->numel() == 2 && state->is_contiguous(),
@@ -127,11 +127,13 @@ struct BlockNumbers {
 };
 
 // Of a matrix that begins at (row0, col0) of a logical tensor of full_width columns (0: of its own).
-inline BlockNumbers block_numbers(int64_t rows, int64_t columns, int64_t row0, int64_t col0, int64_t full_width) {
+inline BlockNumbers block_numbers(int64_t rows, int64_t columns, int64_t row0, int64_t col0, int64_t full_width,
+                                  int64_t column_multiple = kBlock) {
   STD_TORCH_CHECK(row0 >= 0 && col0 >= 0 && full_width >= 0,
                   "row0, col0 and full_width, where x lies in a larger tensor, must not be negative, not ", row0, ", ",
                   col0, " and ", full_width);
-  STD_TORCH_CHECK(col0 % kBlock == 0, "col0 must be a multiple of ", kBlock, ", where a block begins, not ", col0);
+  STD_TORCH_CHECK(col0 % column_multiple == 0, "col0 must be a multiple of ", column_multiple, ", where ",
+                  column_multiple == kBlock ? "a block" : "a rotation", " begins, not ", col0);
   const int64_t width = full_width ? full_width : columns;
   const int64_t row_blocks = width / kBlock + (width % kBlock != 0);
   int64_t last_row, before, last;

@@ -29,6 +29,8 @@ class RoundingMode(Choice):
     """To nearest, ties toward zero."""
     STOCHASTIC = 3
     """Up with the probability that makes the expectation the value itself (to the random bits' resolution)."""
+    EDEN = 4
+    """Rotated, to nearest, the block scales corrected and rounded stochastically (numerics contract, section 9)."""
 
     @classmethod
     def of(cls, mode: RoundingMode | str) -> RoundingMode:
@@ -49,6 +51,7 @@ _ROUNDING_NAMES = {
     "away": RoundingMode.AWAY,
     "zero": RoundingMode.ZERO,
     "stochastic": RoundingMode.STOCHASTIC,
+    "eden": RoundingMode.EDEN,
 }
 
 
@@ -68,6 +71,13 @@ class FourOverSix(Choice):
 
     MAE = 1
     MSE = 2
+
+
+@pin
+class ScaleSearch(Choice):
+    """The error by which a block chooses among the e4m3 numbers around its usual scale (contract, section 2)."""
+
+    MSE = 1
 
 
 @pin

@@ -21,12 +21,12 @@ def hadamard(x: Tensor, sign: int) -> Tensor:
 def float_hadamard(x: Tensor, sign: int) -> Tensor:
     """:func:`hadamard` before it is rounded: float32."""
     x = pad(x.float(), (0, -x.shape[-1] % BLOCK))
-    return _butterflies(x.unflatten(-1, (-1, BLOCK)) * _hadamard_signs(sign, x.device)).flatten(-2)
+    return butterflies(x.unflatten(-1, (-1, BLOCK)) * _hadamard_signs(sign, x.device)).flatten(-2)
 
 
 def inverse_hadamard(y: Tensor, sign: int) -> Tensor:
     """What :func:`hadamard` made y (..., K), K a multiple of 16, from, but for its rounding: float32 (..., K)."""
-    return (_butterflies(y.float().unflatten(-1, (-1, BLOCK))) * _hadamard_signs(sign, y.device)).flatten(-2)
+    return (butterflies(y.float().unflatten(-1, (-1, BLOCK))) * _hadamard_signs(sign, y.device)).flatten(-2)
 
 
 def _hadamard_signs(sign: int, device: torch.device) -> Tensor:
@@ -35,8 +35,9 @@ def _hadamard_signs(sign: int, device: torch.device) -> Tensor:
     return 0.25 - 0.5 * (sign >> torch.arange(BLOCK, device=device) & 1).float()
 
 
-def _butterflies(y: Tensor) -> Tensor:
-    for distance in (1, 2, 4, 8):
+def butterflies(y: Tensor) -> Tensor:
+    """The fast Walsh-Hadamard transform of the last dimension, a power of two, over distances 1, 2, 4, ..."""
+    for distance in (1 << i for i in range((y.shape[-1] - 1).bit_length())):
         low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
         y = torch.stack((low + high, low - high), dim=-2).flatten(-3)
     return y

@@ -26,6 +26,9 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 DEFAULT_HADAMARD_SIGN = 0xD7E8
 """Element i of a block of 16 is negated before the Hadamard transform where bit i is set (NVIDIA's choice)."""
 
+ROTATION = 128
+"""Columns that EDEN rotates together (contract, section 9): eight blocks."""
+
 FP4_CAPABILITY = (10, 0)
 """The first compute capability whose tensor cores take FP4 through torch's scaled_mm."""
 

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.numerics.fma import fma
 from nvfp4_tensor.numerics.hadamard import hadamard
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX, E4M3_NAN, FLOAT32_MAX
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -96,7 +97,7 @@ def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_
     return (code | torch.signbit(v).int() << 3).to(torch.uint8)
 
 
-def _magnitude(amax: Tensor) -> Tensor:
+def magnitude(amax: Tensor) -> Tensor:
     """|amax|; one below zero is refused where looking at it neither waits for a device nor cuts a graph in two."""
     if amax.is_cpu and not torch.compiler.is_compiling() and amax < 0:
         raise ValueError(f"amax is a magnitude, not {amax.item()}: give amax.abs()")
@@ -145,6 +146,35 @@ def _four_over_six_error(blocks: Tensor, bits: Tensor, s_enc: Tensor, amax: Tens
     return total
 
 
+def _squared_error(blocks: Tensor, s: Tensor, s_enc: Tensor) -> Tensor:
+    """sum(s) of the scale search: (rows, blocks) of (rows, blocks, 16) with scales s (rows, blocks)."""
+    u = blocks.abs() * block_encode(s, s_enc).unsqueeze(-1)
+    difference = layout.code_values(round_e2m1(u, RoundingMode.RNE)) - u
+    total = torch.zeros_like(s)
+    for i in range(BLOCK):
+        total = fma(difference[..., i], difference[..., i], total)
+    return total
+
+
+def _search_scales(blocks: Tensor, base: Tensor, s_enc: Tensor, spec: QuantizeSpec) -> Tensor:
+    """Of the seven e4m3 bytes around ``base`` (rows, blocks), the one of least squared error; the smallest of equal."""
+    first = 0 if spec.scale_rounding == ScaleRounding.UP else -1
+    best = least = None
+    for step in range(first, first + 7):
+        bits = (base.int() + step).clamp(1, E4M3_NAN - 1).to(torch.uint8)
+        s = bits.view(torch.float8_e4m3fn).float()
+        total = _squared_error(blocks, s, s_enc)
+        if spec.block_rows == BLOCK:
+            total = _over_tile(total, _add_in_halves)
+        error = total * s * s
+        if best is None or least is None:
+            best, least = bits, error
+        else:
+            best, least = torch.where(error < least, bits, best), torch.where(error < least, error, least)
+    assert best is not None
+    return torch.where(base == E4M3_NAN, base, best)
+
+
 def _over_tile(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """(rows, blocks) values of 1x16 blocks reduced over each 16 rows and given back to each of them."""
     rows = values.shape[0]
@@ -169,6 +199,8 @@ def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec) -> Tensor:
     if spec.four_over_six is None:
         sixth = amax.new_full((), 1 / 6)
         bits = to_e4m3(block_amax * (s_enc * sixth), spec.scale_rounding, block_amax)
+        if spec.scale_search is not None:
+            bits = torch.where(block_amax == 0, 0, _search_scales(blocks, bits, s_enc, spec))
     else:
         base = block_amax / amax.new_full((), E2M1_MAX) * s_enc
         bits6 = to_e4m3(base, spec.scale_rounding, block_amax)
@@ -193,9 +225,13 @@ def quantize(
     """x (..., K), at least 1-D, and its amax to (qdata, scale, per_tensor_scale) (contract, sections 2 to 5).
 
     qdata: uint8 (..., K rounded up to 16, halved); scale: e4m3 (row tiles, column tiles, 32, 16), swizzled;
-    per_tensor_scale: float32 0-d. A NaN block has the NaN scale and codes of zero.
+    per_tensor_scale: float32 0-d. A NaN block has the NaN scale and codes of zero. EDEN: see :func:`eden.quantize`.
     """
-    amax = _magnitude(amax.reshape(()))
+    if spec.is_eden:
+        from nvfp4_tensor.numerics import eden  # which is built on this module
+
+        return eden.quantize(x, amax, rng_state, spec, row0, col0, full_width, stream)
+    amax = magnitude(amax.reshape(()))
     columns = layout.ceil_to(x.shape[-1], BLOCK)
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
     rows = flat.shape[0]

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
-from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding
-from nvfp4_tensor.numerics.layout import BLOCK, DEFAULT_HADAMARD_SIGN
+from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding, ScaleSearch
+from nvfp4_tensor.numerics.layout import BLOCK, DEFAULT_HADAMARD_SIGN, ROTATION
 from nvfp4_tensor.pickles import pin
 
 
@@ -17,13 +17,17 @@ class QuantizeSpec:
     """How to quantize: hashable, comparable, and one integer for the ops (:meth:`pack`).
 
     Args:
-        round_mode: a :class:`RoundingMode`, or "rne", "even", "away", "zero", "stochastic".
+        round_mode: a :class:`RoundingMode`, or "rne", "even", "away", "zero", "stochastic", "eden".
+            EDEN stores a tensor rotated in groups of 128 columns: it is for products of two tensors rotated alike, and
+            for :func:`fake_quantize`, which rotates back.
         block_rows: 1 for 1x16 blocks, 16 for 16x16 tiles, whose scales serve the transposed tensor too.
         scale_rounding: NEAREST (NVIDIA's rule) or UP (nothing clips, so stochastic rounding is unbiased).
         four_over_six: None, or by which error ("mae", "mse"; True is "mse") a block chooses between 6 and 4 as the
             code of its largest element (Four Over Six, arXiv:2512.02010).
+        scale_search: None, or by which error ("mse"; True is the same) a block chooses among the seven e4m3 numbers
+            around its usual scale; in place of four-over-six, whose two choices are among them.
         scale_ceiling: the largest block scale that the per-tensor scale allows for, 448 or 256; by default 448, and
-            256 with four-over-six.
+            256 with four-over-six, a scale search or EDEN.
         hadamard_sign: None, or the 16-bit sign mask of a random Hadamard transform applied to each 16 elements of a
             row before quantization; True is NVIDIA's mask 0xD7E8. What is stored is the transformed tensor.
         random_bits: 16, or 8 for the resolution of Blackwell's ``cvt.rs`` (biased toward zero by up to 1/256 step).
@@ -31,7 +35,8 @@ class QuantizeSpec:
             setting whose bits depend on the device: elsewhere it means the contract's 8-bit rounding.
 
     Raises:
-        ValueError: a value outside these, or hardware_rounding without its two companions.
+        ValueError: a value outside these, hardware_rounding without its two companions, scale_search with
+            four_over_six, EDEN with anything but 1x16 blocks, 16 random bits, plain scales and no other transform.
     """
 
     round_mode: RoundingMode = RoundingMode.RNE
@@ -42,14 +47,16 @@ class QuantizeSpec:
     hadamard_sign: int | None = None
     random_bits: int = 16
     hardware_rounding: bool = False
+    scale_search: ScaleSearch | None = None
 
     def __post_init__(self) -> None:
         fix = object.__setattr__  # the dataclass is frozen
         fix(self, "round_mode", RoundingMode.of(self.round_mode))
         fix(self, "scale_rounding", _scale_rounding(self.scale_rounding))
         fix(self, "four_over_six", _four_over_six(self.four_over_six))
+        fix(self, "scale_search", _scale_search(self.scale_search))
         if self.scale_ceiling is None:
-            fix(self, "scale_ceiling", 256 if self.four_over_six else 448)
+            fix(self, "scale_ceiling", self._default_ceiling)
         if self.hadamard_sign is True:
             fix(self, "hadamard_sign", DEFAULT_HADAMARD_SIGN)
         if self.block_rows not in (1, BLOCK):
@@ -63,11 +70,51 @@ class QuantizeSpec:
             raise ValueError(f"hadamard_sign is None, True or a mask from 0 to 0xFFFF, got {sign!r}")
         if self.hardware_rounding and (self.round_mode != RoundingMode.STOCHASTIC or self.random_bits != 8):
             raise ValueError("hardware_rounding needs round_mode=RoundingMode.STOCHASTIC and random_bits=8")
+        if self.scale_search is not None and self.four_over_six is not None:
+            raise ValueError(
+                "scale_search takes the place of four_over_six, whose choices it contains: give one of them"
+            )
+        if self.round_mode == RoundingMode.EDEN:
+            self._check_eden()
+
+    def _check_eden(self) -> None:
+        allowed = {
+            "block_rows": 1,
+            "random_bits": 16,
+            "scale_rounding": ScaleRounding.NEAREST,
+            "four_over_six": None,
+            "scale_search": None,
+            "hadamard_sign": None,
+        }
+        for name, value in allowed.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"round_mode='eden' goes with {name}={value!s} alone, got {getattr(self, name)!s}")
+
+    @property
+    def _default_ceiling(self) -> int:
+        return 256 if self.four_over_six or self.scale_search or self.is_eden else 448
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether it takes random bits."""
-        return self.round_mode == RoundingMode.STOCHASTIC
+        """Whether it takes random bits: for the codes (STOCHASTIC), or for rotation and block scales (EDEN)."""
+        return self.round_mode in (RoundingMode.STOCHASTIC, RoundingMode.EDEN)
+
+    @property
+    def is_eden(self) -> bool:
+        """Whether the mode is EDEN, whose codes and scales are made together (contract, section 9)."""
+        return self.round_mode == RoundingMode.EDEN
+
+    @property
+    def rotation(self) -> int | None:
+        """How many columns are transformed together before they are quantized: 16 (Hadamard), 128 (EDEN) or None."""
+        if self.is_eden:
+            return ROTATION
+        return None if self.hadamard_sign is None else BLOCK
+
+    @property
+    def column_multiple(self) -> int:
+        """What the stored columns are rounded up to: 16, or 128 for EDEN, which fills its last group."""
+        return ROTATION if self.is_eden else BLOCK
 
     @property
     def largest_value(self) -> float:
@@ -76,8 +123,12 @@ class QuantizeSpec:
         return 6.0 * self.scale_ceiling
 
     def replace(self, **changes: Any) -> QuantizeSpec:
-        """A copy with some fields changed; a change of four_over_six resets scale_ceiling to its default."""
-        if "four_over_six" in changes:
+        """A copy with some fields changed; a change of what has a ceiling of its own resets that to its default.
+
+        That is four_over_six, scale_search, and round_mode from or to EDEN.
+        """
+        mode = RoundingMode.of(changes.get("round_mode", self.round_mode))
+        if "four_over_six" in changes or "scale_search" in changes or self.is_eden != (mode == RoundingMode.EDEN):
             changes.setdefault("scale_ceiling", None)
         return dataclasses.replace(self, **changes)
 
@@ -85,7 +136,7 @@ class QuantizeSpec:
         """The spec as one integer, what the ops take; csrc/numerics/spec.h reads the same bits."""
         sign = self.hadamard_sign
         return (
-            int(self.round_mode)
+            (1 << 12 if self.is_eden else int(self.round_mode))
             | (1 << 2 if self.block_rows == BLOCK else 0)
             | int(self.scale_rounding) << 3
             | int(self.four_over_six or 0) << 4
@@ -93,6 +144,7 @@ class QuantizeSpec:
             | (1 << 7 if self.random_bits == 8 else 0)
             | (1 << 8 if self.hardware_rounding else 0)
             | (0 if sign is None else 1 << 9 | sign << 16)
+            | int(self.scale_search or 0) << 10  # two bits, the upper one reserved
         )
 
     def __deepcopy__(self, memo: dict) -> QuantizeSpec:
@@ -103,9 +155,9 @@ class QuantizeSpec:
     @functools.cache
     def unpack(cls, bits: int) -> QuantizeSpec:
         """The inverse of :meth:`pack`; ValueError for an integer that no spec packs to."""
-        choice = bits >> 4 & 3
+        choice, search = bits >> 4 & 3, bits >> 10 & 3
         spec = cls(
-            round_mode=RoundingMode(bits & 3),
+            round_mode=RoundingMode.EDEN if bits & 1 << 12 else RoundingMode(bits & 3),
             block_rows=BLOCK if bits & 1 << 2 else 1,
             scale_rounding=ScaleRounding(bits >> 3 & 1),
             four_over_six=FourOverSix(choice) if choice in (1, 2) else None,
@@ -113,6 +165,7 @@ class QuantizeSpec:
             random_bits=8 if bits & 1 << 7 else 16,
             hardware_rounding=bool(bits & 1 << 8),
             hadamard_sign=bits >> 16 & 0xFFFF if bits & 1 << 9 else None,
+            scale_search=ScaleSearch(search) if search == 1 else None,
         )
         if spec.pack() != bits:
             raise ValueError(f"spec is what QuantizeSpec.pack() gives, and that is never {bits}")
@@ -125,11 +178,13 @@ class QuantizeSpec:
             words.append("scales up")
         if self.four_over_six is not None:
             words.append(f"4/6 {self.four_over_six.name.lower()}")
-        if self.scale_ceiling != (256 if self.four_over_six else 448):
+        if self.scale_search is not None:
+            words.append(f"search {self.scale_search.name.lower()}")
+        if self.scale_ceiling != self._default_ceiling:
             words.append(f"ceiling {self.scale_ceiling}")
         if self.hadamard_sign is not None:
             words.append(f"hadamard {self.hadamard_sign:#06x}")
-        if self.is_stochastic and self.random_bits != 16:
+        if self.round_mode == RoundingMode.STOCHASTIC and self.random_bits != 16:
             words.append(f"{self.random_bits} random bits" + (" (hardware)" if self.hardware_rounding else ""))
         return ", ".join(words)
 
@@ -152,3 +207,13 @@ def _four_over_six(value: FourOverSix | str | bool | None) -> FourOverSix | None
     if isinstance(value, str) and value.upper() in FourOverSix.__members__:
         return FourOverSix[value.upper()]
     raise ValueError(f"unknown four_over_six {value!r}: use None, True, a FourOverSix or one of 'mae', 'mse'")
+
+
+def _scale_search(value: ScaleSearch | str | bool | None) -> ScaleSearch | None:
+    if value is None or value is False:
+        return None
+    if isinstance(value, int) and value in ScaleSearch._value2member_map_:  # True is 1, MSE
+        return ScaleSearch(value)
+    if isinstance(value, str) and value.upper() in ScaleSearch.__members__:
+        return ScaleSearch[value.upper()]
+    raise ValueError(f"unknown scale_search {value!r}: use None, True, a ScaleSearch or 'mse'")

@@ -41,9 +41,11 @@ for _schema in (
     "amax(Tensor x, int hadamard_sign=-1) -> Tensor",
     "amax_pair(Tensor x, int hadamard_sign=-1) -> (Tensor amax, Tensor amax_t)",
     "hadamard(Tensor x, int sign) -> Tensor",
+    "rotate(Tensor x, Tensor rng_state, bool inverse=False, SymInt col0=0) -> Tensor",
+    "amax_rotated(Tensor x, Tensor rng_state, SymInt col0=0) -> Tensor",
     f"quantize(Tensor x, Tensor? amax, Tensor? rng_state, int spec, {_PLACE}, int stream=0) -> ({_QUANTIZED})",
     "quantize_pair(Tensor x, Tensor amax, Tensor amax_t, Tensor? rng_state, int spec, int spec_t,"
-    " SymInt row0=0, SymInt col0=0, SymInt full_rows=0, SymInt full_width=0)"
+    " SymInt row0=0, SymInt col0=0, SymInt full_rows=0, SymInt full_width=0, int stream_t=1)"
     f" -> ({_QUANTIZED}, Tensor qdata_t, Tensor scale_t, Tensor per_tensor_scale_t)",
     "dequantize(Tensor qdata, Tensor scale, Tensor? per_tensor_scale, SymInt columns, ScalarType dtype) -> Tensor",
     f"fake_quantize(Tensor x, Tensor amax, Tensor? rng_state, int spec, ScalarType dtype, bool scaled=True, {_PLACE})"
@@ -145,34 +147,44 @@ def quantize(
     stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., K) to (qdata, scale, per_tensor_scale), amax that of x by default; see :func:`reference.quantize`."""
-    _check_place(math.prod(x.shape[:-1]), x.shape[-1], row0, col0, full_width)
+    how = QuantizeSpec.unpack(spec)
+    _check_place(math.prod(x.shape[:-1]), x.shape[-1], row0, col0, full_width, how.column_multiple)
     if amax is None:
-        amax = _amax_for(x, QuantizeSpec.unpack(spec))
-    return reference.quantize(x, amax, rng_state, QuantizeSpec.unpack(spec), row0, col0, full_width, stream)
+        amax = own_amax(x, how, rng_state, col0)
+    return reference.quantize(x, amax, rng_state, how, row0, col0, full_width, stream)
 
 
-def _check_place(rows: int, columns: int, row0: int, col0: int, full_width: int) -> None:
+def _check_place(rows: int, columns: int, row0: int, col0: int, full_width: int, multiple: int) -> None:
     """Refuse what block_numbers of csrc/arguments.h refuses."""
     if min(row0, col0, full_width) < 0:
         raise ValueError(
             "row0, col0 and full_width, where x lies in a larger tensor, must not be negative, not "
             f"{row0}, {col0} and {full_width}"
         )
-    if col0 % BLOCK:
-        raise ValueError(f"col0 must be a multiple of {BLOCK}, where a block begins, not {col0}")
+    if col0 % multiple:
+        begins = "a block" if multiple == BLOCK else "a rotation"
+        raise ValueError(f"col0 must be a multiple of {multiple}, where {begins} begins, not {col0}")
     width = full_width or columns
     if (row0 + rows) * (ceil_to(width, BLOCK) // BLOCK) + (col0 + ceil_to(columns, BLOCK)) // BLOCK >= 1 << 63:
         raise ValueError(f"blocks are numbered in 63 bits: row0 {row0} of a tensor of {width} columns lies beyond them")
 
 
-def _amax_for(x: Tensor, spec: QuantizeSpec) -> Tensor:
-    return amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
+def own_amax(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, col0: int = 0) -> Tensor:
+    """The amax of what the spec quantizes: of x, of its Hadamard transform, or of its rotation (EDEN): float32 0-d."""
+    if not spec.is_eden:
+        return torch.ops.nvfp4.amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
+    if rng_state is None:
+        raise ValueError("EDEN needs rng_state, an int64 tensor (seed, offset)")
+    return torch.ops.nvfp4.amax_rotated(x, rng_state, col0)
 
 
-def _fake_quantized(x: Tensor, rows: int, columns: int, leading: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    tiles = scale_tiles(rows, ceil_to(columns, BLOCK))
+def _fake_quantized(
+    x: Tensor, rows: int, columns: int, leading: Sequence[int], spec: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    columns = ceil_to(columns, QuantizeSpec.unpack(spec).column_multiple)
+    tiles = scale_tiles(rows, columns)
     return (
-        x.new_empty((*leading, ceil_to(columns, BLOCK) // 2), dtype=torch.uint8),
+        x.new_empty((*leading, columns // 2), dtype=torch.uint8),
         x.new_empty((*tiles, 32, 16), dtype=torch.float8_e4m3fn),
         x.new_empty((), dtype=torch.float32),
     )
@@ -189,7 +201,7 @@ def _(
     full_width: int = 0,
     stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_quantized(x, math.prod(x.shape[:-1]), x.shape[-1], x.shape[:-1])
+    return _fake_quantized(x, math.prod(x.shape[:-1]), x.shape[-1], x.shape[:-1], spec)
 
 
 @_implement("quantize_pair")
@@ -204,15 +216,19 @@ def quantize_pair(
     col0: int = 0,
     full_rows: int = 0,
     full_width: int = 0,
+    stream_t: int = 1,
 ) -> tuple[Tensor, ...]:
-    """x (M, K) quantized, and its transpose (K, M) quantized by spec_t from random stream 1."""
+    """x (M, K) quantized, and its transpose (K, M) quantized by spec_t from random stream ``stream_t``.
+
+    Two operands of one rng_state whose EDEN rotations are to cancel give different streams: their draws then differ.
+    """
     if row0 < 0 or row0 % BLOCK:
         raise ValueError(f"row0 must be a multiple of {BLOCK}, where a block of the transpose begins, not {row0}")
     if full_rows < 0:
         raise ValueError(f"full_rows must not be negative, not {full_rows}")
     return (
         *quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
-        *quantize(x.t(), amax_t, rng_state, spec_t, col0, row0, full_rows, 1),
+        *quantize(x.t(), amax_t, rng_state, spec_t, col0, row0, full_rows, stream_t),
     )
 
 
@@ -228,9 +244,13 @@ def _(
     col0: int = 0,
     full_rows: int = 0,
     full_width: int = 0,
+    stream_t: int = 1,
 ) -> tuple[Tensor, ...]:
     rows, columns = x.shape
-    return *_fake_quantized(x, rows, columns, (rows,)), *_fake_quantized(x, columns, rows, (columns,))
+    return (
+        *_fake_quantized(x, rows, columns, (rows,), spec),
+        *_fake_quantized(x, columns, rows, (columns,), spec_t),
+    )
 
 
 # --- dequantize, fake quantize ---------------------------------------------------------------------------------------
@@ -250,9 +270,9 @@ def _(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, columns: in
 
 
 def _fake_quantize_columns(x: Tensor, spec: int) -> int:
-    """A Hadamard transform fills the padding of the last block, so what it returns keeps it."""
-    hadamard_sign = QuantizeSpec.unpack(spec).hadamard_sign
-    return x.shape[-1] if hadamard_sign is None else ceil_to(x.shape[-1], BLOCK)
+    """A transform fills the padding of the last columns that it takes together, so what it returns keeps it."""
+    how = QuantizeSpec.unpack(spec)
+    return x.shape[-1] if how.rotation is None else ceil_to(x.shape[-1], how.rotation)
 
 
 @_implement("fake_quantize")
@@ -292,9 +312,8 @@ def _(
 @_implement("quantize_activation")
 def quantize_activation(x: Tensor, rng_state: Tensor | None, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """:func:`fake_quantize` by the amax of x itself, the per-tensor scale left out: what a W4A4 product multiplies."""
-    hadamard_sign = QuantizeSpec.unpack(spec).hadamard_sign
-    own_amax = torch.ops.nvfp4.amax(x, -1 if hadamard_sign is None else hadamard_sign)
-    return torch.ops.nvfp4.fake_quantize(x, own_amax, rng_state, spec, dtype, False)
+    amax = own_amax(x, QuantizeSpec.unpack(spec), rng_state)
+    return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec, dtype, False)
 
 
 @_fake("quantize_activation")

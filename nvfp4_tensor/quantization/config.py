@@ -12,6 +12,7 @@ from torchao.quantization.quantize_.common.quantization_step import Quantization
 from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.pickles import pin
+from nvfp4_tensor.tensor.arguments import stored_spec
 
 _SHARED = ("round_mode", "scale_rounding", "four_over_six", "scale_ceiling", "random_bits")
 """The arguments that weights and activations share."""
@@ -43,6 +44,7 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
         given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
         if idle := [name for name in given if name in self._replaced()]:
             raise ValueError(f"{', '.join(idle)} would change nothing beside the specs given: put it into them instead")
+        stored_spec(self.weight)
         self._check_transforms()
 
     def _replaced(self) -> tuple[str, ...]:
@@ -126,6 +128,7 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         return (*of_weight, *of_activation, *(_SHARED if of_weight and of_activation else ()))
 
     def _check_transforms(self) -> None:
+        stored_spec(self.activation)
         if self.weight.hadamard_sign != self.activation.hadamard_sign:
             raise ValueError(
                 "weight_spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs"

@@ -8,6 +8,7 @@ from torch import Tensor
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops.definitions import own_amax
 
 PLAIN = QuantizeSpec()
 """To nearest even, in 1x16 blocks: how a tensor is quantized where nothing else is said."""
@@ -22,10 +23,25 @@ def checked_spec(spec: QuantizeSpec | None) -> QuantizeSpec:
     return spec
 
 
+def stored_spec(spec: QuantizeSpec | None) -> QuantizeSpec:
+    """:func:`checked_spec` for what is kept as NVFP4; ValueError for EDEN, whose values no tensor can decode alone."""
+    spec = checked_spec(spec)
+    if spec.is_eden:
+        raise ValueError(
+            "EDEN makes no NVFP4Tensor: its values are rotated by signs drawn for the call. fake_quantize(x, spec) "
+            "gives them rotated back; torch.ops.nvfp4.quantize makes operands of products in which rotations cancel"
+        )
+    return spec
+
+
 def resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):
     """(amax or None for that of x, rng_state, (row0, col0, full_width)) as the ops take them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: use torch.as_tensor first")
+    if x.layout != torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+        fix = "x.to_padded_tensor(0)" if x.is_nested else "x.to_dense()"
+        raise TypeError(f"quantize takes a dense tensor, got {kind}: use {fix} first")
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"NVFP4 takes bfloat16, float16 or float32, got {x.dtype}: cast with x.to(torch.float32) first")
     if x.dim() == 0:
@@ -40,13 +56,9 @@ def resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):
 def resolve_amax(
     x: Tensor, spec: QuantizeSpec, amax: Tensor | float | None, rng_state: Tensor | None = None, col0: int = 0
 ) -> Tensor:
-    if x.layout != torch.strided or x.is_nested:
-        kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
-        fix = "x.to_padded_tensor(0)" if x.is_nested else "x.to_dense()"
-        raise TypeError(f"quantize takes a dense tensor, got {kind}: use {fix} first")
     """amax as the ops take it, float32 0-d on the device of x; that of x (transformed as the spec says) for None."""
     if amax is None:
-        return torch.ops.nvfp4.amax(x.detach(), -1 if spec.hadamard_sign is None else spec.hadamard_sign)
+        return own_amax(x.detach(), spec, rng_state, col0)
     if isinstance(amax, Tensor):
         if amax.numel() != 1 or not amax.dtype.is_floating_point:
             raise ValueError(f"amax is one floating-point number, got {amax.dtype} of shape {tuple(amax.shape)}")
@@ -60,6 +72,10 @@ def resolve_amax(
 
 def resolve_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
     """The (seed, offset) given, or one drawn where the spec takes random bits; None where it takes none."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is a torch.Generator, torch.Generator().manual_seed(42) for instance, not {generator!r}"
+        )
     if rng_state is not None and generator is not None:
         raise ValueError("give rng_state or generator, not both")
     if rng_state is not None:
@@ -72,10 +88,6 @@ def resolve_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Genera
         if rng_state.device != x.device:
             raise ValueError(f"rng_state is on {rng_state.device} and x on {x.device}: use rng_state.to(x.device)")
         return rng_state.contiguous()
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"generator is a torch.Generator, torch.Generator().manual_seed(42) for instance, not {generator!r}"
-        )
     if not spec.is_stochastic:
         return None
     if generator is not None:
@@ -88,8 +100,8 @@ def _resolve_place(x: Tensor, spec: QuantizeSpec, origin, full_width: int | None
     row0, col0 = origin
     if row0 < 0 or row0 % spec.block_rows:
         raise ValueError(f"the row of origin is a multiple of block_rows ({spec.block_rows}), got {row0}")
-    if col0 < 0 or col0 % BLOCK:
-        raise ValueError(f"the column of origin is a multiple of {BLOCK}, got {col0}")
+    if col0 < 0 or col0 % spec.column_multiple:
+        raise ValueError(f"the column of origin is a multiple of {spec.column_multiple}, got {col0}")
     if full_width is None:
         if col0:
             raise ValueError("a shard that does not start at column 0 needs full_width, the logical tensor's columns")

@@ -12,6 +12,7 @@ from torch import Tensor
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to, scale_tiles
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.arguments import stored_spec
 
 
 def check_fields(
@@ -65,9 +66,11 @@ def _check_types(
         raise TypeError(f"orig_dtype is torch.bfloat16, torch.float16 or torch.float32, not {orig_dtype!r}")
     if not isinstance(spec, QuantizeSpec):
         raise TypeError(f"spec is a QuantizeSpec, not {spec!r}")
+    stored_spec(spec)
     if activation_spec is not None:
         if not isinstance(activation_spec, QuantizeSpec):
             raise TypeError(f"activation_spec is a QuantizeSpec or None, not {activation_spec!r}")
+        stored_spec(activation_spec)
         if activation_spec.hadamard_sign != spec.hadamard_sign:
             raise ValueError(
                 "spec and activation_spec need the same hadamard_sign, for the transform only cancels in pairs, not "

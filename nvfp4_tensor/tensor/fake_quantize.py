@@ -26,6 +26,7 @@ def fake_quantize(
     """``quantize(x, ...).dequantize(dtype)`` in one pass, with a straight-through gradient to x.
 
     The result is (..., K); with a Hadamard transform in the spec it is the transformed tensor, K rounded up to 16.
+    EDEN's rotation is taken back, so that the result is an unbiased estimate of x.
 
     Raises:
         TypeError, ValueError: as :func:`quantize` does; TypeError too where dtype is none of the three that x may have.
@@ -33,17 +34,34 @@ def fake_quantize(
     check_dense(x)
     spec = checked_spec(spec)
     amax, rng_state, place = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
-    amax = resolve_amax(x, spec, None) if amax is None else amax
+    amax = resolve_amax(x, spec, None, rng_state, place[1]) if amax is None else amax
     dtype = x.dtype if dtype is None else dtype
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"fake_quantize gives bfloat16, float16 or float32, not {dtype}")
-    arguments = amax, rng_state, spec.pack(), dtype, True, *place
+    arguments = amax, rng_state, spec, dtype, *place
     if is_transformed():
-        values = torch.ops.nvfp4.fake_quantize(x.detach(), *arguments)[0]
+        values = _values(x.detach(), *arguments)
         return _carrying(values, x.float() if spec.hadamard_sign is None else float_hadamard(x, spec.hadamard_sign))
     if x.requires_grad and torch.is_grad_enabled():
-        return _StraightThrough.apply(spec.hadamard_sign, x, *arguments)
-    return torch.ops.nvfp4.fake_quantize(x, *arguments)[0]
+        return _StraightThrough.apply(x, *arguments)
+    return _values(x, *arguments)
+
+
+def _values(
+    x: Tensor,
+    amax: Tensor,
+    rng_state: Tensor | None,
+    spec: QuantizeSpec,
+    dtype: torch.dtype,
+    row0: int,
+    col0: int,
+    full_width: int,
+) -> Tensor:
+    place = row0, col0, full_width
+    if not spec.is_eden:
+        return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), dtype, True, *place)[0]
+    rotated = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.float32, True, *place)[0]
+    return torch.ops.nvfp4.rotate(rotated, rng_state, True, col0)[..., : x.shape[-1]].to(dtype)
 
 
 def is_transformed() -> bool:
@@ -67,11 +85,11 @@ class _StraightThrough(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hadamard_sign: int | None, x: Tensor, *arguments):
-        ctx.hadamard_sign, ctx.columns, ctx.dtype = hadamard_sign, x.shape[-1], x.dtype
-        return torch.ops.nvfp4.fake_quantize(x, *arguments)[0]
+    def forward(ctx, x: Tensor, amax: Tensor, rng_state: Tensor | None, spec: QuantizeSpec, *arguments):
+        ctx.hadamard_sign, ctx.columns, ctx.dtype = spec.hadamard_sign, x.shape[-1], x.dtype
+        return _values(x, amax, rng_state, spec, *arguments)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad = grad.float() if ctx.hadamard_sign is None else inverse_hadamard(grad, ctx.hadamard_sign)
-        return None, grad[..., : ctx.columns].to(ctx.dtype), *[None] * 8
+        return grad[..., : ctx.columns].to(ctx.dtype), *[None] * 7

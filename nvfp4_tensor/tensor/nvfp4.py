@@ -20,7 +20,7 @@ from nvfp4_tensor.numerics.choices import ProductBackend, RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.pickles import _rebuild, pin
-from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state
+from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state, stored_spec
 from nvfp4_tensor.tensor.checks import check_fields
 
 
@@ -383,7 +383,7 @@ def quantize(
             spec of EDEN, which :func:`fake_quantize` and the ops take.
     """
     check_dense(x)
-    spec = checked_spec(spec)
+    spec = stored_spec(spec)
     amax, rng_state, place = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(x.detach(), amax, rng_state, spec.pack(), *place)
     return _made_of(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
@@ -410,7 +410,7 @@ def quantize_experts(
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"experts are a tensor (E, N, K) of at least one, got {got}")
     spec = checked_spec(spec)
-    if activation_spec is not None and checked_spec(activation_spec).hadamard_sign != spec.hadamard_sign:
+    if activation_spec is not None and stored_spec(activation_spec).hadamard_sign != spec.hadamard_sign:
         raise ValueError("spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs")
     rng_state = resolve_rng_state(x, spec, rng_state, generator)
     rows = ceil_to(x.shape[1], spec.block_rows)

@@ -5,7 +5,7 @@ import pickletools
 import pytest
 import torch
 
-from nvfp4_tensor import FourOverSix, ProductBackend, RoundingMode, ScaleRounding
+from nvfp4_tensor import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics import layout
 
 
@@ -37,13 +37,13 @@ def test_swizzle_puts_each_scale_at_the_offset_of_the_contract(rows, columns):
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("rne", 0), ("even", 0), ("AWAY", 1), ("zero", 2), ("Stochastic", 3), (RoundingMode.AWAY, 1)],
+    [("rne", 0), ("even", 0), ("AWAY", 1), ("zero", 2), ("Stochastic", 3), ("eden", 4), (RoundingMode.AWAY, 1)],
 )
 def test_rounding_mode_by_name(name, mode):
     assert RoundingMode.of(name) is RoundingMode(mode)
 
 
-@pytest.mark.parametrize("choice", [RoundingMode.STOCHASTIC, *ScaleRounding, *FourOverSix, *ProductBackend])
+@pytest.mark.parametrize("choice", [RoundingMode.EDEN, *ScaleRounding, *FourOverSix, *ScaleSearch, *ProductBackend])
 def test_choices_are_pickled_as_class_and_value(choice):
     """And by nothing else, whatever this Python's own enums do: torch.load(weights_only=True) knows the class alone."""
     named = [argument for opcode, argument, _ in pickletools.genops(pickle.dumps(choice, 2)) if opcode.name == "GLOBAL"]
@@ -53,5 +53,5 @@ def test_choices_are_pickled_as_class_and_value(choice):
 
 @pytest.mark.parametrize("name", ["up", "", None, 7, True])
 def test_unknown_rounding_mode_lists_the_known_ones(name):
-    with pytest.raises(ValueError, match="'rne', 'even', 'away', 'zero', 'stochastic'"):
+    with pytest.raises(ValueError, match="'rne', 'even', 'away', 'zero', 'stochastic', 'eden'"):
         RoundingMode.of(name)

@@ -61,7 +61,7 @@ def test_not_contiguous():
         assert_same(quantize(y), quantize(y.contiguous()))
 
 
-@pytest.mark.parametrize("mode", ["rne", "even", "away", "zero", "stochastic", *RoundingMode])
+@pytest.mark.parametrize("mode", ["rne", "even", "away", "zero", "stochastic", *list(RoundingMode)[:4]])
 def test_round_mode_by_name_and_enum(mode):
     t = NVFP4Tensor.to_nvfp4(torch.randn(4, 32), round_mode=mode)
     assert t.spec == QuantizeSpec(round_mode=RoundingMode.of(mode))

@@ -103,6 +103,9 @@ Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::
                const Tensor& x, const Matrix& m, int64_t row0, int64_t col0, int64_t full_width) {
   Plan plan{};
   plan.spec = spec_of(spec_bits);
+  STD_TORCH_CHECK(plan.spec.scale_search == ScaleSearch::kNone && !plan.spec.is_eden(),
+                  "this CPU library has no kernels for scale_search and EDEN: NVFP4_TENSOR_NATIVE=0 in the environment "
+                  "lets plain torch serve them");
   plan.tensor = TensorScale::of(most_of(amax, m, plan.spec, x), plan.spec.scale_ceiling);
   // Rows of a band share the cache lines of their scales (4096^2, one thread: 3.5 -> 3.0 ms).
   plan.banded = plan.spec.block_rows > 1 || (m.blocks() >= kGroupBlocks && m.rows >= kTileRows);
@@ -160,14 +163,14 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, std::optional<Tensor> rng_state, int64_t spec,
-    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width) {
+    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
   check_transposed_place(row0, full_rows);
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Matrix transposed{m.data, m.columns, m.rows, 0, m.dtype};
   const Plan plan = make_plan(spec, amax, rng_state, 0, x, m, row0, col0, full_width);
-  const Plan plan_t = make_plan(spec_t, amax_t, rng_state, 1, x, transposed, col0, row0, full_rows);
+  const Plan plan_t = make_plan(spec_t, amax_t, rng_state, int(stream_t), x, transposed, col0, row0, full_rows);
   const Outputs out({m.rows}, m.rows, m.blocks());
   const Outputs out_t({m.columns}, m.columns, transposed.blocks());
   parallel(pair_units(m), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {

@@ -16,6 +16,7 @@
 namespace nvfp4 {
 
 constexpr int kBlock = 16;
+constexpr int kRotation = 128;  // columns that EDEN rotates together
 constexpr float kFloatMax = 3.402823466e+38f;
 constexpr float kE2M1Max = 6.0f;
 constexpr float kE4M3Max = 448.0f;

@@ -78,12 +78,21 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
 
 // --- quantize --------------------------------------------------------------------------------------------------------
 
+// How to quantize, where the kernels can.
+QuantizeSpec supported(int64_t bits) {
+  const QuantizeSpec spec = spec_of(bits);
+  STD_TORCH_CHECK(spec.scale_search == ScaleSearch::kNone && !spec.is_eden(),
+                  "this CUDA library has no kernels for scale_search and EDEN: NVFP4_TENSOR_NATIVE=0 in the environment "
+                  "lets plain torch serve them");
+  return spec;
+}
+
 // Of x, or of what is made of it, as a matrix of so many rows and columns.
 Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<Tensor>& rng_state, int64_t stream,
                           const Tensor& x, int64_t rows, int64_t columns, int64_t row0, int64_t col0,
                           int64_t full_width, Tensor& factor) {
   Quantization how{};
-  how.spec = spec_of(spec);
+  how.spec = supported(spec);
   how.amax = amax_of(amax, x);
   how.per_tensor_scale = floats(factor);
   const auto [first, row_blocks] = block_numbers(rows, columns, row0, col0, full_width);
@@ -118,7 +127,7 @@ struct Outputs {
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
                                             int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
                                             int64_t random_stream) {
-  if (const int sign = spec_of(spec).hadamard_sign; sign >= 0) {
+  if (const int sign = supported(spec).hadamard_sign; sign >= 0) {
     // What is quantized is the transform rounded to bfloat16, so two fast kernels do what one slow one would.
     return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0, full_width, random_stream);
   }
@@ -148,7 +157,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
 std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Tensor> amax,
                                                std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
                                                int64_t col0, int64_t full_width, int64_t random_stream) {
-  if (!amax.has_value()) amax = nvfp4::amax(x, spec_of(spec).hadamard_sign);
+  if (!amax.has_value()) amax = nvfp4::amax(x, supported(spec).hadamard_sign);
   return quantize(x, *amax, rng_state, spec, row0, col0, full_width, random_stream);
 }
 
@@ -160,23 +169,23 @@ bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b)
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
-    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width) {
+    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
   check_transposed_place(row0, full_rows);
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  if (!is_fast_pair(m, spec_of(spec), spec_of(spec_t))) {
-    const Tensor x_t = transposed(x, m, spec_of(spec_t).hadamard_sign);
+  if (!is_fast_pair(m, supported(spec), supported(spec_t))) {
+    const Tensor x_t = transposed(x, m, supported(spec_t).hadamard_sign);
     return std::tuple_cat(quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
-                          quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, 1));
+                          quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, stream_t));
   }
   const int64_t blocks_t = ceil_div(m.rows, kBlock);
   Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);
   const Quantization how = quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width,
                                         out.factor);
-  const Quantization how_t = quantization(spec_t, amax_t, rng_state, 1, x, m.columns, m.rows, col0, row0, full_rows,
-                                          out_t.factor);
+  const Quantization how_t = quantization(spec_t, amax_t, rng_state, stream_t, x, m.columns, m.rows, col0, row0,
+                                          full_rows, out_t.factor);
   launch_quantize_pair(m, how, how_t, out.codes(), out_t.codes(), current_stream(x));
   check_launched("nvfp4::quantize_pair");
   return {out.qdata, out.scale, out.factor, out_t.qdata, out_t.scale, out_t.factor};
@@ -225,7 +234,7 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
   const cudaStream_t stream = current_stream(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  const QuantizeSpec unpacked = spec_of(spec);
+  const QuantizeSpec unpacked = supported(spec);
   const Dtype dtype = dtype_of(type, "dtype");
   const bool fast = is_fast_mode(unpacked) && m.whole_blocks();
   const bool one_kernel = fast && is_fast(unpacked) && unpacked.hadamard_sign < 0 && unpacked.block_rows == 1 &&
@@ -248,7 +257,7 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optio
                                                ScalarType type) {
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
-  const QuantizeSpec how = spec_of(spec);
+  const QuantizeSpec how = supported(spec);
   if (x.scalar_type() != type || !fits_quantize_activation(rows.matrix, how)) {
     return fake_quantize(x, nvfp4::amax(x, how.hadamard_sign), rng_state, spec, type, false, 0, 0, 0);
   }
