@@ -19,8 +19,12 @@
 
 namespace nvfp4 {
 
-struct Bf16 { uint16_t bits; };
-struct Fp16 { uint16_t bits; };
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
 
 constexpr int kGroupBlocks = 16;
 constexpr int kGroupElements = kGroupBlocks * kBlock;
@@ -73,9 +77,9 @@ struct Kernels {
 };
 
 const Kernels& portable_kernels();
-const Kernels* avx2_kernels();    // null where the build has none
+const Kernels* avx2_kernels();  // null where the build has none
 const Kernels* avx512_kernels();
 const Kernels* avx512_bf16_kernels();  // the same, where products also have bfloat16 instructions
-const Kernels& kernels();         // what this process uses
+const Kernels& kernels();              // what this process uses
 
 }  // namespace nvfp4

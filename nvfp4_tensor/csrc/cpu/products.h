@@ -40,7 +40,7 @@ struct Product {
   Dtype x_dtype;
   int64_t x_rows;
   bool transposed;
-  int64_t workers;  // among whom the work is divided; the result does not depend on it
+  int64_t workers;               // among whom the work is divided; the result does not depend on it
   const float* summand_factors;  // transposed, one a row of the weight: a factor of each summand; else null
   // The epilogue. A null pointer is a factor of one, or no bias; a step is 0 where one number serves all.
   const float* x_scale;

@@ -20,11 +20,11 @@ NVFP4_HD float per_tensor_scale(float amax, float ceiling) {
 
 // What depends on the tensor's amax alone, computed once for all its blocks.
 struct TensorScale {
-  float amax;     // of the tensor
-  float range;    // 6 * ceiling
-  float encode;   // S_enc
-  float decode;   // S_dec = 1 / S_enc
-  float sixth;    // S_enc * f32(1/6)
+  float amax;    // of the tensor
+  float range;   // 6 * ceiling
+  float encode;  // S_enc
+  float decode;  // S_dec = 1 / S_enc
+  float sixth;   // S_enc * f32(1/6)
 
   NVFP4_HD static TensorScale of(float amax, float ceiling) {
     const float encode = encode_scale(amax, ceiling);

@@ -18,7 +18,7 @@ NVFP4_HD float e2m1_value(uint32_t code) {
 
 // c(a) in steps of 2^-16, rounded down; *inexact says whether anything was cut off. 0 <= a <= 6.
 NVFP4_HD uint32_t e2m1_fixed(float a, bool* inexact) {
-  const int segment = a < 2.0f ? 0 : a < 4.0f ? 1 : 2;  // step 1/2, 1, 2
+  const int segment = a < 2.0f ? 0 : a < 4.0f ? 1 : 2;                // step 1/2, 1, 2
   const float steps = mul(a, static_cast<float>(131072 >> segment));  // exact: a power of two
   const uint32_t floor = static_cast<uint32_t>(steps);
   *inexact = static_cast<float>(floor) != steps;

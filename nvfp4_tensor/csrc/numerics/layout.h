@@ -6,7 +6,7 @@
 namespace nvfp4 {
 
 constexpr int kTileRows = 128;
-constexpr int kTileColumns = 4;      // scales
+constexpr int kTileColumns = 4;  // scales
 constexpr int kTileBytes = 512;
 
 NVFP4_HD int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }

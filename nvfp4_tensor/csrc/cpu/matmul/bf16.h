@@ -55,7 +55,9 @@ struct Bf16Math {
   static constexpr int kVectors = 4;
   // Elements 2u and 2u+1 of each lane's eight; a decoded number has zeros in its lower half.
   template <int u>
-  static F numbers(const Chunk& chunk) { return pair(chunk.values<2 * u>(), chunk.values<2 * u + 1>()); }
+  static F numbers(const Chunk& chunk) {
+    return pair(chunk.values<2 * u>(), chunk.values<2 * u + 1>());
+  }
   static F pair(F low, F high) { return as_float(bit_or(shift_right<16>(bits(low)), bits(high))); }
 };
 

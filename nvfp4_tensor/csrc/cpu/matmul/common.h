@@ -79,7 +79,9 @@ struct Chunk {
   }
 
   template <int v>
-  F values() const { return mul(code_values<v>(codes), scales); }  // exact
+  F values() const {
+    return mul(code_values<v>(codes), scales);
+  }  // exact
 };
 
 inline int64_t chunks_of(int64_t columns) { return ceil_div(columns, kChunk); }
@@ -100,11 +102,15 @@ struct FloatMath {
   // Register v of a chunk's undivided codes in the order of packed x, 8 of them.
   static constexpr int kFewVectors = 8;
   template <int v>
-  static F codes(I bytes) { return code_values<v>(bytes); }
+  static F codes(I bytes) {
+    return code_values<v>(bytes);
+  }
   // Register u of a chunk's numbers, 8 of them.
   static constexpr int kVectors = 8;
   template <int u>
-  static F numbers(const Chunk& chunk) { return chunk.values<u>(); }
+  static F numbers(const Chunk& chunk) {
+    return chunk.values<u>();
+  }
 };
 
 // --- x ---------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ constexpr int kFewDepth = 64;  // chunks, shared by the rows of a group of x, wh
 // Rows of the weight that meet a part of x together, where that leaves each worker kFewShare such units: more spare the
 // second-level cache reading x (16 rows, two threads: 0.77 -> 0.69 ms), fewer keep many workers busy.
 constexpr int kFewRowStep = 32, kMostFewUnitRows = 128, kFewShare = 8;
-constexpr int kFewAhead = 4;   // the row that is prefetched; with 8, two threads are up to 10 % slower
+constexpr int kFewAhead = 4;  // the row that is prefetched; with 8, two threads are up to 10 % slower
 static_assert(kFewRowStep % kLanes == 0 && kMostFewUnitRows % kFewRowStep == 0);
 
 // p, of which the compiler no longer knows where it points: sums stay in memory from chunk to chunk. GCC kept them in
@@ -103,9 +103,7 @@ struct Few {
     F factors[kRows];
     each<kRows>([&](auto r) { factors[r] = scales(r); });
     F parts[kRows][kX];  // GCC keeps them in registers where each<> unrolls, not where a loop does: 2.5 times faster
-    each<kRows>([&](auto r) {
-      each<kX>([&](auto m) { parts[r][m] = set(0.0f); });
-    });
+    each<kRows>([&](auto r) { each<kX>([&](auto m) { parts[r][m] = set(0.0f); }); });
     each<kParts>([&](auto half) {
       I bytes[kRows];
       each<kRows>([&](auto r) { bytes[r] = codes(r, half); });

@@ -202,9 +202,7 @@ struct Across {
   static int64_t depth_words(const Product& p) { return ceil_div(p.rows, Math::kPerWord); }
   static int64_t depth_parts(const Product& p) { return most(1, ceil_div(depth_words(p), kDepthWords)); }
   static int64_t padded_rows(const Product& p) { return ceil_div(p.x_rows, kRowStep) * kRowStep; }
-  static int64_t packed_words(const Product& p) {
-    return p.batches * depth_parts(p) * padded_rows(p) * kDepthWords;
-  }
+  static int64_t packed_words(const Product& p) { return p.batches * depth_parts(p) * padded_rows(p) * kDepthWords; }
   static int64_t pack_units(const Product& p) { return p.batches * depth_parts(p); }
 
   // A unit: a part of the depth of all rows of x, (padded_rows, kDepthWords).

@@ -9,7 +9,10 @@ namespace {
 constexpr int kMostVectors = 1;  // a "register" is two: 12 of the 16 hold an output tile
 constexpr int tile_rows(int) { return 6; }
 constexpr int kFewX = 2;
-constexpr int few_rows(int x) { (void)x; return 2; }
+constexpr int few_rows(int x) {
+  (void)x;
+  return 2;
+}
 constexpr int kMostFewFloatRows = 8;  // 8 rows of 4096^2: few 5.4 ms of one thread, many 6.6; 16 rows: 10.1 and 6.6
 
 constexpr float kCodeFactor = 256.0f;  // see simd_avx512.h

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kMostVectors = 4;  // registers of a row of an output tile, and for so many of them, its rows: 24 sums
 constexpr int tile_rows(int vectors) { return 24 / vectors; }
-constexpr int kFewX = 8;         // rows of x that meet a decoded weight in registers
-constexpr int few_rows(int x) { return x > 4 ? 2 : 4; }      // and rows of the weight side by side
+constexpr int kFewX = 8;                                 // rows of x that meet a decoded weight in registers
+constexpr int few_rows(int x) { return x > 4 ? 2 : 4; }  // and rows of the weight side by side
 constexpr int kMostFewFloatRows = 12;  // 12 rows of 4096^2: few 2.4 ms of one thread, many 2.6; 16 rows: 3.0 and 2.5
 
 // Codes are looked up as 2^8 times themselves and scales as 2^-8 times: a byte of e4m3 shifted up by seven is just that

@@ -123,8 +123,8 @@ struct Candidates {
 inline Candidates candidate_scales(I magnitudes, const Plan& plan) {
   const F amax = as_float(magnitudes);
   const F base = mul(div(amax, set(kE2M1Max)), set(plan.tensor.encode));
-  return {{to_e4m3(base, amax, plan.spec.scale_rounding),
-           to_e4m3(mul(base, set(1.5f)), amax, plan.spec.scale_rounding)}};
+  return {
+      {to_e4m3(base, amax, plan.spec.scale_rounding), to_e4m3(mul(base, set(1.5f)), amax, plan.spec.scale_rounding)}};
 }
 
 // The error of each lane's block with its scale; elements: 16 blocks of 16 in order.

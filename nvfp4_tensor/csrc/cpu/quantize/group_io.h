@@ -95,16 +95,14 @@ inline void for_each_scale(const Group& group, int64_t blocks, int64_t column_ti
 inline void store_scales(uint8_t* scale, int64_t column_tiles, const Group& group, int64_t blocks, I bytes) {
   alignas(16) uint8_t lane_bytes[16];
   store_bytes(lane_bytes, bytes);
-  for_each_scale(group, blocks, column_tiles, [&](int lane, int64_t offset, auto width) {
-    std::memcpy(scale + offset, lane_bytes + lane, width);
-  });
+  for_each_scale(group, blocks, column_tiles,
+                 [&](int lane, int64_t offset, auto width) { std::memcpy(scale + offset, lane_bytes + lane, width); });
 }
 
 inline void load_scales(const uint8_t* scale, int64_t column_tiles, const Group& group, int64_t blocks,
                         uint8_t* lane_bytes) {
-  for_each_scale(group, blocks, column_tiles, [&](int lane, int64_t offset, auto width) {
-    std::memcpy(lane_bytes + lane, scale + offset, width);
-  });
+  for_each_scale(group, blocks, column_tiles,
+                 [&](int lane, int64_t offset, auto width) { std::memcpy(lane_bytes + lane, scale + offset, width); });
 }
 
 // Codes go straight to memory from a whole group, through a buffer from the last, partial one.

@@ -84,8 +84,7 @@ BlockScales tile_scales(const T* const* x, int rows, const Plan& plan) {
       errors[k][i] = i < rows ? block_errors(elements, candidates.bytes[k], plan) : set(0.0f);
     }
   }
-  return finish_scales(choose(candidates, add_in_halves(errors[0]), add_in_halves(errors[1])), magnitudes,
-                       plan.tensor);
+  return finish_scales(choose(candidates, add_in_halves(errors[0]), add_in_halves(errors[1])), magnitudes, plan.tensor);
 }
 
 // A Sink takes (group, scales, encode) and says where encode(codes) may put the codes. This one stores both.

@@ -37,9 +37,8 @@ inline constexpr Kernels kKernels = {
     dequantize,
     [](const Matrix& x, const Plan& plan, const float* factor, Dtype dtype, void* out, int64_t columns, int64_t begin,
        int64_t end) {
-      with_dtype(x.dtype, [&](auto t) {
-        fake_quantize<decltype(t)>(x, plan, factor, dtype, out, columns, begin, end);
-      });
+      with_dtype(x.dtype,
+                 [&](auto t) { fake_quantize<decltype(t)>(x, plan, factor, dtype, out, columns, begin, end); });
     },
 };
 

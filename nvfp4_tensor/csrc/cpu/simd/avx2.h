@@ -11,8 +11,12 @@
 
 namespace nvfp4::avx2 {
 
-struct F { __m256 low, high; };
-struct I { __m256i low, high; };
+struct F {
+  __m256 low, high;
+};
+struct I {
+  __m256i low, high;
+};
 using Mask = I;  // all ones or all zeros
 
 alignas(64) inline constexpr int32_t kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -145,9 +149,7 @@ inline void store_pairs(Bf16* p, F even, F odd) {
 }
 
 inline void store_pairs(Fp16* p, F even, F odd) {
-  const auto halves = [](__m256 x) {
-    return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-  };
+  const auto halves = [](__m256 x) { return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); };
   store256(p, _mm256_or_si256(halves(even.low), _mm256_slli_epi32(halves(odd.low), 16)));
   store256(p + 16, _mm256_or_si256(halves(even.high), _mm256_slli_epi32(halves(odd.high), 16)));
 }

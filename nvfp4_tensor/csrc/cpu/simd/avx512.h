@@ -43,9 +43,13 @@ inline I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
 inline I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
 inline I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 template <int n>
-inline I shift_left(I a) { return _mm512_slli_epi32(a, n); }
+inline I shift_left(I a) {
+  return _mm512_slli_epi32(a, n);
+}
 template <int n>
-inline I shift_right(I a) { return _mm512_srli_epi32(a, n); }
+inline I shift_right(I a) {
+  return _mm512_srli_epi32(a, n);
+}
 
 inline Mask less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline Mask is_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
@@ -118,16 +122,16 @@ inline void store_pairs(float* p, F even, F odd) {
 inline I pack_codes(I even_code, I odd_code, F even_value, F odd_value) {
   constexpr int choose = 0xCA;  // mask ? second : third
   const I codes = _mm512_ternarylogic_epi32(set(7), even_code, shift_left<4>(odd_code), choose);
-  const I signs =
-      _mm512_ternarylogic_epi32(set(0xF), shift_right<28>(bits(even_value)), shift_right<24>(bits(odd_value)), choose);
+  const I signs = _mm512_ternarylogic_epi32(set(0xF), shift_right<28>(bits(even_value)),
+                                            shift_right<24>(bits(odd_value)), choose);
   return _mm512_ternarylogic_epi32(set(0x77), codes, signs, choose);
 }
 
 inline void store_codes(uint8_t* out, const I* pairs) {
-  alignas(64) static constexpr uint8_t order[64] = {
-      0, 4, 8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 1, 5, 9,  13, 17, 21, 25, 29, 33, 37, 41, 45,
-      49, 53, 57, 61, 2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62, 3, 7, 11, 15, 19, 23, 27, 31,
-      35, 39, 43, 47, 51, 55, 59, 63};
+  alignas(64) static constexpr uint8_t order[64] = {0, 4, 8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60,
+                                                    1, 5, 9,  13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61,
+                                                    2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62,
+                                                    3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47, 51, 55, 59, 63};
   const I index = _mm512_load_si512(order);
   for (int half = 0; half < 2; ++half, pairs += 4) {
     const I three = _mm512_ternarylogic_epi32(pairs[0], shift_left<8>(pairs[1]), shift_left<16>(pairs[2]), 0xFE);
@@ -256,7 +260,6 @@ struct RandomWindows {
     even = _mm512_maskz_permutexvar_epi16(0x55555555, index16, source);
     odd = _mm512_maskz_permutexvar_epi8(0x3333333333333333, index8, source);
   }
-
 };
 
 }  // namespace nvfp4::avx512

@@ -28,7 +28,9 @@ V each_lane(Function f) {
   for (int lane = 0; lane < 16; ++lane) out[lane] = f(lane);
   return out;
 }
-inline F to_float(I x) { return each_lane<F>([&](int lane) { return float(x[lane]); }); }
+inline F to_float(I x) {
+  return each_lane<F>([&](int lane) { return float(x[lane]); });
+}
 
 template <typename V, typename E>
 V load_as(const E* p) {
@@ -39,7 +41,9 @@ V load_as(const E* p) {
 inline F load(const float* p) { return load_as<F>(p); }
 inline I load(const int32_t* p) { return load_as<I>(p); }
 // p[0], p[16], ... p[240].
-inline F gather_stride16(const float* p) { return each_lane<F>([&](int lane) { return p[16 * lane]; }); }
+inline F gather_stride16(const float* p) {
+  return each_lane<F>([&](int lane) { return p[16 * lane]; });
+}
 
 inline F add(F a, F b) { return a + b; }
 inline F sub(F a, F b) { return a - b; }
@@ -54,7 +58,9 @@ inline I bit_and(I a, I b) { return a & b; }
 inline I bit_or(I a, I b) { return a | b; }
 inline I bit_xor(I a, I b) { return a ^ b; }
 template <int n>
-inline I shift_left(I a) { return a << n; }
+inline I shift_left(I a) {
+  return a << n;
+}
 template <int n>
 inline I shift_right(I a) {  // logical
   return (a >> n) & int32_t(~0u >> n);
@@ -158,7 +164,9 @@ inline F e2m1_values(I codes) {
   return each_lane<F>([&](int lane) { return table[codes[lane]]; });
 }
 
-inline I load_bytes(const uint8_t* p) { return each_lane<I>([&](int lane) { return int32_t(p[lane]); }); }
+inline I load_bytes(const uint8_t* p) {
+  return each_lane<I>([&](int lane) { return int32_t(p[lane]); });
+}
 inline void store_bytes(uint8_t* out, I x) {
   for (int lane = 0; lane < 16; ++lane) out[lane] = uint8_t(x[lane]);
 }
@@ -171,7 +179,9 @@ inline void lookup_pair(const uint8_t*, const uint16_t*, const uint16_t*, void*)
 struct Spread {
   F values;
   explicit Spread(F x) : values(x) {}
-  F pair(int p) const { return each_lane<F>([&](int lane) { return values[2 * p + lane / 8]; }); }
+  F pair(int p) const {
+    return each_lane<F>([&](int lane) { return values[2 * p + lane / 8]; });
+  }
 };
 
 // Bits of the largest magnitude of each of 16 blocks; one that is not finite is larger than all that are.
