@@ -43,9 +43,8 @@ int64_t groups_of(int64_t rows, int64_t blocks) { return ceil_div(rows * blocks,
 
 float matrix_amax(const Matrix& m, int hadamard_sign) {
   std::atomic<uint32_t> most{0};
-  parallel(m.rows && m.columns ? groups_of(m.rows, m.blocks()) : 0, kGroupElements, [&](int64_t begin, int64_t end) {
-    raise_to(most, kernels().amax(m, hadamard_sign, begin, end));
-  });
+  parallel(m.rows && m.columns ? groups_of(m.rows, m.blocks()) : 0, kGroupElements,
+           [&](int64_t begin, int64_t end) { raise_to(most, kernels().amax(m, hadamard_sign, begin, end)); });
   return bits_float(most);
 }
 
@@ -81,9 +80,8 @@ Tensor hadamard(const Tensor& x, int64_t sign) {
   const int mask = hadamard_sign_of(sign, 0);
   Tensor out = empty(with_last(x, m.blocks() * kBlock), ScalarType::BFloat16);
   uint16_t* data = static_cast<uint16_t*>(out.mutable_data_ptr());
-  parallel(groups_of(m.rows, m.blocks()), kGroupElements, [&](int64_t begin, int64_t end) {
-    kernels().hadamard(m, mask, data, begin, end);
-  });
+  parallel(groups_of(m.rows, m.blocks()), kGroupElements,
+           [&](int64_t begin, int64_t end) { kernels().hadamard(m, mask, data, begin, end); });
   return out;
 }
 
@@ -202,9 +200,8 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, std::optional<Tensor
   Tensor out = empty(with_last(qdata, columns), type);
   void* data = out.mutable_data_ptr();
   const Dtype dtype = dtype_of(type, "dtype");
-  parallel(groups_of(in.rows, in.blocks), kGroupElements, [&](int64_t begin, int64_t end) {
-    kernels().dequantize(in, dtype, data, begin, end);
-  });
+  parallel(groups_of(in.rows, in.blocks), kGroupElements,
+           [&](int64_t begin, int64_t end) { kernels().dequantize(in, dtype, data, begin, end); });
   return out;
 }
 
@@ -212,8 +209,7 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, st
                                          int64_t spec, ScalarType type, bool scaled, int64_t row0, int64_t col0,
                                          int64_t full_width) {
   if (!is_native(type)) {
-    auto [values, factor] =
-        fake_quantize(x, amax, rng_state, spec, ScalarType::Float, scaled, row0, col0, full_width);
+    auto [values, factor] = fake_quantize(x, amax, rng_state, spec, ScalarType::Float, scaled, row0, col0, full_width);
     return {torch::stable::to(values, type), factor};
   }
   const Rows rows(x);

@@ -81,9 +81,10 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
 // How to quantize, where the kernels can.
 QuantizeSpec supported(int64_t bits) {
   const QuantizeSpec spec = spec_of(bits);
-  STD_TORCH_CHECK(spec.scale_search == ScaleSearch::kNone && !spec.is_eden(),
-                  "this CUDA library has no kernels for scale_search and EDEN: NVFP4_TENSOR_NATIVE=0 in the environment "
-                  "lets plain torch serve them");
+  STD_TORCH_CHECK(
+      spec.scale_search == ScaleSearch::kNone && !spec.is_eden(),
+      "this CUDA library has no kernels for scale_search and EDEN: NVFP4_TENSOR_NATIVE=0 in the environment "
+      "lets plain torch serve them");
   return spec;
 }
 
