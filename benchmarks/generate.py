@@ -19,13 +19,13 @@ import dataclasses
 import itertools
 
 import torch
-from nvfp4_tensor.cli.demo.measure import model_bytes, stored_bytes
 from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant, at_least
 from benchmarks.llama import LLAMA_8B, Llama, random_model, smollm2
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate
+from nvfp4_tensor.sizes import model_size, stored_bytes
 
 MODELS = ("llama-8b", "smollm2")
 BASELINE, STATIC = "bf16", "W4A4-static"
@@ -173,7 +173,7 @@ def enter(model: Llama, prompt: Tensor, count: int) -> Contender:
     torch.cuda.reset_peak_memory_stats()
     generator.generate()
     torch.cuda.synchronize()
-    return Contender(generator, torch.cuda.max_memory_allocated() - held + model_bytes(model))
+    return Contender(generator, torch.cuda.max_memory_allocated() - held + model_size(model).total)
 
 
 def race(contenders: dict[str, Contender], device: torch.device, repeats: int) -> tuple[list[Row], float]:

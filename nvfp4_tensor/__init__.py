@@ -15,6 +15,7 @@ from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingM
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops import definitions, native, rotation  # noqa: F401  two of them define the operators
 from nvfp4_tensor.pickles import _rebuild, keep_earlier_names  # noqa: F401  files name nvfp4_tensor._rebuild
+from nvfp4_tensor.sizes import ModelSize, model_size
 
 if TYPE_CHECKING:
     from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig, calibrate
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FourOverSix",
+    "ModelSize",
     "NVFP4Config",
     "NVFP4Tensor",
     "NVFP4WeightOnlyConfig",
@@ -34,17 +36,22 @@ __all__ = [
     "calibrate",
     "fake_quantize",
     "info",
+    "model_size",
     "quantize",
     "quantize_experts",
 ]
 
 _LATER = {
     **dict.fromkeys(("NVFP4Tensor", "fake_quantize", "quantize", "quantize_experts"), "tensor"),
+    **dict.fromkeys(("NVFP4TrainingConfig", "NVFP4TrainingLinear", "Recipe", "WeightForDx"), "training"),
     **dict.fromkeys(
         ("NVFP4Config", "NVFP4Linear", "NVFP4WeightOnlyConfig", "ObservedLinear", "calibrate"), "quantization"
     ),
 }
 """Public names, and those that pickles hold, by the room that has them."""
+
+_ROOMS = ("training",)
+"""Rooms that are public by their own name, imported at the first use of it."""
 
 try:
     __version__ = version("nvfp4-tensor")
@@ -56,6 +63,8 @@ keep_earlier_names()
 
 
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return importlib.import_module(f"nvfp4_tensor.{name}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"nvfp4_tensor.{_LATER[name]}"), name)
@@ -64,4 +73,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_ROOMS})

@@ -13,18 +13,14 @@ _SPEAKERS = ("torchao", "torch.utils._pytree")
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Warnings, and log records of torchao's import below errors, are dropped inside."""
-    loggers = [logging.getLogger(name) for name in _SPEAKERS]
-
-    def is_error(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-    for logger in loggers:
-        logger.addFilter(is_error)
+    """Warnings, and what these loggers and those below them say short of errors, are dropped inside."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, _SPEAKERS)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(is_error)
+        for logger, level in levels.items():
+            logger.setLevel(level)

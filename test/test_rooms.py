@@ -18,7 +18,7 @@ FLOORS = [
     {"training"},
     {"checkpoints", "distributed"},
     {"integrations", "emulation"},
-    {"info"},
+    {"info", "sizes"},
     {"testing"},
     {"cli"},
     {"__main__"},

@@ -1,5 +1,6 @@
 """What torchao's quantize_ takes, and calibration."""
 
+import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
 from nvfp4_tensor.quantization import linear  # registers what quantize_ does by our configs
 from nvfp4_tensor.quantization.calibration import calibrate
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig

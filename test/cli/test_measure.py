@@ -24,12 +24,9 @@ def test_greedy_takes_the_likeliest_and_stops_at_the_end_token():
     assert measure.greedy(Bigram(), torch.tensor([[3]]), 2, None).tolist() == [0, 1]
 
 
-def test_bytes_count_every_part_of_a_tensor_and_a_shared_one_once():
+def test_bits_of_a_weight_count_its_scales_and_their_padding():
+    net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(64, 8, bias=False))
+    assert measure.bits_per_weight(net, lambda module, name: name == "0") == 32
     t = NVFP4Tensor.to_nvfp4(torch.ones(128, 64))
-    assert measure.stored_bytes(t) == 128 * 32 + 128 * 4 + 4
-    net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False))
-    net[1].weight = net[0].weight
-    assert measure.model_bytes(net) == 128 * 64 * 4
-    net[0].weight = net[1].weight = nn.Parameter(t, requires_grad=False)
-    assert measure.model_bytes(net) == t.stored_bytes
+    net[0].weight = nn.Parameter(t, requires_grad=False)
     assert measure.bits_per_weight(net, lambda module, name: name == "0") == t.bits_per_element

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from nvfp4_tensor.sizes import stored_bytes
 
 
 def perplexity(model: nn.Module, tokens: Tensor, window: int, tick: Callable[[], object] = lambda: None) -> float:
@@ -42,26 +44,6 @@ def greedy(
                 break
             output.append(ids.item())
     return torch.tensor(output, dtype=torch.int64)
-
-
-def _storages(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor is made of: itself, or a subclass's parts, theirs included."""
-    parts = getattr(tensor.data, "__tensor_flatten__", None)
-    if parts is None:
-        yield tensor
-    else:
-        for name in parts()[0]:
-            yield from _storages(getattr(tensor, name))
-
-
-def stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, or of all the parts of a tensor subclass (ours or torchao's)."""
-    return sum(part.numel() * part.element_size() for part in _storages(tensor))
-
-
-def model_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, one that two modules share counted once."""
-    return sum(stored_bytes(parameter) for parameter in model.parameters())
 
 
 def bits_per_weight(model: nn.Module, is_quantized: Callable[[nn.Module, str], bool]) -> float:

@@ -9,13 +9,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torchao.core.config import AOBaseConfig
-from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchaoWeightOnlyConfig
-from torchao.quantization import quantize_
 
-from nvfp4_tensor.cli.demo.measure import bits_per_weight, greedy, model_bytes, perplexity
+from nvfp4_tensor.cli.demo.measure import bits_per_weight, greedy, perplexity
+from nvfp4_tensor.imports import quietly
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
+from nvfp4_tensor.sizes import model_size
+
+with quietly():
+    from torchao.core.config import AOBaseConfig
+    from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchaoWeightOnlyConfig
+    from torchao.quantization import quantize_
 
 RECIPES: dict[str, AOBaseConfig | None] = {
     "bf16": None,
@@ -72,9 +76,12 @@ def run_recipe(
         torch.manual_seed(0)  # the stochastic row repeats
         start = time.perf_counter()
 
+        ticked = set()
+
         def pick(module: nn.Module, name: str) -> bool:
             picked = is_quantized_layer(module, name)
-            if picked:
+            if picked and name not in ticked:  # our configs ask twice: they check all layers before they change one
+                ticked.add(name)
                 tick()
             return picked
 
@@ -83,7 +90,7 @@ def run_recipe(
     return Row(
         recipe=name,
         perplexity=perplexity(model, tokens, window, tick),
-        model_bytes=model_bytes(model),
+        model_bytes=model_size(model).total,
         bits_per_weight=bits_per_weight(model, is_quantized_layer),
         quantization_seconds=seconds,
         continuation=decode(greedy(model, prompt, new_tokens, end_token, tick)),

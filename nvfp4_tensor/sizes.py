@@ -1,0 +1,93 @@
+"""How much memory a model's tensors take, by kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """Bytes that a model's parameters and buffers take; ``str`` is meant to be read.
+
+    Attributes:
+        codes: the codes of NVFP4 tensors, half a byte each.
+        scales: their block scales, per-tensor scales and calibrated amaxes, padding included.
+        dense: everything else, the parts of other libraries' quantized tensors among it.
+        unquantized: what all of it would take with each NVFP4 tensor in its ``orig_dtype``.
+    """
+
+    codes: int
+    scales: int
+    dense: int
+    unquantized: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.codes + self.scales + self.dense
+
+    def __str__(self) -> str:
+        text = (
+            f"{_megabytes(self.total)}: codes {_megabytes(self.codes)}, scales {_megabytes(self.scales)}, "
+            f"dense {_megabytes(self.dense)}"
+        )
+        if not self.codes:
+            return text
+        return f"{text}; {self.total / self.unquantized:.3f} of {_megabytes(self.unquantized)}"
+
+
+def model_size(model: nn.Module) -> ModelSize:
+    """The bytes of a model's parameters and buffers, by kind; what several modules share is counted once.
+
+    torch's own ``numel() * element_size()`` counts an NVFP4 tensor by what it stores too, but accelerate's
+    ``compute_module_sizes`` and whatever goes by the dtype count it as dense.
+
+    Example::
+
+        print(nvfp4_tensor.model_size(model))  # 148.1 MB: codes 53.1 MB, scales 6.6 MB, dense 88.4 MB; 0.493 of ...
+    """
+    seen: set[tuple] = set()
+    sizes = {"codes": 0, "scales": 0, "dense": 0, "unquantized": 0}
+    for tensor in (*model.parameters(), *model.buffers()):
+        parts = [(kind, part) for kind, part in _parts(tensor) if not _is_counted(part, seen)]
+        for kind, part in parts:
+            sizes[kind] += part.nbytes
+        if all(kind == "dense" for kind, _ in parts):
+            sizes["unquantized"] += sum(part.nbytes for _, part in parts)
+        else:
+            sizes["unquantized"] += math.prod(tensor.shape) * tensor.dtype.itemsize
+    return ModelSize(**sizes)
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor, or of all the parts of a tensor subclass (ours or another library's)."""
+    return sum(part.nbytes for _, part in _parts(tensor))
+
+
+def _parts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors that a tensor is made of, its own parts' parts included, and the kind of each."""
+    names = getattr(tensor.data, "__tensor_flatten__", None)
+    if names is None:
+        yield "dense", tensor
+        return
+    from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+    for name in names()[0]:
+        for kind, part in _parts(getattr(tensor, name)):
+            yield ("codes" if name == "qdata" else "scales") if isinstance(tensor, NVFP4Tensor) else kind, part
+
+
+def _is_counted(part: Tensor, seen: set[tuple]) -> bool:
+    """Whether the memory was seen before, under another name perhaps."""
+    key = part.untyped_storage()._cdata, part.storage_offset(), part.nbytes
+    counted = key in seen
+    seen.add(key)
+    return counted
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
