@@ -41,9 +41,10 @@ check: lint $(VENV)/.demo native-here  ## before a commit: lint and the fast tes
 sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
 	.ci/sanitize $(BIN)
 
-lint: $(VENV)/.dev  ## ruff, mypy
+lint: $(VENV)/.dev  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(BIN)/mypy
 
 format: $(VENV)/.dev  ## the sources as `make lint` wants them
