@@ -1,7 +1,7 @@
 """Stochastic rounders with one fault each, seen in this field's libraries or easily made: every one has to be caught.
 
-They are rounders as ``nvfp4_tensor.testing.statistics`` means it, made of the reference's own pieces, so that nothing differs
-from the contract but the fault.
+They are rounders as ``nvfp4_tensor.testing.statistics`` means it, made of the reference's own pieces, so that nothing
+differs from the contract but the fault.
 """
 
 from __future__ import annotations

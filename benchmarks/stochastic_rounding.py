@@ -2,9 +2,9 @@
 
     python -m benchmarks.stochastic_rounding [--device cuda] [--size 4096] [--draws 4096] [--all]
 
-The lines are those of test/testing/test_statistics.py (``nvfp4_tensor.testing.statistics`` says what they measure and how sure z is) at
-sizes of your choice: size is the side of the square tensors. Printed is the worst line of each check, or every one.
-The planted faults then pass through the same checks; each has to be caught.
+The lines are those of test/testing/test_statistics.py (``nvfp4_tensor.testing.statistics`` says what they measure and
+how sure z is) at sizes of your choice: size is the side of the square tensors. Printed is the worst line of each check,
+or every one. The planted faults then pass through the same checks; each has to be caught.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def gguf_path() -> Path:
 def load_model() -> tuple[nn.Module, Any]:
     """(model in bfloat16 on the CPU, its tokenizer).
 
-    The file's 4-bit weights (Q4_1) are decoded in float32 and rounded to bfloat16 once. The rotary tables stay float32, as
-    they are in a model made from the configuration.
+    The file's 4-bit weights (Q4_1) are decoded in float32 and rounded to bfloat16 once. The rotary tables stay float32,
+    as they are in a model made from the configuration.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
     import transformers
