@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nvfp4_tensor.pickles import pin
-from nvfp4_tensor.training.caches import WeightCache, is_cacheable, is_shareable, share_input, shared_input
-from nvfp4_tensor.training.linear import (
+from nvfp4_tensor.training.autograd import (
     Needs,
     Operands,
     autocast,
@@ -20,6 +19,7 @@ from nvfp4_tensor.training.linear import (
     needs_of,
     weight_operand,
 )
+from nvfp4_tensor.training.caches import WeightCache, is_cacheable, is_shareable, share_input, shared_input
 from nvfp4_tensor.training.products import Operand
 from nvfp4_tensor.training.recipe import Recipe
 
