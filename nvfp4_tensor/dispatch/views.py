@@ -20,6 +20,7 @@ from torchao.utils import fill_defaults
 from nvfp4_tensor.dispatch.table import aten, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS
+from nvfp4_tensor.tensor.methods import OFFLOAD
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
 
 TILE_ELEMENTS = TILE_COLUMNS * BLOCK
@@ -178,6 +179,13 @@ def _inferred(shape: Sequence[int], numel: int) -> list[int]:
 def _view(func, types, args, kwargs):
     t = args[0]
     return _with_shape(aten.view.default, args[:2], {}, t, _inferred(args[1], t.numel()))
+
+
+@implements(aten.view.dtype)
+def _view_dtype(func, types, args, kwargs):
+    if args[1] == args[0].dtype:
+        return _share(func, args, kwargs, args[0]._replace())
+    raise unsupported(func, f"its codes are not the bits of another dtype. {OFFLOAD}")
 
 
 @implements(aten.unsqueeze.default)

@@ -23,7 +23,7 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
     """``alpha * a @ b + beta * bias`` of two matrices, or two batches of as many, at least one an NVFP4Tensor.
 
-    bias broadcasts to the result. The result has the operands' common dtype. As in torch, beta 0 leaves out the bias
+    bias broadcasts to the result. The result has the operands' common dtype. As in BLAS, beta 0 leaves out the bias
     and alpha 0 the product, with any NaN in them.
     """
     _check_operands(a, b)

@@ -56,11 +56,15 @@ def _tolist(func, types, args, kwargs):
     return args[0].dequantize().tolist()
 
 
+OFFLOAD = "accelerate's disk_offload writes such an array, which nothing could quantize again: use its cpu_offload"
+
+
 def _refused(func, types, args, kwargs) -> NoReturn:
-    name = getattr(func, "__name__", str(func))
+    name = func.__name__
     raise RuntimeError(
         f"Tensor.{name} reads or writes one storage of plain elements, which an NVFP4Tensor does not have: "
         f"t.dequantize().{name}(...) does it to a dense copy, and t.copy_(x) quantizes x into t"
+        + (f". {OFFLOAD}" if name == "numpy" else "")
     )
 
 

@@ -95,14 +95,39 @@ def test_a_scale_a_row_is_loaded_by_assigning():
     assert target.weight.per_tensor_scale.dim() == 0
 
 
-@pytest.mark.parametrize("value", [0, 1, -2.5, 1e-20])
-def test_fill(value):
+CONSTANTS = [0.0, -0.0, 1.0, 3.0, -2.5, 0.1, 1 / 3, 1e-20, -1e-40, 3e4, 1e38, 1e-45]
+
+
+@pytest.mark.parametrize("value", CONSTANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", [QuantizeSpec(), STOCHASTIC, QuantizeSpec(four_over_six=True)], ids=str)
+def test_a_constant_is_exact(value, dtype, spec):
+    value = torch.tensor(value, dtype=dtype).item()
+    if abs(value) == float("inf"):
+        pytest.skip("no number of this dtype")
+    t = quantize(torch.randn(130, 72).to(dtype), spec)
+    expected = torch.full((130, 72), value, dtype=dtype)
+    made = [t.clone().fill_(value), t.clone().fill_(torch.tensor(value)), torch.full_like(t, value)]
+    made += [t.new_full((130, 72), value), torch.full_like(t.t(), value).t()]
+    for new in made:
+        assert isinstance(new, NVFP4Tensor) and new.spec == spec and torch.equal(new.dequantize(), expected)
+        assert new.dequantize(torch.float32).unique().tolist() == [value]
+    x = torch.randn(3, 72).to(dtype)
+    product = x.double() @ expected.t().double()
+    if value and 1e-30 < abs(value) < 1e4:
+        torch.testing.assert_close((x @ made[0].t()).double(), product, rtol=1e-2, atol=1e-2 * abs(value))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_constant_that_is_no_number_is_nan(value):
     t = matrix()
-    t.fill_(value)
-    torch.testing.assert_close(t.dequantize(), torch.full((130, 72), float(value)), rtol=1e-6, atol=0)
-    t = matrix()
-    t.fill_(torch.tensor(float(value)))
-    torch.testing.assert_close(t.dequantize(), torch.full((130, 72), float(value)), rtol=1e-6, atol=0)
+    for new in (t.clone().fill_(value), torch.full_like(t, value), t.clone().fill_(torch.tensor(value))):
+        assert new.dequantize().isnan().all()
+
+
+def test_a_fill_keeps_what_a_product_does():
+    t = matrix()._replace(activation_spec=QuantizeSpec(), activation_amax=torch.tensor(2.5))
+    assert t.fill_(2.0).activation_amax == 2.5 and t.activation_spec == QuantizeSpec()
 
 
 def test_zero():
@@ -183,6 +208,17 @@ def test_comparison():
     assert torch.allclose(t, t.dequantize()) and torch.allclose(t, x, atol=0.6) and not torch.allclose(t, x, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equal_to_what_it_decodes_to(dtype):
+    t = matrix(dtype)
+    for decoded in (t.dequantize(), t.dequantize(torch.float32), t.dequantize(torch.bfloat16)):
+        assert torch.equal(t, decoded) and torch.equal(decoded, t)
+        changed = decoded.clone()
+        changed[5, 7] += 1
+        assert not torch.equal(t, changed)
+    assert torch.equal(t, t.clone()) and not torch.equal(t, t.clone().mul_(1.5))
+
+
 def test_embedding():
     t = quantize(torch.randn(50, 40).bfloat16())
     indices = torch.tensor([[3, 49], [0, 3]])
@@ -238,3 +274,22 @@ def test_embedding_of_indices_out_of_range(indices):
 def test_embedding_takes_no_masks():
     with pytest.raises(TypeError, match="int32 or int64"):
         torch.nn.functional.embedding(torch.ones(4, dtype=torch.uint8), quantize(torch.randn(4, 32)))
+
+
+@pytest.mark.parametrize("equation", ["ij,kj->ik", "bij,kj->bik"])
+def test_einsum_names_itself_and_what_to_use(equation):
+    t, x = matrix(), torch.randn([5, 3, 72][-equation.index(",") :])
+    with pytest.raises(RuntimeError, match=r"torch.einsum is not supported.*'.*ij,kj.*x @ w.mT.*dequantize\(\)"):
+        torch.einsum(equation, x, t)
+    assert torch.equal(torch.einsum("ij,ij->ij", t, t), t.dequantize() ** 2)
+    with pytest.raises(RuntimeError, match="subscript"):
+        torch.einsum("ijk->i", t)
+
+
+def test_vmap_of_a_vector_names_an_operator_or_does_it():
+    """torch makes NotImplemented of a TypeError, and Python its own message of that, without the name."""
+    t = quantize(torch.randn(32))
+    with pytest.raises(RuntimeError, match=r"aten\.select\.int is not supported.*blocks of 16.*dequantize\(\)"):
+        torch.vmap(lambda v: v * 2)(t)
+    for call in (lambda v: v + v, lambda v: 2 - v, lambda v: v**2, lambda v: -v):
+        assert torch.equal(torch.vmap(call)(t), torch.vmap(call)(t.dequantize()))

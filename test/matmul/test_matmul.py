@@ -301,3 +301,37 @@ def test_experts_draw_different_bits():
     assert not torch.equal(t.qdata[0], t.qdata[1]) and not torch.equal(t.qdata[1], t.qdata[2])
     with pytest.raises(ValueError, match="experts"):
         quantize_experts(torch.rand(4, 4))
+
+
+def test_an_nvfp4_bias_is_decoded(device):
+    bias, row = quantize(torch.randn(5, 40, device=device)), quantize(torch.randn(40, device=device))
+    a, b, w = (torch.randn(shape, device=device) for shape in ((5, 16), (16, 40), (40, 16)))
+    assert torch.equal(
+        torch.addmm(bias, a, b, beta=0.5, alpha=2), torch.addmm(bias.dequantize(), a, b, beta=0.5, alpha=2)
+    )
+    assert torch.equal(F.linear(a, w, row), F.linear(a, w, row.dequantize()))
+    t = quantize(w)
+    assert torch.equal(F.linear(a, t, row), F.linear(a, t, row.dequantize()))
+    assert torch.equal(torch.addmm(bias, a, t.t()), torch.addmm(bias.dequantize(), a, t.t()))
+    batches = torch.baddbmm(bias.view(1, 5, 40), a[None], b[None])
+    assert torch.equal(batches, torch.baddbmm(bias.dequantize()[None], a[None], b[None]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alpha_and_beta_of_zero_leave_out_what_they_multiply(device, dtype):
+    """NaN included, as BLAS has it, and torch in float32."""
+    w, bias = quantize(torch.randn(40, 16, device=device).to(dtype)), torch.randn(40, device=device).to(dtype)
+    nan = torch.full((3, 16), torch.nan, device=device, dtype=dtype)
+    x = torch.randn(3, 16, device=device).to(dtype)
+    for beta in (1, 0.5, 0):
+        y = torch.addmm(bias, nan, w.t(), alpha=0, beta=beta)
+        assert torch.equal(y, (bias * beta).expand(3, 40)) and y.dtype == dtype
+        if dtype == torch.float32:
+            assert torch.equal(y, torch.addmm(bias, nan, w.dequantize().t(), alpha=0, beta=beta))
+    assert torch.equal(torch.addmm(bias * torch.nan, x, w.t(), beta=0), x @ w.t())
+    left = torch.addmm(bias[:3], w, nan.t(), alpha=0)
+    assert torch.equal(left, bias[:3].expand(40, 3)) and left.is_contiguous()
+    batch = torch.baddbmm(bias, nan[None], w.unsqueeze(0).mT, alpha=0)
+    assert torch.equal(batch, bias.expand(1, 3, 40))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        torch.addmm(bias, nan[:, :8], w.t(), alpha=0)

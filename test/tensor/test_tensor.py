@@ -74,6 +74,11 @@ def test_round_mode_replaces_that_of_the_spec():
     )
 
 
+def nested(layout):
+    return torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -87,6 +92,13 @@ def test_round_mode_replaces_that_of_the_spec():
         (lambda: quantize(torch.zeros(4), amax=math.inf), ValueError, "amax"),
         (lambda: quantize(torch.zeros(4), amax=torch.ones(2)), ValueError, "amax"),
         (lambda: quantize(torch.zeros(4), amax=torch.ones((), dtype=torch.int64)), ValueError, "amax"),
+        (lambda: quantize(torch.zeros(4), amax=[3.0]), ValueError, r"amax is a finite magnitude.*got \[3.0\]"),
+        (lambda: quantize(torch.zeros(4), generator=42), TypeError, r"torch.Generator\(\).manual_seed\(42\)"),
+        (lambda: quantize(torch.ones(4, 32).to_sparse()), TypeError, r"torch.sparse_coo: use x.to_dense\(\)"),
+        (lambda: quantize(torch.ones(4, 32).to_sparse_csr()), TypeError, r"torch.sparse_csr: use x.to_dense\(\)"),
+        (lambda: quantize(torch.ones(4, 32).to_mkldnn()), TypeError, r"_mkldnn: use x.to_dense\(\)"),
+        (lambda: quantize(nested(torch.strided)), TypeError, r"nested tensor: use x.to_padded_tensor\(0\)"),
+        (lambda: quantize(nested(torch.jagged)), TypeError, r"nested tensor: use x.to_padded_tensor\(0\)"),
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2)), ValueError, "int64"),
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(3, dtype=torch.int64)), ValueError, "rng_state"),
         (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "not both"),  # noqa: E501

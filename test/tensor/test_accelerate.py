@@ -1,0 +1,55 @@
+"""Models of quantized weights under accelerate's hooks, which move weights in and out of the meta device."""
+
+import pytest
+import torch
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, quantize
+
+accelerate = pytest.importorskip("accelerate")
+CONFIGS = [NVFP4WeightOnlyConfig(), NVFP4Config()]
+
+
+def quantized_model(config, dtype=torch.float32):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32)).to(dtype)
+    quantize_(model, config)
+    return model
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["weight only", "w4a4"])
+def test_cpu_offload(config):
+    model, x = quantized_model(config), torch.randn(3, 64)
+    expected, weight = model(x), model[0].weight.detach().clone()
+    accelerate.cpu_offload(model, execution_device="cpu")
+    for _ in range(2):
+        assert model[0].weight.is_meta and torch.equal(model(x), expected)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert isinstance(model[0].weight, NVFP4Tensor) and torch.equal(model[0].weight.qdata, weight.qdata)
+    assert model[0].weight.activation_spec == weight.activation_spec
+
+
+def test_dispatched_models_keep_their_ties_and_no_others():
+    """accelerate knows a tied weight by its data_ptr."""
+    model, x = quantized_model(CONFIGS[0]), torch.randn(3, 64)
+    model.append(torch.nn.Linear(32, 64, bias=False))
+    model.append(torch.nn.Linear(64, 48))
+    model[4].weight = model[0].weight
+    quantize_(model[3], CONFIGS[0])
+    expected = model(x)
+    places = {"0": "cpu", "1": "cpu", "2": "cpu", "3": "cpu", "4": "cpu"}
+    dispatched = accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+    assert torch.equal(dispatched(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_disk_offload_says_what_to_do(tmp_path, dtype):
+    with pytest.raises(RuntimeError, match="use its cpu_offload"):
+        accelerate.disk_offload(quantized_model(CONFIGS[0], dtype), tmp_path, execution_device="cpu")
+
+
+def test_a_parameter_made_of_another_by_its_class():
+    t = quantize(torch.randn(4, 32))
+    made = NVFP4Tensor(t, requires_grad=False)
+    assert isinstance(made, torch.nn.Parameter) and made.qdata.data_ptr() == t.qdata.data_ptr()
+    with pytest.raises(TypeError, match="columns is the integer size of the last dimension, not None"):
+        NVFP4Tensor(t.qdata)

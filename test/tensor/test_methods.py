@@ -1,0 +1,221 @@
+"""Methods of torch.Tensor that ask for a storage: done on the parts, or refused by name; no crash, no lost write."""
+
+import copy
+import io
+import multiprocessing
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
+from nvfp4_tensor.tensor.nvfp4 import Aliasing
+
+PARTS = ("qdata", "scale", "per_tensor_scale", "activation_amax")
+
+
+def matrix(rows=256, columns=128) -> NVFP4Tensor:
+    return quantize(torch.randn(rows, columns))
+
+
+def linear_of(t):
+    linear = torch.nn.Linear(t.shape[1], t.shape[0], bias=False)
+    linear.weight = torch.nn.Parameter(t, requires_grad=False)
+    return linear
+
+
+# --- sharing between processes ---------------------------------------------------------------------------------------
+
+
+def _zero_first_rows(queue, done):
+    queue.get()[0:128].zero_()
+    done.set()
+
+
+def test_share_memory():
+    t = matrix()._replace(activation_spec=QuantizeSpec(), activation_amax=torch.tensor(2.0))
+    before = t.dequantize()
+    assert not t.is_shared() and t.share_memory_() is t and t.is_shared()
+    assert all(getattr(t, name).is_shared() for name in PARTS) and torch.equal(t.dequantize(), before)
+    model = torch.nn.Sequential(linear_of(matrix()), torch.nn.Linear(256, 3))
+    assert not model[0].weight.is_shared()
+    model.share_memory()
+    assert all(parameter.is_shared() for parameter in model.parameters())
+
+
+def test_a_write_of_another_process_arrives():
+    t = matrix().share_memory_()
+    before = t.dequantize()
+    context = multiprocessing.get_context("fork")
+    queue, done = torch.multiprocessing.get_context("fork").SimpleQueue(), context.Event()
+    process = context.Process(target=_zero_first_rows, args=(queue, done))
+    process.start()
+    queue.put(t)
+    assert done.wait(60)
+    process.join(60)
+    assert (t.dequantize()[:128] == 0).all() and torch.equal(t.dequantize()[128:], before[128:])
+
+
+# --- what would crash ------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "apply_": lambda t: t.apply_(lambda value: value + 1),
+    "map_": lambda t: t.map_(torch.ones(256, 128), lambda a, b: a + b),
+    "numpy": lambda t: t.numpy(),
+    "numpy forced": lambda t: t.numpy(force=True),
+    "__array__": lambda t: __import__("numpy").asarray(t),
+    "from_dlpack": lambda t: torch.from_dlpack(t),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_methods_of_one_storage_are_refused_by_name(call):
+    t = matrix()
+    before = t.dequantize()
+    with pytest.raises(RuntimeError, match=rf"{call.split()[0].removeprefix('from_')}.*dequantize\(\)"):
+        REFUSED[call](t)
+    assert torch.equal(t.dequantize(), before)
+
+
+EVERY_METHOD = """
+import os, signal, sys, torch
+from nvfp4_tensor import quantize
+source, x = quantize(torch.randn(4, 32)), torch.ones(4, 32)
+arguments = [(), (0,), (lambda value: value,), (x,), (x, lambda a, b: a), (0, 1), ((4, 32),), (x, x), (torch.int32,)]
+shout = os.dup(2)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+for name in METHODS:
+    os.write(shout, name.encode() + b" ")
+    signal.alarm(60)
+    for given in arguments:
+        t = source.clone()
+        try:
+            getattr(t, name)(*(a.clone() if isinstance(a, torch.Tensor) else a for a in given))
+            t.dequantize()
+        except Exception:
+            pass
+"""
+
+
+def crashing(methods, code=EVERY_METHOD):
+    """Those that end the process that calls them, which is started again behind each."""
+    found = []
+    while methods:
+        command = [sys.executable, "-c", f"METHODS = {methods!r}\n{code}"]
+        run = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if run.returncode == 0:
+            break
+        called = [name for name in run.stderr.split() if name in methods]
+        assert run.returncode < 0 and called, run.stderr
+        found.append(called[-1])
+        methods = methods[methods.index(called[-1]) + 1 :]
+    return found
+
+
+def test_no_method_of_a_tensor_crashes():
+    assert crashing([name for name in dir(torch.Tensor) if name != "__class__"]) == []
+
+
+def test_the_search_finds_a_crash():
+    """The same script, on a tensor whose method is given a pointer that is null."""
+    planted = "import ctypes, nvfp4_tensor\nnvfp4_tensor.NVFP4Tensor.tan = lambda t: ctypes.string_at(0)\n"
+    assert crashing(["sin", "tan", "cos"], planted + EVERY_METHOD) == ["tan"]
+
+
+def test_tolist_reads_the_values():
+    t = matrix(3, 20)
+    assert t.tolist() == t.dequantize().tolist()
+
+
+def test_data_ptr_tells_tensors_apart():
+    a, b = matrix(), matrix()
+    assert a.data_ptr() == a.qdata.data_ptr() == a.t().data_ptr() != b.data_ptr() != 0
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [
+    lambda: quantize(torch.randn(256, 128) * 9, QuantizeSpec(block_rows=16)), lambda: matrix(40, 64),
+    lambda: matrix(64, 96).t(), lambda: matrix().bfloat16(), lambda: matrix()[0:128],
+])  # fmt: skip
+def test_data_takes_the_parts_of_another(other):
+    parameter, x = torch.nn.Parameter(matrix(), requires_grad=False), other()
+    parameter.data = x
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.spec == x.spec and parameter.aliasing == x.aliasing
+    assert (parameter.shape, parameter.stride(), parameter.dtype, parameter.device) == (
+        x.shape, x.stride(), x.dtype, x.device,
+    )  # fmt: skip
+    assert all(getattr(parameter, name) is getattr(x, name) for name in PARTS)
+    assert torch.equal(parameter.dequantize(), x.dequantize())
+    y = torch.randn(3, x.shape[1]).to(x.dtype)
+    assert torch.equal(torch.nn.functional.linear(y, parameter), torch.nn.functional.linear(y, x))
+
+
+def test_data_of_a_dense_tensor_is_refused():
+    model = linear_of(matrix())
+    before = model.weight.dequantize()
+    with pytest.raises(RuntimeError, match=r"t\.copy_\(x\) quantizes x"):
+        model.weight.data = torch.randn(256, 128)
+    with pytest.raises(RuntimeError, match=r"t\.copy_\(x\) quantizes x"):
+        torch.nn.utils.vector_to_parameters(torch.randn(256 * 128), model.parameters())
+    assert torch.equal(model.weight.dequantize(), before)
+
+
+def test_weights_tied_by_data():
+    a, b = linear_of(matrix()), linear_of(matrix())
+    b.weight.data = a.weight.data
+    a.weight.copy_(torch.randn(256, 128))
+    assert torch.equal(a.weight.dequantize(), b.weight.dequantize())
+
+
+# --- marks that travel -----------------------------------------------------------------------------------------------
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+COPIES = {
+    "torch.save": saved,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "copy.copy": lambda value: [copy.copy(t) for t in value],
+    "copy.deepcopy": copy.deepcopy,
+}
+
+
+def _through_a_queue(value):
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    queue.put(value)
+    return queue.get()
+
+
+@pytest.mark.parametrize("way", [*COPIES, "queue"])
+def test_a_part_stays_a_part(way):
+    """Storage that was shared is shared again: a write to the part must not rescale the rest."""
+    t = matrix()
+    before = t.dequantize()
+    whole, part, twin = ({**COPIES, "queue": _through_a_queue}[way])([t, t[0:128], t[1:19]])
+    for view, rows in ((part, slice(0, 128)), (twin, slice(1, 19))):
+        assert torch.equal(view.dequantize(), before[rows])
+        with pytest.raises(RuntimeError, match=r"clone\(\) it"):
+            view.fill_(100.0)
+    assert (whole.aliasing, part.aliasing, twin.aliasing) == (Aliasing.WHOLE, Aliasing.PART, Aliasing.COPY)
+    assert torch.equal(whole.dequantize(), before)
+    part.zero_()
+    rest = before.clone()
+    shares = way != "pickle"  # which keeps no two tensors' storage one, of dense ones neither
+    rest[0:128] = 0 if shares else before[0:128]
+    assert torch.equal(whole.dequantize(), rest)
+
+
+def test_a_whole_tensor_is_pickled_as_before():
+    """With the three arguments that 0.1.0 takes."""
+    function, arguments = matrix().__reduce_ex__(2)
+    assert function.__name__ == "_rebuild" and len(arguments) == 3
+    assert len(matrix()[0:128].__reduce_ex__(2)[1]) == 4
