@@ -1,0 +1,257 @@
+"""One training step of the linears of a Llama-8B block against bfloat16: time, memory, each part against its limit.
+
+    python -m benchmarks.speed.training_step                       # 8,192 tokens on the GPU
+    python -m benchmarks.speed.training_step --device cpu --tokens 512 --width 512
+
+A step is forward, dgrad and wgrad of one linear, captured in a CUDA graph (eager on a CPU); "all" is the block's four
+linears together, "eager" the same launched from Python. Parts are the ops that the recipe is made of, each with the
+bytes that it has to move. "saved" is what a linear keeps for its backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import COPY, Report, Variant, host_time, measure, record, result_path, save, seconds, table
+from nvfp4_tensor import QuantizeSpec, training
+
+FUSED = {
+    "q and o": (4096, 4096),
+    "k and v as one": (2048, 4096),
+    "gate and up as one": (28672, 4096),
+    "down": (4096, 14336),
+}
+"""The four products that field measurements of this step were taken of."""
+
+
+def step_of(linear: nn.Linear, x: Tensor, dy: Tensor) -> Callable[[], object]:
+    """Forward, dgrad and wgrad, gradients overwritten."""
+
+    def run() -> object:
+        return torch.autograd.grad(linear(x), (x, linear.weight), dy)
+
+    return run
+
+
+def linear_by(recipe: str, n: int, k: int, device: torch.device) -> nn.Linear:
+    """A bfloat16 linear, dense or trained by a recipe."""
+    linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+    if recipe != "bf16":
+        training.NVFP4TrainingLinear.convert(linear, training.RECIPES[recipe])
+    return linear
+
+
+def saved_bytes(linear: nn.Linear, x: Tensor) -> int:
+    """What autograd keeps of one call, but for the parameter itself."""
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.data_ptr() != linear.weight.data_ptr():
+            kept[t.data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        linear(x)
+    return sum(kept.values())
+
+
+def steps(
+    shapes: dict[str, tuple[int, int]], recipes: list[str], tokens: int, device: torch.device, repeats: int
+) -> dict:
+    """Times of each linear's step by each recipe, interleaved with bfloat16's: seconds."""
+    results: dict[str, Any] = {}
+    for name, (n, k) in shapes.items():
+        x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
+        linears = {recipe: linear_by(recipe, n, k, device) for recipe in ("bf16", *recipes)}
+        variants = [Variant(recipe, step_of(linear, x, dy)) for recipe, linear in linears.items()]
+        eager = [Variant(f"{recipe} eager", step_of(linears[recipe], x, dy), in_graph=False) for recipe in linears]
+        timings = measure([*variants, *(eager if device.type == "cuda" else [])], device, repeats=repeats)
+        row = {key: timing.median for key, timing in timings.items() if key != COPY and key != "negate"}
+        row["saved"] = {recipe: saved_bytes(linear, x) for recipe, linear in linears.items()}
+        row["host"] = {recipe: host_time(step_of(linear, x, dy), device) for recipe, linear in linears.items()}
+        row["method"] = timings["bf16"].method
+        results[name] = {"n": n, "k": k, **row}
+    return results
+
+
+def parts(n: int, k: int, tokens: int, device: torch.device, repeats: int) -> list[dict]:
+    """The ops of NVIDIA's recipe on one linear, each with its least bytes and the share of the copy bandwidth."""
+    ops = torch.ops.nvfp4
+    nearest, tiles = QuantizeSpec(), QuantizeSpec(block_rows=16)
+    stochastic = QuantizeSpec(round_mode="stochastic")
+    x_t, dy_t = (spec.replace(hadamard_sign=True) for spec in (nearest, stochastic))
+    x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
+    dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
+    w = torch.randn(n, k, device=device, dtype=torch.bfloat16)
+    state = torch.tensor([1, 2], device=device)
+    amax = {key: ops.amax_pair(t, 0xD7E8) for key, t in (("x", x), ("dy", dy))}
+    codes = ops.quantize(x, amax["x"][0], None, nearest.pack())
+    a, b, c = x.numel(), dy.numel(), w.numel()
+    quarter = 9 / 16
+    variants = [
+        Variant("amax of x and of its transpose", lambda: ops.amax_pair(x, 0xD7E8), 2 * a),
+        Variant("amax of dy and of its transpose", lambda: ops.amax_pair(dy, 0xD7E8), 2 * b),
+        Variant(
+            "x and its transpose, to codes",
+            lambda: ops.quantize_pair(x, *amax["x"], None, nearest.pack(), x_t.pack()),
+            int(a * (2 + 2 * quarter)),
+        ),
+        Variant(
+            "dy and its transpose, to codes, stochastic",
+            lambda: ops.quantize_pair(dy, *amax["dy"], state, stochastic.pack(), dy_t.pack()),
+            int(b * (2 + 2 * quarter)),
+        ),
+        Variant(
+            "w in 16x16 blocks, amax included",
+            lambda: ops.quantize(w, None, None, tiles.pack()),
+            int(c * (4 + quarter)),
+        ),
+        Variant(
+            "codes of x to bfloat16",
+            lambda: ops.dequantize(*codes[:2], None, k, torch.bfloat16),
+            int(a * (2 + quarter)),
+        ),
+        Variant("bfloat16 product x w^T", lambda: x @ w.t()),
+    ]
+    if hasattr(ops, "quantize_pair_values"):
+        variants += [
+            Variant(
+                "x to values, its transpose to codes",
+                lambda: ops.quantize_pair_values(x, *amax["x"], None, nearest.pack(), x_t.pack(), True),
+                int(a * (4 + quarter)),
+            ),
+            Variant(
+                "dy and its transpose to values, stochastic",
+                lambda: ops.quantize_pair_values(dy, *amax["dy"], state, stochastic.pack(), dy_t.pack(), False),
+                6 * b,
+            ),
+        ]
+    timings = measure(variants, device, repeats=repeats)
+    copy = timings[COPY]
+    bandwidth = copy.moved / copy.median
+    return [
+        {
+            "part": variant.name,
+            "seconds": timings[variant.name].median,
+            "share": variant.moved / timings[variant.name].median / bandwidth if variant.moved else None,
+        }
+        for variant in variants
+    ]
+
+
+class Block(nn.Module):
+    """A Llama-8B block without its cache: what a compiled step is measured on."""
+
+    def __init__(self, width: int, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        size = width // heads
+        self.heads, self.kv_heads = heads, kv_heads
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, size * kv_heads, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](x)
+        q, k, v = (
+            linear(y).unflatten(-1, (-1, x.shape[-1] // self.heads)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(-2))
+        y = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def block_step(recipe: str, tokens: int, device: torch.device, sizes: tuple[int, int, int, int], repeats: int) -> dict:
+    """Time and peak memory of a compiled block, forward and backward."""
+    block = Block(*sizes).to(device, torch.bfloat16)
+    if recipe != "bf16":
+        for module in block.modules():
+            if type(module) is nn.Linear:
+                training.NVFP4TrainingLinear.convert(module, training.RECIPES[recipe])
+    compiled = torch.compile(block, fullgraph=True)
+    length = min(tokens, 4096)
+    x = torch.randn(tokens // length, length, sizes[0], device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+
+    def run() -> None:
+        compiled(x).backward(dy)
+
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        block.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - held
+    else:
+        peak = 0
+    timing = measure([Variant("step", run, in_graph=False)], device, repeats=repeats)["step"]
+    return {"seconds": timing.median, "peak": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--width", type=int, help="one square linear of this width instead of Llama-8B's")
+    parser.add_argument("--recipes", nargs="+", default=["nvidia", "nvidia_4over6", "unbiased", "accurate"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--no-block", action="store_true", help="leave the compiled block out")
+    parser.add_argument("--out", help="folder of the results")
+    options = parser.parse_args()
+    device, report = torch.device(options.device), Report()
+    shapes = {f"{options.width} x {options.width}": (options.width,) * 2} if options.width else FUSED
+    torch.manual_seed(0)
+    results = steps(shapes, options.recipes, options.tokens, device, options.repeats)
+    header = [
+        "linear",
+        "bf16",
+        *(f"{recipe}, of bf16" for recipe in options.recipes),
+        "eager of graph",
+        "saved, of bf16",
+    ]
+    rows = []
+    first = options.recipes[0]
+    for name, result in results.items():
+        eager = f"{result[f'{first} eager'] / result[first]:.2f}" if f"{first} eager" in result else ""
+        ratios = [f"{result[recipe] / result['bf16']:.3f}" for recipe in options.recipes]
+        saved = f"{result['saved'][first] / result['saved']['bf16']:.3f}"
+        rows.append([f"{name} ({result['n']} x {result['k']})", seconds(result["bf16"]), *ratios, eager, saved])
+    total = {key: sum(result[key] for result in results.values()) for key in ("bf16", *options.recipes)}
+    rows.append(["all", seconds(total["bf16"]), *(f"{total[r] / total['bf16']:.3f}" for r in options.recipes), "", ""])
+    report(table(header, rows))
+    n, k = next(iter(shapes.values()))
+    taken = parts(n, k, options.tokens, device, options.repeats)
+    share = [["" if row["share"] is None else f"{100 * row['share']:.0f} %"] for row in taken]
+    report("")
+    report(
+        table(
+            [f"part of {n} x {k}", "time", "of copy"],
+            [[r["part"], seconds(r["seconds"]), *s] for r, s in zip(taken, share, strict=True)],
+        )
+    )
+    blocks = {}
+    if not options.no_block:
+        sizes = (options.width, options.width * 3, 8, 2) if options.width else (4096, 14336, 32, 8)
+        for recipe in ("bf16", *options.recipes):
+            blocks[recipe] = block_step(recipe, options.tokens, device, sizes, options.repeats)
+            ratio = blocks[recipe]["seconds"] / blocks["bf16"]["seconds"]
+            memory = f", peak {blocks[recipe]['peak'] / 2**30:.2f} GiB" if blocks[recipe]["peak"] else ""
+            report(f"compiled block, {recipe}: {seconds(blocks[recipe]['seconds'])} ({ratio:.3f} of bf16){memory}")
+    content = record(device, tokens=options.tokens, linears=results, parts=taken, blocks=blocks)
+    save(result_path(device, "training_step", options.out), content, report.text)
+
+
+if __name__ == "__main__":
+    main()
