@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+from torch import nn
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 from torchao.quantization.transform_module import register_quantize_module_handler
 
@@ -14,12 +16,13 @@ from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.pickles import pin
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.observer import ObservedLinear
+from nvfp4_tensor.quantization.observer import ObservedLinear, check_observable
+from nvfp4_tensor.quantization.whole_model import Plan, plan_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
 
 @functools.partial(pin, loadable=False)
-class NVFP4Linear(torch.nn.Linear):
+class NVFP4Linear(nn.Linear):
     """An nn.Linear with an NVFP4 weight; only its repr is its own."""
 
     def extra_repr(self) -> str:
@@ -29,38 +32,76 @@ class NVFP4Linear(torch.nn.Linear):
 
 
 @register_quantize_module_handler(NVFP4WeightOnlyConfig)
-def _quantize_weight(module: torch.nn.Module, config: NVFP4WeightOnlyConfig) -> torch.nn.Module:
-    return _quantize_linear(module, config.weight, None)
+def _quantize_weight(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Module:
+    plan = plan_of(module, config, lambda each: _is_ready(each, ProductBackend.AUTO))
+    return _quantize_linear(module, plan, config.weight, None)
 
 
 @register_quantize_module_handler(NVFP4Config)
-def _quantize_weight_and_activation(module: torch.nn.Module, config: NVFP4Config) -> torch.nn.Module:
+def _quantize_weight_and_activation(module: nn.Module, config: NVFP4Config) -> nn.Module:
     assert isinstance(config.product_backend, ProductBackend)
+    backend = config.product_backend
     if config.step == QuantizationStep.PREPARE:
-        linear = quantizable(module)
-        _check_backend(linear.weight, config.product_backend)  # now, not after the calibration
-        return ObservedLinear.observe(linear, config.activation)
-    if config.step == QuantizationStep.CONVERT:
-        if not isinstance(module, ObservedLinear):
+        plan = plan_of(module, config, lambda each: _is_ready(each, backend, plain=True))
+        if module in plan.dense:
             return module
-        _check_same_transform(module, config.activation)
-        _check_backend(module.weight, config.product_backend)  # before stop_observing drops what was observed
-        fields = {"activation_amax": module.amax_at(config.percentile), "product_backend": config.product_backend}
-        return _quantize_linear(module.stop_observing(), config.weight, config.activation, **fields)
+        assert isinstance(module, nn.Linear)
+        return ObservedLinear.observe(module, config.activation)
+    if config.step == QuantizationStep.CONVERT:
+        plan = plan_of(module, config, lambda each: _is_observed(each, config))
+        return _convert(module, plan, config) if isinstance(module, ObservedLinear) else module
     config._check_percentile_is_used()
-    return _quantize_linear(module, config.weight, config.activation, product_backend=config.product_backend)
+    plan = plan_of(module, config, lambda each: _is_ready(each, backend))
+    return _quantize_linear(module, plan, config.weight, config.activation, product_backend=backend)
+
+
+def _is_ready(module: nn.Module, backend: ProductBackend, plain: bool = False) -> bool:
+    """True for a linear that can be quantized (``plain``: observed); else what quantize_ raises."""
+    linear = quantizable(module)
+    if plain:
+        check_observable(linear)
+    _check_backend(linear.weight, backend)  # now, not after a calibration
+    return True
+
+
+def _is_observed(module: nn.Module, config: NVFP4Config) -> bool:
+    """Whether the convert step has something to do, and can."""
+    if not isinstance(module, ObservedLinear):
+        return False
+    _check_same_transform(module, config.activation)
+    assert isinstance(config.product_backend, ProductBackend)
+    _check_backend(module.weight, config.product_backend)
+    module.amax_at(config.percentile)
+    return True
+
+
+def _convert(module: ObservedLinear, plan: Plan, config: NVFP4Config) -> nn.Module:
+    """Of linears that share a weight, which has one static amax, the largest: it clips nothing that one of them saw."""
+    if module in plan.dense:
+        return module.stop_observing()
+    group = [each for each in plan.tied.get(module, [module]) if isinstance(each, ObservedLinear)]
+    amax = torch.stack([each.amax_at(config.percentile) for each in group]).amax()
+    for each in group:
+        each.stop_observing()
+    fields = {"activation_amax": amax, "product_backend": config.product_backend}
+    return _quantize_linear(module, plan, config.weight, config.activation, **fields)
 
 
 def _quantize_linear(
-    module: torch.nn.Module, weight_spec: QuantizeSpec, activation_spec: QuantizeSpec | None, **fields
-) -> torch.nn.Module:
-    linear = quantizable(module)
-    _check_backend(linear.weight, fields.get("product_backend", ProductBackend.AUTO))
-    quantized = quantize(linear.weight.detach(), weight_spec)._replace(activation_spec=activation_spec, **fields)
-    linear.weight = torch.nn.Parameter(quantized, requires_grad=False)
-    if type(linear) is torch.nn.Linear:
-        linear.__class__ = NVFP4Linear
-    return linear
+    module: nn.Module, plan: Plan, weight_spec: QuantizeSpec, activation_spec: QuantizeSpec | None, **fields: Any
+) -> nn.Module:
+    """The module with a quantized weight, and so all that share it; or as it is, where it is done or left dense."""
+    if module in plan.dense or module in plan.done:
+        return module
+    weight = quantizable(module).weight
+    quantized = quantize(weight.detach(), weight_spec)._replace(activation_spec=activation_spec, **fields)
+    parameter = nn.Parameter(quantized, requires_grad=False)
+    for linear in plan.tied.get(module, [module]):
+        linear.weight = parameter
+        plan.done.add(linear)
+        if type(linear) is nn.Linear:
+            linear.__class__ = NVFP4Linear
+    return module
 
 
 def _check_same_transform(module: ObservedLinear, spec: QuantizeSpec) -> None:
@@ -81,9 +122,9 @@ def _check_backend(weight: torch.Tensor, backend: ProductBackend) -> None:
         check_installed(backend)
 
 
-def quantizable(module: torch.nn.Module) -> torch.nn.Linear:
+def quantizable(module: nn.Module) -> nn.Linear:
     """The module, if it is a linear with a dense weight that NVFP4 takes."""
-    if not isinstance(module, torch.nn.Linear):
+    if not isinstance(module, nn.Linear):
         raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: leave it out with quantize_'s filter_fn")
     weight = module.weight
     if isinstance(module, ObservedLinear):

@@ -14,6 +14,12 @@ MAGNITUDE_BINS = 1 << 13
 """Bins of the histogram of magnitudes: the exponent and five mantissa bits of float32, so 3 % wide at most."""
 
 
+def check_observable(linear: nn.Linear) -> None:
+    """Raises a TypeError for a subclass of nn.Linear, whose own forward an observer would put aside."""
+    if type(linear) is not nn.Linear:
+        raise TypeError(f"only a plain nn.Linear is observed, not {linear}: leave it out with filter_fn")
+
+
 @functools.partial(pin, loadable=False)
 class ObservedLinear(nn.Linear):
     """An nn.Linear that counts the magnitudes of its inputs, in buffers that a state_dict carries along.
@@ -31,8 +37,7 @@ class ObservedLinear(nn.Linear):
     @classmethod
     def observe(cls, linear: nn.Linear, spec: QuantizeSpec) -> ObservedLinear:
         """The same module, observed from now on."""
-        if type(linear) is not nn.Linear:
-            raise TypeError(f"only a plain nn.Linear is observed, not {linear}: leave it out with filter_fn")
+        check_observable(linear)
         linear.__class__ = cls
         assert isinstance(linear, ObservedLinear)
         device = linear.weight.device
@@ -69,9 +74,8 @@ class ObservedLinear(nn.Linear):
         counts = self.activation_histogram.cumsum(0)
         if counts[-1] == 0:
             raise RuntimeError(
-                f"{self} has seen no input, so convert stopped here, with the linears before it converted: run the "
-                "model on data that reach it, or leave it dense with its stop_observing(), then convert the rest. "
-                "calibrate() checks all linears before it converts one"
+                f"{self} has seen no input, so nothing was converted: run the model on data that reach it, or leave it "
+                "dense with its stop_observing(), then convert"
             )
         if percentile is None:
             return self.activation_amax.clone()

@@ -128,20 +128,21 @@ def test_nothing_is_half_changed():
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_convert_goes_on_where_it_stopped(dense):
+def test_convert_changes_nothing_before_all_are_observed(dense):
     m = nn.ModuleDict({"used": nn.Linear(16, 16), "unused": nn.Linear(16, 16), "last": nn.Linear(16, 16)})
     quantize_(m, NVFP4Config(step="prepare"))
     x = torch.ones(2, 16)
     m["last"](m["used"](x))
-    with pytest.raises(RuntimeError, match=r"seen no input.*before it converted.*stop_observing\(\).*calibrate"):
+    with pytest.raises(RuntimeError, match=r"seen no input.*nothing was converted.*stop_observing\(\)"):
         quantize_(m, NVFP4Config(step="convert"))
-    assert isinstance(m["used"].weight, NVFP4Tensor) and isinstance(m["last"], ObservedLinear)
+    assert all(isinstance(layer, ObservedLinear) for layer in m.values())
     if dense:
         m["unused"].stop_observing()
     else:
         m["unused"](x)
     quantize_(m, NVFP4Config(step="convert"))
-    assert isinstance(m["last"].weight, NVFP4Tensor) and isinstance(m["unused"].weight, NVFP4Tensor) != dense
+    assert isinstance(m["last"].weight, NVFP4Tensor) and isinstance(m["used"].weight, NVFP4Tensor)
+    assert isinstance(m["unused"].weight, NVFP4Tensor) != dense
     assert not dict(m.named_buffers())
 
 

@@ -1,0 +1,117 @@
+"""What one call of torchao's quantize_ is about to do: checked before the first module changes, tied weights known.
+
+torchao hands a config one module at a time and says nothing of the model, which a check of all modules needs, and a
+weight that two of them share. Both stand in the frame of ``quantize_``, so they are read there. A module that comes
+another way, from a caller of the handler itself, is taken for the whole model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from torch import nn
+from torchao.core.config import AOBaseConfig
+from torchao.quantization import quantize_
+
+Filter = Callable[[nn.Module, str], bool]
+Modules: TypeAlias = "weakref.WeakSet[nn.Module]"
+
+
+@dataclasses.dataclass
+class Plan:
+    """One call of quantize_, from its first module to its last.
+
+    Attributes:
+        config: the call's.
+        left: how many modules are still to come, one that stands at two places counted twice.
+        chosen: all modules of the call.
+        tied: for a module, all that share its weight, itself among them; not there where it shares none.
+        dense: modules left dense, since what shares their weight is not to be quantized.
+        done: modules quantized, each when the first of those that share its weight came.
+    """
+
+    config: AOBaseConfig
+    left: int
+    chosen: Modules
+    tied: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]]
+    dense: Modules
+    done: Modules = dataclasses.field(default_factory=weakref.WeakSet)
+
+
+_plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+
+
+def plan_of(module: nn.Module, config: AOBaseConfig, check: Callable[[nn.Module], bool]) -> Plan:
+    """The plan of the call that hands over ``module``, made when its first one comes.
+
+    ``check`` says whether a module will be quantized, or raises what is wrong with it: then nothing has changed yet.
+    """
+    model, whole, modules = _call(module, config)
+    plan = _plans.get(model)
+    if plan is None or plan.config is not whole or module not in plan.chosen:
+        chosen = list(modules)
+        to_quantize = [each for each in chosen if check(each)]
+        plan = Plan(whole, len(chosen), weakref.WeakSet(chosen), *_ties(model, to_quantize))
+        _plans[model] = plan
+    plan.left -= 1
+    if not plan.left:
+        del _plans[model]
+    return plan
+
+
+def _call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, AOBaseConfig, Iterator[nn.Module]]:
+    """(model, config, the modules that the config will get) of the call under way."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not quantize_.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    given: dict[str, Any] = {} if frame is None else frame.f_locals
+    if not isinstance(given.get("model"), nn.Module):
+        return module, config, iter((module,))
+    if given.get("config") is not config:  # it is one of several, by modules' names
+        return given["model"], config, iter((module,))
+    return given["model"], config, _selected(given["model"], given["filter_fn"])
+
+
+def _selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[nn.Module]:
+    """What quantize_ hands over, in its order: below a module that the filter takes, it does not look."""
+    if filter_fn(module, name):
+        yield module
+        return
+    for child_name, child in module.named_children():
+        yield from _selected(child, filter_fn, f"{name}.{child_name}" if name else child_name)
+
+
+def _ties(
+    model: nn.Module, linears: list[nn.Module]
+) -> tuple[weakref.WeakKeyDictionary[nn.Module, list[nn.Module]], Modules]:
+    """(Plan.tied, Plan.dense); warns of the latter."""
+    holders: dict[int, list[tuple[str, nn.Module, str]]] = {id(linear.weight): [] for linear in linears}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in holders:
+                holders[id(parameter)].append((path, module, name))
+    quantized: Modules = weakref.WeakSet(linears)
+    tied: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
+    dense: Modules = weakref.WeakSet()
+    left: list[str] = []
+    for shared in holders.values():
+        modules = [module for _, module, _ in shared]
+        if len(shared) < 2:
+            continue
+        if all(name == "weight" and module in quantized for _, module, name in shared):
+            tied.update(dict.fromkeys(modules, modules))
+        else:
+            dense.update(module for module in modules if module in quantized)
+            left.append(" = ".join(f"{path}.{name}".lstrip(".") for path, _, name in shared))
+    if left:
+        warnings.warn(
+            f"left dense, for what shares these weights is not quantized: {', '.join(left)}. To quantize the linear "
+            "alone, give it a weight of its own first: linear.weight = nn.Parameter(linear.weight.detach().clone())",
+            stacklevel=2,
+        )
+    return tied, dense
