@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor.dispatch.table import aten, implements, unsupported
+from nvfp4_tensor.dispatch.table import Args, Kwargs, Op, Types, aten, implements, unsupported
 from nvfp4_tensor.dispatch.views import on_leading, parts_of, rebuilt, stored_dim
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 @implements(aten.index_select.default)
-def _index_select(func, types, args, kwargs):
+def _index_select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, dim, index = args
     stored = stored_dim(t, dim)
     if stored == t.dim() - 1:
@@ -24,7 +24,7 @@ def _index_select(func, types, args, kwargs):
 
 
 @implements(aten.index.Tensor)
-def _index(func, types, args, kwargs):
+def _index(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, indices = args
     covered = sum(max(index.dim(), 1) if index is not None and index.dtype == torch.bool else 1 for index in indices)
     if t.transposed or covered >= t.dim():
@@ -33,7 +33,7 @@ def _index(func, types, args, kwargs):
 
 
 @implements(aten.embedding.default)
-def _embedding(func, types, args, kwargs):
+def _embedding(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     weight, indices = args[:2]
     if not isinstance(weight, NVFP4Tensor) or weight.transposed or weight.dim() != 2:
         raise unsupported(func, "the weight has to be a matrix, not transposed")
@@ -44,7 +44,7 @@ def _embedding(func, types, args, kwargs):
 
 
 @implements(aten.cat.default)
-def _cat(func, types, args, kwargs):
+def _cat(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     tensors, dim = fill_defaults(args, 2, [0])
     first = tensors[0]
     for t in tensors:
@@ -88,7 +88,7 @@ def _is_one_storage(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _check_joins(func, first: NVFP4Tensor, t: Tensor) -> None:
+def _check_joins(func: Op, first: NVFP4Tensor, t: Tensor) -> None:
     if not isinstance(t, NVFP4Tensor) or not isinstance(first, NVFP4Tensor):
         raise unsupported(func, "NVFP4 tensors do not join dense ones")
     if t.dtype != first.dtype or t.transposed != first.transposed or t.dim() != first.dim():
@@ -106,6 +106,6 @@ def _joined_amax(tensors: Sequence[NVFP4Tensor]) -> Tensor | None:
 
 
 @implements(aten.stack.default)
-def _stack(func, types, args, kwargs):
+def _stack(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     tensors, dim = fill_defaults(args, 2, [0])
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim=dim)

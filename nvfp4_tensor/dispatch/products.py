@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor.dispatch.table import UnsupportedError, aten, dense, implements, unsupported
+from nvfp4_tensor.dispatch.table import Args, Kwargs, Op, Types, UnsupportedError, aten, dense, implements, unsupported
 from nvfp4_tensor.matmul.product import grouped_product, linear_product, product
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 @implements([aten.mm.default, aten.bmm.default])
-def _mm(func, types, args, kwargs):
+def _mm(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     return product(*args)
 
 
 @implements([aten.addmm.default, aten.baddbmm.default])
-def _addmm(func, types, args, kwargs):
+def _addmm(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     bias, a, b = args
     if not isinstance(a, NVFP4Tensor) and not isinstance(b, NVFP4Tensor):
         return func(dense(bias), a, b, **kwargs)
@@ -26,7 +26,7 @@ def _addmm(func, types, args, kwargs):
 
 
 @implements(aten._grouped_mm.default)
-def _grouped_mm(func, types, args, kwargs):
+def _grouped_mm(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     x, w, *rest = args
     offs, bias, out_dtype = fill_defaults(rest, 3, [kwargs.get("offs"), kwargs.get("bias"), kwargs.get("out_dtype")])
     if offs is None:
@@ -37,17 +37,17 @@ def _grouped_mm(func, types, args, kwargs):
 
 
 @implements(aten.mv.default)
-def _mv(func, types, args, kwargs):
+def _mv(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     return product(args[0], args[1].unsqueeze(-1)).squeeze(-1)
 
 
 @implements(aten.linear.default)
-def _linear(func, types, args, kwargs):
+def _linear(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     return linear(*args)
 
 
 @NVFP4Tensor.implements_torch_function(torch.nn.functional.linear)
-def _functional_linear(func, types, args, kwargs):
+def _functional_linear(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     # Past two dispatches, and __torch_function__ on each attribute of the weight: of the host's time, 23 us become 9,
     # and 31 become 15 with W4A4 (1 x 576 times 192 x 576 on a CPU).
     with torch._C.DisableTorchFunctionSubclass():
@@ -55,7 +55,7 @@ def _functional_linear(func, types, args, kwargs):
 
 
 @NVFP4Tensor.implements_torch_function(torch.functional.einsum)
-def _einsum(func, types, args, kwargs):
+def _einsum(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

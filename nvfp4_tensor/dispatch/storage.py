@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
+from nvfp4_tensor.dispatch.table import Args, Kwargs, Op, Types, aten, check_writable, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -21,24 +21,24 @@ _CODE_OF_ONE = 2
 
 
 @implements([aten.detach.default, aten.alias.default])
-def _alias(func, types, args, kwargs):
+def _alias(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     return return_and_correct_aliasing(func, args, kwargs, t._apply_fn_to_data(func)._marked(t.aliasing))
 
 
 @implements([aten.clone.default, aten.contiguous.default])
-def _clone(func, types, args, kwargs):
+def _clone(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     return args[0]._apply_fn_to_data(lambda t: t.clone(memory_format=torch.contiguous_format))
 
 
 @NVFP4Tensor.implements_torch_function(torch.Tensor.contiguous)
-def _contiguous(func, types, args, kwargs):
+def _contiguous(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     return t.clone() if t.aliasing == Aliasing.PART or t.transposed else t
 
 
 @implements(aten._to_copy.default)
-def _to_copy(func, types, args, kwargs):
+def _to_copy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     dtype = kwargs.get("dtype") or t.dtype
     if dtype not in HIGH_PRECISION_DTYPES:
@@ -49,25 +49,25 @@ def _to_copy(func, types, args, kwargs):
 
 
 @implements(aten._pin_memory.default)
-def _pin_memory(func, types, args, kwargs):
+def _pin_memory(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     return args[0]._apply_fn_to_data(lambda data: data.pin_memory())
 
 
 @implements(aten.record_stream.default)
-def _record_stream(func, types, args, kwargs):
+def _record_stream(func: Op, types: Types, args: Args, kwargs: Kwargs) -> None:
     t, stream = args
     for name in t.__tensor_flatten__()[0]:
         getattr(t, name).record_stream(stream)
 
 
 @implements(aten.is_pinned.default)
-def _is_pinned(func, types, args, kwargs):
+def _is_pinned(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
     t = args[0]
     return all(getattr(t, name).is_pinned() for name in t.tensor_data_names)
 
 
 @implements(aten.copy_.default)
-def _copy_(func, types, args, kwargs):
+def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """From NVFP4: the codes as they are. From a dense tensor: quantized by the spec of the destination.
 
     Whether activations are quantized stays the destination's choice; their amax, if they are, goes with the codes.
@@ -112,7 +112,7 @@ def _layout(t: NVFP4Tensor) -> str:
 
 
 @implements([aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor])
-def _fill_(func, types, args, kwargs):
+def _fill_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     value = 0 if func is aten.zero_.default else args[1]
     if isinstance(value, Tensor) and t.aliasing != Aliasing.WHOLE:
@@ -155,7 +155,7 @@ def _constant(spec: QuantizeSpec, shape: Sequence[int], value: Tensor) -> NVFP4T
     )
 
 
-def _new(like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
+def _new(like: NVFP4Tensor, shape: Sequence[int], kwargs: Kwargs, fill: float) -> Tensor:
     """A tensor of that shape, NVFP4 by the spec of ``like`` unless another kind of dtype is asked for."""
     dtype = kwargs.get("dtype") or like.dtype
     device = kwargs.get("device") or like.device
@@ -167,13 +167,13 @@ def _new(like: NVFP4Tensor, shape, kwargs, fill) -> Tensor:
 
 
 @implements([aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default])
-def _new_of_shape(func, types, args, kwargs):
+def _new_of_shape(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     fill = args[2] if func is aten.new_full.default else 1 if func is aten.new_ones.default else 0
     return _new(args[0], args[1], kwargs, fill)
 
 
 @implements([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default])
-def _like(func, types, args, kwargs):
+def _like(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     fill = args[1] if func is aten.full_like.default else 1 if func is aten.ones_like.default else 0
     t = args[0]
     shape = (*t.qdata.shape[:-1], t.columns)
@@ -182,7 +182,7 @@ def _like(func, types, args, kwargs):
 
 
 @implements(aten.empty_like.default)
-def _empty_like(func, types, args, kwargs):
+def _empty_like(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, dtype = args[0], kwargs.get("dtype")
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         return torch.empty(t.shape, dtype=dtype, device=kwargs.get("device") or t.device)

@@ -7,6 +7,9 @@ makes NotImplemented where Python called ``t *= 2`` or ``x @ t``, and Python wou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -17,17 +20,24 @@ from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
 aten = torch.ops.aten
 implements = NVFP4Tensor.implements
 
+# What the implementation of an operator is called with: the operator, or a function of torch; the types of its tensors;
+# and its arguments.
+Op: TypeAlias = Any
+Types: TypeAlias = Sequence[type]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+
 
 class UnsupportedError(RuntimeError):
     """An operator that has no meaning on the format, or not on these arguments."""
 
 
-def unsupported(func, why: str = "", instead: str = "dequantize() first") -> UnsupportedError:
+def unsupported(func: Op, why: str = "", instead: str = "dequantize() first") -> UnsupportedError:
     """The error that names the operator, and says why and what to do."""
     return UnsupportedError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; {instead}")
 
 
-def _dispatch(cls, func, types, args=(), kwargs=None):
+def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
     kwargs = kwargs or {}
     implementation = cls._ATEN_OP_TABLE[cls].get(func)
     if func._schema.is_mutable:
@@ -67,18 +77,18 @@ _READS = {
 }  # fmt: skip
 
 
-def _reads_values(func) -> bool:
+def _reads_values(func: Op) -> bool:
     """Functional reductions and elementwise operators: what they give is dense, so decoding changes no meaning."""
     return func in _READS or torch.Tag.pointwise in func.tags or func._schema.name.startswith("aten::_foreach_")
 
 
-def dense(value):
+def dense(value: Any) -> Any:
     """An NVFP4Tensor decoded, anything else as it is."""
     return value.dequantize() if isinstance(value, NVFP4Tensor) else value
 
 
 @implements(aten.equal.default)
-def _equal(func, types, args, kwargs):
+def _equal(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
     """Equal in the dtype of the dense one, to which the other decodes; of two that are not, in float32."""
     a, b = args
     if a.shape != b.shape:
@@ -93,7 +103,7 @@ def _equal(func, types, args, kwargs):
 # --- writes ----------------------------------------------------------------------------------------------------------
 
 
-def check_writable(func, t: NVFP4Tensor, new_scale: bool) -> None:
+def check_writable(func: Op, t: NVFP4Tensor, new_scale: bool) -> None:
     """Raises where a write into t would be lost, or a new per-tensor scale change what others hold."""
     if t.aliasing == Aliasing.COPY:
         raise unsupported(func, "this is a copy, its layout allowed no view, and the write would be lost (clone() it)")
@@ -101,7 +111,7 @@ def check_writable(func, t: NVFP4Tensor, new_scale: bool) -> None:
         raise unsupported(func, "this is part of a tensor whose other parts share its per-tensor scale (clone() it)")
 
 
-def _write(func, types, args, kwargs):
+def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """An operator that writes: into dense tensors the decoded values of the others, as if all had been dense.
 
     What it writes into an NVFP4Tensor is computed from its decoded values, and quantized by its spec as ``copy_`` does.
@@ -110,7 +120,7 @@ def _write(func, types, args, kwargs):
         raise unsupported(func, "it would change a shape or a storage in place")
     written: dict[int, tuple[NVFP4Tensor, Tensor]] = {}
 
-    def decoded(value):
+    def decoded(value: Any) -> Any:
         if not isinstance(value, NVFP4Tensor):
             return value
         if id(value) not in written:
@@ -122,7 +132,7 @@ def _write(func, types, args, kwargs):
 
     arguments = {argument.name: argument for argument in func._schema.arguments}
 
-    def prepared(name, value):
+    def prepared(name: str, value: Any) -> Any:
         alias = arguments[name].alias_info
         return tree_map(decoded if alias is not None and alias.is_write else dense, value)
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor.dispatch.table import aten, implements, unsupported
+from nvfp4_tensor.dispatch.table import Args, Kwargs, Op, Types, aten, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS
 from nvfp4_tensor.tensor.methods import OFFLOAD
@@ -29,13 +30,13 @@ TILE_ELEMENTS = TILE_COLUMNS * BLOCK
 # --- building blocks -------------------------------------------------------------------------------------------------
 
 
-def _share(func, args, kwargs, t: NVFP4Tensor, aliasing: Aliasing | None = None) -> NVFP4Tensor:
+def _share(func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, aliasing: Aliasing | None = None) -> NVFP4Tensor:
     """t as the view that ``func`` returns of its first argument."""
     t._marked(max(args[0].aliasing, aliasing or Aliasing.WHOLE))
     return return_and_correct_aliasing(func, args, kwargs, t)
 
 
-def rebuilt(t: NVFP4Tensor, parts: tuple[Tensor, Tensor, Tensor | None], **changes) -> NVFP4Tensor:
+def rebuilt(t: NVFP4Tensor, parts: tuple[Tensor, Tensor, Tensor | None], **changes: Any) -> NVFP4Tensor:
     """An NVFP4Tensor of codes (..., bytes), plain scales (..., blocks) and scales per row (..., 1) or None.
 
     It owns all of its fields: a write into it, or into t, does not reach the other.
@@ -66,7 +67,7 @@ def parts_of(t: NVFP4Tensor, per_row: bool = False) -> tuple[Tensor, Tensor, Ten
     return t.qdata, t.unswizzled_scale().view(torch.uint8), row_scale
 
 
-def on_leading(t: NVFP4Tensor, function: Callable[[Tensor], Tensor], **changes) -> NVFP4Tensor:
+def on_leading(t: NVFP4Tensor, function: Callable[[Tensor], Tensor], **changes: Any) -> NVFP4Tensor:
     """A copy with ``function`` applied along the leading dimensions."""
     qdata, scale, row_scale = parts_of(t)
     return rebuilt(t, (function(qdata), function(scale), None if row_scale is None else function(row_scale)), **changes)
@@ -90,7 +91,7 @@ def stored_dim(t: NVFP4Tensor, dim: int) -> int:
 
 
 @implements([aten.t.default, aten.transpose.int, aten.permute.default])
-def _permute(func, types, args, kwargs):
+def _permute(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     order = list(range(t.dim()))
     if func is aten.permute.default:
@@ -115,7 +116,7 @@ def _permute(func, types, args, kwargs):
     return on_leading(t, lambda part: part.permute(*leading, last), transposed=transposed)._marked(Aliasing.COPY)
 
 
-def _with_shape(func, args, kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
+def _with_shape(func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
     """t with another logical shape of as many elements."""
     shape = list(shape)
     if shape == list(t.shape):
@@ -156,7 +157,7 @@ def _scale_of_shape(t: NVFP4Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @implements(aten.as_strided.default)
-def _as_strided(func, types, args, kwargs):
+def _as_strided(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """The tensor itself or its transpose, which is how a compiled graph returns a view of its input; nothing else."""
     t, size, stride = args[:3]
     for candidate in (t, t.mT) if t.dim() > 1 else (t,):
@@ -176,20 +177,20 @@ def _inferred(shape: Sequence[int], numel: int) -> list[int]:
 
 
 @implements([aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default])
-def _view(func, types, args, kwargs):
+def _view(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     return _with_shape(aten.view.default, args[:2], {}, t, _inferred(args[1], t.numel()))
 
 
 @implements(aten.view.dtype)
-def _view_dtype(func, types, args, kwargs):
+def _view_dtype(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     if args[1] == args[0].dtype:
         return _share(func, args, kwargs, args[0]._replace())
     raise unsupported(func, f"its codes are not the bits of another dtype. {OFFLOAD}")
 
 
 @implements(aten.unsqueeze.default)
-def _unsqueeze(func, types, args, kwargs):
+def _unsqueeze(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, dim = args
     shape = list(t.shape)
     if not -t.dim() - 1 <= dim <= t.dim():
@@ -199,7 +200,7 @@ def _unsqueeze(func, types, args, kwargs):
 
 
 @implements([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
-def _squeeze(func, types, args, kwargs):
+def _squeeze(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     dims = range(t.dim()) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
     drop = {dim % t.dim() for dim in dims if t.shape[dim] == 1}
@@ -209,7 +210,7 @@ def _squeeze(func, types, args, kwargs):
 
 
 @implements(aten.expand.default)
-def _expand(func, types, args, kwargs):
+def _expand(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, shape = args[0], list(args[1])
     added = len(shape) - t.dim()
     shape = [t.shape[i - added] if size == -1 else size for i, size in enumerate(shape)]
@@ -225,7 +226,7 @@ def _expand(func, types, args, kwargs):
 
 
 @implements(aten.slice.Tensor)
-def _slice(func, types, args, kwargs):
+def _slice(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, dim, start, end, step = fill_defaults(args, 5, [0, None, None, 1])
     stored = stored_dim(t, dim)
     size = t.shape[dim]
@@ -271,7 +272,9 @@ def _slice_of_tiles(t: NVFP4Tensor, stored: int, start: int, end: int) -> NVFP4T
     )
 
 
-def _slice_columns(func, args, kwargs, t: NVFP4Tensor, start: int, end: int, step: int) -> NVFP4Tensor:
+def _slice_columns(
+    func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, start: int, end: int, step: int
+) -> NVFP4Tensor:
     if step != 1 or start % BLOCK:
         raise unsupported(func, f"along the dimension of the blocks a slice starts on a multiple of {BLOCK}, step 1")
     columns = end - start
@@ -292,7 +295,7 @@ def _slice_columns(func, args, kwargs, t: NVFP4Tensor, start: int, end: int, ste
 
 
 @implements(aten.select.int)
-def _select(func, types, args, kwargs):
+def _select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, dim, index = args
     stored = stored_dim(t, dim)
     if stored == t.dim() - 1:
@@ -310,7 +313,7 @@ def _select(func, types, args, kwargs):
 
 
 @implements([aten.split.Tensor, aten.split_with_sizes.default])
-def _split(func, types, args, kwargs):
+def _split(func: Op, types: Types, args: Args, kwargs: Kwargs) -> list[NVFP4Tensor]:
     t, sizes, dim = fill_defaults(args, 3, [0])
     length = t.shape[dim]
     if isinstance(sizes, int):
@@ -325,7 +328,7 @@ def _split(func, types, args, kwargs):
 
 
 @implements(aten.unbind.int)
-def _unbind(func, types, args, kwargs):
+def _unbind(func: Op, types: Types, args: Args, kwargs: Kwargs) -> list[NVFP4Tensor]:
     t, dim = fill_defaults(args, 2, [0])
     return _with_one_scale(t, [aten.select.int(t, dim, index) for index in range(t.shape[dim])])
 
