@@ -50,6 +50,10 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     Make one with :meth:`to_nvfp4` or :func:`quantize`. Value = code x block scale x per-tensor scale.
 
+    An operator that writes (``t *= 2``, ``out=t``, ``torch.nn.init``) computes on the decoded values, and its result is
+    quantized by ``spec``, as :meth:`copy_` from a dense tensor is. It raises a RuntimeError instead, and changes
+    nothing, where t is a view whose layout or shared per-tensor scale does not let the write through.
+
     Attributes:
         qdata: uint8 (*leading, columns rounded up to 16, halved), two codes a byte, the even element low.
         scale: float8_e4m3fn (row tiles, column tiles, 32, 16), swizzled as cuBLASLt takes it; rows are the leading
@@ -138,7 +142,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
             shape[-2:] = shape[:-3:-1]
             strides[-2:] = strides[:-3:-1]
         self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device, requires_grad=False
+            cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device, requires_grad=False,
+            storage_size=qdata.nbytes + scale.nbytes + per_tensor_scale.nbytes,
         )
         self.qdata = qdata
         self.scale = scale
