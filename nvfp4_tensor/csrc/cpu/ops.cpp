@@ -101,8 +101,7 @@ Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::
                const Tensor& x, const Matrix& m, int64_t row0, int64_t col0, int64_t full_width) {
   Plan plan{};
   plan.spec = spec_of(spec_bits);
-  STD_TORCH_CHECK(plan.spec.scale_search == ScaleSearch::kNone && !plan.spec.is_eden(),
-                  "this CPU library has no kernels for scale_search and EDEN: NVFP4_TENSOR_NATIVE=0 in the environment "
+  STD_TORCH_CHECK(!plan.spec.is_eden(), "this CPU library has no kernels for EDEN: NVFP4_TENSOR_NATIVE=0 in the environment "
                   "lets plain torch serve them");
   plan.tensor = TensorScale::of(most_of(amax, m, plan.spec, x), plan.spec.scale_ceiling);
   // Rows of a band share the cache lines of their scales (4096^2, one thread: 3.5 -> 3.0 ms).

@@ -63,10 +63,10 @@ inline I round_to_code(F v, I random) {
   }
 }
 
-// The magnitude on the grid nearest to |v|, for four-over-six.
+// The magnitude on the grid nearest to |v|.
 inline F nearest_magnitude(F v) {
   const F a = magnitude_to_6(v), binade = grid_binade(a);
-  return sub(add_exact_product(binade, kNearestMagic, a), mul(binade, set(kNearestMagic)));
+  return sub_exact_product(binade, kNearestMagic, add_exact_product(binade, kNearestMagic, a));
 }
 
 // --- block scales ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/quantize/group_io.h"
+#include "cpu/quantize/search.h"
 
 namespace nvfp4::NVFP4_ISA {
 
@@ -54,19 +55,13 @@ BlockScales four_over_six_scales(const T* x, const Plan& plan) {
 // The scales of each group's blocks.
 template <typename T>
 void group_scales(const T* const* x, int count, const Plan& plan, BlockScales* scales) {
-  if (plan.spec.four_over_six != FourOverSix::kNone) {
+  if (plan.spec.scale_search != ScaleSearch::kNone) {
+    for (int i = 0; i < count; ++i) scales[i] = search_scales(x[i], plan);
+  } else if (plan.spec.four_over_six != FourOverSix::kNone) {
     for (int i = 0; i < count; ++i) scales[i] = four_over_six_scales(x[i], plan);
   } else {
     for (int i = 0; i < count; ++i) scales[i] = block_scales(block_magnitudes(x[i]), plan);
   }
-}
-
-// Rows' errors added in halves: row i + row i+8, then +4, +2, +1.
-inline F add_in_halves(F* rows) {
-  for (int half = 8; half; half /= 2) {
-    for (int i = 0; i < half; ++i) rows[i] = add(rows[i], rows[i + half]);
-  }
-  return rows[0];
 }
 
 // The scales of 16 tiles, each 16 rows of one block; absent rows of the last band count as zeros.
@@ -74,6 +69,7 @@ template <typename T>
 BlockScales tile_scales(const T* const* x, int rows, const Plan& plan) {
   I magnitudes = block_magnitudes(x[0]);
   for (int i = 1; i < rows; ++i) magnitudes = max(magnitudes, block_magnitudes(x[i]));
+  if (plan.spec.scale_search != ScaleSearch::kNone) return search_tile_scales(x, rows, magnitudes, plan);
   if (plan.spec.four_over_six == FourOverSix::kNone) return block_scales(magnitudes, plan);
   alignas(64) float elements[kGroupElements];
   const Candidates candidates = candidate_scales(magnitudes, plan);

@@ -19,6 +19,7 @@ struct I {
 };
 using Mask = I;  // all ones or all zeros
 
+constexpr bool kManyRegisters = false;
 alignas(64) inline constexpr int32_t kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -86,9 +87,13 @@ inline uint32_t lanes(Mask m) {
 }
 
 inline F magnitude_to_6(F a) { return min(abs(a), set(6.0f)); }
-inline F add_exact_product(F t, float scale, F a) {
+inline F fma(F a, F b, F c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+inline F add_exact_product(F t, float scale, F a) { return fma(t, set(scale), a); }
+inline F sub_exact_product(F t, float scale, F a) {
   const __m256 s = _mm256_set1_ps(scale);
-  return {_mm256_fmadd_ps(t.low, s, a.low), _mm256_fmadd_ps(t.high, s, a.high)};
+  return {_mm256_fnmadd_ps(t.low, s, a.low), _mm256_fnmadd_ps(t.high, s, a.high)};
 }
 template <int fraction_bits>
 inline I fixed_point(F t, F a) {
@@ -109,6 +114,13 @@ inline F swap_lanes(F a) {
 }
 
 // --- 32 elements as even and odd ones --------------------------------------------------------------------------------
+
+inline __m128i load128(const void* p, int i) { return _mm_loadu_si128(static_cast<const __m128i*>(p) + i); }
+inline F load_floats(const Bf16* p) {
+  return as_float(shift_left<16>(I{_mm256_cvtepu16_epi32(load128(p, 0)), _mm256_cvtepu16_epi32(load128(p, 1))}));
+}
+inline F load_floats(const Fp16* p) { return {_mm256_cvtph_ps(load128(p, 0)), _mm256_cvtph_ps(load128(p, 1))}; }
+inline F load_floats(const float* p) { return load(p); }
 
 inline void load_pairs(const Bf16* p, F& even, F& odd) {
   const I x = {load256(p), load256(p + 16)};

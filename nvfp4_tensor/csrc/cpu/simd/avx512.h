@@ -15,6 +15,7 @@ using F = __m512;
 using I = __m512i;
 using Mask = __mmask16;
 
+constexpr bool kManyRegisters = true;
 alignas(64) inline constexpr int32_t kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline F set(float x) { return _mm512_set1_ps(x); }
@@ -63,8 +64,10 @@ inline I select(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes
 
 // min(|a|, 6), one instruction.
 inline F magnitude_to_6(F a) { return _mm512_range_ps(a, _mm512_set1_ps(6.0f), 0b1010); }
-// t * scale + a, where t * scale is exact, so that fusing changes nothing.
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+// a +- t * scale, where t * scale is exact, so that fusing changes nothing.
 inline F add_exact_product(F t, float scale, F a) { return _mm512_fmadd_ps(t, _mm512_set1_ps(scale), a); }
+inline F sub_exact_product(F t, float scale, F a) { return _mm512_fnmadd_ps(t, _mm512_set1_ps(scale), a); }
 
 template <int fraction_bits>
 inline I fixed_point(F t, F a) {
@@ -78,6 +81,14 @@ inline F swap_lanes(F a) {
   if constexpr (distance == 2) return _mm512_permute_ps(a, 0b01001110);
   if constexpr (distance == 4) return _mm512_shuffle_f32x4(a, a, 0b10110001);
 }
+
+inline F load_floats(const Bf16* p) {
+  return as_float(shift_left<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
+}
+inline F load_floats(const Fp16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline F load_floats(const float* p) { return load(p); }
 
 inline void load_pairs(const Bf16* p, F& even, F& odd) {
   const I x = _mm512_loadu_si512(p);

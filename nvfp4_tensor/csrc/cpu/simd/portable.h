@@ -15,6 +15,8 @@ typedef float F __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 using Mask = I;  // all ones or all zeros
 
+// Whether some twenty values of sixteen lanes stay in registers.
+constexpr bool kManyRegisters = false;
 alignas(64) inline constexpr int32_t kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline F set(float x) { return F{} + x; }
@@ -82,8 +84,12 @@ inline uint32_t lanes(Mask m) {
 
 // min(|a|, 6).
 inline F magnitude_to_6(F a) { return min(abs(a), set(6.0f)); }
-// t * scale + a, where t * scale is exact, so that fusing changes nothing.
+inline F fma(F a, F b, F c) {
+  return each_lane<F>([&](int lane) { return std::fma(a[lane], b[lane], c[lane]); });
+}
+// a +- t * scale, where t * scale is exact, so that fusing changes nothing.
 inline F add_exact_product(F t, float scale, F a) { return t * scale + a; }
+inline F sub_exact_product(F t, float scale, F a) { return a - t * scale; }
 
 // For a in [0, 6] and t = 2^e its grid_binade: floor(a / 2^(e-1) * 2^fraction_bits) in the low bits, 6 more steps, and
 // an exponent field of e + 5 modulo 8, as the float sum t * (2^k + 3) + a rounded toward zero has them.
@@ -123,6 +129,12 @@ inline uint16_t float_to_half(float value) {
 inline float to_float(Bf16 x) { return bits_float(uint32_t(x.bits) << 16); }
 inline float to_float(Fp16 x) { return half_to_float(x.bits); }
 inline float to_float(float x) { return x; }
+
+// 16 elements in order.
+template <typename T>
+F load_floats(const T* p) {
+  return each_lane<F>([&](int lane) { return to_float(p[lane]); });
+}
 
 template <typename T>
 void load_pairs(const T* p, F& even, F& odd) {
