@@ -24,7 +24,7 @@ from nvfp4_tensor.training.products import (
     runs_on_codes,
     transposed,
 )
-from nvfp4_tensor.training.recipe import Recipe, WeightForDx, resolve
+from nvfp4_tensor.training.recipe import Recipe, WeightForDx, draws, resolve
 
 DY_T_STREAM, W_FOR_DX_STREAM, X_T_STREAM, W_STREAM = 1, 2, 3, 4
 """Streams of random bits (contract, section 4) beside 0, which x and dy have. A call has one rng_state, because EDEN's
@@ -128,8 +128,12 @@ def draw(recipe: Recipe, backward: bool, like: Tensor) -> Tensor | None:
 def input_operands(
     x: Tensor, recipe: Recipe, needs: Needs, rng_state: Tensor | None
 ) -> tuple[Operand | None, Operand | None]:
-    """x (M, K) for fprop and, if it is needed, x^T for wgrad: in one pass over x."""
-    return quantized_pair(x.detach(), recipe.x, recipe.x_t if needs.dw else None, rng_state, X_T_STREAM)
+    """x (M, K) for fprop and, if it is needed, x^T for wgrad: in one pass over x.
+
+    rng_state goes in only where it decides something, so that a compiled graph folds equal ones of one x.
+    """
+    specs = recipe.x, recipe.x_t if needs.dw else None
+    return quantized_pair(x.detach(), *specs, rng_state if draws(*specs) else None, X_T_STREAM)
 
 
 def weight_operand(weight: Tensor, recipe: Recipe, rng_state: Tensor | None) -> Operand | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -78,11 +78,16 @@ def _is_capturing(t: Tensor) -> bool:
 # --- inputs ----------------------------------------------------------------------------------------------------------
 
 
+Pair: TypeAlias = "tuple[Operand | None, Operand | None]"
+"""x and x^T."""
+
+
 class _Input(NamedTuple):
     tensor: weakref.ref[Tensor]
     key: tuple
     users: weakref.WeakSet
-    operands: tuple[Operand | None, Operand | None]
+    operands: Pair
+    rng_state: Tensor | None
 
 
 class _Last(threading.local):
@@ -93,8 +98,8 @@ _last = _Last()
 """The last input quantized, as q, k and v get one tensor one after the other. It goes with that tensor."""
 
 
-def shared_input(x: Tensor, key: tuple, user: object) -> tuple[Operand | None, Operand | None] | None:
-    """What another linear made of the same x, unchanged since, by the same ``key``.
+def shared_input(x: Tensor, key: tuple, user: object) -> tuple[Pair, Tensor | None] | None:
+    """What another linear made of the same x, unchanged since, by the same ``key``, and its random state.
 
     Each user takes it once. The second call of one with the same tensor is another step, and between steps a CUDA
     graph's replay may have written the tensor without a trace.
@@ -103,13 +108,13 @@ def shared_input(x: Tensor, key: tuple, user: object) -> tuple[Operand | None, O
     if entry is None or entry.tensor() is not x or entry.key != _input_key(x, key) or user in entry.users:
         return None
     entry.users.add(user)
-    return entry.operands
+    return entry.operands, entry.rng_state
 
 
-def share_input(x: Tensor, key: tuple, user: object, operands: tuple[Operand | None, Operand | None]) -> None:
+def share_input(x: Tensor, key: tuple, user: object, operands: Pair, rng_state: Tensor | None) -> None:
     """Keep what was made of x for the linears that come next, as long as x lives."""
     users: weakref.WeakSet = weakref.WeakSet([user])
-    _last.entry = _Input(weakref.ref(x, _forget), _input_key(x, key), users, operands)
+    _last.entry = _Input(weakref.ref(x, _forget), _input_key(x, key), users, operands, rng_state)
 
 
 def _forget(ref: weakref.ref) -> None:

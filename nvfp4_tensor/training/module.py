@@ -19,9 +19,9 @@ from nvfp4_tensor.training.autograd import (
     needs_of,
     weight_operand,
 )
-from nvfp4_tensor.training.caches import WeightCache, is_cacheable, is_shareable, share_input, shared_input
+from nvfp4_tensor.training.caches import Pair, WeightCache, is_cacheable, is_shareable, share_input, shared_input
 from nvfp4_tensor.training.products import Operand
-from nvfp4_tensor.training.recipe import Recipe
+from nvfp4_tensor.training.recipe import Recipe, draws
 
 
 @functools.partial(pin, loadable=False)
@@ -80,23 +80,27 @@ class NVFP4TrainingLinear(nn.Linear):
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         # Without gradients too: the first run of a reentrant checkpoint has none, and later draws must come out alike.
         rng_state = draw(recipe, self.training or any(needs), x)
-        operands = Operands(*self._input(input, rows, needs, rng_state), self._weight(rng_state))
+        of_x, rng_state = self._input(input, rows, needs, rng_state)
+        operands = Operands(*of_x, self._weight(rng_state))
         y = multiply(rows, weight, self.bias, recipe, operands, needs, rng_state)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
-    def _input(
-        self, input: Tensor, rows: Tensor, needs: Needs, rng_state: Tensor | None
-    ) -> tuple[Operand | None, Operand | None]:
-        """That of a neighbour with the same input, or what is quantized now."""
+    def _input(self, input: Tensor, rows: Tensor, needs: Needs, rng_state: Tensor | None) -> tuple[Pair, Tensor | None]:
+        """That of a neighbour with the same input, or what is quantized now; and the random state to go on with.
+
+        That is the neighbour's where x^T drew from it: dy^T has to be rotated as x^T was.
+        """
         recipe = self.active_recipe
-        if recipe.draws_in_forward or not is_shareable(input):  # random bits are not to depend on who came first
-            return input_operands(rows, recipe, needs, rng_state)
-        key = rows.dtype, recipe.x, recipe.x_t if needs.dw else None
-        operands = shared_input(input, key, self)
-        if operands is None:
-            operands = input_operands(rows, recipe, needs, rng_state)
-            share_input(input, key, self, operands)
-        return operands
+        x_t = recipe.x_t if needs.dw else None
+        if draws(recipe.x) or not is_shareable(input):  # values of y are not to depend on who came first
+            return input_operands(rows, recipe, needs, rng_state), rng_state
+        key = rows.dtype, recipe.x, x_t
+        shared = shared_input(input, key, self)
+        if shared is None:
+            shared = input_operands(rows, recipe, needs, rng_state), rng_state
+            share_input(input, key, self, *shared)
+        operands, drawn = shared
+        return operands, drawn if draws(x_t) else rng_state
 
     def _weight(self, rng_state: Tensor | None) -> Operand | None:
         """The codes kept since the weight last changed, or those made now."""

@@ -105,6 +105,7 @@ def rotated_back(a: Operand, columns: int, rng_state: Tensor | None) -> Tensor:
     return torch.ops.nvfp4.rotate(values, rng_state, True)[:, :columns].bfloat16()
 
 
+@torch.compiler.assume_constant_result
 def runs_on_codes(device: torch.device) -> bool:
     """Whether two quantized operands are multiplied as codes there."""
     return has_fp4_tensor_cores(device)

@@ -156,13 +156,12 @@ class Recipe:
     @property
     def draws_in_backward(self) -> bool:
         """Whether the backward takes random bits."""
-        of_w = self.w_for_dx if isinstance(self.w_for_dx, QuantizeSpec) else None
-        return any(spec is not None and spec.is_stochastic for spec in (self.dy, self.dy_t, of_w))
+        return draws(self.dy, self.dy_t, self.w_for_dx if isinstance(self.w_for_dx, QuantizeSpec) else None)
 
     @property
     def draws_in_forward(self) -> bool:
         """Whether what the forward quantizes takes random bits."""
-        return any(spec is not None and spec.is_stochastic for spec in (self.x, self.w, self.x_t))
+        return draws(self.x, self.w, self.x_t)
 
     def __deepcopy__(self, memo: dict) -> Recipe:
         """Itself: nothing in it changes."""
@@ -175,6 +174,11 @@ class Recipe:
 
 
 OPERANDS = ("x", "w", "dy", "dy_t", "x_t")
+
+
+def draws(*specs: QuantizeSpec | None) -> bool:
+    """Whether any of these takes random bits."""
+    return any(spec is not None and spec.is_stochastic for spec in specs)
 
 
 def rotation(spec: QuantizeSpec | None) -> object:

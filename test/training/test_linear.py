@@ -6,6 +6,7 @@ import torch
 from helpers.fp4 import decoded
 from helpers.products import ROUNDING, SMALLEST
 from hypothesis import given, settings
+from training.counting import Ops
 from training.operands import Stored, expected_products, multiplied, wide
 
 from nvfp4_tensor import QuantizeSpec, training
@@ -192,22 +193,6 @@ def test_gradients_that_views_and_expansions_are():
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
-
-
-class Ops(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket._qualified_op_name
-        self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-    def __getitem__(self, name):
-        return self.counts.get(f"nvfp4::{name}", 0)
 
 
 def test_nothing_is_made_for_a_backward_that_will_not_come():

@@ -1,0 +1,19 @@
+"""How often each operator ran."""
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Ops(TorchDispatchMode):
+    """Counts operators inside ``with``; ``ops["quantize"]`` is that of nvfp4."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def __getitem__(self, name):
+        return self.counts.get(f"nvfp4::{name}", 0)

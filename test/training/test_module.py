@@ -1,0 +1,412 @@
+"""NVFP4TrainingLinear in a model: compiled, checkpointed, accumulated, cast, switched, saved."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+from training.counting import Ops
+
+from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec, training
+from nvfp4_tensor.training import NVFP4TrainingConfig, NVFP4TrainingLinear
+
+
+class Block(nn.Module):
+    """q, k and v of one input, and an output."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.q, self.k = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.v, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.dropout(self.out(torch.relu(self.q(x) * self.k(x)) + self.v(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, width=32, blocks=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.lm_head = nn.Linear(width, 40)
+
+    def forward(self, x, checkpointed=None):
+        for block in self.layers:
+            x = block(x) if checkpointed is None else checkpoint(block, x, use_reentrant=checkpointed)
+        return self.lm_head(x)
+
+
+def model_of(recipe="nvidia", **config):
+    torch.manual_seed(0)
+    model = Decoder()
+    quantize_(model, NVFP4TrainingConfig(recipe, **config), filter_fn=training.keep_dense("lm_head"))
+    return model
+
+
+def step(model, call=None, seed=1, x=None):
+    """y and all gradients of one forward and backward."""
+    torch.manual_seed(seed)
+    x = torch.randn(3, 7, 32) if x is None else x.detach()
+    x.requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(seed)
+    y = (model if call is None else call)(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def same(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+# --- one graph, or none ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["nvidia", "unbiased", "forward_only", "weight_only"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_bits_are_those_of_eager(recipe, backend):
+    model = model_of(recipe).eval()  # compiled dropout has masks of its own
+    expected = step(model)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert same(step(model, compiled), expected)
+    assert same(step(model, compiled), expected)
+
+
+def test_inductor_agrees_with_eager():
+    model = model_of().eval()
+    for got, expected in zip(step(model, torch.compile(model, fullgraph=True)), step(model), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_compiled_graph_quantizes_a_shared_input_once_and_draws_for_each_layer():
+    counts = {}
+
+    def count(graph, inputs):
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                counts[str(node.target)] = counts.get(str(node.target), 0) + 1
+        return make_boxed_func(graph.forward)
+
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    model = model_of().layers[0]
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    step(model, torch.compile(model, fullgraph=True, backend=backend))
+    # x of q, k and v; that of the output; four dy
+    assert counts["nvfp4.quantize_pair.default"] == 2 + 4
+    assert counts["nvfp4.quantize.default"] == 4
+    assert counts["nvfp4.draw_rng_state.default"] == 4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["nvidia", "unbiased"])
+def test_checkpointing_changes_no_bit(reentrant, recipe):
+    model = model_of(recipe)
+    assert same(step(model, lambda x: model(x, checkpointed=reentrant)), step(model))
+
+
+def test_the_seed_governs_and_every_step_draws_anew():
+    model = model_of()
+    first, again, other = step(model, seed=1), step(model, seed=1), step(model, seed=2)
+    assert same(first, again) and not same(first, other)
+    x = torch.randn(3, 7, 32)
+    torch.manual_seed(0)
+    gradients = []
+    for _ in range(2):
+        model.zero_grad()
+        model.eval()(x).square().sum().backward()
+        gradients.append(model.layers[0].q.weight.grad.clone())
+    assert not torch.equal(*gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["nvidia", "accurate"])
+def test_a_cuda_graph_replays_with_the_weights_and_bits_of_the_moment(recipe):
+    model = model_of(recipe).cuda().eval()
+    x = torch.randn(64, 32, device="cuda", requires_grad=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(x).square().sum().backward()
+    torch.cuda.synchronize()
+    model.zero_grad(set_to_none=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x)
+        y.square().sum().backward()
+    seen = []
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        graph.replay()
+        seen.append(model.layers[0].q.weight.grad.clone())
+    assert not torch.equal(*seen), "every replay draws anew"
+    with torch.no_grad():
+        model.layers[0].out.weight.mul_(2)
+    graph.replay()
+    torch.testing.assert_close(y, model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_compiled_with_cuda_graphs():
+    model = model_of().cuda().eval()
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    x = torch.randn(3, 64, 32, device="cuda")
+    expected = step(model, x=x)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        got = step(model, compiled, x=x)
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-4)
+
+
+# --- what is quantized when ------------------------------------------------------------------------------------------
+
+
+def counted(model, x=None):
+    with Ops() as ops:
+        step(model, x=x)
+    return ops
+
+
+def test_weights_are_quantized_once_until_they_change():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = 4 * 3
+    assert counted(model)["quantize"] == weights
+    assert counted(model)["quantize"] == 0, "gradient accumulation"
+    step(model)
+    optimizer.step()
+    assert counted(model)["quantize"] == weights, "after a step"
+    with torch.no_grad():
+        model.layers[0].q.weight.mul_(2)
+    assert counted(model)["quantize"] == 1, "after a write in place"
+    model.layers[0].k.weight.data = model.layers[0].k.weight.data.clone()
+    assert counted(model)["quantize"] == 1, "after a new storage"
+    model.load_state_dict(model.state_dict())
+    assert counted(model)["quantize"] == weights, "after loading"
+    model.eval()
+    assert counted(model)["quantize"] == weights, "after a switch to evaluation"
+
+
+def test_writes_that_no_counter_shows():
+    """An optimizer with a fused kernel of its own, and weight.data."""
+
+    class Raw(torch.optim.Optimizer):
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p.data.mul_(0.5)
+
+    model = model_of().eval()
+    optimizer = Raw(model.parameters(), {})
+    step(model)
+    optimizer.step()
+    assert counted(model)["quantize"] == 12
+    model.layers[0].q.weight.data.mul_(2)
+    training.weights_changed(model)
+    assert counted(model)["quantize"] == 12
+
+
+def test_functional_call_uses_the_weights_given():
+    linear = nn.Linear(32, 32, bias=False)
+    quantize_(linear, NVFP4TrainingConfig())
+    x = torch.randn(4, 32)
+    for factor in (1.0, 2.0, 4.0):  # powers of two: exact
+        w = linear.weight.detach() * factor
+        y = torch.func.functional_call(linear, {"weight": w}, (x,))
+        torch.testing.assert_close(y, linear(x) * factor, rtol=1e-6, atol=0)
+        del w
+
+
+def test_a_shared_input_is_quantized_once():
+    model = model_of()
+    ops = counted(model)
+    assert ops["quantize_pair"] == 3 * (2 + 4)  # in a block: x of q, k and v; that of the output; four dy
+
+
+def test_an_input_written_in_place_is_quantized_anew():
+    block = model_of().layers[0]
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        first = block.q(x)
+        x.mul_(2)
+        assert torch.equal(block.k(x), block.k(x.clone()))
+        assert torch.equal(block.q(x), first * 2)
+
+
+def test_sharing_changes_no_bit():
+    block = model_of().layers[0].eval()
+    x = torch.randn(4, 32)
+    expected = [step(linear, x=x.clone()) for linear in (block.q, block.k, block.v)]
+    x.requires_grad_()
+    torch.manual_seed(1)
+    outputs = [linear(x) for linear in (block.q, block.k, block.v)]
+    assert same(outputs, [y for y, *_ in expected])
+
+
+def test_saved_tensors_of_shared_inputs_are_saved_once():
+    block = model_of().layers[0].eval()
+    x = torch.randn(64, 32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _ = [linear(x) for linear in (block.q, block.k, block.v)]
+    of_x = {t.untyped_storage().data_ptr() for t in saved if t.shape == (32, 64 // 2) and t.dtype == torch.uint8}
+    assert len(of_x) == 1
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["nvidia", "forward_only"])
+def test_autocast(recipe):
+    model = model_of(recipe)
+    x = torch.randn(4, 32, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model.layers[0].v(x)
+    y.float().square().sum().backward()
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
+    assert model.layers[0].v.weight.grad.dtype == model.layers[0].v.bias.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(torch.compile(model.layers[0].v, fullgraph=True, backend="aot_eager")(x), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_parameters_of_each_dtype(dtype):
+    model = model_of().to(dtype)
+    results = step(model, x=torch.randn(3, 7, 32).to(dtype))
+    assert {t.dtype for t in results} == {dtype}
+
+
+def test_other_dtypes_are_refused_by_name():
+    linear = model_of().layers[0].q
+    with pytest.raises(TypeError, match=r"NVFP4TrainingLinear.*is torch.bfloat16 and its weight torch.float32"):
+        linear(torch.randn(4, 32).bfloat16())
+
+
+# --- a model's life --------------------------------------------------------------------------------------------------
+
+
+def test_the_weight_stays_the_same_parameter_and_an_earlier_optimizer_serves():
+    torch.manual_seed(0)
+    model = Decoder()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    quantize_(model, NVFP4TrainingConfig(), filter_fn=training.keep_dense("lm_head"))
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    x, target = torch.randn(64, 32), torch.randn(64, 40)
+    losses = []
+    for _ in range(30):
+        loss = (model(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_state_dict_is_that_of_the_dense_model():
+    model, dense = model_of(), Decoder()
+    assert model.state_dict().keys() == dense.state_dict().keys()
+    dense.load_state_dict(model.state_dict())
+    x = torch.randn(4, 32)
+    training.set_recipe(model, forward="bf16", backward="bf16")
+    assert torch.equal(model.eval()(x), dense.eval()(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies(copied):
+    model = model_of("unbiased", hadamard_sign="per layer")
+    expected = step(model)
+    other = copied(model)
+    assert same(step(other), expected)
+    assert other.layers[0].q.recipe == training.RECIPES["unbiased"]
+    with torch.no_grad():
+        other.layers[0].q.weight.zero_()
+    assert same(step(model), expected)
+
+
+def test_a_whole_model_saved_by_torch():
+    model = model_of()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert same(step(torch.load(file, weights_only=False)), step(model))
+
+
+def test_to_dense():
+    model = model_of()
+    training.to_dense(model)
+    assert not any(isinstance(module, NVFP4TrainingLinear) for module in model.modules())
+    assert type(model.layers[0].q) is nn.Linear and model.layers[0].q.__dict__.keys() == nn.Linear(2, 2).__dict__.keys()
+
+
+def test_hadamard_signs_per_layer():
+    shared, apart = model_of(), model_of(hadamard_sign="per layer")
+
+    def signs(model):
+        return [linear.active_recipe.x_t.hadamard_sign for linear in training.config.training_linears(model).values()]
+
+    assert set(signs(shared)) == {0xD7E8}
+    assert len(set(signs(apart))) == 12 and signs(apart) == signs(model_of(hadamard_sign="per layer"))
+    training.set_recipe(apart, "unbiased")
+    assert len(set(signs(apart))) == 12
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def frozen():
+    return nn.Linear(16, 16).requires_grad_(False)
+
+
+def quantized():
+    linear = nn.Linear(16, 16)
+    quantize_(linear, NVFP4WeightOnlyConfig())
+    return linear
+
+
+def parametrized():
+    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+
+def training_already():
+    linear = nn.Linear(16, 16)
+    quantize_(linear, NVFP4TrainingConfig())
+    return linear
+
+
+def of_integers():
+    linear = nn.Linear(16, 16)
+    linear.weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
+    return linear
+
+
+@pytest.mark.parametrize(
+    "make, kind, message",
+    [
+        (frozen, ValueError, r"weight of Linear\(in_features=16.*is frozen.*filter_fn"),
+        (quantized, ValueError, r"NVFP4Linear\(in_features=16.*is NVFP4 already: start from the dense model"),
+        (parametrized, TypeError, "is parametrized: remove_parametrizations"),
+        (training_already, ValueError, "trains in NVFP4 already: change its recipe with training.set_recipe"),
+        (of_integers, TypeError, "torch.int8: NVFP4 takes plain tensors of bfloat16"),
+        (lambda: nn.Linear(16, 16).double(), TypeError, "torch.float64"),
+        (lambda: nn.MultiheadAttention(16, 2).out_proj, TypeError, "NonDynamicallyQuantizableLinear.*filter_fn"),
+        (lambda: nn.Conv1d(1, 1, 1), TypeError, "NVFP4 configs quantize nn.Linear, not Conv1d"),
+    ],
+)
+def test_what_cannot_train_in_nvfp4(make, kind, message):
+    module = make()
+    with pytest.raises(kind, match=message):
+        quantize_(module, NVFP4TrainingConfig(), filter_fn=lambda module, name: True)
+
+
+def test_configs_are_checked():
+    with pytest.raises(ValueError, match="unknown recipe 'fast'"):
+        NVFP4TrainingConfig("fast")
+    with pytest.raises(TypeError, match="recipe is a Recipe or the name of one"):
+        NVFP4TrainingConfig(QuantizeSpec())
+    with pytest.raises(ValueError, match="hadamard_sign is 'shared' or 'per layer'"):
+        NVFP4TrainingConfig(hadamard_sign="each")
