@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor.dispatch.table import Args, Kwargs, Op, Types, UnsupportedError, aten, dense, implements, unsupported
+from nvfp4_tensor.dispatch.table import UnsupportedError, aten, dense, implements, unsupported
 from nvfp4_tensor.matmul.product import grouped_product, linear_product, product
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 
 @implements([aten.mm.default, aten.bmm.default])

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from nvfp4_tensor.dispatch.table import Args, Kwargs, Op, Types, aten, check_writable, implements, unsupported
+from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, quantize, quantize_experts
+from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 _CODE_OF_ONE = 2
 

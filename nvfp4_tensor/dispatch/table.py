@@ -7,8 +7,7 @@ makes NotImplemented where Python called ``t *= 2`` or ``x @ t``, and Python wou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +15,10 @@ from torch.utils._pytree import tree_map
 
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
+from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 aten = torch.ops.aten
 implements = NVFP4Tensor.implements
-
-# What the implementation of an operator is called with: the operator, or a function of torch; the types of its tensors;
-# and its arguments.
-Op: TypeAlias = Any
-Types: TypeAlias = Sequence[type]
-Args: TypeAlias = tuple[Any, ...]
-Kwargs: TypeAlias = dict[str, Any]
 
 
 class UnsupportedError(RuntimeError):

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor.dispatch.table import Args, Kwargs, Op, Types, aten, implements, unsupported
+from nvfp4_tensor.dispatch.table import aten, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS
 from nvfp4_tensor.tensor.methods import OFFLOAD
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
+from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 TILE_ELEMENTS = TILE_COLUMNS * BLOCK
 

@@ -7,7 +7,7 @@ by hand and ``quantize_(model, NVFP4Config(step="convert"))`` is torchao's two-s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def calibrate(
     batches: Iterable[Any],
     config: NVFP4Config | None = None,
     *,
-    filter_fn=None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool = True,
 ) -> nn.Module:
     """Quantize a model in place to W4A4 with static activation scales, observed over ``batches``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
+from typing import Any
 
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
@@ -64,7 +65,7 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
             return self.weight_spec
         return self._spec(block_rows=self.block_rows)
 
-    def _spec(self, **changes) -> QuantizeSpec:
+    def _spec(self, **changes: Any) -> QuantizeSpec:
         """The spec of the shared arguments: one object for all weights, which a compiled model's guards compare."""
         arguments = {name: getattr(self, name) for name in _SHARED} | changes
         return QuantizeSpec.unpack(QuantizeSpec(**arguments).pack())

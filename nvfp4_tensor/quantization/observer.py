@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class ObservedLinear(nn.Linear):
         linear.register_buffer("activation_histogram", torch.zeros(MAGNITUDE_BINS, dtype=torch.int64, device=device))
         return linear
 
-    def _apply(self, fn, recurse: bool = True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ObservedLinear:
         """As any module's, but that the amax stays float32: rounded down by a cast it would clip what was seen."""
         amax = self.activation_amax
         super()._apply(fn, recurse)

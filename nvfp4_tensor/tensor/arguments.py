@@ -34,7 +34,15 @@ def stored_spec(spec: QuantizeSpec | None) -> QuantizeSpec:
     return spec
 
 
-def resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width):
+def resolve_arguments(
+    x: Tensor,
+    spec: QuantizeSpec,
+    amax: Tensor | float | None,
+    rng_state: Tensor | None,
+    generator: torch.Generator | None,
+    origin: tuple[int, int],
+    full_width: int | None,
+) -> tuple[Tensor | None, Tensor | None, tuple[int, int, int]]:
     """(amax or None for that of x, rng_state, (row0, col0, full_width)) as the ops take them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: use torch.as_tensor first")
@@ -70,7 +78,9 @@ def resolve_amax(
     return torch.full((), amax, dtype=torch.float32, device=x.device)
 
 
-def resolve_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
+def resolve_rng_state(
+    x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, generator: torch.Generator | None
+) -> Tensor | None:
     """The (seed, offset) given, or one drawn where the spec takes random bits; None where it takes none."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
@@ -96,7 +106,9 @@ def resolve_rng_state(x, spec, rng_state: Tensor | None, generator: torch.Genera
     return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=x.device))
 
 
-def _resolve_place(x: Tensor, spec: QuantizeSpec, origin, full_width: int | None) -> tuple[int, int, int]:
+def _resolve_place(
+    x: Tensor, spec: QuantizeSpec, origin: tuple[int, int], full_width: int | None
+) -> tuple[int, int, int]:
     row0, col0 = origin
     if row0 < 0 or row0 % spec.block_rows:
         raise ValueError(f"the row of origin is a multiple of block_rows ({spec.block_rows}), got {row0}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -85,11 +87,13 @@ class _StraightThrough(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, amax: Tensor, rng_state: Tensor | None, spec: QuantizeSpec, *arguments):
+    def forward(
+        ctx: Any, x: Tensor, amax: Tensor, rng_state: Tensor | None, spec: QuantizeSpec, *arguments: Any
+    ) -> Tensor:
         ctx.hadamard_sign, ctx.columns, ctx.dtype = spec.hadamard_sign, x.shape[-1], x.dtype
         return _values(x, amax, rng_state, spec, *arguments)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad.float() if ctx.hadamard_sign is None else inverse_hadamard(grad, ctx.hadamard_sign)
         return grad[..., : ctx.columns].to(ctx.dtype), *[None] * 7

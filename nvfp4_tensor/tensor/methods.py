@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 
 def _parts(t: NVFP4Tensor) -> list[Tensor]:
@@ -18,25 +19,25 @@ def _parts(t: NVFP4Tensor) -> list[Tensor]:
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.share_memory_)
-def _share_memory_(func, types, args, kwargs):
+def _share_memory_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     for part in _parts(args[0]):
         part.share_memory_()
     return args[0]
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.is_shared)
-def _is_shared(func, types, args, kwargs):
+def _is_shared(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
     return all(part.is_shared() for part in _parts(args[0]))
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.data_ptr)
-def _data_ptr(func, types, args, kwargs):
+def _data_ptr(func: Op, types: Types, args: Args, kwargs: Kwargs) -> int:
     """That of the codes: by it accelerate and others know one tensor from another, which by 0 are all the same."""
     return args[0].qdata.data_ptr()
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.data.__set__)  # type: ignore[attr-defined]  # a property of C
-def _set_data(func, types, args, kwargs):
+def _set_data(func: Op, types: Types, args: Args, kwargs: Kwargs) -> None:
     """The parts of another NVFP4Tensor in place of those of t, whatever its shape, dtype and device."""
     t, new = args
     if not isinstance(new, NVFP4Tensor):
@@ -52,14 +53,14 @@ def _set_data(func, types, args, kwargs):
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.tolist)
-def _tolist(func, types, args, kwargs):
+def _tolist(func: Op, types: Types, args: Args, kwargs: Kwargs) -> list:
     return args[0].dequantize().tolist()
 
 
 OFFLOAD = "accelerate's disk_offload writes such an array, which nothing could quantize again: use its cpu_offload"
 
 
-def _refused(func, types, args, kwargs) -> NoReturn:
+def _refused(func: Op, types: Types, args: Args, kwargs: Kwargs) -> NoReturn:
     name = func.__name__
     raise RuntimeError(
         f"Tensor.{name} reads or writes one storage of plain elements, which an NVFP4Tensor does not have: "

@@ -6,9 +6,9 @@ import enum
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 import torch.compiler.config
@@ -22,6 +22,7 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.pickles import _rebuild, pin
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state, stored_spec
 from nvfp4_tensor.tensor.checks import check_fields
+from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 
 class Aliasing(enum.IntEnum):
@@ -142,7 +143,12 @@ class NVFP4Tensor(TorchAOBaseTensor):
             shape[-2:] = shape[:-3:-1]
             strides[-2:] = strides[:-3:-1]
         self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=orig_dtype, device=qdata.device, requires_grad=False,
+            cls,
+            shape,
+            strides=strides,
+            dtype=orig_dtype,
+            device=qdata.device,
+            requires_grad=False,
             storage_size=qdata.nbytes + scale.nbytes + per_tensor_scale.nbytes,
         )
         self.qdata = qdata
@@ -159,7 +165,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         # The first operator fills the table, which takes this method's place.
         from nvfp4_tensor import dispatch
 
@@ -249,7 +255,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         """Raises a TypeError: torchao's writer of safetensors asks for it, and takes this class for its own by name."""
         raise TypeError(NOT_IN_SAFETENSORS)
 
-    def _replace(self, **changes) -> NVFP4Tensor:
+    def _replace(self, **changes: Any) -> NVFP4Tensor:
         """A tensor of the same fields but those given."""
         return _made_of(**{**self._fields(), **changes})
 
@@ -265,7 +271,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         self.aliasing = aliasing
         return self
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable, tuple]:
         # Scales travel as bytes: pickle alone cannot load a float8 storage (torch.save can).
         fields = {**self._fields(), "scale": self.scale.view(torch.uint8)}
         mark = (int(self.aliasing),) if self.aliasing else ()  # 0.1.0 reads what has none
@@ -297,7 +303,13 @@ class NVFP4Tensor(TorchAOBaseTensor):
         }
 
     @classmethod
-    def __tensor_unflatten__(cls, tensor_data_dict, tensor_attributes, outer_size, outer_stride):
+    def __tensor_unflatten__(
+        cls,
+        tensor_data_dict: dict[str, Any],
+        tensor_attributes: dict[str, Any],
+        outer_size: Sequence[int] | None,
+        outer_stride: Sequence[int] | None,
+    ) -> NVFP4Tensor:
         attributes = dict(tensor_attributes)
         aliasing = attributes.pop("aliasing", Aliasing.WHOLE)
         if outer_size is not None:  # the size may be symbolic where the attribute is a trace's constant
@@ -325,7 +337,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
             return "?"  # a compiler's sizes are symbols
         return f"{self.bits_per_element:.2f}"
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"NVFP4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
@@ -352,7 +364,7 @@ if torch.__version__ < "2.13":  # whose cache does not ask tensors for a hash: i
     torch.compiler.config.cache_key_tag += f"nvfp4_tensor {_source_digest()}"
 
 
-def check_dense(x) -> None:
+def check_dense(x: object) -> None:
     """Raises a TypeError for an NVFP4Tensor, which is not quantized again."""
     if isinstance(x, NVFP4Tensor):
         raise TypeError("x is an NVFP4Tensor already: dequantize() first to quantize it anew")
