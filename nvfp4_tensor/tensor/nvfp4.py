@@ -149,7 +149,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
             dtype=orig_dtype,
             device=qdata.device,
             requires_grad=False,
-            storage_size=qdata.nbytes + scale.nbytes + per_tensor_scale.nbytes,
+            storage_size=qdata.numel() + scale.numel() + 4 * per_tensor_scale.numel(),  # nbytes has no symbols
         )
         self.qdata = qdata
         self.scale = scale

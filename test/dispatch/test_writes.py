@@ -321,7 +321,7 @@ VIEWS = {
     "whole": lambda t, n: t, "tile of rows": lambda t, n: t[0:128], "rows": lambda t, n: t[n:],
     "last rows": lambda t, n: t[128:], "columns": lambda t, n: t[..., 0:64], "one": lambda t, n: t[n % len(t)],
     "odd columns": lambda t, n: t[..., 16:48], "mT": lambda t, n: t.mT, "flat": lambda t, n: t.flatten(0, -2),
-    "unsqueeze": lambda t, n: t.unsqueeze(0), "last": lambda t, n: t.unbind()[-1], "chunk": lambda t, n: t.chunk(2)[1],
+    "unsqueeze": lambda t, n: t.unsqueeze(0), "last": lambda t, n: t.unbind()[-1], "chunk": lambda t, n: t.chunk(2)[-1],
     "split": lambda t, n: t.split(16, -1)[0], "view": lambda t, n: t.reshape(1, *t.shape),
     "detach": lambda t, n: t.detach(),
 }  # fmt: skip
