@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
+# Any from 2.11 on: make test VENV=.venv214 TORCH=torch==2.14.1. The default has a CPU build, which spares a fresh clone
+# the gigabytes of CUDA packages that the newest brings along.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
