@@ -26,7 +26,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The linears of a model in order; ``str`` is a table meant to be read."""
+    """The linears of a model in order; ``str`` is a table meant to be read: left operand x right operand."""
 
     rows: tuple[Row, ...]
 
@@ -47,7 +47,7 @@ class Summary:
             f"{sum(row.recipe == r for row in self.rows)} {r} ({weights[r] / max(total, 1):.1%} of the weights)"
             for r in recipes
         ]
-        return "\n".join([*lines, ", ".join(counts)])
+        return "\n".join([*lines, *counts])
 
 
 def _size(row: Row) -> int:
@@ -72,16 +72,20 @@ def _row(name: str, linear: nn.Linear) -> Row:
 
 
 def _forward(recipe: Recipe) -> str:
-    return "bf16" if recipe.x is None and recipe.w is None else f"x {_word(recipe.x)}; w {_word(recipe.w)}"
+    return "bf16" if recipe.x is None and recipe.w is None else f"{_word(recipe.x)} x {_word(recipe.w)}"
 
 
 def _backward(recipe: Recipe) -> str:
     if recipe.w_for_dx == WeightForDx.DENSE and recipe.dy is recipe.dy_t is recipe.x_t is None:
         return "bf16"
     w = recipe.w_for_dx
-    dx = w.name.lower() if isinstance(w, WeightForDx) else f"anew {_word(w)}"
-    return f"dx: dy {_word(recipe.dy)}, w {dx}; dw: dy {_word(recipe.dy_t)}, x {_word(recipe.x_t)}"
+    dx = f"w {w.name.lower()}" if isinstance(w, WeightForDx) else f"w anew {_word(w)}"
+    return f"dx: {_word(recipe.dy)} x {dx}; dw: {_word(recipe.dy_t)} x {_word(recipe.x_t)}"
 
 
 def _word(spec: QuantizeSpec | None) -> str:
-    return "dense" if spec is None else f"({spec})"
+    """The spec in words: 1x16 blocks, which most have, and the sign mask left out."""
+    if spec is None:
+        return "dense"
+    words = [word for word in str(spec).split(", ") if word != "1x16"]
+    return "+".join("hadamard" if word.startswith("hadamard") else word for word in words)
