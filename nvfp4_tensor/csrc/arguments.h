@@ -110,18 +110,30 @@ inline const float* amax_of(const Tensor& amax, const Tensor& x) {
   return static_cast<const float*>(amax.const_data_ptr());
 }
 
-// (seed, offset); null where nothing is random.
-inline const int64_t* rng_state_of(const std::optional<Tensor>& state, const QuantizeSpec& spec, const Tensor& x) {
-  if (!spec.takes_random_bits()) return nullptr;
-  STD_TORCH_CHECK(state.has_value(), "stochastic rounding needs rng_state, an int64 tensor (seed, offset)");
-  check_beside(*state, "rng_state", x);
-  STD_TORCH_CHECK(state->scalar_type() == ScalarType::Long && state->numel() == 2 && state->is_contiguous(),
-                  "rng_state must be int64 (seed, offset), contiguous, not ", text_of(*state));
-  return static_cast<const int64_t*>(state->const_data_ptr());
+// (seed, offset).
+inline const int64_t* rng_state_of(const Tensor& state, const Tensor& x) {
+  check_beside(state, "rng_state", x);
+  STD_TORCH_CHECK(state.scalar_type() == ScalarType::Long && state.numel() == 2 && state.is_contiguous(),
+                  "rng_state must be int64 (seed, offset), contiguous, not ", text_of(state));
+  return static_cast<const int64_t*>(state.const_data_ptr());
 }
 
-// How the blocks of a matrix are numbered for their random bits: block (r, c) is number first + r * row_blocks + c of
-// the logical tensor (numerics contract, section 4).
+// Null where nothing is random.
+inline const int64_t* rng_state_of(const std::optional<Tensor>& state, const QuantizeSpec& spec, const Tensor& x) {
+  if (!spec.takes_random_bits()) return nullptr;
+  STD_TORCH_CHECK(state.has_value(), spec.is_eden() ? "EDEN" : "stochastic rounding",
+                  " needs rng_state, an int64 tensor (seed, offset)");
+  return rng_state_of(*state, x);
+}
+
+// Where EDEN's rotations may begin.
+inline void check_rotation_place(int64_t col0) {
+  STD_TORCH_CHECK(col0 >= 0 && col0 % kRotation == 0, "col0 must be a multiple of ", kRotation,
+                  ", where a rotation begins, not ", col0);
+}
+
+// How the blocks of a matrix (EDEN: its rotations) are numbered for their random bits: block (r, c) is number first +
+// r * row_blocks + c of the logical tensor (numerics contract, sections 4 and 9).
 struct BlockNumbers {
   int64_t first, row_blocks;
 };
@@ -135,14 +147,15 @@ inline BlockNumbers block_numbers(int64_t rows, int64_t columns, int64_t row0, i
   STD_TORCH_CHECK(col0 % column_multiple == 0, "col0 must be a multiple of ", column_multiple, ", where ",
                   column_multiple == kBlock ? "a block" : "a rotation", " begins, not ", col0);
   const int64_t width = full_width ? full_width : columns;
-  const int64_t row_blocks = width / kBlock + (width % kBlock != 0);
+  const int64_t row_blocks = width / column_multiple + (width % column_multiple != 0);
   int64_t last_row, before, last;
   const bool too_many = __builtin_add_overflow(row0, rows, &last_row) ||
                         __builtin_mul_overflow(last_row, row_blocks, &before) ||
-                        __builtin_add_overflow(before, col0 / kBlock + ceil_div(columns, kBlock), &last);
+                        __builtin_add_overflow(before, col0 / column_multiple + ceil_div(columns, column_multiple),
+                                               &last);
   STD_TORCH_CHECK(!too_many, "blocks are numbered in 63 bits: row0 ", row0, " of a tensor of ", width,
                   " columns lies beyond them");
-  return {row0 * row_blocks + col0 / kBlock, row_blocks};
+  return {row0 * row_blocks + col0 / column_multiple, row_blocks};
 }
 
 // row0 and full_rows are col0 and full_width of the transpose: refused by their own names.

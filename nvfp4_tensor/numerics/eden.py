@@ -31,7 +31,7 @@ SIGN_STREAM, SCALE_STREAM = 256, 257
 
 BLOCKS = ROTATION // BLOCK
 ONTO_GRID = 1.0625 * 0.93 / 6
-"""Maps a block's largest element to the middle of what rounds to 6, less the 7 % that a correction may add."""
+"""What maps a block's largest element onto the grid, a little above 6: the constants of Quartet II."""
 
 
 def _words(number: Tensor, rng_state: Tensor, stream: int) -> Tensor:

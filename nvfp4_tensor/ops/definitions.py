@@ -165,7 +165,8 @@ def _check_place(rows: int, columns: int, row0: int, col0: int, full_width: int,
         begins = "a block" if multiple == BLOCK else "a rotation"
         raise ValueError(f"col0 must be a multiple of {multiple}, where {begins} begins, not {col0}")
     width = full_width or columns
-    if (row0 + rows) * (ceil_to(width, BLOCK) // BLOCK) + (col0 + ceil_to(columns, BLOCK)) // BLOCK >= 1 << 63:
+    last = (row0 + rows) * (ceil_to(width, multiple) // multiple) + (col0 + ceil_to(columns, multiple)) // multiple
+    if last >= 1 << 63:
         raise ValueError(f"blocks are numbered in 63 bits: row0 {row0} of a tensor of {width} columns lies beyond them")
 
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "numerics/block.h"
 #include "numerics/matrix.h"
@@ -35,9 +36,10 @@ struct Plan {
   QuantizeSpec spec;
   TensorScale tensor;
   RandomKey key;
-  int64_t first_block;  // the random-bits index of block (0, 0)
+  int64_t first_block;  // the random-bits index of block (0, 0), or of the first rotation
   int64_t row_blocks;   // and the step from row to row
   bool banded;          // work units are bands of 16 rows, not groups
+  std::vector<float> signs;  // EDEN: see rotation_signs of ops.cpp
 };
 
 // (rows, blocks * 8) codes, and scales in the 128x4 layout.
@@ -57,7 +59,8 @@ struct Encoded {
   bool factor_per_row;
 };
 
-// Work units: amax, hadamard, row quantization and dequantization count groups; 16x16 tiles count bands of 16 rows;
+// Work units: amax, transforms, row quantization and dequantization count groups (of rows filled up to whole rotations
+// where those are made); 16x16 tiles count bands of 16 rows;
 // the pair counts rectangles of kPairRows x kPairColumns. `sign` is a Hadamard mask or -1.
 constexpr int64_t kPairRows = kGroupElements, kPairColumns = 512;
 
@@ -67,6 +70,8 @@ struct Kernels {
   uint32_t (*amax)(const Matrix&, int sign, int64_t begin, int64_t end);
   void (*amax_pair)(const Matrix&, int sign, int64_t begin, int64_t end, uint32_t* row, uint32_t* column);
   void (*hadamard)(const Matrix&, int sign, uint16_t* out, int64_t begin, int64_t end);
+  uint32_t (*amax_rotated)(const Matrix&, const float* signs, int64_t begin, int64_t end);
+  void (*rotate)(const Matrix&, const float* signs, bool inverse, float* out, int64_t begin, int64_t end);
   void (*quantize)(const Matrix&, const Plan&, const Quantized&, int64_t begin, int64_t end);
   void (*quantize_pair)(const Matrix&, const Plan&, const Quantized&, const Plan&, const Quantized&, int64_t begin,
                         int64_t end);

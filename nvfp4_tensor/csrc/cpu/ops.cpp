@@ -9,6 +9,7 @@
 #include "arguments.h"
 #include "cpu/empty.h"
 #include "cpu/kernels.h"
+#include "numerics/eden.h"
 
 namespace nvfp4 {
 namespace {
@@ -85,11 +86,75 @@ Tensor hadamard(const Tensor& x, int64_t sign) {
   return out;
 }
 
+// --- rotation (EDEN) -------------------------------------------------------------------------------------------------
+
+struct RngState {
+  int64_t seed, offset;
+
+  explicit RngState(const int64_t* given) {  // it may begin at any byte
+    std::memcpy(&seed, given, sizeof seed);
+    std::memcpy(&offset, reinterpret_cast<const char*>(given) + sizeof seed, sizeof offset);
+  }
+};
+
+// What the elements of so many rotations are multiplied by, in the kernels' order: of each rotation element 0 of its
+// eight blocks, then element 1, ...
+std::vector<float> rotation_signs(const RngState& state, int64_t rotations, int64_t col0) {
+  const RandomKey key = RandomKey::of(state.seed, state.offset, kSignStream);
+  std::vector<float> signs(rotations * kRotation);
+  for (int64_t g = 0; g < rotations; ++g) {
+    const Words4 words = key.block_words(col0 / kRotation + g);
+    for (int i = 0; i < kRotation; ++i) {
+      const uint32_t bits = bits_of_block(words, i % kRotationBlocks);
+      signs[g * kRotation + i] = bits >> (i / kRotationBlocks) & 1 ? -kRotationFactor : kRotationFactor;
+    }
+  }
+  return signs;
+}
+
+// Of a row filled up to whole rotations.
+int64_t rotations_of(const Matrix& m) { return ceil_div(m.columns, kRotation); }
+
+// Groups of what is rotated.
+int64_t rotated_units(const Matrix& m) { return groups_of(m.rows, rotations_of(m) * kRotationBlocks); }
+
+float matrix_amax_rotated(const Matrix& m, const std::vector<float>& signs) {
+  std::atomic<uint32_t> most{0};
+  parallel(rotated_units(m), kGroupElements, [&](int64_t begin, int64_t end) {
+    raise_to(most, kernels().amax_rotated(m, signs.data(), begin, end));
+  });
+  return bits_float(most);
+}
+
+Tensor amax_rotated(const Tensor& x, const Tensor& rng_state, int64_t col0) {
+  const Rows rows(x);
+  check_rotation_place(col0);
+  const RngState state(rng_state_of(rng_state, x));
+  return scalar(matrix_amax_rotated(rows.matrix, rotation_signs(state, rotations_of(rows.matrix), col0)));
+}
+
+Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t col0) {
+  const Rows rows(x);
+  const Matrix& m = rows.matrix;
+  check_rotation_place(col0);
+  STD_TORCH_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
+                  " columns, not ", m.columns);
+  const std::vector<float> signs = rotation_signs(RngState(rng_state_of(rng_state, x)), rotations_of(m), col0);
+  Tensor out = empty(with_last(x, rotations_of(m) * kRotation), ScalarType::Float);
+  float* data = static_cast<float*>(out.mutable_data_ptr());
+  parallel(rotated_units(m), kGroupElements, [&](int64_t begin, int64_t end) {
+    kernels().rotate(m, signs.data(), inverse, data, begin, end);
+  });
+  return out;
+}
+
 // --- quantize --------------------------------------------------------------------------------------------------------
 
 // The largest magnitude to allow for; that of the matrix where none is given.
-float most_of(const std::optional<Tensor>& amax, const Matrix& m, const QuantizeSpec& spec, const Tensor& x) {
-  if (!amax.has_value()) return matrix_amax(m, spec.hadamard_sign);
+float most_of(const std::optional<Tensor>& amax, const Matrix& m, const Plan& plan, const Tensor& x) {
+  if (!amax.has_value()) {
+    return plan.spec.is_eden() ? matrix_amax_rotated(m, plan.signs) : matrix_amax(m, plan.spec.hadamard_sign);
+  }
   float most;
   std::memcpy(&most, amax_of(*amax, x), sizeof most);  // it may begin at any byte
   STD_TORCH_CHECK(!(most < 0), "amax is a magnitude, not ", most, ": give amax.abs()");
@@ -101,18 +166,18 @@ Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::
                const Tensor& x, const Matrix& m, int64_t row0, int64_t col0, int64_t full_width) {
   Plan plan{};
   plan.spec = spec_of(spec_bits);
-  STD_TORCH_CHECK(!plan.spec.is_eden(), "this CPU library has no kernels for EDEN: NVFP4_TENSOR_NATIVE=0 in the environment "
-                  "lets plain torch serve them");
-  plan.tensor = TensorScale::of(most_of(amax, m, plan.spec, x), plan.spec.scale_ceiling);
+  const bool eden = plan.spec.is_eden();
   // Rows of a band share the cache lines of their scales (4096^2, one thread: 3.5 -> 3.0 ms).
-  plan.banded = plan.spec.block_rows > 1 || (m.blocks() >= kGroupBlocks && m.rows >= kTileRows);
-  const auto [first, row_blocks] = block_numbers(m.rows, m.columns, row0, col0, full_width);
+  plan.banded = !eden && (plan.spec.block_rows > 1 || (m.blocks() >= kGroupBlocks && m.rows >= kTileRows));
+  const auto [first, row_blocks] =
+      block_numbers(m.rows, m.columns, row0, col0, full_width, plan.spec.column_multiple());
   plan.first_block = first, plan.row_blocks = row_blocks;
   if (const int64_t* given = rng_state_of(rng_state, plan.spec, x)) {
-    int64_t state[2];
-    std::memcpy(state, given, sizeof state);
-    plan.key = RandomKey::of(state[0], state[1], stream);
+    const RngState state(given);
+    plan.key = RandomKey::of(state.seed, state.offset, eden ? int(kScaleStream) + stream : stream);
+    if (eden) plan.signs = rotation_signs(state, rotations_of(m), col0);
   }
+  plan.tensor = TensorScale::of(most_of(amax, m, plan, x), plan.spec.scale_ceiling);
   return plan;
 }
 
@@ -137,9 +202,15 @@ struct Outputs {
 
 Tensor factor_of(const Plan& plan) { return scalar(per_tensor_scale(plan.tensor.amax, plan.spec.scale_ceiling)); }
 
+// Blocks of a row, those that a transform fills up included.
+int64_t stored_blocks(const Matrix& m, const Plan& plan) {
+  return plan.spec.is_eden() ? rotations_of(m) * kRotationBlocks : m.blocks();
+}
+
 // Units of Kernels::quantize, and the elements of one.
 std::pair<int64_t, int64_t> quantize_units(const Matrix& m, const Plan& plan) {
   if (!m.columns) return {0, 0};
+  if (plan.spec.is_eden()) return {rotated_units(m), kGroupElements};
   if (!plan.banded) return {groups_of(m.rows, m.blocks()), kGroupElements};
   return {ceil_div(m.rows, kBlock), kBlock * m.columns};
 }
@@ -152,7 +223,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
   const Plan plan = make_plan(spec, amax, rng_state, int(stream), x, m, row0, col0, full_width);
   std::vector<int64_t> leading = with_last(x, 0);
   leading.pop_back();
-  const Outputs out(leading, m.rows, m.blocks());
+  const Outputs out(leading, m.rows, stored_blocks(m, plan));
   const auto [units, elements] = quantize_units(m, plan);
   parallel(units, elements, [&](int64_t begin, int64_t end) { kernels().quantize(m, plan, out.pointers, begin, end); });
   return {out.qdata, out.scale, factor_of(plan)};
@@ -168,8 +239,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
   const Matrix transposed{m.data, m.columns, m.rows, 0, m.dtype};
   const Plan plan = make_plan(spec, amax, rng_state, 0, x, m, row0, col0, full_width);
   const Plan plan_t = make_plan(spec_t, amax_t, rng_state, int(stream_t), x, transposed, col0, row0, full_rows);
-  const Outputs out({m.rows}, m.rows, m.blocks());
-  const Outputs out_t({m.columns}, m.columns, transposed.blocks());
+  const Outputs out({m.rows}, m.rows, stored_blocks(m, plan));
+  const Outputs out_t({m.columns}, m.columns, stored_blocks(transposed, plan_t));
   parallel(pair_units(m), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {
     kernels().quantize_pair(m, plan, out.pointers, plan_t, out_t.pointers, begin, end);
   });
@@ -211,6 +282,11 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, st
     auto [values, factor] = fake_quantize(x, amax, rng_state, spec, ScalarType::Float, scaled, row0, col0, full_width);
     return {torch::stable::to(values, type), factor};
   }
+  if (spec_of(spec).is_eden()) {
+    auto [qdata, scale, factor] = quantize(x, amax, rng_state, spec, row0, col0, full_width, 0);
+    return {dequantize(qdata, scale, scaled ? std::optional<Tensor>(factor) : std::nullopt,
+                       qdata.size(qdata.dim() - 1) * 2, type), factor};
+  }
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Plan plan = make_plan(spec, amax, rng_state, 0, x, m, row0, col0, full_width);
@@ -230,7 +306,9 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, st
 // One op, not two that Python calls: 4 us less for a row of x.
 std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, std::optional<Tensor> rng_state, int64_t spec,
                                                ScalarType type) {
-  const Tensor amax = tensor_amax(x, spec_of(spec).hadamard_sign);
+  const QuantizeSpec how = spec_of(spec);
+  rng_state_of(rng_state, how, x);  // or an error that says what is missing
+  const Tensor amax = how.is_eden() ? amax_rotated(x, *rng_state, 0) : tensor_amax(x, how.hadamard_sign);
   return fake_quantize(x, amax, rng_state, spec, type, false, 0, 0, 0);
 }
 
@@ -240,6 +318,8 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) {
   m.impl("amax", TORCH_BOX(&tensor_amax));
   m.impl("amax_pair", TORCH_BOX(&amax_pair));
   m.impl("hadamard", TORCH_BOX(&hadamard));
+  m.impl("amax_rotated", TORCH_BOX(&amax_rotated));
+  m.impl("rotate", TORCH_BOX(&rotate));
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
   m.impl("dequantize", TORCH_BOX(&dequantize));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/quantize/amax.h"
+#include "cpu/quantize/eden.h"
 #include "cpu/quantize/quantize.h"
 #include "cpu/simd/transpose.h"
 
@@ -67,11 +68,22 @@ template <typename T>
 void quantize_pair(const Matrix& x, const Plan& plan, const Quantized& out, const Plan& plan_t, const Quantized& out_t,
                    int64_t begin, int64_t end) {
   Batch<T> batch;
+  RotatedBatch<T> rotated;
+  const int64_t filled = filled_blocks(x.columns), filled_t = filled_blocks(x.rows);
   const HadamardSigns signs(plan.spec.hadamard_sign), signs_t(plan_t.spec.hadamard_sign);
   ToMemory sink{out, x.blocks()}, sink_t{out_t, ceil_div(x.rows, kBlock)};
   for_each_strip<T>(
       x, begin, end,
       [&](int64_t row0, int64_t rows, int64_t first, int64_t last) {
+        if (plan.spec.is_eden()) {
+          for (int64_t row = row0; row < row0 + rows; ++row) {
+            for (int64_t column = first; column < last; column += kGroupElements) {
+              const Group group{row, column / kBlock, int(filled_blocks(std::min(kPairRows, last - column)))};
+              rotated.add(group, fetch_filled(x, group, filled, rotated.buffer()), plan, out, filled);
+            }
+          }
+          return rotated.finish(plan, out, filled);
+        }
         for (int64_t band = row0; band < row0 + rows; band += kBlock) {
           for (int64_t column = first; column < last; column += kGroupElements) {
             const int count = int(ceil_div(std::min<int64_t>(kGroupElements, last - column), kBlock));
@@ -83,6 +95,13 @@ void quantize_pair(const Matrix& x, const Plan& plan, const Quantized& out, cons
         }
       },
       [&](const Strip<T>& strip, int64_t row0, int64_t rows, int64_t column0, int64_t columns) {
+        if (plan_t.spec.is_eden()) {
+          for (int64_t c = 0; c < columns; ++c) {
+            const Group group{column0 + c, row0 / kBlock, int(filled_blocks(rows))};
+            rotated.add(group, strip.columns[c], plan_t, out_t, filled_t);
+          }
+          return rotated.finish(plan_t, out_t, filled_t);
+        }
         // The strip is a matrix of `columns` rows of x^T, one group each, that stand further down and right in x^T.
         const Matrix x_t{strip.columns, columns, kPairRows, kPairRows, x.dtype};
         Plan placed = plan_t;

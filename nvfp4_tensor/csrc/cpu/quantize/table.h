@@ -27,8 +27,17 @@ inline constexpr Kernels kKernels = {
     [](const Matrix& x, int sign, uint16_t* out, int64_t begin, int64_t end) {
       with_dtype(x.dtype, [&](auto t) { hadamard_groups<decltype(t)>(x, sign, out, begin, end); });
     },
+    [](const Matrix& x, const float* signs, int64_t begin, int64_t end) {
+      return with_dtype(x.dtype, [&](auto t) { return amax_rotated<decltype(t)>(x, signs, begin, end); });
+    },
+    [](const Matrix& x, const float* signs, bool inverse, float* out, int64_t begin, int64_t end) {
+      with_dtype(x.dtype, [&](auto t) { rotate_groups<decltype(t)>(x, signs, inverse, out, begin, end); });
+    },
     [](const Matrix& x, const Plan& plan, const Quantized& out, int64_t begin, int64_t end) {
-      with_dtype(x.dtype, [&](auto t) { quantize<decltype(t)>(x, plan, out, begin, end); });
+      with_dtype(x.dtype, [&](auto t) {
+        const auto run = plan.spec.is_eden() ? quantize_rotated<decltype(t)> : quantize<decltype(t)>;
+        run(x, plan, out, begin, end);
+      });
     },
     [](const Matrix& x, const Plan& plan, const Quantized& out, const Plan& plan_t, const Quantized& out_t,
        int64_t begin, int64_t end) {

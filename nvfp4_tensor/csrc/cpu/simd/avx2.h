@@ -32,6 +32,7 @@ inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<co
 inline void store256(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline I load(const int32_t* p) { return {load256(p), load256(p + 8)}; }
+inline F load_halves(const float* low, const float* high) { return {_mm256_loadu_ps(low), _mm256_loadu_ps(high)}; }
 inline void store(float* p, F x) {
   _mm256_storeu_ps(p, x.low);
   _mm256_storeu_ps(p + 8, x.high);
@@ -90,6 +91,7 @@ inline F magnitude_to_6(F a) { return min(abs(a), set(6.0f)); }
 inline F fma(F a, F b, F c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
+inline F add_exact_product(F t, F scale, F a) { return fma(t, scale, a); }
 inline F add_exact_product(F t, float scale, F a) { return fma(t, set(scale), a); }
 inline F sub_exact_product(F t, float scale, F a) {
   const __m256 s = _mm256_set1_ps(scale);

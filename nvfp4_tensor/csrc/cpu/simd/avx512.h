@@ -26,6 +26,9 @@ inline F to_float(I x) { return _mm512_cvtepi32_ps(x); }
 
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
 inline I load(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline F load_halves(const float* low, const float* high) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(low)), _mm256_loadu_ps(high), 1);
+}
 // p[0], p[16], ... p[240].
 inline F gather_stride16(const float* p) { return _mm512_i32gather_ps(_mm512_slli_epi32(load(kLaneNumbers), 4), p, 4); }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
@@ -66,7 +69,8 @@ inline I select(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes
 inline F magnitude_to_6(F a) { return _mm512_range_ps(a, _mm512_set1_ps(6.0f), 0b1010); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 // a +- t * scale, where t * scale is exact, so that fusing changes nothing.
-inline F add_exact_product(F t, float scale, F a) { return _mm512_fmadd_ps(t, _mm512_set1_ps(scale), a); }
+inline F add_exact_product(F t, F scale, F a) { return _mm512_fmadd_ps(t, scale, a); }
+inline F add_exact_product(F t, float scale, F a) { return add_exact_product(t, set(scale), a); }
 inline F sub_exact_product(F t, float scale, F a) { return _mm512_fnmadd_ps(t, _mm512_set1_ps(scale), a); }
 
 template <int fraction_bits>

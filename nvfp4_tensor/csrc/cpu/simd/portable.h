@@ -42,6 +42,15 @@ V load_as(const E* p) {
 }
 inline F load(const float* p) { return load_as<F>(p); }
 inline I load(const int32_t* p) { return load_as<I>(p); }
+// Lanes 0-7 from one place, 8-15 from another.
+inline F load_halves(const float* low, const float* high) {
+  F out;
+  std::memcpy(&out, low, 32);
+  std::memcpy(reinterpret_cast<char*>(&out) + 32, high, 32);
+  return out;
+}
+inline void store(int32_t* p, I x) { std::memcpy(p, &x, sizeof x); }
+inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
 // p[0], p[16], ... p[240].
 inline F gather_stride16(const float* p) {
   return each_lane<F>([&](int lane) { return p[16 * lane]; });
@@ -88,6 +97,7 @@ inline F fma(F a, F b, F c) {
   return each_lane<F>([&](int lane) { return std::fma(a[lane], b[lane], c[lane]); });
 }
 // a +- t * scale, where t * scale is exact, so that fusing changes nothing.
+inline F add_exact_product(F t, F scale, F a) { return t * scale + a; }
 inline F add_exact_product(F t, float scale, F a) { return t * scale + a; }
 inline F sub_exact_product(F t, float scale, F a) { return a - t * scale; }
 
