@@ -149,6 +149,12 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
         bits, bits_t = spec.pack(), spec_t.pack()
         return lambda: nvfp4.quantize_pair(x, amax, amax_of_transpose, state, bits, bits_t)
 
+    def pair_values(spec: QuantizeSpec, spec_t: QuantizeSpec, codes_t: bool) -> Run:
+        bits, bits_t = spec.pack(), spec_t.pack()
+        return lambda: nvfp4.quantize_pair_values(x, amax, amax_t, state, bits, bits_t, codes_t)
+
+    plain_hadamard = NEAREST.replace(hadamard_sign=True)
+    search, eden = NEAREST.replace(scale_search="mse"), QuantizeSpec(round_mode="eden")
     lines: list[tuple[str, Run, int]] = [
         ("amax", lambda: nvfp4.amax(x, -1), dense),
         ("quantize, nearest", quantize(NEAREST), dense + small),
@@ -167,6 +173,13 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
         ("amax of row and transpose, Hadamard", lambda: nvfp4.amax_pair(x, hadamard.hadamard_sign), dense),
         ("row and transpose, stochastic", pair(STOCHASTIC, STOCHASTIC, amax), dense + 2 * small),
         ("row and transpose, Hadamard, stochastic", pair(STOCHASTIC, hadamard, amax_t), dense + 2 * small),
+        ("values and codes of transpose, Hadamard", pair_values(NEAREST, plain_hadamard, True), 2 * dense + small),
+        ("values of both, Hadamard, stochastic", pair_values(STOCHASTIC, hadamard, False), 3 * dense),
+        ("quantize, search (mse)", quantize(search), dense + small),
+        ("quantize, search (mse), 16x16", quantize(search.replace(block_rows=16)), dense + small),
+        ("quantize, search (mse), stochastic", quantize(search.replace(round_mode="stochastic")), dense + small),
+        ("amax of the rotation (EDEN)", lambda: nvfp4.amax_rotated(x, state), dense),
+        ("quantize, EDEN", quantize(eden), dense + small),
     ]
     return [Subject(name, run, moved, peers.get(name, {})) for name, run, moved in lines]
 

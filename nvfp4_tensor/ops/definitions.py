@@ -47,6 +47,9 @@ for _schema in (
     "quantize_pair(Tensor x, Tensor amax, Tensor amax_t, Tensor? rng_state, int spec, int spec_t,"
     " SymInt row0=0, SymInt col0=0, SymInt full_rows=0, SymInt full_width=0, int stream_t=1)"
     f" -> ({_QUANTIZED}, Tensor qdata_t, Tensor scale_t, Tensor per_tensor_scale_t)",
+    "quantize_pair_values(Tensor x, Tensor amax, Tensor amax_t, Tensor? rng_state, int spec, int spec_t, bool codes_t,"
+    " SymInt row0=0, SymInt col0=0, SymInt full_rows=0, SymInt full_width=0, int stream_t=1)"
+    " -> (Tensor values, Tensor per_tensor_scale, Tensor t, Tensor scale_t, Tensor per_tensor_scale_t)",
     "dequantize(Tensor qdata, Tensor scale, Tensor? per_tensor_scale, SymInt columns, ScalarType dtype) -> Tensor",
     f"fake_quantize(Tensor x, Tensor amax, Tensor? rng_state, int spec, ScalarType dtype, bool scaled=True, {_PLACE})"
     " -> (Tensor values, Tensor per_tensor_scale)",
@@ -179,7 +182,7 @@ def own_amax(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, col0: int 
     return torch.ops.nvfp4.amax_rotated(x, rng_state, col0)
 
 
-def _fake_quantized(
+def fake_quantized(
     x: Tensor, rows: int, columns: int, leading: Sequence[int], spec: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     columns = ceil_to(columns, QuantizeSpec.unpack(spec).column_multiple)
@@ -202,7 +205,7 @@ def _(
     full_width: int = 0,
     stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_quantized(x, math.prod(x.shape[:-1]), x.shape[-1], x.shape[:-1], spec)
+    return fake_quantized(x, math.prod(x.shape[:-1]), x.shape[-1], x.shape[:-1], spec)
 
 
 @_implement("quantize_pair")
@@ -249,8 +252,8 @@ def _(
 ) -> tuple[Tensor, ...]:
     rows, columns = x.shape
     return (
-        *_fake_quantized(x, rows, columns, (rows,), spec),
-        *_fake_quantized(x, columns, rows, (columns,), spec_t),
+        *fake_quantized(x, rows, columns, (rows,), spec),
+        *fake_quantized(x, columns, rows, (columns,), spec_t),
     )
 
 
@@ -270,10 +273,10 @@ def _(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, columns: in
     return qdata.new_empty((*qdata.shape[:-1], columns), dtype=dtype)
 
 
-def _fake_quantize_columns(x: Tensor, spec: int) -> int:
+def columns_of_values(columns: int, spec: int) -> int:
     """A transform fills the padding of the last columns that it takes together, so what it returns keeps it."""
     how = QuantizeSpec.unpack(spec)
-    return x.shape[-1] if how.rotation is None else ceil_to(x.shape[-1], how.rotation)
+    return columns if how.rotation is None else ceil_to(columns, how.rotation)
 
 
 @_implement("fake_quantize")
@@ -290,7 +293,7 @@ def fake_quantize(
 ) -> tuple[Tensor, Tensor]:
     """What x decodes to after quantization, and the per-tensor scale, which values hold only where ``scaled``."""
     qdata, scale, factor = quantize(x, amax, rng_state, spec, row0, col0, full_width)
-    columns = _fake_quantize_columns(x, spec)
+    columns = columns_of_values(x.shape[-1], spec)
     return dequantize(qdata, scale, factor if scaled else None, columns, dtype), factor
 
 
@@ -306,7 +309,7 @@ def _(
     col0: int = 0,
     full_width: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    values = x.new_empty((*x.shape[:-1], _fake_quantize_columns(x, spec)), dtype=dtype)
+    values = x.new_empty((*x.shape[:-1], columns_of_values(x.shape[-1], spec)), dtype=dtype)
     return values, x.new_empty((), dtype=torch.float32)
 
 
@@ -319,7 +322,7 @@ def quantize_activation(x: Tensor, rng_state: Tensor | None, spec: int, dtype: t
 
 @_fake("quantize_activation")
 def _(x: Tensor, rng_state: Tensor | None, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    values = x.new_empty((*x.shape[:-1], _fake_quantize_columns(x, spec)), dtype=dtype)
+    values = x.new_empty((*x.shape[:-1], columns_of_values(x.shape[-1], spec)), dtype=dtype)
     return values, x.new_empty((), dtype=torch.float32)
 
 

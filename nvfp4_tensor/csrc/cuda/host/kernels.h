@@ -65,6 +65,19 @@ void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const V
 // Whole blocks, 1x16 or 16x16, to nearest even or stochastic, with four-over-six. Leaves the scales' padding alone.
 void launch_quantize_four_over_six(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
 
+// The same with a search over scales.
+void launch_quantize_search(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream);
+
+// EDEN, any shape. how.random counts rotations, not blocks; first_group: that of the first column. Columns are padded
+// to 128; leaves the scales' padding of rows alone.
+void launch_quantize_eden(const Matrix& x, const Quantization& how, int64_t first_group, const Codes& out,
+                          cudaStream_t stream);
+// Its rotation, or that taken back, as float32; and the largest magnitude of it, `out` holding zero before.
+void launch_rotate(const Matrix& x, const int64_t* rng_state, int64_t first_group, bool inverse, float* out,
+                   cudaStream_t stream);
+void launch_amax_rotated(const Matrix& x, const int64_t* rng_state, int64_t first_group, float* out,
+                         cudaStream_t stream);
+
 // What x decodes to after quantization by its own amax, in its own dtype, without the per-tensor scale, which goes to
 // `factor`. Whole blocks, to nearest even, at most 2^18 of them. scratch: memory of so many bytes, which lives as long
 // as the stream needs it.
@@ -75,6 +88,13 @@ void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float
 // bfloat16, both sides rounded alike; the transposed side may be Hadamard-transformed. Writes its scale padding.
 void launch_quantize_pair(const Matrix& x, const Quantization& how, const Quantization& how_transposed,
                           const Codes& out, const Codes& out_transposed, cudaStream_t stream);
+
+// The same, the rows as bfloat16 code x block scale, the transpose too where values_transposed is not null (its rows
+// padded to 16), else as codes. fits: whether the device has the shared memory.
+bool fits_quantize_pair_values(bool codes_t);
+void launch_quantize_pair_values(const Matrix& x, const Quantization& how, const Quantization& how_transposed,
+                                 void* values, void* values_transposed, const Codes& codes_transposed,
+                                 cudaStream_t stream);
 
 struct Quantized {
   const uint8_t* qdata;

@@ -1,5 +1,6 @@
 // quantize and fake_quantize for every spec and every shape, straight from numerics/*.h: what the fast kernels leave.
 #include "cuda/block/row_lanes.cuh"
+#include "cuda/block/search.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -24,6 +25,15 @@ __device__ __forceinline__ uint8_t choose_scale(const float (&v)[kBlock], const 
     most = !(most <= kFloatMax) || most > here ? most : here;
   }
   most = tile_max(most, tile);
+  if (spec.scale_search != ScaleSearch::kNone) {
+    float magnitudes[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) magnitudes[i] = magnitude(v[i]);
+    return search_scale(
+        magnitudes, most, tensor, spec.scale_rounding,
+        [&](uint32_t s_bits) { return tensor.block_encode(e4m3_value(static_cast<uint8_t>(s_bits))); },
+        [=](float sum) { return tile_sum(sum, tile); });
+  }
   if (spec.four_over_six == FourOverSix::kNone) return tensor.block_scale(most, spec.scale_rounding);
   const uint8_t six = tensor.block_scale_for(most, false, spec.scale_rounding);
   const uint8_t four = tensor.block_scale_for(most, true, spec.scale_rounding);

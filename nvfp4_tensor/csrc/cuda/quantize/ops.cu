@@ -76,24 +76,58 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
   return {row, column};
 }
 
-// --- quantize --------------------------------------------------------------------------------------------------------
+// --- EDEN's rotation -------------------------------------------------------------------------------------------------
 
-// How to quantize, where the kernels can.
-QuantizeSpec supported(int64_t bits) {
-  const QuantizeSpec spec = spec_of(bits);
-  STD_TORCH_CHECK(
-      spec.scale_search == ScaleSearch::kNone && !spec.is_eden(),
-      "this CUDA library has no kernels for scale_search and EDEN: NVFP4_TENSOR_NATIVE=0 in the environment "
-      "lets plain torch serve them");
-  return spec;
+const QuantizeSpec kEden = QuantizeSpec::unpack(1 << 12);
+
+// The number of the first column's rotation.
+int64_t first_group(int64_t col0) {
+  STD_TORCH_CHECK(col0 >= 0 && col0 % kRotation == 0, "col0 must be a multiple of ", kRotation,
+                  ", where a rotation begins, not ", col0);
+  return col0 / kRotation;
 }
+
+Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t col0) {
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  STD_TORCH_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
+                  " columns, not ", m.columns);
+  const int64_t group = first_group(col0);
+  const int64_t* state = rng_state_of(rng_state, kEden, x);
+  Tensor out = empty(with_last(x, ceil_div(m.columns, kRotation) * kRotation), ScalarType::Float, x);
+  launch_rotate(m, state, group, inverse, floats(out), current_stream(x));
+  check_launched("nvfp4::rotate");
+  return out;
+}
+
+Tensor amax_rotated(const Tensor& x, const Tensor& rng_state, int64_t col0) {
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const cudaStream_t stream = current_stream(x);
+  const int64_t group = first_group(col0);
+  const int64_t* state = rng_state_of(rng_state, kEden, x);
+  Tensor out = zero_scalar(x, stream);
+  launch_amax_rotated(rows.matrix, state, group, floats(out), stream);
+  check_launched("nvfp4::amax_rotated");
+  return out;
+}
+
+// The amax of what the spec quantizes: of x, of its Hadamard transform, or of its rotation.
+Tensor own_amax(const Tensor& x, const QuantizeSpec& spec, const std::optional<Tensor>& rng_state, int64_t col0) {
+  if (!spec.is_eden()) return nvfp4::amax(x, spec.hadamard_sign);
+  rng_state_of(rng_state, spec, x);  // refuses none
+  return nvfp4::amax_rotated(x, *rng_state, col0);
+}
+
+// --- quantize --------------------------------------------------------------------------------------------------------
 
 // Of x, or of what is made of it, as a matrix of so many rows and columns.
 Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<Tensor>& rng_state, int64_t stream,
                           const Tensor& x, int64_t rows, int64_t columns, int64_t row0, int64_t col0,
                           int64_t full_width, Tensor& factor) {
   Quantization how{};
-  how.spec = supported(spec);
+  how.spec = spec_of(spec);
   how.amax = amax_of(amax, x);
   how.per_tensor_scale = floats(factor);
   const auto [first, row_blocks] = block_numbers(rows, columns, row0, col0, full_width);
@@ -106,7 +140,12 @@ bool is_fast_mode(const QuantizeSpec& spec) {
   return spec.round_mode == RoundingMode::kNearestEven || spec.is_stochastic();
 }
 
-bool is_fast(const QuantizeSpec& spec) { return is_fast_mode(spec) && spec.four_over_six == FourOverSix::kNone; }
+// Whether a block's scale follows from its largest element alone.
+bool is_plain(const QuantizeSpec& spec) {
+  return spec.four_over_six == FourOverSix::kNone && spec.scale_search == ScaleSearch::kNone;
+}
+
+bool is_fast(const QuantizeSpec& spec) { return is_fast_mode(spec) && is_plain(spec); }
 
 // The packed spec of what is already transformed.
 int64_t without_hadamard(int64_t spec) { return spec & ~(int64_t{0xFFFF} << 16 | 1 << 9); }
@@ -125,10 +164,37 @@ struct Outputs {
   }
 };
 
+std::tuple<Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const Tensor& amax,
+                                                 const std::optional<Tensor>& rng_state, const QuantizeSpec& spec,
+                                                 int64_t row0, int64_t col0, int64_t full_width,
+                                                 int64_t random_stream) {
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = current_stream(x);
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  Outputs out(with_last(x, 0), m.rows, ceil_div(m.columns, kRotation) * (kRotation / kBlock), x);
+  block_numbers(m.rows, m.columns, row0, col0, full_width, kRotation);  // refuses what would overflow
+  const int64_t row_groups = ceil_div(full_width ? full_width : m.columns, kRotation), group = col0 / kRotation;
+  Quantization how{};
+  how.spec = spec;
+  how.amax = amax_of(amax, x);
+  how.per_tensor_scale = floats(out.factor);
+  how.random = {rng_state_of(rng_state, spec, x), row0 * row_groups + group, row_groups,
+                static_cast<int>(random_stream)};
+  if (m.rows % kTileRows) {
+    cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
+  }
+  launch_quantize_eden(m, how, group, out.codes(), stream);
+  check_launched("nvfp4::quantize");
+  return {out.qdata, out.scale, out.factor};
+}
+
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
                                             int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
                                             int64_t random_stream) {
-  if (const int sign = supported(spec).hadamard_sign; sign >= 0) {
+  const QuantizeSpec unpacked = spec_of(spec);
+  if (unpacked.is_eden()) return quantize_eden(x, amax, rng_state, unpacked, row0, col0, full_width, random_stream);
+  if (const int sign = unpacked.hadamard_sign; sign >= 0) {
     // What is quantized is the transform rounded to bfloat16, so two fast kernels do what one slow one would.
     return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0, full_width, random_stream);
   }
@@ -140,25 +206,28 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
   const Quantization how = quantization(spec, amax, rng_state, random_stream, x, m.rows, m.columns, row0, col0,
                                         full_width, out.factor);
   const bool fast = is_fast_mode(how.spec) && m.whole_blocks();
-  const bool plain = how.spec.four_over_six == FourOverSix::kNone;
+  const bool plain = is_plain(how.spec), search = how.spec.scale_search != ScaleSearch::kNone;
   if (fast && plain && how.spec.block_rows == 1) {
     launch_quantize_rows(m, how, out.codes(), stream);
   } else {
     if (m.rows % kTileRows || m.blocks() % kTileColumns) {
       cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
     }
-    const auto launch = !fast ? launch_quantize_any : plain ? launch_quantize_tiles : launch_quantize_four_over_six;
+    const auto launch = !fast    ? launch_quantize_any
+                        : plain  ? launch_quantize_tiles
+                        : search ? launch_quantize_search
+                                 : launch_quantize_four_over_six;
     launch(m, how, out.codes(), stream);
   }
   check_launched("nvfp4::quantize");
   return {out.qdata, out.scale, out.factor};
 }
 
-// The op: without amax, that of x (or of its Hadamard transform).
+// The op: without amax, that of x (or of its transform).
 std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Tensor> amax,
                                                std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
                                                int64_t col0, int64_t full_width, int64_t random_stream) {
-  if (!amax.has_value()) amax = nvfp4::amax(x, supported(spec).hadamard_sign);
+  if (!amax.has_value()) amax = own_amax(x, spec_of(spec), rng_state, col0);
   return quantize(x, *amax, rng_state, spec, row0, col0, full_width, random_stream);
 }
 
@@ -176,8 +245,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  if (!is_fast_pair(m, supported(spec), supported(spec_t))) {
-    const Tensor x_t = transposed(x, m, supported(spec_t).hadamard_sign);
+  if (!is_fast_pair(m, spec_of(spec), spec_of(spec_t))) {
+    const Tensor x_t = transposed(x, m, spec_of(spec_t).hadamard_sign);
     return std::tuple_cat(quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
                           quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, stream_t));
   }
@@ -224,6 +293,12 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
 // 9 us for 2^20 of them on an H200, as much as the second call does on the host.
 constexpr int64_t kTwoKernels = 1 << 20;
 
+// A transform fills the padding of the last columns that it takes together, so what it returns keeps it.
+int64_t columns_of_values(const QuantizeSpec& spec, int64_t columns) {
+  const int together = spec.is_eden() ? kRotation : spec.hadamard_sign >= 0 ? kBlock : 1;
+  return ceil_div(columns, together) * together;
+}
+
 std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
                                          int64_t spec, ScalarType type, bool scaled, int64_t row0, int64_t col0,
                                          int64_t full_width) {
@@ -235,13 +310,13 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
   const cudaStream_t stream = current_stream(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  const QuantizeSpec unpacked = supported(spec);
+  const QuantizeSpec unpacked = spec_of(spec);
   const Dtype dtype = dtype_of(type, "dtype");
   const bool fast = is_fast_mode(unpacked) && m.whole_blocks();
   const bool one_kernel = fast && is_fast(unpacked) && unpacked.hadamard_sign < 0 && unpacked.block_rows == 1 &&
                           dtype == m.dtype;
-  const int64_t columns = unpacked.hadamard_sign >= 0 ? m.blocks() * kBlock : m.columns;
-  if (fast && !one_kernel && m.rows * m.columns >= kTwoKernels) {
+  const int64_t columns = columns_of_values(unpacked, m.columns);
+  if (unpacked.is_eden() || (fast && !one_kernel && m.rows * m.columns >= kTwoKernels)) {
     auto [qdata, scale, factor] = quantize(x, amax, rng_state, spec, row0, col0, full_width, 0);
     return {dequantize(qdata, scale, scaled ? std::optional<Tensor>(factor) : std::nullopt, columns, type), factor};
   }
@@ -254,13 +329,49 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
   return {out, factor};
 }
 
+// Values, their factor, and of the transpose codes, scales and factor, or values, no scales and factor.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
+    const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
+    int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
+  STD_TORCH_CHECK(x.dim() == 2, "quantize_pair_values takes a matrix");
+  check_transposed_place(row0, full_rows);
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
+  const int64_t width = columns_of_values(of_rows, m.columns), width_t = columns_of_values(of_columns, m.rows);
+  const bool one_kernel = is_fast_pair(m, of_rows, of_columns) && !of_rows.hardware_rounding &&
+                          !of_columns.hardware_rounding && (codes_t || width_t % kBlock == 0) &&
+                          fits_quantize_pair_values(codes_t);
+  if (!one_kernel) {
+    auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(
+        x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
+    Tensor values = dequantize(qdata, scale, std::nullopt, width, ScalarType::BFloat16);
+    if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
+    return {values, factor, dequantize(qdata_t, scale_t, std::nullopt, width_t, ScalarType::BFloat16),
+            empty({0}, ScalarType::Float8_e4m3fn, x), factor_t};
+  }
+  const int64_t blocks_t = codes_t ? ceil_div(m.rows, kBlock) : 0;
+  Tensor values = empty({m.rows, width}, ScalarType::BFloat16, x), factor = empty({}, ScalarType::Float, x);
+  Outputs out_t({m.columns, 0}, m.columns, blocks_t, x);  // empty where values are wanted
+  Tensor values_t = codes_t ? out_t.qdata : empty({m.columns, width_t}, ScalarType::BFloat16, x);
+  Tensor scale_t = codes_t ? out_t.scale : empty({0}, ScalarType::Float8_e4m3fn, x);
+  const Quantization how = quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width, factor);
+  const Quantization how_t = quantization(spec_t, amax_t, rng_state, stream_t, x, m.columns, m.rows, col0, row0,
+                                          full_rows, out_t.factor);
+  launch_quantize_pair_values(m, how, how_t, values.mutable_data_ptr(), codes_t ? nullptr : values_t.mutable_data_ptr(),
+                              out_t.codes(), current_stream(x));
+  check_launched("nvfp4::quantize_pair_values");
+  return {values, factor, values_t, scale_t, out_t.factor};
+}
+
 std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
                                                ScalarType type) {
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
-  const QuantizeSpec how = supported(spec);
+  const QuantizeSpec how = spec_of(spec);
   if (x.scalar_type() != type || !fits_quantize_activation(rows.matrix, how)) {
-    return fake_quantize(x, nvfp4::amax(x, how.hadamard_sign), rng_state, spec, type, false, 0, 0, 0);
+    return fake_quantize(x, own_amax(x, how, rng_state, 0), rng_state, spec, type, false, 0, 0, 0);
   }
   Tensor factor = empty({}, ScalarType::Float, x), out = empty(with_last(x, rows.matrix.columns), type, x);
   Scratch scratch(x);
@@ -276,8 +387,11 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) {
   m.impl("amax", TORCH_BOX(&amax));
   m.impl("amax_pair", TORCH_BOX(&amax_pair));
   m.impl("hadamard", TORCH_BOX(&hadamard));
+  m.impl("rotate", TORCH_BOX(&rotate));
+  m.impl("amax_rotated", TORCH_BOX(&amax_rotated));
   m.impl("quantize", TORCH_BOX(&quantize_op));
   m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
+  m.impl("quantize_pair_values", TORCH_BOX(&quantize_pair_values));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
   m.impl("quantize_activation", TORCH_BOX(&quantize_activation));

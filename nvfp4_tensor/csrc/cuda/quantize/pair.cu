@@ -1,26 +1,13 @@
 // quantize_pair: a bfloat16 matrix and its (Hadamard-transformed) transpose, quantized in one pass over it.
 //
 // A thread block copies a tile of 128 x 128 elements to shared memory, 16 bytes a copy, and reads it twice: by rows, a
-// thread 16 elements of one, and by columns, a thread 16 rows of two of them. 16-byte chunk c of row r lies at chunk
-// c ^ (r / 16): eight groups of 16 rows by four words then fall into 32 different banks, and so do four even chunks of
-// a row and of the row 16 below it. The tile makes two whole tiles of block scales on either side; they are gathered in
-// shared memory and written, padding included, as 1024 contiguous bytes each. The next tile is copied meanwhile.
-#include <atomic>
-
-#include "cuda/block/block.cuh"
-#include "cuda/block/columns.cuh"
+// thread 16 elements of one, and by columns, a thread 16 rows of two of them. The tile makes two whole tiles of block
+// scales on either side; they are gathered in shared memory and written, padding included, as 1024 contiguous bytes
+// each. The next tile is copied meanwhile.
+#include "cuda/block/pair_tile.cuh"
 
 namespace nvfp4 {
 namespace {
-
-using Bf16 = __nv_bfloat16;
-
-constexpr int kTile = 128;
-constexpr int kChunks = kTile * 2 / 16;      // 16-byte chunks of a row
-constexpr int kTileBlocks = kTile / kBlock;  // of a row
-constexpr int kScaleBytes = kTile * kTileBlocks;
-constexpr int kBlocksPerSm = 2;  // with 128 registers a thread: 2 % ahead of 3 with 80
-constexpr int kWaves = 4;        // a static share each leaves some warps to end alone
 
 struct Shared {
   uint4 x[2][kTile][kChunks];  // the tile at work and the next
@@ -28,58 +15,6 @@ struct Shared {
   float enc[128], enc_transposed[128];
 };
 
-// One side of the pair.
-struct Side {
-  Quantization how;
-  Codes out;
-  uint32_t rows, blocks;  // blocks in a row of codes
-};
-
-// What a side's blocks need that is the same for all of them.
-struct Encoder {
-  const float* enc;
-  float sixth;
-  DrawSource source;
-};
-
-// Rows of `rows` from `first` on.
-__device__ __forceinline__ uint32_t rows_left(uint32_t rows, uint32_t first) { return rows - min(rows, first); }
-
-__device__ __forceinline__ void copy_chunk(uint4* to, const void* from, bool inside) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(inside ? 16 : 0));
-}
-
-// Starts the copy of the tile at (row0, column0); one commit group, empty past the last tile. A thread copies a chunk
-// of each of eight neighbouring rows, so that their places are one register and constants.
-__device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32_t column0, uint4 (*to)[kChunks]) {
-  constexpr int kRowsAThread = kTile * kChunks / kThreads;
-  const uint32_t chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRowsAThread;
-  const uint32_t column = column0 + chunk * 8;
-  const uint32_t rows = column < x.columns ? rows_left(static_cast<uint32_t>(x.rows), row0 + first) : 0;
-  const Bf16* from = element_at<Bf16>(x, row0 + first, column);
-#pragma unroll
-  for (int i = 0; i < kRowsAThread; ++i, from += x.row_stride) {
-    copy_chunk(&to[first + i][chunk ^ first / kBlock], from, i < rows);
-  }
-}
-
-template <Fast mode>
-__device__ __forceinline__ void quantize_one(const Elements<Bf16, kBlock>& x, const Encoder& encoder,
-                                             ScaleRounding rounding, uint64_t number, bool inside, uint2* codes,
-                                             uint8_t* scale) {
-  const uint8_t s_bits = scale_from_bits<Bf16>(x.amax_bits(), encoder.sixth, rounding);
-  const uint2 coded = encode16<mode>(x, s_bits, encoder.enc[s_bits], encoder.source, number);
-  if (inside) *codes = coded;
-  *scale = inside ? s_bits : 0;
-}
-
-// Where block (row, block) of a side has its codes.
-__device__ __forceinline__ uint2* codes_at(const Side& side, uint32_t row, uint32_t block) {
-  return reinterpret_cast<uint2*>(side.out.qdata) + (static_cast<int64_t>(row) * side.blocks + block);
-}
-
-// Both walks keep a thread within one group of 16 rows, so that all its shared memory lies at constants from one place.
 template <Fast mode>
 __device__ __forceinline__ void quantize_by_rows(const Side& side, const Encoder& encoder, uint32_t row0,
                                                  uint32_t block0, const uint4 (*x)[kChunks], uint8_t* scale) {
@@ -104,52 +39,7 @@ __device__ __forceinline__ void quantize_by_rows(const Side& side, const Encoder
 }
 
 template <Fast mode, bool transform>
-__device__ __forceinline__ void quantize_by_columns(const Side& side, const Encoder& encoder,
-                                                    const HadamardFactors& factors, uint32_t row0, uint32_t block0,
-                                                    const uint4 (*x)[kChunks], uint8_t* scale) {
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t group = lane / 4;  // of 16 rows: a block of the transpose
-  const uint32_t first = warp * 8 + lane % 4 * 2;
-  constexpr int kColumnsATurn = kThreads / 32 * 8;
-  const uint32_t columns = block0 + group < side.blocks ? rows_left(side.rows, row0 + first) : 0;
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(&x[group * kBlock][warp ^ group]) + lane % 4;
-  uint2* codes = codes_at(side, row0 + first, block0 + group);
-  uint64_t number = block_number(side.how.random, row0 + first, block0 + group);
-  scale += scale_offset(first, group, kTileBlocks / kTileColumns);
-#pragma unroll
-  for (int column = 0; column < kTile; column += kColumnsATurn) {
-    uint32_t word[kBlock];
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) word[i] = words[(i * kChunks + column / 8) * 4];
-#pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      quantize_one<mode>(column_block<transform>(word, which, factors), encoder, side.how.spec.scale_rounding,
-                         number + which * side.how.random.width, column < columns,
-                         codes + which * static_cast<int64_t>(side.blocks), scale + column / 32 * 4 + which * 16);
-    }
-    codes += kColumnsATurn * static_cast<int64_t>(side.blocks), number += kColumnsATurn * side.how.random.width;
-  }
-}
-
-// The tile's scales, 1024 bytes in place order, to where the two tiles of scales lie; the second may not exist.
-__device__ __forceinline__ void store_scales(const uint8_t* scale, const Side& side, uint32_t row0, uint32_t block0) {
-  const uint32_t column_tiles = (side.blocks + kTileColumns - 1) / kTileColumns;
-  const uint32_t bytes = min(2u, column_tiles - block0 / kTileColumns) * kTileBytes;
-  const uint32_t at = threadIdx.x * 16;
-  if (at >= bytes) return;
-  uint8_t* to = side.out.scale + scale_offset(row0, block0, column_tiles);
-  *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(scale + at);
-}
-
-template <Fast mode>
-__device__ __forceinline__ Encoder make_encoder(const Side& side, float* enc) {
-  const TensorScale tensor = tensor_scale(side.how);
-  if (threadIdx.x < 128) enc[threadIdx.x] = tensor.block_encode(e4m3_value(static_cast<uint8_t>(threadIdx.x)));
-  return {enc, tensor.sixth, draw_source(side.how, mode != Fast::kNearestEven)};
-}
-
-template <Fast mode, bool transform>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kPairBlocksPerSm)
     quantize_pair(Matrix x, Side side, Side transposed, HadamardFactors factors) {
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -158,8 +48,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   Walk tile(ceil_div(x.rows, kTile), ceil_div(x.columns, kTile), blockIdx.x, gridDim.x);
   load_tile(x, tile.row * kTile, tile.column * kTile, shared.x[0]);
   asm volatile("cp.async.commit_group;");
-  const Encoder encoder = make_encoder<mode>(side, shared.enc);
-  const Encoder encoder_transposed = make_encoder<mode>(transposed, shared.enc_transposed);
+  const Encoder encoder = make_encoder<mode>(side.how, shared.enc);
+  const Encoder encoder_transposed = make_encoder<mode>(transposed.how, shared.enc_transposed);
   for (uint32_t stage = 0; tile.inside(); stage ^= 1) {
     const uint32_t row0 = tile.row * kTile, column0 = tile.column * kTile;
     tile.step();
@@ -177,25 +67,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-// Once a device: the call takes as long as an allocation.
-template <auto kernel>
-void allow_shared_memory() {
-  static std::atomic<uint64_t> allowed{0};  // a bit a device
-  int device = 0;
-  cudaGetDevice(&device);
-  const uint64_t bit = uint64_t{1} << device % 64;
-  if (device < 64 && allowed & bit) return;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
-  allowed |= bit;
-}
-
 template <Fast mode, bool transform>
 void launch(const Matrix& x, const Side& side, const Side& transposed, cudaStream_t stream) {
   constexpr auto kernel = quantize_pair<mode, transform>;
-  allow_shared_memory<kernel>();
+  allow_shared_memory<kernel>(sizeof(Shared));
   const int64_t tiles = ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   const int sign = transposed.how.spec.hadamard_sign;
-  kernel<<<grid_of(kWaves * kBlocksPerSm, tiles), kThreads, sizeof(Shared), stream>>>(
+  kernel<<<grid_of(kPairWaves * kPairBlocksPerSm, tiles), kThreads, sizeof(Shared), stream>>>(
       x, side, transposed, HadamardFactors::from(static_cast<uint32_t>(sign)));
 }
 

@@ -1,0 +1,70 @@
+// quantize with a search over scales: of seven neighbours, the one of least squared error. A lane has a row of a block,
+// the magnitudes of its elements in registers.
+//
+// What an element is rounded to comes from two fused multiply-adds, without a code: seven instructions an element and
+// scale (eight for the smallest scale, where values beyond 6 saturate), 50 for seven of them, where four-over-six,
+// whose error is that of decoded values, takes 12 a scale.
+#include "cuda/block/row_lanes.cuh"
+#include "cuda/block/search.cuh"
+
+namespace nvfp4 {
+namespace {
+
+template <typename T>
+__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const RowPlace& place) {
+  if (!place.inside) return Elements<T, kBlock>::zero();
+  return Elements<T, kBlock>::load(element_at<T>(x, place.row, place.column * kBlock));
+}
+
+template <typename T, Fast mode, bool tile>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
+    quantize_search(Matrix x, Quantization how, Codes out) {
+  RowLanes lanes(x, tile);
+  RowPlace place = lanes.place(x);
+  auto block = load<T>(x, place);  // on its way while the table is made
+  write_per_tensor_scale(how);
+  const TensorScale tensor = tensor_scale(how);
+  const float* enc = encode_table(tensor);
+  const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
+  const uint32_t blocks = static_cast<uint32_t>(x.blocks()), column_tiles = static_cast<uint32_t>(x.column_tiles());
+  while (lanes.any()) {
+    const RowPlace here = place;
+    const Elements<T, kBlock> now = block;
+    lanes.at.step();
+    place = lanes.place(x);
+    block = load<T>(x, place);  // in flight during the rest
+    uint32_t most = now.amax_bits();
+    if constexpr (tile) {
+#pragma unroll
+      for (int half = 8; half; half /= 2) most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, half));
+    }
+    float v[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) v[i] = fabsf(now.value(i));
+    const uint8_t s_bits = search_scale(
+        v, Elements<T, kBlock>::magnitude_of(most), tensor, how.spec.scale_rounding,
+        [=](uint32_t scale) { return enc[scale]; }, [](float sum) { return tile_sum(sum, tile); });
+    if (!here.inside) continue;
+    const uint64_t number = block_number(how.random, here.row, here.column);
+    reinterpret_cast<uint2*>(out.qdata)[static_cast<int64_t>(here.row) * blocks + here.column] = encode16<mode>(
+        now, s_bits, enc[s_bits], source, number);
+    out.scale[scale_offset(here.row, here.column, column_tiles)] = s_bits;
+  }
+}
+
+}  // namespace
+
+void launch_quantize_search(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream) {
+  const int64_t threads = RowLanes::threads(x, how.spec);
+  for_dtype(x.dtype, [&](auto type) {
+    for_mode(how.spec, [&](auto mode) {
+      if (how.spec.block_rows == 1) {
+        launch_walk<quantize_search<decltype(type), mode.value, false>, 4>(threads, stream, x, how, out);
+      } else {
+        launch_walk<quantize_search<decltype(type), mode.value, true>, 4>(threads, stream, x, how, out);
+      }
+    });
+  });
+}
+
+}  // namespace nvfp4
