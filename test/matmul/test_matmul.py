@@ -326,7 +326,7 @@ def test_alpha_and_beta_of_zero_leave_out_what_they_multiply(device, dtype):
     for beta in (1, 0.5, 0):
         y = torch.addmm(bias, nan, w.t(), alpha=0, beta=beta)
         assert torch.equal(y, (bias * beta).expand(3, 40)) and y.dtype == dtype
-        if dtype == torch.float32:
+        if dtype == torch.float32 and device == "cpu":  # on CUDA torch lets the NaN through
             assert torch.equal(y, torch.addmm(bias, nan, w.dequantize().t(), alpha=0, beta=beta))
     assert torch.equal(torch.addmm(bias * torch.nan, x, w.t(), beta=0), x @ w.t())
     left = torch.addmm(bias[:3], w, nan.t(), alpha=0)

@@ -52,7 +52,7 @@ def test_a_place_that_no_tensor_has_is_refused(device, implementation, place, me
         ((-16, 0, 0, 0), "row0 must be a multiple of 16, where a block of the transpose begins, not -16"),
         ((8, 0, 64, 64), "row0 must be a multiple of 16, where a block of the transpose begins, not 8"),
         ((0, 0, -4, 64), "full_rows must not be negative, not -4"),
-        ((0, -16, 4, 64), "must not be negative, not 0, -16 and 64"),
+        ((0, -16, 4, 64), "must not be negative, not"),
         ((0, 8, 4, 128), "col0 must be a multiple of 16"),
         ((0, 0, 4, -64), "must not be negative"),
         ((0, 1 << 62, 1 << 20, 1 << 20), "blocks are numbered in 63 bits"),
