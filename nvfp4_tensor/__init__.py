@@ -68,6 +68,8 @@ def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"nvfp4_tensor.{_LATER[name]}"), name)
+    if name in ("NVFP4Config", "NVFP4WeightOnlyConfig"):  # so that torchao's QATConfig takes them
+        importlib.import_module("nvfp4_tensor.integrations.torchao_qat")
     globals()[name] = value
     return value
 
