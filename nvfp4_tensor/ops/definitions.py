@@ -342,7 +342,8 @@ def matmul(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """x @ w^T (or x @ w where ``across_blocks``) of a dense x and an NVFP4 w; see :func:`reference.matmul`."""
-    return reference.matmul(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, across_blocks, out_dtype)
+    with torch.autocast(x.device.type, enabled=False):  # which would multiply in 16 bits
+        return reference.matmul(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, across_blocks, out_dtype)
 
 
 @_fake("matmul")

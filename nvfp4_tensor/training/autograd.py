@@ -15,11 +15,14 @@ from torch import Tensor
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.training.products import (
+    Left,
     Operand,
+    Values,
+    decoded,
+    multipliable,
     product,
     product_across,
     quantized,
-    quantized_pair,
     rotated_back,
     runs_on_codes,
     transposed,
@@ -42,7 +45,7 @@ class Needs(NamedTuple):
 class Operands(NamedTuple):
     """What the forward quantizes; None where the recipe leaves it dense, or nobody needs it."""
 
-    x: Operand | None
+    x: Operand | Values | None
     x_t: Operand | None
     w: Operand | None
 
@@ -127,13 +130,16 @@ def draw(recipe: Recipe, backward: bool, like: Tensor) -> Tensor | None:
 
 def input_operands(
     x: Tensor, recipe: Recipe, needs: Needs, rng_state: Tensor | None
-) -> tuple[Operand | None, Operand | None]:
+) -> tuple[Operand | Values | None, Operand | None]:
     """x (M, K) for fprop and, if it is needed, x^T for wgrad: in one pass over x.
 
     rng_state goes in only where it decides something, so that a compiled graph folds equal ones of one x.
     """
     specs = recipe.x, recipe.x_t if needs.dw else None
-    return quantized_pair(x.detach(), *specs, rng_state if draws(*specs) else None, X_T_STREAM)
+    rng_state = rng_state if draws(*specs) else None
+    of_x, x_t = multipliable(x.detach(), *specs, rng_state, X_T_STREAM, codes_t=True, codes=recipe.w is None)
+    assert not isinstance(x_t, Values)
+    return of_x, x_t
 
 
 def weight_operand(weight: Tensor, recipe: Recipe, rng_state: Tensor | None) -> Operand | None:
@@ -162,7 +168,7 @@ def multiply(
     """x (M, K) @ weight (N, K)^T + bias, differentiable by the recipe's backward: (M, N) of the dtype of x."""
     if not any(needs):
         return _fprop(x, weight, bias, operands)
-    flat = [part for operand in operands for part in (operand or (None, None, None))]
+    flat = [part for operand in operands for part in _parts(operand)]
     return _Products.apply(x, weight, bias, recipe, needs, rng_state, *flat)
 
 
@@ -187,7 +193,9 @@ class _Products(torch.autograd.Function):
         rng_state: Tensor | None,
         *flat: Tensor | None,
     ) -> Tensor:
-        operands = Operands(*(_operand(flat[i : i + 3]) for i in (0, 3, 6)))
+        x_t, w = _operand(flat[3:6]), _operand(flat[6:])
+        assert not isinstance(x_t, Values) and not isinstance(w, Values)
+        operands = Operands(_operand(flat[:3]), x_t, w)
         reads_weight = needs.dx and not _reads_codes(recipe)
         ctx.save_for_backward(
             rng_state,
@@ -207,7 +215,8 @@ class _Products(torch.autograd.Function):
         recipe, needs = ctx.recipe, ctx.needs
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         specs = recipe.dy if needs.dx else None, recipe.dy_t if needs.dw else None
-        dy_q, dy_t = quantized_pair(dy, *specs, rng_state, DY_T_STREAM)
+        beside_dense = (recipe.w_for_dx == WeightForDx.DENSE and not recipe.rotates_dy_back) or recipe.x_t is None
+        dy_q, dy_t = multipliable(dy, *specs, rng_state, DY_T_STREAM, codes=beside_dense)
         dx = dw = db = None
         if needs.dx:
             w = weight if weight is not None else Operand(*flat[3:])
@@ -224,15 +233,21 @@ def _reads_codes(recipe: Recipe) -> bool:
     return recipe.w_for_dx in (WeightForDx.CODES, WeightForDx.EXACT)
 
 
-def _operand(parts: Sequence[Tensor | None]) -> Operand | None:
-    qdata, scale, per_tensor_scale = parts
-    if qdata is None or scale is None or per_tensor_scale is None:
+def _parts(operand: Operand | Values | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if operand is None:
+        return None, None, None
+    return (operand.values, None, operand.per_tensor_scale) if isinstance(operand, Values) else operand
+
+
+def _operand(parts: Sequence[Tensor | None]) -> Operand | Values | None:
+    data, scale, per_tensor_scale = parts
+    if data is None or per_tensor_scale is None:
         return None
-    return Operand(qdata, scale, per_tensor_scale)
+    return Values(data, per_tensor_scale) if scale is None else Operand(data, scale, per_tensor_scale)
 
 
 def _dgrad(
-    dy: Operand | Tensor,
+    dy: Left,
     w: Operand | Tensor,
     recipe: Recipe,
     rng_state: Tensor | None,
@@ -244,17 +259,14 @@ def _dgrad(
     if isinstance(recipe.w_for_dx, QuantizeSpec):
         assert isinstance(w, Tensor)
         return product(dy, quantized(w.t().contiguous(), recipe.w_for_dx, rng_state, W_FOR_DX_STREAM), dtype)
-    factor = dy.per_tensor_scale if isinstance(dy, Operand) else None
     if recipe.rotates_dy_back:
-        assert isinstance(dy, Operand)
-        dy = rotated_back(dy, rows, rng_state)
+        assert not isinstance(dy, Tensor)
+        dy = rotated_back(dy, rows, rng_state, w.dtype if isinstance(w, Tensor) else None)
     if isinstance(w, Tensor):
-        if isinstance(dy, Tensor) and factor is not None:
-            return (torch.mm(dy.float(), w.float()) * factor).to(dtype)
         return product(dy, w.t(), dtype)
     if recipe.w_for_dx == WeightForDx.CODES and isinstance(dy, Operand) and runs_on_codes(dy.qdata.device):
         return product(dy, transposed(w, rows), dtype)[:, :columns]
-    return product_across(dy.values(rows) if isinstance(dy, Operand) else dy, factor, w, columns, dtype)
+    return product_across(*decoded(dy, rows), w, columns, dtype)
 
 
 def _refuse_second_derivative() -> None:

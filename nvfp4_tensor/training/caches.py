@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.training.products import Operand
+from nvfp4_tensor.training.products import Operand, Values
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def _is_capturing(t: Tensor) -> bool:
 # --- inputs ----------------------------------------------------------------------------------------------------------
 
 
-Pair: TypeAlias = "tuple[Operand | None, Operand | None]"
+Pair: TypeAlias = "tuple[Operand | Values | None, Operand | None]"
 """x and x^T."""
 
 

@@ -7,7 +7,7 @@ same sum, up to its order, with both per-tensor scales applied in float32 before
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,17 @@ class Operand(NamedTuple):
         return torch.ops.nvfp4.dequantize(self.qdata, self.scale, None, columns, torch.bfloat16)
 
 
+class Values(NamedTuple):
+    """A matrix (R, C) in NVFP4 as a dense product reads it, never saved: C is padded where it was transformed."""
+
+    values: Tensor  # bfloat16: code x block scale
+    per_tensor_scale: Tensor  # float32 0-d
+
+
+Left: TypeAlias = "Operand | Values | Tensor"
+"""What stands on the left of a product: in NVFP4, or dense."""
+
+
 # --- quantize --------------------------------------------------------------------------------------------------------
 
 
@@ -59,12 +70,44 @@ def quantized_pair(
     if spec is None or spec_t is None:
         of_x = None if spec is None else quantized(x, spec, rng_state)
         return of_x, None if spec_t is None else quantized(x.t().contiguous(), spec_t, rng_state, stream_t)
-    if spec.rotation is None and not spec_t.is_eden:
-        amax, amax_t = torch.ops.nvfp4.amax_pair(x, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign)
-    else:
-        amax, amax_t = own_amax(x, spec, rng_state), own_amax(x.t().contiguous(), spec_t, rng_state)
+    amax, amax_t = _amax_pair(x, spec, spec_t, rng_state)
     parts = torch.ops.nvfp4.quantize_pair(x, amax, amax_t, rng_state, spec.pack(), spec_t.pack(), 0, 0, 0, 0, stream_t)
     return Operand(*parts[:3]), Operand(*parts[3:])
+
+
+def _amax_pair(x: Tensor, spec: QuantizeSpec, spec_t: QuantizeSpec, rng_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    if spec.rotation is None and not spec_t.is_eden:
+        return torch.ops.nvfp4.amax_pair(x, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign)
+    return own_amax(x, spec, rng_state), own_amax(x.t().contiguous(), spec_t, rng_state)
+
+
+def multipliable(
+    x: Tensor,
+    spec: QuantizeSpec | None,
+    spec_t: QuantizeSpec | None,
+    rng_state: Tensor | None,
+    stream_t: int,
+    *,
+    codes_t: bool = False,
+    codes: bool = False,
+) -> tuple[Operand | Values | None, Operand | Values | None]:
+    """:func:`quantized_pair` in the form that a product on x's device takes on the left.
+
+    codes_t: x^T as codes even so, to be saved. codes: both, for products with a dense right operand.
+    """
+    if codes or runs_on_codes(x.device):
+        return quantized_pair(x, spec, spec_t, rng_state, stream_t)
+    if spec is not None and spec_t is not None:
+        amax, amax_t = _amax_pair(x, spec, spec_t, rng_state)
+        packed = spec.pack(), spec_t.pack()
+        values, factor, *of_t = torch.ops.nvfp4.quantize_pair_values(
+            x, amax, amax_t, rng_state, *packed, codes_t, 0, 0, 0, 0, stream_t
+        )
+        t, scale_t, factor_t = of_t
+        return Values(values, factor), Operand(t, scale_t, factor_t) if codes_t else Values(t, factor_t)
+    if spec is not None:
+        return Values(*torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16)), None
+    return quantized_pair(x, spec, spec_t, rng_state, stream_t)
 
 
 def transposed(w: Operand, rows: int) -> Operand:
@@ -78,15 +121,14 @@ def transposed(w: Operand, rows: int) -> Operand:
 # --- multiply --------------------------------------------------------------------------------------------------------
 
 
-def product(a: Operand | Tensor, b: Operand | Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def product(a: Left, b: Operand | Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a (M, K) @ b (N, K)^T + bias (N,), rounded once: (M, N). A dense operand stays as it is."""
-    if isinstance(a, Operand) and isinstance(b, Operand):
-        if _on_codes(a, b):
-            return scaled_mm_product(a, b, bias, 1, out_dtype)
-        return _matmul(a.values(), a.per_tensor_scale, b, bias, out_dtype)
+    if isinstance(a, Operand) and isinstance(b, Operand) and _on_codes(a, b):
+        return scaled_mm_product(a, b, bias, 1, out_dtype)
     if isinstance(b, Operand):
-        assert isinstance(a, Tensor)
-        return _matmul(a, None, b, bias, out_dtype)
+        dense, factor = decoded(a)
+        return _matmul(dense, factor, b, bias, out_dtype)
+    assert not isinstance(a, Values)
     if isinstance(a, Operand):  # (b a^T)^T: codes stand on the right
         y = _matmul(b, None, a, None if bias is None else bias.unsqueeze(-1), out_dtype)
         return y.t().contiguous()
@@ -94,15 +136,28 @@ def product(a: Operand | Tensor, b: Operand | Tensor, out_dtype: torch.dtype, bi
     return y.to(out_dtype)
 
 
+def decoded(a: Left, columns: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """The values of a, or their first columns, and the factor left out of them; a dense one as it is."""
+    if isinstance(a, Operand):
+        return a.values(columns), a.per_tensor_scale
+    if isinstance(a, Values):
+        return a.values if columns is None else a.values[:, :columns], a.per_tensor_scale
+    return a, None
+
+
 def product_across(a: Tensor, factor: Tensor | None, b: Operand, columns: int, out_dtype: torch.dtype) -> Tensor:
     """factor * a (M, N) @ b (N, K), a sum across the blocks of b, in its decoded values: (M, columns) of K padded."""
     return torch.ops.nvfp4.matmul(a, factor, *b, None, columns, True, out_dtype)
 
 
-def rotated_back(a: Operand, columns: int, rng_state: Tensor | None) -> Tensor:
-    """The values of an operand that EDEN rotated in the basis that it had before, to bfloat16: (R, columns)."""
-    values = torch.ops.nvfp4.dequantize(a.qdata, a.scale, None, a.columns, torch.float32)
-    return torch.ops.nvfp4.rotate(values, rng_state, True)[:, :columns].bfloat16()
+def rotated_back(
+    a: Operand | Values, columns: int, rng_state: Tensor | None, dtype: torch.dtype | None = None
+) -> Values | Tensor:
+    """The values of what EDEN rotated in the basis that it had before: bfloat16 (R, columns), or dense in ``dtype``."""
+    values, factor = decoded(a)
+    assert factor is not None
+    values = torch.ops.nvfp4.rotate(values.float(), rng_state, True)[:, :columns]
+    return Values(values.bfloat16(), factor) if dtype is None else (values * factor).to(dtype)
 
 
 @torch.compiler.assume_constant_result

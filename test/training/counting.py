@@ -17,3 +17,8 @@ class Ops(TorchDispatchMode):
 
     def __getitem__(self, name):
         return self.counts.get(f"nvfp4::{name}", 0)
+
+    @property
+    def pairs(self):
+        """How often a matrix was quantized together with its transpose."""
+        return self["quantize_pair"] + self["quantize_pair_values"]

@@ -98,7 +98,7 @@ def test_a_compiled_graph_quantizes_a_shared_input_once_and_draws_for_each_layer
     backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     step(model, torch.compile(model, fullgraph=True, backend=backend))
     # x of q, k and v; that of the output; four dy
-    assert counts["nvfp4.quantize_pair.default"] == 2 + 4
+    assert counts["nvfp4.quantize_pair_values.default"] == 2 + 4
     assert counts["nvfp4.quantize.default"] == 4
     assert counts["nvfp4.draw_rng_state.default"] == 4
 
@@ -224,7 +224,7 @@ def test_functional_call_uses_the_weights_given():
 def test_a_shared_input_is_quantized_once():
     model = model_of()
     ops = counted(model)
-    assert ops["quantize_pair"] == 3 * (2 + 4)  # in a block: x of q, k and v; that of the output; four dy
+    assert ops.pairs == 3 * (2 + 4)  # in a block: x of q, k and v; that of the output; four dy
 
 
 def test_an_input_written_in_place_is_quantized_anew():
