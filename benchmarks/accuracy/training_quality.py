@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from benchmarks.harness import record, save
+from benchmarks.harness import commit, record, save
 from tutorials.train_llama import Settings, Trainer, corpus
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -99,10 +99,14 @@ def _work(rank: int, queue, results, settings: Settings, folder: Path, limit: in
 
 
 def study(options: argparse.Namespace, settings: Settings) -> list[dict]:
-    """All variants and seeds over the devices; the file is written after each run, so that none is lost."""
+    """All variants and seeds over the devices; the file is written after each run, and what it holds is not run again."""
     context = mp.get_context("spawn")
     queue, results = context.Queue(), context.Queue()
+    runs = json.loads(options.output.read_text())["runs"] if options.output.exists() else []
+    runs = [run for run in runs if "error" not in run]
+    done = {(run["variant"], run["seed"]) for run in runs}
     jobs = [(variant, seed) for seed in range(options.seeds) for variant in options.variants]
+    jobs = [job for job in jobs if job not in done]
     jobs.sort(key=lambda job: list(VARIANTS).index(job[0]) >= 3)  # the three that the target names come first
     for job in [*jobs, *[None] * options.gpus]:
         queue.put(job)
@@ -110,13 +114,13 @@ def study(options: argparse.Namespace, settings: Settings) -> list[dict]:
     workers = [context.Process(target=_work, args=(rank, *arguments), daemon=True) for rank in range(options.gpus)]
     for worker in workers:
         worker.start()
-    runs, running = [], options.gpus
+    running = options.gpus
     while running:
         run = results.get()
         if run is None:
             running -= 1
             continue
-        runs.append(run)
+        runs.append({**run, "commit": commit()})
         said = run.get("error") or f"{run['validation']:.4f} in {run['seconds']:.0f} s"
         print(f"{run['variant']}, seed {run['seed']}: {said}", flush=True)
         content = record(torch.device(settings.device), settings=dataclasses.asdict(settings), runs=runs)
@@ -158,7 +162,8 @@ def draw(content: dict, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     dense = {run["seed"]: run["validation"] for run in content["runs"] if run["variant"] == "bf16"}
-    named = [name for name in VARIANTS if name != "bf16" and any(run["variant"] == name for run in content["runs"])]
+    done = {(run["variant"], run["seed"]) for run in content["runs"] if "validation" in run}
+    named = [name for name in VARIANTS if name != "bf16" and any((name, seed) in done for seed in dense)]
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(named) + 1.2), layout="constrained")
     for row, name in enumerate(named):
         values = [
