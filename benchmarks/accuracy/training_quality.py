@@ -99,7 +99,7 @@ def _work(rank: int, queue, results, settings: Settings, folder: Path, limit: in
 
 
 def study(options: argparse.Namespace, settings: Settings) -> list[dict]:
-    """All variants and seeds over the devices; the file is written after each run, and what it holds is not run again."""
+    """All variants and seeds over the devices; what the file holds already is not run again."""
     context = mp.get_context("spawn")
     queue, results = context.Queue(), context.Queue()
     runs = json.loads(options.output.read_text())["runs"] if options.output.exists() else []
