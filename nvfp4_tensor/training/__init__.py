@@ -4,25 +4,36 @@ import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without 
 from nvfp4_tensor.training.autograd import linear
 from nvfp4_tensor.training.config import NVFP4TrainingConfig, set_recipe, to_dense, weights_changed
 from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last
+from nvfp4_tensor.training.lora import merge_lora, merge_low_rank
 from nvfp4_tensor.training.module import NVFP4TrainingLinear
+from nvfp4_tensor.training.optimizer import NVFP4Optimizer, to_nvfp4_parameters
 from nvfp4_tensor.training.recipe import RECIPES, Recipe, WeightForDx
+from nvfp4_tensor.training.refit import RefitReport, refit_
 from nvfp4_tensor.training.ste import ste
 from nvfp4_tensor.training.summary import Summary, summary
+from nvfp4_tensor.training.write_back import write_back
 
 __all__ = [
     "RECIPES",
     "Filter",
+    "NVFP4Optimizer",
     "NVFP4TrainingConfig",
     "NVFP4TrainingLinear",
     "Recipe",
+    "RefitReport",
     "Summary",
     "WeightForDx",
     "keep_dense",
     "keep_last",
     "linear",
+    "merge_lora",
+    "merge_low_rank",
+    "refit_",
     "set_recipe",
     "ste",
     "summary",
     "to_dense",
+    "to_nvfp4_parameters",
     "weights_changed",
+    "write_back",
 ]

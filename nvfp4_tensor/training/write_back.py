@@ -73,7 +73,7 @@ def write_back(
     shift = _free_exponents(scale, w.per_tensor_scale)
     factor = _power(shift).repeat_interleave(len(scale) // len(shift)).unsqueeze(-1)
     scale_bytes = reference.to_e4m3(scale * factor, ScaleRounding.UP, scale)
-    values = magnitude * factor.unsqueeze(-1) * torch.where(blocks.signbit(), -1.0, 1.0)
+    values = magnitude.mul_(factor.unsqueeze(-1)).copysign_(blocks)
     qdata = _codes(values, scale_bytes.view(torch.float8_e4m3fn).float(), mode, rng_state)
     return w._replace(
         qdata=qdata.view(w.qdata.shape),
@@ -92,15 +92,15 @@ def _new_values(w: NVFP4Tensor, update: Tensor) -> Tensor:
 def _fit(magnitude: Tensor, old: Tensor, rng_state: Tensor | None, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
     """(magnitudes (rows, blocks, 16) held within 6 scales, scales (rows, blocks)); NaN scales where not finite."""
     tiled = w.spec.block_rows == BLOCK
-    largest = magnitude.nan_to_num(torch.inf).amax(dim=-1)
+    largest = magnitude.amax(dim=-1)
     if tiled:
         largest = reference._over_tile(largest, lambda tiles: tiles.amax(dim=1))
     full = E2M1_MAX * old
-    need = ((largest - full) / (_BETWEEN_6_AND_8 * old)).nan_to_num(0.0).clamp(0, 1)
+    need = ((largest - full) / (_BETWEEN_6_AND_8 * old)).nan_to_num(0.0, posinf=1.0).clamp(0, 1)
     share = torch.ones_like(need)
     grown = need > 0.5
     if rng_state is not None:
-        draw = reference.random16(*old.shape, rng_state, stream=1)[:, : old.shape[1]]
+        draw = reference.random16(len(old), old.shape[1], rng_state, stream=1)[:, : old.shape[1]]
         if tiled:
             draw = draw[::BLOCK].repeat_interleave(BLOCK, dim=0)[: len(draw)]
         chances = (need * (1 << 16)).ceil()
@@ -109,14 +109,14 @@ def _fit(magnitude: Tensor, old: Tensor, rng_state: Tensor | None, w: NVFP4Tenso
     empty = old == 0
     grown = grown | empty
     share = torch.where(empty, 1.0, share)
-    beyond = (magnitude - full.unsqueeze(-1)).clamp(min=0) / share.unsqueeze(-1)
-    fitted = torch.minimum(magnitude, full.unsqueeze(-1)) + torch.where(grown.unsqueeze(-1), beyond, 0.0)
+    full, kept = full.unsqueeze(-1), torch.where(grown, 1 / share, 0.0).unsqueeze(-1)
+    fitted = torch.minimum(magnitude, full) + (magnitude - full).clamp_(min=0).mul_(kept)
     scale = torch.where(empty, largest / E2M1_MAX, _with_exponent(old, largest, grown))
     return fitted, torch.where(largest.isfinite(), scale, torch.nan)
 
 
 def _with_exponent(old: Tensor, largest: Tensor, grown: Tensor) -> Tensor:
-    """old * 2^k, the least k for which 6 * old * 2^k holds the largest; above 0 only where grown, below only if exact."""
+    """old * 2^k, k the least for which 6 * old * 2^k holds the largest: above 0 where grown, below 0 where exact."""
     mantissa, exponent = torch.frexp(largest / (E2M1_MAX * old))
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     up = _power(exponent.clamp(min=1))
@@ -135,7 +135,7 @@ def _free_exponents(scale: Tensor, per_tensor_scale: Tensor) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones((), device=exponent.device), exponent)
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
 def _codes(values: Tensor, scale: Tensor, mode: RoundingMode, rng_state: Tensor | None) -> Tensor:
