@@ -93,6 +93,8 @@ def torchao_peers(x: Tensor) -> dict[str, Run]:
         "amax": lambda: x.abs().max(),
         "quantize, nearest": lambda: nvfp4_quantize(x, BLOCK, scale),
         "amax + quantize, nearest": quantize_with_amax,
+        "amax + quantize, search (mse)": quantize_with_amax,  # its one way of making scales
+        "amax + quantize, EDEN": quantize_with_amax,
         "dequantize": lambda: weight.dequantize(x.dtype),
     }
 
@@ -167,6 +169,8 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
         ("quantize, four-over-six (mae)", quantize(NEAREST.replace(four_over_six="mae")), dense + small),
         ("amax + quantize, nearest", with_amax(NEAREST), 2 * dense + small),
         ("amax + quantize, stochastic", with_amax(STOCHASTIC), 2 * dense + small),
+        ("amax + quantize, search (mse)", with_amax(NEAREST.replace(scale_search="mse")), 2 * dense + small),
+        ("amax + quantize, EDEN", with_amax(QuantizeSpec(round_mode="eden")), 2 * dense + small),
         ("dequantize", lambda: nvfp4.dequantize(*packed, columns, x.dtype), dense + small),
         ("fake quantize, nearest", fake(NEAREST), 2 * dense),
         ("fake quantize, stochastic", fake(STOCHASTIC), 2 * dense),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nvfp4_tensor.numerics import reference
+from nvfp4_tensor.numerics import eden, reference
 from nvfp4_tensor.ops import native
 
 native.load()
@@ -67,7 +67,9 @@ def sample(shape, dtype, seed=0):
     return torch.where(torch.rand(shape, generator=generator) < 0.3, grid, x).to(dtype)
 
 
-def reference_amax(x, spec):
+def reference_amax(x, spec, rng_state=None, col0=0):
+    if spec.is_eden:
+        return eden.amax(x, rng_state, col0)
     return reference.amax(x if spec.hadamard_sign is None else reference.hadamard(x, spec.hadamard_sign))
 
 

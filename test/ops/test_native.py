@@ -39,6 +39,8 @@ SCALES = (
     {"four_over_six": "mae"},
     {"four_over_six": "mse", "scale_rounding": "up"},
     {"four_over_six": "mse", "scale_ceiling": 448},
+    {"scale_search": "mse"},
+    {"scale_search": "mse", "scale_rounding": "up", "scale_ceiling": 448},
 )
 SPECS = [
     QuantizeSpec(block_rows=block_rows, hadamard_sign=sign, **rounding, **scale)
@@ -292,7 +294,22 @@ def test_codes_and_scales_of_other_shapes_are_refused():
             OPS.matmul(x, None, bad_codes, bad_scale, one, None, 128, False, torch.float32)
 
 
-@pytest.mark.parametrize("bits", [3 << 4, 1 << 10, 1 << 8, 1 << 8 | 1 << 7, 1 << 16, 1 << 32 | 1 << 9, -(1 << 63), -1])
+@pytest.mark.parametrize(
+    "bits",
+    [
+        3 << 4,
+        1 << 11,
+        1 << 10 | 1 << 4,
+        1 << 12 | 3,
+        1 << 12 | 1 << 10,
+        1 << 8,
+        1 << 8 | 1 << 7,
+        1 << 16,
+        1 << 32 | 1 << 9,
+        -(1 << 63),
+        -1,
+    ],
+)
 def test_an_integer_that_no_spec_packs_to_is_refused(bits):
     """Four-over-six by an unknown error, unknown bits, hardware rounding of another mode, a sign of no transform."""
     x, amax, plain = torch.ones(16, 16), torch.ones(()), QuantizeSpec().pack()

@@ -1,0 +1,341 @@
+"""EDEN's reference against brute force in float64, and how unbiased it is (numerics contract, section 9)."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers.instruction_sets import assert_same_bits, sample
+
+from nvfp4_tensor import QuantizeSpec, fake_quantize, quantize
+from nvfp4_tensor.numerics import eden, layout, reference
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.ops import definitions as ops
+
+EDEN = QuantizeSpec(round_mode="eden")
+STATE = torch.tensor([-7046029254386353131, 1442695040888963407])
+SHAPES = ((1, 128), (3, 16), (5, 130), (2, 3, 300), (7,), (4, 256))
+
+
+def signs_of(groups, state, col0=0):
+    """+-1, float64 (groups, 128), from Philox in plain integers."""
+    mask, signs = 0xFFFFFFFF, []
+    seed, offset = (value & 0xFFFFFFFFFFFFFFFF for value in state.tolist())
+    for g in range(col0 // 128, col0 // 128 + groups):
+        counter, key = [g & mask, g >> 32, offset & mask, 256], [seed & mask, seed >> 32]
+        for _ in range(7):
+            a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+            counter = [b >> 32 ^ counter[1] ^ key[0], b & mask, a >> 32 ^ counter[3] ^ key[1], a & mask]
+            key = [key[0] + 0x9E3779B9 & mask, key[1] + 0xBB67AE85 & mask]
+        signs.append([-1.0 if counter[j // 32] >> j % 32 & 1 else 1.0 for j in range(128)])
+    return torch.tensor(signs, dtype=torch.float64)
+
+
+HADAMARD = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)], dtype=torch.float64)
+
+
+def in_groups(x):
+    x = torch.nn.functional.pad(x.double(), (0, -x.shape[-1] % 128))
+    return x.unflatten(-1, (-1, 128))
+
+
+# --- the rotation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotation_is_signs_and_a_hadamard_matrix(shape, dtype):
+    x = sample(shape, dtype)
+    y = eden.rotate(x, STATE, col0=256)
+    groups = in_groups(x)
+    exact = groups * signs_of(groups.shape[-2], STATE, 256) @ HADAMARD * 2**-3.5
+    bound = 8 * 2**-24 * groups.abs().sum(-1, keepdim=True) * 2**-3.5
+    assert y.dtype == torch.float32 and y.shape == (*shape[:-1], groups.shape[-2] * 128)
+    assert ((y.double().unflatten(-1, (-1, 128)) - exact).abs() <= bound).all()
+    back = eden.rotate(y, STATE, inverse=True, col0=256)
+    assert ((back.double() - groups.flatten(-2)).abs() <= 16 * 2**-24 * groups.norm(dim=-1).amax()).all()
+
+
+def test_amax_is_that_of_the_rotation_and_leaves_out_what_is_not_finite():
+    x = sample((6, 300), torch.float32)
+    assert eden.amax(x, STATE).item() == eden.rotate(x, STATE).abs().max().item()
+    kept = eden.rotate(x, STATE).unflatten(-1, (-1, 128))
+    kept[2, 1] = kept[4, 2] = 0
+    x[2, 130], x[4, 299] = math.inf, math.nan
+    assert eden.amax(x, STATE).item() == kept.abs().max().item()
+    assert eden.amax(torch.full((1, 128), 3e38), STATE).item() == 0  # sums overflow
+
+
+# --- codes and scales ------------------------------------------------------------------------------------------------
+
+
+def parts(x, amax, spec=EDEN, state=STATE, *place):
+    """Codes (rows, K) and scale bytes (rows, K/16)."""
+    qdata, scale, factor = reference.quantize(x, amax, state, spec, *place)
+    rows = qdata.shape[:-1].numel()
+    codes = layout.unpack(qdata.reshape(rows, -1))
+    return codes, layout.unswizzle(scale, rows, codes.shape[1] // 16).view(torch.uint8), factor
+
+
+@pytest.mark.parametrize("ceiling", [256, 448])
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+def test_codes_and_corrections_are_those_of_float64(dtype, ceiling):
+    """The codes are exact; of the scale, the two neighbours of t in float64, but where t lies at a number of e4m3."""
+    spec = EDEN.replace(scale_ceiling=ceiling)
+    x = sample((16, 300), dtype)
+    y, amax = eden.rotate(x, STATE), eden.amax(x, STATE)
+    codes, bits, factor = parts(x, amax, spec)
+    s_enc = reference.encode_scale(amax, spec)
+    blocks = y.unflatten(-1, (-1, 8, 16))
+    s1 = (blocks.abs().amax(-1) * (s_enc * (1.0625 * 0.93 / 6))).clamp(max=448).to(torch.float8_e4m3fn).float()
+    enc = reference.block_encode(s1, s_enc).unsqueeze(-1)
+    right = reference.round_e2m1((blocks * enc), reference.RoundingMode.RNE)
+    assert torch.equal(codes, right.flatten(1))
+    v, w = blocks.double() * s_enc.double(), layout.code_values(right).double() * s1.double().unsqueeze(-1)
+    correction = (v * v).sum((-1, -2)) / (v * w).sum((-1, -2))
+    t = (s1.double() * correction.nan_to_num(1).unsqueeze(-1)).clamp(max=448)
+    stored = bits.view(torch.float8_e4m3fn).double().view_as(t)
+    step = torch.where(t < 2**-6, 2.0**-9, 2.0 ** (t.clamp(min=2**-6).log2().floor() - 3))
+    assert ((stored - t).abs() < step * (1 + 1e-4)).all()
+    assert factor.item() == (amax / (6 * ceiling)).item()
+
+
+def test_draws_are_one_philox_a_rotation():
+    """Of t halfway between two bytes, whether it goes up is the top bit of the 16 that the contract names."""
+    t = torch.tensor([0.5 + 2**-5] * 8)  # between 0.5 and 0.5625
+    r16 = eden._scale_draws(3, 2, STATE, 1, 5, 256, 1000)
+    assert r16.shape == (3, 2, 8) and r16.min() >= 0 and r16.max() < 1 << 16
+    up = eden.round_scales(t, r16) != 0x30
+    assert torch.equal(up, r16 >= 1 << 15)
+    number = (5 + 2) * 8 + 2 + 1  # row 7 of 8 rotations a row, the third and fourth
+    counter = tuple(torch.tensor(value) for value in (number, 0, STATE[1].item() & 0xFFFFFFFF, 258))
+    seed = STATE[0].item()
+    words = reference.philox4x32_7(counter, tuple(torch.tensor(v & 0xFFFFFFFF) for v in (seed, seed >> 32)))
+    assert r16[2, 1].tolist() == [(int(words[i // 2]) >> 16 * (i % 2)) & 0xFFFF for i in range(8)]
+
+
+def test_every_scale_rounds_to_its_neighbours_in_proportion():
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    draws = torch.arange(1 << 16, dtype=torch.int32)
+    for byte, quarter in itertools.product((0, 1, 6, 7, 8, 60, 125), (0.0, 0.25, 0.75)):
+        t = values[byte] + (values[byte + 1] - values[byte]) * quarter
+        up = eden.round_scales(t.expand(1 << 16), draws) == byte + 1
+        assert up.sum().item() == quarter * (1 << 16)
+        assert ((eden.round_scales(t.expand(1 << 16), draws) == byte) == ~up).all()
+    assert (eden.round_scales(torch.tensor(448.0).expand(1 << 16), draws) == 126).all()
+
+
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+def test_a_shard_has_the_bits_of_the_whole(dtype):
+    x = sample((20, 1000), dtype)
+    amax = eden.amax(x, STATE)
+    codes, bits, _ = parts(x, amax)
+    for row, column, rows, columns in ((0, 0, 20, 128), (3, 256, 9, 384), (11, 896, 9, 104), (4, 640, 1, 360)):
+        piece = x[row : row + rows, column : column + columns]
+        of_piece = parts(piece, amax, EDEN, STATE, row, column, 1000)
+        last = -(-(column + columns) // 128) * 128
+        assert torch.equal(of_piece[0], codes[row : row + rows, column:last])
+        assert torch.equal(of_piece[1], bits[row : row + rows, column // 16 : last // 16])
+    with pytest.raises(ValueError, match="multiple of 128, where a rotation begins"):
+        ops.quantize(x, amax, STATE, EDEN.pack(), 0, 16, 1000)
+
+
+def test_a_rotation_that_is_not_finite_is_nan_and_the_others_as_without_it():
+    x = sample((4, 256), torch.float32)
+    amax = eden.amax(x, STATE)
+    codes, bits, _ = parts(x, amax)
+    x[1, 3], x[2, 200] = math.nan, -math.inf
+    broken_codes, broken_bits, _ = parts(x, amax)
+    codes[1, :128] = codes[2, 128:] = 0
+    bits[1, :8] = bits[2, 8:] = layout.E4M3_NAN
+    assert torch.equal(broken_codes, codes) and torch.equal(broken_bits, bits)
+    assert (parts(x, torch.tensor(math.nan))[1] == layout.E4M3_NAN).all()
+
+
+def test_zeros_stay_zeros():
+    values = fake_quantize(torch.zeros(3, 200), EDEN)
+    assert values.shape == (3, 200) and (values == 0).all()
+    assert quantize_op(torch.empty(0, 200))[0].shape == (0, 128) and quantize_op(torch.empty(3, 0))[0].shape == (3, 0)
+
+
+def quantize_op(x):
+    return torch.ops.nvfp4.quantize(x, None, STATE, EDEN.pack())
+
+
+@pytest.mark.parametrize("magnitude", [1e-42, 1e-38, 1e-30, 1e30, 2e37])
+def test_extreme_magnitudes(magnitude):
+    x = sample((8, 128), torch.float32).clamp(-4, 4) * magnitude
+    y, amax = eden.rotate(x, STATE), eden.amax(x, STATE)
+    qdata, scale, factor = reference.quantize(x, amax, STATE, EDEN)
+    values = reference.dequantize(qdata, scale, factor, 128, torch.float32)
+    assert values.isfinite().all()
+    if magnitude > 1e-35:
+        assert (values - y).double().square().sum() < 0.02 * y.double().square().sum()
+
+
+def test_an_amax_too_small_saturates():
+    values = fake_quantize(torch.randn(4, 128, generator=torch.Generator().manual_seed(0)), EDEN, amax=1e-3)
+    assert values.isfinite().all() and eden.rotate(values, STATE).abs().max() <= 128
+
+
+# --- the public ways -------------------------------------------------------------------------------------------------
+
+
+def test_fake_quantize_takes_the_rotation_back_and_passes_gradients_through():
+    x = torch.randn(5, 200, dtype=torch.bfloat16, requires_grad=True)
+    y = fake_quantize(x, EDEN, rng_state=STATE)
+    qdata, scale, factor = reference.quantize(x.detach(), eden.amax(x.detach(), STATE), STATE, EDEN)
+    rotated = reference.dequantize(qdata, scale, factor, 256, torch.float32)
+    right = eden.rotate(rotated, STATE, inverse=True)[:, :200].bfloat16()
+    assert_same_bits(y.detach(), right)
+    gradient = torch.randn(5, 200, dtype=torch.bfloat16)
+    y.backward(gradient)
+    assert torch.equal(x.grad, gradient)
+
+
+def test_what_is_refused():
+    x = torch.randn(4, 128)
+    with pytest.raises(ValueError, match="EDEN makes no NVFP4Tensor"):
+        quantize(x, EDEN)
+    with pytest.raises(ValueError, match="EDEN needs rng_state"):
+        reference.quantize(x, x.abs().max(), None, EDEN)
+    with pytest.raises((ValueError, RuntimeError), match="multiple of 128, where a rotation begins"):
+        torch.ops.nvfp4.rotate(x, STATE, False, 16)
+    with pytest.raises((ValueError, RuntimeError), match="multiple of 128 columns"):
+        torch.ops.nvfp4.rotate(x[:, :100], STATE, True)
+    with pytest.raises(ValueError, match="multiple of 128"):
+        fake_quantize(x, EDEN, origin=(0, 16), full_width=512)
+
+
+def test_rotations_of_one_rng_state_cancel_in_a_product():
+    a, b = sample((6, 300), torch.float32), sample((9, 300), torch.float32, seed=1)
+    rotated = eden.rotate(a, STATE).double() @ eden.rotate(b, STATE).double().t()
+    exact = a.double() @ b.double().t()
+    assert ((rotated - exact).abs() <= 2e-6 * a.double().norm(dim=1)[:, None] * b.double().norm(dim=1)).all()
+
+
+def test_streams_draw_apart_and_share_the_rotation():
+    x = sample((64, 256), torch.float32)
+    amax = eden.amax(x, STATE)
+    (codes0, bits0, _), (codes1, bits1, _) = (parts(x, amax, EDEN, STATE, 0, 0, 0, stream) for stream in (0, 2))
+    assert torch.equal(codes0, codes1)
+    assert (bits0 != bits1).float().mean() > 0.1
+
+
+def test_quantize_pair_takes_the_stream_of_the_transpose():
+    x = sample((40, 150), torch.float32)
+    amaxes = eden.amax(x, STATE), eden.amax(x.t(), STATE)
+    for stream in (1, 3):
+        pair = ops.quantize_pair(x, *amaxes, STATE, EDEN.pack(), EDEN.pack(), stream_t=stream)
+        expected = (*ops.quantize(x, amaxes[0], STATE, EDEN.pack()),)
+        expected += ops.quantize(x.t(), amaxes[1], STATE, EDEN.pack(), stream=stream)
+        for actual, right in zip(pair, expected, strict=True):
+            assert_same_bits(actual, right)
+        shapes = torch.ops.nvfp4.quantize_pair(
+            *(t.to("meta") for t in (x, *amaxes, STATE)), EDEN.pack(), EDEN.pack(), stream_t=stream
+        )
+        assert [t.shape for t in shapes] == [t.shape for t in pair]
+
+
+# --- how unbiased ----------------------------------------------------------------------------------------------------
+
+DRAWS = 2048
+BOUND = 6.5
+"""Standard errors of a mean of 2,048 draws. Of 512 means (4 rows of 128), each about normal, none passes 6.5 but with a
+probability below 512 * 8.1e-11 = 4.2e-8; tails heavier than the normal's have room up to 1e-6."""
+
+
+def inputs():
+    """Rows in which no few elements outweigh the rest: normal, heavy-tailed, sixteen alone, a row of the matrix."""
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(5))
+    x[1] = x[1] ** 3
+    x[2, 16:] = 0
+    x[3] = HADAMARD[37].float()
+    return x
+
+
+def largest_z(x, draw, draws=DRAWS):
+    """The largest deviation of the mean of the draws from x, in standard errors of that mean."""
+    total, squares = torch.zeros_like(x, dtype=torch.float64), torch.zeros_like(x, dtype=torch.float64)
+    for i in range(draws):
+        error = (draw(x, torch.tensor([i, 77])) - x).double()
+        total += error
+        squares += error * error
+    mean = total / draws
+    return (mean / ((squares / draws - mean * mean).clamp(min=1e-18) / draws).sqrt()).abs().max().item()
+
+
+def eden_draw(x, state):
+    return fake_quantize(x, EDEN, rng_state=state)
+
+
+def nearest_scales_draw(x, state):
+    """A planted bias: the corrected scales rounded to nearest, as if every draw were one half."""
+    rounded = eden.round_scales
+    eden.round_scales = lambda t, r16: rounded(t, torch.full_like(r16, 1 << 15))
+    try:
+        rotated = ops.fake_quantize(x, eden.amax(x, state), state, EDEN.pack(), torch.float32)[0]
+    finally:
+        eden.round_scales = rounded
+    return eden.rotate(rotated, state, inverse=True)
+
+
+def fixed_signs_draw(x, state):
+    """A planted bias: one rotation for all draws, so that nearest's own error does not average out."""
+    y = eden.rotate(x, STATE)
+    spec = QuantizeSpec(scale_ceiling=256)
+    values = fake_quantize(y, spec) * (y.square().sum(-1) / (y * fake_quantize(y, spec)).sum(-1)).unsqueeze(-1)
+    return eden.rotate(values, STATE, inverse=True) + 1e-4 * torch.randn(
+        x.shape, generator=torch.Generator().manual_seed(state[0].item())
+    )
+
+
+def test_the_mean_of_draws_is_the_tensor():
+    assert largest_z(inputs(), eden_draw) < BOUND
+
+
+@pytest.mark.parametrize("planted", [nearest_scales_draw, fixed_signs_draw], ids=lambda f: f.__name__)
+def test_a_planted_bias_is_found(planted):
+    assert largest_z(inputs(), planted, 1024) > BOUND
+
+
+def bias(row):
+    """Of the mean of 512 draws, each by signs of its own, relative to the norm of a row of 128."""
+    x = torch.tensor(row + [0.0] * (128 - len(row))).repeat(1, 64)
+    total = sum((fake_quantize(x, EDEN, rng_state=torch.tensor([i, 3])) - x).double() for i in range(8))
+    return (total.view(64, 128).mean(0) / 8).norm().item() / x[0, :128].norm().item()
+
+
+@pytest.mark.parametrize(
+    ("row", "low", "high"),
+    [
+        ([1.0, 0.1], 0.07, 0.11),
+        ([1.0, 0.5, 0.25], 0.05, 0.08),
+        ([1.0, 0.6, 0.4, 0.3], 0.03, 0.06),
+        ([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3], 0.0, 0.03),
+    ],
+)
+def test_what_bias_is_left_where_a_few_elements_outweigh_the_rest(row, low, high):
+    """Their rotation has a few magnitudes, the same for all signs: what moves them by less than a step is lost."""
+    assert low <= bias(row) < high
+
+
+def test_the_error_of_a_mean_falls_as_the_root_of_the_draws():
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(6))
+    total, errors = torch.zeros_like(x, dtype=torch.float64), []
+    for i in range(1024):
+        total += eden_draw(x, torch.tensor([i, 3])).double()
+        if i + 1 in (1, 32, 1024):
+            errors.append((total / (i + 1) - x.double()).square().mean().sqrt().item())
+    assert errors[0] / errors[1] == pytest.approx(math.sqrt(32), rel=0.06)
+    assert errors[1] / errors[2] == pytest.approx(math.sqrt(32), rel=0.06)
+
+
+def test_the_error_is_six_tenths_of_stochastic_roundings():
+    x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(7))
+    of_eden, of_stochastic = (
+        (fake_quantize(x, spec, rng_state=STATE) - x).double().square().mean().item()
+        for spec in (EDEN, QuantizeSpec(round_mode="stochastic"))
+    )
+    assert of_eden < 0.6 * of_stochastic
+    assert of_eden < 0.0103

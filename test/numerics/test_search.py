@@ -1,0 +1,217 @@
+"""The scale search of the reference, and the exact fma it stands on (numerics contract, section 2)."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from helpers.instruction_sets import reference_amax, sample
+
+from nvfp4_tensor import QuantizeSpec
+from nvfp4_tensor.numerics import layout, reference
+from nvfp4_tensor.numerics.fma import fma
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+
+SEARCH = QuantizeSpec(scale_search="mse")
+SHAPES = ((1, 16), (5, 48), (33, 50), (16, 7), (40, 160))
+
+
+# --- fma -------------------------------------------------------------------------------------------------------------
+
+
+def nearest_float32(value: Fraction) -> float:
+    """The float32 nearest to a fraction, ties to even; infinite where that is beyond the largest."""
+    if value == 0:
+        return 0.0
+    magnitude = abs(value)
+    exponent = max(math.floor(math.log2(magnitude)) if magnitude > 2**-300 else -200, -126)
+    while magnitude >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    while magnitude < Fraction(2) ** exponent and exponent > -126:
+        exponent -= 1
+    step = Fraction(2) ** (exponent - 23)
+    rounded = round(magnitude / step) * step  # Python rounds halves to even
+    if rounded >= Fraction(2) ** 128:
+        return math.copysign(math.inf, value)
+    return math.copysign(float(rounded), value)
+
+
+def check_fma(a, b, c):
+    got = fma(a, b, c).tolist()
+    exact = [
+        Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
+    assert got == [nearest_float32(value) for value in exact]
+
+
+def bits_of_random_floats(count, seed):
+    bits = torch.randint(
+        -(2**31), 2**31 - 1, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32
+    )
+    values = bits.view(torch.float32)
+    return torch.where(values.isfinite(), values, 1.0)
+
+
+def test_fma_is_exact_for_random_bits():
+    a, b, c = (bits_of_random_floats(20_000, seed) for seed in range(3))
+    check_fma(a, b, c)
+    a = torch.where(a.abs() < 2.0**-126, 1.0, a)
+    check_fma(a, 1 / a, c.sign())  # sums of like size
+
+
+def test_fma_is_exact_where_sums_cancel_or_tie():
+    generator = torch.Generator().manual_seed(3)
+    a = torch.randn(20_000, generator=generator)
+    b = torch.randn(20_000, generator=generator)
+    check_fma(a, b, -(a * b))
+    # Halfway between two float32 and a hair beside it: what a second rounding gets wrong.
+    whole = torch.randint(1 << 23, 1 << 24, (5_000,), generator=generator).float()
+    for hair in (0.0, 2.0**-40, -(2.0**-40), 2.0**-80, -(2.0**-80), 2.0**-140, -(2.0**-140)):
+        factor = torch.full_like(whole, 0.5 + hair if abs(hair) > 2.0**-24 else 0.5)
+        check_fma(torch.ones_like(whole), factor, whole)
+        check_fma(torch.full_like(whole, hair), torch.ones_like(whole), whole + 0.5)
+    tie = whole * 2**-100
+    for hair in (2.0**-149, -(2.0**-149)):
+        check_fma(torch.full_like(tie, 2.0**-101), torch.ones_like(tie), tie)
+        check_fma(torch.full_like(tie, hair), torch.ones_like(tie), tie)
+
+
+def test_fma_meets_a_tie_in_the_product():
+    """a * b lies halfway between two float32 once c, which is tiny, is left out: only c decides."""
+    a = torch.tensor([1 + 2.0**-12, 1 + 2.0**-12, 1 + 2.0**-12, 3.0])
+    c = torch.tensor([2.0**-60, -(2.0**-60), 0.0, 2.0**-100])
+    check_fma(a, a, c)
+    assert len(set(fma(a[:2], a[:2], c[:2]).tolist())) == 2
+
+
+def test_fma_of_subnormals_and_of_the_largest():
+    tiny, largest = 2.0**-149, torch.finfo(torch.float32).max
+    a = torch.tensor([tiny, 2.0**-75, 2.0**-75, largest, largest, -largest, 2.0**-126])
+    b = torch.tensor([0.5, 2.0**-75, 1.5 * 2.0**-75, 2.0, 1.0, 1.0, 0.75])
+    c = torch.tensor([0.0, 0.0, tiny, 0.0, 2.0**103, -(2.0**102), tiny])
+    check_fma(a, b, c)
+
+
+def test_fma_of_what_is_not_finite():
+    inf, nan = math.inf, math.nan
+    a, b, c = torch.tensor([[inf, 1.0, inf, 0.0, nan], [2.0, 2.0, 1.0, inf, 1.0], [1.0, inf, -inf, 1.0, 1.0]])
+    assert fma(a, b, c)[:2].tolist() == [inf, inf]
+    assert fma(a, b, c)[2:].isnan().all()
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+def scales_of(x, spec, amax=None):
+    amax = reference_amax(x, spec) if amax is None else amax
+    _, scale, _ = reference.quantize(x, amax, torch.tensor([1, 2]), spec)
+    return layout.unswizzle(scale, x.shape[0], -(-x.shape[1] // 16)).view(torch.uint8), amax
+
+
+def errors_in_float64(x, spec, amax):
+    """(126, rows, blocks): the squared error of each block (or tile), times S_enc^2, with each e4m3 byte 1..126."""
+    columns = -(-x.shape[1] // 16) * 16
+    blocks = torch.nn.functional.pad(x.float(), (0, columns - x.shape[1])).unflatten(1, (-1, 16))
+    s_enc = reference.encode_scale(amax, spec)
+    errors = []
+    for byte in range(1, 127):
+        s = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        enc = reference.block_encode(s, s_enc)
+        u = (blocks.abs() * enc).double()
+        grid = torch.tensor(layout.CODE_VALUES, dtype=torch.float64)
+        distance = (u.unsqueeze(-1) - grid).abs().amin(-1)
+        error = distance.square().sum(-1) * s.double() ** 2
+        if spec.block_rows == 16:
+            rows = error.shape[0]
+            tiles = torch.nn.functional.pad(error, (0, 0, 0, -rows % 16)).unflatten(0, (-1, 16)).sum(1)
+            error = tiles.repeat_interleave(16, 0)[:rows]
+        errors.append(error)
+    return torch.stack(errors)
+
+
+def nearest_base(x, spec, amax):
+    return scales_of(x, spec.replace(scale_search=None, scale_ceiling=spec.scale_ceiling), amax)[0]
+
+
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_scale_is_the_best_of_the_seven(shape, dtype):
+    for block_rows, rounding, ceiling in itertools.product((1, 16), ("nearest", "up"), (256, 448)):
+        spec = QuantizeSpec(scale_search="mse", block_rows=block_rows, scale_rounding=rounding, scale_ceiling=ceiling)
+        x = sample(shape, dtype)
+        bits, amax = scales_of(x, spec)
+        base = nearest_base(x, spec, amax).long()
+        errors = errors_in_float64(x, spec, amax)
+        first = 0 if rounding == "up" else -1
+        candidates = (base + torch.arange(first, first + 7).view(7, 1, 1)).clamp(1, 126)
+        least = errors.gather(0, candidates - 1).amin(0)
+        zero = base == 0
+        assert (bits[zero & (least == 0)] <= 1).all()
+        chosen = errors.gather(0, (bits.long() - 1).clamp(min=0).unsqueeze(0))[0]
+        of_interest = bits > 0
+        assert (chosen[of_interest] <= least[of_interest] * (1 + 1e-5) + 1e-30).all()
+        assert (candidates == bits.long()).any(0)[of_interest].all()
+
+
+def test_zeros_keep_a_scale_of_zero_and_ties_take_the_smaller():
+    x = torch.zeros(2, 32)
+    x[0, 16:] = 6.0  # every scale that divides 6's grid is exact: 6 = 6 * s = 4 * 1.5 s = ...
+    bits, amax = scales_of(x, SEARCH)
+    assert bits.tolist()[1] == [0, 0] and bits.tolist()[0][0] == 0
+    exact = errors_in_float64(x, SEARCH, amax)[:, 0, 1] == 0
+    base = nearest_base(x, SEARCH, amax)[0, 1].item()
+    assert bits[0, 1].item() == min(b for b in range(base - 1, base + 6) if exact[b - 1])
+
+
+def test_blocks_that_are_not_finite_are_nan_and_the_others_as_without_them():
+    x = sample((4, 64), torch.float32)
+    amax = reference.amax(x)
+    alone, _ = scales_of(x, SEARCH, amax)
+    x[1, 3], x[2, 40] = math.nan, -math.inf
+    bits, _ = scales_of(x, SEARCH, amax)
+    alone[1, 0] = alone[2, 2] = layout.E4M3_NAN
+    assert torch.equal(bits, alone)
+    assert (scales_of(x, SEARCH, torch.tensor(math.nan))[0] == layout.E4M3_NAN).sum() == 16
+
+
+@pytest.mark.parametrize("magnitude", [1e-42, 1e-38, 1e-30, 1.0, 1e30, 3e38])
+def test_extreme_magnitudes(magnitude):
+    x = (sample((8, 64), torch.float32).clamp(-1, 1) * magnitude).clamp(-3.4e38, 3.4e38)
+    bits, amax = scales_of(x, SEARCH)
+    assert (bits <= 126).all()
+    searched, plain = (
+        torch.ops.nvfp4.dequantize(*reference.quantize(x, amax, None, spec), 64, torch.float32).double()
+        for spec in (SEARCH, QuantizeSpec(scale_ceiling=256))
+    )
+    error, plain_error = ((y - x.double()).square().sum() for y in (searched, plain))
+    assert error <= plain_error * 1.000001 or magnitude < 1e-35  # where S_enc saturates and the factor does not follow
+
+
+def test_a_given_amax_saturates():
+    bits, _ = scales_of(torch.full((1, 16), 100.0), SEARCH, torch.tensor(1.0))
+    assert bits.item() == 126
+
+
+def relative_rms(x, spec):
+    values = torch.ops.nvfp4.dequantize(
+        *reference.quantize(x, reference.amax(x), None, spec), x.shape[1], torch.float32
+    )
+    return ((values - x).square().mean() / x.square().mean()).sqrt().item()
+
+
+def test_normal_data_are_kept_better_than_by_four_over_six():
+    x = torch.randn(128, 1024, generator=torch.Generator().manual_seed(0))
+    assert relative_rms(x, SEARCH) < 0.082
+    assert relative_rms(x, QuantizeSpec(four_over_six="mse")) > 0.0865
+    tiles = {"block_rows": 16}
+    assert relative_rms(x, QuantizeSpec(scale_search="mse", **tiles)) < relative_rms(
+        x, QuantizeSpec(four_over_six="mse", **tiles)
+    )
+
+
+def test_the_mode_rounds_with_the_scale_that_was_chosen():
+    x = sample((20, 160), torch.float32)
+    nearest, amax = scales_of(x, SEARCH)
+    for mode in ("away", "zero", "stochastic"):
+        assert torch.equal(scales_of(x, SEARCH.replace(round_mode=mode), amax)[0], nearest)
