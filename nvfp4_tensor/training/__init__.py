@@ -3,6 +3,7 @@
 import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
 from nvfp4_tensor.training.autograd import linear
 from nvfp4_tensor.training.config import NVFP4TrainingConfig, set_recipe, to_dense, weights_changed
+from nvfp4_tensor.training.diagnostics import Report, diagnose
 from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last
 from nvfp4_tensor.training.lora import merge_lora, merge_low_rank
 from nvfp4_tensor.training.module import NVFP4TrainingLinear
@@ -21,8 +22,10 @@ __all__ = [
     "NVFP4TrainingLinear",
     "Recipe",
     "RefitReport",
+    "Report",
     "Summary",
     "WeightForDx",
+    "diagnose",
     "keep_dense",
     "keep_last",
     "linear",
