@@ -1,9 +1,11 @@
 // A block of bfloat16 rounded to E2M1 and straight on to what its codes decode to, code x block scale, which is exact
 // in bfloat16: no code is made, so none is packed.
 //
-// To nearest: 1.5 * 2^22 times a magnitude's power of two (1 at least) has its last place where E2M1 has it, and an
-// even multiple of it stands for an even code; added and taken away, it rounds. Stochastically: round.cuh's sum, whose
-// code is left where a float32 has it, 2^-126 too small. Both are held to 6 * s_b two at a time, in bfloat16.
+// To nearest: 2^22 times a magnitude, M, has its last place where E2M1 has it. Taken from the magnitude and added
+// again, it rounds: |a - M| never leaves M's binade at the top, and where it does at the bottom, finer steps round to
+// the same. Below 1, where E2M1's steps stay 1/2, M is that of 1 + 2^-20. Ties have few bits, so M is an even number of
+// steps there, and they go to the even code. Stochastically: round.cuh's sum, whose code is left where a float32 has
+// it, 2^-126 too small; it is held to 6 * s_b two at a time, in bfloat16.
 #pragma once
 
 #include "cuda/block/decode.cuh"
@@ -11,11 +13,11 @@
 
 namespace nvfp4 {
 
-// The number of E2M1's grid nearest to a >= 0, ties to even; above 6 the grid goes on. NaN for Inf.
+// The number of E2M1's grid nearest to 0 <= a < 7, ties to even.
 __device__ __forceinline__ float nearest_on_grid(float a) {
-  const float unit = bits_float(max(float_bits(a) & 0x7F800000u, 0x3F800000u));
-  constexpr float kShift = 6291456.0f;
-  return __fmaf_rn(unit, -kShift, __fmaf_rn(unit, kShift, a));
+  constexpr float kShift = 4194304.0f;
+  const float unit = fmaxf(a, 1.0f + 0x1p-20f);
+  return __fmaf_rn(unit, kShift, __fmaf_rn(unit, -kShift, a));
 }
 
 // 2^-126 times what a >= 0 is rounded to; draw = r16 << 8.
@@ -37,7 +39,7 @@ __device__ __forceinline__ Elements<__nv_bfloat16, kBlock> block_values(const El
   if constexpr (!nearest) words = source.key.block_words(block_number);
   // s_b * 2^126 would overflow: the last 2^8 come in bfloat16.
   const float factor = nearest ? s_b : mul(s_b, kCodeBias / 256.0f);
-  const __nv_bfloat162 most = both(mul(s_b, nearest ? kE2M1Max : kE2M1Max / 256.0f));
+  const __nv_bfloat162 most = both(mul(s_b, kE2M1Max / 256.0f));
   Elements<__nv_bfloat16, kBlock> out;
 #pragma unroll
   for (int i = 0; i < kBlock / 2; ++i) {
@@ -45,10 +47,11 @@ __device__ __forceinline__ Elements<__nv_bfloat16, kBlock> block_values(const El
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float a = mul(x.magnitude(2 * i + j), enc);
-      v[j] = mul(nearest ? nearest_on_grid(a) : stochastic_on_grid(a, draw_of<mode>(words, 2 * i + j)), factor);
+      v[j] = mul(nearest ? nearest_on_grid(fminf(a, kE2M1Max)) : stochastic_on_grid(a, draw_of<mode>(words, 2 * i + j)),
+                 factor);
     }
-    __nv_bfloat162 pair = __hmin2(__floats2bfloat162_rn(v[0], v[1]), most);
-    if constexpr (!nearest) pair = __hmul2(pair, both(256.0f));
+    __nv_bfloat162 pair = __floats2bfloat162_rn(v[0], v[1]);
+    if constexpr (!nearest) pair = __hmul2(__hmin2(pair, most), both(256.0f));
     uint32_t word;
     memcpy(&word, &pair, 4);
     out.word[i] = word | (x.word[i] & 0x80008000u);

@@ -26,11 +26,8 @@ __device__ __forceinline__ uint8_t choose_scale(const float (&v)[kBlock], const 
   }
   most = tile_max(most, tile);
   if (spec.scale_search != ScaleSearch::kNone) {
-    float magnitudes[kBlock];
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) magnitudes[i] = magnitude(v[i]);
     return search_scale(
-        magnitudes, most, tensor, spec.scale_rounding,
+        v, most, tensor, spec.scale_rounding,
         [&](uint32_t s_bits) { return tensor.block_encode(e4m3_value(static_cast<uint8_t>(s_bits))); },
         [=](float sum) { return tile_sum(sum, tile); });
   }
