@@ -5,6 +5,7 @@ from nvfp4_tensor.training.autograd import linear
 from nvfp4_tensor.training.config import NVFP4TrainingConfig, set_recipe, to_dense, weights_changed
 from nvfp4_tensor.training.diagnostics import Report, diagnose
 from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last
+from nvfp4_tensor.training.grouped import grouped_linear
 from nvfp4_tensor.training.lora import merge_lora, merge_low_rank
 from nvfp4_tensor.training.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.optimizer import NVFP4Optimizer, to_nvfp4_parameters
@@ -26,6 +27,7 @@ __all__ = [
     "Summary",
     "WeightForDx",
     "diagnose",
+    "grouped_linear",
     "keep_dense",
     "keep_last",
     "linear",
