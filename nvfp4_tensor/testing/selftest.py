@@ -7,7 +7,7 @@ product may differ, in the order of its additions, and is held to the error boun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from torch import Tensor
 from nvfp4_tensor.info import info
 from nvfp4_tensor.matmul import backends, fbgemm, scaled_mm
 from nvfp4_tensor.matmul.product import product
-from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding
+from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops import definitions as ops
+from nvfp4_tensor.ops import pair_values, rotation
 from nvfp4_tensor.tensor.nvfp4 import quantize, quantize_experts
 
 _TWO_MODES = (RoundingMode.RNE, RoundingMode.STOCHASTIC)
@@ -30,6 +31,8 @@ SPECS = (
     QuantizeSpec(four_over_six=FourOverSix.MSE, block_rows=16, scale_ceiling=448),
     QuantizeSpec(hadamard_sign=DEFAULT_HADAMARD_SIGN, round_mode=RoundingMode.STOCHASTIC),
     QuantizeSpec(round_mode=RoundingMode.STOCHASTIC, random_bits=8),
+    *(QuantizeSpec(scale_search=ScaleSearch.MSE, round_mode=mode) for mode in _TWO_MODES),
+    QuantizeSpec(scale_search=ScaleSearch.MSE, block_rows=16),
 )
 SHAPES = ((128, 256), (37, 83), (1, 16))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -94,20 +97,18 @@ def samples() -> Iterator[Tensor]:
 
 
 def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
-    """amax, quantize, quantize_pair, dequantize and both ways to values under one spec."""
-    bits, sign = spec.pack(), -1 if spec.hadamard_sign is None else spec.hadamard_sign
-    rng = torch.tensor([0x1234567890ABCDEF, 42])
+    """The amax, quantize, quantize_pair, dequantize and the ways to values under one spec; with EDEN, its rotation."""
+    bits, rng = spec.pack(), torch.tensor([0x1234567890ABCDEF, 42])
     tally: dict[str, list[int]] = {}
     for x in samples():
-        amax, amax_t = ops.amax_pair(x, sign)
-        amax = ops.amax(x, sign)
-        quantized = ops.quantize(x, amax, rng, bits)
+        amax, amax_t = own_amaxes(x, spec, rng)
+        quantized, first = ops.quantize(x, amax, rng, bits), spec.column_multiple
         arguments: dict[str, tuple] = {
-            "amax": (x, sign),
-            "amax_pair": (x, sign),
-            "quantize": (x, amax, rng, bits, 32, 16, 16 + x.shape[1]),
+            **amax_arguments(x, spec, rng),
+            "quantize": (x, amax, rng, bits, 32, first, first + x.shape[1]),
             "quantize_pair": (x, amax, amax_t, rng, bits, bits),
-            "dequantize": (*quantized, x.shape[1], x.dtype),
+            "quantize_pair_values": (x, amax, amax_t, rng, bits, bits, False),
+            "dequantize": (*quantized, ops.columns_of_values(x.shape[1], bits), x.dtype),
             "fake_quantize": (x, amax, rng, bits, torch.bfloat16, False),
             "quantize_activation": (x, rng, bits, torch.bfloat16),
         }
@@ -115,6 +116,29 @@ def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
             _compare(tally.setdefault(name, [0, 0]), name, given, device)
     for name, (elements, differing) in tally.items():
         yield Check(name, str(spec), device, elements, differing)
+
+
+def own_amaxes(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> tuple[Tensor, Tensor]:
+    """Of what the spec quantizes of x and of its transpose, by the reference."""
+    if spec.is_eden:
+        return rotation.amax_rotated(x, rng), rotation.amax_rotated(x.t(), rng)
+    sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
+    return ops.amax(x, sign), ops.amax(x.t(), sign)
+
+
+def amax_arguments(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> dict[str, tuple]:
+    """What finds those, by name of the op."""
+    if spec.is_eden:
+        return {"amax_rotated": (x, rng, 128), "rotate": (x, rng, False, 128)}
+    sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
+    return {"amax": (x, sign), "amax_pair": (x, sign)}
+
+
+def _implementation(name: str) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    """An op in plain torch."""
+    module = next(module for module in (ops, rotation, pair_values) if hasattr(module, name))
+    implementation: Callable[..., Tensor | tuple[Tensor, ...]] = getattr(module, name)
+    return implementation
 
 
 def check_hadamard(device: str) -> Check:
@@ -127,7 +151,7 @@ def check_hadamard(device: str) -> Check:
 
 def _compare(tally: list[int], name: str, arguments: tuple, device: str) -> None:
     """Add to tally (elements, differing ones) what the op gives on the device beside what the reference gives."""
-    expected = getattr(ops, name)(*arguments)
+    expected = _implementation(name)(*arguments)
     there = (value.to(device) if isinstance(value, Tensor) else value for value in arguments)
     actual = getattr(torch.ops.nvfp4, name)(*there)
     if isinstance(expected, Tensor):

@@ -10,13 +10,19 @@ def test_this_machine_agrees_with_the_reference(spec):
     checks = list(selftest.check_spec(spec, "cpu"))
     assert {check.op for check in checks} == {
         "amax", "amax_pair", "quantize", "quantize_pair", "dequantize", "fake_quantize",
-        "quantize_activation",
+        "quantize_activation", "quantize_pair_values",
     }  # fmt: skip
     assert all(check.differing == 0 and check.elements > 0 for check in checks), checks
     assert selftest.check_hadamard("cpu").differing == 0
     assert selftest.check_matmul("cpu").differing == 0
     for activation in (None, QuantizeSpec()):
         assert selftest.check_experts("grouped_linear", "cpu", activation).differing == 0
+
+
+def test_the_rotation_is_checked_under_eden():
+    checks = {check.op: check for check in selftest.check_spec(QuantizeSpec(round_mode="eden"), "cpu")}
+    assert {"rotate", "amax_rotated", "quantize", "quantize_pair_values"} < checks.keys()
+    assert all(check.differing == 0 and check.elements > 0 for check in checks.values()), checks
 
 
 def test_a_wrong_bit_in_a_kernel_is_counted_and_fails(monkeypatch, capsys):
