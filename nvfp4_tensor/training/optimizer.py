@@ -24,11 +24,12 @@ _OWN = ("round_mode", "seed", "error_feedback", "writes")
 class NVFP4Optimizer(torch.optim.Optimizer):
     """Steps of an inner optimizer on NVFP4 parameters: each is decoded, updated, and written back by rounding.
 
-    No dense copy of a parameter outlives its turn in :meth:`step`; gradients and the inner optimizer's state are dense
-    (state in float32). A write keeps the grid of the parameter's block scales, whose exponents follow the values (see
-    :func:`write_back`): its expectation is the updated value, and what has no update does not move. Random bits are a
-    function of the seed, the number of the write and the parameter's place among all, so that a run repeats bit for
-    bit on every device, and goes on bit for bit from a state_dict.
+    No dense copy of a parameter outlives its turn in :meth:`step`, whose peak is some float32 copies of one parameter.
+    Gradients and the inner optimizer's state are dense, the state in float32. A write keeps the grid of the parameter's
+    block scales, whose exponents follow the values (see :func:`write_back`): its expectation is the updated value, and
+    what has no update does not move. Random bits are a function of the seed, the number of the write and the
+    parameter's place among all, so that equal gradients write equal bits on every device, and a run goes on bit for
+    bit from a state_dict.
 
     Dense parameters may stand among them, and are the inner optimizer's as usual. Learning rate schedulers, parameter
     groups, hooks and closures work as with any torch.optim.Optimizer. Parameters are updated one at a time, so the
@@ -77,6 +78,9 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         self._engine = inner([nn.Parameter(torch.zeros(1))], **options)
         own = {"round_mode": round_mode, "error_feedback": error_feedback, "seed": seed, "writes": 0}
         super().__init__(params, {**self._engine.defaults, **own})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_engine": self._engine}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimizer's; checks what is new in it, and leaves nothing half-added."""

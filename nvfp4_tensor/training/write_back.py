@@ -111,7 +111,7 @@ def _fit(magnitude: Tensor, old: Tensor, rng_state: Tensor | None, w: NVFP4Tenso
     share = torch.where(empty, 1.0, share)
     full, kept = full.unsqueeze(-1), torch.where(grown, 1 / share, 0.0).unsqueeze(-1)
     fitted = torch.minimum(magnitude, full) + (magnitude - full).clamp_(min=0).mul_(kept)
-    scale = torch.where(empty, largest / E2M1_MAX, _with_exponent(old, largest, grown))
+    scale = torch.where(empty, largest / largest.new_full((), E2M1_MAX), _with_exponent(old, largest, grown))
     return fitted, torch.where(largest.isfinite(), scale, torch.nan)
 
 
@@ -135,7 +135,8 @@ def _free_exponents(scale: Tensor, per_tensor_scale: Tensor) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    """2^exponent by its bits, float32: torch.ldexp takes a device's pow, which need not be exact."""
+    return (exponent.clamp(-126, 127).to(torch.int32) + 127 << 23).view(torch.float32)
 
 
 def _codes(values: Tensor, scale: Tensor, mode: RoundingMode, rng_state: Tensor | None) -> Tensor:
