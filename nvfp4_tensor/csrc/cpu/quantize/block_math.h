@@ -148,10 +148,13 @@ inline I choose(const Candidates& candidates, F error6, F error4) {
 
 // --- random bits -----------------------------------------------------------------------------------------------------
 
-// Philox of sixteen blocks, one a lane.
-inline RandomWindows random_windows(I block_low, I block_high, const RandomKey& key) {
-  I c0 = RandomWindows::lane_order(block_low), c1 = RandomWindows::lane_order(block_high);
-  I c2 = set(int32_t(key.offset)), c3 = set(int32_t(key.stream));
+struct PhiloxWords {
+  I word[4];
+};
+
+// Philox of sixteen numbers, one a lane.
+inline PhiloxWords philox(I number_low, I number_high, const RandomKey& key) {
+  I c0 = number_low, c1 = number_high, c2 = set(int32_t(key.offset)), c3 = set(int32_t(key.stream));
   uint32_t key0 = key.seed_low, key1 = key.seed_high;
   for (int round = 0; round < 7; ++round) {
     I low0, high0, low1, high1;
@@ -164,8 +167,13 @@ inline RandomWindows random_windows(I block_low, I block_high, const RandomKey& 
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
-  const I words[4] = {c0, c1, c2, c3};
-  return RandomWindows(words);
+  return {{c0, c1, c2, c3}};
+}
+
+// Of sixteen blocks.
+inline RandomWindows random_windows(I block_low, I block_high, const RandomKey& key) {
+  const I low = RandomWindows::lane_order(block_low), high = RandomWindows::lane_order(block_high);
+  return RandomWindows(philox(low, high, key).word);
 }
 
 // Of the blocks from (row, block) on, in row-major order over rows of `blocks`.

@@ -28,7 +28,9 @@ inline F butterfly_signs() {
 }
 
 NVFP4_INLINE void butterflies(F (&y)[kBlock]) {
+#pragma GCC unroll 4
   for (int distance = 1; distance < kBlock; distance *= 2) {
+#pragma GCC unroll 16
     for (int e = 0; e < kBlock; ++e) {
       if (e & distance) continue;
       const F low = y[e], high = y[e + distance];
@@ -37,6 +39,7 @@ NVFP4_INLINE void butterflies(F (&y)[kBlock]) {
     }
   }
   const F signs1 = butterfly_signs<1>(), signs2 = butterfly_signs<2>(), signs4 = butterfly_signs<4>();
+#pragma GCC unroll 16
   for (int e = 0; e < kBlock; ++e) {
     y[e] = butterfly<4>(butterfly<2>(butterfly<1>(y[e], signs1), signs2), signs4);
   }
@@ -76,6 +79,7 @@ NVFP4_INLINE void rotate(const T* x, const GroupSigns& signs, bool inverse, Rota
   alignas(64) T elements[kGroupElements];
   transpose(x, kBlock, kGroupBlocks, kBlock, elements, kGroupBlocks);
   F y[kBlock];
+#pragma GCC unroll 16
   for (int e = 0; e < kBlock; ++e) {
     y[e] = load_floats(elements + kGroupBlocks * e);
     if (!inverse) y[e] = mul(y[e], signs[e]);
@@ -166,8 +170,10 @@ NVFP4_INLINE F encode_nearest(const Rotations& r, const NearestScales& scales, c
   const F s_enc = set(tensor.encode);
   F a = set(0.0f), b = set(0.0f);
   I words[2];
+#pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     I bytes[4];
+#pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       F u[2];
       I code[2];
@@ -206,21 +212,41 @@ inline I corrected_scales(const NearestScales& scales, F correction, I r16) {
   return round_scales(t, r16);
 }
 
-// The draws of the group's blocks, one Philox a rotation.
-inline I scale_draws(const Plan& plan, const Group& group, int64_t blocks) {
-  const bool wraps = group.block + kRotationBlocks == blocks;
-  const uint64_t first = plan.first_block + group.row * plan.row_blocks + group.block / kRotationBlocks;
-  const uint64_t second = wraps ? plan.first_block + (group.row + 1) * plan.row_blocks : first + 1;
-  alignas(64) int32_t draws[kGroupBlocks];
-  const Words4 words[2] = {plan.key.block_words(first), plan.key.block_words(second)};
-  for (int lane = 0; lane < kGroupBlocks; ++lane) {
-    draws[lane] = int32_t(bits_of_block(words[lane / kRotationBlocks], lane % kRotationBlocks));
-  }
-  return load(draws);
-}
+// Groups whose scales are made side by side, as in quantize.h: as many as one Philox has draws for.
+constexpr int kRotatedBatch = 8;
 
-// Groups whose scales are made side by side, as in quantize.h.
-constexpr int kRotatedBatch = 4;
+// The draws of the scales of up to eight groups, of which each has two rotations.
+class ScaleDraws {
+ public:
+  ScaleDraws(const Plan& plan, const Group* groups, int count, int64_t blocks) {
+    alignas(64) int32_t low[16] = {}, high[16] = {};
+    for (int i = 0; i < count; ++i) {
+      const Group& group = groups[i];
+      const bool wraps = group.block + kRotationBlocks == blocks;
+      const uint64_t first = plan.first_block + group.row * plan.row_blocks + group.block / kRotationBlocks;
+      const uint64_t second = wraps ? plan.first_block + (group.row + 1) * plan.row_blocks : first + 1;
+      low[2 * i] = int32_t(uint32_t(first));
+      high[2 * i] = int32_t(uint32_t(first >> 32));
+      low[2 * i + 1] = int32_t(uint32_t(second));
+      high[2 * i + 1] = int32_t(uint32_t(second >> 32));
+    }
+    const PhiloxWords drawn = philox(load(low), load(high), plan.key);
+    for (int k = 0; k < 4; ++k) store(words_[k], drawn.word[k]);
+  }
+
+  // 16 bits of each block of group i.
+  I of_group(int i) const {
+    Bf16 halves[kGroupBlocks];  // two to a word
+    for (int k = 0; k < 4; ++k) {
+      std::memcpy(halves + 2 * k, &words_[k][2 * i], 4);
+      std::memcpy(halves + kRotationBlocks + 2 * k, &words_[k][2 * i + 1], 4);
+    }
+    return shift_right<16>(bits(load_floats(halves)));
+  }
+
+ private:
+  alignas(64) int32_t words_[4][16];
+};
 
 template <typename T>
 struct RotatedBatch {
@@ -245,17 +271,18 @@ struct RotatedBatch {
       rotate(x[i], GroupSigns(plan.signs.data(), groups[i], blocks), false, rotated[i]);
     }
     for (int i = 0; i < count; ++i) scales[i] = NearestScales(rotated[i], plan.tensor);
-    for (int i = 0; i < count; ++i) store(i, plan, out, blocks);
+    const ScaleDraws draws(plan, groups, count, blocks);
+    for (int i = 0; i < count; ++i) store_group(i, draws.of_group(i), plan, out, blocks);
     count = 0;
   }
 
  private:
-  void store(int i, const Plan& plan, const Quantized& out, int64_t blocks) const {
+  void store_group(int i, I r16, const Plan& plan, const Quantized& out, int64_t blocks) const {
     const Group& group = groups[i];
     CodeTarget target(out.qdata + (group.row * blocks + group.block) * 8, group.count);
     const F correction = encode_nearest(rotated[i], scales[i], plan.tensor, target.data());
     alignas(16) uint8_t bytes[kGroupBlocks];
-    store_bytes(bytes, corrected_scales(scales[i], correction, scale_draws(plan, group, blocks)));
+    store_bytes(bytes, corrected_scales(scales[i], correction, r16));
     if (__builtin_expect(scales[i].nan_lanes != 0, 0)) {
       for (int lane = 0; lane < kGroupBlocks; ++lane) {
         if (!(scales[i].nan_lanes >> lane & 1)) continue;
