@@ -60,7 +60,7 @@ def units(w):
     return scale.repeat_interleave(16, dim=1)[:, : SHAPE[1]]
 
 
-DRAWS = 2000
+DRAWS = 800
 LIMIT = 5.5
 """Standard errors: of 1,650 elements and four specs, a normal deviate beyond it comes once in 4,000 runs."""
 
