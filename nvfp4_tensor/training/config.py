@@ -12,6 +12,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from nvfp4_tensor.pickles import pin
 from nvfp4_tensor.quantization.linear import quantizable
+from nvfp4_tensor.quantization.whole_model import plan_of
 from nvfp4_tensor.training.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import Recipe, resolve
 
@@ -53,9 +54,16 @@ class NVFP4TrainingConfig(AOBaseConfig):
 
 @register_quantize_module_handler(NVFP4TrainingConfig)
 def _train_linear(module: nn.Module, config: NVFP4TrainingConfig) -> nn.Module:
+    plan_of(module, config, _is_trainable)  # all of the call are checked before the first changes
     linear = trainable(module)
     assert isinstance(config.recipe, Recipe)
     return NVFP4TrainingLinear.convert(linear, config.recipe, config.next_sign())
+
+
+def _is_trainable(module: nn.Module) -> bool:
+    """Raises what :func:`trainable` does; False because tied weights, which stay as they are, need no plan."""
+    trainable(module)
+    return False
 
 
 def trainable(module: nn.Module) -> nn.Linear:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from nvfp4_tensor.numerics.choices import Choice, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.layout import BLOCK
@@ -65,6 +65,11 @@ class Recipe:
     dy_t: QuantizeSpec | None = None
     x_t: QuantizeSpec | None = None
 
+    draws_in_forward: ClassVar[bool]
+    """Whether what the forward quantizes takes random bits. Said once, since each call asks."""
+    draws_in_backward: ClassVar[bool]
+    """Whether the backward does."""
+
     def __post_init__(self) -> None:
         for operand in ("x", "w", "dy", "dy_t", "x_t"):
             spec = getattr(self, operand)
@@ -78,6 +83,10 @@ class Recipe:
             )
         self._check_weight_for_dx()
         self._check_transforms()
+        of_w = self.w_for_dx if isinstance(self.w_for_dx, QuantizeSpec) else None
+        fix = object.__setattr__  # the dataclass is frozen
+        fix(self, "draws_in_forward", draws(self.x, self.w, self.x_t))
+        fix(self, "draws_in_backward", draws(self.dy, self.dy_t, of_w))
 
     def _check_weight_for_dx(self) -> None:
         if self.w_for_dx in (WeightForDx.CODES, WeightForDx.EXACT) and self.w is None:
@@ -152,16 +161,6 @@ class Recipe:
     def rotates_dy_back(self) -> bool:
         """Whether dgrad takes EDEN's values of dy back into the basis of w."""
         return self.dy is not None and self.dy.is_eden and self.w_for_dx in (WeightForDx.EXACT, WeightForDx.DENSE)
-
-    @property
-    def draws_in_backward(self) -> bool:
-        """Whether the backward takes random bits."""
-        return draws(self.dy, self.dy_t, self.w_for_dx if isinstance(self.w_for_dx, QuantizeSpec) else None)
-
-    @property
-    def draws_in_forward(self) -> bool:
-        """Whether what the forward quantizes takes random bits."""
-        return draws(self.x, self.w, self.x_t)
 
     def __deepcopy__(self, memo: dict) -> Recipe:
         """Itself: nothing in it changes."""

@@ -403,6 +403,23 @@ def test_what_cannot_train_in_nvfp4(make, kind, message):
         quantize_(module, NVFP4TrainingConfig(), filter_fn=lambda module, name: True)
 
 
+def test_a_model_is_converted_whole_or_not_at_all():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16).double())
+    with pytest.raises(TypeError, match=r"torch\.float64"):
+        quantize_(model, NVFP4TrainingConfig())
+    assert all(type(linear) is nn.Linear for linear in model)
+    quantize_(model.float(), NVFP4TrainingConfig())
+    assert all(type(linear) is NVFP4TrainingLinear for linear in model)
+
+
+def test_tied_weights_stay_tied():
+    model = nn.ModuleDict({"embedding": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    quantize_(model, NVFP4TrainingConfig())
+    model["head"](model["embedding"](torch.arange(8))).square().sum().backward()
+    assert model["head"].weight is model["embedding"].weight and model["head"].weight.grad is not None
+
+
 def test_configs_are_checked():
     with pytest.raises(ValueError, match="unknown recipe 'fast'"):
         NVFP4TrainingConfig("fast")
