@@ -124,16 +124,18 @@ def assert_product(got, left, right, bias=None):
 
 
 def check_products(x, w, bias, dy, recipe, seed=3):
-    """y, dx, dw and db of one call against float64 products of the reference's operands."""
-    rng_state = rng_of(seed)
+    """y, dx, dw and db of one call against float64 products of the reference's operands, on the CPU."""
+    rng_state = rng_of(seed, x.device).cpu()
     y = training.linear(x, w, bias, recipe)
     y.backward(dy)
-    products = expected_products(x.detach(), w.detach(), dy, recipe, rng_state)
+    dx, dw, db = (None if t is None else t.grad.cpu() for t in (x, w, bias))
+    y, x, w, bias, dy = (None if t is None else t.detach().cpu() for t in (y, x, w, bias, dy))
+    products = expected_products(x, w, dy, recipe, rng_state)
     n, k = w.shape
     assert_product(y, *(wide(t) for t in products["fprop"]), bias)
     left, right = products["dgrad"]
     if isinstance(recipe.w_for_dx, QuantizeSpec):
-        assert_product(x.grad, wide(left), wide(right))
+        assert_product(dx, wide(left), wide(right))
     else:
         values, factor = wide(left)
         if recipe.rotates_dy_back:
@@ -142,10 +144,10 @@ def check_products(x, w, bias, dy, recipe, seed=3):
                 values, factor = (values * factor.float()).to(w.dtype), 1.0
             values = values.to(w.dtype if factor == 1.0 else torch.bfloat16).double()
         of_w, w_factor = wide(right, k)
-        assert_product(x.grad, (values[:, :n], factor), (of_w.t(), w_factor))
-    assert_product(w.grad, *(wide(t) for t in products["wgrad"]))
+        assert_product(dx, (values[:, :n], factor), (of_w.t(), w_factor))
+    assert_product(dw, *(wide(t) for t in products["wgrad"]))
     if bias is not None:
-        assert_product(bias.grad, (torch.ones(1, len(dy), dtype=torch.float64), 1.0), (dy.double().t(), 1.0))
+        assert_product(db, (torch.ones(1, len(dy), dtype=torch.float64), 1.0), (dy.double().t(), 1.0))
 
 
 @pytest.mark.parametrize("recipe", ALL, ids=by_name)
