@@ -76,6 +76,16 @@ def test_compiled_bits_are_those_of_eager(recipe, backend):
     assert same(step(model, compiled), expected)
 
 
+@pytest.mark.parametrize("recipe", ["accurate", "nvidia_4over6"])
+def test_compiled_bits_without_shared_inputs(recipe):
+    """With one, EDEN rotates x^T once for all in eager mode, and in a graph for each linear: other bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32, bias=False))
+    quantize_(model, NVFP4TrainingConfig(recipe))
+    expected = step(model)
+    assert same(step(model, torch.compile(model, fullgraph=True, backend="aot_eager")), expected)
+
+
 def test_inductor_agrees_with_eager():
     model = model_of().eval()
     for got, expected in zip(step(model, torch.compile(model, fullgraph=True)), step(model), strict=True):
@@ -104,7 +114,7 @@ def test_a_compiled_graph_quantizes_a_shared_input_once_and_draws_for_each_layer
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recipe", ["nvidia", "unbiased"])
+@pytest.mark.parametrize("recipe", ["nvidia", "unbiased", "accurate"])
 def test_checkpointing_changes_no_bit(reentrant, recipe):
     model = model_of(recipe)
     assert same(step(model, lambda x: model(x, checkpointed=reentrant)), step(model))
@@ -224,6 +234,7 @@ def test_functional_call_uses_the_weights_given():
 def test_a_shared_input_is_quantized_once():
     model = model_of()
     ops = counted(model)
+    assert counted(model_of("accurate")).pairs == ops.pairs
     assert ops.pairs == 3 * (2 + 4)  # in a block: x of q, k and v; that of the output; four dy
 
 
