@@ -36,9 +36,9 @@ struct Plan {
   QuantizeSpec spec;
   TensorScale tensor;
   RandomKey key;
-  int64_t first_block;  // the random-bits index of block (0, 0), or of the first rotation
-  int64_t row_blocks;   // and the step from row to row
-  bool banded;          // work units are bands of 16 rows, not groups
+  int64_t first_block;       // the random-bits index of block (0, 0), or of the first rotation
+  int64_t row_blocks;        // and the step from row to row
+  bool banded;               // work units are bands of 16 rows, not groups
   std::vector<float> signs;  // EDEN: see rotation_signs of ops.cpp
 };
 

@@ -120,9 +120,8 @@ int64_t rotated_units(const Matrix& m) { return groups_of(m.rows, rotations_of(m
 
 float matrix_amax_rotated(const Matrix& m, const std::vector<float>& signs) {
   std::atomic<uint32_t> most{0};
-  parallel(rotated_units(m), kGroupElements, [&](int64_t begin, int64_t end) {
-    raise_to(most, kernels().amax_rotated(m, signs.data(), begin, end));
-  });
+  parallel(rotated_units(m), kGroupElements,
+           [&](int64_t begin, int64_t end) { raise_to(most, kernels().amax_rotated(m, signs.data(), begin, end)); });
   return bits_float(most);
 }
 
@@ -142,9 +141,8 @@ Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t co
   const std::vector<float> signs = rotation_signs(RngState(rng_state_of(rng_state, x)), rotations_of(m), col0);
   Tensor out = empty(with_last(x, rotations_of(m) * kRotation), ScalarType::Float);
   float* data = static_cast<float*>(out.mutable_data_ptr());
-  parallel(rotated_units(m), kGroupElements, [&](int64_t begin, int64_t end) {
-    kernels().rotate(m, signs.data(), inverse, data, begin, end);
-  });
+  parallel(rotated_units(m), kGroupElements,
+           [&](int64_t begin, int64_t end) { kernels().rotate(m, signs.data(), inverse, data, begin, end); });
   return out;
 }
 
@@ -169,8 +167,8 @@ Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::
   const bool eden = plan.spec.is_eden();
   // Rows of a band share the cache lines of their scales (4096^2, one thread: 3.5 -> 3.0 ms).
   plan.banded = !eden && (plan.spec.block_rows > 1 || (m.blocks() >= kGroupBlocks && m.rows >= kTileRows));
-  const auto [first, row_blocks] =
-      block_numbers(m.rows, m.columns, row0, col0, full_width, plan.spec.column_multiple());
+  const auto [first, row_blocks] = block_numbers(m.rows, m.columns, row0, col0, full_width,
+                                                 plan.spec.column_multiple());
   plan.first_block = first, plan.row_blocks = row_blocks;
   if (const int64_t* given = rng_state_of(rng_state, plan.spec, x)) {
     const RngState state(given);
@@ -285,7 +283,8 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, st
   if (spec_of(spec).is_eden()) {
     auto [qdata, scale, factor] = quantize(x, amax, rng_state, spec, row0, col0, full_width, 0);
     return {dequantize(qdata, scale, scaled ? std::optional<Tensor>(factor) : std::nullopt,
-                       qdata.size(qdata.dim() - 1) * 2, type), factor};
+                       qdata.size(qdata.dim() - 1) * 2, type),
+            factor};
   }
   const Rows rows(x);
   const Matrix& m = rows.matrix;

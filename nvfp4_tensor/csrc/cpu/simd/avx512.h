@@ -89,9 +89,7 @@ inline F swap_lanes(F a) {
 inline F load_floats(const Bf16* p) {
   return as_float(shift_left<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
 }
-inline F load_floats(const Fp16* p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
+inline F load_floats(const Fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline F load_floats(const float* p) { return load(p); }
 
 inline void load_pairs(const Bf16* p, F& even, F& odd) {
