@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ARGUMENTS = {"train_llama": ["--size", "tiny", "--steps", "6", "--length", "64", "--limit", "2000000"]}
+"""Where a tutorial as it stands takes minutes: a smaller size of it."""
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "tutorials").glob("*.py")), ids=lambda path: path.stem)
 def test_tutorial_runs(script, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     result = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, script, *ARGUMENTS.get(script.stem, [])],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout
