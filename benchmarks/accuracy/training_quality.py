@@ -43,12 +43,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def recipe_without(part: str):
-    """NVIDIA's recipe without one of its parts; without EDEN, the accurate one with NVIDIA's gradients."""
+    """NVIDIA's recipe without one of its parts; without EDEN, the accurate one with the gradients of unbiased."""
     from nvfp4_tensor.training import RECIPES, WeightForDx
 
     nvidia = RECIPES["nvidia"]
     if part == "EDEN":
-        changes = {"dy": nvidia.dy, "dy_t": nvidia.dy_t, "x_t": nvidia.x_t}
+        unbiased = RECIPES["unbiased"]
+        changes = {"dy": unbiased.dy, "dy_t": unbiased.dy_t, "x_t": unbiased.x_t}
         return RECIPES["accurate"].replace(name="accurate without EDEN", **changes)
     if part == "stochastic":
         changes = {"dy": nvidia.dy.replace(round_mode="rne"), "dy_t": nvidia.dy_t.replace(round_mode="rne")}
