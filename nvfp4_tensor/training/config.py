@@ -26,8 +26,8 @@ class NVFP4TrainingConfig(AOBaseConfig):
     that of the dense model. ``torch.manual_seed`` governs stochastic rounding.
 
     Args:
-        recipe: a :class:`Recipe`, or the name of one: nvidia, nvidia_4over6, unbiased, accurate, forward_only,
-            weight_only.
+        recipe: a :class:`Recipe`, or the name of one: nvidia, nvidia_4over6, unbiased, accurate, accurate_eden,
+            forward_only, weight_only.
         hadamard_sign: "shared", the mask of the recipe; or "per layer": each linear gets a mask of its own, by its
             place among those that this config has converted. Linears of one input then quantize its transpose apart.
 

@@ -215,19 +215,21 @@ _NVIDIA = Recipe(
     dy_t=_transformed(_STOCHASTIC),
     x_t=_transformed(_NEAREST),
 )
+_ACCURATE = Recipe(
+    name="accurate",
+    x=_SEARCHED,
+    w=_SEARCHED,
+    dy=_UNCLIPPED,
+    w_for_dx=WeightForDx.EXACT,
+    dy_t=_transformed(_UNCLIPPED),
+    x_t=_transformed(_NEAREST),
+)
 _NAMED = (
     _NVIDIA,
     _NVIDIA.replace(name="nvidia_4over6", x=_NEAREST.replace(four_over_six=True), w=_TILES.replace(four_over_six=True)),
     _NVIDIA.replace(name="unbiased", dy=_UNCLIPPED, dy_t=_transformed(_UNCLIPPED)),
-    Recipe(
-        name="accurate",
-        x=_SEARCHED,
-        w=_SEARCHED,
-        dy=_EDEN,
-        w_for_dx=WeightForDx.EXACT,
-        dy_t=_EDEN,
-        x_t=_EDEN,
-    ),
+    _ACCURATE,
+    _ACCURATE.replace(name="accurate_eden", dy=_EDEN, dy_t=_EDEN, x_t=_EDEN),
     Recipe(name="forward_only", x=_NEAREST, w=_NEAREST, w_for_dx=WeightForDx.EXACT),
     Recipe(name="weight_only", w=_NEAREST, w_for_dx=WeightForDx.EXACT),
 )

@@ -18,7 +18,7 @@ def experts():
     )
 
 
-@pytest.mark.parametrize("recipe", ["nvidia", "accurate", "forward_only"])
+@pytest.mark.parametrize("recipe", ["nvidia", "accurate_eden", "forward_only"])
 def test_groups_are_linears(experts, recipe):
     x, w, offs = experts
     dy = torch.randn(60, 48)

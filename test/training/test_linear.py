@@ -19,7 +19,7 @@ EDEN = QuantizeSpec(round_mode="eden")
 MORE = (
     RECIPES["nvidia"].dense_forward(),
     RECIPES["nvidia"].dense_backward(),
-    RECIPES["accurate"].dense_forward(),
+    RECIPES["accurate_eden"].dense_forward(),
     Recipe(name="all anew", x=STOCHASTIC, w=STOCHASTIC, dy=STOCHASTIC, w_for_dx=STOCHASTIC, dy_t=STOCHASTIC,
            x_t=STOCHASTIC.replace(scale_rounding="up")),
     Recipe(name="all EDEN", dy=EDEN, w_for_dx=EDEN, dy_t=EDEN, x_t=EDEN),
@@ -236,7 +236,7 @@ def test_a_frozen_side_does_not_change_the_others_bits():
         assert torch.equal(keep.grad, expected)
 
 
-@pytest.mark.parametrize("name", ["nvidia", "nvidia_4over6", "unbiased", "accurate"])
+@pytest.mark.parametrize("name", ["nvidia", "nvidia_4over6", "unbiased", "accurate", "accurate_eden"])
 def test_what_is_saved_for_backward_is_nvfp4(name):
     m, n, k = 256, 384, 256
     x, w, bias, _ = case(m, n, k)
@@ -264,7 +264,9 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.parametrize("size", [(128, 256, 192), (37, 70, 50), (40, 48, 33)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name, products", [("nvidia", 3), ("unbiased", 3), ("nvidia_4over6", 3), ("accurate", 2)])
+@pytest.mark.parametrize(
+    "name, products", [("nvidia", 3), ("unbiased", 3), ("nvidia_4over6", 3), ("accurate", 2), ("accurate_eden", 2)]
+)
 def test_codes_go_to_scaled_mm_on_blackwell(size, dtype, name, products, blackwell, monkeypatch):
     """torch's meta function checks dtypes, strides, sizes of scales and alignments of each call."""
     calls = []

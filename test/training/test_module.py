@@ -76,7 +76,7 @@ def test_compiled_bits_are_those_of_eager(recipe, backend):
     assert same(step(model, compiled), expected)
 
 
-@pytest.mark.parametrize("recipe", ["accurate", "nvidia_4over6"])
+@pytest.mark.parametrize("recipe", ["accurate_eden", "nvidia_4over6"])
 def test_compiled_bits_without_shared_inputs(recipe):
     """With one, EDEN rotates x^T once for all in eager mode, and in a graph for each linear: other bits."""
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_a_compiled_graph_quantizes_a_shared_input_once_and_draws_for_each_layer
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recipe", ["nvidia", "unbiased", "accurate"])
+@pytest.mark.parametrize("recipe", ["nvidia", "unbiased", "accurate", "accurate_eden"])
 def test_checkpointing_changes_no_bit(reentrant, recipe):
     model = model_of(recipe)
     assert same(step(model, lambda x: model(x, checkpointed=reentrant)), step(model))
@@ -135,7 +135,7 @@ def test_the_seed_governs_and_every_step_draws_anew():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["nvidia", "accurate"])
+@pytest.mark.parametrize("recipe", ["nvidia", "accurate", "accurate_eden"])
 def test_a_cuda_graph_replays_with_the_weights_and_bits_of_the_moment(recipe):
     model = model_of(recipe).cuda().eval()
     x = torch.randn(64, 32, device="cuda", requires_grad=True)
@@ -234,7 +234,7 @@ def test_functional_call_uses_the_weights_given():
 def test_a_shared_input_is_quantized_once():
     model = model_of()
     ops = counted(model)
-    assert counted(model_of("accurate")).pairs == ops.pairs
+    assert counted(model_of("accurate_eden")).pairs == ops.pairs
     assert ops.pairs == 3 * (2 + 4)  # in a block: x of q, k and v; that of the output; four dy
 
 

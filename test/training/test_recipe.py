@@ -47,6 +47,13 @@ unbiased
 accurate
     x rne, 1x16, search mse
     w rne, 1x16, search mse
+    dy stochastic, 1x16, scales up
+    w_for_dx exact
+    dy_t stochastic, 1x16, scales up, hadamard 0xd7e8
+    x_t rne, 1x16, hadamard 0xd7e8
+accurate_eden
+    x rne, 1x16, search mse
+    w rne, 1x16, search mse
     dy eden, 1x16
     w_for_dx exact
     dy_t eden, 1x16
@@ -217,22 +224,22 @@ def test_set_recipe_is_checked():
 def test_summary():
     model = Model(2)
     quantize_(model, NVFP4TrainingConfig(), filter_fn=training.keep_last(model, 0.5) & training.keep_dense("router"))
-    training.set_recipe(model.heads, "accurate", forward="bf16")
+    training.set_recipe(model.heads, "accurate_eden", forward="bf16")
     training.set_recipe(model.lm_head, "weight_only")
     assert_expected_inline(
         str(training.summary(model)),
         """\
-linear           N x K    recipe       forward          backward
-layers.0.up      32 x 16  nvidia       rne x rne+16x16  dx: stochastic x w codes; dw: stochastic+hadamard x rne+hadamard
-layers.0.router  4 x 16   dense        -                -
-layers.1.up      32 x 16  dense        -                -
-layers.1.router  4 x 16   dense        -                -
-heads.0          16 x 16  accurate     bf16             dx: eden x w dense; dw: eden x eden
-lm_head          50 x 16  weight_only  dense x rne      dx: dense x w exact; dw: dense x dense
-1 accurate (11.6% of the weights)
+linear           N x K    recipe         forward          backward
+layers.0.up      32 x 16  nvidia         rne x rne+16x16  dx: stochastic x w codes; dw: stochastic+hadamard x rne+hadamard
+layers.0.router  4 x 16   dense          -                -
+layers.1.up      32 x 16  dense          -                -
+layers.1.router  4 x 16   dense          -                -
+heads.0          16 x 16  accurate_eden  bf16             dx: eden x w dense; dw: eden x eden
+lm_head          50 x 16  weight_only    dense x rne      dx: dense x w exact; dw: dense x dense
+1 accurate_eden (11.6% of the weights)
 3 dense (29.0% of the weights)
 1 nvidia (23.2% of the weights)
-1 weight_only (36.2% of the weights)""",
+1 weight_only (36.2% of the weights)""",  # noqa: E501
     )
 
 

@@ -49,7 +49,7 @@ def test_the_baseline_knows_what_repeats():
     assert math.log(256) * 0.98 < ngram_loss(noise[:100_000], noise[100_000:]) < math.log(256) * 1.15
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "nvidia", "accurate"])
+@pytest.mark.parametrize("recipe", ["bf16", "nvidia", "accurate", "accurate_eden"])
 def test_resumed_is_uninterrupted_bit_for_bit(texts, recipe, tmp_path):
     whole = trainer(texts, recipe=recipe)
     losses = [whole.train_step() for _ in range(SETTINGS.steps)]
