@@ -85,9 +85,10 @@ def train_one(variant: str, settings: Settings, text: tuple[torch.Tensor, torch.
 
 
 def _work(rank: int, queue, results, settings: Settings, folder: Path, limit: int) -> None:
-    device = f"cuda:{rank}" if settings.device == "cuda" else settings.device
-    if settings.device == "cuda":
-        torch.cuda.set_device(rank)
+    device = settings.device
+    if device == "cuda":
+        device = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
     text = corpus(folder, limit)
     while (job := queue.get()) is not None:
         variant, seed = job
@@ -239,7 +240,7 @@ def gradients(device: str, draws: int, tokens: int = 256, width: int = 256) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU (or on the CPU)")
+    parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU (or several, or on the CPU)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--size", default="20m")
