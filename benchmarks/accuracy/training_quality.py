@@ -151,7 +151,7 @@ def table(content: dict) -> str:
             continue
         mean = statistics.mean(increases[variant])
         seeds = ", ".join(f"{value:.2f}" for value in increases[variant])
-        loss = statistics.mean(losses[variant].values())
+        loss = statistics.mean(losses[variant][seed] for seed in losses[variant] if seed in dense)
         lines.append(f"| {variant} | {loss:.4f} | {mean:.2f} | {mean / nvidia:.2f} | {seeds} |")
     return "\n".join(lines)
 

@@ -5,7 +5,8 @@
 
 A step is forward, dgrad and wgrad of one linear, captured in a CUDA graph (eager on a CPU); "all" is the block's four
 linears together, "eager" the same launched from Python. Parts are the ops that the recipe is made of, each with the
-bytes that it has to move. "saved" is what a linear keeps for its backward.
+bytes that it has to move. "saved" is what a linear keeps for its backward beside its
+parameter, the codes of its weight included.
 """
 
 from __future__ import annotations
