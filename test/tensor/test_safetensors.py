@@ -1,0 +1,38 @@
+"""What writes plain storages says what to do with an NVFP4Tensor instead, and writes nothing."""
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+from torch import nn
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4WeightOnlyConfig
+
+
+@pytest.fixture
+def model():
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16)).bfloat16()
+    quantize_(model, NVFP4WeightOnlyConfig())
+    return model
+
+
+@pytest.mark.parametrize("write", ["save_file", "save_model", "flatten_tensor_state_dict"])
+def test_writers_of_plain_storages_name_the_way_that_works(model, write, tmp_path):
+    path = tmp_path / "model.safetensors"
+    writers = {
+        "save_file": lambda: save_file(model.state_dict(), path),
+        "save_model": lambda: save_model(model, str(path)),
+        "flatten_tensor_state_dict": lambda: flatten_tensor_state_dict(model.state_dict()),
+    }
+    with pytest.raises(TypeError, match=r"torch\.save\(model\.state_dict\(\), path\).*assign=True"):
+        writers[write]()
+    assert not path.exists()
+
+
+def test_the_way_that_works(model, tmp_path):
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    again = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16)).bfloat16()
+    again.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), assign=True)
+    x = torch.randn(3, 32).bfloat16()
+    assert torch.equal(again(x), model(x))
