@@ -431,6 +431,9 @@ def quantize_experts(
         raise ValueError("spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs")
     rng_state = resolve_rng_state(x, spec, rng_state, generator)
     rows = ceil_to(x.shape[1], spec.block_rows)
-    experts = torch.stack([quantize(w, spec, rng_state=rng_state, origin=(e * rows, 0)) for e, w in enumerate(x)])
+    parts = tuple(quantize(w, spec, rng_state=rng_state, origin=(e * rows, 0)) for e, w in enumerate(x))
+    experts = torch.stack(parts)
     assert isinstance(experts, NVFP4Tensor)
-    return experts if activation_spec is None else experts._replace(activation_spec=activation_spec)
+    # One each, which a stack joins to one where all happen to be equal.
+    scales = torch.stack([part.per_tensor_scale for part in parts]).unsqueeze(1)
+    return experts._replace(per_tensor_scale=scales, activation_spec=activation_spec)

@@ -329,3 +329,12 @@ def test_bits_per_element_counts_everything_stored():
     t = quantize(torch.randn(128, 64))
     assert t.stored_bytes == 128 * 32 + 128 * 4 + 4
     assert t.bits_per_element == 8 * t.stored_bytes / (128 * 64)
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_experts_have_a_scale_each_where_all_are_equal(experts):
+    w = torch.randn(4, 32)
+    t = quantize_experts(w.expand(experts, 4, 32))
+    alone = quantize(w)
+    assert t.per_tensor_scale.shape == (experts, 1) and (t.per_tensor_scale == alone.per_tensor_scale).all()
+    assert torch.equal(t.dequantize(), alone.dequantize().expand(experts, 4, 32))
