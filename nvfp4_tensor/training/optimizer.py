@@ -75,12 +75,14 @@ class NVFP4Optimizer(torch.optim.Optimizer):
             raise TypeError(f"inner is a class of optimizer, torch.optim.AdamW for instance, not {inner!r}")
         if issubclass(inner, torch.optim.LBFGS | NVFP4Optimizer):
             raise ValueError(f"{inner.__name__} does not update parameters one at a time: use AdamW or SGD, say")
-        self._engine = inner([nn.Parameter(torch.zeros(1))], **options)
+        like = nn.Parameter(torch.zeros(1))
+        self._engine = inner([like], **options)
+        self._first_state = dict(self._engine.state[like])
         own = {"round_mode": round_mode, "error_feedback": error_feedback, "seed": seed, "writes": 0}
         super().__init__(params, {**self._engine.defaults, **own})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": self._engine}
+        return {**super().__getstate__(), "_engine": self._engine, "_first_state": self._first_state}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimizer's; checks what is new in it, and leaves nothing half-added."""
@@ -129,12 +131,19 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         if group["error_feedback"]:
             _feed_back(self.state[parameter], after.detach() - written.dequantize(torch.float32), group)
 
+    def _first_state_of(self, values: Tensor) -> dict[str, Any]:
+        """What the inner optimizer's constructor gives a parameter: Adagrad's does so in torch 2.11, most give none."""
+        return {
+            name: torch.full_like(values, first.item()) if first.dim() else first.clone()
+            for name, first in self._first_state.items()
+        }
+
     def _inner_step(self, parameter: Tensor, values: Tensor, group: dict[str, Any]) -> None:
         """One step of the inner optimizer on ``values``, with the state of ``parameter``."""
         engine = self._engine
         options = {name: value for name, value in group.items() if name not in (*_OWN, "params", "param_names")}
         engine.param_groups = [{**options, "params": [values]}]
-        engine.state = defaultdict(dict, {values: self.state[parameter]})
+        engine.state = defaultdict(dict, {values: self.state[parameter] or self._first_state_of(values)})
         engine.step()
         self.state[parameter] = engine.state[values]
         engine.param_groups, engine.state = [], defaultdict(dict)
