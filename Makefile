@@ -25,6 +25,11 @@ GPUS_HERE = $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,nohea
 	| sed -nE 's/^8\.[0-9]$$/80/p; s/^(9|1[0-9])\.([0-9])$$/\1\2a/p'))
 ENOUGH_HERE = $(or $(wildcard $(EVERYTHING)),$(call stamp,$(or $(GPUS_HERE),cpu)))
 
+# What `make check` leaves out, three quarters of the time: it compiles, runs models, or starts interpreters.
+SLOW := test/benchmarks test/tutorials test/test_imports.py test/test_pickles.py test/cli/test_model.py \
+	test/dispatch/test_compile.py test/docs/test_code_blocks.py test/matmul/test_cuda_schedule.py \
+	test/matmul/test_print_plans.py test/quantization/test_lora.py test/tensor/test_methods.py test/training/test_module.py
+
 .PHONY: help demo test check sanitize lint format build docs sdist wheel clean
 .DELETE_ON_ERROR:
 
@@ -38,7 +43,7 @@ test: $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries built for every G
 	$(BIN)/python -m pytest
 
 check: lint $(VENV)/.demo native-here  ## before a commit: lint and the fast tests
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" $(addprefix --ignore=,$(SLOW))
 
 sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
 	.ci/sanitize $(BIN)
