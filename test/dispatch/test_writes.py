@@ -319,11 +319,9 @@ TENSORS = {
 }
 VIEWS = {
     "whole": lambda t, n: t, "tile of rows": lambda t, n: t[0:128], "rows": lambda t, n: t[n:],
-    "last rows": lambda t, n: t[128:], "columns": lambda t, n: t[..., 0:64],
-    "one": lambda t, n: t[n % len(t)] if len(t) else t,
+    "last rows": lambda t, n: t[128:], "columns": lambda t, n: t[..., 0:64], "one": lambda t, n: t[n % len(t)],
     "odd columns": lambda t, n: t[..., 16:48], "mT": lambda t, n: t.mT, "flat": lambda t, n: t.flatten(0, -2),
-    "unsqueeze": lambda t, n: t.unsqueeze(0), "last": lambda t, n: t.unbind()[-1] if len(t) else t,
-    "chunk": lambda t, n: t.chunk(2)[-1],
+    "unsqueeze": lambda t, n: t.unsqueeze(0), "last": lambda t, n: t.unbind()[-1], "chunk": lambda t, n: t.chunk(2)[-1],
     "split": lambda t, n: t.split(16, -1)[0], "view": lambda t, n: t.reshape(1, *t.shape),
     "detach": lambda t, n: t.detach(),
 }  # fmt: skip
@@ -342,12 +340,15 @@ def test_a_write_into_any_view_changes_that_view_alone(tensor, views, write, n, 
     dense = before.clone()
     take = functools.partial(functools.reduce, lambda taken, name: VIEWS[name](taken, n), views)
     try:
+        expected = take(dense)
+    except (IndexError, RuntimeError, TypeError, ZeroDivisionError):  # a dense one has no such view either
+        return
+    try:
         view = take(t)
     except RuntimeError:
         return
     function, binary = WRITES[write]
     other = (torch.rand(view.shape) + 0.5,) if binary else ()
-    expected = take(dense)
     inside = torch.zeros_like(dense, dtype=torch.bool)
     take(inside).fill_(True)
     try:
