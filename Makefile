@@ -51,13 +51,13 @@ sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address 
 lint: $(VENV)/.dev  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	@$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(BIN)/mypy
 
 format: $(VENV)/.dev  ## the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CXX_SOURCES)
+	@$(BIN)/clang-format -i $(CXX_SOURCES)
 
 build: $(EVERYTHING)  ## the native libraries for every GPU, into the sources; NVFP4_CUDA_ARCHS="90a" narrows them
 
