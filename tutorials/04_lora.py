@@ -9,7 +9,7 @@ from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig
 try:
     import peft
 except ImportError:
-    raise SystemExit(print("peft is not installed (pip install peft): nothing to show")) from None
+    raise SystemExit("this tutorial needs peft: pip install peft") from None
 
 WEIGHTS = {"weight-only": NVFP4WeightOnlyConfig(), "W4A4": NVFP4Config()}
 

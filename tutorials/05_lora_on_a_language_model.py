@@ -19,7 +19,7 @@ try:
 
     gguf_path()
 except (ImportError, FileNotFoundError) as missing:
-    raise SystemExit(print(f"nothing to show: {missing}")) from None
+    raise SystemExit(f"this tutorial needs peft and the packages of the demo: {missing}") from None
 
 TOKENS, STEPS = 96, 6
 
