@@ -331,7 +331,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         if field.type == "bool":
             parser.add_argument(option, action="store_true")
         else:
-            parser.add_argument(option, type=type(field.default), default=field.default)
+            choices = list(SHAPES) if field.name == "size" else None
+            parser.add_argument(option, type=type(field.default), default=field.default, choices=choices)
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder of .py files")
     parser.add_argument("--limit", type=int, default=20_000_000, help="bytes of text to read (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("train_llama_output"))
@@ -343,6 +344,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Train as the command line says; the points of the loss curve."""
     options = parse(arguments)
+    checkpoint = options.output / "checkpoint.pt"
+    if options.resume and not checkpoint.exists():
+        raise SystemExit(f"{checkpoint} does not exist: leave out --resume to begin a run")
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
     options.output.mkdir(parents=True, exist_ok=True)
     texts = corpus(options.text, options.limit)
@@ -350,7 +354,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     trainer = Trainer(settings, *texts)
     log, points = options.output / "losses.json", []
     if options.resume:
-        trainer.load_state_dict(torch.load(options.output / "checkpoint.pt", weights_only=True))
+        trainer.load_state_dict(torch.load(checkpoint, weights_only=True))
         points = [point for point in json.loads(log.read_text()) if point["step"] <= trainer.step]
     count = sum(parameter.numel() for parameter in trainer.model.layers.parameters())
     print(f"{len(texts[0]):,} bytes to train on, {len(texts[1]):,} to validate; {count:,} parameters in the blocks")

@@ -65,6 +65,14 @@ def test_resumed_is_uninterrupted_bit_for_bit(texts, recipe, tmp_path):
     assert torch.equal(weights(second.model), weights(whole.model))
 
 
+def test_what_the_command_line_refuses(tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"checkpoint.pt does not exist: leave out --resume"):
+        train_llama.main(["--resume", "--output", str(tmp_path / "none")])
+    with pytest.raises(SystemExit):
+        train_llama.main(["--size", "7b"])
+    assert "choose from" in capsys.readouterr().err
+
+
 def test_another_runs_checkpoint_is_refused(texts):
     with pytest.raises(ValueError, match="other settings: learning_rate"):
         trainer(texts, learning_rate=1e-3).load_state_dict(trainer(texts).state_dict())
