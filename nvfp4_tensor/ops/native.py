@@ -52,7 +52,7 @@ def load() -> None:
         why = "; ".join(f"{name}: {_libraries[name].reason}" for name in missing)
         warnings.warn(
             f"nvfp4_tensor: plain torch serves in place of native kernels, correct but slow ({why}). "
-            "Build them with `pip install .`",
+            "Build them with `make build` in a checkout, or `pip install .` and run Python outside of it",
             stacklevel=2,
         )
 

@@ -10,7 +10,7 @@ namespace nvfp4 {
 constexpr int kRotationBlocks = kRotation / kBlock;
 constexpr float kRotationFactor = 0.08838834764831845f;  // 2^-3.5
 
-// Maps a block's largest element to the middle of what rounds to 6, less the 7 % that a correction may add.
+// A block's largest element lands at 6.07, MS-EDEN's choice; the correction scales what was rounded (section 9).
 constexpr float kOntoGrid = static_cast<float>(1.0625 * 0.93 / 6);
 
 // Streams of Philox: of the signs, and of the scales of stream 0.
