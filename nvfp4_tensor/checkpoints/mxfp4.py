@@ -8,16 +8,14 @@ halve exactly, which raises its exponent by one, and those of a block without 4 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.checkpoints.common import LinearParts, tensor_of
 from nvfp4_tensor.numerics.choices import RoundingMode
-from nvfp4_tensor.numerics.layout import BLOCK, E4M3_NAN, code_values, pack, swizzle, unpack
+from nvfp4_tensor.numerics.layout import BLOCK, E4M3_NAN, code_values, pack, unpack
 from nvfp4_tensor.numerics.reference import round_e2m1
 from nvfp4_tensor.tensor import NVFP4Tensor
-from nvfp4_tensor.tensor.arguments import PLAIN
 
 MX_BLOCK = 32
 """Elements that share one MXFP4 scale."""
@@ -26,65 +24,67 @@ _LEAST, _MOST = -9, 8  # the powers of two that e4m3 has
 _SHIFTS = 4  # 0.5 doubles to 4 in three steps; one more shows that there is no other
 
 
-class Codes(NamedTuple):
-    """A matrix's NVFP4 parts: codes uint8 (N, K/2), block scales e4m3 (N, K/16), linear, and a float32 0-d scale."""
-
-    codes: Tensor
-    scale: Tensor
-    per_tensor_scale: Tensor
-
-
 def to_nvfp4(
     blocks: Tensor, scales: Tensor, *, orig_dtype: torch.dtype = torch.bfloat16, lossy: bool = False
 ) -> NVFP4Tensor:
-    """MXFP4 codes and scales as an NVFP4Tensor of the same values, one per-tensor scale a matrix.
+    """MXFP4 codes and scales as an NVFP4Tensor (*leading, N, K) of the same values.
+
+    Args:
+        blocks, scales, lossy: as :func:`parts_of_mxfp4` takes them.
+        orig_dtype: what it decodes to by default.
+
+    Raises:
+        ValueError: as :func:`parts_of_mxfp4` does.
+
+    Example::
+
+        with safe_open("model.safetensors", "pt") as f:  # of gpt-oss
+            name = "model.layers.0.mlp.experts.down_proj"
+            weight = to_nvfp4(f.get_tensor(f"{name}_blocks"), f.get_tensor(f"{name}_scales"))
+    """
+    return tensor_of(parts_of_mxfp4(blocks, scales, lossy=lossy), orig_dtype)
+
+
+def parts_of_mxfp4(blocks: Tensor, scales: Tensor, *, lossy: bool = False) -> LinearParts:
+    """MXFP4 codes and scales as NVFP4's plain tensors, with a per-tensor scale for each matrix.
 
     Args:
         blocks: uint8, (*leading, N, K/32, 16), as gpt-oss's files have them, or (*leading, N, K/2); two codes a byte,
             the even element in the low nibble. leading: none, or (E,).
         scales: uint8 (*leading, N, K/32), e8m0: 2^(byte - 127); 255 is NaN.
-        orig_dtype: what it decodes to by default.
         lossy: round what lies too far below a matrix's largest exponent, instead of refusing it.
 
     Raises:
         ValueError: shapes or dtypes that do not fit; exponents too far apart, where not ``lossy``.
     """
     _check(blocks, scales)
-    shape = scales.shape
-    blocks = blocks.reshape(*shape[:-1], shape[-1] * MX_BLOCK // 2)
-    matrices = [convert(b, s, lossy=lossy) for b, s in zip(_matrices(blocks), _matrices(scales), strict=True)]
-    rows = torch.cat([matrix.scale for matrix in matrices])
-    per_tensor = torch.stack([matrix.per_tensor_scale for matrix in matrices])
-    return NVFP4Tensor(
-        torch.stack([matrix.codes for matrix in matrices]).view(blocks.shape),
-        swizzle(rows),
-        per_tensor.reshape(()) if len(shape) == 2 else per_tensor.unsqueeze(1),
-        shape[-1] * MX_BLOCK,
-        orig_dtype,
-        PLAIN,
+    *leading, rows, groups = scales.shape
+    blocks = blocks.reshape(-1, rows, groups * MX_BLOCK // 2)
+    matrices = [_converted(*matrix, lossy) for matrix in zip(blocks, scales.reshape(-1, rows, groups), strict=True)]
+    codes, scale, per_tensor = map(torch.stack, zip(*matrices, strict=True))
+    return LinearParts(
+        qdata=codes.view(*leading, rows, -1),
+        scale=scale.view(torch.float8_e4m3fn).view(*leading, rows, -1),
+        per_tensor_scale=per_tensor.unsqueeze(1) if leading else per_tensor.squeeze(0),
+        columns=groups * MX_BLOCK,
     )
 
 
-def convert(codes: Tensor, scales: Tensor, *, lossy: bool = False) -> Codes:
-    """One matrix: codes uint8 (N, K/2), scales e8m0 as uint8 (N, K/32).
-
-    Raises:
-        ValueError: exponents too far apart, where not ``lossy``.
-    """
+def _converted(codes: Tensor, scales: Tensor, lossy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """One matrix, codes (N, K/2), scales (N, K/32): NVFP4's codes, bytes of its block scales, per-tensor scale."""
     rows, groups = scales.shape
     values = unpack(codes).view(rows, 2 * groups, BLOCK)
     exponents = scales.to(torch.int32).repeat_interleave(2, dim=-1) - _BIAS
     nan = exponents == _NAN - _BIAS
     counts = ~nan & (values & 7 != 0).any(-1)  # a block of zeros takes any scale
-    lowest, highest = exponents - _steps(values, 2.0), exponents + _steps(values, 0.5)
-    base = _base(exponents, lowest, highest, counts, lossy)
+    base = _base(exponents[counts], _steps(values, 2.0)[counts], _steps(values, 0.5)[counts], lossy)
     target = exponents.clamp(base + _LEAST, base + _MOST)
     moved = round_e2m1(torch.ldexp(code_values(values), (exponents - target).unsqueeze(-1)), RoundingMode.RNE)
     scale = torch.ldexp(torch.ones(target.shape), target - base).to(torch.float8_e4m3fn).view(torch.uint8)
     scale = torch.where(nan, E4M3_NAN, torch.where(counts, scale, 0))
     # In float64 and then rounded: ldexp of a float32 one loses what ends as a subnormal.
     per_tensor = torch.ldexp(torch.ones((), dtype=torch.float64), torch.tensor(base)).float()
-    return Codes(pack(moved.view(rows, -1)), scale.view(torch.float8_e4m3fn), per_tensor)
+    return pack(moved.view(rows, -1)), scale, per_tensor
 
 
 def _steps(values: Tensor, factor: float) -> Tensor:
@@ -98,26 +98,24 @@ def _steps(values: Tensor, factor: float) -> Tensor:
     return steps
 
 
-def _base(exponents: Tensor, lowest: Tensor, highest: Tensor, counts: Tensor, lossy: bool) -> int:
-    """The per-tensor scale's exponent: no block's codes need to move if that is possible."""
-    if not counts.any():
+def _base(exponents: Tensor, doublings: Tensor, halvings: Tensor, lossy: bool) -> int:
+    """The per-tensor scale's exponent, of the blocks that count, (n,) each: no code moves where that is possible."""
+    if not len(exponents):
         return 0
-    first, last = int(exponents[counts].max()) - _MOST, int(exponents[counts].min()) - _LEAST
+    lowest, highest = int(exponents.min()), int(exponents.max())
+    first, last = highest - _MOST, lowest - _LEAST
     if first <= last:
         return first
-    least, most = int(lowest[counts].max()) - _MOST, int(highest[counts].min()) - _LEAST
+    least = int((exponents - doublings).max()) - _MOST
+    most = int((exponents + halvings).min()) - _LEAST
     if least <= most:
         return min(max(first, least), most)
     if lossy:
         return least
     raise ValueError(
-        f"MXFP4 scales from 2^{int(exponents[counts].min())} to 2^{int(exponents[counts].max())} do not fit NVFP4's, "
-        f"which span 2^{_MOST - _LEAST} under one per-tensor scale: lossy=True rounds the smallest blocks"
+        f"MXFP4 scales from 2^{lowest} to 2^{highest} do not fit NVFP4's, which span 2^{_MOST - _LEAST} under one "
+        "per-tensor scale: lossy=True rounds the smallest blocks"
     )
-
-
-def _matrices(t: Tensor) -> Tensor:
-    return t.reshape(-1, *t.shape[-2:])
 
 
 def _check(blocks: Tensor, scales: Tensor) -> None:
