@@ -4,9 +4,9 @@
     python -m benchmarks.accuracy.training_quality --gradients                 # bias, variance, cosine of gradients
     python -m benchmarks.accuracy.training_quality --report FILE               # table and picture of a file
 
-    python -m benchmarks.accuracy.training_quality --report FILE            # the table and picture of a file
-the variant says so. The text is the Python sources of the environment that runs this, in bytes, less than one epoch.
-Every run of a seed starts from the same weights and sees the same batches; the increase is over bfloat16 of that seed.
+All linears of the blocks are quantized, none stays dense unless the variant says so. The text is the Python sources of
+the environment that runs this, in bytes, less than one epoch. Every run of a seed starts from the same weights and sees
+the same batches; the increase is over bfloat16 of that seed.
 """
 
 from __future__ import annotations
