@@ -28,6 +28,7 @@ LARGEST = 2688.0
 """6 * 448: an activation's amax over its input scale, by the rule that every reader applies."""
 
 FORMATS = {
+    "gguf": "nvfp4_tensor.checkpoints.gguf",
     "modelopt": "nvfp4_tensor.checkpoints.modelopt",
     "compressed-tensors": "nvfp4_tensor.checkpoints.compressed_tensors",
     "torchao": "nvfp4_tensor.checkpoints.torchao_keys",
@@ -50,9 +51,9 @@ class LinearParts:
         quantizes_activations: whether products quantize what they multiply the weight by (W4A4).
         input_scale: None, or the static scale of that operand, float32 0-d, in the direction of decoding (its
             amax / 2688).
-        divisor, input_divisor: None, or the inverse of per_tensor_scale and of input_scale as a file had it, where 1/x
-            in float32 would not give it back: float32 of the same shape. They are kept so that a checkpoint that goes
-            there and back is the same, byte for byte.
+        divisor, input_divisor: None, or the inverse of per_tensor_scale and of input_scale as a file had it, float32 of
+            the same shape: 1/x taken twice is another number. They are kept so that a checkpoint that goes there and
+            back is the same, byte for byte.
     """
 
     qdata: Tensor
@@ -231,13 +232,21 @@ class Checkpoint(abc.ABC):
     def dense(self, name: str) -> Tensor:
         """A tensor that is not quantized."""
 
+    def per_tensor_scale(self, name: str) -> Tensor:
+        """That of a quantized weight, without its codes where the format has it apart."""
+        return self.linear(name).per_tensor_scale
+
     def chunks(self, name: str) -> Iterator[Tensor]:
         """A dense tensor in flat contiguous pieces, in order: what a writer copies, however large it is."""
         yield self.dense(name).contiguous().view(-1)
 
-    def together(self, name: str) -> tuple[str, ...]:
-        """The names that are read best together with this one, itself among them: a writer keeps them together."""
-        return (name,)
+    def identity(self) -> list[Any] | None:
+        """What the content follows from, as JSON: names, sizes and times of files, settings. None: nobody can tell."""
+        if self.path is None:
+            return None
+        files = sorted(self.path.iterdir()) if self.path.is_dir() else [self.path]
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+        return [str(self.path.resolve()), self.format, stats]
 
     def close(self) -> None:  # noqa: B027  nothing to do for a model in memory
         """Closes what is open."""
@@ -320,7 +329,17 @@ def detect(path: str | Path) -> str:
 
 
 def read(path: str | Path, format: str | None = None) -> Checkpoint:
-    """Open a checkpoint; ``format`` is detected where none is given."""
+    """Open a checkpoint; ``format`` is detected where none is given.
+
+    Example::
+
+        with checkpoints.read("Llama-3.1-8B-Instruct-NVFP4") as checkpoint:
+            parts = checkpoint.linear("model.layers.0.mlp.up_proj.weight")
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: it is none of the formats, or wrong: the message names file, tensor, expected and found.
+    """
     return format_named(detect(path) if format is None else format).read(Path(path))
 
 

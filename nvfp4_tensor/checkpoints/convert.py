@@ -1,0 +1,69 @@
+"""From one format into another, without rounding anything."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvfp4_tensor.checkpoints.common import Checkpoint, format_named, read
+from nvfp4_tensor.checkpoints.names import joined_with, some
+from nvfp4_tensor.checkpoints.views import WeightOnly
+
+
+def convert(
+    src: str | Path, dst: str | Path, *, to: str, weight_only: bool = False, progress: bool = True, **options: Any
+) -> None:
+    """Write the checkpoint ``src`` in another format: the same codes and scales, nothing is rounded.
+
+    It goes shard by shard, in little memory. ``dst`` appears when it is whole; the same call takes up an interrupted
+    one at its last whole shard.
+
+    Args:
+        src: a folder or file of any format that :func:`detect` knows.
+        dst: is not there yet.
+        to: a name of :data:`FORMATS`.
+        weight_only: leave out the quantization of activations (W4A4 becomes W4A16).
+        progress: show a bar.
+        options: of the format that is written.
+
+    Example::
+
+        checkpoints.convert("Llama-3.1-8B-Instruct-NVFP4", "Llama-ct", to="compressed-tensors")
+
+    Raises:
+        ValueError: ``src`` is wrong, or holds what the other format cannot; the message names it. Then nothing is
+            written.
+    """
+    target = format_named(to)
+    with read(src) as source:
+        checkpoint: Checkpoint = WeightOnly(source) if weight_only else source
+        warn_of_different_scales(checkpoint)
+        target.write(checkpoint, Path(dst), progress=progress, **options)
+
+
+def warn_of_different_scales(checkpoint: Checkpoint) -> None:
+    """A warning that names linears which servers join and which have different per-tensor scales."""
+    if different := different_scales(checkpoint):
+        names = some([" and ".join(group) for group in different])
+        warnings.warn(
+            f"{len(different)} groups of linears that servers join to one have different per-tensor scales: {names}. "
+            "vLLM takes the largest for all of a group without rescaling, and would compute wrong numbers: to serve "
+            "this, load() it into a model and save() that, which requantizes them",
+            stacklevel=3,
+        )
+
+
+def different_scales(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
+    """The groups of linears that servers join and that do not have one per-tensor scale."""
+    quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized and not entry.scales]
+    known = set(quantized)
+    groups = dict.fromkeys(joined_with(name, known) for name in quantized)
+    return [group for group in groups if len(group) > 1 and not _same_scale(checkpoint, group)]
+
+
+def _same_scale(checkpoint: Checkpoint, group: tuple[str, ...]) -> bool:
+    first, *others = (checkpoint.per_tensor_scale(name) for name in group)
+    return all(torch.equal(first, other) for other in others)

@@ -1,0 +1,88 @@
+"""What parameters' names say: which linears a server joins to one, and which weights are no linears."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Container, Iterable, Sequence
+
+from nvfp4_tensor.checkpoints.common import Checkpoint
+
+JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+)
+"""Linears that stand beside each other and that vLLM, SGLang and TensorRT-LLM join to one: it then has one per-tensor
+scale, the largest of theirs, and the block scales are not rescaled to it."""
+
+_GROUP = {name: group for group in JOINED for name in group}
+
+NOT_LINEAR = ("*embed*", "*wte.*", "*wpe.*", "*tok_emb*", "*shared.weight", "*norm*", "*relative_attention_bias*")
+"""Weights of two dimensions that linears do not have, by parameter's name."""
+
+LEFT_DENSE = (
+    "*lm_head*", "*output_layer*", "*.output.weight", "output.weight", "*score.weight", "*classifier*", "*.router.*",
+    "*mlp.gate.weight", "*block_sparse_moe.gate.weight", "*feed_forward.gate.weight", "*shared_expert_gate*",
+    "*conv1d*",
+    "*vision*", "*visual*", "*audio*", "*multi_modal_projector*", "*mm_projector*",
+)  # fmt: skip
+"""Linears that :func:`quantize` leaves dense by default: outputs, the routers of experts, encoders of other media."""
+
+
+def is_matched(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns names a parameter, or the module that it is the weight of.
+
+    A pattern is an exact name, one with wildcards ("*.down_proj", "model.layers.0.*"), or "re:" and a regular
+    expression that matches from the start, as compressed-tensors writes them.
+    """
+    module = name.removesuffix(".weight")
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], module):
+                return True
+        elif fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(module, pattern):
+            return True
+    return False
+
+
+def joined_with(name: str, names: Container[str]) -> tuple[str, ...]:
+    """The weights that a server joins with this one, itself among them, as far as they are among ``names``."""
+    prefix, _, module = name.removesuffix(".weight").rpartition(".")
+    if module not in _GROUP or not name.endswith(".weight"):
+        return (name,)
+    start = f"{prefix}." if prefix else ""
+    return tuple(each for each in (f"{start}{sibling}.weight" for sibling in _GROUP[module]) if each in names)
+
+
+def dense_linears(checkpoint: Checkpoint) -> list[str]:
+    """The modules that may be linears and are not quantized: what goes into a list of excluded modules.
+
+    The output layer is among them although no file holds it, where it shares the embedding's weight.
+    """
+    modules = [
+        name.removesuffix(".weight")
+        for name, entry in checkpoint.entries.items()
+        if name.endswith(".weight")
+        and not entry.quantized
+        and len(entry.shape) > 1
+        and not is_matched(name, NOT_LINEAR)
+    ]
+    if "lm_head.weight" not in checkpoint.entries:
+        modules.append("lm_head")
+    return sorted(modules)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,220 @@
+"""Quantizing a folder of dense safetensors, without a model and without its size in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.checkpoints.common import LARGEST, Entry, LinearParts, format_named
+from nvfp4_tensor.checkpoints.dense import FORMAT as DENSE
+from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
+from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, some
+from nvfp4_tensor.checkpoints.shards import CHUNK
+from nvfp4_tensor.checkpoints.views import View
+from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.arguments import stored_spec
+
+HELD = 256 << 20
+"""Bytes of dense weights that are kept between the search for their largest magnitude and their quantization."""
+
+TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Architectures whose weights lie (K, N): their blocks would run along the wrong dimension."""
+
+
+def quantize(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str = "modelopt",
+    spec: QuantizeSpec | None = None,
+    exclude: Sequence[str] = (),
+    include: Sequence[str] = (),
+    input_amax: Mapping[str, float] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    **options: Any,
+) -> None:
+    """Quantize a folder of dense safetensors into ``dst``. No model is built, and memory stays under 2 GB.
+
+    Every weight of two dimensions and columns in multiples of 16 is quantized, but those that names say to be
+    embeddings, output layers, routers of experts or encoders of other media (``names.LEFT_DENSE``). Linears that
+    servers join (q, k, v; gate and up) get one per-tensor scale, that of the largest magnitude of them all. The same
+    call takes up an interrupted one at its last whole shard.
+
+    Args:
+        src: a folder with *.safetensors, or one such file: bfloat16, float16 or float32.
+        dst: is not there yet; it appears when it is whole.
+        to: a name of :data:`FORMATS`.
+        spec: how; to nearest by default. ``QuantizeSpec(four_over_six=True)`` or ``(scale_search=True)`` lose less.
+        exclude: more weights to leave dense: names of modules or parameters, with wildcards ("*.down_proj"), or "re:"
+            and a regular expression.
+        include: weights to quantize although LEFT_DENSE names them ("lm_head").
+        input_amax: makes it W4A4: by parameter's name ("model.layers.0.mlp.up_proj.weight"), or module's, the largest
+            magnitude of what the linear is fed. Linears that it does not name stay weight-only.
+        seed: for stochastic rounding; each weight draws from it and from its name.
+        progress: show a bar.
+        options: of the format that is written.
+
+    Example::
+
+        checkpoints.quantize("SmolLM2-135M", "SmolLM2-135M-NVFP4", spec=QuantizeSpec(four_over_six=True))
+
+    Raises:
+        ValueError: nothing to quantize, a pattern that matches nothing, a source that is wrong or quantized already, a
+            spec with a Hadamard transform. Then nothing is written.
+    """
+    target = format_named(to)
+    source = FolderCheckpoint(DENSE, Path(src))
+    with source:
+        checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed)
+        target.write(checkpoint, Path(dst), progress=progress, **options)
+
+
+class Quantized(View):
+    """A dense checkpoint as one whose linears are NVFP4: each is quantized when it is asked for."""
+
+    source: FolderCheckpoint
+
+    def __init__(
+        self,
+        source: FolderCheckpoint,
+        spec: QuantizeSpec | None = None,
+        exclude: Sequence[str] = (),
+        include: Sequence[str] = (),
+        input_amax: Mapping[str, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(source)
+        self.spec = stored_spec(spec)
+        self.seed = seed
+        if self.spec.hadamard_sign is not None:
+            raise ValueError("no checkpoint's layout can say that weights are Hadamard-transformed: quantize without")
+        if source.config.get("model_type") in TRANSPOSED:
+            raise ValueError(
+                f"{source.path}: {source.config['model_type']} stores weights as (inputs, outputs), and NVFP4's blocks "
+                "run along the inputs: quantize the model itself, layer by layer"
+            )
+        self.chosen = chosen_linears(source, exclude, include)
+        self._input_amax = _by_parameter(input_amax or {}, self.chosen, source)
+        self._amax: dict[tuple[str, ...], Tensor] = {}
+        self._held: dict[str, Tensor] = {}
+        for name in self.chosen:
+            static = name in self._input_amax
+            self.entries[name] = dataclasses.replace(
+                self.entries[name], quantized=True, quantizes_activations=static, has_input_scale=static
+            )
+
+    def identity(self) -> list[Any] | None:
+        inner = super().identity()
+        settings = [str(self.spec), self.spec.pack(), self.seed, sorted(self.chosen), sorted(self._input_amax.items())]
+        return None if inner is None else [*inner, *settings]
+
+    def per_tensor_scale(self, name: str) -> Tensor:
+        amax = self._shared_amax(name)
+        return torch.where(amax == 0, torch.ones(()), amax / self.spec.largest_value)
+
+    def linear(self, name: str) -> LinearParts:
+        entry = self.entries[name]
+        amax = self._shared_amax(name)
+        held = self._held.pop(name, None)
+        rows, columns = entry.shape
+        qdata = torch.empty((rows, columns // 2), dtype=torch.uint8)
+        scale = torch.empty((rows, columns // BLOCK), dtype=torch.float8_e4m3fn)
+        rng_state = torch.tensor([self.seed, zlib.crc32(name.encode())]) if self.spec.is_stochastic else None
+        step = _rows_of_a_chunk(entry)
+        per_tensor_scale = torch.ones(())
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            x = self.source.rows(name, first, last) if held is None else held[first:last]
+            codes, swizzled, per_tensor_scale = torch.ops.nvfp4.quantize(
+                x, amax, rng_state, self.spec.pack(), first, 0, columns
+            )
+            qdata[first:last] = codes
+            scale[first:last] = layout.unswizzle(swizzled, last - first, columns // BLOCK)
+        return LinearParts(
+            qdata=qdata,
+            scale=scale,
+            per_tensor_scale=per_tensor_scale,
+            columns=columns,
+            quantizes_activations=entry.quantizes_activations,
+            input_scale=torch.tensor(self._input_amax[name]) / LARGEST if entry.has_input_scale else None,
+        )
+
+    def _shared_amax(self, name: str) -> Tensor:
+        """The largest magnitude of the weights that a server joins with this one; they are kept if they are small."""
+        group = joined_with(name, self.chosen)
+        if group not in self._amax:
+            self._held.clear()
+            keep = sum(_nbytes(self.entries[each]) for each in group) <= HELD
+            self._amax = {group: torch.stack([self._own_amax(each, keep) for each in group]).amax()}
+        return self._amax[group]
+
+    def _own_amax(self, name: str, keep: bool) -> Tensor:
+        if keep:
+            self._held[name] = self.source.dense(name)
+            return torch.ops.nvfp4.amax(self._held[name])
+        rows, step = self.entries[name].shape[0], _rows_of_a_chunk(self.entries[name])
+        pieces = (self.source.rows(name, first, min(first + step, rows)) for first in range(0, rows, step))
+        return torch.stack([torch.ops.nvfp4.amax(piece) for piece in pieces]).amax()
+
+
+def chosen_linears(source: FolderCheckpoint, exclude: Sequence[str], include: Sequence[str]) -> dict[str, Entry]:
+    """What is quantized, by name; a warning names weights that would be but for their size or dtype.
+
+    Raises:
+        ValueError: nothing is, or a pattern matches no weight.
+    """
+    weights = {
+        name: entry
+        for name, entry in source.entries.items()
+        if name.endswith("weight") and len(entry.shape) == 2 and not is_matched(name, NOT_LINEAR)
+    }
+    for pattern in (*exclude, *include):
+        if not any(is_matched(name, [pattern]) for name in weights):
+            raise ValueError(f"{pattern!r} matches no linear of {source.path}, as there are {some(list(weights))}")
+    chosen, unfit = {}, []
+    for name, entry in weights.items():
+        if is_matched(name, exclude) or (is_matched(name, LEFT_DENSE) and not is_matched(name, include)):
+            continue
+        if entry.dtype in HIGH_PRECISION_DTYPES and entry.shape[1] % BLOCK == 0 and all(entry.shape):
+            chosen[name] = entry
+        else:
+            unfit.append(f"{name} {list(entry.shape)} {str(entry.dtype).removeprefix('torch.')}")
+    if unfit:
+        warnings.warn(
+            f"left dense, for NVFP4 takes bfloat16, float16, float32 in columns of multiples of {BLOCK}: {some(unfit)}",
+            stacklevel=4,
+        )
+    if not chosen:
+        raise ValueError(f"{source.path}: expected linears (*.weight of two dimensions) to quantize, found none")
+    return chosen
+
+
+def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source: FolderCheckpoint) -> dict[str, float]:
+    """input_amax by parameter's name, in float32; joined linears, which are fed the same, get their largest."""
+    named = {name if name in chosen else f"{name}.weight": float(value) for name, value in amax.items()}
+    if unknown := [name for name in named if name not in chosen]:
+        raise ValueError(f"input_amax names {some(unknown)}, which {source.path} does not have or which stay dense")
+    if bad := [name for name, value in named.items() if not 0 < value < math.inf]:
+        raise ValueError(f"input_amax is a finite number above zero, and not for {some(bad)}")
+    return {name: max(named[each] for each in joined_with(name, named)) for name in named}
+
+
+def _rows_of_a_chunk(entry: Entry) -> int:
+    """A multiple of 128, so that chunks' block scales are whole tiles."""
+    row = entry.shape[1] * entry.dtype.itemsize
+    return max(CHUNK // row // TILE_ROWS, 1) * TILE_ROWS
+
+
+def _nbytes(entry: Entry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize

@@ -1,0 +1,250 @@
+"""safetensors files: many read as one, one written in any order, neither ever whole in memory.
+
+The library of safetensors checks each file that is read; the bytes are read and written here, by their offsets, since
+that library takes and gives whole tensors only, and an output layer alone can be larger than the memory there is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+CHUNK = 32 << 20
+"""Bytes of a piece that is read, quantized or copied at once."""
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies: its file, and its first byte there."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{NAMES[self.dtype]} {list(self.shape)}"
+
+
+class Shards(Mapping[str, Tensor]):
+    """The tensors of a folder of safetensors files, or of one file, by name; each read when it is asked for.
+
+    Attributes:
+        path: the folder or file.
+        files: the files, in order.
+        info: by tensor's name, in the order of the files and of the bytes in them.
+        metadata: of all files' headers together.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ValueError: no safetensors files, one that is no such file or truncated, an index that names what is not
+                there, or a name in two files.
+        """
+        self.path = path
+        self.info: dict[str, TensorInfo] = {}
+        self.metadata: dict[str, str] = {}
+        self._open: dict[Path, int] = {}
+        self.files, index = _files(path)
+        for file in self.files:
+            for name, info in _header(file, self.metadata).items():
+                if name in self.info:
+                    raise ValueError(f"{path}: tensor {name} is in {self.info[name].file.name} and in {file.name}")
+                self.info[name] = info
+        for name, where in index.items():
+            if name not in self.info or self.info[name].file.name != where:
+                raise ValueError(f"{path}: the index says that tensor {name} is in {where}, and it is not there")
+
+    def __getitem__(self, name: str) -> Tensor:
+        info = self.info[name]
+        data = torch.empty(info.nbytes, dtype=torch.uint8)
+        self._fill(data, info, 0)
+        return data.view(info.dtype).view(info.shape) if info.shape else data.view(info.dtype)[0]
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows first to last of a tensor, the leading dimensions flattened: (last - first, columns)."""
+        info = self.info[name]
+        columns = info.shape[-1]
+        row = columns * info.dtype.itemsize
+        data = torch.empty((last - first) * row, dtype=torch.uint8)
+        self._fill(data, info, first * row)
+        return data.view(info.dtype).view(last - first, columns)
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """The tensor's bytes in order, uint8; each piece is overwritten by the next."""
+        info = self.info[name]
+        buffer = torch.empty(min(CHUNK, info.nbytes), dtype=torch.uint8)
+        for start in range(0, info.nbytes, CHUNK):
+            piece = buffer[: min(CHUNK, info.nbytes - start)]
+            self._fill(piece, info, start)
+            yield piece
+
+    def _fill(self, data: Tensor, info: TensorInfo, start: int) -> None:
+        """Read into ``data``, all of it, from that byte of the tensor on."""
+        file = self._open.get(info.file)
+        if file is None:
+            file = self._open[info.file] = os.open(info.file, os.O_RDONLY)
+        view, done = data.numpy().data, 0
+        while done < len(view):
+            count = os.preadv(file, [view[done:]], info.offset + start + done)
+            if count == 0:
+                raise ValueError(f"{info.file} became shorter while it was read")
+            done += count
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.info)
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+    def close(self) -> None:
+        """Closes the files; the next read opens its file again."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files of a checkpoint, and by tensor's name the file that the index names."""
+    if path.is_file():
+        return [path], {}
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(f"{path} has {len(indices)} indices, expected one: {', '.join(each.name for each in indices)}")
+    if not indices:
+        single = path / "model.safetensors"
+        files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{path}: expected safetensors files, found none")
+        return files, {}
+    index = read_json(indices[0]).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise ValueError(f"{indices[0]}: expected a weight_map from tensor to file, found {type(index).__name__}")
+    files = sorted({path / file for file in index.values()})
+    for file in files:
+        if file.parent != path or not file.is_file():
+            raise ValueError(f"{indices[0]} names {file.name}, which is not in {path}")
+    return files, index
+
+
+def _header(file: Path, metadata: dict[str, str]) -> dict[str, TensorInfo]:
+    """The tensors of a file in the order of their bytes; its metadata are added to those given."""
+    try:
+        with safe_open(file, "pt") as checked:  # lengths, offsets and overlaps
+            metadata.update(checked.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file}: expected a whole safetensors file, found {file.stat().st_size} bytes that are none: {error}"
+        ) from None
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    infos = {}
+    for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if fields["dtype"] not in DTYPES:
+            raise ValueError(f"{file}: tensor {name}: expected a dtype of torch, found {fields['dtype']}")
+        dtype = DTYPES[fields["dtype"]]
+        infos[name] = TensorInfo(dtype, tuple(fields["shape"]), file, 8 + length + fields["data_offsets"][0])
+    return infos
+
+
+class ShardFile:
+    """A safetensors file that is written tensor by tensor, in any order, once it is known what it will hold.
+
+    It is written under ``<name>.tmp``, and gets its name in :meth:`finish`.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """tensors: with dtype and shape as they will be; their values are not looked at, they may be on meta."""
+        # As the library of safetensors orders them, so that every tensor is aligned: large elements first, then names.
+        names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self.offsets: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+        end = 0
+        for name in names:
+            tensor = tensors[name]
+            nbytes = tensor.numel() * tensor.dtype.itemsize
+            shape = list(tensor.shape)
+            header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [end, end + nbytes]}
+            self.offsets[name], self._left[name] = end, nbytes
+            end += nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.path = path
+        self.nbytes = 8 + len(text) + end
+        self._start = 8 + len(text)
+        self._written = path.with_name(path.name + ".tmp")
+        self._file = os.open(self._written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        _write_all(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+
+    def write(self, name: str, piece: Tensor) -> None:
+        """The next bytes of a tensor: all of it, or a piece behind those that came before."""
+        data = piece.contiguous().view(-1).view(torch.uint8)
+        assert data.numel() <= self._left[name], name
+        _write_all(self._file, data.numpy().data, self._start + self.offsets[name])
+        self.offsets[name] += data.numel()
+        self._left[name] -= data.numel()
+
+    def finish(self) -> None:
+        """Every tensor is there: the file gets its name."""
+        missing = [name for name, left in self._left.items() if left]
+        assert not missing, missing
+        self.close()
+        self._written.replace(self.path)
+
+    def close(self) -> None:
+        """Closes the file; unfinished, it keeps its temporary name."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    Raises:
+        ValueError: it is none; the message names the file.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: expected JSON, found {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """As JSON that people can read."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
