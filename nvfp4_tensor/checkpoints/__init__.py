@@ -12,7 +12,10 @@ from nvfp4_tensor.checkpoints.common import (
     tensor_of,
 )
 from nvfp4_tensor.checkpoints.convert import convert
+from nvfp4_tensor.checkpoints.loading import load
+from nvfp4_tensor.checkpoints.plain import from_plain, to_plain
 from nvfp4_tensor.checkpoints.quantizing import quantize
+from nvfp4_tensor.checkpoints.saving import save
 
 __all__ = [
     "FORMATS",
@@ -22,8 +25,12 @@ __all__ = [
     "LinearParts",
     "convert",
     "detect",
+    "from_plain",
+    "load",
     "parts_of",
     "quantize",
     "read",
+    "save",
     "tensor_of",
+    "to_plain",
 ]

@@ -171,8 +171,8 @@ class SafetensorsFormat(Format):
         self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, shard_bytes: int | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        """As :meth:`Format.write`. An interrupted run is taken up at its last whole shard when the same call comes again
-        and nothing has changed.
+        """As :meth:`Format.write`. An interrupted run is taken up at its last whole shard, when the same call comes
+        again and nothing has changed.
 
         Args:
             shard_bytes: how large a file may become; by default the files are those of the source, where it has
