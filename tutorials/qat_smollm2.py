@@ -1,0 +1,184 @@
+"""Train a language model for the W4A4 in which it will be served: SmolLM2-135M with a Hugging Face Trainer.
+
+    python tutorials/qat_smollm2.py                                        # 200 steps on a CPU
+    python tutorials/qat_smollm2.py --device cuda --steps 1000 --batch 16
+
+torchao's QATConfig makes every linear of the blocks compute in the forward what NVFP4Config will serve; gradients pass
+straight through to float32 masters, the arithmetic is bfloat16 by autocast. The loss is the distance from the dense
+model's own predictions, so that nothing but the error of quantization is trained away: next-token loss would teach the
+model the text besides, and its perplexity would fall for that reason too.
+
+Trained on the docstrings of Python's library, judged on 4,096 tokens of its help topics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchao.quantization import quantize_
+from torchao.quantization.qat import QATConfig
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, model_size
+
+try:
+    from nvfp4_tensor.cli.demo.measure import perplexity
+    from nvfp4_tensor.cli.demo.model import evaluation_tokens, gguf_path, load_model
+
+    gguf_path()
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+except (ImportError, FileNotFoundError) as missing:
+    raise SystemExit(f"this tutorial needs the packages of the demo: {missing}") from None
+
+SERVED = NVFP4Config()
+"""What the model is trained for, and converted to."""
+WINDOW = 1024  # of the evaluation: the demo's, so that its table can stand beside
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def docstrings(folder: Path) -> Iterator[str]:
+    """Those of 200 characters and more in the .py files below a folder, but for its tests and for what is installed."""
+    for path in sorted(folder.rglob("*.py")):
+        if {"site-packages", "test", "tests"} & set(path.relative_to(folder).parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if len(text) >= 200:
+                    yield text
+
+
+def training_windows(tokenizer, length: int, count: int) -> list[dict[str, Tensor]]:
+    """``count`` windows of ``length`` tokens, in a random order that is always the same; the text again, if it ends."""
+    texts = list(docstrings(Path(sysconfig.get_path("stdlib"))))
+    ids = torch.cat([tokenizer(text + "\n\n", return_tensors="pt").input_ids[0] for text in texts])
+    windows = ids[: len(ids) // length * length].view(-1, length)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": windows[order[i % len(windows)]]} for i in range(count)]
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+class Distillation(Trainer):
+    """A Trainer whose loss is KL(teacher || model), in nats a token."""
+
+    def __init__(self, teacher: nn.Module, **arguments) -> None:
+        super().__init__(**arguments)
+        self.teacher = teacher.to(self.args.device)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        with torch.no_grad():
+            expected = self.teacher(**inputs).logits.float().log_softmax(-1).flatten(0, 1)
+        output = model(**inputs)
+        loss = F.kl_div(
+            output.logits.float().log_softmax(-1).flatten(0, 1), expected, log_target=True, reduction="batchmean"
+        )
+        return (loss, output) if return_outputs else loss
+
+
+def train(dense: nn.Module, windows: list[dict[str, Tensor]], options: argparse.Namespace) -> nn.Module:
+    """The model after QAT, float32, ready to be converted; the embedding, which is the output layer, stays as it is."""
+    model = copy.deepcopy(dense).float()
+    model.get_input_embeddings().requires_grad_(False)
+    quantize_(model.model, QATConfig(SERVED, step="prepare"))
+    arguments = TrainingArguments(
+        output_dir=str(options.output),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=options.steps // 10,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        bf16=True,
+        use_cpu=options.device == "cpu",
+        logging_steps=max(options.steps // 20, 1),
+        save_strategy="no",
+        report_to="none",
+        dataloader_pin_memory=False,
+    )
+    Distillation(teacher=dense, model=model, args=arguments, train_dataset=windows).train()
+    return model.eval()
+
+
+# --- serving ---------------------------------------------------------------------------------------------------------
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    """Convert in place, and write what :func:`load` reads: W4A4 linears, all else in bfloat16."""
+    quantize_(model.model, QATConfig(SERVED, step="convert"))
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(folder)
+    cast = {parameter: parameter.detach().to(torch.bfloat16) for parameter in model.parameters()}
+    state = {name: cast[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    torch.save(state, folder / "model.pt")  # the embedding once, though it has two names
+
+
+def load(folder: Path) -> nn.Module:
+    """A model to serve, in bfloat16 on the CPU."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True), assign=True)
+    model.tie_weights()
+    return model.eval()
+
+
+def codes(model: nn.Module) -> list[Tensor]:
+    """Of all its NVFP4 weights."""
+    return [p.qdata.cpu() for p in model.parameters() if isinstance(p, NVFP4Tensor)]
+
+
+def main(arguments: list[str] | None = None) -> dict[str, float]:
+    """Perplexity of the dense model, of its quantized copy, and of the trained one."""
+    options = parse(arguments)
+    dense, tokenizer = load_model()
+    tokens = evaluation_tokens(tokenizer, options.evaluate).to(options.device)
+    result: dict[str, float] = {}
+
+    def judge(name: str, model: nn.Module) -> None:
+        result[name] = perplexity(model.to(options.device), tokens, min(WINDOW, options.evaluate))
+        print(f"{name}: perplexity {result[name]:.3f}, {model_size(model)}", flush=True)
+
+    judge("dense", dense)
+    rounded = copy.deepcopy(dense)
+    quantize_(rounded.model, SERVED)
+    judge("W4A4, rounded", rounded)
+    del rounded
+    model = train(dense, training_windows(tokenizer, options.length, options.steps * options.batch), options)
+    save(model, options.output)
+    served = load(options.output)
+    assert all(torch.equal(a, b) for a, b in zip(codes(served), codes(model), strict=True))
+    judge("W4A4, trained", served)
+    regained = (result["W4A4, rounded"] - result["W4A4, trained"]) / (result["W4A4, rounded"] - result["dense"])
+    print(f"{100 * regained:.0f} % of what quantization had cost is regained; the model is in {options.output}")
+    assert regained > 0
+    return result
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=4, help="windows a step (%(default)s)")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a window (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=5e-5)
+    parser.add_argument("--evaluate", type=int, default=4096, help="tokens to judge on (%(default)s)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path, default=Path("qat_smollm2_output"))
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
