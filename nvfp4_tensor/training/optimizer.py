@@ -97,9 +97,18 @@ class NVFP4Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of every parameter that has a gradient; returns what the closure does.
 
+        Not to be captured in a CUDA graph: how often it has written, which its random bits follow from, is counted on
+        the host, and each replay would draw those of the capture. Capture forward and backward, and call it after the
+        replay.
+
         Raises:
-            RuntimeError: a gradient is not dense.
+            RuntimeError: a gradient is not dense, or the current stream is capturing a CUDA graph.
         """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "NVFP4Optimizer.step counts its writes on the host, and a CUDA graph would replay the random bits of "
+                "one of them: capture forward and backward alone, and call step() after each replay"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -280,3 +280,15 @@ def test_a_gpu_writes_the_same_bits():
         optimizer.step()
         weights.append(net.weight.qdata.cpu())
     assert torch.equal(*weights)
+
+
+@pytest.mark.gpu
+def test_a_step_refuses_to_be_captured():
+    net = model().cuda()
+    optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.25)
+    net.weight.grad = torch.ones(40, 48, device="cuda")
+    optimizer.step()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="after each replay"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    assert optimizer.param_groups[0]["writes"] == 1
