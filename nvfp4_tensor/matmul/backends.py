@@ -94,11 +94,15 @@ def _print_plan(x: tuple, w: tuple, dtype: str, device: str, way: Way, why: str)
 # --- what a device has -----------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of an NVIDIA device; (0, 0) of any other."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return 0, 0
+        return 0, 0  # said outside the cache: dynamo warns of any that it traces through
+    return _cuda_capability(device)
+
+
+@functools.cache
+def _cuda_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
