@@ -1,0 +1,235 @@
+"""What transformers and llama.cpp call the same things: architectures, tensors, settings, and the order of q's rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_LAYER_MODULES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_KINDS = ("weight", "bias")
+FREQUENCIES = "rope_freqs.weight"
+"""The tensor that says in GGUF what rope scaling of type llama3 says in a configuration."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One of llama.cpp's, and the class of transformers that it is read as.
+
+    permutes: whether rows of q and k are in the order of llama.cpp's rotary embedding, pairs beside each other.
+    """
+
+    name: str
+    model_type: str
+    model_class: str
+    permutes: bool = False
+
+
+ARCHITECTURES = (
+    Architecture("llama", "llama", "LlamaForCausalLM", permutes=True),
+    Architecture("llama", "mistral", "MistralForCausalLM", permutes=True),
+    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM"),
+    Architecture("qwen3", "qwen3", "Qwen3ForCausalLM"),
+)
+"""Dense decoders; the first of a name is what a file of that name is read as."""
+
+_SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "num_hidden_layers": ("block_count", int),
+    "max_position_embeddings": ("context_length", int),
+    "hidden_size": ("embedding_length", int),
+    "intermediate_size": ("feed_forward_length", int),
+    "num_attention_heads": ("attention.head_count", int),
+    "num_key_value_heads": ("attention.head_count_kv", int),
+    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
+    "vocab_size": ("vocab_size", int),
+}
+
+
+def architecture_of(config: dict[str, Any]) -> Architecture:
+    """Of a configuration of transformers.
+
+    Raises:
+        ValueError: it is none of :data:`ARCHITECTURES`, or has settings that those of llama.cpp have not.
+    """
+    for architecture in ARCHITECTURES:
+        if config.get("model_type") == architecture.model_type:
+            break
+    else:
+        raise ValueError(
+            f"a GGUF file is written of model_type {', '.join(a.model_type for a in ARCHITECTURES)}, not of "
+            f"{config.get('model_type')!r}"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"llama.cpp computes {architecture.name} with hidden_act silu, not {config['hidden_act']!r}")
+    window, length = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+    if window and window < length and config.get("use_sliding_window", True):
+        warnings.warn(f"llama.cpp attends to all tokens, not to the last {window} alone", stacklevel=2)
+    return architecture
+
+
+def architecture_named(name: str) -> Architecture:
+    """Of a GGUF's general.architecture; ValueError where it is none of :data:`ARCHITECTURES`."""
+    for architecture in ARCHITECTURES:
+        if architecture.name == name:
+            return architecture
+    raise ValueError(f"architecture {name!r}: {', '.join(sorted({a.name for a in ARCHITECTURES}))} are read")
+
+
+# --- names of tensors ------------------------------------------------------------------------------------------------
+
+
+def to_gguf_name(name: str) -> str | None:
+    """ "model.layers.0.self_attn.q_proj.weight" -> "blk.0.attn_q.weight"; None for what has no such name."""
+    module, _, kind = name.rpartition(".")
+    if kind not in _KINDS:
+        return None
+    if module in _MODULES:
+        return f"{_MODULES[module]}.{kind}"
+    head, _, rest = module.removeprefix("model.layers.").partition(".")
+    if module.startswith("model.layers.") and head.isdecimal() and rest in _LAYER_MODULES:
+        return f"blk.{head}.{_LAYER_MODULES[rest]}.{kind}"
+    return None
+
+
+_FROM_MODULES = {gguf: name for name, gguf in _MODULES.items()}
+_FROM_LAYER_MODULES = {gguf: name for name, gguf in _LAYER_MODULES.items()}
+
+
+def from_gguf_name(name: str) -> str | None:
+    """The inverse of :func:`to_gguf_name`."""
+    module, _, kind = name.rpartition(".")
+    if kind not in _KINDS:
+        return None
+    if module in _FROM_MODULES:
+        return f"{_FROM_MODULES[module]}.{kind}"
+    head, _, rest = module.removeprefix("blk.").partition(".")
+    if module.startswith("blk.") and head.isdecimal() and rest in _FROM_LAYER_MODULES:
+        return f"model.layers.{head}.{_FROM_LAYER_MODULES[rest]}.{kind}"
+    return None
+
+
+# --- the order of rows -----------------------------------------------------------------------------------------------
+
+
+def row_order(name: str, rows: int, config: dict[str, Any], architecture: Architecture) -> Tensor | None:
+    """Which row of transformers' q or k each row of llama.cpp's is, int64 (rows,); None where the order is the same.
+
+    transformers rotates row i of a head with row i + head_dim / 2, llama.cpp row 2i with row 2i + 1.
+    """
+    module = name.rpartition(".")[0]
+    if not architecture.permutes or not module.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+        return None
+    heads = config["num_attention_heads"]
+    if module.endswith("k_proj"):
+        heads = config.get("num_key_value_heads") or heads
+    return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def settings_of(config: dict[str, Any], architecture: Architecture) -> dict[str, int | float]:
+    """Keys and values of a GGUF, without the architecture's prefix.
+
+    Raises:
+        ValueError: a setting is missing, or the rope scaling is none that llama.cpp's files can say.
+    """
+    config = {"num_key_value_heads": config.get("num_attention_heads"), **config}
+    missing = [name for name in _SETTINGS if config.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json has no {', '.join(missing)}, which llama.cpp needs")
+    settings: dict[str, int | float] = {key: cast(config[name]) for name, (key, cast) in _SETTINGS.items()}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    settings["rope.dimension_count"] = settings["attention.key_length"] = settings["attention.value_length"] = head_dim
+    settings["rope.freq_base"] = float(_rope(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = _rope_type(config)
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope scaling of type {kind!r} is not written to GGUF: only default and llama3 are")
+    return settings
+
+
+def config_of(settings: dict[str, Any], architecture: Architecture, tied: bool) -> dict[str, Any]:
+    """A configuration of transformers, of a GGUF's keys without the architecture's prefix.
+
+    Raises:
+        ValueError: a key is missing.
+    """
+    settings = {"attention.head_count_kv": settings.get("attention.head_count"), **settings}
+    missing = [key for key, _ in _SETTINGS.values() if settings.get(key) is None]
+    if missing:
+        raise ValueError(f"the file has no {', '.join(f'{architecture.name}.{key}' for key in missing)}")
+    config = {name: _decimal(settings[key]) for name, (key, _) in _SETTINGS.items()}
+    head_dim = settings.get("attention.key_length") or settings.get("rope.dimension_count")
+    return {
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
+        **config,
+        "head_dim": head_dim or config["hidden_size"] // config["num_attention_heads"],
+        "rope_theta": _decimal(settings.get("rope.freq_base", 10000.0)),
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+    }
+
+
+def _decimal(value: Any) -> Any:
+    """1e-05 for the float32 nearest to it: the shortest number that rounds to the same."""
+    return value if isinstance(value, int) else float(f"{value:.7g}")
+
+
+# --- rope scaling of Llama 3 -----------------------------------------------------------------------------------------
+
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _rope_type(config: dict[str, Any]) -> str:
+    rope = _rope(config)
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def frequency_factors(config: dict[str, Any], head_dim: int) -> Tensor | None:
+    """What each rotary frequency is divided by, float32 (head_dim / 2,), for rope scaling of type llama3; else None."""
+    if _rope_type(config) != "llama3":
+        return None
+    rope = _LLAMA_3 | _rope(config)
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    length, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    wavelength = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    smooth = ((length / wavelength - low) / (high - low)).clamp(0, 1)  # 0: as slow as scaled, 1: as it was
+    return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+def scaling_of(factors: Tensor, config: dict[str, Any]) -> dict[str, Any]:
+    """The rope scaling whose :func:`frequency_factors` these are, with Llama 3's settings.
+
+    Raises:
+        ValueError: it is none of those.
+    """
+    rope = {"rope_type": "llama3", "factor": _decimal(float(factors.max())), **_LLAMA_3}
+    again = frequency_factors(config | {"rope_scaling": rope}, config["head_dim"])
+    assert again is not None
+    if again.shape != factors.shape or not torch.allclose(again, factors, rtol=1e-5):
+        raise ValueError(f"{FREQUENCIES} holds frequency factors that are not those of Llama 3")
+    return rope

@@ -1,0 +1,135 @@
+"""A tokenizer's part of a GGUF file: without it llama.cpp runs no text."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import gguf
+
+_PREFIX = "tokenizer."
+
+# How a byte-level tokenizer cuts text before it merges: a piece of its pattern, and what llama.cpp calls it.
+_PATTERNS = (
+    (r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*", "llama-bpe"),
+    (r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*", "qwen2"),
+)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, source: Any, vocab_size: int) -> None:
+    """Write what llama.cpp needs of a tokenizer.
+
+    Args:
+        source: a tokenizer of transformers, a folder with tokenizer.json, the fields of another GGUF (a
+            ``GGUFReader``'s), or None for a file that only runs on tokens.
+
+    Raises:
+        ValueError: its kind is none that is known to mean the same in llama.cpp.
+    """
+    if source is None:
+        writer.add_tokenizer_model("no_vocab")
+    elif isinstance(source, dict):
+        _copy(writer, source)
+    else:
+        with _folder(source) as folder:
+            _add_folder(writer, folder, vocab_size)
+
+
+def _copy(writer: gguf.GGUFWriter, fields: dict[str, gguf.ReaderField]) -> None:
+    for key, field in fields.items():
+        if key.startswith(_PREFIX):
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
+
+
+@contextmanager
+def _folder(source: Any) -> Iterator[Path]:
+    """A folder with the tokenizer's files: the one given, or one that a tokenizer is saved to for the while."""
+    if isinstance(source, str | Path):
+        yield Path(source)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source.save_pretrained(folder)
+        yield Path(folder)
+
+
+def _add_folder(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
+    import gguf
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no tokenizer.json: give the GGUF another tokenizer, or tokenizer=None")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content["model"].get("type") != "BPE":
+        raise ValueError(f"{path} is a tokenizer of type {content['model'].get('type')}: BPE is written to GGUF")
+    if content["model"].get("byte_fallback"):
+        _add_sentencepiece(writer, folder)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_pre_tokenizer(content, path))
+        _add_tokens(writer, content, vocab_size)
+    gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
+    if prefixed(content) is not None:
+        writer.add_add_space_prefix(prefixed(content))
+
+
+def prefixed(content: dict[str, Any]) -> bool | None:
+    """Whether text gets a space before its first word, as tokenizer.json says; None where it does not say."""
+    for step in _steps(content.get("pre_tokenizer")):
+        if step["type"] in ("ByteLevel", "Metaspace"):
+            return bool(step.get("add_prefix_space", step.get("prepend_scheme") in ("first", "always")))
+    return None
+
+
+def _add_sentencepiece(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """A tokenizer that came from SentencePiece (Llama 2, Mistral)."""
+    import gguf
+
+    tokens, scores, types = zip(*gguf.LlamaHfVocab(folder).all_tokens(), strict=True)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(list(tokens))
+    writer.add_token_scores(list(scores))
+    writer.add_token_types(list(types))
+
+
+def _add_tokens(writer: gguf.GGUFWriter, content: dict[str, Any], vocab_size: int) -> None:
+    import gguf
+
+    tokens = {index: (token, gguf.TokenType.NORMAL) for token, index in content["model"]["vocab"].items()}
+    for added in content["added_tokens"]:
+        kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        tokens[added["id"]] = added["content"], kind
+    every = [tokens.get(i, (f"[PAD{i}]", gguf.TokenType.UNUSED)) for i in range(max(vocab_size, max(tokens) + 1))]
+    writer.add_token_list([token for token, _ in every])
+    writer.add_token_types([kind for _, kind in every])
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if pre_tokenizer is None:
+        return []
+    return pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+
+
+def _pre_tokenizer(content: dict[str, Any], path: Path) -> str:
+    """llama.cpp's name for how the text is cut before merging: its code has one rule for each name."""
+    steps = _steps(content.get("pre_tokenizer"))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"]:
+        pattern = steps[0]["pattern"].get("Regex", "")
+        for piece, name in _PATTERNS:
+            if piece in pattern:
+                return name
+    raise ValueError(
+        f"{path} cuts text by {' + '.join(kinds) or 'nothing'}, and which of llama.cpp's rules that is is not known "
+        "here: give the tokenizer of another GGUF of this model, or tokenizer=None"
+    )

@@ -1,0 +1,83 @@
+"""A checkpoint of tensors in memory, and a small Llama to fill one."""
+
+from typing import Any
+
+import torch
+
+from nvfp4_tensor import NVFP4Tensor, quantize
+from nvfp4_tensor.checkpoints import Checkpoint, Entry, LinearParts, parts_of
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+class InMemory(Checkpoint):
+    """Of tensors by name, NVFP4Tensors among them."""
+
+    format = "memory"
+    path = None
+
+    def __init__(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        self.tensors, self.config = tensors, dict(config)
+        self.parts = {name: parts_of(t) for name, t in tensors.items() if isinstance(t, NVFP4Tensor)}
+        self.entries = {
+            name: Entry(
+                shape=tuple(t.shape),
+                dtype=t.dtype,
+                quantized=name in self.parts,
+                quantizes_activations=name in self.parts and self.parts[name].quantizes_activations,
+                has_input_scale=name in self.parts and self.parts[name].input_scale is not None,
+                scales=tuple(self.parts[name].per_tensor_scale.shape) if name in self.parts else (),
+            )
+            for name, t in tensors.items()
+        }
+
+    def linear(self, name: str) -> LinearParts:
+        return self.parts[name]
+
+    def dense(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+def tiny_tensors(config: dict[str, Any] = TINY, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """The state dict of a dense model of that configuration, random."""
+    import transformers
+
+    settings = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(config["model_type"], **settings), dtype=dtype
+    )
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    return {name: t.detach() for name, t in model.state_dict().items()}
+
+
+def quantized(tensors: dict[str, torch.Tensor], spec=None) -> dict[str, torch.Tensor]:
+    """The same with every projection of the blocks in NVFP4."""
+    return {name: quantize(t, spec) if "_proj.weight" in name else t for name, t in tensors.items()}
+
+
+def same_parts(a: LinearParts, b: LinearParts) -> bool:
+    """Whether all bytes are equal."""
+    return (
+        torch.equal(a.qdata, b.qdata)
+        and torch.equal(a.scale.view(torch.uint8), b.scale.view(torch.uint8))
+        and torch.equal(a.per_tensor_scale, b.per_tensor_scale)
+        and a.columns == b.columns
+        and a.quantizes_activations == b.quantizes_activations
+        and (a.input_scale is None) == (b.input_scale is None)
+        and (a.input_scale is None or torch.equal(a.input_scale, b.input_scale))
+    )
