@@ -97,11 +97,16 @@ def _quantize_linear(
     quantized = quantize(weight.detach(), weight_spec)._replace(activation_spec=activation_spec, **fields)
     parameter = nn.Parameter(quantized, requires_grad=False)
     for linear in plan.tied.get(module, [module]):
-        linear.weight = parameter
+        set_weight(linear, parameter)
         plan.done.add(linear)
-        if type(linear) is nn.Linear:
-            linear.__class__ = NVFP4Linear
     return module
+
+
+def set_weight(linear: nn.Module, weight: NVFP4Tensor | nn.Parameter) -> None:
+    """Give a linear its NVFP4 weight; a plain nn.Linear says so from then on."""
+    linear.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    if type(linear) is nn.Linear:
+        linear.__class__ = NVFP4Linear
 
 
 def _check_same_transform(module: ObservedLinear, spec: QuantizeSpec) -> None:

@@ -1,0 +1,80 @@
+"""GPTQConfig: how :func:`gptq` quantizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from nvfp4_tensor.numerics.choices import RoundingMode, ScaleSearch
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
+
+
+def _searched() -> NVFP4WeightOnlyConfig:
+    return NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(scale_search=ScaleSearch.MSE))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTQConfig:
+    """What :func:`gptq` makes of linears, and by which means.
+
+    Args:
+        base_config: weights alone (NVFP4WeightOnlyConfig) or activations too (NVFP4Config), which are then quantized
+            while inputs are summed up, so that weights make up for it. By default weights alone, by a scale search.
+        damping: this share of the mean of the Hessian's diagonal is added to its diagonal.
+        by_activation: round blocks, and the columns of each, in the order of how much their inputs weigh; else as they
+            stand.
+        to_dense: aim at what the dense model's linears give on the dense model's inputs, so that each layer makes up
+            for the errors of those before it (1); by default at what the weight gives on the inputs met (0); or between.
+            It takes two more runs of each layer, and more batches: a few thousand tokens were too few to gain by it.
+        one_by_one: run a layer anew for each of its inputs, so that ``o_proj`` is fitted to what quantized ``q_proj``,
+            ``k_proj`` and ``v_proj`` make; by default all inputs of a layer are taken before its first weight changes.
+        share_scales: linears that share an input get one per-tensor scale, as libraries that fuse them want it.
+
+    Raises:
+        ValueError: a number out of range; a spec that does not round 1x16 blocks to nearest without a transform.
+        TypeError: base_config is of another kind.
+    """
+
+    base_config: NVFP4WeightOnlyConfig = dataclasses.field(default_factory=_searched)
+    damping: float = 0.01
+    by_activation: bool = True
+    to_dense: float = 0.0
+    one_by_one: bool = False
+    share_scales: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base_config, NVFP4WeightOnlyConfig):
+            raise TypeError(
+                f"base_config is an NVFP4WeightOnlyConfig or an NVFP4Config, not {type(self.base_config).__name__}"
+            )
+        if not 0 < self.damping < float("inf"):
+            raise ValueError(f"damping is above 0, 0.01 for instance, got {self.damping!r}")
+        if not 0 <= self.to_dense <= 1:
+            raise ValueError(f"to_dense is from 0 to 1, got {self.to_dense!r}")
+        for name, spec in (("weight", self.base_config.weight), ("activation", self.activation)):
+            if spec is not None and (spec.round_mode != RoundingMode.RNE or spec.hadamard_sign is not None):
+                raise ValueError(
+                    f"GPTQ takes a {name} spec of round_mode 'rne' without a Hadamard transform, got {spec}"
+                )
+        if self.base_config.weight.block_rows != 1:
+            raise ValueError(f"GPTQ makes 1x16 blocks: give block_rows=1, not {self.base_config.weight.block_rows}")
+        if getattr(self.base_config, "step", None) is not None or getattr(self.base_config, "percentile", None):
+            raise ValueError("step and percentile belong to calibrate: GPTQ's activations have the amax of each call")
+
+    @property
+    def weight(self) -> QuantizeSpec:
+        """How weights are quantized."""
+        return self.base_config.weight
+
+    @property
+    def activation(self) -> QuantizeSpec | None:
+        """How activations are; None for weights alone."""
+        return self.base_config.activation if isinstance(self.base_config, NVFP4Config) else None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What the tensors say of activations."""
+        if not isinstance(self.base_config, NVFP4Config):
+            return {}
+        return {"activation_spec": self.activation, "product_backend": self.base_config.product_backend}

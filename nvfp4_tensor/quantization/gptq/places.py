@@ -1,0 +1,184 @@
+"""Where the weights to quantize stand in a model, and what each is fed."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.quantization.linear import quantizable, set_weight
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """A parameter: a linear's weight (N, K), or the weights (E, N, K) of experts.
+
+    Attributes:
+        name: the parameter's, ``model.layers.0.mlp.down_proj.weight`` for instance.
+        dense: what stood there before.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    dense: nn.Parameter
+
+    @property
+    def experts(self) -> int:
+        """How many matrices it holds, each fed by itself; 1 for a linear."""
+        return len(self.dense) if self.dense.dim() == 3 else 1
+
+    def matrix(self, expert: int) -> Tensor:
+        """The dense weight (N, K)."""
+        return self.dense.detach()[expert] if self.dense.dim() == 3 else self.dense.detach()
+
+    def put(self, weight: NVFP4Tensor) -> None:
+        """Let the model use ``weight`` from now on."""
+        if isinstance(self.module, nn.Linear):
+            set_weight(self.module, weight)
+        else:
+            setattr(self.module, self.attribute, nn.Parameter(weight, requires_grad=False))
+
+    def restore(self) -> None:
+        """As it was before."""
+        setattr(self.module, self.attribute, self.dense)
+        if isinstance(self.module, nn.Linear):
+            self.module.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def places_of(model: nn.Module, filter_fn: Filter | None) -> list[Place]:
+    """The weights of the modules that the filter takes: linears, and modules that hold parameters (E, N, K).
+
+    What something else shares stays dense, with a warning.
+    """
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    places: list[Place] = []
+    for name, module in model.named_modules():
+        if filter_fn(module, name) if filter_fn is not None else is_quantizable(module):
+            places.extend(_of_module(name, module))
+    shared = [place.name for place in places if holders[id(place.dense)] > 1]
+    if shared:
+        warnings.warn(f"left dense, for something else has the same weight: {', '.join(shared)}", stacklevel=3)
+    return [place for place in places if place.name not in shared]
+
+
+def is_quantizable(module: nn.Module) -> bool:
+    """Whether it is a linear, or holds the weights of experts."""
+    return isinstance(module, nn.Linear) or any(True for _ in _expert_weights(module))
+
+
+def _expert_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.dim() == 3 and parameter.dtype in HIGH_PRECISION_DTYPES:
+            yield name, parameter
+
+
+def _of_module(name: str, module: nn.Module) -> Iterator[Place]:
+    prefix = f"{name}." if name else ""
+    if isinstance(module, nn.Linear) or not is_quantizable(module):
+        yield Place(f"{prefix}weight", module, "weight", quantizable(module).weight)  # type: ignore[arg-type]
+        return
+    for attribute, parameter in _expert_weights(module):
+        if isinstance(parameter.data, NVFP4Tensor):
+            raise ValueError(f"{prefix}{attribute} is NVFP4 already: start from the dense model")
+        yield Place(f"{prefix}{attribute}", module, attribute, parameter)
+
+
+Fed = tuple[Place, int]
+"""A place, and which of its experts (0 for a linear): what has an input of its own."""
+
+
+class Watch(TorchFunctionMode):
+    """While it is entered, it keeps what the dense weights of some places are multiplied with.
+
+    Products are recognized by the storage of their weight: ``linear`` of a whole weight or of one expert's slice, and
+    torch's grouped product over all experts.
+
+    Attributes:
+        seen: for each weight the rows it was fed, (tokens, K).
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        super().__init__()
+        self.places: dict[int, list[Place]] = {}
+        for place in places:
+            self.places.setdefault(place.dense.untyped_storage().data_ptr(), []).append(place)
+        self.seen: dict[Fed, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.linear:
+            self._see(*_two(args, kwargs, "input", "weight"))
+        elif func in _GROUPED:
+            x, weight = _two(args, kwargs, "input" if "input" in kwargs else "self", "mat2")
+            self._see_grouped(x, weight, kwargs["offs"] if "offs" in kwargs else args[2])
+        return func(*args, **kwargs)
+
+    def groups(self) -> list[list[Place]]:
+        """The places seen, in the order in which they were fed, those of one input together."""
+        groups: list[tuple[Tensor, list[Place]]] = []
+        known: set[Place] = set()
+        for (place, _), x in self.seen.items():
+            if place in known:
+                continue
+            known.add(place)
+            same = [] if place.experts > 1 else [group for other, group in groups if _is_same(other, x)]
+            if same:
+                same[0].append(place)
+            else:
+                groups.append((x, [place]))
+        return [group for _, group in groups]
+
+    def _see(self, x: Tensor, weight: Tensor) -> None:
+        if (fed := self._find(weight)) is not None:
+            self.seen[fed] = x.detach().reshape(-1, x.shape[-1])
+
+    def _see_grouped(self, x: Tensor, weight: Tensor, offs: Tensor) -> None:
+        if (fed := self._find(weight)) is None:
+            return
+        place, start = fed[0], 0
+        if weight.stride() != place.dense.mT.stride():
+            raise ValueError(f"{place.name} holds experts as (E, K, N): NVFP4 takes (E, N, K), blocks along K")
+        for expert, end in enumerate(offs.tolist()):
+            if end > start:
+                self.seen[place, expert] = x.detach()[start:end]
+            start = end
+
+    def _find(self, weight: Tensor) -> Fed | None:
+        if type(weight) not in (Tensor, nn.Parameter) or weight.device.type == "meta":
+            return None
+        for place in self.places.get(weight.untyped_storage().data_ptr(), ()):
+            behind = weight.storage_offset() - place.dense.storage_offset()
+            if 0 <= behind < place.dense.numel():
+                return place, behind // place.dense.stride(0) if place.experts > 1 else 0
+        return None
+
+
+_GROUPED = {
+    getattr(module, name)
+    for module, name in ((torch, "_grouped_mm"), (nn.functional, "grouped_mm"))
+    if hasattr(module, name)
+}
+
+
+def _two(args: tuple[Any, ...], kwargs: dict[str, Any], first: str, second: str) -> tuple[Tensor, Tensor]:
+    x = args[0] if args else kwargs[first]
+    return x, args[1] if len(args) > 1 else kwargs[second]
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

@@ -1,0 +1,161 @@
+"""GPTQ's rounding of one weight (arXiv:2210.17323) to NVFP4: column by column, each error passed on to those to come.
+
+The loss is that of the linear's output, ``trace((W - Q) H (W - Q)^T)`` with ``H = X^T X``. With U the upper Cholesky
+factor of H^-1, rounding column i to q costs ``((w_i - q) / U_ii)^2``, and moving what is left of the row by
+``-(w_i - q) / U_ii * U_i,i+1..`` makes up for as much of the rest as later columns can.
+
+A block of 16 columns chooses its scale when its turn comes, of its weights as they are by then: each candidate rounds
+the block with its own feedback, and the one of least loss is kept. So blocks may come in any order, and so may the
+columns within one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nvfp4_tensor.numerics import layout, reference
+from nvfp4_tensor.numerics.choices import RoundingMode
+from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_NAN
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+_LAZY_COLUMNS = 8 * BLOCK
+"""Columns behind these are moved once for all of them, by one product."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """What a Hessian tells of the order and the feedback of columns, for all weights that share an input.
+
+    Attributes:
+        upper: float32 (K, K), U with H^-1 = U^T U, rows and columns in ``order``.
+        order: int64 (K,), the columns in the order in which they are rounded, whole blocks together.
+        damped: float64 (K, K), H with damping, in the order of the weight's columns.
+    """
+
+    upper: Tensor
+    order: Tensor
+    damped: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, damping: float, *, by_activation: bool) -> Factor:
+        """Of ``hessian`` (K, K), K a multiple of 16, with ``damping`` times its mean diagonal added to its diagonal.
+
+        Raises:
+            ValueError: the Hessian is not finite, or not positive definite with this damping.
+        """
+        damped = hessian.double()
+        diagonal = damped.diagonal()
+        if not diagonal.isfinite().all():
+            raise ValueError("the inputs hold NaN or Inf, so nothing can be learned of them")
+        unused = diagonal == 0  # never fed anything: rounded to nearest, and in nobody's way
+        mean = float(diagonal[~unused].mean()) if not unused.all() else 1.0
+        diagonal.add_(torch.where(unused, mean, damping * mean))
+        order = _order(diagonal) if by_activation else torch.arange(len(damped), device=damped.device)
+        inverse = torch.cholesky_inverse(_cholesky(damped[order][:, order]))
+        return cls(_cholesky(inverse, upper=True).float(), order, damped)
+
+
+def _cholesky(matrix: Tensor, upper: bool = False) -> Tensor:
+    factor, info = torch.linalg.cholesky_ex(matrix, upper=upper)
+    if info.any():
+        raise ValueError("the Hessian of its inputs is not positive definite: give more batches, or a larger damping")
+    return factor
+
+
+def _order(diagonal: Tensor) -> Tensor:
+    """Blocks of 16 by how much their inputs weigh, the heaviest first; so the columns of each."""
+    blocks = diagonal.view(-1, BLOCK)
+    within = blocks.argsort(dim=1, descending=True, stable=True)
+    columns = within + torch.arange(0, diagonal.numel(), BLOCK, device=diagonal.device).unsqueeze(1)
+    return columns[blocks.sum(dim=1).argsort(descending=True, stable=True)].flatten()
+
+
+def moved_to_inputs(weight: Tensor, cross: Tensor, hessian: Tensor, factor: Factor) -> Tensor:
+    """The W* (N, K) whose outputs on the inputs met, X, come closest to those of W on the dense model's inputs, Z.
+
+    ``min |W Z - W* X|^2`` has ``W* = W (Z^T X) (X^T X)^-1``; with damping, which pulls W* towards W.
+    cross, hessian: Z^T X and X^T X.
+    """
+    columns = weight.shape[1]
+    difference = cross.double()[:columns] - hessian.double()[:columns]
+    change = torch.cholesky_solve((weight.double() @ difference).mT, _cholesky(factor.damped)).mT
+    return weight + change[:, :columns].float()
+
+
+def round_weight(weight: Tensor, factor: Factor, spec: QuantizeSpec, amax: Tensor) -> NVFP4Tensor:
+    """weight (N, K), quantized by GPTQ with the per-tensor scale of ``amax``.
+
+    Candidates for the scale of a block are the spec's: the usual one; two by four-over-six; those of a scale search.
+    """
+    rows, columns = weight.shape
+    work = pad(weight.float(), (0, -columns % BLOCK)).mT[factor.order].contiguous()  # (K, N): a column is contiguous
+    width = len(work)
+    codes = torch.empty((width, rows), dtype=torch.uint8, device=weight.device)
+    scales = torch.empty((width // BLOCK, rows), dtype=torch.uint8, device=weight.device)
+    for first in range(0, width, _LAZY_COLUMNS):
+        last = min(first + _LAZY_COLUMNS, width)
+        errors = torch.empty((last - first, rows), device=weight.device)
+        for start in range(first, last, BLOCK):
+            block = slice(start, start + BLOCK)
+            candidates = _candidates(work[block], spec, amax)
+            upper = factor.upper[block, block]
+            codes[block], errors[start - first : start - first + BLOCK], scales[start // BLOCK] = _round_block(
+                work[block], upper, candidates, spec, amax
+            )
+            behind = slice(start + BLOCK, last)
+            work[behind] -= factor.upper[block, behind].mT @ errors[start - first : start - first + BLOCK]
+        work[last:] -= factor.upper[first:last, last:].mT @ errors
+    return _assemble(codes, scales, factor.order, weight, spec, amax)
+
+
+def _candidates(block: Tensor, spec: QuantizeSpec, amax: Tensor) -> Tensor:
+    """The e4m3 bytes (C, N) that the scales of blocks (16, N) are chosen from."""
+    s_enc = reference.encode_scale(amax, spec)
+    block_amax = block.abs().amax(dim=0)
+    base = reference.to_e4m3(block_amax * (s_enc * amax.new_full((), 1 / 6)), spec.scale_rounding, block_amax)
+    if spec.four_over_six is not None:
+        wider = block_amax / amax.new_full((), E2M1_MAX) * s_enc * 1.5
+        return torch.stack((base, reference.to_e4m3(wider, spec.scale_rounding, block_amax)))
+    if spec.scale_search is None:
+        return base.unsqueeze(0)
+    steps = torch.arange(*reference.search_steps(spec), device=block.device).unsqueeze(1)
+    searched = (base.int() + steps).clamp(1, E4M3_NAN - 1).to(torch.uint8)
+    return torch.where(block_amax == 0, 0, searched)
+
+
+def _round_block(
+    block: Tensor, upper: Tensor, candidates: Tensor, spec: QuantizeSpec, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes (16, N), errors (16, N), bytes of scales (N,)) of the candidates (C, N) of least loss, a row each."""
+    s = candidates.view(torch.float8_e4m3fn).float()
+    factor = reference.per_tensor_scale(amax, spec)
+    encode, step = reference.block_encode(s, reference.encode_scale(amax, spec)), s * factor
+    work = block.expand(len(candidates), *block.shape).clone()
+    values, errors = torch.empty_like(work), torch.empty_like(work)
+    for i in range(BLOCK):
+        values[:, i] = reference.nearest_value(work[:, i] * encode)
+        errors[:, i] = (work[:, i] - values[:, i] * step) / upper[i, i]
+        work[:, i + 1 :] -= upper[i, i + 1 :, None] * errors[:, i : i + 1]
+    best = errors.square().sum(dim=1).argmin(dim=0)  # the first of equal ones
+    pick = best.expand(1, BLOCK, -1)
+    codes = reference.round_e2m1(values.gather(0, pick)[0], RoundingMode.RNE)
+    return codes, errors.gather(0, pick)[0], candidates.gather(0, best.unsqueeze(0))[0]
+
+
+def _assemble(
+    codes: Tensor, scales: Tensor, order: Tensor, weight: Tensor, spec: QuantizeSpec, amax: Tensor
+) -> NVFP4Tensor:
+    """Codes (K, N) and scales (K / 16, N), both in ``order``, as the tensor."""
+    in_place = torch.empty_like(codes)
+    in_place[order] = codes
+    scale_in_place = torch.empty_like(scales)
+    scale_in_place[order[::BLOCK] // BLOCK] = scales
+    qdata = layout.pack(in_place.mT).contiguous()
+    scale = layout.swizzle(scale_in_place.mT.contiguous()).view(torch.float8_e4m3fn)
+    factor = reference.per_tensor_scale(amax, spec)
+    return NVFP4Tensor(qdata, scale, factor, weight.shape[1], weight.dtype, spec)

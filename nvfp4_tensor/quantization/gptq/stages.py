@@ -1,0 +1,152 @@
+"""A model as a chain of layers that can be run one at a time, each on what the one before it gave.
+
+What a layer gets beside the hidden states (masks, positions) does not depend on weights, so one pass over the model in
+which layers hand on what they are given records it all; hidden states are then the only thing that is kept for each
+batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CACHE = {"past_key_values": None, "past_key_value": None, "use_cache": False}
+"""Arguments that would have a layer remember one run in the next."""
+
+
+@dataclasses.dataclass
+class Call:
+    """What a module is called with; the hidden states apart, which differ from stream to stream."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    hidden: str | None
+    """The keyword of the hidden states; None where they are the first argument."""
+
+    def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        """The hidden states that ``module`` makes of these."""
+        if self.hidden is None:
+            return _hidden_of(module(hidden, *self.arguments, **self.keywords))
+        return _hidden_of(module(*self.arguments, **{**self.keywords, self.hidden: hidden}))
+
+
+class _Recorded(Exception):
+    """Raised behind the last layer: nothing after it is of interest."""
+
+
+def layers_of(model: nn.Module, chosen: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The names and modules of the model's layers: of the longest nn.ModuleList whose items hold most of ``chosen``.
+
+    Empty where there is none: such a model is taken as a whole.
+    """
+    wanted = set(chosen)
+    best: list[tuple[str, nn.Module]] = []
+    held = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        inside = sum(each in wanted for each in module.modules())
+        if inside > held:
+            held, best = inside, [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
+    return best if 2 * held >= len(wanted) else []
+
+
+@torch.no_grad()
+def record(
+    model: nn.Module, layers: Sequence[tuple[str, nn.Module]], batches: Iterable[Any]
+) -> tuple[list[Tensor], list[list[Call]]]:
+    """(hidden states before the first layer, the calls of all layers), both for each batch.
+
+    Raises:
+        ValueError: the layers do not form a chain, each fed what the one before it gives.
+    """
+    hidden: list[Tensor] = []
+    calls: list[list[Call]] = []
+    for batch in batches:
+        recorder = _Recorder(layers)
+        try:
+            recorder.watch()
+            call_model(model, batch)
+        except _Recorded:
+            pass
+        finally:
+            recorder.stop()
+        recorder.check()
+        assert recorder.first is not None
+        hidden.append(recorder.first)
+        calls.append(recorder.calls)
+    return hidden, calls
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model called with a batch: a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+class _Recorder:
+    """Stands in for the layers' forward: each hands on the hidden states it is given, in the form of the first."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        self.layers = layers
+        self.first: Tensor | None = None
+        self.given: Tensor | None = None
+        self.calls: list[Call] = []
+
+    def watch(self) -> None:
+        for i, (_, layer) in enumerate(self.layers):
+            layer.forward = self._forward(i, layer.forward)  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        for _, layer in self.layers:
+            del layer.forward
+
+    def check(self) -> None:
+        if len(self.calls) != len(self.layers):
+            raise ValueError(
+                f"a batch reached {len(self.calls)} of the {len(self.layers)} layers from {self.layers[0][0]} on: "
+                "give layers=[] to take the model as a whole"
+            )
+
+    def _forward(self, place: int, forward: Any) -> Any:
+        def handed_on(*arguments: Any, **keywords: Any) -> Any:
+            call, hidden = _split(arguments, keywords)
+            if place != len(self.calls) or (place and hidden is not self.given):
+                raise ValueError(
+                    f"{self.layers[place][0]} is not fed what the layer before it gives, so layers cannot be run one "
+                    "at a time: give layers=[] to take the model as a whole"
+                )
+            self.calls.append(call)
+            if place == 0:
+                self.first = hidden
+                self.form = forward(*arguments, **keywords)
+            if place == len(self.layers) - 1:
+                raise _Recorded
+            self.given = hidden
+            return hidden if isinstance(self.form, Tensor) else (hidden, *self.form[1:])
+
+        return handed_on
+
+
+def _split(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Tensor]:
+    keywords = {name: _CACHE.get(name, value) for name, value in keywords.items()}
+    if arguments and isinstance(arguments[0], Tensor):
+        return Call(arguments[1:], keywords, None), arguments[0]
+    for name in ("hidden_states", *keywords):
+        if isinstance(keywords.get(name), Tensor):
+            hidden = keywords.pop(name)
+            return Call(arguments, keywords, name), hidden
+    raise ValueError("a layer is called with no tensor: give layers=[] to take the model as a whole")
+
+
+def _hidden_of(output: Any) -> Tensor:
+    hidden = output if isinstance(output, Tensor) else output[0]
+    assert isinstance(hidden, Tensor)
+    return hidden

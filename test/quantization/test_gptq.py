@@ -1,0 +1,300 @@
+"""GPTQ of whole models: what it gains, what it leaves as it was, and how it goes on."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec
+from nvfp4_tensor.quantization.gptq import GPTQConfig, gptq
+
+WIDTH = 64
+SEARCH = NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(scale_search="mse"))
+
+
+class Layer(nn.Module):
+    """Two linears of one input, and one of another, with a mask that only the model knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, 96), nn.Linear(WIDTH, 96)
+        self.down = nn.Linear(96, WIDTH, bias=False)
+
+    def forward(self, hidden_states, mask=None):
+        inner = torch.tanh(self.gate(hidden_states)) * self.up(hidden_states)
+        return hidden_states + mask * self.down(inner), "something else"
+
+
+class Model(nn.Module):
+    def __init__(self, layers=3):
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 40)
+
+    def forward(self, x):
+        x = torch.nn.functional.layer_norm(self.mix(x), (WIDTH,))
+        for layer in self.layers:
+            x = layer(hidden_states=x, mask=0.5)[0]
+        return self.head(x)
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Model().to(dtype).eval()
+
+
+def batches(count=4, dtype=torch.float32):
+    """Correlated columns: what GPTQ lives on."""
+    generator = torch.Generator().manual_seed(1)
+    mix = torch.randn(8, WIDTH, generator=generator)
+    return [
+        (torch.randn(2, 40, 8, generator=generator) @ mix + 0.3 * torch.randn(2, 40, WIDTH, generator=generator)).to(
+            dtype
+        )
+        for _ in range(count)
+    ]
+
+
+def error(quantized, dense, data):
+    with torch.no_grad():
+        return sum((quantized(x).float() - dense(x).float()).square().sum() for x in data).item()
+
+
+def weights(m):
+    return {name: module.weight for name, module in m.named_modules() if isinstance(module, nn.Linear)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"by_activation": False}, {"one_by_one": True}, {"to_dense": 0.5}, {"to_dense": 1.0, "one_by_one": True}],
+    ids=str,
+)
+def test_it_beats_nearest(options, dtype):
+    dense = model(dtype)
+    nearest, own = copy.deepcopy(dense), copy.deepcopy(dense)
+    quantize_(nearest, SEARCH)
+    config = GPTQConfig(base_config=SEARCH, **options)
+    assert gptq(own, batches(dtype=dtype), config, progress=False) is own
+    assert all(isinstance(w, NVFP4Tensor) and w.dtype == dtype for w in weights(own).values())
+    unseen = batches(7, dtype)[4:]
+    assert error(own, dense, unseen) < 0.7 * error(nearest, dense, unseen)
+
+
+def test_aiming_at_the_dense_model_helps():
+    torch.manual_seed(0)
+    dense, errors = Model(4).eval(), {}
+    data = batches(20)
+    for share in (0.0, 1.0):
+        own = copy.deepcopy(dense)
+        gptq(own, data[:16], GPTQConfig(to_dense=share), progress=False)
+        errors[share] = error(own, dense, data[16:])
+    assert errors[1.0] < 0.99 * errors[0.0]
+
+
+def test_w4a4_makes_up_for_the_activations():
+    dense = model(torch.bfloat16)
+    nearest, own = copy.deepcopy(dense), copy.deepcopy(dense)
+    quantize_(nearest, NVFP4Config())
+    gptq(own, batches(dtype=torch.bfloat16), NVFP4Config(), progress=False)
+    assert all(w.activation_spec == QuantizeSpec() for w in weights(own).values())
+    unseen = batches(7, torch.bfloat16)[4:]
+    assert error(own, dense, unseen) < 0.9 * error(nearest, dense, unseen)
+
+
+def test_linears_of_one_input_share_a_scale():
+    m = model()
+    gptq(m, batches(), GPTQConfig(share_scales=True), progress=False)
+    for layer in m.layers:
+        assert torch.equal(layer.up.weight.per_tensor_scale, layer.gate.weight.per_tensor_scale)
+        assert not torch.equal(layer.up.weight.per_tensor_scale, layer.down.weight.per_tensor_scale)
+    gptq(other := model(), batches(), progress=False)
+    assert not torch.equal(other.layers[0].up.weight.per_tensor_scale, other.layers[0].gate.weight.per_tensor_scale)
+
+
+def test_a_model_without_layers_is_taken_as_a_whole():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(WIDTH, 96), nn.ReLU(), nn.Linear(96, 40))
+    nearest, own, forced = (copy.deepcopy(dense) for _ in range(3))
+    quantize_(nearest, SEARCH)
+    gptq(own, batches(), SEARCH, progress=False)
+    assert error(own, dense, batches(7)[4:]) < 0.7 * error(nearest, dense, batches(7)[4:])
+    whole = model()
+    gptq(whole, batches(), layers=[], progress=False)
+    assert all(isinstance(w, NVFP4Tensor) for w in weights(whole).values())
+    gptq(forced, batches(), SEARCH, filter_fn=lambda module, name: name == "0", progress=False)
+    assert isinstance(forced[0].weight, NVFP4Tensor) and type(forced[2]) is nn.Linear
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _stop_after(monkeypatch, layers):
+    """Raises once so many layers were saved."""
+    from nvfp4_tensor.quantization.gptq.folder import Finished
+
+    save, saved = Finished.save, []
+
+    def stopping(self, name, weights):
+        save(self, name, weights)
+        saved.append(name)
+        if len(saved) == layers:
+            raise _Stopped
+
+    monkeypatch.setattr(Finished, "save", stopping)
+
+
+def test_a_run_goes_on_behind_what_it_finished(tmp_path, monkeypatch):
+    once = gptq(model(), batches(), progress=False)
+    m = model()
+    with monkeypatch.context() as patch:
+        _stop_after(patch, 2)
+        with pytest.raises(_Stopped):
+            gptq(m, batches(), folder=tmp_path, progress=False)
+    assert all(type(module) is nn.Linear for module in m.modules() if isinstance(module, nn.Linear))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["layers.0.pt", "layers.1.pt", "settings.json"]
+    written = (tmp_path / "layers.0.pt").stat().st_mtime_ns
+    gptq(m, batches(), folder=tmp_path, progress=False)
+    assert (tmp_path / "layers.0.pt").stat().st_mtime_ns == written
+    for name, weight in weights(m).items():
+        assert torch.equal(weight.qdata, weights(once)[name].qdata), name
+        assert torch.equal(weight.scale.view(torch.uint8), weights(once)[name].scale.view(torch.uint8)), name
+    again = gptq(model(), batches(), folder=tmp_path, progress=False)
+    assert torch.equal(again.head.weight.qdata, m.head.weight.qdata)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"data": 3}, "batches"), ({"config": GPTQConfig(damping=0.1)}, "config"), ({"seed": 1}, "weights")],
+)
+def test_a_folder_belongs_to_one_run(tmp_path, changed, named):
+    gptq(model(), batches(2), folder=tmp_path, progress=False)
+    m = model()
+    if "seed" in changed:
+        m.head.weight.data += 1
+    with pytest.raises(ValueError, match=rf"a run with other {named}: .*another folder"):
+        gptq(m, batches(changed.get("data", 2)), changed.get("config"), folder=tmp_path, progress=False)
+    assert type(m.head) is nn.Linear
+
+
+def test_what_cannot_be_done_changes_nothing():
+    m = model()
+    before = {name: weight for name, weight in weights(m).items()}
+    m.layers[1].up.register_forward_hook(lambda module, args, y: y * float("nan"))
+    with pytest.raises(ValueError, match=r"layers\.1\.down\.weight: the inputs hold NaN or Inf"):
+        gptq(m, batches(), progress=False)
+    m.layers[1].up._forward_hooks.clear()
+    m.unused = nn.Linear(16, 16)
+    with pytest.raises(RuntimeError, match=r"no batch reached unused\.weight: .*filter_fn"):
+        gptq(m, batches(), progress=False)
+    assert all(weights(m)[name] is weight for name, weight in before.items())
+    assert all(type(module) is nn.Linear for module in m.modules() if isinstance(module, nn.Linear))
+
+
+def test_layers_that_are_no_chain():
+    class Crossed(Model):
+        def forward(self, x):
+            return self.head(self.layers[2](self.layers[0](x, mask=1)[0] * 2, mask=1)[0])
+
+    torch.manual_seed(0)
+    m = Crossed().eval()
+    with pytest.raises(ValueError, match=r"layers\.2 is not fed what the layer before it gives.*layers=\[\]"):
+        gptq(m, batches(), progress=False)
+    m.layers = m.layers[:2]
+    m.forward = lambda x: m.head(m.layers[0](x, mask=1)[0])
+    with pytest.raises(ValueError, match=r"a batch reached 1 of the 2 layers from layers\.0 on"):
+        gptq(m, batches(), progress=False)
+
+
+def test_a_shared_weight_stays_dense():
+    m = model()
+    m.head = nn.Linear(WIDTH, 40)
+    m.embedding = nn.Embedding(40, WIDTH)
+    m.embedding.weight = m.head.weight
+    with pytest.warns(UserWarning, match=r"left dense.*head\.weight"):
+        gptq(m, batches(), progress=False)
+    assert type(m.head) is nn.Linear and isinstance(m.layers[0].up.weight, NVFP4Tensor)
+
+
+def test_training_mode_comes_back():
+    m = model()
+    m.train()
+    m.layers[1].eval()
+    gptq(m, batches(2), progress=False)
+    assert m.training and m.layers[0].training and not m.layers[1].training
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gptq(model(), [], progress=False), "give at least one batch"),
+        (lambda: gptq(model(), batches(1), layers=[nn.Linear(2, 2)], progress=False), "modules of the model"),
+        (lambda: GPTQConfig(damping=0), "damping is above 0"),
+        (lambda: GPTQConfig(to_dense=2), "to_dense is from 0 to 1"),
+        (lambda: GPTQConfig(base_config=NVFP4WeightOnlyConfig(block_rows=16)), "block_rows=1"),
+        (lambda: GPTQConfig(base_config=NVFP4WeightOnlyConfig(round_mode="stochastic")), "round_mode 'rne'"),
+        (lambda: GPTQConfig(base_config=NVFP4Config(step="prepare")), "belong to calibrate"),
+    ],
+)
+def test_arguments_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+    with pytest.raises(TypeError, match="base_config is an NVFP4WeightOnlyConfig"):
+        GPTQConfig(base_config=QuantizeSpec())
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """A mixture of experts by a loop over slices, or by torch's grouped product."""
+
+    def __init__(self, grouped):
+        super().__init__()
+        self.grouped = grouped
+        self.router = nn.Linear(WIDTH, 4)
+        self.up = nn.Parameter(torch.randn(4, 96, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(4, WIDTH, 96) / 10)
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        chosen = self.router(rows)[:, :3].argmax(-1)  # nobody asks the fourth
+        order = chosen.argsort()
+        y = torch.empty_like(rows)
+        y[order] = (self._grouped if self.grouped else self._looped)(rows[order], chosen[order])
+        return x + y.view_as(x)
+
+    def _looped(self, rows, chosen):
+        return torch.cat([linear(linear(rows[chosen == e], self.up[e]).tanh(), self.down[e]) for e in chosen.unique()])
+
+    def _grouped(self, rows, chosen):
+        offs = torch.searchsorted(chosen, torch.arange(1, 5)).int()
+        inner = nn.functional.grouped_mm(rows.bfloat16(), self.up.mT, offs=offs).tanh()
+        return nn.functional.grouped_mm(inner, self.down.mT, offs=offs).to(rows.dtype)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts(grouped):
+    torch.manual_seed(0)
+    dense = nn.ModuleDict({"layers": nn.ModuleList(Experts(grouped) for _ in range(2))}).bfloat16().eval()
+    dense.forward = lambda x: dense["layers"][1](dense["layers"][0](x))
+    data = batches(dtype=torch.bfloat16)
+    own, nearest = copy.deepcopy(dense), copy.deepcopy(dense)
+    for m in (own, nearest):
+        m.forward = lambda x, m=m: m["layers"][1](m["layers"][0](x))
+    chosen = lambda module, name: isinstance(module, Experts)  # noqa: E731
+    gptq(nearest, data, GPTQConfig(damping=1e9), filter_fn=chosen, progress=False)
+    gptq(own, data, filter_fn=chosen, progress=False)
+    for layer in own["layers"]:
+        assert isinstance(layer.up, NVFP4Tensor) and layer.up.per_tensor_scale.shape == (4, 1)
+        assert type(layer.router.weight.data) is torch.Tensor
+    # the expert that nobody asked is rounded to nearest
+    for part in ("up", "down"):
+        a, b = (getattr(m["layers"][0], part)[3].dequantize() for m in (own, nearest))
+        assert torch.equal(a, b)
+    assert error(own, dense, data) < 0.7 * error(nearest, dense, data)
