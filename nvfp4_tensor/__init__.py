@@ -50,7 +50,7 @@ _LATER = {
 }
 """Public names, and those that pickles hold, by the room that has them."""
 
-_ROOMS = ("checkpoints", "emulation", "training")
+_ROOMS = ("checkpoints", "emulation", "quantization", "training")
 """Rooms that are public by their own name, imported at the first use of it."""
 
 try:

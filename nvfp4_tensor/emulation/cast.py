@@ -1,0 +1,175 @@
+"""cast and upcast: into a block format and out of it again."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nvfp4_tensor.emulation.blocks import BlockTensor
+from nvfp4_tensor.emulation.formats import FORMATS, BlockFormat
+from nvfp4_tensor.emulation.modes import CastMode, ComputeMode, ScaleMode
+from nvfp4_tensor.numerics import layout, reference
+from nvfp4_tensor.numerics.choices import RoundingMode, ScaleRounding
+from nvfp4_tensor.numerics.layout import FLOAT32_MAX, HIGH_PRECISION_DTYPES
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops import native
+from nvfp4_tensor.tensor.arguments import resolve_amax, resolve_rng_state
+
+
+def cast(
+    x: Tensor,
+    format: BlockFormat | str,
+    *,
+    scale_mode: ScaleMode | str | None = None,
+    round_mode: RoundingMode | str = RoundingMode.RNE,
+    cast_mode: CastMode | str = CastMode.VIRTUAL,
+    compute_mode: ComputeMode | str = ComputeMode.TORCH,
+    amax: Tensor | float | None = None,
+    rng_state: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor | BlockTensor:
+    """x in a block format, in blocks along its last dimension; the rows' ends are padded with zeros that never show.
+
+    A block that holds a NaN or an Inf decodes to NaN; it leaves the other blocks as they are. Not differentiable.
+
+    Args:
+        x: (..., K), at least 1-D; bfloat16, float16 or float32.
+        format: a name of :data:`FORMATS`, or a :class:`BlockFormat`.
+        scale_mode: how block scales are selected, see :class:`ScaleMode`; by default "floor" for powers of two and
+            "nearest" for scales with a mantissa.
+        round_mode: "even", "away", "zero" (all to nearest, the tie so) or "stochastic".
+        cast_mode: "virtual" for the decoded values, "actual" or "compressed" for a :class:`BlockTensor`.
+        compute_mode: "torch", or "native" for this package's operators. What they do not do, torch does, after a
+            UserWarning.
+        amax: in formats with a tensor scale, the largest magnitude that it allows for; by default that of x.
+        rng_state: int64 (seed, offset), the source of stochastic rounding's bits, which are those of the numerics
+            contract; drawn from ``generator``, or from torch's generator of the device, where none is given.
+
+    Raises:
+        TypeError: x is no tensor of those dtypes.
+        ValueError: an unknown format or mode; a scale_mode that the format does not have; amax without a tensor scale;
+            a 0-d x; rng_state and generator both.
+
+    Example:
+        >>> y = cast(torch.randn(4, 64), "mxfp4", scale_mode="midmax", round_mode="stochastic")
+    """
+    format = BlockFormat.of(format)
+    mode = format.scale.checked_mode(scale_mode, format.element)
+    rounding, how, compute = RoundingMode.of(round_mode), CastMode.of(cast_mode), ComputeMode.of(compute_mode)
+    if rounding == RoundingMode.EDEN:
+        raise ValueError("round_mode 'eden' rotates: it is no rounding of elements; fake_quantize does it")
+    _check(x, format, amax)
+    x = x.detach()
+    rng_state = resolve_rng_state(x, QuantizeSpec(round_mode=rounding), rng_state, generator)
+    largest = _amax(x, amax) if format.two_level else None
+    run = _by_torch
+    if compute == ComputeMode.NATIVE:
+        why = _not_native(x, format)
+        run = _by_torch if why else _by_operators
+        if why:
+            warnings.warn(f"compute_mode 'native' {why}: torch computes this cast", UserWarning, stacklevel=2)
+    codes, scale, tensor_scale = run(x, format, mode, rounding, largest, rng_state)
+    result = BlockTensor.of_codes(format, codes, scale, tensor_scale, x.dtype, packed=how == CastMode.COMPRESSED)
+    return result.dequantize() if how == CastMode.VIRTUAL else result
+
+
+def upcast(t: BlockTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The values of a cast, dense, rounded once to dtype (by default that of the tensor that was cast).
+
+    Raises:
+        TypeError: t is not a BlockTensor (a virtual cast is dense already); a dtype but bfloat16, float16, float32.
+    """
+    if not isinstance(t, BlockTensor):
+        raise TypeError(
+            f"upcast takes the BlockTensor of cast_mode 'actual' or 'compressed', not a {type(t).__name__}: "
+            "what a virtual cast returns is dense already"
+        )
+    return t.dequantize(dtype)
+
+
+def _check(x: Tensor, format: BlockFormat, amax: Tensor | float | None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"cast takes a tensor, got {type(x).__name__}: use torch.as_tensor first")
+    if x.layout != torch.strided or x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(f"cast takes dense bfloat16, float16 or float32, got {x.layout}, {x.dtype}: convert it first")
+    if x.dim() == 0:
+        raise ValueError("a 0-d tensor has no dimension to block: use x.reshape(1)")
+    if amax is not None and not format.two_level:
+        raise ValueError(f"{format.name} has no tensor scale that amax would set: leave amax out")
+
+
+def _amax(x: Tensor, amax: Tensor | float | None) -> Tensor:
+    return reference.amax(x) if amax is None else reference.magnitude(resolve_amax(x, QuantizeSpec(), amax))
+
+
+# --- plain torch -----------------------------------------------------------------------------------------------------
+
+_Parts = tuple[Tensor, Tensor, Tensor | None]
+"""Codes (..., K), scales (..., blocks) and the tensor scale."""
+
+
+def _by_torch(
+    x: Tensor,
+    format: BlockFormat,
+    mode: ScaleMode,
+    rounding: RoundingMode,
+    amax: Tensor | None,
+    rng_state: Tensor | None,
+) -> _Parts:
+    encode, tensor_scale = _tensor_scale(x, format, amax)
+    padded = pad(x.float(), (0, -x.shape[-1] % format.block_size))
+    blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // format.block_size, format.block_size)
+    scale = format.scale.of_blocks(blocks.abs().amax(dim=-1), encode, format.element, mode)
+    factor = reference.block_encode(scale.float(), encode).unsqueeze(-1)
+    v = torch.where(factor.isnan(), 0.0, blocks * factor).flatten(-2)[..., : x.shape[-1]]
+    r16 = None if rng_state is None else _random16(x, rng_state)
+    return format.element.round(v, rounding, r16), scale, tensor_scale
+
+
+def _tensor_scale(x: Tensor, format: BlockFormat, amax: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What elements are multiplied by before their blocks are scaled, and the tensor scale (contract, section 2)."""
+    if amax is None:
+        return torch.ones((), device=x.device), None
+    largest = amax.new_full((), format.largest_value)
+    encode = torch.where(amax == 0, 1.0, (largest / amax).clamp(max=FLOAT32_MAX))
+    return encode, torch.where(amax == 0, 1.0, amax / largest)
+
+
+def _random16(x: Tensor, rng_state: Tensor) -> Tensor:
+    """The contract's 16 random bits of each element: int32, in the shape of x."""
+    columns = x.shape[-1]
+    rows = x.shape[:-1].numel()
+    return reference.random16(rows, columns, rng_state)[:, :columns].reshape(x.shape)
+
+
+# --- this package's operators ----------------------------------------------------------------------------------------
+
+
+def _not_native(x: Tensor, format: BlockFormat) -> str:
+    """Why the operators cannot do it; nothing where they can."""
+    nvfp4 = FORMATS["nvfp4"]
+    if format.replace(name=nvfp4.name) != nvfp4:
+        return f"knows nvfp4 alone, not {format.name}"
+    if x.device.type not in ("cpu", "cuda"):
+        return f"has no library for {x.device.type}"
+    library = native.library(x.device.type)
+    return "" if library.loaded else f"has no library for {x.device.type} ({library.reason})"
+
+
+def _by_operators(
+    x: Tensor,
+    format: BlockFormat,
+    mode: ScaleMode,
+    rounding: RoundingMode,
+    amax: Tensor | None,
+    rng_state: Tensor | None,
+) -> _Parts:
+    up = ScaleRounding.UP if mode == ScaleMode.UP else ScaleRounding.NEAREST
+    spec = QuantizeSpec(round_mode=rounding, scale_rounding=up)
+    qdata, scale, tensor_scale = torch.ops.nvfp4.quantize(x, amax, rng_state, spec.pack())
+    blocks = qdata.shape[-1] * 2 // format.block_size
+    linear = layout.unswizzle(scale, x.shape[:-1].numel(), blocks).view(*x.shape[:-1], blocks)
+    return layout.unpack(qdata)[..., : x.shape[-1]].contiguous(), linear, tensor_scale

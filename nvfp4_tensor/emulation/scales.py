@@ -1,0 +1,122 @@
+"""Scale formats, and how a block's largest magnitude becomes a scale."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.emulation.elements import Element, floor_log2, power_of_two
+from nvfp4_tensor.emulation.modes import POWERS_OF_TWO, ScaleMode
+from nvfp4_tensor.numerics.layout import FLOAT32_MAX
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A format of block scales: torch's dtype of it, and the largest scale that a tensor scale allows for.
+
+    With two levels, the tensor scale puts the largest block's scale at ``ceiling``; without, a scale may be as large as
+    ``largest``.
+    """
+
+    name: str
+    dtype: torch.dtype
+    largest: float
+    ceiling: float
+
+    @staticmethod
+    def of(scale: Scale | str) -> Scale:
+        """The scale format itself, or the one of :data:`SCALES` that a word names; ValueError for any other."""
+        if isinstance(scale, Scale):
+            return scale
+        if scale in SCALES:
+            return SCALES[scale]
+        raise ValueError(f"unknown scale format {scale!r}: use one of {', '.join(map(repr, SCALES))}")
+
+    @property
+    def is_power_of_two(self) -> bool:
+        return self.dtype == torch.float8_e8m0fnu
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.dtype.itemsize
+
+    def checked_mode(self, mode: ScaleMode | str | None, element: Element) -> ScaleMode:
+        """The mode, or the default for None: floor for powers of two, nearest for scales with a mantissa.
+
+        Raises:
+            ValueError: the mode is not for this scale format; integer elements with anything but floor.
+        """
+        if mode is None:
+            return ScaleMode.FLOOR if self.is_power_of_two else ScaleMode.NEAREST
+        mode = ScaleMode.of(mode)
+        allowed: tuple[ScaleMode, ...] = POWERS_OF_TWO if self.is_power_of_two else (ScaleMode.NEAREST, ScaleMode.UP)
+        if self.is_power_of_two and element.is_integer:
+            allowed = (ScaleMode.FLOOR,)
+        if mode not in allowed:
+            words = ", ".join(repr(one.value) for one in allowed)
+            raise ValueError(
+                f"scale_mode {mode.value!r} does not go with {self.name} scales of {element.name} elements: use {words}"
+            )
+        return mode
+
+    def of_blocks(self, block_amax: Tensor, encode: Tensor, element: Element, mode: ScaleMode) -> Tensor:
+        """The scales (self.dtype) of blocks with these largest magnitudes, float32 (...); NaN where not finite.
+
+        encode: float32 0-d, what the tensor is multiplied by before its blocks are scaled: 1 without a tensor scale.
+        """
+        finite = block_amax <= FLOAT32_MAX
+        block_amax = torch.where(finite, block_amax, 0.0)
+        if self.is_power_of_two:
+            scale = _power_of_two((block_amax * encode).clamp(max=FLOAT32_MAX), element, mode)
+        else:
+            scale = self._with_mantissa(block_amax, encode, element, mode)
+        return torch.where(finite, scale.float(), float("nan")).to(self.dtype)
+
+    def _with_mantissa(self, block_amax: Tensor, encode: Tensor, element: Element, mode: ScaleMode) -> Tensor:
+        """encode/largest first, then times the amax: the contract's order (section 2)."""
+        v = (block_amax * (encode * encode.new_full((), 1 / element.largest))).clamp(max=self.largest)
+        scale = v.to(self.dtype)
+        if mode == ScaleMode.NEAREST:
+            return scale
+        bits = scale.view(torch.uint8 if self.bits == 8 else torch.int16)
+        below = (scale.float() < v) | ((bits == 0) & (block_amax > 0))
+        return (bits + below.to(bits.dtype)).view(self.dtype)
+
+
+def _power_of_two(m: Tensor, element: Element, mode: ScaleMode) -> Tensor:
+    """2^(e - emax) for m >= 0 (see :class:`ScaleMode`), kept from 2^-127 to 2^127: float32."""
+    f = floor_log2(m)
+    # r by two exact steps: 2^-f alone overflows for a subnormal m.
+    half = f.div(2, rounding_mode="floor")
+    r = m * power_of_two(-half) * power_of_two(half - f)
+    threshold = _threshold(element, mode)
+    up = r >= threshold if mode == ScaleMode.OPTION3 else r > threshold
+    e = f + up.int()
+    return power_of_two(torch.where(m == 0, -127, e - element.emax).clamp(-127, 127))
+
+
+def _threshold(element: Element, mode: ScaleMode) -> float:
+    """Where in [1, 2] the exponent goes up by one."""
+    largest = element.largest / 2.0**element.emax
+    return {
+        ScaleMode.FLOOR: 2.0,
+        ScaleMode.CEIL: 1.0,
+        ScaleMode.MIDMAX: (largest + 2) / 2,
+        ScaleMode.OPTION3: 2 - 2.0 ** -(element.mantissa + 1),  # the tie between the last number of a binade and 2
+        ScaleMode.TOPBINADE: largest,
+    }[mode]
+
+
+SCALES = {
+    scale.name: scale
+    for scale in (
+        Scale("e8m0", torch.float8_e8m0fnu, largest=2.0**127, ceiling=1.0),
+        Scale("e4m3", torch.float8_e4m3fn, largest=448.0, ceiling=448.0),
+        Scale("e5m2", torch.float8_e5m2, largest=57344.0, ceiling=57344.0),
+        Scale("float16", torch.float16, largest=65504.0, ceiling=1.0),
+        Scale("bfloat16", torch.bfloat16, largest=torch.finfo(torch.bfloat16).max, ceiling=1.0),
+    )
+}
+"""The scale formats by name; the 16-bit ones are what integers in groups usually have."""

@@ -1,0 +1,107 @@
+"""BlockTensor: packing, random access, block views; and products against float64."""
+
+import pytest
+import torch
+
+from nvfp4_tensor import emulation, quantize
+from nvfp4_tensor.emulation import FORMATS
+from nvfp4_tensor.emulation.blocks import pack, unpack
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_packing_is_a_stream_of_bits(bits):
+    codes = torch.randint(0, 1 << bits, (5, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    data = pack(codes, bits)
+    assert data.shape == (5, 24 * bits // 8) and torch.equal(unpack(data, bits), codes)
+    for row, stored in zip(codes.tolist(), data.tolist(), strict=True):
+        stream = sum(code << i * bits for i, code in enumerate(row))
+        assert bytes(stored) == stream.to_bytes(24 * bits // 8, "little")
+
+
+@pytest.mark.parametrize("cast_mode", ["actual", "compressed"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_element_and_any_block_is_the_whole_decoded(name, cast_mode):
+    x = normal(2, 3, 75)
+    t = emulation.cast(x, name, cast_mode=cast_mode)
+    whole = t.dequantize()
+    for i, j, k in [(0, 0, 0), (1, 2, 74), (-1, 0, -1), (0, 1, 40), (1, 1, 31), (1, 1, 32)]:
+        assert t[i, j, k] == whole[i, j, k]
+    size = t.format.block_size
+    count = -(-75 // size)
+    for number in range(count):
+        block = t.block(1, -1, number)
+        assert torch.equal(block.values(), whole[1, -1, number * size : (number + 1) * size])
+        assert torch.equal(block.codes, t.codes()[1, -1, number * size : (number + 1) * size])
+    assert len(t.block(0, 0, -1).codes) == 75 - (count - 1) * size
+    assert t.nbytes == (450 if cast_mode == "actual" else 6 * count * size * t.format.element.bits // 8) + (
+        6 * count * t.scale.itemsize + (4 if t.format.two_level else 0)
+    )
+
+
+def test_indices_that_do_not_fit():
+    t = emulation.cast(normal(2, 40), "mxfp4", cast_mode="actual")
+    for index in [(0,), (0, 40), (2, 0), (0, 0, 0), (0, 1.0), (slice(None), 0)]:
+        with pytest.raises(IndexError, match=r"an index of one element is 2 whole numbers within \(2, 40\)"):
+            t[index]
+    with pytest.raises(IndexError, match="one block"):
+        t.block(0, 2)
+    assert repr(t) == "BlockTensor(mxfp4, shape=(2, 40), dtype=torch.float32, one code a byte)"
+
+
+@pytest.mark.parametrize("right", ["nvfp4", "e5m2 scales", "int4 16"])
+def test_dot_is_float64s_with_the_tensor_scales_outside(right):
+    formats = {
+        "nvfp4": FORMATS["nvfp4"],
+        "e5m2 scales": emulation.BlockFormat(name="a", element="e3m2", scale="e5m2", block_size=16, two_level=True),
+        "int4 16": FORMATS["int4"].replace(block_size=16),
+    }
+    a = emulation.cast(normal(6, 200) * 1e-3, "nvfp4", cast_mode="compressed")
+    b = emulation.cast(normal(6, 200, seed=1) * 1e4, formats[right], cast_mode="actual")
+    exact = (a.dequantize().double() * b.dequantize().double()).sum(-1)
+    size = (a.dequantize().double() * b.dequantize().double()).abs().sum(-1)
+    assert ((emulation.dot(a, b, torch.float64) - exact).abs() <= 2.0**-22 * size).all()  # decoding rounds to float32
+    assert ((emulation.dot(a, b) - exact).abs() <= 2.0**-20 * size).all()
+    assert emulation.dot(a, b).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_matmul_is_the_dot_of_each_pair(name):
+    a, b = (emulation.cast(normal(n, 150, seed=n), name, cast_mode="actual") for n in (5, 7))
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    size = a.dequantize().double().abs() @ b.dequantize().double().abs().t()
+    assert ((emulation.matmul(a, b) - exact).abs() <= 2.0**-19 * size).all()
+    assert ((emulation.matmul(a, b, torch.float64) - exact).abs() <= 2.0**-22 * size).all()
+    row = emulation.cast(normal(5, 150, seed=5)[2], name, cast_mode="actual", **_amax(a))
+    column = emulation.cast(normal(7, 150, seed=7)[3], name, cast_mode="actual", **_amax(b))
+    assert emulation.dot(row, column, torch.float64).item() == pytest.approx(
+        emulation.matmul(a, b, torch.float64)[2, 3].item(), rel=1e-12
+    )
+
+
+def _amax(t):
+    return {"amax": t.tensor_scale * t.format.largest_value} if t.format.two_level else {}
+
+
+def test_nvfp4_products_are_the_tensors():
+    x, w = normal(4, 64), normal(6, 64, seed=2)
+    a, b = (emulation.cast(t, "nvfp4", cast_mode="actual") for t in (x, w))
+    ours = torch.nn.functional.linear(quantize(x).dequantize(), quantize(w))
+    assert torch.allclose(emulation.matmul(a, b), ours, rtol=1e-6, atol=1e-5)
+
+
+def test_products_that_are_refused():
+    a, b = (emulation.cast(normal(2, 64), name, cast_mode="actual") for name in ("nvfp4", "mxfp4"))
+    with pytest.raises(ValueError, match="nvfp4 has 16 elements a block, mxfp4 has 32"):
+        emulation.dot(a, b)
+    with pytest.raises(TypeError, match="BlockTensors, not a Tensor"):
+        emulation.matmul(a, normal(2, 64))
+    with pytest.raises(ValueError, match="float32 or float64"):
+        emulation.dot(a, a, torch.bfloat16)
+    with pytest.raises(ValueError, match="one shape"):
+        emulation.dot(a, emulation.cast(normal(3, 64), "nvfp4", cast_mode="actual"))
+    with pytest.raises(ValueError, match=r"\(M, K\) and \(N, K\)"):
+        emulation.matmul(a, emulation.cast(normal(2, 80), "nvfp4", cast_mode="actual"))

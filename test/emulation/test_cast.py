@@ -1,0 +1,309 @@
+"""The door: NVFP4 is the project's own bit for bit, every format is its definition, and what is refused."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvfp4_tensor import QuantizeSpec, emulation, fake_quantize, quantize
+from nvfp4_tensor.emulation import FORMATS, BlockFormat, BlockTensor, ScaleMode
+from nvfp4_tensor.numerics import layout, reference
+from nvfp4_tensor.numerics.choices import RoundingMode
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROUNDS = ["even", "away", "zero", "stochastic"]
+STATE = torch.tensor([11, 22])
+
+
+def sample(shape, dtype=torch.float32, seed=0):
+    """Normal data whose rows' sizes differ by up to 2^12."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = 2.0 ** torch.randint(-8, 5, (*shape[:-1], 1), generator=generator)
+    return (torch.randn(shape, generator=generator) * rows).to(dtype)
+
+
+def reference_nvfp4(x, round_mode, scale_mode, amax=None):
+    spec = QuantizeSpec(round_mode=round_mode, scale_rounding=scale_mode)
+    largest = reference.amax(x) if amax is None else amax
+    qdata, scale, tensor_scale = reference.quantize(x, largest, STATE, spec)
+    rows = x.shape[:-1].numel()
+    values = reference.dequantize(qdata, scale, tensor_scale, x.shape[-1], x.dtype)
+    return qdata, layout.unswizzle(scale, rows, qdata.shape[-1] // 8).view(torch.uint8), tensor_scale, values
+
+
+def same(a, b):
+    """Bit for bit, but for what a NaN holds."""
+    bad = a.isnan()
+    if not torch.equal(bad, b.isnan()):
+        return False
+    a, b = a[~bad], b[~bad]
+    return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
+
+
+@pytest.mark.parametrize("compute_mode", ["torch", "native"])
+@pytest.mark.parametrize("scale_mode", ["nearest", "up"])
+@pytest.mark.parametrize("round_mode", ROUNDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nvfp4_is_the_reference_bit_for_bit(dtype, round_mode, scale_mode, compute_mode):
+    x = sample((67, 100), dtype)
+    x[0, :16], x[1, 3], x[2, 40], x[3] = 0, torch.inf, torch.nan, -0.0
+    qdata, scale, tensor_scale, values = reference_nvfp4(x, round_mode, scale_mode)
+    how = {"scale_mode": scale_mode, "round_mode": round_mode, "compute_mode": compute_mode}
+    t = emulation.cast(x, "nvfp4", cast_mode="compressed", rng_state=STATE, **how)
+    assert torch.equal(t.data, qdata) and torch.equal(t.scale.view(torch.uint8), scale)
+    assert torch.equal(t.tensor_scale, tensor_scale)
+    assert same(emulation.cast(x, "nvfp4", rng_state=STATE, **how), values)
+
+
+@given(data=st.data(), rows=st.integers(0, 5), columns=st.integers(0, 70), dtype=st.sampled_from(DTYPES))
+@settings(max_examples=60, deadline=None)
+def test_nvfp4_is_the_reference_for_any_values(data, rows, columns, dtype):
+    width = {torch.float32: 32}.get(dtype, 16)
+    floats = st.one_of(st.floats(width=width), st.sampled_from([0.0, -0.0, 1.0, 6.0, torch.inf, torch.nan]))
+    values = data.draw(st.lists(floats, min_size=rows * columns, max_size=rows * columns))
+    x = torch.tensor(values, dtype=torch.float32).reshape(rows, columns).to(dtype)
+    round_mode, scale_mode = data.draw(st.sampled_from(ROUNDS)), data.draw(st.sampled_from(["nearest", "up"]))
+    amax = data.draw(st.sampled_from([None, torch.tensor(0.0), torch.tensor(1.5), torch.tensor(1e30)]))
+    qdata, scale, _, values = reference_nvfp4(x, round_mode, scale_mode, amax)
+    how = {"scale_mode": scale_mode, "round_mode": round_mode, "amax": amax}
+    t = emulation.cast(x, "nvfp4", cast_mode="compressed", rng_state=STATE, **how)
+    assert torch.equal(t.data, qdata) and torch.equal(t.scale.view(torch.uint8).reshape(scale.shape), scale)
+    assert same(t.dequantize(), values)
+
+
+def test_nvfp4_is_quantize_and_fake_quantize():
+    x = sample((4, 5, 48), torch.bfloat16)
+    spec = QuantizeSpec(round_mode="stochastic")
+    t = emulation.cast(x, "nvfp4", round_mode="stochastic", rng_state=STATE, cast_mode="compressed")
+    stored = quantize(x, spec, rng_state=STATE)
+    assert torch.equal(t.data, stored.qdata) and torch.equal(
+        t.scale.view(torch.uint8), stored.unswizzled_scale().view(torch.uint8)
+    )
+    assert torch.equal(
+        emulation.cast(x, "nvfp4", round_mode="stochastic", rng_state=STATE), fake_quantize(x, spec, rng_state=STATE)
+    )
+
+
+# --- every format, by the definition ---------------------------------------------------------------------------------
+
+
+def by_definition(x, t: BlockTensor):
+    """What x must decode to with the scales of t: the nearest number of the block's grid to each element, in float64.
+
+    Where two are as near, or the quotient by the scale was rounded, either will do: (lower, upper) both.
+    """
+    format = t.format
+    codes = torch.arange(1 << format.element.bits, dtype=torch.int32).to(torch.uint8)
+    grid = format.element.values(codes)
+    grid = grid[grid.abs() <= format.element.largest].double().unique()
+    scale = t.scale.double() * (1.0 if t.tensor_scale is None else t.tensor_scale.double())
+    scale = scale.repeat_interleave(format.block_size, dim=-1)[..., : x.shape[-1]].unsqueeze(-1)
+    return (x.double().unsqueeze(-1) - grid * scale).abs().min(dim=-1).values, scale.squeeze(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("round_mode", ["even", "away", "zero"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_element_is_the_nearest_number_of_its_block(name, round_mode, dtype):
+    x = sample((9, 3, 71), dtype)
+    t = emulation.cast(x, name, round_mode=round_mode, cast_mode="actual")
+    least, scale = by_definition(x, t)
+    error = (t.dequantize(torch.float32).double() - x.double()).abs()
+    # The reciprocal of a scale with a mantissa is rounded, and so are quotient and decoded value: 2^-23 of it each.
+    slack = 0 if FORMATS[name].scale.is_power_of_two else 2.0**-21
+    assert (error <= least + slack * (x.double().abs() + scale)).all()
+
+
+@pytest.mark.parametrize("scale_mode", ["floor", "ceil", "midmax", "option3", "topbinade"])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2"])
+def test_what_clips_is_what_the_mode_says(name, scale_mode):
+    x = sample((64, 96))
+    t = emulation.cast(x, name, scale_mode=scale_mode, cast_mode="actual")
+    largest = x.reshape(64, 3, 32).abs().amax(dim=-1) / t.scale.float()
+    element = FORMATS[name].element
+    clips = (largest > element.largest).any().item()
+    assert clips == (scale_mode not in ("ceil", "topbinade"))
+    assert largest.max() < 2.0 ** (element.emax + 1) and largest.min() >= 2.0 ** (element.emax - 1)
+
+
+def test_two_levels_with_other_scales():
+    """e5m2 and e8m0 block scales under a tensor scale: the largest block's scale is at the ceiling."""
+    x = sample((32, 64))
+    for scale, ceiling in (("e4m3", 448), ("e5m2", 57344), ("e8m0", 1)):
+        format = BlockFormat(name=f"e2m1 {scale}", element="e2m1", scale=scale, block_size=16, two_level=True)
+        mode = "topbinade" if scale == "e8m0" else None
+        t = emulation.cast(x, format, cast_mode="actual", scale_mode=mode)
+        assert t.scale.float().max() == ceiling
+        assert t.tensor_scale.item() == pytest.approx(x.abs().max().item() / (6 * ceiling), rel=1e-6)
+        single = emulation.cast(x, format.replace(two_level=False), cast_mode="actual", scale_mode=mode)
+        assert single.tensor_scale is None
+        for cast in (t, single):
+            assert (cast.dequantize() - x).norm() < 0.15 * x.norm()
+            least, size = by_definition(x, cast)
+            error = (cast.dequantize().double() - x.double()).abs()
+            assert (error <= least + 2.0**-21 * (x.double().abs() + size)).all()
+
+
+@given(data=st.data(), name=st.sampled_from(list(FORMATS)), rows=st.integers(0, 3), columns=st.integers(0, 40))
+@settings(max_examples=80, deadline=None)
+def test_any_values_in_any_format(data, name, rows, columns):
+    """Not finite only where the block was not, zeros stay zeros, the sign stays, and all cast modes agree."""
+    format, dtype = FORMATS[name], data.draw(st.sampled_from(DTYPES))
+    width = {torch.float32: 32}.get(dtype, 16)
+    floats = st.one_of(st.floats(width=width), st.sampled_from([0.0, -0.0, torch.inf, torch.nan, 1e-40]))
+    numbers = data.draw(st.lists(floats, min_size=rows * columns, max_size=rows * columns))
+    x = torch.tensor(numbers, dtype=torch.float32).reshape(rows, columns).to(dtype)
+    modes = [m for m in ScaleMode if _allowed(format, m)]
+    how = {
+        "scale_mode": data.draw(st.sampled_from([None, *modes])),
+        "round_mode": data.draw(st.sampled_from(ROUNDS)),
+        "rng_state": STATE,
+    }
+    y = emulation.cast(x, format, **how)
+    actual = emulation.cast(x, format, cast_mode="actual", **how)
+    packed = emulation.cast(x, format, cast_mode="compressed", **how)
+    assert y.shape == x.shape and y.dtype == dtype
+    assert same(actual.dequantize(), y) and same(packed.dequantize(), y) and torch.equal(actual.codes(), packed.codes())
+    size = format.block_size
+    bad = torch.nn.functional.pad(~x.isfinite(), (0, -columns % size)).reshape(rows, -(-columns // size), size)
+    bad = bad.any(-1, keepdim=True).expand(bad.shape).flatten(1)[:, :columns]
+    assert torch.equal(y.isnan(), bad)  # an overflow past the dtype's largest is Inf, never NaN
+    assert (y[~bad & (x == 0)] == 0).all() and (y * x.sign() >= 0)[~bad].all()
+
+
+def _allowed(format, mode):
+    try:
+        return format.scale.checked_mode(mode, format.element) == mode
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_block_that_is_not_finite_leaves_the_others(name):
+    x = sample((2, 4 * FORMATS[name].block_size))
+    y, size = x.clone(), FORMATS[name].block_size
+    y[0, 1], y[1, -1] = torch.nan, -torch.inf
+    clean, got = (emulation.cast(t, name, amax=8.0 if FORMATS[name].two_level else None) for t in (x, y))
+    assert got[0, :size].isnan().all() and got[1, -size:].isnan().all()
+    assert torch.equal(got[0, size:], clean[0, size:]) and torch.equal(got[1, :-size], clean[1, :-size])
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.scale.is_power_of_two])
+def test_scaling_by_a_power_of_two_changes_no_code(name):
+    """From the largest magnitudes of float32 to where the scale reaches its smallest."""
+    x = sample((16, 64)).clamp(min=-4, max=4)
+    codes = emulation.cast(x, name, cast_mode="actual").data
+    for power in (-60, -1, 1, 120):
+        assert torch.equal(emulation.cast(x * 2.0**power, name, cast_mode="actual").data, codes)
+
+
+# --- stochastic rounding ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_seeds_repeat_and_a_shard_of_the_rows_keeps_its_bits(name):
+    x = sample((40, 64))
+    how = {"round_mode": "stochastic", "rng_state": STATE}
+    y = emulation.cast(x, name, **how)
+    assert torch.equal(y, emulation.cast(x, name, **how))
+    assert torch.equal(
+        y[:8], emulation.cast(x[:8], name, amax=x.abs().max() if FORMATS[name].two_level else None, **how)
+    )
+    assert not torch.equal(y, emulation.cast(x, name, round_mode="stochastic", rng_state=STATE + 1))
+    first, second = (
+        emulation.cast(x, name, round_mode="stochastic", generator=torch.Generator().manual_seed(5)) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    torch.manual_seed(6)
+    drawn = emulation.cast(x, name, round_mode="stochastic")
+    torch.manual_seed(6)
+    assert torch.equal(drawn, emulation.cast(x, name, round_mode="stochastic"))
+
+
+@pytest.mark.parametrize("name, scale_mode", [("mxfp4", "topbinade"), ("mxfp8_e5m2", "topbinade"), ("nvfp4", "up")])
+def test_the_mean_of_many_draws_is_the_value(name, scale_mode):
+    x, draws = sample((8, 64)), 400
+    how = {"round_mode": "stochastic", "scale_mode": scale_mode}
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for i in range(draws):
+        total += emulation.cast(x, name, rng_state=torch.tensor([1, i]), **how)
+    scale = emulation.cast(x, name, scale_mode=scale_mode, cast_mode="actual")
+    step = scale.scale.double().repeat_interleave(scale.format.block_size, dim=-1) * scale.format.element.largest / 2
+    step = step * (1.0 if scale.tensor_scale is None else scale.tensor_scale.double())
+    # A draw deviates by at most half a step in the standard; 5.5 of the mean's deviations for 512 elements.
+    assert ((total / draws - x).abs() <= 5.5 * step / 2 / draws**0.5).all()
+
+
+# --- compute modes, errors -------------------------------------------------------------------------------------------
+
+
+def test_native_warns_and_torch_computes():
+    x = sample((4, 64))
+    for name in set(FORMATS) - {"nvfp4"}:
+        with pytest.warns(UserWarning, match=f"knows nvfp4 alone, not {name}: torch computes"):
+            y = emulation.cast(x, name, compute_mode="native")
+        assert torch.equal(y, emulation.cast(x, name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        emulation.cast(x, FORMATS["nvfp4"].replace(name="another name"), compute_mode="native")
+
+
+def test_native_without_a_library_warns(monkeypatch):
+    from nvfp4_tensor.ops import native
+
+    monkeypatch.setitem(native._libraries, "cpu", native.Library(None, "not built here"))
+    x = sample((4, 64))
+    with pytest.warns(UserWarning, match="no library for cpu \\(not built here\\): torch computes"):
+        y = emulation.cast(x, "nvfp4", compute_mode="native")
+    assert torch.equal(y, emulation.cast(x, "nvfp4"))
+
+
+@pytest.mark.parametrize(
+    "change, error, said",
+    [
+        ({"format": "mxfp5"}, ValueError, "unknown format 'mxfp5': use a BlockFormat or one of 'nvfp4', 'mxfp4'"),
+        ({"scale_mode": "nearest"}, ValueError, "'nearest' does not go with e8m0 scales of e2m1 elements: use 'floor'"),
+        ({"scale_mode": "round"}, ValueError, "unknown scale_mode 'round': use a ScaleMode or one of 'floor'"),
+        ({"format": "nvfp4", "scale_mode": "floor"}, ValueError, "e4m3 scales of e2m1 elements: use 'nearest', 'up'"),
+        ({"format": "mxint8", "scale_mode": "ceil"}, ValueError, "e8m0 scales of int8 elements: use 'floor'"),
+        ({"round_mode": "nearest"}, ValueError, "unknown round_mode 'nearest'"),
+        ({"round_mode": RoundingMode.EDEN}, ValueError, "it is no rounding of elements; fake_quantize does it"),
+        ({"cast_mode": "fake"}, ValueError, "unknown cast_mode 'fake': use a CastMode or one of 'virtual', 'actual'"),
+        ({"compute_mode": "gpu"}, ValueError, "unknown compute_mode 'gpu'"),
+        ({"amax": 3.0}, ValueError, "mxfp4 has no tensor scale that amax would set"),
+        ({"x": torch.ones(())}, ValueError, "use x.reshape\\(1\\)"),
+        ({"x": torch.ones(4, dtype=torch.float64)}, TypeError, "bfloat16, float16 or float32, got .*float64"),
+        ({"x": [1.0]}, TypeError, "use torch.as_tensor first"),
+        ({"rng_state": torch.tensor([1.0, 2.0])}, ValueError, "rng_state is int64"),
+    ],
+)
+def test_what_is_refused(change, error, said):
+    call = {"x": torch.ones(2, 32), "format": "mxfp4", **change}
+    with pytest.raises(error, match=said):
+        emulation.cast(call.pop("x"), call.pop("format"), **call)
+
+
+def test_upcast():
+    x = sample((3, 40), torch.bfloat16)
+    t = emulation.cast(x, "mxfp8_e4m3", cast_mode="actual")
+    assert emulation.upcast(t).dtype == torch.bfloat16
+    assert torch.equal(emulation.upcast(t, torch.float32).bfloat16(), emulation.upcast(t))
+    with pytest.raises(TypeError, match=r"a virtual cast returns is dense already"):
+        emulation.upcast(x)
+    with pytest.raises(TypeError, match=r"not torch\.float64"):
+        emulation.upcast(t, torch.float64)
+
+
+def test_formats():
+    assert {name: format.bits_per_element for name, format in FORMATS.items()} == {
+        "nvfp4": 4.5, "mxfp4": 4.25, "mxfp6_e2m3": 6.25, "mxfp6_e3m2": 6.25, "mxfp8_e4m3": 8.25, "mxfp8_e5m2": 8.25,
+        "mxint8": 8.25, "int4": 4.5, "int8": 8.5,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="block_size 3 does not do"):
+        BlockFormat(name="x", element="e2m1", scale="e8m0", block_size=3)
+    with pytest.raises(ValueError, match="unknown element 'e1m2'"):
+        BlockFormat(name="x", element="e1m2", scale="e8m0", block_size=32)
+    with pytest.raises(ValueError, match="unknown scale format 'e3m4'"):
+        BlockFormat(name="x", element="e2m1", scale="e3m4", block_size=32)
