@@ -4,7 +4,17 @@ import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without 
 from nvfp4_tensor.quantization import linear  # registers what quantize_ does by our configs
 from nvfp4_tensor.quantization.calibration import calibrate
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.hessian import GPTQConfig, gptq
 from nvfp4_tensor.quantization.linear import NVFP4Linear
 from nvfp4_tensor.quantization.observer import ObservedLinear
 
-__all__ = ["NVFP4Config", "NVFP4Linear", "NVFP4WeightOnlyConfig", "ObservedLinear", "calibrate", "linear"]
+__all__ = [
+    "GPTQConfig",
+    "NVFP4Config",
+    "NVFP4Linear",
+    "NVFP4WeightOnlyConfig",
+    "ObservedLinear",
+    "calibrate",
+    "gptq",
+    "linear",
+]

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec
-from nvfp4_tensor.quantization.gptq import GPTQConfig, gptq
+from nvfp4_tensor.quantization import GPTQConfig, gptq
 
 WIDTH = 64
 SEARCH = NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(scale_search="mse"))
@@ -136,7 +136,7 @@ class _Stopped(Exception):
 
 def _stop_after(monkeypatch, layers):
     """Raises once so many layers were saved."""
-    from nvfp4_tensor.quantization.gptq.folder import Finished
+    from nvfp4_tensor.quantization.hessian.folder import Finished
 
     save, saved = Finished.save, []
 

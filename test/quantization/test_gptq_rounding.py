@@ -9,7 +9,7 @@ from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK, code_values
-from nvfp4_tensor.quantization.gptq.rounding import Factor, moved_to_inputs, round_weight
+from nvfp4_tensor.quantization.hessian.rounding import Factor, moved_to_inputs, round_weight
 
 SPECS = [
     QuantizeSpec(),

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.quantization.gptq.config import GPTQConfig
-from nvfp4_tensor.quantization.gptq.places import Place
+from nvfp4_tensor.quantization.hessian.config import GPTQConfig
+from nvfp4_tensor.quantization.hessian.places import Place
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _SETTINGS = "settings.json"

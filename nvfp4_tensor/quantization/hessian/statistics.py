@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.quantization.gptq.places import Fed, Place, Watch
-from nvfp4_tensor.quantization.gptq.stages import Call
+from nvfp4_tensor.quantization.hessian.places import Fed, Place, Watch
+from nvfp4_tensor.quantization.hessian.stages import Call
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 
 _CHUNK = 4096

@@ -13,12 +13,12 @@ from torch import nn
 from tqdm import tqdm
 
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.gptq.config import GPTQConfig
-from nvfp4_tensor.quantization.gptq.folder import Finished
-from nvfp4_tensor.quantization.gptq.places import Filter, Place, Watch, places_of
-from nvfp4_tensor.quantization.gptq.rounding import Factor, moved_to_inputs, round_weight
-from nvfp4_tensor.quantization.gptq.stages import Call, call_model, layers_of, record
-from nvfp4_tensor.quantization.gptq.statistics import Collected, Statistics, Streams
+from nvfp4_tensor.quantization.hessian.config import GPTQConfig
+from nvfp4_tensor.quantization.hessian.folder import Finished
+from nvfp4_tensor.quantization.hessian.places import Filter, Place, Watch, places_of
+from nvfp4_tensor.quantization.hessian.rounding import Factor, moved_to_inputs, round_weight
+from nvfp4_tensor.quantization.hessian.stages import Call, call_model, layers_of, record
+from nvfp4_tensor.quantization.hessian.statistics import Collected, Statistics, Streams
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 REST = "rest"
