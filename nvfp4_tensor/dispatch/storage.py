@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from nvfp4_tensor.dispatch.parts import make_room, write_through
 from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
@@ -24,7 +25,9 @@ _CODE_OF_ONE = 2
 @implements([aten.detach.default, aten.alias.default])
 def _alias(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
-    return return_and_correct_aliasing(func, args, kwargs, t._apply_fn_to_data(func)._marked(t.aliasing))
+    alias = t._apply_fn_to_data(func)._marked(t.aliasing)
+    alias.place = t.place
+    return return_and_correct_aliasing(func, args, kwargs, alias)
 
 
 @implements([aten.clone.default, aten.contiguous.default])
@@ -74,9 +77,11 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     Whether activations are quantized stays the destination's choice; their amax, if they are, goes with the codes.
     """
     t, source = args[:2]
+    is_dense = not isinstance(source, NVFP4Tensor)
     if not isinstance(t, NVFP4Tensor):
         return t.copy_(source.dequantize(t.dtype if t.dtype in HIGH_PRECISION_DTYPES else None))
-    if not isinstance(source, NVFP4Tensor):
+    if is_dense:
+        check_writable(func, t, new_scale=True)
         if t.transposed:
             source = source.expand(t.shape).mT
         stored_shape = (*t.qdata.shape[:-1], t.columns)
@@ -99,9 +104,10 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         )
     if source.per_tensor_scale.dim() > t.per_tensor_scale.dim():
         source = source._replace(per_tensor_scale=source.row_scale())
-    check_writable(func, t, new_scale=source.per_tensor_scale is not t.per_tensor_scale)
+    make_room(func, t, source)
     for name in t.tensor_data_names:
         getattr(t, name).copy_(getattr(source, name))
+    write_through(t)
     if t.activation_spec is not None and source.activation_spec is not None:
         amax = source.activation_amax  # none where the source takes each call's own: another's would clip
         t.activation_amax = None if amax is None else amax.to(t.device, copy=True)
@@ -125,6 +131,7 @@ def _fill_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         return t
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=t.dtype, device=t.device)
+    check_writable(func, t, new_scale=True)
     constant = _constant(t.spec, (*t.qdata.shape[:-1], t.columns), value.to(t.device, t.dtype))
     return t.copy_(constant.mT if t.transposed else constant)
 
@@ -162,9 +169,20 @@ def _new(like: NVFP4Tensor, shape: Sequence[int], kwargs: Kwargs, fill: float) -
     device = kwargs.get("device") or like.device
     if dtype not in HIGH_PRECISION_DTYPES or len(shape) == 0:
         return torch.full(shape, fill, dtype=dtype, device=device)
-    return _constant(like.spec, shape, torch.full((), fill, dtype=dtype, device=device))._replace(
-        activation_spec=like.activation_spec, product_backend=like.product_backend
+    new = _constant(like.spec, shape, torch.full((), fill, dtype=dtype, device=device))
+    return new._replace(
+        per_tensor_scale=_scales_like(like, new),
+        activation_spec=like.activation_spec,
+        product_backend=like.product_backend,
     )
+
+
+def _scales_like(like: NVFP4Tensor, new: NVFP4Tensor) -> Tensor:
+    """One per-tensor scale for each matrix, or row, where ``like`` has them so."""
+    scale = new.per_tensor_scale
+    if like.per_tensor_scale.dim() == 1 or (like.per_tensor_scale.dim() == 2 and new.dim() != 3):
+        return scale.repeat(math.prod(new.qdata.shape[:-1]))
+    return scale.repeat(new.shape[0], 1) if like.per_tensor_scale.dim() == 2 else scale
 
 
 @implements([aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default])

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
+from nvfp4_tensor.dispatch.flat import FlatView, is_lazy
+from nvfp4_tensor.dispatch.parts import placed
 from nvfp4_tensor.dispatch.table import aten, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS
@@ -136,13 +138,17 @@ def _with_shape(func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, shape: Seq
         if factor.dim() < t.per_tensor_scale.dim() and factor.numel() > 1:  # those scales are copies, one a row
             return view.clone()._marked(Aliasing.COPY)
         return _share(func, args, kwargs, view)
+    return FlatView(t, _in_other_rows) if is_lazy(t, shape) else _in_other_rows(t, shape)
+
+
+def _in_other_rows(t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
+    """A copy of the same blocks, not transposed, in rows of another length."""
     columns = shape[-1] if shape else 0
     if columns % BLOCK or t.columns % BLOCK:
-        raise unsupported(
-            func, f"rows of {t.columns} and of {columns} elements do not consist of the same blocks of 16"
-        )
+        why = f"rows of {t.columns} and of {columns} elements do not consist of the same blocks of 16"
+        raise unsupported(aten.view.default, why)
     if t.per_tensor_scale.dim() and t.columns % columns:
-        raise unsupported(func, "the new rows would have more than one per-tensor scale each")
+        raise unsupported(aten.view.default, "the new rows would have more than one per-tensor scale each")
     qdata, scale, row_scale = parts_of(t)
     if row_scale is not None:
         row_scale = row_scale.expand(*row_scale.shape[:-1], t.columns // columns)
@@ -241,11 +247,13 @@ def _slice(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         view = _slice_of_tiles(t, stored, start, end)
         if view is not None:
             own_scales = view.per_tensor_scale.dim() > 0
-            return _share(func, args, kwargs, view, Aliasing.WHOLE if own_scales else Aliasing.PART)
+            part = _share(func, args, kwargs, view, Aliasing.WHOLE if own_scales else Aliasing.PART)
+            return placed(part, t, stored, start, end - start)
     copy = on_leading(t, lambda part: part[(slice(None),) * stored + (slice(start, end, step),)])
     if stored == 0 and t.per_tensor_scale.dim() == 2:
         copy = copy._replace(per_tensor_scale=t.per_tensor_scale[start:end:step].clone())
-    return copy._marked(Aliasing.COPY)
+    copy._marked(Aliasing.COPY)
+    return placed(copy, t, stored, start, end - start) if step == 1 else copy
 
 
 def _clamped(index: int | None, size: int, default: int) -> int:
@@ -285,14 +293,17 @@ def _slice_columns(
     qdata = t.qdata[..., start // 2 : stop // 2]
     if start % TILE_ELEMENTS == 0 and (end % TILE_ELEMENTS == 0 or end == t.columns):
         scale = t.scale[:, start // TILE_ELEMENTS : -(-end // TILE_ELEMENTS)]
-        return _share(func, args, kwargs, t._replace(qdata=qdata, scale=scale, columns=columns), Aliasing.PART)
+        part = _share(func, args, kwargs, t._replace(qdata=qdata, scale=scale, columns=columns), Aliasing.PART)
+        return placed(part, t, t.dim() - 1, start, columns)
     if end % BLOCK and end != t.columns:
         codes = layout.unpack(qdata)
         codes[..., columns:] = 0
         qdata = layout.pack(codes)
     _, scale, row_scale = parts_of(t)
     parts = qdata, scale[..., start // BLOCK : stop // BLOCK], row_scale
-    return rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
+    copy = rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
+    cuts_a_block = end % BLOCK and end != t.columns
+    return copy if cuts_a_block else placed(copy, t, t.dim() - 1, start, columns)
 
 
 @implements(aten.select.int)

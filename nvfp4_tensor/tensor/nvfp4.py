@@ -20,6 +20,7 @@ from nvfp4_tensor.numerics.choices import ProductBackend, RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.pickles import _rebuild, pin
+from nvfp4_tensor.tensor import gather
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state, stored_spec
 from nvfp4_tensor.tensor.checks import check_fields
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
@@ -87,6 +88,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
     transposed: bool
     product_backend: ProductBackend
     aliasing: Aliasing
+    place: Any = None
+    """Where a slice lies in what it was cut from: see :mod:`nvfp4_tensor.dispatch.parts`."""
 
     def __new__(
         cls,
@@ -270,6 +273,28 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def _marked(self, aliasing: Aliasing) -> NVFP4Tensor:
         self.aliasing = aliasing
         return self
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: gather.Mesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: object,
+    ) -> tuple[tuple[Tensor, ...], gather.Rest]:
+        """FSDP2's hook: see :mod:`nvfp4_tensor.tensor.gather`."""
+        return gather.pre_all_gather(self, mesh, outer_size, module)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: gather.Rest,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """FSDP2's hook: see :mod:`nvfp4_tensor.tensor.gather`."""
+        return gather.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable, tuple]:
         # Scales travel as bytes: pickle alone cannot load a float8 storage (torch.save can).

@@ -80,7 +80,10 @@ FUNCTIONS = {
 
 def outcome(function, t):
     try:
-        return function(t)
+        result = function(t)
+        if isinstance(result, NVFP4Tensor):
+            result.dequantize()  # t.flatten() is made when it is read
+        return result
     except Exception as error:
         return error
 

@@ -1,0 +1,117 @@
+"""An NVFP4Tensor on its way through FSDP2's all-gather: codes and block scales travel, and become one tensor again.
+
+A shard is some rows of the whole. Its codes follow one another as they are. So do its block scales where it has whole
+tiles of 128 rows; elsewhere they travel in the plain order, and what arrives is swizzled.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
+
+
+class Mesh(Protocol):
+    """What is asked of a DeviceMesh of one dimension."""
+
+    def size(self) -> int: ...
+
+
+class Codes(Protocol):
+    """What is asked of an NVFP4Tensor."""
+
+    shape: torch.Size
+    qdata: Tensor
+    scale: Tensor
+    per_tensor_scale: Tensor
+    activation_amax: Tensor | None
+
+    def unswizzled_scale(self) -> Tensor: ...
+
+    def _replace(self, **changes: Any) -> Any: ...
+
+
+class Rest(NamedTuple):
+    """What does not travel, because every rank has it."""
+
+    in_tiles: bool
+    per_tensor_scale: Tensor | None  # None where it has rows, or matrices, and travels with them
+    activation_amax: Tensor | None
+
+
+def inputs_of(t: Codes, world: int) -> tuple[tuple[Tensor, ...], Rest]:
+    """The parts of a shard that travel, each with the dimension that is sharded first; and the rest."""
+    in_tiles = world == 1 or math.prod(t.qdata.shape[:-1]) % TILE_ROWS == 0
+    scale = t.scale if in_tiles else t.unswizzled_scale()
+    parts = [t.qdata.contiguous(), scale.contiguous().view(torch.uint8)]
+    shared = t.per_tensor_scale.dim() == 0
+    if not shared:
+        parts.append(t.per_tensor_scale.contiguous())
+    return tuple(parts), Rest(in_tiles, t.per_tensor_scale if shared else None, t.activation_amax)
+
+
+def whole_of(outputs: tuple[Tensor, ...], rest: Rest) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, swizzled block scales and per-tensor scale of the whole, of what has arrived."""
+    qdata, scale, *factors = outputs
+    if not rest.in_tiles:
+        scale = layout.swizzle(scale.reshape(math.prod(qdata.shape[:-1]), scale.shape[-1]))
+    factor = factors[0] if rest.per_tensor_scale is None else rest.per_tensor_scale
+    return qdata, scale.view(torch.float8_e4m3fn), factor
+
+
+def pre_all_gather(t: Codes, mesh: Mesh, outer_size: torch.Size, module: nn.Module) -> tuple[tuple[Tensor, ...], Rest]:
+    """What FSDP2's hook of that name returns, for a shard of a parameter of ``outer_size`` in ``module``.
+
+    Raises:
+        ValueError: the rows do not divide over the ranks, or other dimensions than the first are sharded.
+    """
+    world = mesh.size()
+    check_shard(t.shape, outer_size, world, module)
+    return inputs_of(t, world)
+
+
+def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: nn.Module) -> None:
+    """Raises the same ValueError on all ranks where a parameter is not sharded evenly along its first dimension."""
+    if outer_size[0] % world:
+        raise ValueError(
+            f"an NVFP4 weight of {module} has {outer_size[0]} rows, which {world} ranks cannot share evenly: pad "
+            f"them to {-(-outer_size[0] // world) * world}, choose another world size, or leave the weight out with "
+            "fully_shard(..., ignored_params={weight})"
+        )
+    if shape[1:] != outer_size[1:]:
+        raise ValueError(
+            f"an NVFP4 weight {tuple(outer_size)} of {module} is sharded as {tuple(shape)}: only its first dimension "
+            "can be, so let shard_placement_fn return Shard(0) for it"
+        )
+
+
+def post_all_gather(
+    t: Codes, outputs: tuple[Tensor, ...], rest: Rest, param_dtype: torch.dtype, out: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """What FSDP2's hook of that name returns: the whole and its own storages, or None after filling ``out``.
+
+    The whole decodes to ``param_dtype``. Its codes, and its scales in tiles, are the gathered ones themselves, which
+    FSDP2 frees and fills; scales swizzled here have a storage of their own, for FSDP2 to free.
+    """
+    if out is not None:
+        _refill(getattr(out, "_local_tensor", out), outputs, rest)
+        return None
+    qdata, scale, factor = whole_of(outputs, rest)
+    dtype = {"orig_dtype": param_dtype} if param_dtype in HIGH_PRECISION_DTYPES else {}
+    whole = t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor, activation_amax=rest.activation_amax, **dtype)
+    return whole, () if rest.in_tiles else (scale,)
+
+
+def _refill(whole: Any, outputs: tuple[Tensor, ...], rest: Rest) -> None:
+    if not rest.in_tiles:
+        _, scale, _ = whole_of(outputs, rest)
+        with torch.autograd._unsafe_preserve_version_counter(whole.scale):  # saved for the backward, and the same
+            whole.scale.copy_(scale)
+    if rest.per_tensor_scale is not None:  # another after a checkpoint was loaded
+        whole.per_tensor_scale = rest.per_tensor_scale
+    whole.activation_amax = rest.activation_amax

@@ -1,0 +1,90 @@
+"""Runs a function on several ranks of one machine: processes with gloo, or with NCCL on a GPU each.
+
+The processes are forked from a server that has imported torch once. A rank that fails fails the run with its own
+traceback; one that hangs does so when its collective, or the whole run, is out of time.
+"""
+
+import importlib.util
+import inspect
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+COLLECTIVE_SECONDS = 20
+
+_PRELOADED = [
+    "nvfp4_tensor.tensor", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint", "torchao.quantization", "nvfp4_tensor.training",
+]  # fmt: skip
+
+
+def run_ranks(body: Callable, world: int, *args: Any, device: str = "cpu", seconds: float = 120) -> list:
+    """What ``body(*args)``, a function of a test module, returns on each of ``world`` ranks.
+
+    Raises:
+        RuntimeError: a rank raised; with the traceback of the first that did, for others fail in its wake.
+        TimeoutError: some rank did not end.
+    """
+    mp.multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    where = inspect.getfile(body), body.__name__
+    with tempfile.TemporaryDirectory() as folder:
+        job = (where, world, device, folder, args)
+        context = mp.start_processes(_rank, args=job, nprocs=world, join=False, start_method="forkserver")
+        end = time.monotonic() + seconds
+        try:
+            while not context.join(timeout=1):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{body.__name__} ran for {seconds} s on {world} ranks")
+        except mp.ProcessRaisedException as error:
+            raise RuntimeError(_first_error(folder) or str(error)) from None
+        finally:
+            for process in context.processes:
+                process.kill()
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _first_error(folder: str) -> str:
+    errors = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+    return f"rank {errors[0].stem} raised\n{errors[0].read_text()}" if errors else ""
+
+
+def _rank(rank: int, where: tuple[str, str], world: int, device: str, folder: str, args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        body = getattr(_module(where[0]), where[1])
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=dist.FileStore(f"{folder}/store", world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+            device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        )
+        torch.manual_seed(0)
+        torch.save(body(*args), f"{folder}/{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(f"{folder}/{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+def _module(path: str) -> Any:
+    name = f"ranks_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,242 @@
+"""FSDP2 with frozen NVFP4 weights: what one rank computes, bit for bit, and how many bytes travel for it."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.launch import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize_experts
+from nvfp4_tensor.dispatch.flat import FlatView
+
+CONFIGS = {
+    "weight only": NVFP4WeightOnlyConfig(),
+    "16x16": NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(block_rows=16)),
+    "w4a4": NVFP4Config(),
+}
+
+
+class LoRA(nn.Module):
+    """A frozen linear with a small trained one beside it."""
+
+    def __init__(self, columns, rows):
+        super().__init__()
+        self.base = nn.Linear(columns, rows).requires_grad_(False)
+        self.down, self.up = nn.Linear(columns, 4, bias=False), nn.Linear(4, rows, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def make(config="weight only", columns=64, hidden=512, out=48, dtype=torch.bfloat16):
+    torch.manual_seed(1)
+    model = nn.Sequential(LoRA(columns, hidden), nn.ReLU(), LoRA(hidden, out)).to(dtype)
+    quantize_(model, CONFIGS[config], filter_fn=lambda module, name: name.endswith("base"))
+    return model
+
+
+def shard(model, **options):
+    for layer in (model[0], model[2]):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def batch(model, rows=6, dtype=torch.bfloat16):
+    return torch.randn(rows, model[0].base.in_features, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def same_codes(a, b):
+    pairs = [(getattr(a, name), getattr(b, name)) for name in a.tensor_data_names]
+    return all(torch.equal(p.view(-1).view(torch.uint8), q.view(-1).view(torch.uint8)) for p, q in pairs)
+
+
+# --- the step --------------------------------------------------------------------------------------------------------
+
+
+def steps_are_those_of_one_rank(config, sizes, reshard):
+    alone, model = make(config, *sizes), make(config, *sizes)
+    shard(model, reshard_after_forward=reshard)
+    assert isinstance(model[0].base.weight, DTensor) and isinstance(model[0].base.weight._local_tensor, NVFP4Tensor)
+    x = batch(alone)
+    for _ in range(3):
+        losses = []
+        for m in (alone, model):
+            optimizer = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1.0)
+            y = m(x)
+            y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(y.detach())
+        assert torch.equal(*losses)
+    trained = dict(alone.named_parameters())
+    for name, p in model.named_parameters():
+        full = p.full_tensor()
+        assert torch.equal(full, trained[name]), name
+        assert not isinstance(full, NVFP4Tensor) or same_codes(full, trained[name])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ("weight only", (64, 512, 48)),  # whole tiles of scales travel, and rows of them
+        ("weight only", (50, 512, 256)),  # columns that end within a block
+        ("16x16", (64, 256, 64)),
+        ("w4a4", (64, 96, 512)),
+    ],
+)
+def test_steps_are_those_of_one_rank(config, sizes, world):
+    """Forward and gradients equal in all bits, and after training the codes are what they were."""
+    run_ranks(steps_are_those_of_one_rank, world, config, sizes, world == 2)
+
+
+def bytes_that_travel():
+    sent = []
+    real = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+    def counted(output_tensor, input_tensor, **how):
+        sent.append(input_tensor.numel() * input_tensor.element_size())
+        return real(output_tensor, input_tensor, **how)
+
+    setattr(dist, real.__name__, counted)
+    linear = nn.Linear(256, 512, bias=False).bfloat16().requires_grad_(False)
+    quantize_(linear, NVFP4WeightOnlyConfig())
+    fully_shard(linear)(torch.randn(2, 256).bfloat16())
+    return sent
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_bytes_that_travel(world):
+    """4.5 bits an element, whether its scales travel in tiles (2 ranks) or in rows (8): 0.28125 of bfloat16's."""
+    assert run_ranks(bytes_that_travel, world) == [[512 // world * 256 * 9 // 16]] * world
+
+
+def holds_its_shard_once():
+    linear = nn.Linear(256, 96, bias=False).bfloat16().requires_grad_(False)
+    quantize_(linear, NVFP4WeightOnlyConfig())
+    fully_shard(linear)
+    (param,) = linear._get_fsdp_state()._fsdp_param_group.fsdp_params
+    assert isinstance(param._sharded_param_data, FlatView)
+    assert param._sharded_param_data.source.qdata.data_ptr() == linear.weight._local_tensor.qdata.data_ptr()
+    linear(torch.randn(2, 256).bfloat16())
+    gathered = param._unsharded_param
+    sizes = [part.untyped_storage().size() for part in (gathered.qdata, gathered.scale)]
+    linear.reshard()
+    return sizes, [part.untyped_storage().size() for part in (gathered.qdata, gathered.scale)]
+
+
+def test_a_shard_is_held_once_and_the_whole_is_freed():
+    """A root keeps the whole after the forward; then its codes and its swizzled scales are freed."""
+    assert run_ranks(holds_its_shard_once, 2) == [([96 * 128, 128 * 16], [0, 0])] * 2
+
+
+def experts_are_sharded():
+    experts = nn.Module()
+    whole = quantize_experts(torch.randn(4, 48, 64).bfloat16())
+    experts.w = nn.Parameter(whole.clone(), requires_grad=False)
+    fully_shard(experts)
+    local = experts.w._local_tensor
+    assert local.per_tensor_scale.shape == (4 // dist.get_world_size(), 1)
+    experts.unshard()
+    assert same_codes(experts.w, whole)
+
+
+def test_experts_are_sharded_with_their_scales():
+    run_ranks(experts_are_sharded, 2)
+
+
+# --- policies --------------------------------------------------------------------------------------------------------
+
+
+def offloads_to_the_cpu():
+    alone, model = make(), make()
+    shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    x = batch(alone)
+    assert torch.equal(model(x), alone(x)) and torch.equal(model(x), alone(x))
+
+
+def test_cpu_offload():
+    run_ranks(offloads_to_the_cpu, 2)
+
+
+def mixes_precisions():
+    """float32 parameters and norms beside codes: the gathered weight decodes to the dtype of the products."""
+    model = nn.Sequential(LoRA(64, 96), nn.LayerNorm(96), LoRA(96, 32))
+    quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith("base"))
+    alone = copy.deepcopy(model).bfloat16()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    x = batch(model)
+    y = model(x)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and torch.equal(y, alone(x))
+    assert model[0].up.weight.grad.dtype == torch.float32
+
+
+def test_mixed_precision():
+    run_ranks(mixes_precisions, 2)
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = make()
+    return shard(model).to_empty(device="cpu")
+
+
+def starts_on_meta(how):
+    source = make()
+    model = on_meta()
+    full = StateDictOptions(full_state_dict=True)
+    if how == "full":
+        set_model_state_dict(model, source.state_dict(), options=full)
+    elif how == "sharded":
+        set_model_state_dict(model, shard(make()).state_dict())
+    else:
+        model.load_state_dict(shard(make()).state_dict(), assign=True)
+    x = batch(source)
+    assert torch.equal(model(x), source(x))
+    with torch.no_grad():  # another state, into storages that have been gathered once
+        for p in source.parameters():
+            p.mul_(1.5)
+    set_model_state_dict(model, source.state_dict(), options=full)
+    assert torch.equal(model(x), source(x))
+    state = get_model_state_dict(model, options=full)
+    assert all(same_codes(state[f"{i}.base.weight"], source[i].base.weight) for i in (0, 2))
+
+
+@pytest.mark.parametrize("how", ["full", "sharded", "assign"])
+def test_meta_device_and_state_dicts(how):
+    run_ranks(starts_on_meta, 2, how)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refusal_of(case):
+    rows = {"rows": 49}.get(case, 64)
+    linear = nn.Linear(64, rows, bias=False).bfloat16().requires_grad_(False)
+    quantize_(linear, NVFP4WeightOnlyConfig())
+    placement = (lambda p: Shard(1)) if case == "columns" else None
+    fully_shard(linear, shard_placement_fn=placement)
+    try:
+        linear(torch.randn(2, 64).bfloat16())
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("rows", r"Linear\(.*out_features=49.*has 49 rows, which 2 ranks"), ("columns", r"\(64, 64\) of .*Shard\(0\)")],
+)
+def test_refused_on_every_rank_before_anything_travels(case, message):
+    for said in run_ranks(refusal_of, 2, case):
+        assert re.search(message, said), said
