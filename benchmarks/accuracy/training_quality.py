@@ -131,17 +131,17 @@ def study(options: argparse.Namespace, settings: Settings) -> list[dict]:
 
 
 def table(content: dict) -> str:
-    """Loss and increase over bfloat16 of the same seed, mean and every seed, and the share of nvidia's increase."""
+    """Loss, increase over bfloat16 of the same seed, its share of nvidia's over the same seeds, and every seed's."""
     losses: dict[str, dict[int, float]] = {}
     for run in content["runs"]:
         if "validation" in run:
             losses.setdefault(run["variant"], {})[run["seed"]] = run["validation"]
     dense = losses.get("bf16", {})
     increases = {
-        variant: [100 * (loss / dense[seed] - 1) for seed, loss in sorted(by_seed.items()) if seed in dense]
+        variant: {seed: 100 * (loss / dense[seed] - 1) for seed, loss in sorted(by_seed.items()) if seed in dense}
         for variant, by_seed in losses.items()
     }
-    nvidia = statistics.mean(increases["nvidia"]) if increases.get("nvidia") else float("nan")
+    nvidia = increases.get("nvidia", {})
     lines = [
         "| variant | validation loss | increase, % | of nvidia's | by seed |",
         "| --- | ---: | ---: | ---: | --- |",
@@ -149,10 +149,13 @@ def table(content: dict) -> str:
     for variant in VARIANTS:
         if not increases.get(variant):
             continue
-        mean = statistics.mean(increases[variant])
-        seeds = ", ".join(f"{value:.2f}" for value in increases[variant])
-        loss = statistics.mean(losses[variant][seed] for seed in losses[variant] if seed in dense)
-        lines.append(f"| {variant} | {loss:.4f} | {mean:.2f} | {mean / nvidia:.2f} | {seeds} |")
+        by_seed = increases[variant]
+        mean = statistics.mean(by_seed.values())
+        shared = [seed for seed in by_seed if seed in nvidia]
+        share = sum(by_seed[seed] for seed in shared) / sum(nvidia[seed] for seed in shared) if shared else float("nan")
+        seeds = ", ".join(f"{value:.2f}" for value in by_seed.values())
+        loss = statistics.mean(losses[variant][seed] for seed in by_seed)
+        lines.append(f"| {variant} | {loss:.4f} | {mean:.2f} | {share:.2f} | {seeds} |")
     return "\n".join(lines)
 
 
