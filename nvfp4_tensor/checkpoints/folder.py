@@ -56,12 +56,13 @@ class FolderCheckpoint(Checkpoint):
         self.entries = dict(sorted(entries.items(), key=lambda item: (order[str(item[1].shard)], natural(item[0]))))
 
     def linear(self, name: str) -> LinearParts:
-        return self._decoded(name, self.shards)
+        return self.decoded(name, self.shards)
 
     def per_tensor_scale(self, name: str) -> Tensor:
-        return self._decoded(name, _Small(self.shards)).per_tensor_scale
+        return self.decoded(name, _Small(self.shards)).per_tensor_scale
 
-    def _decoded(self, name: str, tensors: Mapping[str, Tensor]) -> LinearParts:
+    def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> LinearParts:
+        """The parts of a linear out of the tensors that it has in the files, wherever these are now."""
         parts = self._format.decode(name, tensors, self.entries[name])
         factors = {key: torch.tensor(value) for key, value in self._factors.get(name, {}).items()}
         return _with_factors(parts, factors)

@@ -1,0 +1,30 @@
+"""NVFP4 in transformers: ``import nvfp4_tensor.integrations.transformers`` teaches from_pretrained and save_pretrained.
+
+From then on ``from_pretrained(..., quantization_config=NVFP4TensorConfig(...))`` quantizes while it loads, and
+checkpoints in ModelOpt's layout (``quant_method`` "modelopt") load on any device. What ``save_pretrained`` writes is
+that layout, which vLLM, SGLang and TensorRT-LLM read.
+"""
+
+import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
+
+# isort: split
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+
+from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compressed_tensors
+from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
+from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer
+from nvfp4_tensor.integrations.transformers.while_loading import WhileLoadingQuantizer
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointQuantizer",
+    "ModelOptConfig",
+    "NVFP4TensorConfig",
+    "WhileLoadingQuantizer",
+    "read_compressed_tensors",
+]
+
+register_quantization_config(METHOD)(NVFP4TensorConfig)
+register_quantizer(METHOD)(WhileLoadingQuantizer)
+register_quantization_config("modelopt")(ModelOptConfig)
+register_quantizer("modelopt")(CheckpointQuantizer)

@@ -1,0 +1,112 @@
+"""from_pretrained of a checkpoint whose weights are NVFP4 already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
+from transformers.quantizers import HfQuantizer
+
+from nvfp4_tensor.checkpoints.common import tensor_of
+from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
+from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
+from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
+
+
+class CheckpointQuantizer(NVFP4HfQuantizer):
+    """That of a CheckpointConfig, whatever the format."""
+
+    quantization_config: CheckpointConfig
+
+    def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._operation: Deserialize | None = None
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise ValueError("an NVFP4 checkpoint is loaded from its folder, not from a state_dict")
+        checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
+        quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
+        stored = names_in_model(model, quantized)
+        self.weights = set(stored)
+        self._operation = Deserialize(self, checkpoint, stored, self.quantization_config.quantize_activations)
+        # An FP8 cache's scales, which belong to no parameter of the model, and which transformers' caches do not use.
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*ignored, r"[kv]_proj\.[kv]_scale$"}
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """What makes NVFP4 weights of a checkpoint's tensors."""
+        assert self._operation is not None
+        return [WeightConverter(list(self.quantization_config.tensor_names), "weight", [self._operation])]
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        conversions: Any = model._weight_conversions
+        # What is saved has plain tensors already, whose names nothing has to take apart again.
+        model._weight_conversions = [each for each in conversions if not self._deserializes(each)]  # type: ignore
+        self._operation = None
+
+    def _deserializes(self, conversion: WeightTransform) -> bool:
+        return self._operation in getattr(conversion, "operations", ())
+
+
+class Deserialize(ConversionOps):
+    """The plain tensors of a weight become an NVFP4Tensor; a dense weight gets the dtype that the model wants.
+
+    Attributes:
+        hf_quantizer: transformers casts nothing on its way to an operation that has one.
+        checkpoint: where the tensors come from.
+        stored: the quantized weights' names there, by those in the model.
+        activations: whether they are quantized where the checkpoint says so.
+    """
+
+    def __init__(
+        self, hf_quantizer: HfQuantizer, checkpoint: FolderCheckpoint, stored: dict[str, str], activations: bool
+    ) -> None:
+        self.hf_quantizer, self.checkpoint, self.stored, self.activations = (
+            hf_quantizer,
+            checkpoint,
+            stored,
+            activations,
+        )
+
+    def __deepcopy__(self, memo: dict) -> Deserialize:
+        """Itself: transformers copies the operation for every weight."""
+        return self
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]  # all that transformers hands over comes by name
+        self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        module, _, name = full_layer_name.rpartition(".")
+        dtype = getattr(model.get_submodule(module), name).dtype
+        if full_layer_name not in self.stored:
+            return {full_layer_name: input_dict["weight"][0].to(dtype)}
+        stored = self.stored[full_layer_name]
+        prefix = stored.removesuffix("weight")
+        tensors = {f"{prefix}{key}": collected[0] for key, collected in input_dict.items()}
+        weight = tensor_of(self.checkpoint.decoded(stored, tensors), dtype)
+        if not self.activations:
+            weight = weight._replace(activation_spec=None, activation_amax=None)
+        return {full_layer_name: parameter_of(model, full_layer_name, weight)}
+
+
+def names_in_model(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """The names of a checkpoint by those that their parameters have in the model."""
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    known = model.state_dict()
+    renamed = {name: rename_source_key(name, renamings, [], model.base_model_prefix, known)[0] for name in names}
+    return {in_model: name for name, in_model in renamed.items()}

@@ -1,0 +1,89 @@
+"""The HfQuantizer of models with NVFP4 weights, wherever the weights come from: what transformers asks about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer
+
+from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, NVFP4TensorConfig
+from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
+from nvfp4_tensor.quantization import NVFP4Linear
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+
+class NVFP4HfQuantizer(HfQuantizer):
+    """Plans by true sizes, refuses what cannot work, saves in ModelOpt's layout.
+
+    Attributes:
+        weights: names of the parameters that are NVFP4, or become it when they are loaded.
+    """
+
+    requires_calibration = False
+    quantization_config: NVFP4TensorConfig | CheckpointConfig
+
+    def __init__(self, quantization_config: NVFP4TensorConfig | CheckpointConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.weights: set[str] = set()
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raises a ValueError for weights on a disk."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                "NVFP4 weights cannot be offloaded to a disk: give device_map (or max_memory) room on a GPU and in "
+                "memory ('cpu'), where they take 4.5 bits each"
+            )
+
+    def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
+        """Raises a ValueError for transformers' own tensor parallelism, which cuts weights before they are whole."""
+        distributed = getattr(model.config, "distributed_config", None)
+        if (getattr(distributed, "tp_size", None) or 1) > 1:
+            raise ValueError("NVFP4 weights are not loaded in shards: load the model without tensor parallelism")
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether a parameter is NVFP4, or will be."""
+        return param_name in self.weights
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """Bytes of an element as it will be stored, scales and padding included: what device_map="auto" plans by."""
+        if param_name not in self.weights or isinstance(param, NVFP4Tensor):
+            return param.element_size()
+        *leading, columns = param.shape
+        rows = torch.Size(leading).numel()
+        codes = rows * ceil_to(columns, BLOCK) // 2
+        scales = ceil_to(rows, 128) * ceil_to(columns, 64) // BLOCK
+        return (codes + scales + 4) / param.numel()
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        for module in model.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if isinstance(weight, NVFP4Tensor):
+                    setattr(module, name, nn.Parameter(weight.dequantize(dtype), requires_grad=False))
+            if type(module) is NVFP4Linear:
+                module.__class__ = nn.Linear  # type: ignore[assignment]
+        return model
+
+    def is_serializable(self) -> bool:
+        """True: as ModelOpt's layout."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: adapters train beside the weights, which stay as they are."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """True, without a graph break."""
+        return True
+
+
+def parameter_of(model: PreTrainedModel, name: str, weight: NVFP4Tensor) -> nn.Parameter:
+    """The parameter of an NVFP4 weight; the linear that it is for prints as what it becomes."""
+    linear = model.get_submodule(name.rpartition(".")[0])
+    if type(linear) is nn.Linear:
+        linear.__class__ = NVFP4Linear
+    return nn.Parameter(weight, requires_grad=False)

@@ -1,0 +1,91 @@
+"""from_pretrained of a dense model that becomes NVFP4 weight by weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from nvfp4_tensor.checkpoints.names import joined_with
+from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
+from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
+from nvfp4_tensor.numerics.choices import ProductBackend
+from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.quantization import NVFP4Config
+from nvfp4_tensor.tensor.arguments import resolve_amax
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
+
+
+class WhileLoadingQuantizer(NVFP4HfQuantizer):
+    """That of an NVFP4TensorConfig."""
+
+    quantization_config: NVFP4TensorConfig
+
+    def __init__(self, quantization_config: NVFP4TensorConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._waiting: dict[str, Tensor] = {}
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """As the class's own; a ValueError too for a config.json that has such settings in it."""
+        super().validate_environment(*args, **kwargs)
+        if self.pre_quantized:
+            raise ValueError(
+                "config.json has the settings of an NVFP4TensorConfig, which quantizes dense weights, and says nothing "
+                "of quantized ones: save the model itself (model.save_pretrained), or delete quantization_config there"
+            )
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        skipped = self.get_modules_to_not_convert(
+            model, self.quantization_config.modules_to_not_convert, list(model._keep_in_fp32_modules or ())
+        )
+        self.weights = {
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear and module.in_features % BLOCK == 0 and should_convert_module(name, skipped)
+        }
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """What quantizes a weight that is dense in the checkpoint."""
+        return Quantize(self.quantization_config, self.weights, self._waiting)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if self._waiting:
+            here = sorted(self._waiting)
+            absent = sorted({name for each in here for name in joined_with(each, self.weights)} - {*here})
+            raise RuntimeError(f"the checkpoint has {', '.join(here)}, but not {', '.join(absent)}: it is not whole")
+
+
+class Quantize(ConversionOps):
+    """A dense weight on its way into the model becomes NVFP4; those that servers join wait until all of them have come.
+
+    So no more is dense at a time than q, k and v of one layer.
+    """
+
+    def __init__(self, config: NVFP4TensorConfig, names: set[str], waiting: dict[str, Tensor]) -> None:
+        self.config, self.names, self.waiting = config, names, waiting
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]  # all that transformers hands over comes by name
+        self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
+    ) -> dict[str, nn.Parameter]:
+        (value,) = input_dict.values()
+        self.waiting[full_layer_name] = value[0] if isinstance(value, list) else value
+        group = joined_with(full_layer_name, self.names) if self.config.share_scales else (full_layer_name,)
+        if not self.waiting.keys() >= set(group):
+            return {}
+        quantized = self._quantize([self.waiting.pop(name) for name in group])
+        return {name: parameter_of(model, name, each) for name, each in zip(group, quantized, strict=True)}
+
+    def _quantize(self, weights: list[Tensor]) -> list[NVFP4Tensor]:
+        """Each by the largest amax of all."""
+        config = self.config.config
+        amaxes = [resolve_amax(weight, config.weight, None) for weight in weights]
+        amax = torch.stack([each.to(amaxes[0].device) for each in amaxes]).amax()
+        fields: dict[str, Any] = {"activation_spec": self.config.activation}
+        if isinstance(config, NVFP4Config):
+            fields["product_backend"] = ProductBackend.of(config.product_backend)
+        return [quantize(weight, config.weight, amax=amax)._replace(**fields) for weight in weights]

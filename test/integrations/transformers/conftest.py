@@ -1,0 +1,35 @@
+"""Small models in a folder, as their makers publish them."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """make(**changes of the config) gives (model in bfloat16, the folder that it was saved to)."""
+
+    def make(**changes):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**{**SIZES, "dtype": "bfloat16", "tie_word_embeddings": True, **changes})
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        folder = tmp_path / "dense"
+        model.save_pretrained(folder)
+        return model, folder
+
+    return make
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,172 @@
+"""NVFP4TensorConfig: from_pretrained quantizes while it loads, as quantize_ would, with one amax where servers fuse."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+from transformers import AutoModelForCausalLM
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, model_size, quantize
+from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig, WhileLoadingQuantizer
+
+CONFIGS = {
+    "weight only": NVFP4WeightOnlyConfig(four_over_six=True),
+    "w4a4": NVFP4Config(weight_spec=QuantizeSpec(scale_search="mse"), activation_spec=QuantizeSpec()),
+}
+
+
+def load(folder, config=None, **kwargs):
+    options = {"modules_to_not_convert", "share_scales"} & kwargs.keys()
+    quantization = NVFP4TensorConfig(config, **{name: kwargs.pop(name) for name in options})
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, **kwargs)
+
+
+def quantized_names(model):
+    return {name for name, parameter in model.named_parameters() if isinstance(parameter, NVFP4Tensor)}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("device_map", [None, "cpu"])
+def test_bits_are_those_of_quantize(llama, ids, config, device_map):
+    dense, folder = llama()
+    model = load(folder, config, share_scales=False, device_map=device_map)
+    quantize_(dense.model, config)
+    expected = {name: p for name, p in dense.named_parameters() if isinstance(p, NVFP4Tensor)}
+    assert quantized_names(model) == expected.keys() and len(expected) == 14
+    for name, weight in expected.items():
+        got = model.get_parameter(name)
+        assert torch.equal(got.qdata, weight.qdata) and torch.equal(got.scale, weight.scale)
+        assert (got.spec, got.activation_spec) == (weight.spec, weight.activation_spec)
+    assert torch.equal(model(ids).logits, dense(ids).logits)
+
+
+def test_what_servers_fuse_shares_its_largest_amax(llama):
+    dense, folder = llama()
+    model = load(folder)
+    for layer, exact in zip(model.model.layers, dense.model.layers, strict=True):
+        for module, names in [("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))]:
+            weights = [getattr(getattr(exact, module), name).weight for name in names]
+            amax = max(weight.abs().max() for weight in weights)
+            for name, weight in zip(names, weights, strict=True):
+                got, expected = getattr(getattr(layer, module), name).weight, quantize(weight, amax=amax)
+                assert torch.equal(got.qdata, expected.qdata) and torch.equal(got.scale, expected.scale)
+                assert torch.equal(got.per_tensor_scale, expected.per_tensor_scale)
+        own = quantize(exact.self_attn.o_proj.weight)
+        assert torch.equal(layer.self_attn.o_proj.weight.per_tensor_scale, own.per_tensor_scale)
+
+
+def test_the_tied_head_stays_the_embedding(llama):
+    model = load(llama()[1])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not isinstance(model.lm_head.weight, NVFP4Tensor)
+    untied = load(llama(tie_word_embeddings=False)[1], modules_to_not_convert=["model.layers.0", "down_proj"])
+    kept = {f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkvo"}
+    assert quantized_names(untied) == kept | {
+        "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight",
+    }  # fmt: skip
+
+
+def test_inputs_that_no_server_reads_stay_dense(llama):
+    names = quantized_names(load(llama(intermediate_size=90)[1]))
+    assert len(names) == 12 and not any("down_proj" in name for name in names)
+
+
+def test_sizes_are_those_that_will_be_stored(llama):
+    """device_map="auto" plans by them: sum over the meta model = bytes of the loaded one."""
+    _, folder = llama()
+    model = load(folder)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    quantizer = WhileLoadingQuantizer(NVFP4TensorConfig(), pre_quantized=False)
+    quantizer._process_model_before_weight_loading(empty)
+    planned = sum(quantizer.param_element_size(empty, name, p) * p.numel() for name, p in empty.named_parameters())
+    assert planned == model_size(model).total - sum(b.nbytes for b in model.buffers())
+    assert model.get_memory_footprint() == model_size(model).total
+
+
+def test_a_part_in_memory_is_offloaded_from_the_device(llama, ids):
+    """accelerate moves weights in and out of the meta device at each call; here both places are a CPU."""
+    accelerate = pytest.importorskip("accelerate")
+    _, folder = llama()
+    model = load(folder)
+    expected = model(ids).logits
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert model.model.layers[0].mlp.up_proj.weight.is_meta
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_weights_are_not_offloaded_to_a_disk(llama, tmp_path):
+    _, folder = llama()
+    places = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    with pytest.raises(ValueError, match="cannot be offloaded to a disk: give device_map"):
+        load(folder, device_map={**places, "model.layers": "disk"}, offload_folder=tmp_path / "offload")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_generates_as_the_decoded_model_does(llama, ids, attention):
+    model = load(llama()[1], attn_implementation=attention)
+    generated = model.generate(ids, max_new_tokens=8, do_sample=False)
+    decoded = model.dequantize()
+    assert not quantized_names(decoded) and not hasattr(decoded.config, "quantization_config")
+    assert torch.equal(generated, decoded.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.slow
+def test_compiles_without_a_break(llama, ids):
+    model = load(llama()[1], dtype=torch.float32)
+    expected = model(ids).logits
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(ids).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_dtype_of_the_callers(llama, dtype):
+    """The weight is cast first, as everything in the model is, then quantized."""
+    dense, folder = llama()
+    weight = load(folder, dtype=dtype).model.layers[0].mlp.down_proj.weight
+    expected = quantize(dense.model.layers[0].mlp.down_proj.weight.to(dtype))
+    assert weight.dtype == dtype and torch.equal(weight.qdata, expected.qdata)
+
+
+def test_a_checkpoint_that_is_not_whole(llama):
+    _, folder = llama()
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    del state["model.layers.1.self_attn.k_proj.weight"]
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, state_dict=state)
+    with pytest.raises(RuntimeError, match=r"has .*1.self_attn.q_proj.*, but not model.layers.1.self_attn.k_proj"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        NVFP4WeightOnlyConfig(round_mode="stochastic", scale_rounding="up", random_bits=8),
+        NVFP4Config(four_over_six="mae", activation_round_mode="away", product_backend="scaled_mm"),
+        NVFP4Config(weight_spec=QuantizeSpec(scale_search=True, scale_ceiling=448), activation_spec=QuantizeSpec()),
+        NVFP4Config(weight_spec=QuantizeSpec(hadamard_sign=True), activation_spec=QuantizeSpec(hadamard_sign=0xD7E8)),
+    ],
+)
+def test_settings_survive_json(config):
+    written = NVFP4TensorConfig(config, modules_to_not_convert=["a.*"], share_scales=False)
+    fields = json.loads(written.to_json_string())
+    again = NVFP4TensorConfig.from_dict(fields)
+    assert again.to_dict() == fields and fields["quant_method"] == "nvfp4_tensor"
+    assert (again.config.weight, again.activation) == (written.config.weight, written.activation)
+    assert type(again.config) is type(written.config)
+    assert (again.modules_to_not_convert, again.share_scales) == (["a.*"], False)
+
+
+def test_what_is_refused(llama):
+    with pytest.raises(TypeError, match="not Linear"):
+        NVFP4TensorConfig(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="attach_quantizer"):
+        NVFP4TensorConfig(NVFP4Config(step="convert"))
+    with pytest.raises(ValueError, match="'nvfp4_tensor', got 'nvfp4'"):
+        NVFP4TensorConfig(quant_method="nvfp4")
+    model, folder = llama()
+    model.config.quantization_config = NVFP4TensorConfig()
+    model.config.save_pretrained(folder)
+    with pytest.raises(ValueError, match="says nothing of quantized ones"):
+        AutoModelForCausalLM.from_pretrained(folder)
