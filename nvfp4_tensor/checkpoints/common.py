@@ -30,6 +30,7 @@ LARGEST = 2688.0
 FORMATS = {
     "gguf": "nvfp4_tensor.checkpoints.gguf",
     "comfy": "nvfp4_tensor.checkpoints.comfy",
+    "mlx": "nvfp4_tensor.checkpoints.mlx",
     "modelopt": "nvfp4_tensor.checkpoints.modelopt",
     "compressed-tensors": "nvfp4_tensor.checkpoints.compressed_tensors",
     "torchao": "nvfp4_tensor.checkpoints.torchao_keys",
