@@ -1,0 +1,49 @@
+"""DistributedDataParallel over a model with frozen NVFP4 weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from nvfp4_tensor.distributed.agreement import M, check_agreement, nvfp4_parameters
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+
+@torch.no_grad()
+def prepare_ddp(model: M, process_group: dist.ProcessGroup | None = None) -> M:
+    """Make a model with frozen NVFP4 weights ready for DDP: call it on every rank, before DistributedDataParallel.
+
+    DDP begins by a broadcast of all parameters, joined to one buffer, which NVFP4 weights are no part of. This
+    broadcasts their codes and scales from rank 0 of the group, and tells DDP to leave them out. Linears that train in
+    NVFP4 have dense parameters, for which DDP needs nothing.
+
+    Returns:
+        the same model.
+
+    Raises:
+        ValueError: an NVFP4 weight has requires_grad, or the ranks' weights differ in shape or spec.
+
+    >>> model = DistributedDataParallel(prepare_ddp(model))
+    """
+    weights = nvfp4_parameters(model)
+    trained = [name for name, w in weights.items() if w.requires_grad]
+    if trained:
+        raise ValueError(
+            f"{trained[0]!r} is an NVFP4 weight that trains, whose gradients DDP has no buckets for: freeze it with "
+            "requires_grad_(False), or keep it dense and train by NVFP4TrainingConfig"
+        )
+    check_agreement("the NVFP4 weight", {name: _kind(w) for name, w in weights.items()}, process_group)
+    source = dist.get_global_rank(process_group, 0) if process_group is not None else 0
+    for w in weights.values():
+        for name in w.__tensor_flatten__()[0]:
+            dist.broadcast(
+                getattr(w, name).view(torch.uint8) if name == "scale" else getattr(w, name), source, process_group
+            )
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *weights}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+    return model
+
+
+def _kind(w: NVFP4Tensor) -> str:
+    return f"{w!r} with scales {tuple(w.per_tensor_scale.shape)}{', static' if w.activation_amax is not None else ''}"

@@ -1,0 +1,83 @@
+"""DistributedDataParallel with frozen NVFP4 weights, and with linears that train in NVFP4."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.launch import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig
+from nvfp4_tensor.distributed import prepare_ddp
+from nvfp4_tensor.training import NVFP4TrainingConfig
+
+
+def make(seed, block_rows=1):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 32), nn.Linear(32, 8)).bfloat16()
+    model[:3].requires_grad_(False)
+    quantize_(model[:3], NVFP4WeightOnlyConfig(block_rows=block_rows))
+    return model
+
+
+def frozen():
+    rank = dist.get_rank()
+    model = DistributedDataParallel(prepare_ddp(make(seed=rank)))  # rank 0's weights count
+    alone = make(seed=0)
+    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(3)).bfloat16()
+    model(x[4 * rank : 4 * rank + 4]).float().square().mean().backward()
+    gradients = []
+    for half in (x[:4], x[4:]):
+        alone.zero_grad()
+        alone(half).float().square().mean().backward()
+        gradients.append(alone[3].weight.grad.clone())
+    assert isinstance(model.module[0].weight, NVFP4Tensor)
+    assert torch.equal(model.module[0].weight.dequantize(), alone[0].weight.dequantize())
+    torch.testing.assert_close(model.module[3].weight.grad, sum(gradients) / 2)
+    return model.module[3].weight.grad
+
+
+def test_frozen_weights_and_a_trained_head():
+    one, other = run_ranks(frozen, 2)
+    assert torch.equal(one, other) and one.count_nonzero() > 0
+
+
+def trained():
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
+    quantize_(model, NVFP4TrainingConfig())
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(32, 48).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.module.parameters()]
+
+
+def test_trained_linears_stay_alike():
+    one, other = run_ranks(trained, 2)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))
+
+
+def refused(case):
+    model = make(0, block_rows=16 if case == "specs" and dist.get_rank() else 1)
+    if case == "trained":
+        model[0].weight.requires_grad_()
+    try:
+        prepare_ddp(model)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("specs", "weight of '0.weight' is .*1x16.* on rank 0 and .*16x16"), ("trained", "'0.weight'")],
+)
+def test_refused_on_every_rank(case, message):
+    for said in run_ranks(refused, 2, case):
+        assert re.search(message, said), said
