@@ -163,19 +163,32 @@ def _squared_error(blocks: Tensor, s: Tensor, s_enc: Tensor) -> Tensor:
     return total
 
 
+def _weighted_error(blocks: Tensor, s: Tensor, s_enc: Tensor, weights: Tensor) -> Tensor:
+    """sum(s) of the weighted search: as :func:`_squared_error`, the columns' weights (blocks, 16) in it."""
+    u = blocks.abs() * block_encode(s, s_enc).unsqueeze(-1)
+    difference = nearest_value(u) - u
+    square = difference * difference * weights
+    total = torch.zeros_like(s)
+    for i in range(BLOCK):
+        total = total + square[..., i]
+    return total
+
+
 def search_steps(spec: QuantizeSpec) -> tuple[int, int]:
     """The candidates of a scale search: the usual byte plus each of ``range(*search_steps(spec))``."""
     first = 0 if spec.scale_rounding == ScaleRounding.UP else -1
     return first, first + 7
 
 
-def _search_scales(blocks: Tensor, base: Tensor, s_enc: Tensor, spec: QuantizeSpec) -> Tensor:
+def _search_scales(
+    blocks: Tensor, base: Tensor, s_enc: Tensor, spec: QuantizeSpec, weights: Tensor | None = None
+) -> Tensor:
     """Of the seven e4m3 bytes around ``base`` (rows, blocks), the one of least squared error; the smallest of equal."""
     best = least = None
     for step in range(*search_steps(spec)):
         bits = (base.int() + step).clamp(1, E4M3_NAN - 1).to(torch.uint8)
         s = bits.view(torch.float8_e4m3fn).float()
-        total = _squared_error(blocks, s, s_enc)
+        total = _squared_error(blocks, s, s_enc) if weights is None else _weighted_error(blocks, s, s_enc, weights)
         if spec.block_rows == BLOCK:
             total = _over_tile(total, _add_in_halves)
         error = total * s * s
@@ -200,8 +213,11 @@ def _add_in_halves(tiles: Tensor) -> Tensor:
     return tiles[:, 0]
 
 
-def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec) -> Tensor:
-    """The e4m3 bytes (rows, blocks), uint8, of float32 blocks (rows, blocks, 16) (contract, section 2)."""
+def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec, weights: Tensor | None = None) -> Tensor:
+    """The e4m3 bytes (rows, blocks), uint8, of float32 blocks (rows, blocks, 16) (contract, section 2).
+
+    weights: of the columns in a scale search, (blocks, 16).
+    """
     s_enc = encode_scale(amax, spec)
     block_amax = blocks.abs().amax(dim=-1)
     not_finite = ~(block_amax <= FLOAT32_MAX)
@@ -212,7 +228,7 @@ def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec) -> Tensor:
         sixth = amax.new_full((), 1 / 6)
         bits = to_e4m3(block_amax * (s_enc * sixth), spec.scale_rounding, block_amax)
         if spec.scale_search is not None:
-            bits = torch.where(block_amax == 0, 0, _search_scales(blocks, bits, s_enc, spec))
+            bits = torch.where(block_amax == 0, 0, _search_scales(blocks, bits, s_enc, spec, weights))
     else:
         base = block_amax / amax.new_full((), E2M1_MAX) * s_enc
         bits6 = to_e4m3(base, spec.scale_rounding, block_amax)
@@ -233,11 +249,14 @@ def quantize(
     col0: int = 0,
     full_width: int = 0,
     stream: int = 0,
+    column_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., K), at least 1-D, and its amax to (qdata, scale, per_tensor_scale) (contract, sections 2 to 5).
 
     qdata: uint8 (..., K rounded up to 16, halved); scale: e4m3 (row tiles, column tiles, 32, 16), swizzled;
     per_tensor_scale: float32 0-d. A NaN block has the NaN scale and codes of zero. EDEN: see :func:`eden.quantize`.
+    column_weights: float32 (K,), or as many as are stored, how much the squared error of each column counts in a scale search; only here, for no
+    op takes them.
     """
     if spec.is_eden:
         from nvfp4_tensor.numerics import eden  # which is built on this module
@@ -250,13 +269,16 @@ def quantize(
     qdata = flat.new_empty((rows, columns // 2), dtype=torch.uint8)
     scale = flat.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
     s_enc = encode_scale(amax, spec)
+    weights = (
+        None if column_weights is None else pad(column_weights, (0, columns - len(column_weights))).view(-1, BLOCK)
+    )
     step = max(_CHUNK_ELEMENTS // max(columns, 1) // BLOCK, 1) * BLOCK
     for start in range(0, rows if columns else 0, step):
         piece = flat[start : start + step]
         if spec.hadamard_sign is not None:
             piece = hadamard(piece, spec.hadamard_sign)
         blocks = pad(piece.float(), (0, -piece.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-        bits = block_scales(blocks, amax, spec)
+        bits = block_scales(blocks, amax, spec, weights)
         enc = block_encode(bits.view(torch.float8_e4m3fn).float(), s_enc).unsqueeze(-1)
         v = torch.where((bits == E4M3_NAN).unsqueeze(-1), 0.0, blocks * enc)
         r16 = None

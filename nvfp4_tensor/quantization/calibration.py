@@ -1,4 +1,4 @@
-"""Static activation scales: observe what each linear is fed, then quantize that with one amax at every call.
+"""Static activation scales, weighted scale searches: observe what each linear is fed, then quantize by that.
 
 ``calibrate(model, batches)`` does it in one go; ``quantize_(model, NVFP4Config(step="prepare"))``, running the model
 by hand and ``quantize_(model, NVFP4Config(step="convert"))`` is torchao's two-step flow over the same parts.
@@ -15,19 +15,25 @@ from torch import nn
 from torchao.quantization import quantize_
 from tqdm import tqdm
 
-from nvfp4_tensor.quantization.config import NVFP4Config
+from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observer import ObservedLinear
+
+_LATER_CHOICES: dict[str, Any] = {"percentile": None, "headroom": False}
+"""What the prepare step has no use for, and refuses."""
 
 
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
-    config: NVFP4Config | None = None,
+    config: NVFP4WeightOnlyConfig | None = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool = True,
 ) -> nn.Module:
-    """Quantize a model in place to W4A4 with static activation scales, observed over ``batches``.
+    """Quantize a model in place by what its linears are fed over ``batches``.
+
+    With an NVFP4Config to W4A4 with static activation scales; with a ``weighted`` config the weights' scales are
+    searched for these inputs.
 
     After any exception, of its own or from the model or the batches, the linears are as they were. For that the dense
     weights are kept until all are quantized.
@@ -35,7 +41,8 @@ def calibrate(
     Args:
         model: its linears are replaced in place.
         batches: what the model is called with: a tensor, a tuple of arguments or a mapping of keyword arguments each.
-        config: an NVFP4Config (its ``percentile`` chooses between the largest magnitude and a percentile).
+        config: an NVFP4Config (by default; its ``percentile`` and ``headroom`` say how an amax comes of what was seen),
+            or an NVFP4WeightOnlyConfig with ``weighted=True``.
         filter_fn: which modules, as quantize_ takes it.
         progress: show a progress bar over the batches.
 
@@ -44,14 +51,19 @@ def calibrate(
         RuntimeError: a module that the filter selects saw no input.
     """
     config = NVFP4Config() if config is None else config
-    if not isinstance(config, NVFP4Config):
-        raise TypeError(f"calibrate observes activations, so it takes an NVFP4Config, not {type(config).__name__}")
+    if not isinstance(config, NVFP4Config) and not getattr(config, "weighted", False):
+        raise TypeError(
+            "calibrate observes activations, so it takes an NVFP4Config, or an NVFP4WeightOnlyConfig with "
+            f"weighted=True, not {type(config).__name__}"
+        )
+    convert = dataclasses.replace(config, step="convert")
+    prepare = dataclasses.replace(config, step="prepare", **_LATER_CHOICES if isinstance(config, NVFP4Config) else {})
     dense = {module: module.weight for module in model.modules() if type(module) is nn.Linear}
     try:
-        quantize_(model, dataclasses.replace(config, step="prepare", percentile=None), filter_fn=filter_fn)
+        quantize_(model, prepare, filter_fn=filter_fn)
         _run(model, batches, progress)
         _check_all_observed({name: module for name, module in model.named_modules() if module in dense})
-        quantize_(model, dataclasses.replace(config, step="convert"), filter_fn=lambda module, name: module in dense)
+        quantize_(model, convert, filter_fn=lambda module, name: module in dense)
     except BaseException:  # an interrupt too: calibration takes long, and a model half prepared can only be thrown away
         for module, weight in dense.items():
             if isinstance(module, ObservedLinear):

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 from torchao.quantization.transform_module import register_quantize_module_handler
 
@@ -17,6 +17,7 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.pickles import pin
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observer import ObservedLinear, check_observable
+from nvfp4_tensor.quantization.weighted import quantize_weighted
 from nvfp4_tensor.quantization.whole_model import Plan, plan_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
@@ -32,27 +33,22 @@ class NVFP4Linear(nn.Linear):
 
 
 @register_quantize_module_handler(NVFP4WeightOnlyConfig)
-def _quantize_weight(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Module:
-    plan = plan_of(module, config, lambda each: _is_ready(each, ProductBackend.AUTO))
-    return _quantize_linear(module, plan, config.weight, None)
-
-
 @register_quantize_module_handler(NVFP4Config)
-def _quantize_weight_and_activation(module: nn.Module, config: NVFP4Config) -> nn.Module:
-    assert isinstance(config.product_backend, ProductBackend)
-    backend = config.product_backend
+def _quantize_module(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Module:
+    backend = config.product_backend if isinstance(config, NVFP4Config) else ProductBackend.AUTO
+    assert isinstance(backend, ProductBackend)
     if config.step == QuantizationStep.PREPARE:
         plan = plan_of(module, config, lambda each: _is_ready(each, backend, plain=True))
         if module in plan.dense:
             return module
         assert isinstance(module, nn.Linear)
-        return ObservedLinear.observe(module, config.activation)
+        return ObservedLinear.observe(module, config.activation or config.weight)
     if config.step == QuantizationStep.CONVERT:
-        plan = plan_of(module, config, lambda each: _is_observed(each, config))
+        plan = plan_of(module, config, lambda each: _is_observed(each, config, backend))
         return _convert(module, plan, config) if isinstance(module, ObservedLinear) else module
-    config._check_percentile_is_used()
+    config._check_calibrated()
     plan = plan_of(module, config, lambda each: _is_ready(each, backend))
-    return _quantize_linear(module, plan, config.weight, config.activation, product_backend=backend)
+    return _quantize_linear(module, plan, config, None)
 
 
 def _is_ready(module: nn.Module, backend: ProductBackend, plain: bool = False) -> bool:
@@ -64,38 +60,47 @@ def _is_ready(module: nn.Module, backend: ProductBackend, plain: bool = False) -
     return True
 
 
-def _is_observed(module: nn.Module, config: NVFP4Config) -> bool:
+def _is_observed(module: nn.Module, config: NVFP4WeightOnlyConfig, backend: ProductBackend) -> bool:
     """Whether the convert step has something to do, and can."""
     if not isinstance(module, ObservedLinear):
         return False
-    _check_same_transform(module, config.activation)
-    assert isinstance(config.product_backend, ProductBackend)
-    _check_backend(module.weight, config.product_backend)
-    module.amax_at(config.percentile)
+    _check_same_transform(module, config.activation or config.weight)
+    _check_backend(module.weight, backend)
+    module.check_observed()
     return True
 
 
-def _convert(module: ObservedLinear, plan: Plan, config: NVFP4Config) -> nn.Module:
+def _convert(module: ObservedLinear, plan: Plan, config: NVFP4WeightOnlyConfig) -> nn.Module:
     """Of linears that share a weight, which has one static amax, the largest: it clips nothing that one of them saw."""
     if module in plan.dense:
         return module.stop_observing()
     group = [each for each in plan.tied.get(module, [module]) if isinstance(each, ObservedLinear)]
-    amax = torch.stack([each.amax_at(config.percentile) for each in group]).amax()
+    fields = {}
+    if isinstance(config, NVFP4Config):
+        amaxes = [each.amax_with_headroom() if config.headroom else each.amax_at(config.percentile) for each in group]
+        fields["activation_amax"] = torch.stack(amaxes).amax()
+    squares = torch.stack([each.activation_squares for each in group]).sum(dim=0)
     for each in group:
         each.stop_observing()
-    fields = {"activation_amax": amax, "product_backend": config.product_backend}
-    return _quantize_linear(module, plan, config.weight, config.activation, **fields)
+    return _quantize_linear(module, plan, config, squares if config.weighted else None, **fields)
 
 
 def _quantize_linear(
-    module: nn.Module, plan: Plan, weight_spec: QuantizeSpec, activation_spec: QuantizeSpec | None, **fields: Any
+    module: nn.Module, plan: Plan, config: NVFP4WeightOnlyConfig, squares: Tensor | None, **fields: Any
 ) -> nn.Module:
-    """The module with a quantized weight, and so all that share it; or as it is, where it is done or left dense."""
+    """The module with a quantized weight, and so all that share it; or as it is, where it is done or left dense.
+
+    squares: what errors of its columns weigh in the scale search, the sums of their inputs' squares.
+    """
     if module in plan.dense or module in plan.done:
         return module
-    weight = quantizable(module).weight
-    quantized = quantize(weight.detach(), weight_spec)._replace(activation_spec=activation_spec, **fields)
-    parameter = nn.Parameter(quantized, requires_grad=False)
+    if isinstance(config, NVFP4Config):
+        fields |= {"activation_spec": config.activation, "product_backend": config.product_backend}
+    weight = quantizable(module).weight.detach()
+    quantized = (
+        quantize(weight, config.weight) if squares is None else quantize_weighted(weight, config.weight, squares)
+    )
+    parameter = nn.Parameter(quantized._replace(**fields), requires_grad=False)
     for linear in plan.tied.get(module, [module]):
         set_weight(linear, parameter)
         plan.done.add(linear)

@@ -8,11 +8,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor.numerics.layout import BLOCK, FLOAT32_MAX, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.pickles import pin
 
 MAGNITUDE_BINS = 1 << 13
 """Bins of the histogram of magnitudes: the exponent and five mantissa bits of float32, so 3 % wide at most."""
+
+HEADROOM = 1 << 14
+"""How far an amax may lie above a block's own: that block's scale is then 0.027 of 448, which e4m3 has at full
+precision (from 2^-6 on)."""
 
 
 def check_observable(linear: nn.Linear) -> None:
@@ -25,14 +30,19 @@ def check_observable(linear: nn.Linear) -> None:
 class ObservedLinear(nn.Linear):
     """An nn.Linear that counts the magnitudes of its inputs, in buffers that a state_dict carries along.
 
+    What is seen is the input after the Hadamard transform, if the activation gets one.
+
     Attributes:
-        activation_amax: float32 0-d, the largest finite magnitude seen, after the Hadamard transform if the
-            activation gets one.
+        activation_amax: float32 0-d, the largest finite magnitude seen.
         activation_histogram: int64 (8192,), how many magnitudes fell into each bin.
+        activation_block_histogram: int64 (8192,), how many blocks of 16 have their largest magnitude in each bin.
+        activation_squares: float32 (K,), the sum of the squares of each column's finite inputs.
     """
 
     activation_amax: Tensor
     activation_histogram: Tensor
+    activation_block_histogram: Tensor
+    activation_squares: Tensor
     hadamard_sign: int | None
 
     @classmethod
@@ -43,16 +53,23 @@ class ObservedLinear(nn.Linear):
         assert isinstance(linear, ObservedLinear)
         device = linear.weight.device
         linear.hadamard_sign = spec.hadamard_sign
-        linear.register_buffer("activation_amax", torch.zeros((), dtype=torch.float32, device=device))
-        linear.register_buffer("activation_histogram", torch.zeros(MAGNITUDE_BINS, dtype=torch.int64, device=device))
+        columns = linear.in_features if spec.hadamard_sign is None else ceil_to(linear.in_features, BLOCK)
+        for name, size, dtype in (
+            ("activation_amax", (), torch.float32),
+            ("activation_histogram", (MAGNITUDE_BINS,), torch.int64),
+            ("activation_block_histogram", (MAGNITUDE_BINS,), torch.int64),
+            ("activation_squares", (columns,), torch.float32),
+        ):
+            linear.register_buffer(name, torch.zeros(size, dtype=dtype, device=device))
         return linear
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ObservedLinear:
-        """As any module's, but that the amax stays float32: rounded down by a cast it would clip what was seen."""
-        amax = self.activation_amax
+        """As any module's, but that floats stay float32: an amax rounded down by a cast would clip what was seen."""
+        before = {name: getattr(self, name) for name in ("activation_amax", "activation_squares")}
         super()._apply(fn, recurse)
-        moved = self.activation_amax
-        self.activation_amax = moved.float() if amax.is_meta else amax.to(moved.device)
+        for name, value in before.items():
+            moved = getattr(self, name)
+            setattr(self, name, moved.float() if value.is_meta else value.to(moved.device))
         return self
 
     def forward(self, input: Tensor) -> Tensor:
@@ -61,10 +78,23 @@ class ObservedLinear(nn.Linear):
             if self.hadamard_sign is not None:
                 x = torch.ops.nvfp4.hadamard(x, self.hadamard_sign)
             self.activation_amax.copy_(torch.maximum(self.activation_amax, torch.ops.nvfp4.amax(x)))
-            magnitude = x.float().abs()
-            bins = magnitude[magnitude.isfinite()].view(torch.int32) >> 18
-            self.activation_histogram += torch.bincount(bins, minlength=MAGNITUDE_BINS)
+            magnitude = x.reshape(-1, x.shape[-1]).float().abs()
+            magnitude = torch.where(magnitude.isfinite(), magnitude, -1.0)
+            blocks = nn.functional.pad(magnitude, (0, -magnitude.shape[-1] % BLOCK), value=-1.0).unflatten(
+                -1, (-1, BLOCK)
+            )
+            self.activation_histogram += _counts(magnitude)
+            self.activation_block_histogram += _counts(blocks.amax(dim=-1))
+            self.activation_squares += magnitude.clamp(min=0).square().sum(dim=0)
         return super().forward(input)
+
+    def check_observed(self) -> None:
+        """Raises a RuntimeError where nothing has been observed."""
+        if self.activation_histogram.sum() == 0:
+            raise RuntimeError(
+                f"{self} has seen no input, so nothing was converted: run the model on data that reach it, or leave it "
+                "dense with its stop_observing(), then convert"
+            )
 
     def amax_at(self, percentile: float | None) -> Tensor:
         """The observed amax, or the magnitude below which that percentage of what was seen lies: float32 0-d.
@@ -72,20 +102,44 @@ class ObservedLinear(nn.Linear):
         Raises:
             RuntimeError: nothing has been observed.
         """
-        counts = self.activation_histogram.cumsum(0)
-        if counts[-1] == 0:
-            raise RuntimeError(
-                f"{self} has seen no input, so nothing was converted: run the model on data that reach it, or leave it "
-                "dense with its stop_observing(), then convert"
-            )
+        self.check_observed()
         if percentile is None:
             return self.activation_amax.clone()
-        bin_ = torch.searchsorted(counts, torch.ceil(counts[-1] * (percentile / 100)).long().clamp(min=1))
-        upper_edge = (((bin_ + 1) << 18).int() - 1).view(torch.float32)
-        return torch.minimum(upper_edge, self.activation_amax)
+        return torch.minimum(_percentile(self.activation_histogram, percentile), self.activation_amax)
+
+    def amax_with_headroom(self) -> Tensor:
+        """As large as 99 % of the blocks allow, whose scales keep their precision; but no block of 10,000 saturates.
+
+        That is the larger of :data:`HEADROOM` times the first percentile of the blocks' amaxes (of those that are not
+        zero) and their 99.99th percentile: float32 0-d.
+
+        Raises:
+            RuntimeError: nothing has been observed.
+        """
+        self.check_observed()
+        blocks = self.activation_block_histogram.clone()
+        blocks[0] = 0  # zeros, and what is below 2^-126: their scales are zero under any amax
+        if blocks.sum() == 0:
+            return self.activation_amax.clone()
+        most = torch.minimum(_percentile(blocks, 99.99), self.activation_amax)
+        return torch.maximum(HEADROOM * _percentile(blocks, 1), most).clamp(max=FLOAT32_MAX)
 
     def stop_observing(self) -> nn.Linear:
         """The same module, a plain nn.Linear again."""
-        del self.activation_amax, self.activation_histogram, self.hadamard_sign
+        for name in ("amax", "histogram", "block_histogram", "squares"):
+            delattr(self, f"activation_{name}")
+        del self.hadamard_sign
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
+
+
+def _counts(magnitude: Tensor) -> Tensor:
+    """How many magnitudes, those below zero left out, fall into each bin: int64 (8192,)."""
+    return torch.bincount(magnitude[magnitude >= 0].view(torch.int32) >> 18, minlength=MAGNITUDE_BINS)
+
+
+def _percentile(histogram: Tensor, percentile: float) -> Tensor:
+    """The upper edge of the bin in which that percentage is reached: float32 0-d."""
+    counts = histogram.cumsum(0)
+    bin_ = torch.searchsorted(counts, torch.ceil(counts[-1] * (percentile / 100)).long().clamp(min=1))
+    return (((bin_ + 1) << 18).int() - 1).view(torch.float32)

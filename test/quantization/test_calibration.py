@@ -7,7 +7,9 @@ from torch import nn
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, quantize
+from nvfp4_tensor.numerics.reference import nearest_value
 from nvfp4_tensor.quantization.observer import ObservedLinear
+from nvfp4_tensor.quantization.weighted import quantize_weighted
 
 
 def model():
@@ -219,3 +221,137 @@ def test_a_backend_missing_at_convert_keeps_what_was_observed(monkeypatch):
 def test_progress_is_shown(capsys):
     calibrate(model(), batches(2))
     assert "calibrating" in capsys.readouterr().err
+
+
+# --- a scale search weighted by the inputs ---------------------------------------------------------------------------
+
+SEARCH = {"weight_spec": QuantizeSpec(scale_search="mse")}
+
+
+def loud(columns=48, rows=64):
+    """Inputs of which some columns are twenty times as large as others."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(rows, columns, generator=generator) * torch.logspace(-1, 1, columns)
+
+
+@pytest.mark.parametrize("spec", [QuantizeSpec(scale_search="mse"), QuantizeSpec(scale_search="mse", block_rows=16)])
+def test_equal_weights_change_nothing(spec):
+    w = torch.randn(70, 100)
+    own, plain = quantize_weighted(w, spec, torch.full((100,), 7.0)), quantize(w, spec)
+    same = own.unswizzled_scale().view(torch.uint8) == plain.unswizzled_scale().view(torch.uint8)
+    assert same.float().mean() > 0.995  # the sums of errors are rounded otherwise
+    assert (own.dequantize() == plain.dequantize()).float().mean() > 0.995
+
+
+def test_each_block_has_the_candidate_of_least_weighted_error():
+    w, squares, spec = torch.randn(20, 64), torch.rand(64) + 0.01, QuantizeSpec(scale_search="mse")
+    own = quantize_weighted(w, spec, squares)
+    usual = quantize(w, spec.replace(scale_search=None, scale_ceiling=256)).unswizzled_scale().view(torch.uint8).int()
+    errors = []
+    for step in range(-1, 6):
+        s = (usual + step).to(torch.uint8).view(torch.float8_e4m3fn).double() * own.per_tensor_scale.double()
+        blocks = w.double().unflatten(1, (-1, 16))
+        codes = nearest_value((blocks / s.unsqueeze(-1)).float()).double()
+        errors.append(((codes * s.unsqueeze(-1) - blocks).square() * squares.view(-1, 16)).sum(-1))
+    best = torch.stack(errors).argmin(0) - 1
+    chosen = own.unswizzled_scale().view(torch.uint8).int() - usual
+    assert (chosen == best).float().mean() > 0.99
+    assert len(chosen.unique()) > 4
+
+
+@pytest.mark.parametrize("make", [NVFP4WeightOnlyConfig, NVFP4Config])
+def test_weighted_by_what_is_fed(make):
+    x, layer = loud(), nn.Linear(48, 64, bias=False)
+    plain, own = nn.Sequential(copy.deepcopy(layer)), nn.Sequential(copy.deepcopy(layer))
+    quantize_(plain, NVFP4WeightOnlyConfig(**SEARCH))
+    calibrate(own, [x[:40], x[40:]], make(**SEARCH, weighted=True), progress=False)
+    assert torch.equal(
+        own[0].weight.qdata, quantize_weighted(layer.weight.detach(), SEARCH["weight_spec"], x.square().sum(0)).qdata
+    )
+    errors = [((m[0].weight.dequantize() - layer.weight) @ x.T).square().sum() for m in (own, plain)]
+    assert errors[0] < 0.9 * errors[1]
+    assert (own[0].weight.activation_spec is None) == (make is NVFP4WeightOnlyConfig)
+
+
+def test_weighted_in_two_steps_and_for_linears_of_one_weight():
+    m = nn.ModuleList([nn.Linear(48, 32, bias=False), nn.Linear(48, 32, bias=False)])
+    m[1].weight = m[0].weight
+    dense, x = m[0].weight.detach(), loud()
+    quantize_(m, NVFP4WeightOnlyConfig(**SEARCH, weighted=True, step="prepare"))
+    m[0](x[:30]), m[1](x[30:])
+    quantize_(m, NVFP4WeightOnlyConfig(**SEARCH, weighted=True, step="convert"))
+    assert m[0].weight is m[1].weight
+    assert torch.equal(m[0].weight.qdata, quantize_weighted(dense, SEARCH["weight_spec"], x.square().sum(0)).qdata)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: NVFP4WeightOnlyConfig(weighted=True), ValueError, "weighted changes a scale search alone"),
+        (lambda: NVFP4WeightOnlyConfig(step="prepare"), ValueError, "step would change nothing"),
+        (
+            lambda: quantize_(model(), NVFP4WeightOnlyConfig(scale_search="mse", weighted=True)),
+            ValueError,
+            'weighted needs inputs: give the config to calibrate, or with step="prepare"',
+        ),
+        (lambda: calibrate(model(), batches(), NVFP4WeightOnlyConfig()), TypeError, "with weighted=True"),
+        (lambda: NVFP4Config(percentile=99, headroom=True), ValueError, "each choose the amax"),
+        (lambda: NVFP4Config(headroom=True, step="prepare"), ValueError, "headroom would change nothing"),
+        (lambda: quantize_(model(), NVFP4Config(headroom=True)), ValueError, "headroom would change nothing"),
+        (lambda: quantize_weighted(torch.ones(2, 2), QuantizeSpec(), torch.ones(2) / 0), ValueError, "not finite"),
+    ],
+)
+def test_what_a_calibration_cannot_do(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_columns_that_met_nothing_are_rounded_all_the_same():
+    w, spec = torch.randn(8, 32), QuantizeSpec(scale_search="mse")
+    squares = torch.ones(32)
+    squares[16:] = 0
+    own = quantize_weighted(w, spec, squares).dequantize()
+    assert torch.equal(own, quantize_weighted(w, spec, torch.ones(32)).dequantize())
+    assert torch.equal(quantize_weighted(w, spec, torch.zeros(32)).dequantize(), own)
+
+
+# --- headroom --------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(amaxes):
+    """One block a number, that its largest magnitude."""
+    return torch.cat([torch.linspace(0, 1, 16) * amax for amax in amaxes]).reshape(1, -1)
+
+
+@pytest.mark.parametrize(
+    ("amaxes", "expected"),
+    [
+        ([1.0] * 1000, 16384.0),  # all alike: as much room as keeps their scales in full precision
+        ([0.0] * 500 + [1.0] * 500, 16384.0),  # zeros have no scale to keep
+        ([1e-4] * 20 + [1.0] * 980, 16384e-4),  # the first percentile has 1e-4
+        ([1e-5] * 20 + [3.0] * 980, 3.0),  # more would saturate what was seen
+    ],
+)
+def test_headroom(amaxes, expected):
+    x = blocks_of(amaxes)
+    m = calibrate(nn.Sequential(nn.Linear(x.shape[1], 16)), [x], NVFP4Config(headroom=True), progress=False)
+    assert expected / 1.04 <= m[0].weight.activation_amax <= expected * 1.04
+
+
+def test_a_lone_outlier_is_not_waited_for():
+    x = blocks_of([1e-6] * 500 + [1.0] * 20_000 + [900.0])
+    m = calibrate(nn.Sequential(nn.Linear(x.shape[1], 16)), [x], NVFP4Config(headroom=True), progress=False)
+    assert 0.96 <= m[0].weight.activation_amax <= 1.04
+
+
+def test_larger_inputs_have_room():
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(256, 64, bias=False))
+    x = torch.randn(64, 256)
+    errors = {}
+    for headroom in (False, True):
+        m = calibrate(copy.deepcopy(dense), [x], NVFP4Config(headroom=headroom), progress=False)
+        for size in (1, 20):
+            errors[headroom, size] = ((m(size * x) - dense(size * x)) / size).square().mean()
+    assert errors[True, 1] < 1.1 * errors[False, 1], "it costs nothing on what was seen"
+    assert errors[True, 20] < 0.1 * errors[False, 20]

@@ -52,15 +52,18 @@ class GPTQConfig:
             raise ValueError(f"damping is above 0, 0.01 for instance, got {self.damping!r}")
         if not 0 <= self.to_dense <= 1:
             raise ValueError(f"to_dense is from 0 to 1, got {self.to_dense!r}")
-        for name, spec in (("weight", self.base_config.weight), ("activation", self.activation)):
+        for name, spec in (("weight", self.base_config.weight), ("activation", self.base_config.activation)):
             if spec is not None and (spec.round_mode != RoundingMode.RNE or spec.hadamard_sign is not None):
                 raise ValueError(
                     f"GPTQ takes a {name} spec of round_mode 'rne' without a Hadamard transform, got {spec}"
                 )
         if self.base_config.weight.block_rows != 1:
             raise ValueError(f"GPTQ makes 1x16 blocks: give block_rows=1, not {self.base_config.weight.block_rows}")
-        if getattr(self.base_config, "step", None) is not None or getattr(self.base_config, "percentile", None):
-            raise ValueError("step and percentile belong to calibrate: GPTQ's activations have the amax of each call")
+        if any(getattr(self.base_config, name, None) for name in ("step", "weighted", "percentile", "headroom")):
+            raise ValueError(
+                "step, weighted, percentile and headroom belong to calibrate: GPTQ weighs errors by all of the "
+                "Hessian, and its activations have the amax of each call"
+            )
 
     @property
     def weight(self) -> QuantizeSpec:
@@ -68,13 +71,8 @@ class GPTQConfig:
         return self.base_config.weight
 
     @property
-    def activation(self) -> QuantizeSpec | None:
-        """How activations are; None for weights alone."""
-        return self.base_config.activation if isinstance(self.base_config, NVFP4Config) else None
-
-    @property
     def fields(self) -> dict[str, Any]:
         """What the tensors say of activations."""
         if not isinstance(self.base_config, NVFP4Config):
             return {}
-        return {"activation_spec": self.activation, "product_backend": self.base_config.product_backend}
+        return {"activation_spec": self.base_config.activation, "product_backend": self.base_config.product_backend}

@@ -149,7 +149,7 @@ class _Run:
         """Places outside of layers, in one pass over the model."""
         if not places or self._load(REST, places):
             return
-        collected = Collected(places, self.config.activation)
+        collected = Collected(places, self.config.base_config.activation)
         for batch in batches:
             with Watch(places) as watch:
                 call_model(model, batch)
@@ -162,7 +162,7 @@ class _Run:
         fed: Sequence[Watch | None] = dense or [None] * len(calls)
         if not self._load(name, places):
             for group in self._groups(layer, calls, places, streams, dense):
-                collected = Collected(group, self.config.activation)
+                collected = Collected(group, self.config.base_config.activation)
                 for call, states, z in zip(calls, streams.met, fed, strict=True):
                     with Watch(group) as watch:
                         call.run(layer, states)
