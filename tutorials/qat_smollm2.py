@@ -1,6 +1,6 @@
 """Train a language model for the W4A4 in which it will be served: SmolLM2-135M with a Hugging Face Trainer.
 
-    python tutorials/qat_smollm2.py                                        # 200 steps on a CPU
+    python tutorials/qat_smollm2.py                                        # 100 steps on a CPU, 7 core-seconds each
     python tutorials/qat_smollm2.py --device cuda --steps 1000 --batch 16
 
 torchao's QATConfig makes every linear of the blocks compute in the forward what NVFP4Config will serve; gradients pass
@@ -8,7 +8,12 @@ straight through to float32 masters, the arithmetic is bfloat16 by autocast. The
 model's own predictions, so that nothing but the error of quantization is trained away: next-token loss would teach the
 model the text besides, and its perplexity would fall for that reason too.
 
-Trained on the docstrings of Python's library, judged on 4,096 tokens of its help topics.
+Trained on the docstrings of Python's library, judged on 4,096 tokens of its help topics. What the first line gave
+(CPython 3.11.7, 51,200 tokens of training, 2.9 GiB of memory):
+
+    dense                     perplexity 13.128    269.0 MB
+    W4A4, rounded             perplexity 20.283    116.9 MB
+    W4A4, trained             perplexity 15.777    116.9 MB    63 % of the difference is regained
 """
 
 from __future__ import annotations
@@ -170,8 +175,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=4, help="windows a step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=2, help="windows a step (%(default)s)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--evaluate", type=int, default=4096, help="tokens to judge on (%(default)s)")
