@@ -238,6 +238,11 @@ class Checkpoint(abc.ABC):
         """That of a quantized weight, without its codes where the format has it apart."""
         return self.linear(name).per_tensor_scale
 
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Some rows of a dense tensor, the leading dimensions flattened."""
+        values = self.dense(name)
+        return values.reshape(-1, values.shape[-1])[first:last]
+
     def chunks(self, name: str) -> Iterator[Tensor]:
         """A dense tensor in flat contiguous pieces, in order: what a writer copies, however large it is."""
         yield self.dense(name).contiguous().view(-1)
@@ -282,6 +287,10 @@ class Format(abc.ABC):
         Raises:
             ValueError: a file that is wrong, truncated or of another kind: it names file, tensor, expected and found.
         """
+
+    def one_scale(self, options: dict[str, Any]) -> bool:
+        """Whether weights that are quantized for it get a per-tensor scale of 1: it has no place for any other."""
+        return False
 
     @abc.abstractmethod
     def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> None:

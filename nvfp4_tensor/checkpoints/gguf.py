@@ -27,6 +27,7 @@ from nvfp4_tensor.checkpoints.gguf_names import (
     config_of,
     frequency_factors,
     from_gguf_name,
+    place,
     row_order,
     scaling_of,
     settings_of,
@@ -34,6 +35,7 @@ from nvfp4_tensor.checkpoints.gguf_names import (
 )
 from nvfp4_tensor.checkpoints.gguf_tokenizer import add_tokenizer
 from nvfp4_tensor.checkpoints.mxfp4 import MX_BLOCK, parts_of_mxfp4
+from nvfp4_tensor.checkpoints.views import View
 from nvfp4_tensor.numerics.layout import BLOCK, pack, unpack
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path: Path = path
+        self._last: tuple[str, Tensor] | None = None
         reader = _reader(path)
         self.fields: dict[str, gguf.ReaderField] = dict(reader.fields)
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -142,6 +145,12 @@ class GGUFCheckpoint(Checkpoint):
         values = self._plain(self._names[name])
         order = self._order(name, len(values))
         return values if order is None else values[order.argsort()]
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """The tensor whose rows were asked for last is kept: decoding it takes long."""
+        if self._last is None or self._last[0] != name:
+            self._last = name, self.dense(name)
+        return self._last[1][first:last]
 
     def _plain(self, gguf_name: str) -> Tensor:
         from gguf import quants
@@ -331,9 +340,12 @@ class _Writer:
         return int(self.settings[key])
 
     def _own_tokenizer(self) -> Any:
-        path = self.checkpoint.path
-        if isinstance(self.checkpoint, GGUFCheckpoint):
-            return self.checkpoint.fields
+        source = self.checkpoint
+        while isinstance(source, View):
+            source = source.source
+        if isinstance(source, GGUFCheckpoint):
+            return source.fields
+        path = source.path
         return path if path is not None and (path / "tokenizer.json").is_file() else None
 
     def _names(self) -> dict[str, str]:
@@ -345,7 +357,7 @@ class _Writer:
             if name == "lm_head.weight" and self.checkpoint.config.get("tie_word_embeddings") and not entry.quantized:
                 continue  # llama.cpp takes the embedding for it
             names[name] = gguf_name
-        return names
+        return dict(sorted(names.items(), key=lambda item: place(item[1])))
 
     def _check(self, name: str, entry: Entry) -> None:
         if not entry.quantized:

@@ -109,6 +109,16 @@ def to_gguf_name(name: str) -> str | None:
     return None
 
 
+_RANKS = {module: rank for rank, module in enumerate(("token_embd", *_LAYER_MODULES.values(), "output_norm", "output"))}
+
+
+def place(gguf_name: str) -> tuple[float, int, str]:
+    """What to sort a file's tensors by: the order of a pass through the model, and q beside k beside v."""
+    parts = gguf_name.split(".")
+    layer = int(parts[1]) if parts[0] == "blk" else -1 if parts[0] == "token_embd" else math.inf
+    return layer, _RANKS[parts[-2]], parts[-1]
+
+
 _FROM_MODULES = {gguf: name for name, gguf in _MODULES.items()}
 _FROM_LAYER_MODULES = {gguf: name for name, gguf in _LAYER_MODULES.items()}
 

@@ -120,6 +120,9 @@ class MLX(SafetensorsFormat):
         if self._global_scale and (experts := [name for name, entry in quantized.items() if entry.scales]):
             raise ValueError(f"MLX takes one global_scale a weight, and experts have one each: {some(experts)}")
 
+    def one_scale(self, options: dict[str, Any]) -> bool:
+        return not options.get("global_scale")
+
     def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
         return {"format": "mlx"}
 
@@ -232,7 +235,10 @@ class _Folded(_View):
     """Per-tensor scales in the block scales."""
 
     def _is_exact(self, name: str) -> bool:
-        significand = torch.frexp(self.source.per_tensor_scale(name).double()).mantissa * 16
+        factor = self.source.per_tensor_scale(name)
+        if (factor == 1).all():
+            return True
+        significand = torch.frexp(factor.double()).mantissa * 16
         if not torch.equal(significand, significand.round()):  # e4m3 has four bits
             return False
         return _folded(self.source.linear(name)) is not None

@@ -1,4 +1,4 @@
-"""Quantizing a folder of dense safetensors, without a model and without its size in memory."""
+"""Quantizing a folder of dense safetensors, or a GGUF, without a model and without its size in memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import LARGEST, Entry, LinearParts, format_named
+from nvfp4_tensor.checkpoints.common import LARGEST, Checkpoint, Entry, LinearParts, format_named
 from nvfp4_tensor.checkpoints.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
+from nvfp4_tensor.checkpoints.gguf import FORMAT as GGUF
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, some
 from nvfp4_tensor.checkpoints.shards import CHUNK
 from nvfp4_tensor.checkpoints.views import View
@@ -44,7 +45,7 @@ def quantize(
     progress: bool = True,
     **options: Any,
 ) -> None:
-    """Quantize a folder of dense safetensors into ``dst``. No model is built, and memory stays under 2 GB.
+    """Quantize a folder of dense safetensors, or a GGUF, into ``dst``. No model is built, and memory stays under 2 GB.
 
     Every weight of two dimensions and columns in multiples of 16 is quantized, but those that names say to be
     embeddings, output layers, routers of experts or encoders of other media (``names.LEFT_DENSE``). Linears that
@@ -52,7 +53,8 @@ def quantize(
     call takes up an interrupted one at its last whole shard.
 
     Args:
-        src: a folder with *.safetensors, or one such file: bfloat16, float16 or float32.
+        src: a folder with *.safetensors, or one such file: bfloat16, float16 or float32. Or a GGUF, whose weights of
+            llama.cpp's other types are decoded first.
         dst: is not there yet; it appears when it is whole.
         to: a name of :data:`FORMATS`.
         spec: how; to nearest by default. ``QuantizeSpec(four_over_six=True)`` or ``(scale_search=True)`` lose less.
@@ -74,27 +76,28 @@ def quantize(
             spec with a Hadamard transform. Then nothing is written.
     """
     target = format_named(to)
-    source = FolderCheckpoint(DENSE, Path(src))
+    source: Checkpoint = GGUF.read(Path(src)) if GGUF.detect(Path(src)) else FolderCheckpoint(DENSE, Path(src))
     with source:
-        checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed)
+        checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, target.one_scale(options))
         target.write(checkpoint, Path(dst), progress=progress, **options)
 
 
 class Quantized(View):
     """A dense checkpoint as one whose linears are NVFP4: each is quantized when it is asked for."""
 
-    source: FolderCheckpoint
-
     def __init__(
         self,
-        source: FolderCheckpoint,
+        source: Checkpoint,
         spec: QuantizeSpec | None = None,
         exclude: Sequence[str] = (),
         include: Sequence[str] = (),
         input_amax: Mapping[str, float] | None = None,
         seed: int = 0,
+        one_scale: bool = False,
     ) -> None:
+        """one_scale: whether per-tensor scales are 1; the others as :func:`quantize` takes them."""
         super().__init__(source)
+        self._one_scale = one_scale
         self.spec = stored_spec(spec)
         self.seed = seed
         if self.spec.hadamard_sign is not None:
@@ -116,7 +119,14 @@ class Quantized(View):
 
     def identity(self) -> list[Any] | None:
         inner = super().identity()
-        settings = [str(self.spec), self.spec.pack(), self.seed, sorted(self.chosen), sorted(self._input_amax.items())]
+        settings = [
+            str(self.spec),
+            self.spec.pack(),
+            self.seed,
+            self._one_scale,
+            sorted(self.chosen),
+            sorted(self._input_amax.items()),
+        ]
         return None if inner is None else [*inner, *settings]
 
     def per_tensor_scale(self, name: str) -> Tensor:
@@ -152,6 +162,8 @@ class Quantized(View):
 
     def _shared_amax(self, name: str) -> Tensor:
         """The largest magnitude of the weights that a server joins with this one; they are kept if they are small."""
+        if self._one_scale:
+            return torch.tensor(self.spec.largest_value)
         group = joined_with(name, self.chosen)
         if group not in self._amax:
             self._held.clear()
@@ -168,12 +180,14 @@ class Quantized(View):
         return torch.stack([torch.ops.nvfp4.amax(piece) for piece in pieces]).amax()
 
 
-def chosen_linears(source: FolderCheckpoint, exclude: Sequence[str], include: Sequence[str]) -> dict[str, Entry]:
+def chosen_linears(source: Checkpoint, exclude: Sequence[str], include: Sequence[str]) -> dict[str, Entry]:
     """What is quantized, by name; a warning names weights that would be but for their size or dtype.
 
     Raises:
         ValueError: nothing is, or a pattern matches no weight.
     """
+    if quantized := [name for name, entry in source.entries.items() if entry.quantized]:
+        raise ValueError(f"{source.path}: expected dense weights, found NVFP4 in {some(quantized)}: convert() it")
     weights = {
         name: entry
         for name, entry in source.entries.items()
@@ -200,7 +214,7 @@ def chosen_linears(source: FolderCheckpoint, exclude: Sequence[str], include: Se
     return chosen
 
 
-def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source: FolderCheckpoint) -> dict[str, float]:
+def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source: Checkpoint) -> dict[str, float]:
     """input_amax by parameter's name, in float32; joined linears, which are fed the same, get their largest."""
     named = {name if name in chosen else f"{name}.weight": float(value) for name, value in amax.items()}
     if unknown := [name for name in named if name not in chosen]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.checkpoints import TINY, InMemory, quantized, same_parts, tiny_tensors
 
-from nvfp4_tensor import QuantizeSpec, quantize
+from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.gguf import FORMAT, pack_blocks, unpack_blocks, unpack_mxfp4
 from nvfp4_tensor.checkpoints.mxfp4 import to_nvfp4
@@ -171,6 +171,57 @@ def test_rope_scaling_of_llama_3(tmp_path, tensors):
     assert factors.max() == 32.0 and factors.min() == 1.0
 
 
+# --- the ways of the room --------------------------------------------------------------------------------------------
+
+
+def test_quantized_converted_loaded_and_saved(tmp_path, tensors):
+    """A dense GGUF is quantized to a folder; that is converted to GGUF, loaded into a model and saved again."""
+    transformers = pytest.importorskip("transformers")
+    dense = tiny_tensors()
+    write(tmp_path / "dense.gguf", dense, dense="q8_0")
+    assert checkpoints.detect(tmp_path / "dense.gguf") == "gguf"
+    with FORMAT.read(tmp_path / "dense.gguf") as source:
+        want = {name: source.dense(name) for name in source.entries}
+    checkpoints.quantize(tmp_path / "dense.gguf", tmp_path / "folder", progress=False)
+    checkpoints.convert(tmp_path / "folder", tmp_path / "a.gguf", to="gguf", progress=False)
+    with FORMAT.read(tmp_path / "a.gguf") as checkpoint:
+        up = quantize(want[DOWN])  # it shares its scale with none
+        assert same_parts(checkpoint.linear(DOWN), parts_of(up))
+        config = transformers.AutoConfig.for_model(
+            **{k: v for k, v in checkpoint.config.items() if k != "architectures"}
+        )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    checkpoints.load(model, tmp_path / "a.gguf", progress=False)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight.dequantize(), up.dequantize())
+    checkpoints.save(model, tmp_path / "b.gguf", format="gguf", progress=False)
+    with FORMAT.read(tmp_path / "a.gguf") as a, FORMAT.read(tmp_path / "b.gguf") as b:
+        for name, entry in a.entries.items():
+            if entry.quantized:
+                assert same_parts(a.linear(name), b.linear(name)), name
+            else:
+                assert torch.equal(a.dense(name).bfloat16(), b.dense(name).bfloat16()), name
+    with pytest.raises(ValueError, match=r"found NVFP4 in model\.layers.* convert\(\) it"):
+        checkpoints.quantize(tmp_path / "a.gguf", tmp_path / "c", progress=False)
+
+
+@pytest.mark.parametrize("to", ["modelopt", "comfy", "mlx"])
+def test_to_every_other_format_and_back(tmp_path, tensors, to):
+    ones = {n: t._replace(per_tensor_scale=torch.ones(())) if "_proj" in n else t for n, t in tensors.items()}
+    write(tmp_path / "a.gguf", ones)
+    other = tmp_path / ("b.safetensors" if to == "comfy" else "b")
+    checkpoints.convert(tmp_path / "a.gguf", other, to=to, progress=False)
+    with checkpoints.read(tmp_path / "a.gguf") as a, checkpoints.read(other) as b:
+        assert b.format == to and set(a.entries) == set(b.entries)
+        for name, entry in a.entries.items():
+            if entry.quantized:
+                assert same_parts(a.linear(name), b.linear(name)), name
+            else:
+                assert torch.equal(a.dense(name), b.dense(name)), name
+    if to != "comfy":  # which has no config.json
+        checkpoints.convert(other, tmp_path / "c.gguf", to="gguf", progress=False)
+        assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -239,9 +290,9 @@ def test_strange_tensors_are_refused(tmp_path, tensors, monkeypatch):
     from nvfp4_tensor.checkpoints import gguf as module
 
     to_name = module.to_gguf_name
-    monkeypatch.setattr(module, "to_gguf_name", lambda name: "blk.0.odd.weight" if name == DOWN else to_name(name))
+    monkeypatch.setattr(module, "to_gguf_name", lambda name: "blk.0.output.weight" if name == DOWN else to_name(name))
     FORMAT.write(InMemory(tensors, TINY), tmp_path / "a.gguf", progress=False)
-    with pytest.raises(ValueError, match=r"no LlamaForCausalLM has: blk\.0\.odd"):
+    with pytest.raises(ValueError, match=r"no LlamaForCausalLM has: blk\.0\.output\.weight"):
         FORMAT.read(tmp_path / "a.gguf")
 
 

@@ -9,7 +9,7 @@ from helpers.checkpoints import InMemory, same_parts
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from nvfp4_tensor import QuantizeSpec, quantize
+from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.mlx import AMAX_OF_ONE, FORMAT
 
@@ -126,6 +126,19 @@ def test_rows_fold_each_by_its_own_scale(tmp_path):
     assert rows.per_tensor_scale.shape == (64,)
     with write(tmp_path / "a", {NAME: rows}) as checkpoint:
         assert torch.equal(tensor_of(checkpoint.linear(NAME), torch.float32).dequantize(), rows.dequantize())
+
+
+def test_quantizing_for_mlx_needs_no_second_rounding(tmp_path):
+    (tmp_path / "src").mkdir()
+    x = torch.randn(48, 80)
+    save_file({NAME: x}, tmp_path / "src/model.safetensors")
+    checkpoints.quantize(tmp_path / "src", tmp_path / "a", to="mlx", progress=False)
+    with checkpoints.read(tmp_path / "a") as checkpoint:
+        assert checkpoint.format == "mlx"
+        assert same_parts(checkpoint.linear(NAME), parts_of(quantize(x, amax=AMAX_OF_ONE)))
+    checkpoints.quantize(tmp_path / "src", tmp_path / "b", to="mlx", progress=False, global_scale=True)
+    with checkpoints.read(tmp_path / "b") as checkpoint:
+        assert same_parts(checkpoint.linear(NAME), parts_of(quantize(x)))
 
 
 def test_activations_are_left_out_with_a_warning(tmp_path):
