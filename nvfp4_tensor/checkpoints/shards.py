@@ -18,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "U32": torch.uint32,
+    "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16,
+    "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+"""By the name that headers have for them, in the order in which the library of safetensors lays out a file."""
+
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 CHUNK = 32 << 20
@@ -180,8 +182,9 @@ class ShardFile:
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """tensors: with dtype and shape as they will be; their values are not looked at, they may be on meta."""
-        # As the library of safetensors orders them, so that every tensor is aligned: large elements first, then names.
-        names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+        # As that library orders them, so that every tensor is aligned and the file is the one that it would write.
+        order = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+        names = sorted(tensors, key=lambda name: (order[tensors[name].dtype], name))
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         self.offsets: dict[str, int] = {}
         self._left: dict[str, int] = {}

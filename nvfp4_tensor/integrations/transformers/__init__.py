@@ -10,9 +10,11 @@ import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without 
 # isort: split
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
+from nvfp4_tensor.integrations.transformers.attach import attach_quantizer
 from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compressed_tensors
 from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer
+from nvfp4_tensor.integrations.transformers.saving import save
 from nvfp4_tensor.integrations.transformers.while_loading import WhileLoadingQuantizer
 
 __all__ = [
@@ -21,7 +23,9 @@ __all__ = [
     "ModelOptConfig",
     "NVFP4TensorConfig",
     "WhileLoadingQuantizer",
+    "attach_quantizer",
     "read_compressed_tensors",
+    "save",
 ]
 
 register_quantization_config(METHOD)(NVFP4TensorConfig)

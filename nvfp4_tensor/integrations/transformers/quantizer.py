@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, NVFP4TensorConfig
+from nvfp4_tensor.integrations.transformers.saving import plain_state_dict
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -20,6 +21,8 @@ class NVFP4HfQuantizer(HfQuantizer):
 
     Attributes:
         weights: names of the parameters that are NVFP4, or become it when they are loaded.
+        knows_specs: whether the weights say how they were quantized; those of a file say only what a file can.
+        weight_only: whether what is saved leaves out the quantization of activations.
     """
 
     requires_calibration = False
@@ -28,6 +31,8 @@ class NVFP4HfQuantizer(HfQuantizer):
     def __init__(self, quantization_config: NVFP4TensorConfig | CheckpointConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.weights: set[str] = set()
+        self.knows_specs = not self.pre_quantized
+        self.weight_only = False
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Raises a ValueError for weights on a disk."""
@@ -56,6 +61,16 @@ class NVFP4HfQuantizer(HfQuantizer):
         codes = rows * ceil_to(columns, BLOCK) // 2
         scales = ceil_to(rows, 128) * ceil_to(columns, 64) // BLOCK
         return (codes + scales + 4) / param.numel()
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """What save_pretrained writes: ModelOpt's tensors. Of a model with adapters, it writes the adapters alone.
+
+        Raises:
+            ValueError: the model holds what that layout cannot, by name.
+        """
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return None, {}
+        return plain_state_dict(model, self.weight_only), {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         for module in model.modules():

@@ -1,0 +1,135 @@
+"""The model card (README.md) of a quantized model: what was done, how small it became, how good it is."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedModel
+
+import nvfp4_tensor
+from nvfp4_tensor.checkpoints import modelopt
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.names import dense_linears
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+_BODY = """
+# {name}
+
+{what} in [NVFP4](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/):
+4-bit numbers, of which each 16 share an 8-bit scale. The layout is that of NVIDIA's ModelOpt.
+
+## What was done
+| | |
+| --- | --- |
+{done}
+
+## How good it is
+{quality}
+
+## Use
+vLLM, SGLang and TensorRT-LLM read this folder as it is. In transformers, on a GPU of any kind or on a CPU:
+
+```python
+import nvfp4_tensor.integrations.transformers  # pip install nvfp4-tensor
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+```
+"""
+
+
+def model_card(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    *,
+    name: str,
+    knows_specs: bool,
+    base_model: str | None = None,
+    perplexity: dict[str, float] | None = None,
+    text: str | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> ModelCard:
+    """The card of a model that is saved as ``checkpoint``.
+
+    Args:
+        name: of the folder or repository.
+        knows_specs: whether the weights say how they were quantized; those of a file say only what a file can.
+        base_model, perplexity, text, metadata: as :func:`save` takes them.
+    """
+    results = None
+    if perplexity:
+        measured = next(iter(perplexity.values()))
+        results = [EvalResult("text-generation", "text", text or "text", "perplexity", measured)]
+    header: dict[str, Any] = {
+        "library_name": "transformers",
+        "tags": ["nvfp4", "modelopt", "nvfp4_tensor"],
+        "model_name": name,
+        "eval_results": results,
+        **({} if base_model is None else {"base_model": base_model, "base_model_relation": "quantized"}),
+        **(metadata or {}),
+    }
+    body = _BODY.format(
+        name=name,
+        what=base_model or type(model).__name__,
+        done="\n".join(f"| {row} | {value} |" for row, value in _done(model, checkpoint, knows_specs).items()),
+        quality=_quality(perplexity, text),
+    )
+    return ModelCard(f"---\n{ModelCardData(**header)}\n---\n{body}")
+
+
+def _done(model: PreTrainedModel, checkpoint: Checkpoint, knows_specs: bool) -> dict[str, str]:
+    """The rows of the table."""
+    quantized = [entry for entry in checkpoint.entries.values() if entry.quantized]
+    stored = sum(_stored_bytes(entry) for entry in checkpoint.entries.values())
+    dense = sum(_numbers([entry]) * entry.dtype.itemsize for entry in checkpoint.entries.values())
+    bits = 8 * sum(_stored_bytes(entry) for entry in quantized) / _numbers(quantized)
+    algorithm = modelopt.quantization_of(checkpoint)["quant_algo"]
+    rounding = _specs(model) if knows_specs else "as in the checkpoint that it was loaded from"
+    return {
+        "weights": f"{algorithm}: {len(quantized)} matrices, {bits:.2f} bits a weight",
+        "rounding (nvfp4_tensor.QuantizeSpec)": rounding,
+        "activations": _activations(quantized),
+        "left dense": ", ".join(dense_linears(checkpoint)) or "no linear",
+        "size": f"{stored / 1e6:,.1f} MB, {stored / dense:.3f} of {dense / 1e6:,.1f} MB",
+        "versions": f"nvfp4_tensor {nvfp4_tensor.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+    }
+
+
+def _specs(model: PreTrainedModel) -> str:
+    weights = [weight for weight in model.parameters() if isinstance(weight, NVFP4Tensor)]
+    counts = collections.Counter(str(weight.spec) for weight in weights)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return "; ".join(f"{spec} ({count})" for spec, count in counts.most_common())
+
+
+def _activations(quantized: list[Entry]) -> str:
+    count = sum(entry.quantizes_activations for entry in quantized)
+    if not count:
+        return "as they come"
+    return f"NVFP4 by static scales, in front of {'all' if count == len(quantized) else count}"
+
+
+def _quality(perplexity: dict[str, float] | None, text: str | None) -> str:
+    if not perplexity:
+        return "Not measured."
+    rows = "\n".join(f"| {model} | {value:.3f} |" for model, value in perplexity.items())
+    return f"Perplexity{f' of {text}' if text else ''}, lower is better:\n\n| | |\n| --- | ---: |\n{rows}"
+
+
+def _numbers(entries: Iterable[Entry]) -> int:
+    return sum(math.prod(entry.shape) for entry in entries)
+
+
+def _stored_bytes(entry: Entry) -> int:
+    if not entry.quantized:
+        return math.prod(entry.shape) * entry.dtype.itemsize
+    parts = entry.meta()
+    return sum(t.numel() * t.dtype.itemsize for t in (parts.qdata, parts.scale, parts.per_tensor_scale))

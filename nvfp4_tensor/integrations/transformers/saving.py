@@ -1,0 +1,114 @@
+"""What save_pretrained writes: plain tensors and the configuration of ModelOpt's layout."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.accelerate import load_offloaded_parameter
+
+from nvfp4_tensor.checkpoints import modelopt
+from nvfp4_tensor.checkpoints.common import Checkpoint, nan_blocks
+from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
+from nvfp4_tensor.checkpoints.shards import write_json
+from nvfp4_tensor.checkpoints.views import WeightOnly
+from nvfp4_tensor.integrations.transformers.card import model_card
+from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
+
+
+def save(
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    weight_only: bool = False,
+    base_model: str | None = None,
+    perplexity: dict[str, float] | None = None,
+    text: str | None = None,
+    metadata: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """A folder ready for the hub: ``model.save_pretrained(folder)``, hf_quant_config.json, a model card, the tokenizer.
+
+    ``huggingface_hub.upload_folder(repo_id=..., folder_path=folder)`` publishes it.
+
+    Args:
+        tokenizer: saved too (anything with a save_pretrained).
+        weight_only: leave out the quantization of activations (W4A4 becomes W4A16).
+        base_model: what was quantized: its name on the hub, for the card.
+        perplexity: measured by the caller, for the card: {"NVFP4": 15.75, "bfloat16": 13.13}. The first is this model.
+        text: on what text it was measured.
+        metadata: more for the card's header: {"license": "apache-2.0", "language": "en"}.
+        options: of save_pretrained.
+
+    Raises:
+        ValueError: the model has no quantizer (attach_quantizer gives it one), or holds what ModelOpt's layout cannot;
+            push_to_hub, which would come before the card.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        raise ValueError("the model is not known to be quantized: attach_quantizer(model) first")
+    if options.pop("push_to_hub", False):
+        raise ValueError("the card is written last: save, then huggingface_hub.upload_folder(repo_id, folder_path)")
+    folder = Path(folder)
+    quantizer.weight_only = weight_only
+    try:
+        model.save_pretrained(folder, **options)
+    finally:
+        quantizer.weight_only = False
+    checkpoint = checkpoint_of(model, weight_only)
+    write_json(folder / modelopt.HF_QUANT_CONFIG, modelopt.hf_quant_config(checkpoint))
+    card = model_card(
+        model,
+        checkpoint,
+        name=folder.name,
+        knows_specs=quantizer.knows_specs,
+        base_model=base_model,
+        perplexity=perplexity,
+        text=text,
+        metadata=metadata,
+    )
+    card.save(folder / "README.md")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def checkpoint_of(model: PreTrainedModel, weight_only: bool = False) -> Checkpoint:
+    """The model as a checkpoint, one per-tensor scale where servers join linears."""
+    held: Any = _brought_back(model) or model
+    checkpoint: Checkpoint = ModelCheckpoint(held, {}, different="requantize")
+    return WeightOnly(checkpoint) if weight_only else checkpoint
+
+
+def _brought_back(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """The state dict of a model of which accelerate keeps a part elsewhere; None where all of it is in place."""
+    state = model.state_dict(keep_vars=True)
+    if not any(tensor.is_meta for tensor in state.values()):
+        return None
+    return {n: load_offloaded_parameter(model, n) if tensor.is_meta else tensor for n, tensor in state.items()}
+
+
+def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Tensor]:
+    """The tensors that are written; the model's config says from now on what they are."""
+    checkpoint = checkpoint_of(model, weight_only)
+    modelopt.FORMAT.check(checkpoint)
+    tensors: dict[str, Tensor] = {}
+    with_nan = []
+    for name, entry in checkpoint.entries.items():
+        if not entry.quantized:
+            tensors[name] = checkpoint.dense(name)
+            continue
+        parts = checkpoint.linear(name)
+        for key, tensor in modelopt.FORMAT.encode(name, parts, entry).items():
+            # Linears of one scale may share its tensor, which transformers would take for a tied weight.
+            tensors[key] = tensor.clone() if tensor.dim() == 0 else tensor
+        if nan_blocks(parts):
+            with_nan.append(name)
+    if with_nan:
+        warnings.warn(f"{some(with_nan)} hold blocks that are NaN: vLLM refuses such a checkpoint", stacklevel=2)
+    model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(checkpoint))
+    return tensors

@@ -1,0 +1,168 @@
+"""save_pretrained writes ModelOpt's layout, byte for byte what checkpoints.save writes, and reads it back."""
+
+import filecmp
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchao.quantization import quantize_
+from transformers import AutoModelForCausalLM
+
+from nvfp4_tensor import (
+    NVFP4Config,
+    NVFP4Tensor,
+    NVFP4WeightOnlyConfig,
+    QuantizeSpec,
+    calibrate,
+    checkpoints,
+)
+from nvfp4_tensor.integrations import transformers as nvfp4
+
+
+def load(folder, config=None, **kwargs):
+    quantization = nvfp4.NVFP4TensorConfig(config or NVFP4WeightOnlyConfig(four_over_six=True))
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, **kwargs)
+
+
+def calibrated(model, ids):
+    """W4A4 with static scales, which servers need."""
+    is_linear = lambda module, name: isinstance(module, torch.nn.Linear) and "lm_head" not in name  # noqa: E731
+    calibrate(model, [ids], NVFP4Config(), filter_fn=is_linear, progress=False)
+    return nvfp4.attach_quantizer(model)
+
+
+def quantized(model):
+    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)}
+
+
+def same_files(a, b, *names):
+    return [name for name in names if not filecmp.cmp(a / name, b / name, shallow=False)] == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_are_those_of_checkpoints_save(llama, tmp_path, ids, tied):
+    model = load(llama(tie_word_embeddings=tied)[1])
+    nvfp4.save(model, tmp_path / "a")
+    checkpoints.save(model, tmp_path / "b", progress=False)
+    assert same_files(tmp_path / "a", tmp_path / "b", "model.safetensors", "hf_quant_config.json")
+    assert json.loads((tmp_path / "a/config.json").read_text()) == json.loads((tmp_path / "b/config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    again.save_pretrained(tmp_path / "c")
+    assert same_files(tmp_path / "a", tmp_path / "c", "model.safetensors", "config.json")
+
+
+def test_in_shards(llama, tmp_path, ids):
+    model = load(llama()[1])
+    model.save_pretrained(tmp_path / "a", max_shard_size="30KB")
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "a")(ids).logits, model(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore:requantizing")
+def test_static_activation_scales(llama, tmp_path, ids):
+    """Of a model that was calibrated: its own scales come back, and its weights but for the rounding of q, k, v; gate, up."""
+    model = calibrated(llama()[0], ids)
+    model.save_pretrained(tmp_path / "w4a4")
+    config = json.loads((tmp_path / "w4a4/config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "NVFP4"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "w4a4")
+    for name, weight in quantized(again).items():
+        expected = model.get_parameter(name)
+        torch.testing.assert_close(weight.activation_amax, expected.activation_amax, rtol=3e-7, atol=0)
+        if "down_proj" in name or "o_proj" in name:
+            assert torch.equal(weight.qdata, expected.qdata) and torch.equal(weight.scale, expected.scale)
+        exact = expected.dequantize().float()
+        assert (weight.dequantize().float() - exact).norm() < 0.1 * exact.norm()
+
+
+def test_scales_of_each_call_are_refused_or_left_out(llama, tmp_path):
+    model = load(llama()[1], NVFP4Config())
+    with pytest.raises(ValueError, match=r"calibrate\(model, batches\) gives it, or .* weight_only=True"):
+        model.save_pretrained(tmp_path / "w4a4")
+    nvfp4.save(model, tmp_path / "w4a16", weight_only=True)
+    again = quantized(AutoModelForCausalLM.from_pretrained(tmp_path / "w4a16"))
+    assert len(again) == 14
+    for name, weight in again.items():
+        assert weight.activation_spec is None and torch.equal(weight.qdata, model.get_parameter(name).qdata)
+    assert model.model.layers[0].mlp.up_proj.weight.activation_spec == QuantizeSpec()
+
+
+def test_a_model_that_quantize_made(llama, tmp_path, ids):
+    """Its q, k and v have scales of their own, which servers cannot take: saying so, the save requantizes them."""
+    model, _ = llama()
+    quantize_(model.model, NVFP4WeightOnlyConfig())
+    with pytest.raises(ValueError, match="attach_quantizer"):
+        nvfp4.save(model, tmp_path / "a")
+    nvfp4.attach_quantizer(model)
+    with pytest.warns(UserWarning, match="requantizing 4 groups"):
+        model.save_pretrained(tmp_path / "a")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    exact, got = model(ids).logits.float(), again(ids).logits.float()
+    assert 0 < (got - exact).norm() < 0.15 * exact.norm()
+    with pytest.raises(ValueError, match="no NVFP4 weights"):
+        nvfp4.attach_quantizer(llama()[0])
+
+
+def test_a_model_in_two_places(llama, tmp_path):
+    """A part of it is on the meta device, and accelerate has its values."""
+    accelerate = pytest.importorskip("accelerate")
+    model = load(llama()[1])
+    model.save_pretrained(tmp_path / "a")
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert model.model.layers[0].mlp.up_proj.weight.is_meta
+    model.save_pretrained(tmp_path / "b")
+    assert same_files(tmp_path / "a", tmp_path / "b", "model.safetensors", "config.json")
+
+
+def test_dequantized_is_dense(llama, tmp_path):
+    model = load(llama()[1])
+    nvfp4.save(model, tmp_path / "a")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "a").dequantize()
+    dense.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert not quantized(again) and type(again.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    for name, weight in quantized(model).items():
+        assert torch.equal(again.get_parameter(name), weight.dequantize())
+
+
+def test_nan_is_warned_of(llama, tmp_path):
+    dense, folder = llama()
+    dense.model.layers[0].mlp.down_proj.weight.data[3, 17] = float("nan")
+    dense.save_pretrained(folder)
+    with pytest.warns(UserWarning, match=r"layers.0.mlp.down_proj.weight hold blocks that are NaN: vLLM refuses"):
+        load(folder).save_pretrained(tmp_path / "a")
+
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def test_the_card_tells_what_was_done(llama, tmp_path):
+    model = load(llama()[1])
+    options = {"perplexity": {"NVFP4": 15.754, "bfloat16": 13.128}, "text": "Python's help", "base_model": "org/tiny"}
+    nvfp4.save(model, tmp_path / "tiny", tokenizer=Tokenizer(), metadata={"license": "apache-2.0"}, **options)
+    card = huggingface_hub.ModelCard.load(tmp_path / "tiny/README.md")
+    assert card.data.base_model == "org/tiny" and card.data.license == "apache-2.0"
+    assert card.data.eval_results[0].metric_value == 15.754
+    stored = sum(t.nbytes for n, t in load_file(tmp_path / "tiny/model.safetensors").items() if "layers" in n)
+    numbers = sum(weight.numel() for weight in quantized(model).values())
+    norms = sum(p.nbytes for n, p in model.named_parameters() if "layernorm" in n)
+    rows = dict(line.strip("| ").split(" | ", 1) for line in card.content.splitlines() if line.startswith("| w"))
+    assert rows["weights"] == f"W4A16_NVFP4: 14 matrices, {8 * (stored - norms) / numbers:.2f} bits a weight"
+    assert "| rounding (nvfp4_tensor.QuantizeSpec) | rne, 1x16, 4/6 mse |" in card.content
+    assert "| left dense | lm_head |" in card.content and "| bfloat16 | 13.128 |" in card.content
+    assert (tmp_path / "tiny/tokenizer.json").exists()
+    nvfp4.save(AutoModelForCausalLM.from_pretrained(tmp_path / "tiny"), tmp_path / "again")
+    content = (tmp_path / "again/README.md").read_text()
+    assert "as in the checkpoint that it was loaded from" in content and "Not measured." in content
+
+
+def test_the_card_comes_before_the_hub(llama, tmp_path):
+    with pytest.raises(ValueError, match="upload_folder"):
+        nvfp4.save(load(llama()[1]), tmp_path / "a", push_to_hub=True)
+    assert not (tmp_path / "a").exists()
