@@ -63,7 +63,7 @@ def test_in_shards(llama, tmp_path, ids):
 
 @pytest.mark.filterwarnings("ignore:requantizing")
 def test_static_activation_scales(llama, tmp_path, ids):
-    """Of a model that was calibrated: its own scales come back, and its weights but for the rounding of q, k, v; gate, up."""
+    """Of a model that was calibrated: they come back, and its weights but for the rounding of q, k, v; gate, up."""
     model = calibrated(llama()[0], ids)
     model.save_pretrained(tmp_path / "w4a4")
     config = json.loads((tmp_path / "w4a4/config.json").read_text())["quantization_config"]

@@ -1,0 +1,130 @@
+"""Adapters beside NVFP4 weights, by peft and by Trainer: gradients, checkpoints, resuming; and training recipes."""
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, quantize
+from nvfp4_tensor.integrations import transformers as nvfp4
+from nvfp4_tensor.training import NVFP4TrainingConfig, NVFP4TrainingLinear, keep_dense
+
+peft = pytest.importorskip("peft")
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def base(folder):
+    config = nvfp4.NVFP4TensorConfig(NVFP4WeightOnlyConfig(four_over_six=True))
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
+def adapted(model):
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+def trainer(model, folder, steps, **options):
+    data = torch.randint(96, (32, 12), generator=torch.Generator().manual_seed(3))
+    rows = [{"input_ids": row, "labels": row} for row in data]
+    arguments = TrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=4, learning_rate=0.01, report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_strategy="no", **options,
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=rows)
+
+
+def trained(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def quantized(model):
+    return [p for p in model.parameters() if isinstance(p, NVFP4Tensor)]
+
+
+def test_gradients_are_those_of_the_decoded_model(llama, ids):
+    _, folder = llama()
+    model, decoded = adapted(base(folder)), adapted(base(folder).dequantize())
+    for each in (model, decoded):
+        each(input_ids=ids, labels=ids).loss.backward()
+    for (name, got), expected in zip(model.named_parameters(), decoded.parameters(), strict=True):
+        if "lora" in name:
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-3, atol=1e-6)
+    assert len(quantized(model)) == 14
+
+
+def test_trainer_trains_adapters_alone_and_resumes(llama, tmp_path):
+    """A checkpoint holds the adapters; resumed from it, training ends where it does without an interruption."""
+    _, folder = llama()
+    model = adapted(base(folder))
+    codes = [weight.qdata.clone() for weight in quantized(model)]
+    before = trained(model)
+    trainer(model, tmp_path / "whole", 6, save_steps=3).train()
+    after = trained(model)
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+    assert all(torch.equal(weight.qdata, code) for weight, code in zip(quantized(model), codes, strict=True))
+    saved = {path.name for path in (tmp_path / "whole/checkpoint-3").iterdir()}
+    assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
+    again = adapted(base(folder))
+    trainer(again, tmp_path / "again", 6, save_steps=3).train(str(tmp_path / "whole/checkpoint-3"))
+    for name, parameter in trained(again).items():
+        torch.testing.assert_close(parameter, after[name], rtol=0, atol=0)
+
+
+def test_adapters_are_loaded_onto_the_checkpoint(llama, tmp_path, ids):
+    model = base(llama()[1])
+    nvfp4.save(model, tmp_path / "base")
+    model = adapted(model)
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path / "adapters")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    assert torch.equal(peft.PeftModel.from_pretrained(again, tmp_path / "adapters")(ids).logits, expected)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    again.load_adapter(tmp_path / "adapters")  # transformers' own way
+    assert torch.equal(again(ids).logits, expected)
+    again.save_pretrained(tmp_path / "adapters again")
+    assert not (tmp_path / "adapters again/model.safetensors").exists()
+    assert (tmp_path / "adapters again/adapter_model.safetensors").exists()
+
+
+def test_merged_adapters_are_quantized_by_the_config(llama, tmp_path, ids):
+    """peft merges the sum and quantizes it again, by what the model's config says."""
+    model = base(llama()[1])
+    weight = model.model.layers[0].mlp.down_proj.weight
+    lora = adapted(model)
+    layer = lora.base_model.model.model.layers[0].mlp.down_proj
+    expected = quantize(weight.dequantize() + layer.get_delta_weight("default"), weight.spec)
+    merged = lora.merge_and_unload()
+    got = merged.model.layers[0].mlp.down_proj.weight
+    assert torch.equal(got.qdata, expected.qdata) and torch.equal(got.scale, expected.scale)
+    with pytest.warns(UserWarning, match="requantizing"):  # merged one by one, q and v have scales of their own
+        merged.save_pretrained(tmp_path / "merged")
+    assert len(quantized(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))) == 14
+
+
+def test_a_quantized_model_alone_is_not_trained(llama, tmp_path):
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        trainer(base(llama()[1]), tmp_path, 1)
+
+
+def test_trainer_with_a_recipe(llama, tmp_path):
+    """NVFP4TrainingConfig's linears keep dense weights: Trainer saves, resumes and reloads them as any model's."""
+    _, folder = llama()
+
+    def fresh():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        quantize_(model, NVFP4TrainingConfig("nvidia"), filter_fn=keep_dense("lm_head"))
+        return model
+
+    model = fresh()
+    assert sum(isinstance(module, NVFP4TrainingLinear) for module in model.modules()) == 14
+    trainer(model, tmp_path / "whole", 4, save_steps=2).train()
+    after = trained(model)
+    again = fresh()
+    trainer(again, tmp_path / "again", 4, save_steps=2).train(str(tmp_path / "whole/checkpoint-2"))
+    for name, parameter in trained(again).items():
+        assert torch.equal(parameter, after[name]), name
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole/checkpoint-4")
+    assert type(loaded.model.layers[0].mlp.up_proj) is nn.Linear
+    assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, after["model.layers.0.mlp.up_proj.weight"])
