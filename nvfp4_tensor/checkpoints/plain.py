@@ -51,7 +51,7 @@ def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: parts that are missing or do not fit together; the message names the tensor.
     """
     weights = [name for name in state_dict if keys_of(name)["scale"] in state_dict]
-    parts = {key for name in weights for key in _keys(name).values()}
+    parts = {key for name in weights for key in part_names(name).values()}
     state = {}
     for name, value in state_dict.items():
         if name in weights:
@@ -64,14 +64,15 @@ def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _keys(name: str) -> dict[str, str]:
+def part_names(name: str) -> dict[str, str]:
+    """The names of a weight's parts beside its codes, which have its own."""
     keys = keys_of(name)
     stem = keys["scale"].removesuffix("weight_scale")
     return {**keys, "settings": f"{stem}weight_settings", "input_amax": f"{stem}input_amax"}
 
 
 def _plain(name: str, weight: NVFP4Tensor) -> dict[str, Tensor]:
-    keys = _keys(name)
+    keys = part_names(name)
     weight = weight.detach()
     settings = json.dumps(_settings(weight)).encode()
     plain = {
@@ -102,7 +103,7 @@ def _spec_fields(spec: QuantizeSpec) -> dict[str, Any]:
 
 
 def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
-    keys = _keys(name)
+    keys = part_names(name)
     settings = _read_settings(state_dict.get(keys["settings"]))
     input_scale, activation = state_dict.get(keys["input_scale"]), settings.get("activation_spec")
     activation_spec = QuantizeSpec(**activation) if activation else QuantizeSpec() if input_scale is not None else None

@@ -31,13 +31,37 @@ class Place(NamedTuple):
     start: int
     length: int
 
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of a slice is no part of the original."""
+
+
+class _Reference:
+    """Weak, to a tensor, or to the one that it is an alias of: ``t.data[3:40]`` finds t."""
+
+    def __init__(self, t: NVFP4Tensor) -> None:
+        self._mine, self._further = weakref.ref(t), t.alias_of
+
+    def __call__(self) -> NVFP4Tensor | None:
+        alive = self._mine()
+        return self._further() if alive is None and self._further is not None else alive
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy is no alias."""
+
 
 def placed(part: NVFP4Tensor, whole: NVFP4Tensor, dim: int, start: int, length: int) -> NVFP4Tensor:
     """The slice, which knows its place from now on; a copy does not keep the whole alive."""
     if type(whole.qdata) is Tensor and not torch.compiler.is_compiling():
         shares = part.aliasing == Aliasing.PART
-        part.place = Place((lambda: whole) if shares else weakref.ref(whole), dim, start, length)
+        part.place = Place((lambda: whole) if shares else _Reference(whole), dim, start, length)
     return part
+
+
+def is_alias(alias: NVFP4Tensor, of: NVFP4Tensor) -> NVFP4Tensor:
+    """The alias, which leads to the same place, and to the same tensor where it is gone itself."""
+    alias.place = of.place
+    alias.alias_of = _Reference(of)
+    return alias
 
 
 def make_room(func: Op, t: NVFP4Tensor, source: NVFP4Tensor) -> None:

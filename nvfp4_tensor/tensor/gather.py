@@ -42,6 +42,8 @@ class Rest(NamedTuple):
     in_tiles: bool
     per_tensor_scale: Tensor | None  # None where it has rows, or matrices, and travels with them
     activation_amax: Tensor | None
+    beside: tuple[Tensor, ...] = ()
+    """On one rank, the parts after the first: FSDP2 takes no more there, and nothing travels."""
 
 
 def inputs_of(t: Codes, world: int) -> tuple[tuple[Tensor, ...], Rest]:
@@ -57,7 +59,7 @@ def inputs_of(t: Codes, world: int) -> tuple[tuple[Tensor, ...], Rest]:
 
 def whole_of(outputs: tuple[Tensor, ...], rest: Rest) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, swizzled block scales and per-tensor scale of the whole, of what has arrived."""
-    qdata, scale, *factors = outputs
+    qdata, scale, *factors = (*outputs, *rest.beside)
     if not rest.in_tiles:
         scale = layout.swizzle(scale.reshape(math.prod(qdata.shape[:-1]), scale.shape[-1]))
     factor = factors[0] if rest.per_tensor_scale is None else rest.per_tensor_scale
@@ -72,7 +74,8 @@ def pre_all_gather(t: Codes, mesh: Mesh, outer_size: torch.Size, module: nn.Modu
     """
     world = mesh.size()
     check_shard(t.shape, outer_size, world, module)
-    return inputs_of(t, world)
+    parts, rest = inputs_of(t, world)
+    return (parts, rest) if world > 1 else (parts[:1], rest._replace(beside=parts[1:]))
 
 
 def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: nn.Module) -> None:
@@ -112,6 +115,8 @@ def _refill(whole: Any, outputs: tuple[Tensor, ...], rest: Rest) -> None:
         _, scale, _ = whole_of(outputs, rest)
         with torch.autograd._unsafe_preserve_version_counter(whole.scale):  # saved for the backward, and the same
             whole.scale.copy_(scale)
+    if rest.beside:
+        _, whole.scale, whole.per_tensor_scale = whole_of(outputs, rest)
     if rest.per_tensor_scale is not None:  # another after a checkpoint was loaded
         whole.per_tensor_scale = rest.per_tensor_scale
     whole.activation_amax = rest.activation_amax

@@ -90,6 +90,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
     aliasing: Aliasing
     place: Any = None
     """Where a slice lies in what it was cut from: see :mod:`nvfp4_tensor.dispatch.parts`."""
+    alias_of: Any = None
+    """What finds the tensor that this one is an alias of."""
 
     def __new__(
         cls,
@@ -412,7 +414,7 @@ def quantize(
         spec: how; the plain spec (to nearest even, 1x16) by default.
         amax: the largest magnitude to allow for, a float or a floating-point tensor of one element; that of x by
             default. Larger elements saturate. One below zero is refused, but not on CUDA, where the value of a tensor
-            is not looked at and its sign left out.
+            is not looked at and its sign left out. With ``row_scaled`` a tensor of one magnitude a row.
         rng_state: int64 (seed, offset) on the device of x, the source of all random bits; drawn from ``generator``,
             or from torch's generator of the device, where a stochastic spec comes without one.
         origin, full_width: where x lies in the logical tensor it is a shard of: its first row (a multiple of
@@ -427,7 +429,8 @@ def quantize(
     check_dense(x)
     spec = stored_spec(spec)
     amax, rng_state, place = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
-    qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(x.detach(), amax, rng_state, spec.pack(), *place)
+    op = torch.ops.nvfp4.quantize_rows if spec.row_scaled else torch.ops.nvfp4.quantize
+    qdata, scale, per_tensor_scale = op(x.detach(), amax, rng_state, spec.pack(), *place)
     return _made_of(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
 
 

@@ -1,5 +1,6 @@
 """Writes into slices of an NVFP4Tensor: done in the whole, bit for bit, or refused."""
 
+import copy
 import gc
 
 import pytest
@@ -76,6 +77,25 @@ def test_a_copy_does_not_keep_the_whole_and_says_that_a_write_would_be_lost():
     assert torch.UntypedStorage._expired(where)
     with pytest.raises(RuntimeError, match="the write would be lost"):
         part.copy_(quantize(matrix(1))[:37])
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@torch.no_grad()
+def test_a_deep_copy_of_a_slice_is_no_part(start):
+    t, other = (quantize(matrix(seed), amax=6.0) for seed in (1, 2))
+    before = t.dequantize()
+    part = copy.deepcopy(t[start : start + 128])
+    try:
+        part.copy_(other[:128])
+    except RuntimeError as error:
+        assert "the write would be lost" in str(error)
+    assert torch.equal(t.dequantize(), before)
+
+
+def test_the_data_of_a_tensor_finds_it():
+    t, other = (quantize(matrix(seed), amax=6.0) for seed in (1, 2))
+    t.data.detach().narrow(0, 3, 40).copy_(other[:40])
+    assert torch.equal(t[3:43].dequantize(), other[:40].dequantize())
 
 
 def test_experts_take_pieces_of_any_scale():

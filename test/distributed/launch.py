@@ -44,7 +44,7 @@ def run_ranks(body: Callable, world: int, *args: Any, device: str = "cpu", secon
             while not context.join(timeout=1):
                 if time.monotonic() > end:
                     raise TimeoutError(f"{body.__name__} ran for {seconds} s on {world} ranks")
-        except mp.ProcessRaisedException as error:
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise RuntimeError(_first_error(folder) or str(error)) from None
         finally:
             for process in context.processes:

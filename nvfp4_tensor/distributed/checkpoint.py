@@ -1,0 +1,119 @@
+"""Sharded state dicts in plain tensors, for torch.distributed.checkpoint: save on some ranks, load on others."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints.plain import part_names
+from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+
+def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`nvfp4_tensor.checkpoints.to_plain` for sharded weights too: the parts of a DTensor are DTensors.
+
+    They are sharded as the weight is, so that torch.distributed.checkpoint reshards them, and a full state dict of them
+    is what ModelOpt writes. Codes are shared with the weights, block scales are copies.
+
+    Raises:
+        ValueError: columns that are sharded within blocks of 16.
+
+    Example::
+
+        dcp.save(distributed.to_plain(model.state_dict()), checkpoint_id="step_100")
+
+        plain = distributed.to_plain(model.state_dict())  # on any number of ranks
+        dcp.load(plain, checkpoint_id="step_100")
+        model.load_state_dict(distributed.from_plain(plain))
+    """
+    plain: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor) and isinstance(value._local_tensor, NVFP4Tensor):
+            plain.update(_plain(name, value))
+        else:
+            plain.update(checkpoints.to_plain({name: value}))
+    return plain
+
+
+def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`to_plain`, bit for bit.
+
+    Raises:
+        ValueError: parts that are missing or do not fit together; the message names the tensor.
+    """
+    sharded = {
+        name: part_names(name)
+        for name, value in state_dict.items()
+        if isinstance(value, DTensor) and part_names(name)["scale"] in state_dict
+    }
+    parts = {key for name, keys in sharded.items() for key in (name, *keys.values())}
+    state = checkpoints.from_plain({name: value for name, value in state_dict.items() if name not in parts})
+    weights = {name: _weight(name, keys, state_dict) for name, keys in sharded.items()}
+    return {name: weights.get(name, state.get(name)) for name in state_dict if name in weights or name in state}
+
+
+def _plain(name: str, t: DTensor) -> dict[str, Any]:
+    keys, local = part_names(name), t._local_tensor
+    assert isinstance(local, NVFP4Tensor)
+    _check_columns(name, t)
+    parts = checkpoints.to_plain({name: local})
+    for key, blocks in ((name, BLOCK // 2), (keys["scale"], 1)):
+        columns = ceil_to(t.shape[-1], BLOCK) // BLOCK * blocks
+        parts[key] = _sharded(parts[key], t, (*t.shape[:-1], columns))
+    if local.per_tensor_scale.dim() == 2:
+        parts[keys["per_tensor_scale"]] = _sharded(parts[keys["per_tensor_scale"]], t, (t.shape[0], 1))
+    elif local.per_tensor_scale.dim() == 1:
+        parts[keys["per_tensor_scale"]] = _sharded(parts[keys["per_tensor_scale"]], t, (math.prod(t.shape[:-1]),))
+    parts[keys["settings"]] = _with_columns(parts[keys["settings"]], t.shape[-1])
+    return parts
+
+
+def _weight(name: str, keys: Mapping[str, str], state_dict: Mapping[str, Any]) -> DTensor:
+    codes = state_dict[name]
+    present = {key: state_dict[key] for key in (name, *keys.values()) if key in state_dict}
+    local = {key: part._local_tensor if isinstance(part, DTensor) else part for key, part in present.items()}
+    columns = codes.shape[-1] * 2
+    if keys["settings"] in local:
+        columns = json.loads(bytes(local[keys["settings"]].tolist()))["columns"]
+        if local[name].shape[-1] != codes.shape[-1]:
+            local[keys["settings"]] = _with_columns(local[keys["settings"]], local[name].shape[-1] * 2)
+    weight = checkpoints.from_plain(local)[name]
+    return _sharded(weight, codes, (*codes.shape[:-1], columns))
+
+
+def _sharded(local: Tensor, like: DTensor, shape: Sequence[int]) -> DTensor:
+    """A DTensor of that shape, sharded as ``like`` is."""
+    stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    placements = [_of_fewer(placement, len(shape)) for placement in like.placements]
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+def _of_fewer(placement: Placement, dims: int) -> Placement:
+    """Scales, one a row or one a matrix, have no columns to shard."""
+    return Replicate() if isinstance(placement, Shard) and placement.dim >= dims else placement
+
+
+def _with_columns(settings: Tensor, columns: int) -> Tensor:
+    changed = {**json.loads(bytes(settings.tolist())), "columns": columns}
+    return torch.frombuffer(bytearray(json.dumps(changed).encode()), dtype=torch.uint8)
+
+
+def _check_columns(name: str, t: DTensor) -> None:
+    last = t.dim() - 1
+    for size, placement in zip(t.device_mesh.shape, t.placements, strict=True):
+        if isinstance(placement, Shard) and placement.dim == last and t.shape[-1] % (BLOCK * size):
+            raise ValueError(
+                f"{name} has {t.shape[-1]} columns, which {size} ranks cannot share in whole blocks of {BLOCK}: shard "
+                "its rows, Shard(0)"
+            )

@@ -1,0 +1,115 @@
+"""torch.distributed.checkpoint of sharded NVFP4 weights: saved by some ranks, loaded by others, the same bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed.launch import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, checkpoints, distributed, quantize, quantize_experts
+
+
+def make(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 48), nn.Linear(48, 64)).bfloat16()
+    quantize_(model[:1], NVFP4WeightOnlyConfig(block_rows=16))
+    quantize_(model[2:3], NVFP4Config())
+    experts = quantize_experts(torch.randn(4, 32, 80).bfloat16() * torch.arange(1, 5).view(4, 1, 1))
+    model[1].weight = nn.Parameter(experts, requires_grad=False)
+    return model.requires_grad_(False)
+
+
+def bits(t):
+    return {name: getattr(t, name).cpu().reshape(-1).view(torch.uint8) for name in t.__tensor_flatten__()[0]}
+
+
+def assert_same(state, expected):
+    for name, value in expected.items():
+        found = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
+        assert torch.equal(
+            found.dequantize() if hasattr(found, "qdata") else found, getattr(value, "dequantize", lambda v=value: v)()
+        ), name
+        if hasattr(value, "qdata"):
+            assert found.spec == value.spec and found.activation_spec == value.activation_spec, name
+            assert all(torch.equal(a, b) for a, b in zip(bits(found).values(), bits(value).values(), strict=True)), name
+
+
+def saves(folder, plain):
+    model = fully_shard(make(seed=1))
+    state = distributed.to_plain(model.state_dict()) if plain else model.state_dict()
+    dcp.save(state, checkpoint_id=folder)
+
+
+def loads_plain(folder):
+    expected = make(seed=1)
+    model = fully_shard(make(seed=2))
+    plain = distributed.to_plain(model.state_dict())
+    dcp.load(plain, checkpoint_id=folder)
+    state = distributed.from_plain(plain)
+    assert_same(state, expected.state_dict())
+    model.load_state_dict(state)
+    assert_same(model.state_dict(), expected.state_dict())
+    model.unshard()
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(model[0](x), expected[0](x))
+
+
+@pytest.mark.parametrize("ways", [(2, 1), (2, 4), (1, 2)], ids=str)
+def test_plain_parts_go_to_any_number_of_ranks(ways, tmp_path):
+    saving, loading = ways
+    run_ranks(saves, saving, str(tmp_path), True)
+    run_ranks(loads_plain, loading, str(tmp_path))
+
+
+def test_one_process_reads_it_as_modelopt_names_it(tmp_path):
+    """Without any distributed state: three plain tensors a weight, whole."""
+    run_ranks(saves, 2, str(tmp_path), True)
+    expected = checkpoints.to_plain(make(seed=1).state_dict())
+    state = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load(state, checkpoint_id=str(tmp_path))
+    assert state["0.weight"].dtype == torch.uint8 and "0.weight_scale" in state
+    for name, value in expected.items():
+        assert torch.equal(state[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+
+
+def loads_itself(folder):
+    """Into a model with the same per-tensor scales, as that of a run that goes on."""
+    model, expected = fully_shard(make(seed=1)), make(seed=1)
+    with torch.no_grad():
+        for name in ("0.weight", "2.weight"):
+            local = model.get_parameter(name)._local_tensor
+            local.zero_()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+    assert_same(model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("ways", [(2, 2), (2, 4), (4, 1)], ids=str)
+def test_the_tensors_themselves(ways, tmp_path):
+    saving, loading = ways
+    run_ranks(saves, saving, str(tmp_path), False)
+    run_ranks(loads_itself, loading, str(tmp_path))
+
+
+def reshards_columns(folder, save):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = quantize(torch.randn(40, 256, generator=torch.Generator().manual_seed(7)).bfloat16())
+    source = whole if save else quantize(torch.randn(40, 256).bfloat16())
+    state = distributed.to_plain({"w": distribute_tensor(source, mesh, [Shard(1)])})
+    if save:
+        return dcp.save(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder)
+    loaded = distributed.from_plain(state)["w"]
+    assert loaded.shape == whole.shape and loaded.placements == (Shard(1),)
+    assert_same({"w": loaded}, {"w": whole})
+
+
+def test_columns_over_ranks(tmp_path):
+    run_ranks(reshards_columns, 2, str(tmp_path), True)
+    run_ranks(reshards_columns, 4, str(tmp_path), False)
