@@ -1,0 +1,168 @@
+"""What a key-value cache in 4 bits costs in perplexity, and what it saves: SmolLM2-135M at its full context.
+
+    python -m benchmarks.accuracy.kv_cache                    # 8,192 tokens, all caches
+    python -m benchmarks.accuracy.kv_cache --tokens 2048      # sooner
+
+One window of the help topics of Python, which the model reads in pieces, each attending to what the cache gives back of
+all before it, and of itself: as text is read and written by a server. The model itself is bfloat16. The difference to
+bfloat16's cache is paired by token, with its standard error. Bytes are those of keys and values at the end.
+
+Rows of transformers' own caches (fp8; int4 by optimum-quanto, where installed) differ in two ways: the first piece of a
+prompt is attended to before it is rounded, and quanto's rounds all tokens again whenever its window of 128 dense ones
+is full. Emulated formats are cast along the head dimension and kept dense; their bytes are computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import Cache, QuantizedCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from benchmarks.harness import Report, at_least, record, result_path, save, table
+from nvfp4_tensor import QuantizeSpec, emulation
+from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
+from nvfp4_tensor.integrations.kv_cache import nvfp4_cache
+
+DENSE = "bfloat16"
+
+
+class EmulatedLayer(DynamicLayer):
+    """Keys and values of a block format, decoded and kept dense."""
+
+    def __init__(self, format: str, scale_mode: str | None) -> None:
+        super().__init__()
+        self.format, self.scale_mode = emulation.FORMATS[format], scale_mode
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = (emulation.cast(x, self.format, scale_mode=self.scale_mode) for x in (key_states, value_states))
+        return super().update(keys, values)
+
+    @property
+    def nbytes(self) -> int:
+        return round((self.keys.numel() + self.values.numel()) * self.format.bits_per_element / 8)
+
+
+def _emulated(config: Any, format: str, scale_mode: str | None = None) -> Cache:
+    return Cache(layers=[EmulatedLayer(format, scale_mode) for _ in range(config.num_hidden_layers)])
+
+
+def caches() -> dict[str, Callable[[Any], Cache]]:
+    """Cache of a model's config, by name; bfloat16's first."""
+    found: dict[str, Callable[[Any], Cache]] = {
+        DENSE: lambda config: DynamicCache(config=config),
+        "NVFP4, four-over-six": lambda config: nvfp4_cache(config),
+        "NVFP4, to nearest": lambda config: nvfp4_cache(config, QuantizeSpec()),
+        "NVFP4, scale search": lambda config: nvfp4_cache(config, QuantizeSpec(scale_search="mse")),
+        "MXFP4, option3 (emulated)": lambda config: _emulated(config, "mxfp4", "option3"),
+        "int4, groups of 32 (emulated)": lambda config: _emulated(config, "int4"),
+        "fp8 (transformers)": lambda config: QuantizedCache("fp8", config),
+    }
+    if importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"):
+        found["int4, groups of 64 (quanto)"] = lambda config: QuantizedCache(
+            "quanto", config, nbits=4, axis_key=0, axis_value=0, q_group_size=64
+        )
+    return found
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The plain tensors in a tuple, or within a tensor subclass that says what it is made of."""
+    if isinstance(value, tuple):
+        return [t for part in value for t in tensors_of(part)]
+    if not isinstance(value, Tensor):
+        return []
+    if type(value) is not Tensor:
+        return [t for name in value.__tensor_flatten__()[0] for t in tensors_of(getattr(value, name))]
+    return [value]
+
+
+def stored_bytes(cache: Cache) -> int:
+    """Bytes of all keys and values."""
+    total = 0
+    for layer in cache.layers:
+        if hasattr(layer, "nbytes"):
+            total += layer.nbytes
+        else:
+            held = tuple(
+                getattr(layer, name, None) for name in ("keys", "values", "_quantized_keys", "_quantized_values")
+            )
+            total += sum(t.numel() * t.element_size() for t in tensors_of(held))
+    return total
+
+
+def losses(model: torch.nn.Module, ids: Tensor, cache: Cache, piece: int) -> Tensor:
+    """Negative log likelihood of each token but the first: float32 (tokens - 1,)."""
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(ids), piece):
+            part = ids[start : start + piece]
+            logits = model(part.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0].float()
+            following = ids[start + 1 : start + 1 + len(part)]
+            found.append(cross_entropy(logits[: len(following)], following, reduction="none"))
+    return torch.cat(found)
+
+
+def measure(model: torch.nn.Module, ids: Tensor, piece: int, tell: Callable[[str], object] = print) -> list[dict]:
+    """A row a cache."""
+    rows: list[dict] = []
+    dense = None
+    for name, make in caches().items():
+        start, cache = time.perf_counter(), make(model.config)
+        loss = losses(model, ids, cache, piece).double()
+        seconds = time.perf_counter() - start
+        dense = loss if dense is None else dense
+        difference = loss - dense
+        rows.append(
+            {
+                "cache": name,
+                "perplexity": math.exp(loss.mean()),
+                "increase": difference.mean().item(),
+                "standard error": difference.std().item() / math.sqrt(len(difference)),
+                "bytes": stored_bytes(cache),
+                "seconds": seconds,
+            }
+        )
+        tell(f"{name}: {rows[-1]['perplexity']:.3f} in {seconds:.0f} s, {rows[-1]['bytes'] / 1e6:.1f} MB")
+        del cache
+    return rows
+
+
+def text_of(rows: list[dict]) -> str:
+    """The table."""
+    dense = rows[0]["bytes"]
+    header = ("cache", "perplexity", "loss over bf16's", "standard error", "MB", "of bf16's")
+    cells = [
+        (
+            row["cache"], f"{row['perplexity']:.3f}", f"{row['increase']:+.4f}", f"{row['standard error']:.4f}",
+            f"{row['bytes'] / 1e6:.1f}", f"{row['bytes'] / dense:.3f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return table(header, cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=at_least(2), default=8192)
+    parser.add_argument("--piece", type=at_least(1), default=512, help="tokens that are read at a time")
+    parser.add_argument("--out", help="the folder for the record; benchmarks/results by default")
+    options = parser.parse_args()
+    model, tokenizer = load_model()
+    rows = measure(model, evaluation_tokens(tokenizer, options.tokens), options.piece)
+    report = Report()
+    report(f"SmolLM2-135M, {options.tokens} tokens in pieces of {options.piece}\n{text_of(rows)}")
+    device = torch.device("cpu")
+    content = record(device, tokens=options.tokens, piece=options.piece, rows=rows)
+    save(result_path(device, "kv_cache", options.out), content, report.text)
+
+
+if __name__ == "__main__":
+    main()
