@@ -118,12 +118,17 @@ def has_grouped_fp4(device: torch.device) -> bool:
 
 def fits_tensor_cores(a: Tensor, b: NVFP4Tensor) -> bool:
     """Two matrices that sum along their blocks, with one per-tensor scale each and nothing empty."""
-    one_scale = not isinstance(a, NVFP4Tensor) or (not a.transposed and a.per_tensor_scale.dim() == 0)
+    if isinstance(a, NVFP4Tensor):
+        one_scale = not a.transposed and a.per_tensor_scale.dim() == 0
+    else:
+        one_scale = b.activation_spec is None or not b.activation_spec.row_scaled
     return a.dim() == 2 and one_scale and b.per_tensor_scale.dim() == 0 and a.numel() > 0 and b.numel() > 0
 
 
 def _fits_grouped_tensor_cores(x: Tensor, w: NVFP4Tensor) -> bool:
     """bfloat16 rows and experts (E, K, N) that sum along their blocks, a per-tensor scale an expert, nothing empty."""
+    if w.activation_spec is not None and w.activation_spec.row_scaled:
+        return False
     return x.dtype == torch.bfloat16 and w.transposed and w.per_tensor_scale.dim() != 1 and x.numel() * w.numel() > 0
 
 

@@ -34,6 +34,18 @@ def amax(x: Tensor) -> Tensor:
     return largest
 
 
+def row_amax(x: Tensor, hadamard_sign: int | None = None) -> Tensor:
+    """max |x| over the finite elements of each row of x (..., K), or of its transform: float32 (rows,)."""
+    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    largest = flat.new_zeros(len(flat), dtype=torch.float32)
+    step = max(_CHUNK_ELEMENTS // max(x.shape[-1], 1), 1)
+    for start in range(0, len(flat) if x.numel() else 0, step):
+        piece = flat[start : start + step]
+        values = (piece if hadamard_sign is None else hadamard(piece, hadamard_sign)).float().abs()
+        largest[start : start + step] = torch.where(values <= FLOAT32_MAX, values, 0.0).amax(dim=-1)
+    return largest
+
+
 def philox4x32_7(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Philox-4x32 with 7 rounds (Salmon et al., SC11): 32-bit words in int64 tensors, in and out."""
     mask = 0xFFFFFFFF
@@ -106,8 +118,8 @@ def nearest_value(u: Tensor) -> Tensor:
 
 def magnitude(amax: Tensor) -> Tensor:
     """|amax|; one below zero is refused where looking at it neither waits for a device nor cuts a graph in two."""
-    if amax.is_cpu and not torch.compiler.is_compiling() and amax < 0:
-        raise ValueError(f"amax is a magnitude, not {amax.item()}: give amax.abs()")
+    if amax.is_cpu and not torch.compiler.is_compiling() and (amax < 0).any():
+        raise ValueError(f"amax is a magnitude, not {amax.min().item()}: give amax.abs()")
     return amax.abs()
 
 
@@ -142,6 +154,7 @@ def to_e4m3(v: Tensor, rounding: ScaleRounding, block_amax: Tensor) -> Tensor:
 def _four_over_six_error(blocks: Tensor, bits: Tensor, s_enc: Tensor, amax: Tensor, spec: QuantizeSpec) -> Tensor:
     """The error of each row's block, (rows, blocks, 16) with scale bits (rows, blocks), elements added in order."""
     s = bits.view(torch.float8_e4m3fn).float().unsqueeze(-1)
+    s_enc, amax = s_enc.unsqueeze(-1), amax.unsqueeze(-1)
     code = round_e2m1(blocks * block_encode(s, s_enc), RoundingMode.RNE)
     decoded = layout.code_values(code) * s * amax / amax.new_full((), spec.largest_value)
     difference = (decoded - blocks).abs()
@@ -216,7 +229,7 @@ def _add_in_halves(tiles: Tensor) -> Tensor:
 def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec, weights: Tensor | None = None) -> Tensor:
     """The e4m3 bytes (rows, blocks), uint8, of float32 blocks (rows, blocks, 16) (contract, section 2).
 
-    weights: of the columns in a scale search, (blocks, 16).
+    amax: 0-d, or (rows, 1) where the spec is row-scaled. weights: of the columns in a scale search, (blocks, 16).
     """
     s_enc = encode_scale(amax, spec)
     block_amax = blocks.abs().amax(dim=-1)
@@ -254,15 +267,16 @@ def quantize(
     """x (..., K), at least 1-D, and its amax to (qdata, scale, per_tensor_scale) (contract, sections 2 to 5).
 
     qdata: uint8 (..., K rounded up to 16, halved); scale: e4m3 (row tiles, column tiles, 32, 16), swizzled;
-    per_tensor_scale: float32 0-d. A NaN block has the NaN scale and codes of zero. EDEN: see :func:`eden.quantize`.
-    column_weights: float32 (K,), or as many as are stored, how much the squared error of each column counts in a scale search; only here, for no
-    op takes them.
+    per_tensor_scale: float32 0-d; it and amax are (rows,) where the spec is row-scaled. A NaN block has the NaN scale
+    and codes of zero. EDEN: see :func:`eden.quantize`.
+    column_weights: float32 (K,), or as many as are stored, how much the squared error of each column counts in a scale
+    search; only here, for no op takes them.
     """
     if spec.is_eden:
         from nvfp4_tensor.numerics import eden  # which is built on this module
 
         return eden.quantize(x, amax, rng_state, spec, row0, col0, full_width, stream)
-    amax = magnitude(amax.reshape(()))
+    amax = magnitude(amax.reshape(-1 if spec.row_scaled else ()))
     columns = layout.ceil_to(x.shape[-1], BLOCK)
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
     rows = flat.shape[0]
@@ -278,8 +292,10 @@ def quantize(
         if spec.hadamard_sign is not None:
             piece = hadamard(piece, spec.hadamard_sign)
         blocks = pad(piece.float(), (0, -piece.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-        bits = block_scales(blocks, amax, spec, weights)
-        enc = block_encode(bits.view(torch.float8_e4m3fn).float(), s_enc).unsqueeze(-1)
+        own = slice(start, start + step)
+        piece_amax, piece_enc = (t[own, None] if spec.row_scaled else t for t in (amax, s_enc))
+        bits = block_scales(blocks, piece_amax, spec, weights)
+        enc = block_encode(bits.view(torch.float8_e4m3fn).float(), piece_enc).unsqueeze(-1)
         v = torch.where((bits == E4M3_NAN).unsqueeze(-1), 0.0, blocks * enc)
         r16 = None
         if spec.is_stochastic:

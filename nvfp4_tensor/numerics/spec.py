@@ -30,13 +30,16 @@ class QuantizeSpec:
             256 with four-over-six, a scale search or EDEN.
         hadamard_sign: None, or the 16-bit sign mask of a random Hadamard transform applied to each 16 elements of a
             row before quantization; True is NVIDIA's mask 0xD7E8. What is stored is the transformed tensor.
+        row_scaled: one scale a row in place of the per-tensor scale, of that row's own amax: a row's bits then do not
+            depend on the rows beside it, and nothing is reduced over the tensor. For activations (a row is a token).
         random_bits: 16, or 8 for the resolution of Blackwell's ``cvt.rs`` (biased toward zero by up to 1/256 step).
         hardware_rounding: with STOCHASTIC and 8 bits, let sm_100a and sm_103a round by ``cvt.rs`` itself. The only
             setting whose bits depend on the device: elsewhere it means the contract's 8-bit rounding.
 
     Raises:
         ValueError: a value outside these, hardware_rounding without its two companions, scale_search with
-            four_over_six, EDEN with anything but 1x16 blocks, 16 random bits, plain scales and no other transform.
+            four_over_six, EDEN with anything but 1x16 blocks, 16 random bits, plain scales and no other transform,
+            row_scaled with 16x16 tiles.
     """
 
     round_mode: RoundingMode = RoundingMode.RNE
@@ -48,6 +51,7 @@ class QuantizeSpec:
     random_bits: int = 16
     hardware_rounding: bool = False
     scale_search: ScaleSearch | None = None
+    row_scaled: bool = False
 
     def __post_init__(self) -> None:
         fix = object.__setattr__  # the dataclass is frozen
@@ -68,6 +72,8 @@ class QuantizeSpec:
         sign = self.hadamard_sign
         if sign is not None and (isinstance(sign, bool) or not isinstance(sign, int) or not 0 <= sign <= 0xFFFF):
             raise ValueError(f"hadamard_sign is None, True or a mask from 0 to 0xFFFF, got {sign!r}")
+        if not isinstance(self.row_scaled, bool) or (self.row_scaled and self.block_rows != 1):
+            raise ValueError(f"row_scaled is True or False, and goes with block_rows=1, got {self.row_scaled!r}")
         if self.hardware_rounding and (self.round_mode != RoundingMode.STOCHASTIC or self.random_bits != 8):
             raise ValueError("hardware_rounding needs round_mode=RoundingMode.STOCHASTIC and random_bits=8")
         if self.scale_search is not None and self.four_over_six is not None:
@@ -85,6 +91,7 @@ class QuantizeSpec:
             "four_over_six": None,
             "scale_search": None,
             "hadamard_sign": None,
+            "row_scaled": False,
         }
         for name, value in allowed.items():
             if getattr(self, name) != value:
@@ -145,6 +152,7 @@ class QuantizeSpec:
             | (1 << 8 if self.hardware_rounding else 0)
             | (0 if sign is None else 1 << 9 | sign << 16)
             | int(self.scale_search or 0) << 10  # two bits, the upper one reserved
+            | (1 << 13 if self.row_scaled else 0)
         )
 
     def __deepcopy__(self, memo: dict) -> QuantizeSpec:
@@ -166,6 +174,7 @@ class QuantizeSpec:
             hardware_rounding=bool(bits & 1 << 8),
             hadamard_sign=bits >> 16 & 0xFFFF if bits & 1 << 9 else None,
             scale_search=ScaleSearch(search) if search == 1 else None,
+            row_scaled=bool(bits & 1 << 13),
         )
         if spec.pack() != bits:
             raise ValueError(f"spec is what QuantizeSpec.pack() gives, and that is never {bits}")
@@ -182,6 +191,8 @@ class QuantizeSpec:
             words.append(f"search {self.scale_search.name.lower()}")
         if self.scale_ceiling != self._default_ceiling:
             words.append(f"ceiling {self.scale_ceiling}")
+        if self.row_scaled:
+            words.append("row scales")
         if self.hadamard_sign is not None:
             words.append(f"hadamard {self.hadamard_sign:#06x}")
         if self.round_mode == RoundingMode.STOCHASTIC and self.random_bits != 16:

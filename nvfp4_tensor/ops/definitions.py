@@ -44,6 +44,7 @@ for _schema in (
     "rotate(Tensor x, Tensor rng_state, bool inverse=False, SymInt col0=0) -> Tensor",
     "amax_rotated(Tensor x, Tensor rng_state, SymInt col0=0) -> Tensor",
     f"quantize(Tensor x, Tensor? amax, Tensor? rng_state, int spec, {_PLACE}, int stream=0) -> ({_QUANTIZED})",
+    f"quantize_rows(Tensor x, Tensor? amax, Tensor? rng_state, int spec, {_PLACE}, int stream=0) -> ({_QUANTIZED})",
     "quantize_pair(Tensor x, Tensor amax, Tensor amax_t, Tensor? rng_state, int spec, int spec_t,"
     " SymInt row0=0, SymInt col0=0, SymInt full_rows=0, SymInt full_width=0, int stream_t=1)"
     f" -> ({_QUANTIZED}, Tensor qdata_t, Tensor scale_t, Tensor per_tensor_scale_t)",
@@ -151,13 +152,17 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., K) to (qdata, scale, per_tensor_scale), amax that of x by default; see :func:`reference.quantize`."""
     how = QuantizeSpec.unpack(spec)
-    _check_place(math.prod(x.shape[:-1]), x.shape[-1], row0, col0, full_width, how.column_multiple)
+    if how.row_scaled:
+        raise ValueError(
+            "a spec with row_scaled=True goes to the op quantize_rows, whose per-tensor scales are one a row"
+        )
+    check_place(math.prod(x.shape[:-1]), x.shape[-1], row0, col0, full_width, how.column_multiple)
     if amax is None:
         amax = own_amax(x, how, rng_state, col0)
     return reference.quantize(x, amax, rng_state, how, row0, col0, full_width, stream)
 
 
-def _check_place(rows: int, columns: int, row0: int, col0: int, full_width: int, multiple: int) -> None:
+def check_place(rows: int, columns: int, row0: int, col0: int, full_width: int, multiple: int) -> None:
     """Refuse what block_numbers of csrc/arguments.h refuses."""
     if min(row0, col0, full_width) < 0:
         raise ValueError(

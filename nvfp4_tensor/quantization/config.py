@@ -108,7 +108,7 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         round_mode, scale_rounding, four_over_six, scale_search, scale_ceiling, random_bits: for the weight and the
             activation.
         block_rows: for the weight; an activation always has 1x16 blocks.
-        activation_round_mode: for the activation alone.
+        activation_round_mode, row_scaled: for the activation alone.
         weight_spec, activation_spec: the whole specs, instead of these.
         weighted: as in :class:`NVFP4WeightOnlyConfig`.
         step: None, or torchao's two steps towards static activation scales: "prepare" observes what each linear is
@@ -133,6 +133,7 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
     """
 
     activation_round_mode: RoundingMode | str | None = None
+    row_scaled: bool = False
     activation_spec: QuantizeSpec | None = None
     product_backend: ProductBackend | str = ProductBackend.AUTO
     percentile: float | None = None
@@ -149,7 +150,9 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
                 raise ValueError("percentile and headroom each choose the amax: give one of them")
 
     def _check_step(self) -> None:
-        if self.step == QuantizationStep.PREPARE:
+        if self.activation.row_scaled and not self.weighted and self.step is not None:
+            raise ValueError("step would change nothing: activations with row_scaled have an amax a row, at each call")
+        if self.step == QuantizationStep.PREPARE or self.activation.row_scaled:
             self._check_amax_is_used()
 
     def _check_calibrated(self) -> None:
@@ -164,7 +167,7 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
 
     def _replaced(self) -> tuple[str, ...]:
         of_weight = () if self.weight_spec is None else ("block_rows",)
-        of_activation = () if self.activation_spec is None else ("activation_round_mode",)
+        of_activation = () if self.activation_spec is None else ("activation_round_mode", "row_scaled")
         return (*of_weight, *of_activation, *(_SHARED if of_weight and of_activation else ()))
 
     def _check_transforms(self) -> None:
@@ -179,4 +182,5 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         """How activations are quantized: ``activation_spec``, or what the other arguments say."""
         if self.activation_spec is not None:
             return self.activation_spec
-        return self._spec() if self.activation_round_mode is None else self._spec(round_mode=self.activation_round_mode)
+        changes = {} if self.activation_round_mode is None else {"round_mode": self.activation_round_mode}
+        return self._spec(row_scaled=self.row_scaled, **changes)

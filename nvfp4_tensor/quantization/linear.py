@@ -76,7 +76,7 @@ def _convert(module: ObservedLinear, plan: Plan, config: NVFP4WeightOnlyConfig) 
         return module.stop_observing()
     group = [each for each in plan.tied.get(module, [module]) if isinstance(each, ObservedLinear)]
     fields = {}
-    if isinstance(config, NVFP4Config):
+    if isinstance(config, NVFP4Config) and not config.activation.row_scaled:
         amaxes = [each.amax_with_headroom() if config.headroom else each.amax_at(config.percentile) for each in group]
         fields["activation_amax"] = torch.stack(amaxes).amax()
     squares = torch.stack([each.activation_squares for each in group]).sum(dim=0)

@@ -67,6 +67,8 @@ def resolve_amax(
     """amax as the ops take it, float32 0-d on the device of x; that of x (transformed as the spec says) for None."""
     if amax is None:
         return own_amax(x.detach(), spec, rng_state, col0)
+    if spec.row_scaled:
+        return _resolve_row_amax(x, amax)
     if isinstance(amax, Tensor):
         if amax.numel() != 1 or not amax.dtype.is_floating_point:
             raise ValueError(f"amax is one floating-point number, got {amax.dtype} of shape {tuple(amax.shape)}")
@@ -76,6 +78,18 @@ def resolve_amax(
     if isinstance(amax, str | list | tuple) or not 0 <= amax <= layout.FLOAT32_MAX:
         raise ValueError(f"amax is a finite magnitude, 3.0 for instance or a tensor of one, got {amax!r}")
     return torch.full((), amax, dtype=torch.float32, device=x.device)
+
+
+def _resolve_row_amax(x: Tensor, amax: Tensor | float) -> Tensor:
+    """amax as the op quantize_rows takes it: float32 (rows,)."""
+    rows = x.shape[:-1].numel()
+    if not isinstance(amax, Tensor) or amax.numel() != rows or not amax.dtype.is_floating_point:
+        what = f"{amax.dtype} {tuple(amax.shape)}" if isinstance(amax, Tensor) else repr(amax)
+        raise ValueError(
+            f"with row_scaled=True amax is a floating-point tensor of one number for each of the {rows} rows, or left "
+            f"out, not {what}"
+        )
+    return amax.detach().to(device=x.device, dtype=torch.float32).reshape(-1)
 
 
 def resolve_rng_state(

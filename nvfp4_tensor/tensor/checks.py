@@ -48,6 +48,8 @@ def check_fields(
     _check_factors(per_tensor_scale, qdata.shape[:-1])
     if activation_amax is not None:
         _check_tensor("activation_amax", activation_amax, torch.float32, qdata)
+        if activation_spec is not None and activation_spec.row_scaled:
+            raise ValueError("activation_amax would change nothing: an activation_spec with row_scaled has one a row")
         if activation_amax.dim():
             raise ValueError(f"activation_amax is one number, 0-d, not {tuple(activation_amax.shape)}")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from nvfp4_tensor.numerics.hadamard import float_hadamard, inverse_hadamard
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops.definitions import columns_of_values
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_amax, resolve_arguments
 from nvfp4_tensor.tensor.nvfp4 import check_dense
 
@@ -36,7 +37,8 @@ def fake_quantize(
     check_dense(x)
     spec = checked_spec(spec)
     amax, rng_state, place = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
-    amax = resolve_amax(x, spec, None, rng_state, place[1]) if amax is None else amax
+    if amax is None and not spec.row_scaled:
+        amax = resolve_amax(x, spec, None, rng_state, place[1])
     dtype = x.dtype if dtype is None else dtype
     if dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(f"fake_quantize gives bfloat16, float16 or float32, not {dtype}")
@@ -51,7 +53,7 @@ def fake_quantize(
 
 def _values(
     x: Tensor,
-    amax: Tensor,
+    amax: Tensor | None,
     rng_state: Tensor | None,
     spec: QuantizeSpec,
     dtype: torch.dtype,
@@ -60,10 +62,27 @@ def _values(
     full_width: int,
 ) -> Tensor:
     place = row0, col0, full_width
+    if spec.row_scaled:
+        values, factor = row_scaled_values(x, amax, rng_state, spec, torch.float32, *place)
+        return (values * factor.view(*x.shape[:-1], 1)).to(dtype)
     if not spec.is_eden:
         return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), dtype, True, *place)[0]
     rotated = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.float32, True, *place)[0]
     return torch.ops.nvfp4.rotate(rotated, rng_state, True, col0)[..., : x.shape[-1]].to(dtype)
+
+
+def row_scaled_values(
+    x: Tensor,
+    amax: Tensor | None,
+    rng_state: Tensor | None,
+    spec: QuantizeSpec,
+    dtype: torch.dtype,
+    *place: int,
+) -> tuple[Tensor, Tensor]:
+    """What x decodes to with its rows' scales left out (exact in bfloat16), and these, float32 (rows,)."""
+    qdata, scale, factor = torch.ops.nvfp4.quantize_rows(x, amax, rng_state, spec.pack(), *place)
+    columns = columns_of_values(x.shape[-1], spec.pack())
+    return torch.ops.nvfp4.dequantize(qdata, scale, None, columns, dtype), factor
 
 
 def is_transformed() -> bool:
@@ -88,7 +107,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, amax: Tensor, rng_state: Tensor | None, spec: QuantizeSpec, *arguments: Any
+        ctx: Any, x: Tensor, amax: Tensor | None, rng_state: Tensor | None, spec: QuantizeSpec, *arguments: Any
     ) -> Tensor:
         ctx.hadamard_sign, ctx.columns, ctx.dtype = spec.hadamard_sign, x.shape[-1], x.dtype
         return _values(x, amax, rng_state, spec, *arguments)

@@ -26,7 +26,7 @@ class Operand(NamedTuple):
 
     qdata: Tensor  # uint8 (R, C/2)
     scale: Tensor  # e4m3, swizzled
-    per_tensor_scale: Tensor  # float32 0-d
+    per_tensor_scale: Tensor  # float32 0-d, or (R,) where the spec is row-scaled
 
     @property
     def columns(self) -> int:
@@ -54,7 +54,9 @@ Left: TypeAlias = "Operand | Values | Tensor"
 
 
 def quantized(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None = None, stream: int = 0) -> Operand:
-    """x (R, C) by its own amax."""
+    """x (R, C) by its own amax, or each row by that row's."""
+    if spec.row_scaled:
+        return Operand(*torch.ops.nvfp4.quantize_rows(x, None, rng_state, spec.pack(), 0, 0, 0, stream))
     amax = own_amax(x, spec, rng_state)
     return Operand(*torch.ops.nvfp4.quantize(x, amax, rng_state, spec.pack(), 0, 0, 0, stream))
 
@@ -67,7 +69,7 @@ def quantized_pair(
     stream_t: int = 1,
 ) -> tuple[Operand | None, Operand | None]:
     """x (R, C) and x^T (C, R), each by its spec and its own amax, in one pass over x; None for a spec of None."""
-    if spec is None or spec_t is None:
+    if spec is None or spec_t is None or spec.row_scaled or spec_t.row_scaled:
         of_x = None if spec is None else quantized(x, spec, rng_state)
         return of_x, None if spec_t is None else quantized(x.t().contiguous(), spec_t, rng_state, stream_t)
     amax, amax_t = _amax_pair(x, spec, spec_t, rng_state)
@@ -95,7 +97,7 @@ def multipliable(
 
     codes_t: x^T as codes even so, to be saved. codes: both, for products with a dense right operand.
     """
-    if codes or runs_on_codes(x.device):
+    if codes or runs_on_codes(x.device) or any(each is not None and each.row_scaled for each in (spec, spec_t)):
         return quantized_pair(x, spec, spec_t, rng_state, stream_t)
     if spec is not None and spec_t is not None:
         amax, amax_t = _amax_pair(x, spec, spec_t, rng_state)
@@ -133,7 +135,8 @@ def product(a: Left, b: Operand | Tensor, out_dtype: torch.dtype, bias: Tensor |
         y = _matmul(b, None, a, None if bias is None else bias.unsqueeze(-1), out_dtype)
         return y.t().contiguous()
     y = torch.mm(a, b.t().to(a.dtype)) if bias is None else torch.addmm(bias.to(a.dtype), a, b.t().to(a.dtype))
-    return y.to(out_dtype)
+    # Under torch 2.11's compiler a cast that changes nothing, as an autograd.Function's output, cuts the gradient.
+    return y if y.dtype == out_dtype else y.to(out_dtype)
 
 
 def decoded(a: Left, columns: int | None = None) -> tuple[Tensor, Tensor | None]:
@@ -167,7 +170,8 @@ def runs_on_codes(device: torch.device) -> bool:
 
 
 def _on_codes(a: Operand, b: Operand) -> bool:
-    return runs_on_codes(a.qdata.device) and a.qdata.numel() > 0 and b.qdata.numel() > 0
+    one_scale = a.per_tensor_scale.dim() == b.per_tensor_scale.dim() == 0
+    return runs_on_codes(a.qdata.device) and one_scale and a.qdata.numel() > 0 and b.qdata.numel() > 0
 
 
 def _matmul(x: Tensor, factor: Tensor | None, w: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,7 @@ ALL_SPECS = [
         MODES_OF_CODES, (1, 16), ScaleRounding, (None, "mae", "mse", "search"), (448, 256), (None, 0, 0xD7E8), (16, 8)
     )
 ] + [QuantizeSpec(round_mode="eden", scale_ceiling=ceiling) for ceiling in (448, 256)]
+ALL_SPECS += [spec.replace(row_scaled=True) for spec in ALL_SPECS if spec.block_rows == 1 and not spec.is_eden]
 
 
 def test_every_spec_survives_packing_and_packs_differently():
@@ -35,7 +36,7 @@ def test_every_spec_survives_packing_and_packs_differently():
     "bits", [3 << 4, 2 << 10, 3 << 10, 1 << 10 | 1 << 4, 1 << 12 | 3, 1 << 12 | 1 << 2, 1 << 16, 1 << 8, 1 << 40, -1]
 )
 def test_what_no_spec_packs_to_is_refused(bits):
-    with pytest.raises(ValueError, match=r"QuantizeSpec.pack\(\)|hardware_rounding needs|scale_search takes|eden"):
+    with pytest.raises(ValueError, match=r"QuantizeSpec.pack\(\)|hardware_rounding needs|scale_search takes|row_scaled|eden"):
         QuantizeSpec.unpack(bits)
 
 

@@ -1,0 +1,208 @@
+"""One scale a row: each row as a tensor by itself, whoever stands beside it, from the op to a training step."""
+
+import copy
+
+import pytest
+import torch
+from helpers.bits import MAGNITUDES, MODES, assert_same_bits, inputs
+from torch import nn
+from torch.library import opcheck
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, QuantizeSpec, calibrate, fake_quantize, quantize, quantize_experts
+from nvfp4_tensor.numerics import reference
+from nvfp4_tensor.training import NVFP4TrainingConfig, Recipe, WeightForDx
+
+ROWS = QuantizeSpec(row_scaled=True)
+CHOICES = [
+    {},
+    {"scale_rounding": "up"},
+    {"four_over_six": "mse"},
+    {"four_over_six": "mae", "scale_ceiling": 448},
+    {"scale_search": "mse"},
+    {"hadamard_sign": True},
+]
+
+
+def uneven(rows=20, columns=100, dtype=torch.float32, magnitude=1.0):
+    """Rows of very different sizes, a row of zeros and one that is not finite among them."""
+    x = inputs((rows, columns), dtype, magnitude, poison=False).float()
+    x = (x * torch.logspace(-2, 0, rows)[:, None]).to(dtype)
+    x[4], x[5, 3], x[6, 7] = 0, float("nan"), float("inf")
+    return x
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_a_row_is_a_tensor_by_itself(mode, choice, device):
+    spec, state = QuantizeSpec(row_scaled=True, **mode, **choice), torch.tensor([3, 4], device=device)
+    for dtype, magnitudes in MAGNITUDES.items():
+        x = uneven(dtype=dtype, magnitude=magnitudes[-2]).to(device)
+        whole = quantize(x, spec, rng_state=state)
+        for i, row in enumerate(x):
+            alone = quantize(
+                row[None], spec.replace(row_scaled=False), rng_state=state, origin=(i, 0), full_width=x.shape[1]
+            )
+            assert_same_bits(
+                (whole.qdata[i : i + 1], whole.unswizzled_scale()[i : i + 1], whole.per_tensor_scale[i]),
+                (alone.qdata.cpu(), alone.unswizzled_scale().cpu(), alone.per_tensor_scale.cpu()),
+                f"row {i} of {dtype} by {spec}",
+            )
+
+
+def test_what_it_decodes_to(device):
+    x = uneven().to(device)
+    t = quantize(x, ROWS)
+    assert t.per_tensor_scale.shape == (20,)
+    assert torch.equal(fake_quantize(x, ROWS).nan_to_num(7), t.dequantize().nan_to_num(7))
+    t, plain = (quantize(x.nan_to_num(0, 0, 0), spec) for spec in (ROWS, QuantizeSpec()))
+    errors = [(each.dequantize() - x.nan_to_num(0, 0, 0)).square().sum(1) for each in (t, plain)]
+    assert errors[0].sum() < errors[1].sum()
+
+
+def test_a_given_amax():
+    x = torch.randn(2, 5, 32)
+    amax = x.abs().amax(-1)
+    assert torch.equal(quantize(x, ROWS, amax=amax).qdata, quantize(x, ROWS).qdata)
+    assert torch.equal(quantize(x, ROWS, amax=2 * amax).per_tensor_scale, 2 * quantize(x, ROWS).per_tensor_scale)
+    assert torch.equal(fake_quantize(x, ROWS, amax=amax), fake_quantize(x, ROWS))
+    for wrong in (1.0, torch.ones(2), torch.ones(10, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="one number for each of the 10 rows"):
+            quantize(x, ROWS, amax=wrong)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0), (16,), (2, 3, 40)])
+def test_shapes(shape, device):
+    x = torch.randn(shape, device=device)
+    t = quantize(x, ROWS)
+    assert t.shape == x.shape and t.per_tensor_scale.shape == (x.shape[:-1].numel(),)
+    assert (t.dequantize() - x).abs().sum() <= 0.2 * x.abs().sum()
+
+
+def test_the_ops(device):
+    x = torch.randn(4, 5, 50, device=device)
+    spec, state = QuantizeSpec(round_mode="stochastic", row_scaled=True).pack(), torch.tensor([1, 2], device=device)
+    nvfp4 = torch.ops.nvfp4
+    opcheck(nvfp4.quantize_rows.default, (x, None, state, spec, 16, 32, 500, 1))
+    opcheck(nvfp4.quantize_rows.default, (x, reference.row_amax(x), state, spec))
+    with pytest.raises(ValueError, match=r"amax is float32 \(20,\), one a row"):
+        nvfp4.quantize_rows(x, reference.row_amax(x)[:3], state, spec)
+    with pytest.raises(ValueError, match="takes a spec with row_scaled=True"):
+        nvfp4.quantize_rows(x, None, None, QuantizeSpec().pack())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: QuantizeSpec(row_scaled=True, block_rows=16),
+        lambda: QuantizeSpec(row_scaled=1),
+        lambda: QuantizeSpec(row_scaled=True, round_mode="eden"),
+        lambda: NVFP4Config(row_scaled=True, step="prepare"),
+        lambda: NVFP4Config(row_scaled=True, headroom=True, step="convert"),
+        lambda: calibrate(nn.Sequential(nn.Linear(16, 16)), [torch.ones(1, 16)], NVFP4Config(row_scaled=True)),
+        lambda: NVFP4Tensor(
+            **{**quantize(torch.ones(2, 16))._fields(), "activation_spec": ROWS, "activation_amax": torch.ones(())}
+        ),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_go_with(make):
+    with pytest.raises(ValueError, match="row_scaled"):
+        make()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"round_mode": "stochastic"}, {"hadamard": True}], ids=str)
+def test_a_w4a4_linear(dtype, options, device):
+    hadamard = options.pop("hadamard", None) and {"weight_spec": QuantizeSpec(hadamard_sign=True)}
+    activation = QuantizeSpec(row_scaled=True, hadamard_sign=True if hadamard else None, **options)
+    m = nn.Sequential(nn.Linear(64, 48)).to(device, dtype)
+    quantize_(m, NVFP4Config(activation_spec=activation, **(hadamard or {})))
+    x = (torch.randn(2, 9, 64, device=device) * torch.logspace(-3, 3, 9, device=device)[:, None]).to(dtype)
+    torch.manual_seed(5)
+    y = m(x)
+    torch.manual_seed(5)
+    left = quantize(x.view(-1, 64), activation)
+    plain = m[0].weight._replace(activation_spec=None)
+    expected = nn.functional.linear(left, plain, m[0].bias)
+    assert torch.equal(y.view(-1, 48), expected)
+    exact = left.dequantize(torch.float32).double() @ plain.dequantize(torch.float32).double().T + m[0].bias.double()
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    assert torch.allclose(y.view(-1, 48).double(), exact, rtol=rounding, atol=1e-4)
+
+
+def test_a_token_does_not_depend_on_its_batch():
+    m = nn.Sequential(nn.Linear(64, 48))
+    own, plain = copy.deepcopy(m), copy.deepcopy(m)
+    quantize_(own, NVFP4Config(row_scaled=True))
+    quantize_(plain, NVFP4Config())
+    assert "row scales" in repr(own)
+    x = torch.randn(3, 64)
+    loud = torch.cat((x, 1e4 * torch.randn(1, 64)))
+    assert torch.allclose(own(loud)[:3], own(x), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(plain(loud)[:3], plain(x), rtol=0.1, atol=0.1)
+
+
+def test_experts():
+    w, x = torch.randn(2, 32, 64, dtype=torch.bfloat16), torch.randn(9, 64, dtype=torch.bfloat16)
+    x *= torch.logspace(-2, 2, 9)[:, None]
+    experts, offs = quantize_experts(w, activation_spec=ROWS), torch.tensor([4, 9], dtype=torch.int32)
+    y = torch._grouped_mm(x, experts.transpose(-2, -1), offs=offs)
+    left = quantize(x, ROWS).dequantize(torch.float32)
+    expected = torch.cat(
+        [part @ e.dequantize(torch.float32).T for part, e in zip(left.split((4, 5)), experts, strict=True)]
+    )
+    assert torch.allclose(y.float(), expected, rtol=2**-7, atol=1e-3 * expected.abs().amax())
+
+
+def test_the_gradient_passes_straight_through():
+    x = torch.randn(4, 32, requires_grad=True)
+    fake_quantize(x, ROWS).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_compiled():
+    m = nn.Sequential(nn.Linear(64, 48)).bfloat16()
+    quantize_(m, NVFP4Config(row_scaled=True))
+    x = torch.randn(5, 64).bfloat16()
+    assert torch.equal(torch.compile(m, fullgraph=True, backend="aot_eager")(x), m(x))
+
+
+def test_writing_into_one():
+    t = quantize(torch.randn(6, 32), ROWS)
+    new = torch.randn(6, 32) * torch.logspace(-2, 2, 6)[:, None]
+    t.copy_(new)
+    assert torch.equal(t.dequantize(), quantize(new, ROWS).dequantize())
+    assert torch.equal(t[2:4].dequantize(), quantize(new, ROWS).dequantize()[2:4])
+
+
+def test_training():
+    """x and dy with a scale a row: the step is that of dense products of what they decode to."""
+    torch.manual_seed(0)
+    recipe = Recipe(
+        name="rows",
+        x=ROWS,
+        w=QuantizeSpec(block_rows=16),
+        w_for_dx=WeightForDx.CODES,
+        dy=ROWS,
+        dy_t=QuantizeSpec(),
+        x_t=ROWS,
+    )
+    layer = nn.Linear(64, 48, bias=False)
+    dense = layer.weight.detach().clone()
+    m = nn.Sequential(layer)
+    quantize_(m, NVFP4TrainingConfig(recipe))
+    x = torch.randn(32, 64) * torch.logspace(-2, 2, 32)[:, None]
+    x.requires_grad_()
+    y = m(x)
+    dy = torch.randn(32, 48) * torch.logspace(1, -1, 32)[:, None]
+    y.backward(dy)
+    w = quantize(dense, recipe.w).dequantize()
+    for actual, expected in (
+        (y, quantize(x.detach(), ROWS).dequantize() @ w.T),
+        (x.grad, quantize(dy, ROWS).dequantize() @ w),
+        (
+            m[0].weight.grad,
+            quantize(dy.T.contiguous()).dequantize() @ quantize(x.detach().T.contiguous(), ROWS).dequantize().T,
+        ),
+    ):
+        assert torch.allclose(actual.detach(), expected, rtol=1e-4, atol=1e-4 * expected.abs().amax())
