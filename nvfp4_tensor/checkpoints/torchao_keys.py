@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat, check_writable
-from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.names import natural, some
 from nvfp4_tensor.checkpoints.shards import Shards, read_json
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
@@ -112,9 +112,9 @@ class TorchAO(SafetensorsFormat):
             raise ValueError(f"torchao's keys need a module's name before the parameter's, unlike {some(bare)}")
 
     def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
-        entries = checkpoint.entries
-        described = {name: json.dumps(_description(entry)) for name, entry in entries.items()}
-        return {"format": "pt", **described, "tensor_names": json.dumps(list(entries))}
+        names = sorted(checkpoint.entries, key=natural)
+        described = {name: json.dumps(_description(checkpoint.entries[name])) for name in names}
+        return {"format": "pt", **described, "tensor_names": json.dumps(names)}
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """quantization_config as transformers' TorchAoConfig writes it; it is for what is not quantized yet."""

@@ -1,0 +1,230 @@
+"""compressed-tensors' folders: read by its own package and by transformers, and what they hold read by us."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from checkpoints.folders import GOLDEN, dense_tensors, edit, edit_json, write_dense
+from safetensors.torch import load_file
+
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints import tensor_of
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(params=["modelopt_nvfp4", "modelopt_w4a16"])
+def folder(request, tmp_path):
+    checkpoints.convert(GOLDEN / request.param, tmp_path / "ct", to="compressed-tensors", progress=False)
+    return tmp_path / "ct"
+
+
+@pytest.fixture
+def w4a4(tmp_path):
+    checkpoints.convert(GOLDEN / "modelopt_nvfp4", tmp_path / "ct", to="compressed-tensors", progress=False)
+    return tmp_path / "ct"
+
+
+def quantization(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def change_quantization(folder, change):
+    edit_json(folder / "config.json", lambda config: change(config["quantization_config"]))
+
+
+def test_names_and_shapes(w4a4):
+    stored = load_file(w4a4 / "model.safetensors")
+    of_module = {name.rpartition(".")[2]: t for name, t in stored.items() if name.startswith(f"{Q_PROJ}.")}
+    assert {name: (tuple(t.shape), t.dtype) for name, t in of_module.items()} == {
+        "weight_packed": ((64, 32), torch.uint8), "weight_scale": ((64, 4), torch.float8_e4m3fn),
+        "weight_global_scale": ((1,), torch.float32), "input_global_scale": ((1,), torch.float32),
+    }  # fmt: skip
+    golden = load_file(GOLDEN / "modelopt_nvfp4/model.safetensors")
+    assert torch.equal(of_module["weight_global_scale"], golden[f"{Q_PROJ}.weight_scale_2"].reciprocal()[None])
+    assert torch.equal(of_module["input_global_scale"], golden[f"{Q_PROJ}.input_scale"].reciprocal()[None])
+
+
+def test_its_own_decoder(folder):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = QuantizationConfig.model_validate(quantization(folder))
+    scheme = config.config_groups["group_0"]
+    assert (scheme.input_activations is None) == (
+        not checkpoints.read(folder).entries[f"{Q_PROJ}.weight"].has_input_scale
+    )
+    assert NVFP4PackedCompressor.can_compress(torch.nn.Linear, scheme)
+    stored = load_file(folder / "model.safetensors")
+    with checkpoints.read(folder) as read:
+        for name in (name for name, entry in read.entries.items() if entry.quantized):
+            module = name.removesuffix("weight")
+            state = {key.removeprefix(module): t for key, t in stored.items() if key.startswith(module)}
+            assert set(NVFP4PackedCompressor.compression_param_names(scheme)) <= set(state)
+            theirs = NVFP4PackedCompressor.decompress(state, scheme)["weight"]
+            ours = tensor_of(read.linear(name), torch.bfloat16).dequantize()
+            assert theirs.dtype == torch.bfloat16
+            assert torch.allclose(theirs.float(), ours.float(), rtol=2**-7, atol=0)  # theirs divides in bfloat16
+
+
+def test_transformers_reads_it(folder):
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.CompressedTensorsConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    ours = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(GOLDEN / "modelopt_w4a16")
+    )
+    checkpoints.load(ours.to(torch.bfloat16).eval(), folder, weight_only=True, progress=False)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        expected, got = ours(ids).logits.float(), theirs.eval()(ids).logits.float()
+    assert (got - expected).norm() / expected.norm() < 0.02
+    for layer, other in zip(ours.model.layers, theirs.model.layers, strict=True):
+        mine = layer.mlp.down_proj.weight.dequantize().float()
+        assert torch.allclose(other.mlp.down_proj.weight.float(), mine, rtol=2**-7, atol=0)
+
+
+def test_what_llm_compressor_writes_is_read(tmp_path):
+    """Compressed by its package with scales computed as it does: 2688 / amax, block scales of that."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+
+    scheme = QuantizationScheme(**NVFP4A16, targets=["Linear"])
+    weight = torch.randn(32, 64)
+    divisor = (2688 / weight.abs().amax()).reshape(1)
+    block_scale = (divisor * weight.unflatten(-1, (-1, 16)).abs().amax(-1) / 6).to(torch.float8_e4m3fn)
+    state = {"weight": weight, "weight_scale": block_scale.float(), "weight_global_scale": divisor}
+    packed = NVFP4PackedCompressor.compress(state, scheme)
+    write_dense(tmp_path / "src", {f"a.{name}": tensor for name, tensor in packed.items()})
+    groups = {"group_0": json.loads(scheme.model_dump_json())}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": groups}
+    edit_json(tmp_path / "src/config.json", lambda c: c.update(quantization_config=config))
+    with checkpoints.read(tmp_path / "src") as read:
+        parts = read.linear("a.weight")
+    theirs = NVFP4PackedCompressor.decompress(packed, scheme)["weight"].float()
+    assert torch.allclose(tensor_of(parts, torch.float32).dequantize(), theirs, rtol=2**-7, atol=0)
+    assert torch.equal(parts.divisor, divisor[0]) and not parts.quantizes_activations
+
+
+def test_strategy_group(w4a4):
+    change_quantization(w4a4, lambda q: q["config_groups"]["group_0"]["weights"].update(strategy="group"))
+    before = checkpoints.read(w4a4).linear(f"{Q_PROJ}.weight").per_tensor_scale
+    assert before == load_file(GOLDEN / "modelopt_nvfp4/model.safetensors")[f"{Q_PROJ}.weight_scale_2"]
+    edit(w4a4, lambda t: t.pop(f"{Q_PROJ}.weight_global_scale"))
+    assert checkpoints.read(w4a4).linear(f"{Q_PROJ}.weight").per_tensor_scale == 1.0
+
+
+def group(folder, **changes):
+    return {**quantization(folder)["config_groups"]["group_0"], **changes}
+
+
+def test_mixed_groups(w4a4):
+    groups = {
+        "group_0": group(w4a4, targets=["Linear"]),
+        "group_1": group(w4a4, targets=["re:.*mlp.*"], input_activations=None),
+        "group_2": group(w4a4, targets=["re:.*vision.*"], weights={"num_bits": 8, "type": "float"}),
+    }
+    change_quantization(w4a4, lambda q: q.update(format="mixed-precision", config_groups=groups))
+    entries = checkpoints.read(w4a4).entries
+    quantized = {name: entry.quantizes_activations for name, entry in entries.items() if entry.quantized}
+    assert quantized and all(activations == (".mlp." not in name) for name, activations in quantized.items())
+
+
+def test_mixed_groups_are_written(w4a4, tmp_path):
+    groups = {
+        "group_0": group(w4a4, targets=["re:.*self_attn.*"]),
+        "group_1": group(w4a4, targets=["re:.*mlp.*"], input_activations=None),
+    }
+    change_quantization(w4a4, lambda q: q.update(config_groups=groups))
+    checkpoints.convert(w4a4, tmp_path / "again", to="compressed-tensors", progress=False)
+    assert checkpoints.read(tmp_path / "again").entries == checkpoints.read(w4a4).entries
+    written = quantization(tmp_path / "again")["config_groups"]
+    assert [Q_PROJ in written[name]["targets"] for name in ("group_0", "group_1")] == [True, False]
+
+
+def test_a_linear_of_no_group_is_named(w4a4):
+    groups = {f"group_{i}": group(w4a4, targets=[f"re:.*{name}.*"]) for i, name in enumerate(("mlp", "k_proj"))}
+    change_quantization(w4a4, lambda q: q.update(config_groups=groups))
+    with pytest.raises(ValueError, match=r"proj\.weight_packed is in none of the config groups"):
+        checkpoints.read(w4a4)
+
+
+CONFIGS = {
+    "bits": (lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=8), "expected a config group of 4-bit"),
+    "group_size": (lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=32), "with group_size 16"),
+    "transform": (lambda q: q.update(transform_config={"config_groups": {"R1": {}}}), "transform_config rotates"),
+    "sparsity": (lambda q: q.update(sparsity_config={"format": "sparse-24-bitmask"}), "found sparsity sparse-24"),
+    "activations": (
+        lambda q: q["config_groups"]["group_0"]["input_activations"].update(num_bits=8),
+        "expected input_activations of 4-bit floats or none, found 8-bit float",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_other_configurations_are_refused(w4a4, case):
+    change, message = CONFIGS[case]
+    change_quantization(w4a4, change)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.read(w4a4)
+
+
+DAMAGES = {
+    "missing": (
+        lambda t: t.pop(f"{Q_PROJ}.weight_global_scale"),
+        r"q_proj\.weight_global_scale \(float32 \[1\]\) is missing",
+    ),
+    "int4": (
+        lambda t: t.update({f"{Q_PROJ}.weight_packed": torch.zeros(64, 8, dtype=torch.int32)}),
+        r"weight_packed: expected uint8 \(N, K / 2\), found I32 \[64, 8\]",
+    ),
+    "fp8": (
+        lambda t: t.update({f"{Q_PROJ}.weight": t.pop(f"{Q_PROJ}.weight_packed").view(torch.float8_e4m3fn)}),
+        r"q_proj\.input_global_scale.* belong to weights that are not NVFP4",
+    ),
+    "scale": (
+        lambda t: t.update({f"{Q_PROJ}.weight_scale": torch.zeros(64, 4)}),
+        r"weight_scale: expected float8_e4m3fn \[64, 4\], found F32 \[64, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_tensors_are_named(w4a4, damage):
+    change, message = DAMAGES[damage]
+    edit(w4a4, change)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.read(w4a4)
+
+
+def test_a_scale_that_has_no_finite_inverse(tmp_path):
+    tensors = {"a.weight": torch.full((16, 32), 1e-38)}
+    write_dense(tmp_path / "src", tensors)
+    with pytest.raises(ValueError, match=r"a\.weight: its scale is too small for compressed-tensors"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", to="compressed-tensors", progress=False)
+    assert not (tmp_path / "dst").exists()
+    shutil.rmtree(tmp_path / "dst.partial")
+
+
+def test_a_sidecar_that_does_not_fit_changes_nothing(w4a4):
+    parts = checkpoints.read(w4a4).linear(f"{Q_PROJ}.weight")
+    sidecar = w4a4 / "nvfp4_tensor.json"
+    sidecar.write_text(json.dumps({"factors": {f"{Q_PROJ}.weight": {"per_tensor_scale": 3.0}}}))
+    again = checkpoints.read(w4a4).linear(f"{Q_PROJ}.weight")
+    assert torch.equal(again.per_tensor_scale, again.divisor.reciprocal())
+    assert again.per_tensor_scale == pytest.approx(parts.per_tensor_scale.item(), rel=1e-6)
+    sidecar.write_text(json.dumps({"factors": {"a": {"qdata": 3.0}}}))
+    with pytest.raises(ValueError, match=r"nvfp4_tensor\.json: expected factors"):
+        checkpoints.read(w4a4)
+
+
+def test_dense_is_no_compressed_checkpoint(tmp_path):
+    write_dense(tmp_path / "src", dense_tensors(1))
+    with pytest.raises(ValueError, match="expected a quantization_config with quant_method compressed-tensors"):
+        checkpoints.read(tmp_path / "src", "compressed-tensors")

@@ -1,0 +1,205 @@
+"""Quantizing a folder: the bits of quantize(), shared scales, little memory, and an interruption."""
+
+import pytest
+import torch
+from checkpoints.folders import content, dense_tensors, edit_json, same_files, write_dense
+
+from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
+from nvfp4_tensor.checkpoints import quantizing, tensor_of
+from nvfp4_tensor.checkpoints.quantizing import Quantized
+
+
+def options(**more):
+    return {"progress": False, **more}
+
+
+def amax_of(tensors, *names):
+    return max(tensors[name].float().abs().max() for name in names)
+
+
+SPECS = [QuantizeSpec(), QuantizeSpec(four_over_six=True), QuantizeSpec(scale_search=True), QuantizeSpec(block_rows=16)]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_bits_of_quantize(tmp_path, spec):
+    tensors = write_dense(tmp_path / "src")
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", spec=spec, **options())
+    with checkpoints.read(tmp_path / "dst") as read:
+        quantized = {name for name, entry in read.entries.items() if entry.quantized}
+        assert quantized == {name for name in tensors if "_proj" in name}
+        name = "model.layers.1.mlp.down_proj.weight"
+        expected = quantize(tensors[name], spec)
+        assert torch.equal(tensor_of(read.linear(name)).dequantize(), expected.dequantize())
+        assert torch.equal(read.linear(name).qdata, expected.qdata)
+        for other in tensors.keys() - quantized:
+            assert torch.equal(read.dense(other), tensors[other])
+
+
+def test_joined_linears_share_the_largest_amax(tmp_path):
+    tensors = write_dense(tmp_path / "src")
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    with checkpoints.read(tmp_path / "dst") as read:
+        for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            names = [f"model.layers.0.{module}.weight" for module in group]
+            amax = amax_of(tensors, *names)
+            for name in names:
+                expected = quantize(tensors[name], amax=amax)
+                assert torch.equal(read.linear(name).per_tensor_scale, amax / 2688)
+                assert torch.equal(tensor_of(read.linear(name)).dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("round_mode", ["rne", "stochastic"])
+@pytest.mark.parametrize("held", [0, 1 << 30])
+def test_pieces_have_the_bits_of_the_whole(tmp_path, monkeypatch, round_mode, held):
+    tensors = {
+        f"layers.{i}.{name}.weight": torch.randn(300, 48) for i in range(2) for name in ("q_proj", "k_proj", "out")
+    }
+    write_dense(tmp_path / "src", tensors)
+    settings = options(spec=QuantizeSpec(round_mode=round_mode), seed=7)
+    checkpoints.quantize(tmp_path / "src", tmp_path / "whole", **settings)
+    monkeypatch.setattr(quantizing, "CHUNK", 48 * 4 * 128)
+    monkeypatch.setattr(quantizing, "HELD", held)
+    checkpoints.quantize(tmp_path / "src", tmp_path / "pieces", **settings)
+    assert same_files(tmp_path / "whole", tmp_path / "pieces")
+
+
+def test_stochastic_rounding_follows_the_seed_and_the_name(tmp_path):
+    tensors = {f"{name}.weight": torch.ones(8, 32).mul(0.3).index_fill(1, torch.tensor([0]), 6.0) for name in "ab"}
+    write_dense(tmp_path / "src", tensors)
+    codes = {}
+    for seed in (0, 1):
+        spec = QuantizeSpec(round_mode="stochastic")
+        checkpoints.quantize(tmp_path / "src", tmp_path / f"{seed}", spec=spec, seed=seed, **options())
+        codes[seed] = content(tmp_path / f"{seed}")
+    assert codes[0]["a.weight"] != codes[1]["a.weight"] and codes[0]["a.weight"] != codes[0]["b.weight"]
+
+
+def test_what_is_quantized(tmp_path):
+    write_dense(tmp_path / "src")
+
+    def chosen(**more):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "x", **options(**more))
+        with checkpoints.read(tmp_path / "x") as read:
+            names = {name for name, entry in read.entries.items() if entry.quantized}
+        for file in (tmp_path / "x").iterdir():
+            file.unlink()
+        return names
+
+    everything = chosen()
+    assert everything - chosen(exclude=["*.down_proj"]) == {f"model.layers.{i}.mlp.down_proj.weight" for i in (0, 1)}
+    assert everything - chosen(exclude=[r"re:model\.layers\.0"]) == {name for name in everything if ".0." in name}
+    assert chosen(include=["lm_head"]) - everything == {"lm_head.weight"}
+    with pytest.raises(ValueError, match=r"'\*\.w2' matches no linear"):
+        chosen(exclude=["*.w2"])
+    with pytest.raises(ValueError, match="found none"):
+        chosen(exclude=["*_proj"])
+
+
+def test_what_does_not_fit_stays_dense_and_is_named(tmp_path):
+    tensors = {"a.weight": torch.randn(8, 32), "b.weight": torch.randn(8, 40), "c.weight": torch.ones(8, 32).int()}
+    write_dense(tmp_path / "src", {**tensors, "conv.weight": torch.randn(4, 16, 3)})
+    with pytest.warns(UserWarning, match=r"b\.weight \[8, 40\] float32, c\.weight \[8, 32\] int32"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    with checkpoints.read(tmp_path / "dst") as read:
+        assert [name for name, entry in read.entries.items() if entry.quantized] == ["a.weight"]
+        assert torch.equal(read.dense("b.weight"), tensors["b.weight"])
+
+
+def test_static_activation_scales_make_it_w4a4(tmp_path):
+    write_dense(tmp_path / "src")
+    amax = {"model.layers.0.self_attn.q_proj": 3.0, "model.layers.0.self_attn.k_proj.weight": 5.0}
+    amax["model.layers.0.self_attn.v_proj"] = 4.0
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", input_amax=amax, **options())
+    with checkpoints.read(tmp_path / "dst") as read:
+        assert read.linear("model.layers.0.self_attn.q_proj.weight").input_scale == torch.tensor(5.0) / 2688
+        assert read.linear("model.layers.0.mlp.up_proj.weight").input_scale is None
+    for bad, message in (
+        ({"nothing": 1.0}, "names nothing.weight"),
+        ({"model.layers.0.mlp.up_proj": 0.0}, "above zero"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checkpoints.quantize(tmp_path / "src", tmp_path / "no", input_amax=bad, **options())
+    assert not (tmp_path / "no").exists() and not (tmp_path / "no.partial").exists()
+
+
+def test_sources_that_are_refused(tmp_path):
+    write_dense(tmp_path / "src")
+    with pytest.raises(ValueError, match="Hadamard"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "x", spec=QuantizeSpec(hadamard_sign=True), **options())
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    with pytest.raises(ValueError, match="expected a dense model, found one quantized by modelopt"):
+        checkpoints.quantize(tmp_path / "dst", tmp_path / "x", **options())
+    with pytest.raises(ValueError, match="is there already"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    edit_json(tmp_path / "src/config.json", lambda config: config.update(model_type="gpt2"))
+    with pytest.raises(ValueError, match=r"gpt2 stores weights as \(inputs, outputs\)"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "x", **options())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["dst", "src"]
+
+
+def test_all_zero_weights(tmp_path):
+    write_dense(tmp_path / "src", {"q_proj.weight": torch.zeros(16, 32), "k_proj.weight": torch.randn(16, 32)})
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    with checkpoints.read(tmp_path / "dst") as read:
+        assert not tensor_of(read.linear("q_proj.weight")).dequantize().any()
+        assert torch.equal(read.per_tensor_scale("q_proj.weight"), read.per_tensor_scale("k_proj.weight"))
+
+
+def test_nan_is_warned_of(tmp_path):
+    tensors = dense_tensors(1)
+    tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = float("nan")
+    write_dense(tmp_path / "src", tensors)
+    with pytest.warns(
+        UserWarning, match=r"1 weights hold blocks that are NaN, model.layers.0.mlp.down_proj.weight: vLLM"
+    ):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A run that stopped in its second of three files; the inode of the first."""
+    write_dense(tmp_path / "src", dense_tensors(4), files=3)
+    whole = Quantized.linear
+    seen = []
+
+    def linear(self, name):
+        seen.append(name)
+        if len(seen) == 12:
+            raise Interrupted
+        return whole(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Quantized, "linear", linear)
+        with pytest.raises(Interrupted):
+            checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    assert not (tmp_path / "dst").exists()
+    names = sorted(each.name for each in (tmp_path / "dst.partial").iterdir())
+    assert names == ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors.tmp", "progress.json"]
+    return (tmp_path / "dst.partial" / names[0]).stat().st_ino
+
+
+def test_an_interrupted_run_is_taken_up(tmp_path, interrupted):
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    assert (tmp_path / "dst/model-00001-of-00003.safetensors").stat().st_ino == interrupted
+    checkpoints.quantize(tmp_path / "src", tmp_path / "again", **options())
+    assert same_files(tmp_path / "dst", tmp_path / "again") and not (tmp_path / "dst.partial").exists()
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_another_run_starts_anew(tmp_path):
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(spec=QuantizeSpec(four_over_six=True)))
+    checkpoints.quantize(tmp_path / "src", tmp_path / "again", **options(spec=QuantizeSpec(four_over_six=True)))
+    assert same_files(tmp_path / "dst", tmp_path / "again")
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_a_shard_that_was_cut_is_written_again(tmp_path):
+    file = tmp_path / "dst.partial/model-00001-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    checkpoints.quantize(tmp_path / "src", tmp_path / "again", **options())
+    assert same_files(tmp_path / "dst", tmp_path / "again")
