@@ -7,6 +7,7 @@ from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.hessian import GPTQConfig, gptq
 from nvfp4_tensor.quantization.linear import NVFP4Linear
 from nvfp4_tensor.quantization.observer import ObservedLinear
+from nvfp4_tensor.quantization.own_text import own_text
 
 __all__ = [
     "GPTQConfig",
@@ -17,4 +18,5 @@ __all__ = [
     "calibrate",
     "gptq",
     "linear",
+    "own_text",
 ]

@@ -1,0 +1,59 @@
+"""llama.cpp's 4-bit formats as rows of the perplexity table, where ``llama-cpp-python`` is installed.
+
+It quantizes the demo's GGUF anew (all of it, the embedding too, in what formats each type mixes) and is judged on the
+same tokens in the same windows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from nvfp4_tensor.cli.demo.model import evaluation_tokens, gguf_path, load_model
+
+ROWS: dict[str, tuple[str, Any]] = {
+    "llama_q8_0": ("llama.cpp Q8_0", "LLAMA_FTYPE_MOSTLY_Q8_0"),
+    "llama_q4_0": ("llama.cpp Q4_0", "LLAMA_FTYPE_MOSTLY_Q4_0"),
+    "llama_q4_k_m": ("llama.cpp Q4_K_M", "LLAMA_FTYPE_MOSTLY_Q4_K_M"),
+}
+"""Name -> (what the table calls it, llama.cpp's type)."""
+
+
+def is_installed() -> bool:
+    """Whether llama-cpp-python is."""
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
+def run(name: str, tokens: int, window: int) -> dict[str, Any]:
+    """A row as ``perplexity.run_row`` gives it."""
+    import llama_cpp
+
+    model, tokenizer = load_model()
+    parameters = sum(p.numel() for p in model.parameters())
+    ids = evaluation_tokens(tokenizer, tokens)
+    del model
+    with tempfile.TemporaryDirectory() as folder:
+        path, start = Path(folder) / f"{name}.gguf", time.perf_counter()
+        how = llama_cpp.llama_model_quantize_default_params()
+        how.ftype, how.allow_requantize, how.nthread = getattr(llama_cpp, ROWS[name][1]), True, torch.get_num_threads()
+        if llama_cpp.llama_model_quantize(str(gguf_path()).encode(), str(path).encode(), how):
+            raise RuntimeError(f"llama.cpp did not quantize {gguf_path()}: its own messages say why")
+        seconds, bits = time.perf_counter() - start, 8 * os.path.getsize(path) / parameters
+        llama = llama_cpp.Llama(
+            str(path), n_ctx=window, n_batch=window, logits_all=True, verbose=False, n_threads=torch.get_num_threads()
+        )
+        found = []
+        for part in tqdm(ids.split(window), desc=name, unit="window"):
+            llama.reset()
+            llama.eval(part.tolist())
+            logits = torch.from_numpy(llama.scores[: len(part) - 1])
+            found.append(cross_entropy(logits, part[1:], reduction="none"))
+    return {"losses": torch.cat(found), "bits": bits, "seconds": seconds, "tokens": tokens}
