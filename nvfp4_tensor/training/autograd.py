@@ -176,6 +176,15 @@ def _fprop(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -
     return product(operands.x or x, operands.w or weight, x.dtype, bias)
 
 
+def _drawn_with(y: Tensor, rng_state: Tensor) -> Tensor:
+    """y, which a compiled graph takes for a function of the draw: so it draws in the forward, as eager mode does.
+
+    A draw that only the backward reads would move there, where the layers come in the other order (as in
+    :func:`weight_operand`).
+    """
+    return torch.where(rng_state[0] == rng_state[0], y, y) if torch.compiler.is_compiling() else y
+
+
 class _Products(torch.autograd.Function):
     """fprop, whose derivative is the recipe's dgrad and wgrad.
 
@@ -206,7 +215,8 @@ class _Products(torch.autograd.Function):
         )
         ctx.recipe, ctx.needs = recipe, needs
         ctx.shape, ctx.dtypes = weight.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return _fprop(x, weight, bias, operands)
+        y = _fprop(x, weight, bias, operands)
+        return y if operands.w is not None or rng_state is None else _drawn_with(y, rng_state)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
