@@ -1,0 +1,60 @@
+"""What names say."""
+
+import pytest
+
+from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, natural, some
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        ("model.layers.1.mlp.up_proj.weight", ["mlp.gate_proj", "mlp.up_proj"]),
+        ("model.layers.1.mlp.experts.3.w3.weight", ["mlp.experts.3.w1", "mlp.experts.3.w3"]),
+        ("model.layers.1.mlp.down_proj.weight", ["mlp.down_proj"]),
+    ],
+)
+def test_joined(name, expected):
+    layer = "model.layers.1."
+    modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
+               "mlp.down_proj", "mlp.experts.3.w1", "mlp.experts.3.w3", "mlp.experts.4.w1"]  # fmt: skip
+    names = {f"{prefix}{module}.weight" for prefix in (layer, "model.layers.2.") for module in modules}
+    assert joined_with(name, names) == tuple(f"{layer}{module}.weight" for module in expected)
+    assert joined_with("q_proj.weight", {"q_proj.weight", "v_proj.weight"}) == ("q_proj.weight", "v_proj.weight")
+    assert joined_with("q_proj.bias", {"q_proj.bias", "v_proj.bias"}) == ("q_proj.bias",)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        ("lm_head", "lm_head.weight", "model.lm_head.weight"),
+        ("*.down_proj", "a.down_proj.weight", "a.up_proj.weight"),
+        ("re:.*down", "a.down_proj.weight", "a.up_proj.weight"),
+        ("a.x", "a.x.weight", "a.xy.weight"),
+        ("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj"),
+    ],
+)
+def test_patterns(pattern, yes, no):
+    assert is_matched(yes, [pattern]) and not is_matched(no, [pattern])
+
+
+LINEARS = [
+    "model.layers.0.mlp.gate_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "h.3.mlp.dense_4h_to_h.weight",
+]
+OTHERS = [
+    "model.embed_tokens.weight", "transformer.wte.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight",
+    "model.layers.0.mlp.gate.weight", "model.layers.0.block_sparse_moe.gate.weight",
+    "model.visual.blocks.0.attn.qkv.weight",
+]  # fmt: skip
+
+
+def test_defaults():
+    assert not any(is_matched(name, (*NOT_LINEAR, *LEFT_DENSE)) for name in LINEARS)
+    assert all(is_matched(name, (*NOT_LINEAR, *LEFT_DENSE)) for name in OTHERS)
+
+
+def test_order_and_lists():
+    assert sorted(["l.10.b", "l.2.b", "l.2.a"], key=natural) == ["l.2.a", "l.2.b", "l.10.b"]
+    assert some(["a", "b"]) == "a, b" and some(list("abcdef")) == "a, b, c, d and 2 more"

@@ -1,0 +1,177 @@
+"""Saving a model: the same bytes again, one scale for joined linears, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from checkpoints.folders import GOLDEN, content
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, checkpoints, quantize
+from nvfp4_tensor.checkpoints import parts_of, tensor_of
+
+
+class Block(nn.Module):
+    def __init__(self, hidden=64):
+        super().__init__()
+        for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            setattr(self, name, nn.Linear(hidden, 64, bias=False))
+            getattr(self, name).weight.data.mul_(5.0**i)
+        self.o_proj = nn.Linear(64, hidden)
+
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x) * self.k_proj(x) + self.v_proj(x))
+
+
+@pytest.fixture
+def block():
+    return Block().bfloat16()
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao"])
+@pytest.mark.parametrize("w4a4", [False, True])
+def test_there_and_back(tmp_path, block, format, w4a4):
+    if w4a4:
+        calibrate(block, [torch.randn(8, 64).bfloat16()], NVFP4Config(), progress=False)
+    else:
+        quantize_(block, NVFP4WeightOnlyConfig(four_over_six=True))
+    checkpoints.save(block, tmp_path / "a", format=format, different="keep", progress=False)
+    again = checkpoints.load(Block().bfloat16(), tmp_path / "a", progress=False)
+    x = torch.randn(4, 64).bfloat16()
+    assert (
+        torch.equal(again(x), block(x)) or w4a4
+    )  # an input scale is amax / 2688, which times 2688 may be off by a bit
+    assert torch.allclose(again(x).float(), block(x).float(), rtol=0.02, atol=0.02)
+    checkpoints.save(again, tmp_path / "b", format=format, different="keep", progress=False)
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+
+
+@pytest.mark.parametrize("source", ["modelopt_nvfp4", "modelopt_w4a16"])
+def test_what_was_loaded_is_saved_byte_for_byte(tmp_path, source):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(GOLDEN / source)
+    del config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    checkpoints.load(model, GOLDEN / source, progress=False)
+    checkpoints.save(model, tmp_path / "again", progress=False)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (GOLDEN / source / "model.safetensors").read_bytes()
+    written = json.loads((tmp_path / "again/config.json").read_text())
+    assert written["model_type"] == "llama" and written["quantization_config"]["quant_method"] == "modelopt"
+    # The divisors of another layout survive a model too.
+    checkpoints.save(model, tmp_path / "ct", format="compressed-tensors", progress=False)
+    other = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    checkpoints.load(other, tmp_path / "ct", progress=False)
+    checkpoints.save(other, tmp_path / "ct2", format="compressed-tensors", progress=False)
+    assert content(tmp_path / "ct") == content(tmp_path / "ct2")
+
+
+def scales_of(folder):
+    with checkpoints.read(folder) as read:
+        return [read.per_tensor_scale(f"{name}_proj.weight") for name in "qkvo"]
+
+
+def test_joined_linears_are_requantized_with_a_warning(tmp_path, block):
+    quantize_(block, NVFP4WeightOnlyConfig())
+    before = {name: parameter.detach() for name, parameter in block.named_parameters()}
+    with pytest.warns(
+        UserWarning, match=r"requantizing 1 groups.*q_proj\.weight and k_proj\.weight and v_proj\.weight"
+    ):
+        checkpoints.save(block, tmp_path / "a", progress=False)
+    q, k, v, o = scales_of(tmp_path / "a")
+    assert q == k == v == before["v_proj.weight"].per_tensor_scale and o == before["o_proj.weight"].per_tensor_scale
+    with checkpoints.read(tmp_path / "a") as read:
+        assert torch.equal(
+            read.linear("v_proj.weight").qdata, before["v_proj.weight"].qdata
+        )  # its scale was the largest
+        for name in ("q_proj.weight", "k_proj.weight"):
+            dense = before[name].dequantize(torch.float32)
+            got = tensor_of(read.linear(name), torch.float32).dequantize()
+            expected = quantize(dense, amax=v * 2688).dequantize()
+            assert torch.allclose(got, expected, rtol=1e-6) and (got - dense).norm() / dense.norm() < 0.1
+    assert torch.equal(block.q_proj.weight.dequantize(), before["q_proj.weight"].dequantize())  # the model is as it was
+
+
+def test_keep_and_refuse(tmp_path, block):
+    quantize_(block, NVFP4WeightOnlyConfig())
+    with pytest.raises(ValueError, match=r"1 groups of linears that servers join have different per-tensor scales"):
+        checkpoints.save(block, tmp_path / "a", different="refuse", progress=False)
+    with pytest.raises(ValueError, match="different is 'requantize', 'keep' or 'refuse', not 'no'"):
+        checkpoints.save(block, tmp_path / "a", different="no", progress=False)
+    assert not list(tmp_path.iterdir())
+    checkpoints.save(block, tmp_path / "a", different="keep", progress=False)
+    assert scales_of(tmp_path / "a") == [getattr(block, f"{name}_proj").weight.per_tensor_scale for name in "qkvo"]
+
+
+def test_a_weight_of_zeros_does_not_set_the_scale(tmp_path, block):
+    block.k_proj.weight.data.zero_()
+    quantize_(block, NVFP4WeightOnlyConfig())
+    assert block.k_proj.weight.per_tensor_scale == 1.0
+    with pytest.warns(UserWarning, match="requantizing"):
+        checkpoints.save(block, tmp_path / "a", progress=False)
+    q, k, v, _ = scales_of(tmp_path / "a")
+    assert q == k == v == block.v_proj.weight.per_tensor_scale
+    with checkpoints.read(tmp_path / "a") as read:
+        assert not tensor_of(read.linear("k_proj.weight")).dequantize().any()
+
+
+def test_a_state_dict(tmp_path, block):
+    quantize_(block.o_proj, NVFP4WeightOnlyConfig())
+    checkpoints.save(block.state_dict(), tmp_path / "a", progress=False)
+    assert content(tmp_path / "a")["q_proj.weight"][:2] == (torch.bfloat16, (64, 64))
+    again = checkpoints.load(Block().bfloat16(), tmp_path / "a", progress=False)
+    x = torch.randn(4, 64).bfloat16()
+    assert torch.equal(again(x), block(x)) and (tmp_path / "a/hf_quant_config.json").exists()
+
+
+def test_what_changed_since_is_saved_as_it_is_now(tmp_path, block):
+    calibrate(block, [torch.randn(8, 64).bfloat16()], NVFP4Config(), progress=False)
+    checkpoints.save(block, tmp_path / "a", format="compressed-tensors", different="keep", progress=False)
+    again = checkpoints.load(Block().bfloat16(), tmp_path / "a", progress=False)
+    changed = quantize(torch.randn(64, 64).bfloat16())._replace(
+        activation_spec=QuantizeSpec(), activation_amax=torch.tensor(5376.0)
+    )
+    again.o_proj.weight = nn.Parameter(changed, requires_grad=False)
+    checkpoints.save(again, tmp_path / "b", format="compressed-tensors", different="keep", progress=False)
+    with checkpoints.read(tmp_path / "b") as read:
+        parts = read.linear("o_proj.weight")
+    assert parts.input_scale == 2.0 and torch.equal(parts.per_tensor_scale, changed.per_tensor_scale)
+    assert torch.equal(parts.qdata, parts_of(changed).qdata)
+
+
+def test_shared_tensors_are_written_once(tmp_path):
+    model = nn.Module()
+    model.embed, model.head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
+    model.head.weight = model.embed.weight
+    checkpoints.save(model, tmp_path / "a", progress=False)
+    assert set(content(tmp_path / "a")) == {"embed.weight"}
+
+
+REFUSED = {
+    "meta": (lambda b: b.to("meta"), r"q_proj\.weight is on the meta device"),
+    "hadamard": (
+        lambda b: quantize_(
+            b,
+            NVFP4Config(weight_spec=QuantizeSpec(hadamard_sign=True), activation_spec=QuantizeSpec(hadamard_sign=True)),
+        ),
+        r"q_proj\.weight: a weight quantized with hadamard_sign",
+    ),
+    "dynamic": (
+        lambda b: quantize_(b, NVFP4Config()),
+        r"needs a static input scale: calibrate\(model, batches\) gives it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name_and_nothing_written(tmp_path, block, case):
+    change, message = REFUSED[case]
+    change(block)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.save(block, tmp_path / "a", different="keep", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_pickles(tmp_path):
+    with pytest.raises(ValueError, match="extra is a dict: checkpoints hold tensors alone"):
+        checkpoints.save({"extra": {}}, tmp_path / "a")
