@@ -8,7 +8,7 @@ from helpers.checkpoints import InMemory, same_parts
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nvfp4_tensor import QuantizeSpec, quantize
+from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.comfy import FORMAT, swap_nibbles
 
@@ -46,6 +46,20 @@ def test_there_and_back(tmp_path, rows, columns):
         FORMAT.write(checkpoint, tmp_path / "b.safetensors", progress=False)
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
+
+
+def test_loaded_and_saved(tmp_path):
+    model = torch.nn.ModuleDict({"up": torch.nn.Linear(40, 24), "out": torch.nn.Linear(64, 16, bias=False)})
+    tensors = {
+        "up.weight": quantize(torch.randn(24, 40)),
+        "up.bias": torch.randn(24),
+        "out.weight": torch.randn(16, 64),
+    }
+    write(tmp_path / "a.safetensors", tensors)
+    checkpoints.load(model, tmp_path / "a.safetensors", progress=False)
+    assert torch.equal(model["up"].weight.dequantize(), tensors["up.weight"].dequantize())
+    checkpoints.save(model, tmp_path / "b.safetensors", format="comfy", progress=False)
+    assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(48, 96), (130, 272), (5, 40)])

@@ -277,6 +277,35 @@ def foreign(path, architecture="llama", **tensors):
     writer.close()
 
 
+def test_mxfp4_in_a_file_becomes_nvfp4(tmp_path, tensors):
+    """A file of llama.cpp's type 39, q's rows in its order; and one of Q5_0, which is dense."""
+    write(tmp_path / "a.gguf", {**tensors, Q: tensors[Q].dequantize()})
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    data = torch.randint(256, (128, 4, 17), dtype=torch.uint8)
+    data[..., 0] = torch.randint(115, 125, (128, 4))
+    mxfp4 = data.view(128, -1).numpy()
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
+    for tensor in reader.tensors:
+        if tensor.name == "blk.0.attn_q.weight":
+            writer.add_tensor(tensor.name, mxfp4, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+        else:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with FORMAT.read(tmp_path / "b.gguf") as checkpoint:
+        got = tensor_of(checkpoint.linear(Q), torch.float32).dequantize()
+        assert same_parts(checkpoint.linear(DOWN), parts_of(tensors[DOWN]))
+    theirs = torch.from_numpy(gguf.quants.dequantize(mxfp4, gguf.GGMLQuantizationType.MXFP4))
+    want = theirs.view(4, 16, 2, 128).transpose(1, 2).reshape(128, 128)  # pairs of a head to its halves
+    assert torch.equal(got, want)
+
+
 def test_foreign_files_are_refused_by_name(tmp_path):
     foreign(tmp_path / "a.gguf", "bloom", token_embd__weight=np.zeros((4, 8), np.float32))
     with pytest.raises(ValueError, match=r"a\.gguf: architecture 'bloom': llama, qwen2, qwen3 are read"):
