@@ -31,6 +31,7 @@ FORMATS = {
     "gguf": "nvfp4_tensor.checkpoints.gguf",
     "comfy": "nvfp4_tensor.checkpoints.comfy",
     "mlx": "nvfp4_tensor.checkpoints.mlx",
+    "mxfp4": "nvfp4_tensor.checkpoints.mxfp4_folder",
     "modelopt": "nvfp4_tensor.checkpoints.modelopt",
     "compressed-tensors": "nvfp4_tensor.checkpoints.compressed_tensors",
     "torchao": "nvfp4_tensor.checkpoints.torchao_keys",
