@@ -4,7 +4,7 @@
 """
 
 from nvfp4_tensor.emulation.blocks import Block, BlockTensor
-from nvfp4_tensor.emulation.cast import cast, upcast
+from nvfp4_tensor.emulation.casting import cast, upcast
 from nvfp4_tensor.emulation.elements import ELEMENTS, Element
 from nvfp4_tensor.emulation.formats import FORMATS, BlockFormat
 from nvfp4_tensor.emulation.modes import CastMode, ComputeMode, ScaleMode

@@ -85,4 +85,4 @@ FORMATS = {
         _format("int8", "int8", "float16", 32),
     )
 }
-"""The formats by name. int4 and int8 are symmetric, in groups of 32 with a float16 scale."""
+"""The formats by name. int4 and int8 are symmetric, in groups of 32 with a float16 scale, whose range they have."""
