@@ -45,14 +45,26 @@ class Statistics:
 
     def add(self, x: Tensor, z: Tensor | None) -> None:
         """x: (rows, K); z: what the dense model fed for the same tokens, or None where that is not known."""
-        padding = (0, -x.shape[1] % BLOCK)
         self.rows += len(x)
-        for start in range(0, len(x), _CHUNK):
-            part = pad(x[start : start + _CHUNK].float(), padding)
-            square = part.mT @ part
-            self.hessian += square
-            if self.cross is not None:
-                self.cross += square if z is None else pad(z[start : start + _CHUNK].float(), padding).mT @ part
+        square = square_of(x)
+        self.hessian += square
+        if self.cross is not None:
+            self.cross += square if z is None else product_of(z, x)
+
+
+def square_of(x: Tensor) -> Tensor:
+    """X^T X of x (rows, K), in float32, K rounded up to 16."""
+    return product_of(x, x)
+
+
+def product_of(z: Tensor, x: Tensor) -> Tensor:
+    """Z^T X of two (rows, K), in float32, K rounded up to 16."""
+    columns = ceil_to(x.shape[1], BLOCK)
+    total = torch.zeros((columns, columns), device=x.device)
+    for start in range(0, len(x), _CHUNK):
+        left, right = (pad(t[start : start + _CHUNK].float(), (0, columns - t.shape[1])) for t in (z, x))
+        total.addmm_(left.mT, right)
+    return total
 
 
 @dataclasses.dataclass
