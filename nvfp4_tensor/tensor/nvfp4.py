@@ -38,8 +38,9 @@ class Aliasing(enum.IntEnum):
 
 
 NOT_IN_SAFETENSORS = (
-    "a safetensors file cannot hold an NVFP4Tensor yet: torch.save(model.state_dict(), path) can, and "
-    "model.load_state_dict(torch.load(path), assign=True) reads it again; a dense copy, t.dequantize(), goes anywhere"
+    "a safetensors file holds plain tensors alone: nvfp4_tensor.checkpoints.save(model, folder) writes what servers "
+    "read, nvfp4_tensor.integrations.transformers.attach_quantizer(model) lets save_pretrained do the same, and "
+    "torch.save(model.state_dict(), path) keeps all there is, for model.load_state_dict(torch.load(path), assign=True)"
 )
 
 with quietly():

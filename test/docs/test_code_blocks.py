@@ -15,6 +15,7 @@ _NEEDED = {
     "save_and_load.md": ("transformers", "accelerate", "safetensors"),
     "experts.md": ("transformers",),
     "lora.md": ("peft",),
+    "transformers.md": ("transformers", "accelerate", "peft"),
     "gguf_mlx_comfyui.md": ("gguf", "transformers"),
 }
 _SLOW = ("README.md",)  # it quantizes a real model

@@ -13,7 +13,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from nvfp4_tensor.integrations.transformers.attach import attach_quantizer
 from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compressed_tensors
 from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
-from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer
+from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, config_of
 from nvfp4_tensor.integrations.transformers.saving import save
 from nvfp4_tensor.integrations.transformers.while_loading import WhileLoadingQuantizer
 
@@ -24,6 +24,7 @@ __all__ = [
     "NVFP4TensorConfig",
     "WhileLoadingQuantizer",
     "attach_quantizer",
+    "config_of",
     "read_compressed_tensors",
     "save",
 ]

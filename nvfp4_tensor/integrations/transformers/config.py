@@ -24,8 +24,9 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
         config: what ``quantize_`` takes too: an NVFP4WeightOnlyConfig (W4A16; the default), or an NVFP4Config (W4A4,
             the amax of each activation taken anew at each call).
         modules_to_not_convert: names of linears to leave dense, as transformers matches them: whole names, their ends,
-            or regular expressions. By default the output layer, and what is tied to the embedding. In any case those
-            stay dense whose inputs are no multiple of 16, which no server reads.
+            or regular expressions. By default the output layer, what is tied to the embedding, routers of experts and
+            encoders of other media. In any case those stay dense whose inputs are no multiple of 16, which no server
+            reads.
         share_scales: quantize weights that servers fuse (q, k and v; gate and up) by one amax, so that the model can be
             saved as it is. False takes each its own, as ``quantize_`` does: saving may then be refused.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     ConversionOps,
@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers import HfQuantizer
 
+from nvfp4_tensor.checkpoints import modelopt
 from nvfp4_tensor.checkpoints.common import tensor_of
 from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
@@ -110,3 +111,24 @@ def names_in_model(model: PreTrainedModel, names: Iterable[str]) -> dict[str, st
     known = model.state_dict()
     renamed = {name: rename_source_key(name, renamings, [], model.base_model_prefix, known)[0] for name in names}
     return {in_model: name for name, in_model in renamed.items()}
+
+
+def config_of(path: str | Path, **kwargs: Any) -> PretrainedConfig:
+    """The config of a checkpoint of ModelOpt whose config.json says nothing of NVFP4, but hf_quant_config.json does.
+
+    Args:
+        path: a folder.
+        kwargs: of AutoConfig.from_pretrained.
+
+    Example::
+
+        model = AutoModelForCausalLM.from_pretrained(path, config=nvfp4.config_of(path))
+
+    Raises:
+        ValueError: neither says it, or it is no NVFP4.
+    """
+    config = AutoConfig.from_pretrained(path, **kwargs)
+    if getattr(config, "quantization_config", None) is None:
+        found = modelopt.FORMAT.quantization(Path(path), {})
+        config.quantization_config = {**found, "quant_method": "modelopt"}
+    return config

@@ -13,7 +13,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from nvfp4_tensor.checkpoints import modelopt
 from nvfp4_tensor.checkpoints.common import Checkpoint, nan_blocks
 from nvfp4_tensor.checkpoints.names import joined_with, some
-from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
+from nvfp4_tensor.checkpoints.saving import Different, ModelCheckpoint
 from nvfp4_tensor.checkpoints.shards import write_json
 from nvfp4_tensor.checkpoints.views import WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
@@ -60,7 +60,7 @@ def save(
         model.save_pretrained(folder, **options)
     finally:
         quantizer.weight_only = False
-    checkpoint = checkpoint_of(model, weight_only)
+    checkpoint = checkpoint_of(model, weight_only, different="keep")  # for what it holds; the values are written
     write_json(folder / modelopt.HF_QUANT_CONFIG, modelopt.hf_quant_config(checkpoint))
     card = model_card(
         model,
@@ -77,10 +77,10 @@ def save(
         tokenizer.save_pretrained(folder)
 
 
-def checkpoint_of(model: PreTrainedModel, weight_only: bool = False) -> Checkpoint:
+def checkpoint_of(model: PreTrainedModel, weight_only: bool = False, different: Different = "requantize") -> Checkpoint:
     """The model as a checkpoint, one per-tensor scale where servers join linears."""
     held: Any = _brought_back(model) or model
-    checkpoint: Checkpoint = ModelCheckpoint(held, {}, different="requantize")
+    checkpoint: Checkpoint = ModelCheckpoint(held, {}, different)
     return WeightOnly(checkpoint) if weight_only else checkpoint
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from nvfp4_tensor.checkpoints.names import joined_with
+from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
 from nvfp4_tensor.numerics.choices import ProductBackend
@@ -39,13 +39,16 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
             )
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        skipped = self.get_modules_to_not_convert(
-            model, self.quantization_config.modules_to_not_convert, list(model._keep_in_fp32_modules or ())
-        )
+        chosen = self.quantization_config.modules_to_not_convert
+        skipped = self.get_modules_to_not_convert(model, chosen, list(model._keep_in_fp32_modules or ()))
+        left_dense = LEFT_DENSE if chosen is None else ()
         self.weights = {
             f"{name}.weight"
             for name, module in model.named_modules()
-            if type(module) is nn.Linear and module.in_features % BLOCK == 0 and should_convert_module(name, skipped)
+            if type(module) is nn.Linear
+            and module.in_features % BLOCK == 0
+            and should_convert_module(name, skipped)
+            and not is_matched(f"{name}.weight", left_dense)
         }
 
     def get_quantize_ops(self) -> ConversionOps:

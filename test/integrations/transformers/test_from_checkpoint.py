@@ -67,6 +67,23 @@ def test_weight_only_by_choice(llama, tmp_path):
     assert "quantize_activations" not in model.config.to_dict()["quantization_config"]
 
 
+def test_a_configuration_in_a_file_of_its_own(llama, tmp_path, ids):
+    """As ModelOpt's releases of 2024 wrote it: config.json says nothing."""
+    _, folder = llama()
+    quantize(folder, tmp_path / "nvfp4", progress=False)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")(ids).logits
+    file = tmp_path / "nvfp4" / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", config=nvfp4.config_of(tmp_path / "nvfp4"))
+    assert len(quantized(model)) == 14 and torch.equal(model(ids).logits, expected)
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(ids).logits, expected)
+    with pytest.raises(ValueError, match="found neither"):
+        nvfp4.config_of(folder)
+
+
 def test_a_file_that_is_wrong_says_so(llama, tmp_path):
     _, folder = llama()
     quantize(folder, tmp_path / "nvfp4", progress=False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torchao.quantization import quantize_
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from nvfp4_tensor import (
     NVFP4Config,
@@ -104,6 +104,18 @@ def test_a_model_that_quantize_made(llama, tmp_path, ids):
     assert 0 < (got - exact).norm() < 0.15 * exact.norm()
     with pytest.raises(ValueError, match="no NVFP4 weights"):
         nvfp4.attach_quantizer(llama()[0])
+
+
+@pytest.mark.filterwarnings("ignore:requantizing")
+def test_torchaos_own_config(llama, tmp_path, ids):
+    """It quantizes by our configs too, and would write what nothing can load: refused, with the way that works."""
+    config = TorchAoConfig(NVFP4WeightOnlyConfig(), modules_to_not_convert=["lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(llama()[1], quantization_config=config)
+    assert len(quantized(model)) == 14 and model.generate(ids, max_new_tokens=2).shape == (2, 26)
+    with pytest.raises(TypeError, match=r"attach_quantizer\(model\) lets save_pretrained"):
+        model.save_pretrained(tmp_path / "a")
+    nvfp4.attach_quantizer(model).save_pretrained(tmp_path / "a")
+    assert len(quantized(AutoModelForCausalLM.from_pretrained(tmp_path / "a"))) == 14
 
 
 def test_a_model_in_two_places(llama, tmp_path):
