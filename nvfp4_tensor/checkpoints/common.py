@@ -174,7 +174,8 @@ def tensor_of(
 
 def nan_blocks(parts: LinearParts) -> int:
     """How many block scales are NaN (bytes 0x7F and above): vLLM takes them for scales that were never loaded."""
-    return int((parts.scale.view(torch.uint8) >= layout.E4M3_NAN).sum())
+    data = parts.scale.view(torch.uint8)
+    return int((data >= layout.E4M3_NAN).sum()) if data.numel() and data.max() >= layout.E4M3_NAN else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,8 +240,8 @@ class Checkpoint(abc.ABC):
         """That of a quantized weight, without its codes where the format has it apart."""
         return self.linear(name).per_tensor_scale
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Some rows of a dense tensor, the leading dimensions flattened."""
+    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
+        """Some rows of a dense tensor, the leading dimensions flattened; ``buffer`` (uint8) may be used for them."""
         values = self.dense(name)
         return values.reshape(-1, values.shape[-1])[first:last]
 

@@ -70,9 +70,9 @@ class FolderCheckpoint(Checkpoint):
     def dense(self, name: str) -> Tensor:
         return self.shards[self.stored_name(name)]
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Some rows of a dense tensor, the leading dimensions flattened."""
-        return self.shards.rows(self.stored_name(name), first, last)
+    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
+        """Some rows of a dense tensor, the leading dimensions flattened, in ``buffer`` (uint8) if there is one."""
+        return self.shards.rows(self.stored_name(name), first, last, buffer)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         return self.shards.chunks(self.stored_name(name))
@@ -198,7 +198,7 @@ class SafetensorsFormat(Format):
         )
         laid_out = {name: self._laid_out(checkpoint, name) for name in names}
         sources = {entry.shard for entry in checkpoint.entries.values()}
-        if shard_bytes is None and None not in sources and len(sources) > 1:
+        if shard_bytes is None and len(sources) > 1 and all(str(each).endswith(".safetensors") for each in sources):
             return _by_source(checkpoint, laid_out)
         return _by_size(laid_out, SHARD_BYTES if shard_bytes is None else shard_bytes)
 
@@ -227,15 +227,13 @@ class SafetensorsFormat(Format):
         """(bytes of the file, the sidecar's factors, linears with NaN) of one shard."""
         tensors = {key: tensor for laid_out in names.values() for key, tensor in laid_out.items()}
         entries = {name: checkpoint.entries[name] for name in names}
-        shard = ShardFile(file, tensors, self.metadata(checkpoint))
         factors: dict[str, Any] = {}
         with_nan: list[str] = []
-        try:
+        with ShardFile(file, tensors, self.metadata(checkpoint)) as shard:
             for name, entry in entries.items():
                 if entry.quantized:
                     parts = checkpoint.linear(name)
-                    for key, tensor in self.encode(name, parts, entry).items():
-                        shard.write(key, tensor)
+                    shard.write_later(self.encode(name, parts, entry))
                     if lost := self._lost_factors(parts):
                         factors[name] = lost
                     if nan_blocks(parts):
@@ -245,8 +243,6 @@ class SafetensorsFormat(Format):
                         shard.write(name, piece)
                 bar.update(_source_bytes(entry))
             shard.finish()
-        finally:
-            shard.close()
         return shard.nbytes, factors, with_nan
 
     def _lost_factors(self, parts: LinearParts) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class GGUFCheckpoint(Checkpoint):
         order = self._order(name, len(values))
         return values if order is None else values[order.argsort()]
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
+    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
         """The tensor whose rows were asked for last is kept: decoding it takes long."""
         if self._last is None or self._last[0] != name:
             self._last = name, self.dense(name)

@@ -111,6 +111,7 @@ class Quantized(View):
         self._input_amax = _by_parameter(input_amax or {}, self.chosen, source)
         self._amax: dict[tuple[str, ...], Tensor] = {}
         self._held: dict[str, Tensor] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         for name in self.chosen:
             static = name in self._input_amax
             self.entries[name] = dataclasses.replace(
@@ -136,21 +137,13 @@ class Quantized(View):
     def linear(self, name: str) -> LinearParts:
         entry = self.entries[name]
         amax = self._shared_amax(name)
-        held = self._held.pop(name, None)
         rows, columns = entry.shape
-        qdata = torch.empty((rows, columns // 2), dtype=torch.uint8)
-        scale = torch.empty((rows, columns // BLOCK), dtype=torch.float8_e4m3fn)
-        rng_state = torch.tensor([self.seed, zlib.crc32(name.encode())]) if self.spec.is_stochastic else None
-        step = _rows_of_a_chunk(entry)
-        per_tensor_scale = torch.ones(())
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            x = self.source.rows(name, first, last) if held is None else held[first:last]
-            codes, swizzled, per_tensor_scale = torch.ops.nvfp4.quantize(
-                x, amax, rng_state, self.spec.pack(), first, 0, columns
-            )
-            qdata[first:last] = codes
-            scale[first:last] = layout.unswizzle(swizzled, last - first, columns // BLOCK)
+        step = rows if name in self._held else _rows_of_a_chunk(entry)
+        pieces = [self._quantized(name, first, min(first + step, rows), amax) for first in range(0, rows, step)]
+        qdata, scale, per_tensor_scale = pieces[0]
+        if len(pieces) > 1:
+            qdata = torch.cat([piece[0] for piece in pieces])
+            scale = torch.cat([piece[1].view(torch.uint8) for piece in pieces]).view(torch.float8_e4m3fn)
         return LinearParts(
             qdata=qdata,
             scale=scale,
@@ -160,23 +153,52 @@ class Quantized(View):
             input_scale=torch.tensor(self._input_amax[name]) / LARGEST if entry.has_input_scale else None,
         )
 
+    def _quantized(self, name: str, first: int, last: int, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, block scales in order and per-tensor scale of some rows: the bits of the whole weight."""
+        columns = self.entries[name].shape[1]
+        x = self._held[name][first:last] if name in self._held else self._rows(name, first, last)
+        rng_state = torch.tensor([self.seed, zlib.crc32(name.encode())]) if self.spec.is_stochastic else None
+        qdata, scale, factor = torch.ops.nvfp4.quantize(x, amax, rng_state, self.spec.pack(), first, 0, columns)
+        return qdata, layout.unswizzle(scale, last - first, columns // BLOCK), factor
+
+    def _rows(self, name: str, first: int, last: int) -> Tensor:
+        """Some rows of a dense weight, until the next ones are read."""
+        self._grow((last - first) * _row_bytes(self.entries[name]))
+        return self.source.rows(name, first, last, self._buffer)
+
+    def _grow(self, nbytes: int) -> None:
+        """All weights are read into one buffer: fresh memory for each would cost as much as reading."""
+        if len(self._buffer) < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+
     def _shared_amax(self, name: str) -> Tensor:
         """The largest magnitude of the weights that a server joins with this one; they are kept if they are small."""
         if self._one_scale:
             return torch.tensor(self.spec.largest_value)
         group = joined_with(name, self.chosen)
         if group not in self._amax:
-            self._held.clear()
-            keep = sum(_nbytes(self.entries[each]) for each in group) <= HELD
-            self._amax = {group: torch.stack([self._own_amax(each, keep) for each in group]).amax()}
+            self._hold(group)
+            self._amax = {group: torch.stack([self._own_amax(each) for each in group]).amax()}
         return self._amax[group]
 
-    def _own_amax(self, name: str, keep: bool) -> Tensor:
-        if keep:
-            self._held[name] = self.source.dense(name)
+    def _hold(self, group: tuple[str, ...]) -> None:
+        """Read the weights that are quantized together, if they are small."""
+        self._held.clear()
+        entries = {name: self.entries[name] for name in group}
+        whole = sum(map(_nbytes, entries.values()))
+        if whole > HELD:
+            return
+        self._grow(whole)
+        offset = 0
+        for name, entry in entries.items():
+            self._held[name] = self.source.rows(name, 0, entry.shape[0], self._buffer[offset:])
+            offset += _nbytes(entry)
+
+    def _own_amax(self, name: str) -> Tensor:
+        if name in self._held:
             return torch.ops.nvfp4.amax(self._held[name])
         rows, step = self.entries[name].shape[0], _rows_of_a_chunk(self.entries[name])
-        pieces = (self.source.rows(name, first, min(first + step, rows)) for first in range(0, rows, step))
+        pieces = (self._rows(name, first, min(first + step, rows)) for first in range(0, rows, step))
         return torch.stack([torch.ops.nvfp4.amax(piece) for piece in pieces]).amax()
 
 
@@ -226,9 +248,12 @@ def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source
 
 def _rows_of_a_chunk(entry: Entry) -> int:
     """A multiple of 128, so that chunks' block scales are whole tiles."""
-    row = entry.shape[1] * entry.dtype.itemsize
-    return max(CHUNK // row // TILE_ROWS, 1) * TILE_ROWS
+    return max(CHUNK // _row_bytes(entry) // TILE_ROWS, 1) * TILE_ROWS
+
+
+def _row_bytes(entry: Entry) -> int:
+    return entry.shape[1] * entry.dtype.itemsize
 
 
 def _nbytes(entry: Entry) -> int:
-    return math.prod(entry.shape) * entry.dtype.itemsize
+    return entry.shape[0] * _row_bytes(entry)

@@ -28,8 +28,8 @@ class View(Checkpoint):
     def per_tensor_scale(self, name: str) -> Tensor:
         return self.source.per_tensor_scale(name)
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        return self.source.rows(name, first, last)
+    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
+        return self.source.rows(name, first, last, buffer)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         return self.source.chunks(name)
