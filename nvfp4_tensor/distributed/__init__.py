@@ -1,7 +1,21 @@
 """NVFP4 over several ranks: FSDP2, DDP, tensor parallelism and sharded checkpoints, by PyTorch's own engine."""
 
 import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
+from nvfp4_tensor.distributed.bits import seed_rounding, set_step, share_tokens
 from nvfp4_tensor.distributed.checkpoint import from_plain, to_plain
 from nvfp4_tensor.distributed.ddp import prepare_ddp
+from nvfp4_tensor.distributed.fsdp import gather_codes, precompute_amaxes
+from nvfp4_tensor.distributed.tensor_parallel import NVFP4ColwiseParallel, NVFP4RowwiseParallel
 
-__all__ = ["from_plain", "prepare_ddp", "to_plain"]
+__all__ = [
+    "NVFP4ColwiseParallel",
+    "NVFP4RowwiseParallel",
+    "from_plain",
+    "gather_codes",
+    "precompute_amaxes",
+    "prepare_ddp",
+    "seed_rounding",
+    "set_step",
+    "share_tokens",
+    "to_plain",
+]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.training.places import Place, multipliable_at, quantized_at
 from nvfp4_tensor.training.products import (
     Left,
     Operand,
@@ -117,32 +118,38 @@ def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
 # --- quantize --------------------------------------------------------------------------------------------------------
 
 
-def draw(recipe: Recipe, backward: bool, like: Tensor) -> Tensor | None:
-    """A fresh (seed, offset) from torch's generator for one call, where it takes random bits.
+def draw(recipe: Recipe, backward: bool, like: Tensor, given: Tensor | None = None) -> Tensor | None:
+    """A fresh (seed, offset) from torch's generator for one call, or the one given, where it takes random bits.
 
     The backward's are drawn here too, so that a forward recomputed by a checkpoint draws the same.
     """
     if not (recipe.draws_in_forward or (backward and recipe.draws_in_backward)):
         return None
+    if given is not None:
+        return given.clone()  # it counts the steps in place
     # A tensor of its own for each draw: no compiler pass folds two ops with different arguments.
     return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=like.device))
 
 
 def input_operands(
-    x: Tensor, recipe: Recipe, needs: Needs, rng_state: Tensor | None
+    x: Tensor, recipe: Recipe, needs: Needs, rng_state: Tensor | None, place: Place | None = None
 ) -> tuple[Operand | Values | None, Operand | None]:
-    """x (M, K) for fprop and, if it is needed, x^T for wgrad: in one pass over x.
+    """x (M, K) for fprop and, if it is needed, x^T for wgrad: in one pass over x. ``place``: of what it is a piece.
 
     rng_state goes in only where it decides something, so that a compiled graph folds equal ones of one x.
     """
     specs = recipe.x, recipe.x_t if needs.dw else None
     rng_state = rng_state if draws(*specs) else None
-    of_x, x_t = multipliable(x.detach(), *specs, rng_state, X_T_STREAM, codes_t=True, codes=recipe.w is None)
+    operands = x.detach(), *specs, rng_state, X_T_STREAM
+    how = {"codes_t": True, "codes": recipe.w is None}
+    of_x, x_t = multipliable(*operands, **how) if place is None else multipliable_at(place.x, "x", *operands, **how)
     assert not isinstance(x_t, Values)
     return of_x, x_t
 
 
-def weight_operand(weight: Tensor, recipe: Recipe, rng_state: Tensor | None) -> Operand | None:
+def weight_operand(
+    weight: Tensor, recipe: Recipe, rng_state: Tensor | None, place: Place | None = None
+) -> Operand | None:
     """The weight's codes, for fprop and for dgrad.
 
     rng_state goes into the op even where it decides nothing there: so a compiled graph cannot put its draw off until
@@ -150,7 +157,8 @@ def weight_operand(weight: Tensor, recipe: Recipe, rng_state: Tensor | None) -> 
     """
     if recipe.w is None:
         return None
-    return quantized(weight.detach(), recipe.w, rng_state, W_STREAM)
+    operand = weight.detach(), recipe.w, rng_state, W_STREAM
+    return quantized(*operand) if place is None else quantized_at(place.w, "w", *operand)
 
 
 # --- multiply --------------------------------------------------------------------------------------------------------
@@ -164,12 +172,13 @@ def multiply(
     operands: Operands,
     needs: Needs,
     rng_state: Tensor | None,
+    place: Place | None = None,
 ) -> Tensor:
     """x (M, K) @ weight (N, K)^T + bias, differentiable by the recipe's backward: (M, N) of the dtype of x."""
     if not any(needs):
         return _fprop(x, weight, bias, operands)
     flat = [part for operand in operands for part in _parts(operand)]
-    return _Products.apply(x, weight, bias, recipe, needs, rng_state, *flat)
+    return _Products.apply(x, weight, bias, recipe, needs, rng_state, place, *flat)
 
 
 def _fprop(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
@@ -200,6 +209,7 @@ class _Products(torch.autograd.Function):
         recipe: Recipe,
         needs: Needs,
         rng_state: Tensor | None,
+        place: Place | None,
         *flat: Tensor | None,
     ) -> Tensor:
         x_t, w = _operand(flat[3:6]), _operand(flat[6:])
@@ -213,7 +223,7 @@ class _Products(torch.autograd.Function):
             *(operands.x_t or (None, None, None)),
             *(operands.w if operands.w is not None and needs.dx and not reads_weight else (None, None, None)),
         )
-        ctx.recipe, ctx.needs = recipe, needs
+        ctx.recipe, ctx.needs, ctx.place = recipe, needs, place
         ctx.shape, ctx.dtypes = weight.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         y = _fprop(x, weight, bias, operands)
         return y if operands.w is not None or rng_state is None else _drawn_with(y, rng_state)
@@ -226,17 +236,21 @@ class _Products(torch.autograd.Function):
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         specs = recipe.dy if needs.dx else None, recipe.dy_t if needs.dw else None
         beside_dense = (recipe.w_for_dx == WeightForDx.DENSE and not recipe.rotates_dy_back) or recipe.x_t is None
-        dy_q, dy_t = multipliable(dy, *specs, rng_state, DY_T_STREAM, codes=beside_dense)
+        operands = dy, *specs, rng_state, DY_T_STREAM
+        if ctx.place is None:
+            dy_q, dy_t = multipliable(*operands, codes=beside_dense)
+        else:
+            dy_q, dy_t = multipliable_at(ctx.place.dy, "dy", *operands, codes=beside_dense)
         dx = dw = db = None
         if needs.dx:
             w = weight if weight is not None else Operand(*flat[3:])
-            dx = _dgrad(dy if dy_q is None else dy_q, w, recipe, rng_state, ctx.shape, x_dtype)
+            dx = _dgrad(dy if dy_q is None else dy_q, w, recipe, rng_state, ctx.place, ctx.shape, x_dtype)
         if needs.dw:
             x_t = x.t() if x is not None else Operand(*flat[:3])
             dw = product(dy.t() if dy_t is None else dy_t, x_t, w_dtype)
         if needs.db:
             db = dy.sum(0, dtype=bias_dtype)
-        return dx, dw, db, None, None, None, *[None] * 9
+        return dx, dw, db, None, None, None, None, *[None] * 9
 
 
 def _reads_codes(recipe: Recipe) -> bool:
@@ -261,6 +275,7 @@ def _dgrad(
     w: Operand | Tensor,
     recipe: Recipe,
     rng_state: Tensor | None,
+    place: Place | None,
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -268,10 +283,13 @@ def _dgrad(
     rows, columns = shape
     if isinstance(recipe.w_for_dx, QuantizeSpec):
         assert isinstance(w, Tensor)
-        return product(dy, quantized(w.t().contiguous(), recipe.w_for_dx, rng_state, W_FOR_DX_STREAM), dtype)
+        operand = w.t().contiguous(), recipe.w_for_dx, rng_state, W_FOR_DX_STREAM
+        of_w = quantized(*operand) if place is None else quantized_at(place.w.t, "w", *operand)
+        return product(dy, of_w, dtype)
     if recipe.rotates_dy_back:
         assert not isinstance(dy, Tensor)
-        dy = rotated_back(dy, rows, rng_state, w.dtype if isinstance(w, Tensor) else None)
+        col0 = 0 if place is None else place.outputs.index * rows
+        dy = rotated_back(dy, rows, rng_state, w.dtype if isinstance(w, Tensor) else None, col0)
     if isinstance(w, Tensor):
         return product(dy, w.t(), dtype)
     if recipe.w_for_dx == WeightForDx.CODES and isinstance(dy, Operand) and runs_on_codes(dy.qdata.device):

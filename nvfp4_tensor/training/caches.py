@@ -32,6 +32,11 @@ def _count_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
+def optimizer_steps() -> int:
+    """How many steps optimizers have taken in this process."""
+    return _optimizer_steps
+
+
 class WeightCache:
     """The codes of one weight, until it changes: its version, its address, or any optimizer's step says so.
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nvfp4_tensor.pickles import pin
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.autograd import (
     Needs,
     Operands,
@@ -20,6 +21,7 @@ from nvfp4_tensor.training.autograd import (
     weight_operand,
 )
 from nvfp4_tensor.training.caches import Pair, WeightCache, is_cacheable, is_shareable, share_input, shared_input
+from nvfp4_tensor.training.places import Place, local
 from nvfp4_tensor.training.products import Operand
 from nvfp4_tensor.training.recipe import Recipe, draws
 
@@ -41,6 +43,10 @@ class NVFP4TrainingLinear(nn.Linear):
     bf16_forward: bool
     bf16_backward: bool
     hadamard_sign: int | None
+    place: Place | None = None
+    """Which pieces of a step this rank has: see :mod:`nvfp4_tensor.distributed`."""
+    rounding_state: Tensor | None
+    """A buffer that no state_dict has, int64 (seed, step): what a call draws by, in place of torch's generator."""
     _weight_codes: WeightCache
 
     @classmethod
@@ -50,6 +56,7 @@ class NVFP4TrainingLinear(nn.Linear):
         assert isinstance(linear, NVFP4TrainingLinear)
         linear.hadamard_sign = hadamard_sign
         linear._weight_codes = WeightCache()
+        linear.register_buffer("rounding_state", None, persistent=False)
         linear.set_recipe(recipe, False, False)
         return linear
 
@@ -57,6 +64,8 @@ class NVFP4TrainingLinear(nn.Linear):
         """The same module, a plain nn.Linear again."""
         for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign", "_weight_codes"):
             delattr(self, name)
+        del self.rounding_state
+        self.__dict__.pop("place", None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
@@ -71,19 +80,25 @@ class NVFP4TrainingLinear(nn.Linear):
         self._weight_codes.clear()
 
     def forward(self, input: Tensor) -> Tensor:
-        recipe, weight = self.active_recipe, self.weight
+        recipe = self.active_recipe
+        weight, bias = (self.weight, self.bias) if self.place is None else self._pieces(self.place)
         if recipe.is_dense:
-            return super().forward(input)
+            return nn.functional.linear(input, weight, bias)
         x = autocast(input)
         check_operands(x, weight, self)
-        needs = needs_of(x, weight, self.bias)
+        needs = needs_of(x, weight, bias)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         # Without gradients too: the first run of a reentrant checkpoint has none, and later draws must come out alike.
-        rng_state = draw(recipe, self.training or any(needs), x)
+        rng_state = draw(recipe, self.training or any(needs), x, self.rounding_state)
         of_x, rng_state = self._input(input, rows, needs, rng_state)
-        operands = Operands(*of_x, self._weight(rng_state))
-        y = multiply(rows, weight, self.bias, recipe, operands, needs, rng_state)
+        operands = Operands(*of_x, self._weight(weight, rng_state))
+        y = multiply(rows, weight, bias, recipe, operands, needs, rng_state, self.place)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+    def _pieces(self, place: Place) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as this rank has them. Where ranks share the inputs, the bias is added to their sum."""
+        bias = self.bias if place.inputs.count == 1 else None
+        return local(self.weight), None if bias is None else local(bias)
 
     def _input(self, input: Tensor, rows: Tensor, needs: Needs, rng_state: Tensor | None) -> tuple[Pair, Tensor | None]:
         """That of a neighbour with the same input, or what is quantized now; and the random state to go on with.
@@ -93,25 +108,27 @@ class NVFP4TrainingLinear(nn.Linear):
         recipe = self.active_recipe
         x_t = recipe.x_t if needs.dw else None
         if draws(recipe.x) or not is_shareable(input):  # values of y are not to depend on who came first
-            return input_operands(rows, recipe, needs, rng_state), rng_state
-        key = rows.dtype, recipe.x, x_t
+            return input_operands(rows, recipe, needs, rng_state, self.place), rng_state
+        key = rows.dtype, recipe.x, x_t, None if self.place is None else self.place.x
         shared = shared_input(input, key, self)
         if shared is None:
-            shared = input_operands(rows, recipe, needs, rng_state), rng_state
+            shared = input_operands(rows, recipe, needs, rng_state, self.place), rng_state
             share_input(input, key, self, *shared)
         operands, drawn = shared
         return operands, drawn if draws(x_t) else rng_state
 
-    def _weight(self, rng_state: Tensor | None) -> Operand | None:
+    def _weight(self, weight: Tensor, rng_state: Tensor | None) -> Operand | None:
         """The codes kept since the weight last changed, or those made now."""
-        spec, weight = self.active_recipe.w, self.weight
+        spec = self.active_recipe.w
         if spec is None:
             return None
+        if isinstance(weight, NVFP4Tensor):  # gathered as codes
+            return Operand(weight.qdata, weight.scale, weight.per_tensor_scale)
         if spec.is_stochastic or not is_cacheable(weight):
-            return weight_operand(weight, self.active_recipe, rng_state)
+            return weight_operand(weight, self.active_recipe, rng_state, self.place)
         operand = self._weight_codes.get(weight, spec)
         if operand is None:
-            operand = weight_operand(weight, self.active_recipe, rng_state)
+            operand = weight_operand(weight, self.active_recipe, rng_state, self.place)
             assert operand is not None
             self._weight_codes.put(weight, spec, operand)
         return operand

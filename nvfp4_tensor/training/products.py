@@ -154,12 +154,15 @@ def product_across(a: Tensor, factor: Tensor | None, b: Operand, columns: int, o
 
 
 def rotated_back(
-    a: Operand | Values, columns: int, rng_state: Tensor | None, dtype: torch.dtype | None = None
+    a: Operand | Values, columns: int, rng_state: Tensor | None, dtype: torch.dtype | None = None, col0: int = 0
 ) -> Values | Tensor:
-    """The values of what EDEN rotated in the basis that it had before: bfloat16 (R, columns), or dense in ``dtype``."""
+    """The values of what EDEN rotated in the basis that it had before: bfloat16 (R, columns), or dense in ``dtype``.
+
+    col0: its first column in the whole that it is a piece of.
+    """
     values, factor = decoded(a)
     assert factor is not None
-    values = torch.ops.nvfp4.rotate(values.float(), rng_state, True)[:, :columns]
+    values = torch.ops.nvfp4.rotate(values.float(), rng_state, True, col0)[:, :columns]
     return Values(values.bfloat16(), factor) if dtype is None else (values * factor).to(dtype)
 
 

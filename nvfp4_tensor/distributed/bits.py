@@ -1,0 +1,82 @@
+"""Training whose codes and random bits do not know over how many ranks its tokens are shared."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from nvfp4_tensor.distributed.agreement import check_agreement
+from nvfp4_tensor.training.config import training_linears
+from nvfp4_tensor.training.places import Axis, Place
+from nvfp4_tensor.training.seeds import rng_state_of
+
+
+def share_tokens(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a model's NVFP4 training linears take their tokens for pieces of one step, shared by the ranks of a mesh.
+
+    Rank i of n has the i-th of n equal pieces of the step's tokens: with ``fully_shard`` and with
+    DistributedDataParallel each rank's batch, in the order of the ranks. The amax of x and of dy, and of their
+    transposes, is then that of all ranks (one all-reduce of two numbers for x and one for dy, a linear and step), and
+    blocks draw the bits of their place in the whole. The codes are those of one rank with the whole batch where dy is:
+    divide the loss by the tokens of all ranks and let gradients be summed, or by those of one rank where n is a power
+    of 2.
+
+    Without this call each rank's batch is a tensor of its own, which costs no all-reduce.
+
+    Args:
+        model: with NVFP4 training linears, before or after ``fully_shard``.
+        mesh: one dimension; all its ranks call this.
+
+    Raises:
+        ValueError: the mesh has more dimensions, or the ranks' recipes differ; the message names the linear.
+        In a step, ValueError: a rank's tokens do not fill whole blocks of 16 (of 128 for EDEN).
+
+    >>> share_tokens(model, mesh["dp"])
+    >>> seed_rounding(model, seed=0)
+    """
+    axis = axis_of(mesh)
+    linears = training_linears(model)
+    check_agreement("the recipe", {name: m.active_recipe for name, m in linears.items()}, mesh.get_group())
+    for linear in linears.values():
+        linear.place = dataclasses.replace(linear.place or Place(), tokens=axis)
+
+
+def axis_of(mesh: DeviceMesh) -> Axis:
+    """This rank's piece of what a mesh of one dimension shares; ValueError for another mesh."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"a mesh of one dimension is needed, and {mesh} has {mesh.ndim}: name one of them, mesh['dp'] for instance"
+        )
+    return Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+
+
+def seed_rounding(model: nn.Module, seed: int, step: int = 0) -> None:
+    """Let a model's NVFP4 training linears draw by a seed, their names and the step, and no more by torch's generator.
+
+    The state of all rounding in a run is then this seed and the step: the same on every rank, and after a restart on
+    another number of them. Call :func:`set_step` before each step; with gradient accumulation each micro-batch counts.
+
+    Raises:
+        ValueError: no linear of the model trains in NVFP4.
+    """
+    for name, linear in training_linears(model).items():
+        linear.rounding_state = rng_state_of(seed, name, step, _device_of(linear))
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """The step that :func:`seed_rounding`'s draws are of, from now on.
+
+    Raises:
+        RuntimeError: the model has no seed yet.
+    """
+    for name, linear in training_linears(model).items():
+        if linear.rounding_state is None:
+            raise RuntimeError(f"{name} has no seed: call distributed.seed_rounding(model, seed) once, before set_step")
+        linear.rounding_state[1].fill_(step)
+
+
+def _device_of(linear: nn.Module) -> torch.device:
+    return next(linear.parameters()).device

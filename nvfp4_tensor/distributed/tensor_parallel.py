@@ -1,0 +1,130 @@
+"""Tensor parallelism of linears that train in NVFP4: plans for ``parallelize_module``.
+
+For quantized linears, whose weights are NVFP4Tensors, PyTorch's own ColwiseParallel and RowwiseParallel serve.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from nvfp4_tensor.distributed.bits import axis_of
+from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.training.module import NVFP4TrainingLinear
+from nvfp4_tensor.training.places import Place
+
+
+class _Parallel(ParallelStyle):
+    """A linear whose weight is a DTensor, and whose products are those of local tensors."""
+
+    weight_dim: int
+    """The dimension of the weight that ranks share."""
+
+    def __init__(self, input_layout: Placement, output_layout: Placement, use_local_output: bool) -> None:
+        super().__init__()
+        self.input_layout, self.output_layout, self.use_local_output = input_layout, output_layout, use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, NVFP4TrainingLinear):
+            raise TypeError(
+                f"{type(self).__name__} is for linears that train in NVFP4, not {module}: convert it by "
+                "quantize_(model, NVFP4TrainingConfig()), or give PyTorch's own plan"
+            )
+        axis = axis_of(device_mesh)
+        size = module.weight.shape[self.weight_dim]
+        if size % (BLOCK * axis.count):
+            raise ValueError(
+                f"{module} has {size} {('outputs', 'inputs')[self.weight_dim]}, which {axis.count} ranks cannot share "
+                f"in whole blocks of {BLOCK}"
+            )
+        module.place = dataclasses.replace(module.place or Place(), **{("outputs", "inputs")[self.weight_dim]: axis})
+        weight = distribute_tensor(module.weight.detach(), device_mesh, [Shard(self.weight_dim)])
+        module.weight = nn.Parameter(weight, module.weight.requires_grad)
+        if module.bias is not None:
+            bias = distribute_tensor(module.bias.detach(), device_mesh, [self._bias()])
+            module.bias = nn.Parameter(bias, module.bias.requires_grad)
+        module.register_forward_pre_hook(lambda _, inputs: (self._local_input(inputs[0], device_mesh), *inputs[1:]))
+        module.register_forward_hook(lambda linear, inputs, y: self._output(linear, y, device_mesh))
+        return module
+
+    def _bias(self) -> Placement:
+        raise NotImplementedError
+
+    def _local_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """x as the products take it, local; its gradient is that of the whole."""
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
+        wanted: Placement = Replicate() if self.weight_dim == 0 else Shard(x.dim() - 1)
+        gradient: Placement = Partial() if self.weight_dim == 0 else wanted
+        return x.redistribute(placements=[wanted]).to_local(grad_placements=[gradient])
+
+    def _output(self, linear: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
+        made: Placement = Shard(y.dim() - 1) if self.weight_dim == 0 else Partial()
+        whole = DTensor.from_local(y, mesh, [made], run_check=False).redistribute(placements=[self.output_layout])
+        if self.weight_dim == 1 and linear.bias is not None:  # once, and not on each rank
+            whole = whole + linear.bias
+        return whole.to_local() if self.use_local_output else whole
+
+
+class NVFP4ColwiseParallel(_Parallel):
+    """Each rank has some of the outputs: the training linear's ``ColwiseParallel``.
+
+    Its codes and random bits are those of one rank: the amax of dy and of w goes over the ranks.
+
+    Args:
+        input_layouts: of an input that is no DTensor: Replicate() by default, Shard(1) for a sequence-parallel one.
+        output_layouts: what is returned; Shard(-1), as it is made, by default.
+        use_local_output: whether that is the local tensor (by default) or the DTensor.
+
+    Raises:
+        TypeError: a module that does not train in NVFP4.
+        ValueError: outputs that the ranks cannot share in blocks of 16.
+    """
+
+    weight_dim = 0
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+
+    def _bias(self) -> Placement:
+        return Shard(0)
+
+
+class NVFP4RowwiseParallel(_Parallel):
+    """Each rank has some of the inputs, and the products are summed: the training linear's ``RowwiseParallel``.
+
+    Its codes and random bits are those of one rank: the amax of x and of w goes over the ranks.
+
+    Args:
+        input_layouts: of an input that is no DTensor: Shard(-1) by default.
+        output_layouts: what is returned; Replicate() by default, Shard(1) for a sequence-parallel one.
+        use_local_output: whether that is the local tensor (by default) or the DTensor.
+
+    Raises:
+        TypeError: a module that does not train in NVFP4.
+        ValueError: inputs that the ranks cannot share in blocks of 16.
+    """
+
+    weight_dim = 1
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+
+    def _bias(self) -> Placement:
+        return Replicate()

@@ -1,0 +1,242 @@
+"""Codes and random bits that do not know the ranks: each has those of its piece of the whole, for every recipe."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.launch import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import distributed
+from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, places
+
+_NVIDIA = RECIPES["nvidia"]
+ALL = {
+    **RECIPES,
+    "row scaled": _NVIDIA.replace(x=_NVIDIA.x.replace(row_scaled=True), dy=_NVIDIA.dy.replace(row_scaled=True)),
+    "dense forward": _NVIDIA.dense_forward(),
+}
+
+
+def linear(recipe, columns, rows):
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(columns, rows, bias=False)).bfloat16()
+    quantize_(model, NVFP4TrainingConfig(ALL[recipe]))
+    distributed.seed_rounding(model, seed=5, step=3)
+    return model
+
+
+def batch(tokens, columns, rows):
+    generator = torch.Generator().manual_seed(8)
+    x, dy = (torch.randn(tokens, size, generator=generator).bfloat16() for size in (columns, rows))
+    x[5, 7], dy[-1, 3] = 30.0, -40.0  # amaxes that one rank alone has
+    return x, dy
+
+
+class Quantized(TorchDispatchMode):
+    """What the ops that quantize give, in the order of the calls: per-tensor scales, and codes times block scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in ("nvfp4::quantize", "nvfp4::quantize_rows"):
+            self._codes(*result)
+        elif name == "nvfp4::fake_quantize":
+            self.found.append((result[1], result[0]))
+        elif name == "nvfp4::quantize_pair_values":
+            values, factor, t, scale_t, factor_t = result
+            self.found.append((factor, values))
+            self._codes(t, scale_t, factor_t) if scale_t.numel() else self.found.append((factor_t, t))
+        return result
+
+    def _codes(self, qdata, scale, factor):
+        blocks = layout.unswizzle(scale, qdata.shape[0], qdata.shape[1] // 8).float().repeat_interleave(16, dim=1)
+        self.found.append((factor, layout.code_values(layout.unpack(qdata)) * blocks))
+
+
+def step(model, x, dy):
+    x = x.clone().requires_grad_()
+    with Quantized() as quantized:
+        y = model(x)
+        y.backward(dy)
+    grad = model[0].weight.grad
+    return quantized.found, y.detach(), x.grad, grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def piece(t, dim, rank, world):
+    return t.chunk(world, dim)[rank]
+
+
+def codes_are_those_of_one_rank(how):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    sizes = {"tokens": 128, "inputs": 128, "outputs": 256}
+    sizes[how] = 128 * world  # whole rotations of 128 for each rank
+    tokens, columns, rows = sizes.values()
+    for name in ALL:
+        x, dy = batch(tokens, columns, rows)
+        alone = linear(name, columns, rows)
+        alone[0].place = places.Place()  # by the same ops
+        expected, y, dx, dw = step(alone, x, dy)
+        model = linear(name, columns, rows)
+        if how == "tokens":
+            distributed.share_tokens(model, mesh)
+            x, dy, y, dx = (piece(t, 0, rank, world) for t in (x, dy, y, dx))
+        else:
+            plan = distributed.NVFP4ColwiseParallel() if how == "outputs" else distributed.NVFP4RowwiseParallel()
+            parallelize_module(model, mesh, {"0": plan})
+            if how == "outputs":
+                dy, y, dw = piece(dy, 1, rank, world), piece(y, 1, rank, world), piece(dw, 0, rank, world)
+            else:
+                x, dx, dw = piece(x, 1, rank, world), piece(dx, 1, rank, world), piece(dw, 1, rank, world)
+        found, y_, dx_, dw_ = step(model, x, dy)
+        assert len(found) == len(expected) > 0, name
+        for i, ((factor, values), (whole_factor, whole)) in enumerate(zip(found, expected, strict=True)):
+            of_rows = factor.numel() < whole_factor.numel()
+            assert torch.equal(factor, piece(whole_factor, 0, rank, world) if of_rows else whole_factor), (name, i)
+            dim = next((d for d in (0, 1) if values.shape[d] != whole.shape[d]), None)
+            part = whole if dim is None else piece(whole, dim, rank, world)
+            assert torch.equal(values.float(), part.float()), (name, i, tuple(values.shape))
+        if how == "tokens":
+            dist.all_reduce(dw_)
+        for mine, theirs in ((y_, y), (dx_, dx), (dw_, dw)):
+            assert (mine.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm(), name
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("how", ["tokens", "outputs", "inputs"])
+def test_codes_are_those_of_one_rank(how, world):
+    """Every operand of every product, bit for bit; y, dx and dw up to the order of sums."""
+    run_ranks(codes_are_those_of_one_rank, world, how)
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+def model_of(recipe, seed=7):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).bfloat16()
+    quantize_(model, NVFP4TrainingConfig(recipe))
+    return model
+
+
+def losses(recipe, codes, total):
+    """Of a few steps, by FSDP2 over the ranks at hand; tokens of the whole step divided among them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    model = model_of(recipe)
+    if codes:
+        distributed.gather_codes(model)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_gradient_divide_factor(1.0)
+    distributed.share_tokens(model, mesh)
+    distributed.seed_rounding(model, seed=11)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for step in range(4):
+        x = torch.randn(total, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        distributed.set_step(model, step)
+        loss = model(piece(x, 0, rank, world)).float().square().sum() / (total * 64)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if codes:
+            distributed.precompute_amaxes(model)
+        dist.all_reduce(loss)
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["nvidia", "accurate_eden"])
+def test_losses_agree_on_any_number_of_ranks(recipe):
+    """To the order of float32 sums, which moves weights by a bfloat16 step here and there."""
+    one, two, four = (run_ranks(losses, world, recipe, True, 512)[0] for world in (1, 2, 4))
+    assert one[-1] < 0.7 * one[0]
+    for several in (two, four):
+        assert max(abs(a / b - 1) for a, b in zip(several, one, strict=True)) < 2e-3
+
+
+def a_draw_is_a_seed_a_name_and_a_step():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+    quantize_(model, NVFP4TrainingConfig())
+    x = torch.randn(32, 64).bfloat16()
+    grads = []
+    for step in (0, 1, 0):
+        torch.manual_seed(dist.get_rank() + step)  # means nothing here
+        distributed.seed_rounding(model, seed=1) if step == 0 else distributed.set_step(model, step)
+        model.zero_grad()
+        model(x).float().sin().sum().backward()
+        grads.append(model[0].weight.grad.clone())
+    assert torch.equal(grads[0], grads[2]) and not torch.equal(grads[0], grads[1])
+    assert "rounding_state" not in model.state_dict() and not torch.equal(
+        model[0].rounding_state, model[1].rounding_state
+    )
+    return x, grads[0]
+
+
+def test_a_draw_is_a_seed_a_name_and_a_step():
+    (x, one), (_, other) = run_ranks(a_draw_is_a_seed_a_name_and_a_step, 2)
+    assert torch.equal(one, other) and x.shape == (32, 64)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refusal(case):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    rank = dist.get_rank()
+    model = model_of(
+        "unbiased" if case == "recipes" and rank == 1 else "accurate_eden" if case == "tokens" else "nvidia"
+    )
+    try:
+        if case == "mesh":
+            distributed.share_tokens(model, init_device_mesh("cpu", (1, dist.get_world_size())))
+        elif case == "features":
+            plan = {"2": distributed.NVFP4ColwiseParallel()}
+            model[2] = quantized_linear(64, 48)
+            parallelize_module(model, mesh, plan)
+        elif case == "plan":
+            parallelize_module(nn.Sequential(nn.Linear(32, 32)), mesh, {"0": distributed.NVFP4RowwiseParallel()})
+        elif case == "step":
+            distributed.set_step(model, 1)
+        else:
+            distributed.share_tokens(model, mesh)
+            model(torch.randn(40, 64).bfloat16()).sum().backward()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def quantized_linear(columns, rows):
+    model = nn.Sequential(nn.Linear(columns, rows)).bfloat16()
+    quantize_(model, NVFP4TrainingConfig())
+    return model[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("recipes", "ValueError: the recipe of '0' is nvidia.*on rank 0 and unbiased.*on rank 1"),
+        ("mesh", "ValueError: a mesh of one dimension"),
+        ("tokens", r"ValueError: x\^T: 2 ranks share 40 each .* 128"),
+        ("features", "ValueError: NVFP4TrainingLinear.* has 48 outputs, which 2 ranks"),
+        ("plan", "TypeError: NVFP4RowwiseParallel is for linears that train in NVFP4, not Linear"),
+        ("step", "RuntimeError: 0 has no seed: call distributed.seed_rounding"),
+    ],
+)
+def test_refused_on_every_rank(case, message):
+    for said in run_ranks(refusal, 2, case):
+        assert re.match(message, said), said

@@ -1,0 +1,175 @@
+"""FSDP2 of weights that train: codes travel, and they are those that one rank makes of the whole weight."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.launch import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Tensor, distributed
+from nvfp4_tensor.distributed.fsdp import MasterShard
+from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, products, set_recipe
+
+GATHERED = [name for name, recipe in RECIPES.items()]
+
+
+def make(recipe="nvidia", columns=64, hidden=512, dtype=torch.bfloat16):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(columns, hidden), nn.ReLU(), nn.Linear(hidden, columns)).to(dtype)
+    quantize_(model, NVFP4TrainingConfig(recipe))
+    return model
+
+
+def shard(model, **options):
+    for layer in (model[0], model[2]):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def gathered_codes_are_those_of_the_whole(recipe, dtype):
+    for hidden in (512, 192):
+        model, alone = shard(distributed.gather_codes(make(recipe, hidden=hidden))), make(recipe, hidden=hidden)
+        for i in (0, 2):
+            model[i].unshard()
+            weight, linear = model[i].weight, alone[i]
+            assert isinstance(weight, NVFP4Tensor) and weight.requires_grad
+            whole = products.quantized(linear.weight.detach(), linear.active_recipe.w)
+            for mine, theirs in zip((weight.qdata, weight.scale, weight.per_tensor_scale), whole, strict=True):
+                assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathered_codes_are_those_of_the_whole(world):
+    run_ranks(every_recipe, world)
+
+
+def every_recipe():
+    for recipe in GATHERED:
+        gathered_codes_are_those_of_the_whole(recipe, torch.bfloat16)
+
+
+def trains(codes, precompute, dtype, reshard=True):
+    """The losses, gradients and weights of a few steps."""
+    torch.manual_seed(3)
+    model = make(dtype=dtype)
+    if codes:
+        distributed.gather_codes(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, mp_policy=policy, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sent = count_all_gathers()
+    torch.manual_seed(4)
+    for _ in range(3):
+        x = torch.randn(2, 32, 64).bfloat16()[dist.get_rank() % 2]
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        if precompute:
+            distributed.precompute_amaxes(model)
+        grads = [p.grad.full_tensor() for p in model.parameters()]
+        optimizer.zero_grad()
+    return [p.full_tensor().detach().clone() for p in model.parameters()], grads, sum(sent)
+
+
+def count_all_gathers():
+    sent = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    real = getattr(dist, name)
+
+    def counted(output_tensor, input_tensor, **how):
+        sent.append(input_tensor.numel() * input_tensor.element_size())
+        return real(output_tensor, input_tensor, **how)
+
+    setattr(dist, name, counted)
+    return sent
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_run_is_that_of_the_dense_gather(dtype):
+    """All bits of weights and gradients, from 0.28 of the bytes (biases travel as they are)."""
+    dense, by_weight, batched = (
+        run_ranks(trains, 2, codes, precompute, dtype)[0]
+        for codes, precompute in ((False, False), (True, False), (True, True))
+    )
+    for run in (by_weight, batched):
+        assert all(torch.equal(a, b) for part in (0, 1) for a, b in zip(run[part], dense[part], strict=True))
+    biases = (512 + 64) * 2
+    gathers, weights = 6, 2 * 64 * 512 * 2
+    assert dense[2] == batched[2] + gathers / 2 * weights / 2 * (1 - 0.28125) * 2
+    assert batched[2] == gathers / 2 * 2 * (weights * 0.28125 + biases) / 2
+
+
+def behaves_as_a_parameter():
+    model = distributed.gather_codes(make())
+    before = make().state_dict()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["0.weight"]) is torch.Tensor and torch.equal(loaded["0.weight"], before["0.weight"])
+    copied = copy.deepcopy(model)
+    assert isinstance(copied[0].weight, MasterShard) and isinstance(copied[0].weight, nn.Parameter)
+    x = torch.randn(32, 64).bfloat16()
+    assert torch.equal(model(x), make()(x))  # no FSDP2 yet
+    shard(model)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert all(type(full[name]) is torch.Tensor and torch.equal(full[name], before[name]) for name in before)
+
+
+def test_it_behaves_as_a_parameter():
+    run_ranks(behaves_as_a_parameter, 2)
+
+
+def a_changed_weight_is_seen():
+    model = shard(distributed.gather_codes(make()))
+    x = torch.randn(32, 64).bfloat16()
+    distributed.precompute_amaxes(model)
+    model(x)
+    model.reshard()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    y = model(x)
+    alone = make()
+    with torch.no_grad():
+        for p in alone.parameters():
+            p.mul_(3)
+    assert torch.equal(y, alone(x))
+
+
+def test_an_amax_out_of_date_is_not_used():
+    run_ranks(a_changed_weight_is_seen, 2)
+
+
+def refusal(case):
+    model = make("nvidia", hidden=72 if case == "blocks" else 64)
+    if case == "recipe":
+        set_recipe(model, forward="bf16")
+    try:
+        distributed.gather_codes(model)
+        shard(model)
+        if case == "later":
+            set_recipe(model, forward="bf16")
+        model(torch.randn(32, 64).bfloat16())
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("recipe", "^0 quantizes no weight, by its recipe"),
+        ("later", r"NVFP4TrainingLinear\(.* quantizes no weight"),
+        ("blocks", r"the weight of \w*NVFP4TrainingLinear\(.*\) has 36 rows on each of 2 ranks, no multiple of the 16"),
+    ],
+)
+def test_refused_on_every_rank(case, message):
+    for said in run_ranks(refusal, 2, case):
+        assert re.search(message, said), said
