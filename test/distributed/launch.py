@@ -15,11 +15,29 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 COLLECTIVE_SECONDS = 20
+
+on_devices = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+        ),
+    ],
+)
+"""Two ranks: processes with gloo, and GPUs with NCCL."""
+
+
+def here() -> torch.device:
+    """This rank's device."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
 
 _PRELOADED = [
     "nvfp4_tensor.tensor", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
@@ -49,7 +67,7 @@ def run_ranks(body: Callable, world: int, *args: Any, device: str = "cpu", secon
         finally:
             for process in context.processes:
                 process.kill()
-        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False, map_location="cpu") for rank in range(world)]
 
 
 def _first_error(folder: str) -> str:

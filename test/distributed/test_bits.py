@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import run_ranks
+from distributed.launch import here, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,7 +28,7 @@ ALL = {
 
 def linear(recipe, columns, rows):
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(columns, rows, bias=False)).bfloat16()
+    model = nn.Sequential(nn.Linear(columns, rows, bias=False)).bfloat16().to(here())
     quantize_(model, NVFP4TrainingConfig(ALL[recipe]))
     distributed.seed_rounding(model, seed=5, step=3)
     return model
@@ -38,7 +38,7 @@ def batch(tokens, columns, rows):
     generator = torch.Generator().manual_seed(8)
     x, dy = (torch.randn(tokens, size, generator=generator).bfloat16() for size in (columns, rows))
     x[5, 7], dy[-1, 3] = 30.0, -40.0  # amaxes that one rank alone has
-    return x, dy
+    return x.to(here()), dy.to(here())
 
 
 class Quantized(TorchDispatchMode):
@@ -53,6 +53,9 @@ class Quantized(TorchDispatchMode):
         name = func._schema.name
         if name in ("nvfp4::quantize", "nvfp4::quantize_rows"):
             self._codes(*result)
+        elif name == "nvfp4::quantize_pair":
+            self._codes(*result[:3])
+            self._codes(*result[3:])
         elif name == "nvfp4::fake_quantize":
             self.found.append((result[1], result[0]))
         elif name == "nvfp4::quantize_pair_values":
@@ -81,7 +84,7 @@ def piece(t, dim, rank, world):
 
 def codes_are_those_of_one_rank(how):
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(here().type, (world,))
     sizes = {"tokens": 128, "inputs": 128, "outputs": 256}
     sizes[how] = 128 * world  # whole rotations of 128 for each rank
     tokens, columns, rows = sizes.values()
@@ -122,6 +125,13 @@ def test_codes_are_those_of_one_rank(how, world):
     run_ranks(codes_are_those_of_one_rank, world, how)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("how", ["tokens", "outputs", "inputs"])
+def test_codes_on_two_gpus_are_those_of_one(how):
+    run_ranks(codes_are_those_of_one_rank, 2, how, device="cuda")
+
+
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,8 +145,8 @@ def model_of(recipe, seed=7):
 def losses(recipe, codes, total):
     """Of a few steps, by FSDP2 over the ranks at hand; tokens of the whole step divided among them."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    model = model_of(recipe)
+    mesh = init_device_mesh(here().type, (world,))
+    model = model_of(recipe).to(here())
     if codes:
         distributed.gather_codes(model)
     for layer in (model[0], model[2]):
@@ -148,7 +158,7 @@ def losses(recipe, codes, total):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
     for step in range(4):
-        x = torch.randn(total, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        x = torch.randn(total, 64, generator=torch.Generator().manual_seed(step)).bfloat16().to(here())
         distributed.set_step(model, step)
         loss = model(piece(x, 0, rank, world)).float().square().sum() / (total * 64)
         loss.backward()

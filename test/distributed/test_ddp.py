@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import run_ranks
+from distributed.launch import here, on_devices, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
@@ -17,7 +17,7 @@ from nvfp4_tensor.training import NVFP4TrainingConfig
 
 def make(seed, block_rows=1):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 32), nn.Linear(32, 8)).bfloat16()
+    model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 32), nn.Linear(32, 8)).bfloat16().to(here())
     model[:3].requires_grad_(False)
     quantize_(model[:3], NVFP4WeightOnlyConfig(block_rows=block_rows))
     return model
@@ -27,7 +27,7 @@ def frozen():
     rank = dist.get_rank()
     model = DistributedDataParallel(prepare_ddp(make(seed=rank)))  # rank 0's weights count
     alone = make(seed=0)
-    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(3)).bfloat16().to(here())
     model(x[4 * rank : 4 * rank + 4]).float().square().mean().backward()
     gradients = []
     for half in (x[:4], x[4:]):
@@ -37,30 +37,32 @@ def frozen():
     assert isinstance(model.module[0].weight, NVFP4Tensor)
     assert torch.equal(model.module[0].weight.dequantize(), alone[0].weight.dequantize())
     torch.testing.assert_close(model.module[3].weight.grad, sum(gradients) / 2)
-    return model.module[3].weight.grad
+    return model.module[3].weight.grad.cpu()
 
 
-def test_frozen_weights_and_a_trained_head():
-    one, other = run_ranks(frozen, 2)
+@on_devices
+def test_frozen_weights_and_a_trained_head(device):
+    one, other = run_ranks(frozen, 2, device=device)
     assert torch.equal(one, other) and one.count_nonzero() > 0
 
 
 def trained():
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
+    model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16().to(here())
     quantize_(model, NVFP4TrainingConfig())
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
-        model(torch.randn(32, 48).bfloat16()).float().square().mean().backward()
+        model(torch.randn(32, 48).bfloat16().to(here())).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [p.detach().clone() for p in model.module.parameters()]
+    return [p.detach().cpu() for p in model.module.parameters()]
 
 
-def test_trained_linears_stay_alike():
-    one, other = run_ranks(trained, 2)
+@on_devices
+def test_trained_linears_stay_alike(device):
+    one, other = run_ranks(trained, 2, device=device)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))
 
 

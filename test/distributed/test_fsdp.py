@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import run_ranks
+from distributed.launch import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -38,6 +38,7 @@ class LoRA(nn.Module):
 def make(config="weight only", columns=64, hidden=512, out=48, dtype=torch.bfloat16):
     torch.manual_seed(1)
     model = nn.Sequential(LoRA(columns, hidden), nn.ReLU(), LoRA(hidden, out)).to(dtype)
+    model = model if model[0].base.weight.is_meta else model.to(here())
     quantize_(model, CONFIGS[config], filter_fn=lambda module, name: name.endswith("base"))
     return model
 
@@ -49,7 +50,7 @@ def shard(model, **options):
 
 
 def batch(model, rows=6, dtype=torch.bfloat16):
-    return torch.randn(rows, model[0].base.in_features, generator=torch.Generator().manual_seed(2)).to(dtype)
+    return torch.randn(rows, model[0].base.in_features, generator=torch.Generator().manual_seed(2)).to(here(), dtype)
 
 
 def same_codes(a, b):
@@ -82,7 +83,7 @@ def steps_are_those_of_one_rank(config, sizes, reshard):
         assert not isinstance(full, NVFP4Tensor) or same_codes(full, trained[name])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@on_devices
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
@@ -92,9 +93,13 @@ def steps_are_those_of_one_rank(config, sizes, reshard):
         ("w4a4", (64, 96, 512)),
     ],
 )
-def test_steps_are_those_of_one_rank(config, sizes, world):
+def test_steps_are_those_of_one_rank(config, sizes, device):
     """Forward and gradients equal in all bits, and after training the codes are what they were."""
-    run_ranks(steps_are_those_of_one_rank, world, config, sizes, world == 2)
+    run_ranks(steps_are_those_of_one_rank, 2, config, sizes, True, device=device)
+
+
+def test_steps_on_four_ranks_that_keep_the_whole():
+    run_ranks(steps_are_those_of_one_rank, 4, "weight only", (64, 512, 48), False)
 
 
 def bytes_that_travel():
@@ -106,9 +111,9 @@ def bytes_that_travel():
         return real(output_tensor, input_tensor, **how)
 
     setattr(dist, real.__name__, counted)
-    linear = nn.Linear(256, 512, bias=False).bfloat16().requires_grad_(False)
+    linear = nn.Linear(256, 512, bias=False).bfloat16().requires_grad_(False).to(here())
     quantize_(linear, NVFP4WeightOnlyConfig())
-    fully_shard(linear)(torch.randn(2, 256).bfloat16())
+    fully_shard(linear)(torch.randn(2, 256).bfloat16().to(here()))
     return sent
 
 
@@ -116,6 +121,12 @@ def bytes_that_travel():
 def test_bytes_that_travel(world):
     """4.5 bits an element, whether its scales travel in tiles (2 ranks) or in rows (8): 0.28125 of bfloat16's."""
     assert run_ranks(bytes_that_travel, world) == [[512 // world * 256 * 9 // 16]] * world
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_bytes_that_travel_between_gpus():
+    assert run_ranks(bytes_that_travel, 2, device="cuda") == [[256 * 256 * 9 // 16]] * 2
 
 
 def holds_its_shard_once():
@@ -157,18 +168,19 @@ def test_experts_are_sharded_with_their_scales():
 
 def offloads_to_the_cpu():
     alone, model = make(), make()
-    shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    shard(model, offload_policy=CPUOffloadPolicy(pin_memory=here().type == "cuda"))
     x = batch(alone)
     assert torch.equal(model(x), alone(x)) and torch.equal(model(x), alone(x))
 
 
-def test_cpu_offload():
-    run_ranks(offloads_to_the_cpu, 2)
+@on_devices
+def test_cpu_offload(device):
+    run_ranks(offloads_to_the_cpu, 2, device=device)
 
 
 def mixes_precisions():
     """float32 parameters and norms beside codes: the gathered weight decodes to the dtype of the products."""
-    model = nn.Sequential(LoRA(64, 96), nn.LayerNorm(96), LoRA(96, 32))
+    model = nn.Sequential(LoRA(64, 96), nn.LayerNorm(96), LoRA(96, 32)).to(here())
     quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith("base"))
     alone = copy.deepcopy(model).bfloat16()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -179,8 +191,9 @@ def mixes_precisions():
     assert model[0].up.weight.grad.dtype == torch.float32
 
 
-def test_mixed_precision():
-    run_ranks(mixes_precisions, 2)
+@on_devices
+def test_mixed_precision(device):
+    run_ranks(mixes_precisions, 2, device=device)
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -189,7 +202,7 @@ def test_mixed_precision():
 def on_meta():
     with torch.device("meta"):
         model = make()
-    return shard(model).to_empty(device="cpu")
+    return shard(model).to_empty(device=here().type)
 
 
 def starts_on_meta(how):
@@ -213,9 +226,10 @@ def starts_on_meta(how):
     assert all(same_codes(state[f"{i}.base.weight"], source[i].base.weight) for i in (0, 2))
 
 
+@on_devices
 @pytest.mark.parametrize("how", ["full", "sharded", "assign"])
-def test_meta_device_and_state_dicts(how):
-    run_ranks(starts_on_meta, 2, how)
+def test_meta_device_and_state_dicts(how, device):
+    run_ranks(starts_on_meta, 2, how, device=device)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

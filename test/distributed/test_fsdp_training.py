@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import run_ranks
+from distributed.launch import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,14 +17,12 @@ from nvfp4_tensor import NVFP4Tensor, distributed
 from nvfp4_tensor.distributed.fsdp import MasterShard
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, products, set_recipe
 
-GATHERED = [name for name, recipe in RECIPES.items()]
-
 
 def make(recipe="nvidia", columns=64, hidden=512, dtype=torch.bfloat16):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(columns, hidden), nn.ReLU(), nn.Linear(hidden, columns)).to(dtype)
     quantize_(model, NVFP4TrainingConfig(recipe))
-    return model
+    return model.to(here())
 
 
 def shard(model, **options):
@@ -33,7 +31,7 @@ def shard(model, **options):
     return fully_shard(model, **options)
 
 
-def gathered_codes_are_those_of_the_whole(recipe, dtype):
+def gathered_codes_are_those_of_the_whole(recipe):
     for hidden in (512, 192):
         model, alone = shard(distributed.gather_codes(make(recipe, hidden=hidden))), make(recipe, hidden=hidden)
         for i in (0, 2):
@@ -45,14 +43,18 @@ def gathered_codes_are_those_of_the_whole(recipe, dtype):
                 assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_gathered_codes_are_those_of_the_whole(world):
-    run_ranks(every_recipe, world)
-
-
 def every_recipe():
-    for recipe in GATHERED:
-        gathered_codes_are_those_of_the_whole(recipe, torch.bfloat16)
+    for recipe in RECIPES:
+        gathered_codes_are_those_of_the_whole(recipe)
+
+
+@on_devices
+def test_gathered_codes_are_those_of_the_whole(device):
+    run_ranks(every_recipe, 2, device=device)
+
+
+def test_gathered_codes_on_four_ranks():
+    run_ranks(every_recipe, 4)
 
 
 def trains(codes, precompute, dtype, reshard=True):
@@ -67,14 +69,14 @@ def trains(codes, precompute, dtype, reshard=True):
     sent = count_all_gathers()
     torch.manual_seed(4)
     for _ in range(3):
-        x = torch.randn(2, 32, 64).bfloat16()[dist.get_rank() % 2]
+        x = torch.randn(2, 32, 64).bfloat16()[dist.get_rank() % 2].to(here())
         model(x).float().square().mean().backward()
         optimizer.step()
         if precompute:
             distributed.precompute_amaxes(model)
         grads = [p.grad.full_tensor() for p in model.parameters()]
         optimizer.zero_grad()
-    return [p.full_tensor().detach().clone() for p in model.parameters()], grads, sum(sent)
+    return [p.full_tensor().detach().cpu() for p in model.parameters()], [g.cpu() for g in grads], sum(sent)
 
 
 def count_all_gathers():
@@ -90,11 +92,12 @@ def count_all_gathers():
     return sent
 
 
+@on_devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_run_is_that_of_the_dense_gather(dtype):
+def test_a_run_is_that_of_the_dense_gather(dtype, device):
     """All bits of weights and gradients, from 0.28 of the bytes (biases travel as they are)."""
     dense, by_weight, batched = (
-        run_ranks(trains, 2, codes, precompute, dtype)[0]
+        run_ranks(trains, 2, codes, precompute, dtype, device=device)[0]
         for codes, precompute in ((False, False), (True, False), (True, True))
     )
     for run in (by_weight, batched):
