@@ -22,7 +22,7 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat
 from nvfp4_tensor.checkpoints.modelopt import check_static
-from nvfp4_tensor.checkpoints.names import dense_linears, is_matched, some
+from nvfp4_tensor.checkpoints.names import dense_linears, is_matched, some, warn_of_mixed_groups
 from nvfp4_tensor.checkpoints.shards import read_json
 from nvfp4_tensor.numerics.layout import BLOCK
 
@@ -129,6 +129,7 @@ class CompressedTensors(SafetensorsFormat):
     def check(self, checkpoint: Checkpoint) -> None:
         super().check(checkpoint)
         check_static(checkpoint, self.name)
+        warn_of_mixed_groups(checkpoint)
         odd = [
             name
             for name, entry in checkpoint.entries.items()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, format_named, read
-from nvfp4_tensor.checkpoints.names import joined_with, some
-from nvfp4_tensor.checkpoints.views import WeightOnly
+from nvfp4_tensor.checkpoints.names import CACHE_SCALES, joined_with, some
+from nvfp4_tensor.checkpoints.views import WeightOnly, Without
 
 
 def convert(
@@ -40,8 +40,21 @@ def convert(
     target = format_named(to)
     with read(src) as source:
         checkpoint: Checkpoint = WeightOnly(source) if weight_only else source
+        checkpoint = without_cache_scales(checkpoint)
         warn_of_different_scales(checkpoint)
         target.write(checkpoint, Path(dst), progress=progress, **options)
+
+
+def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
+    """Without the scales of a quantized key-value cache, which layouts name differently; with a warning."""
+    left_out = [name for name in checkpoint.entries if name.endswith(CACHE_SCALES)]
+    if not left_out:
+        return checkpoint
+    warnings.warn(
+        f"scales of a quantized key-value cache are left out, {some(left_out)}: servers keep the cache in 16 bits then",
+        stacklevel=3,
+    )
+    return Without(checkpoint, left_out)
 
 
 def warn_of_different_scales(checkpoint: Checkpoint) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, read, tensor_of
-from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.names import CACHE_SCALES, some
 from nvfp4_tensor.checkpoints.sources import Origin, gather, origin_of, shape_of
 from nvfp4_tensor.checkpoints.views import WeightOnly
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
@@ -21,7 +21,7 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 ORIGINS = "_nvfp4_origins"
 """An attribute of modules: by parameter's name, the fields of its :class:`Origin`; :func:`save` writes that again."""
 
-_PASSED_BY = (".k_scale", ".v_scale", ".q_scale", ".inv_freq")
+_PASSED_BY = (*CACHE_SCALES, ".inv_freq")
 """Ends of names that a model need not have: scales of a quantized key-value cache, tables that are computed."""
 
 

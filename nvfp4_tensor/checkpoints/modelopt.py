@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat
-from nvfp4_tensor.checkpoints.names import dense_linears, some
+from nvfp4_tensor.checkpoints.names import dense_linears, some, warn_of_mixed_groups
 from nvfp4_tensor.checkpoints.shards import read_json
 from nvfp4_tensor.numerics.layout import BLOCK
 
@@ -132,6 +132,7 @@ class ModelOpt(SafetensorsFormat):
     def check(self, checkpoint: Checkpoint) -> None:
         super().check(checkpoint)
         check_static(checkpoint, self.name)
+        warn_of_mixed_groups(checkpoint)
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
         return flat_config(checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Container, Iterable, Sequence
 
 from nvfp4_tensor.checkpoints.common import Checkpoint
@@ -33,6 +34,9 @@ LEFT_DENSE = (
     "*vision*", "*visual*", "*audio*", "*multi_modal_projector*", "*mm_projector*",
 )  # fmt: skip
 """Linears that :func:`quantize` leaves dense by default: outputs, the routers of experts, encoders of other media."""
+
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
+"""Ends of the names of a quantized key-value cache's scales."""
 
 
 def is_matched(name: str, patterns: Iterable[str]) -> bool:
@@ -76,6 +80,21 @@ def dense_linears(checkpoint: Checkpoint) -> list[str]:
     if "lm_head.weight" not in checkpoint.entries:
         modules.append("lm_head")
     return sorted(modules)
+
+
+def warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
+    """Linears that servers join to one are all quantized, or all dense."""
+    mixed = []
+    for name, entry in checkpoint.entries.items():
+        group = joined_with(name, checkpoint.entries)
+        if not entry.quantized and any(checkpoint.entries[each].quantized for each in group):
+            mixed.append(name)
+    if mixed:
+        warnings.warn(
+            f"{some(mixed)} are dense, and what servers join them with is not: vLLM refuses such a checkpoint. "
+            "Leave all of q, k and v dense, or none; gate and up alike",
+            stacklevel=2,
+        )
 
 
 def natural(name: str) -> list[tuple[int, str]]:

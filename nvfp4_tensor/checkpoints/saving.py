@@ -200,9 +200,10 @@ def _origins(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Origi
             name = f"{path}.{attribute}" if path else attribute
             if name not in tensors:
                 continue
-            if attribute in kept:
-                origins[name] = Origin(**kept[attribute])
-            elif origin := _of_experts(name, module, tensors[name]):
+            origin = Origin(**kept[attribute]) if attribute in kept else None
+            if origin is None or not origin.fits(tensors[name].shape):
+                origin = _of_experts(name, module, tensors[name])
+            if origin is not None:
                 origins[name] = origin
     return origins
 

@@ -51,6 +51,13 @@ class Origin:
         """Whether one tensor of the checkpoint is the parameter."""
         return not self.rows
 
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of that shape can still be made of it."""
+        if self.is_whole:
+            return True
+        rows = sum(self.rows)
+        return tuple(shape[:-1]) == ((len(self.groups), rows) if self.stacked else (rows,)) or tuple(shape) == (rows,)
+
 
 def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origin | None:
     """What makes the parameter ``name`` of a model, or None where the checkpoint does not have it."""

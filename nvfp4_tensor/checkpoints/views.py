@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +51,15 @@ class WeightOnly(View):
 
     def linear(self, name: str) -> LinearParts:
         return self.source.linear(name).replace(quantizes_activations=False, input_scale=None, input_divisor=None)
+
+
+class Without(View):
+    """All but some tensors."""
+
+    def __init__(self, source: Checkpoint, names: Iterable[str]) -> None:
+        super().__init__(source)
+        for name in names:
+            del self.entries[name]
 
 
 def _weight_only(entry: Entry) -> Entry:

@@ -136,6 +136,16 @@ def test_joined_linears(tmp_path, scales):
     assert one == other
 
 
+def test_what_was_joined_and_replaced_is_saved_as_it_is(tmp_path):
+    joined_folder(tmp_path, (70.0, 70.0, 70.0))
+    model = checkpoints.load(Joined(), tmp_path / "src", progress=False)
+    other = quantize(torch.randn(48, 64))
+    model.qkv_proj.weight = nn.Parameter(other, requires_grad=False)
+    checkpoints.save(model, tmp_path / "again", progress=False)
+    with checkpoints.read(tmp_path / "again") as read:
+        assert torch.equal(tensor_of(read.linear("qkv_proj.weight")).dequantize(torch.float32), other.dequantize())
+
+
 @pytest.fixture(scope="module")
 def experts():
     config = transformers.Qwen3MoeConfig(

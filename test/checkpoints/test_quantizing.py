@@ -95,6 +95,14 @@ def test_what_is_quantized(tmp_path):
         chosen(exclude=["*_proj"])
 
 
+def test_half_a_group_is_warned_of(tmp_path):
+    write_dense(tmp_path / "src")
+    with pytest.warns(
+        UserWarning, match=r"layers\.0\.self_attn\.v_proj\.weight, .* are dense, and what servers join them"
+    ):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(exclude=["*.v_proj"]))
+
+
 def test_what_does_not_fit_stays_dense_and_is_named(tmp_path):
     tensors = {"a.weight": torch.randn(8, 32), "b.weight": torch.randn(8, 40), "c.weight": torch.ones(8, 32).int()}
     write_dense(tmp_path / "src", {**tensors, "conv.weight": torch.randn(4, 16, 3)})

@@ -2,10 +2,11 @@
 
 import dataclasses
 import itertools
+import shutil
 
 import pytest
 import torch
-from checkpoints.folders import GOLDEN, content, same_files, write_dense
+from checkpoints.folders import GOLDEN, content, edit, same_files, write_dense
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import Checkpoint, Entry, LinearParts
@@ -101,3 +102,11 @@ def test_different_scales_are_warned_of(tmp_path):
     checkpoints.save(state, tmp_path / "b", different="keep", progress=False)
     with pytest.warns(UserWarning, match="1 groups of linears that servers join"):
         checkpoints.convert(tmp_path / "b", tmp_path / "c", to="compressed-tensors", progress=False)
+
+
+def test_scales_of_a_cache_are_left_out_with_a_warning(tmp_path):
+    source = shutil.copytree(GOLDEN / "modelopt_nvfp4", tmp_path / "src")
+    edit(source, lambda t: t.update({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}))
+    with pytest.warns(UserWarning, match=r"key-value cache are left out, model\.layers\.0\.self_attn\.k_proj\.k_scale"):
+        checkpoints.convert(source, tmp_path / "a", to="compressed-tensors", progress=False)
+    assert not any(name.endswith("k_scale") for name in content(tmp_path / "a"))

@@ -12,7 +12,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 
 from nvfp4_tensor.checkpoints import modelopt
 from nvfp4_tensor.checkpoints.common import Checkpoint, nan_blocks
-from nvfp4_tensor.checkpoints.names import joined_with, some
+from nvfp4_tensor.checkpoints.names import some, warn_of_mixed_groups
 from nvfp4_tensor.checkpoints.saving import Different, ModelCheckpoint
 from nvfp4_tensor.checkpoints.shards import write_json
 from nvfp4_tensor.checkpoints.views import WeightOnly
@@ -98,7 +98,7 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     modelopt.FORMAT.check(checkpoint)
     tensors: dict[str, Tensor] = {}
     with_nan = []
-    _warn_of_mixed_groups(checkpoint)
+    warn_of_mixed_groups(checkpoint)
     for name, entry in checkpoint.entries.items():
         if not entry.quantized:
             tensors[name] = checkpoint.dense(name)
@@ -113,18 +113,3 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
         warnings.warn(f"{some(with_nan)} hold blocks that are NaN: vLLM refuses such a checkpoint", stacklevel=2)
     model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(checkpoint))
     return tensors
-
-
-def _warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
-    """Linears that servers join to one are all quantized, or all dense."""
-    mixed = []
-    for name, entry in checkpoint.entries.items():
-        group = joined_with(name, checkpoint.entries)
-        if not entry.quantized and any(checkpoint.entries[each].quantized for each in group):
-            mixed.append(name)
-    if mixed:
-        warnings.warn(
-            f"{some(mixed)} are dense, and what servers join them with is not: vLLM refuses such a checkpoint. "
-            "Leave all of q, k and v dense, or none; gate and up alike",
-            stacklevel=2,
-        )
