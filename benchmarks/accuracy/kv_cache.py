@@ -2,6 +2,7 @@
 
     python -m benchmarks.accuracy.kv_cache                    # 8,192 tokens, all caches
     python -m benchmarks.accuracy.kv_cache --tokens 2048      # sooner
+    python -m benchmarks.accuracy.kv_cache --caches fp8       # those of such names; a record's other rows stay
 
 One window of the help topics of Python, which the model reads in pieces, each attending to what the cache gives back of
 all before it, and of itself: as text is read and written by a server. The model itself is bfloat16. The difference to
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,9 +62,9 @@ def caches() -> dict[str, Callable[[Any], Cache]]:
     """Cache of a model's config, by name; bfloat16's first."""
     found: dict[str, Callable[[Any], Cache]] = {
         DENSE: lambda config: DynamicCache(config=config),
-        "NVFP4, four-over-six": lambda config: nvfp4_cache(config),
+        "NVFP4, four-over-six": lambda config: nvfp4_cache(config, QuantizeSpec(four_over_six="mse")),
         "NVFP4, to nearest": lambda config: nvfp4_cache(config, QuantizeSpec()),
-        "NVFP4, scale search": lambda config: nvfp4_cache(config, QuantizeSpec(scale_search="mse")),
+        "NVFP4, scale search": lambda config: nvfp4_cache(config),
         "MXFP4, option3 (emulated)": lambda config: _emulated(config, "mxfp4", "option3"),
         "int4, groups of 32 (emulated)": lambda config: _emulated(config, "int4"),
         "fp8 (transformers)": lambda config: QuantizedCache("fp8", config),
@@ -110,11 +113,20 @@ def losses(model: torch.nn.Module, ids: Tensor, cache: Cache, piece: int) -> Ten
     return torch.cat(found)
 
 
-def measure(model: torch.nn.Module, ids: Tensor, piece: int, tell: Callable[[str], object] = print) -> list[dict]:
+def chosen(words: list[str]) -> dict[str, Callable[[Any], Cache]]:
+    """bfloat16's cache, and those with one of the words in their names; all where there are no words."""
+    return {
+        name: make
+        for name, make in caches().items()
+        if name == DENSE or not words or any(word in name for word in words)
+    }
+
+
+def measure(model: torch.nn.Module, ids: Tensor, piece: int, words: list[str]) -> list[dict]:
     """A row a cache."""
     rows: list[dict] = []
     dense = None
-    for name, make in caches().items():
+    for name, make in chosen(words).items():
         start, cache = time.perf_counter(), make(model.config)
         loss = losses(model, ids, cache, piece).double()
         seconds = time.perf_counter() - start
@@ -130,9 +142,19 @@ def measure(model: torch.nn.Module, ids: Tensor, piece: int, tell: Callable[[str
                 "seconds": seconds,
             }
         )
-        tell(f"{name}: {rows[-1]['perplexity']:.3f} in {seconds:.0f} s, {rows[-1]['bytes'] / 1e6:.1f} MB")
+        print(f"{name}: {rows[-1]['perplexity']:.3f} in {seconds:.0f} s, {rows[-1]['bytes'] / 1e6:.1f} MB", flush=True)
         del cache
     return rows
+
+
+def with_earlier(rows: list[dict], path: Path, tokens: int, piece: int) -> list[dict]:
+    """The rows, and behind them those of a record on the same tokens that were not run again."""
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    if (earlier.get("tokens"), earlier.get("piece")) != (tokens, piece):
+        return rows
+    order = [row["cache"] for row in earlier["rows"]]
+    merged = {row["cache"]: row for row in (*earlier["rows"], *rows)}
+    return [merged[name] for name in dict.fromkeys((*order, *merged))]
 
 
 def text_of(rows: list[dict]) -> str:
@@ -154,14 +176,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=at_least(2), default=8192)
     parser.add_argument("--piece", type=at_least(1), default=512, help="tokens that are read at a time")
     parser.add_argument("--out", help="the folder for the record; benchmarks/results by default")
+    parser.add_argument("--caches", nargs="*", default=[], metavar="WORD", help="words of the names of those to run")
     options = parser.parse_args()
     model, tokenizer = load_model()
-    rows = measure(model, evaluation_tokens(tokenizer, options.tokens), options.piece)
+    rows = measure(model, evaluation_tokens(tokenizer, options.tokens), options.piece, options.caches)
+    device = torch.device("cpu")
+    path = result_path(device, "kv_cache", options.out)
+    rows = with_earlier(rows, path, options.tokens, options.piece)
     report = Report()
     report(f"SmolLM2-135M, {options.tokens} tokens in pieces of {options.piece}\n{text_of(rows)}")
-    device = torch.device("cpu")
-    content = record(device, tokens=options.tokens, piece=options.piece, rows=rows)
-    save(result_path(device, "kv_cache", options.out), content, report.text)
+    save(path, record(device, tokens=options.tokens, piece=options.piece, rows=rows), report.text)
 
 
 if __name__ == "__main__":

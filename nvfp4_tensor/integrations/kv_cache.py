@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from nvfp4_tensor.numerics import layout
-from nvfp4_tensor.numerics.choices import FourOverSix
+from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 
@@ -114,7 +114,7 @@ class NVFP4CacheLayer(DynamicLayer):
     Rows lie in the order token, batch, head: a new token's come last.
 
     Args:
-        spec: how to quantize: to nearest, in 1x16 blocks, without a transform; four-over-six by default.
+        spec: how to quantize: to nearest, in 1x16 blocks, without a transform; by a scale search by default.
 
     Raises:
         ValueError: a spec that rounds stochastically, shares scales among tokens, or transforms.
@@ -122,7 +122,7 @@ class NVFP4CacheLayer(DynamicLayer):
 
     def __init__(self, spec: QuantizeSpec | None = None) -> None:
         super().__init__()
-        self.spec = QuantizeSpec(four_over_six=FourOverSix.MSE) if spec is None else spec
+        self.spec = QuantizeSpec(scale_search=ScaleSearch.MSE) if spec is None else spec
         if self.spec.is_stochastic or self.spec.block_rows != 1 or self.spec.rotation is not None:
             raise ValueError(
                 f"a cache is quantized to nearest, in 1x16 blocks and without a transform, not by ({self.spec})"

@@ -75,3 +75,17 @@ def test_losses_of_a_cache_are_those_of_one_forward():
     assert sizes["int4, groups of 32 (emulated)"] == numbers * 4.5 / 8
     # 140 rows a store, whose block scales fill tiles of 128; a byte a row for its factor.
     assert sizes["NVFP4, to nearest"] == 4 * (140 * 33 + 256 * 4)
+
+
+def test_rows_of_an_earlier_record_stay(tmp_path):
+    pytest.importorskip("transformers")
+    from benchmarks.accuracy import kv_cache
+
+    path = tmp_path / "kv_cache.json"
+    earlier = [{"cache": "a", "bytes": 1}, {"cache": "b", "bytes": 2}]
+    path.write_text(json.dumps({"tokens": 8, "piece": 4, "rows": earlier}))
+    new = [{"cache": "b", "bytes": 3}, {"cache": "c", "bytes": 4}]
+    merged = kv_cache.with_earlier(new, path, 8, 4)
+    assert [(row["cache"], row["bytes"]) for row in merged] == [("a", 1), ("b", 3), ("c", 4)]
+    assert kv_cache.with_earlier(new, path, 8, 2) == new
+    assert list(kv_cache.chosen(["fp8"])) == [kv_cache.DENSE, "fp8 (transformers)"]

@@ -16,6 +16,7 @@ _NEEDED = {
     "checkpoints.md": ("transformers", "accelerate"),
     "experts.md": ("transformers",),
     "lora.md": ("peft",),
+    "kv_cache.md": ("transformers",),
     "transformers.md": ("transformers", "accelerate", "peft"),
     "gguf_mlx_comfyui.md": ("gguf", "transformers"),
 }
