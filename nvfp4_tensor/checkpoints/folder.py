@@ -267,7 +267,9 @@ class SafetensorsFormat(Format):
                     shutil.copyfile(file, state.folder / file.name)
         where = {key: file for file, names in plan.items() for tensors in names.values() for key in tensors}
         if len(plan) > 1:
-            index = {"metadata": {"total_size": state.total_bytes}, "weight_map": dict(sorted(where.items()))}
+            tensors = [tensor for names in plan.values() for laid_out in names.values() for tensor in laid_out.values()]
+            total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             write_json(state.folder / "model.safetensors.index.json", index)
         quantization = self.config_of(checkpoint)
         config = dict(checkpoint.config)

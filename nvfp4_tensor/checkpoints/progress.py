@@ -20,22 +20,26 @@ class Progress:
     Attributes:
         path: the folder's name when it is whole.
         folder: the folder that is written to.
-        factors: for the sidecar; with_nan: linears that hold NaN; total_bytes: of all shards.
+        factors: for the sidecar; with_nan: linears that hold NaN.
     """
 
     def __init__(self, path: Path, key: str | None) -> None:
-        """key: what is written, from what; shards of an earlier run with the same key are kept. None keeps none."""
+        """key: what is written, from what; shards of an earlier run with the same key are kept. None keeps none.
+
+        Raises:
+            ValueError: a folder of that name is there that no such run made.
+        """
         self.path = path
         self.folder = path.with_name(path.name + ".partial")
         self._manifest: dict[str, Any] = {"key": key, "shards": {}}
-        earlier = self.folder / MANIFEST
-        if key is not None and earlier.is_file():
-            manifest = read_json(earlier)
-            if manifest.get("key") == key:
-                self._manifest = manifest
-        if not self._shards and self.folder.exists():
-            shutil.rmtree(self.folder)
+        if self.folder.exists():
+            earlier = _read_manifest(self.folder)
+            if key is not None and earlier.get("key") == key:
+                self._manifest = earlier
+            else:
+                shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._write_manifest()
 
     @property
     def _shards(self) -> dict[str, dict[str, Any]]:
@@ -49,6 +53,9 @@ class Progress:
     def done(self, file: str, nbytes: int, factors: dict[str, Any], with_nan: list[str]) -> None:
         """A shard is whole: the manifest says so from now on."""
         self._shards[file] = {"bytes": nbytes, "factors": factors, "with_nan": with_nan}
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
         manifest = self.folder / MANIFEST
         write_json(manifest.with_suffix(".tmp"), self._manifest)
         manifest.with_suffix(".tmp").replace(manifest)
@@ -60,10 +67,6 @@ class Progress:
     @property
     def with_nan(self) -> list[str]:
         return [name for shard in self._shards.values() for name in shard["with_nan"]]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(shard["bytes"] for shard in self._shards.values())
 
     def finish(self) -> None:
         """The folder is whole, and gets its name."""
@@ -79,6 +82,13 @@ class Progress:
         """An unfinished folder stays, for the next run; one that nothing could take up again goes."""
         if self._manifest["key"] is None and self.folder.exists():
             shutil.rmtree(self.folder)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{folder} is there already, and no interrupted run made it: move it away first")
+    return read_json(file)
 
 
 def fingerprint(format: str, checkpoint: Checkpoint, *settings: object) -> str | None:

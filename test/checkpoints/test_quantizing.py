@@ -211,3 +211,21 @@ def test_a_shard_that_was_cut_is_written_again(tmp_path):
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
     checkpoints.quantize(tmp_path / "src", tmp_path / "again", **options())
     assert same_files(tmp_path / "dst", tmp_path / "again")
+
+
+def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path):
+    write_dense(tmp_path / "src")
+    (tmp_path / "dst.partial").mkdir()
+    (tmp_path / "dst.partial/thesis.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"dst\.partial is there already, and no interrupted run made it"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    assert (tmp_path / "dst.partial/thesis.txt").read_text() == "x"
+
+
+def test_an_interruption_in_the_first_file(tmp_path, monkeypatch):
+    write_dense(tmp_path / "src")
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Quantized, "linear", lambda self, name: (_ for _ in ()).throw(Interrupted))
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["dst", "src"]
