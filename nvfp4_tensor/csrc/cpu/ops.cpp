@@ -159,9 +159,9 @@ float most_of(const std::optional<Tensor>& amax, const Matrix& m, const Plan& pl
   return most;
 }
 
-// m: x, or its transpose.
-Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::optional<Tensor>& rng_state, int stream,
-               const Tensor& x, const Matrix& m, int64_t row0, int64_t col0, int64_t full_width) {
+// All of a plan but the tensor's scale. m: x, or its transpose.
+Plan unscaled_plan(int64_t spec_bits, const std::optional<Tensor>& rng_state, int stream, const Tensor& x,
+                   const Matrix& m, int64_t row0, int64_t col0, int64_t full_width) {
   Plan plan{};
   plan.spec = spec_of(spec_bits);
   const bool eden = plan.spec.is_eden();
@@ -175,6 +175,12 @@ Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::
     plan.key = RandomKey::of(state.seed, state.offset, eden ? int(kScaleStream) + stream : stream);
     if (eden) plan.signs = rotation_signs(state, rotations_of(m), col0);
   }
+  return plan;
+}
+
+Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::optional<Tensor>& rng_state, int stream,
+               const Tensor& x, const Matrix& m, int64_t row0, int64_t col0, int64_t full_width) {
+  Plan plan = unscaled_plan(spec_bits, rng_state, stream, x, m, row0, col0, full_width);
   plan.tensor = TensorScale::of(most_of(amax, m, plan, x), plan.spec.scale_ceiling);
   return plan;
 }
@@ -225,6 +231,69 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
   const auto [units, elements] = quantize_units(m, plan);
   parallel(units, elements, [&](int64_t begin, int64_t end) { kernels().quantize(m, plan, out.pointers, begin, end); });
   return {out.qdata, out.scale, factor_of(plan)};
+}
+
+// --- quantize, each row by itself ------------------------------------------------------------------------------------
+
+constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack(); no other op takes it
+
+// The bits of the given amaxes, one a row; nothing where each row has its own.
+std::vector<float> row_amaxes(const std::optional<Tensor>& amax, int64_t rows, const Tensor& x) {
+  if (!amax.has_value()) return {};
+  check_beside(*amax, "amax", x);
+  STD_TORCH_CHECK(amax->dim() == 1 && amax->size(0) == rows && amax->scalar_type() == ScalarType::Float,
+                  "amax is float32 (", rows, ",), one a row, not ", text_of(*amax));
+  const Tensor ordered = in_order(*amax);
+  std::vector<float> values(rows);
+  if (rows) std::memcpy(values.data(), ordered.const_data_ptr(), rows * sizeof(float));
+  for (const float most : values) {
+    STD_TORCH_CHECK(!(most < 0), "amax is a magnitude, not ", most, ": give amax.abs()");
+  }
+  return values;
+}
+
+// A row of a matrix, and where its codes and scales go. Offsets of the 128x4 layout add up over row and column.
+Matrix row_of(const Matrix& m, int64_t row) {
+  const char* data = static_cast<const char*>(m.data) + row * m.row_stride * bytes_of(m.dtype);
+  return {data, 1, m.columns, m.row_stride, m.dtype};
+}
+
+Quantized row_of(const Quantized& out, int64_t row, int64_t blocks) {
+  const int64_t in_tile = row % kTileRows;
+  const int64_t scale = (row / kTileRows * out.column_tiles * 32 + in_tile % 32) * 16 + in_tile / 32 * 4;
+  return {out.qdata + row * blocks * kBlock / 2, out.scale + scale, out.column_tiles};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<Tensor> amax,
+                                                 std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
+                                                 int64_t col0, int64_t full_width, int64_t stream) {
+  STD_TORCH_CHECK(spec & kRowScaledBit, "quantize_rows takes a spec with row_scaled=True");
+  const Rows rows(x);
+  const Matrix& m = rows.matrix;
+  Plan plan = unscaled_plan(spec & ~kRowScaledBit, rng_state, int(stream), x, m, row0, col0, full_width);
+  STD_TORCH_CHECK(plan.spec.block_rows == 1 && !plan.spec.is_eden(), "rows are scaled in 1x16 blocks, without EDEN");
+  plan.banded = false;
+  const std::vector<float> given = row_amaxes(amax, m.rows, x);
+  std::vector<int64_t> leading = with_last(x, 0);
+  leading.pop_back();
+  const Outputs out(leading, m.rows, m.blocks());
+  const Tensor factors = empty({m.rows}, ScalarType::Float);
+  float* factor = static_cast<float*>(factors.mutable_data_ptr());
+  const int64_t groups = groups_of(1, m.blocks());
+  parallel(m.rows, m.columns, [&](int64_t begin, int64_t end) {
+    Plan own = plan;
+    for (int64_t r = begin; r < end; ++r) {
+      const Matrix row = row_of(m, r);
+      const float most = amax.has_value() ? given[r]
+                         : m.columns      ? bits_float(kernels().amax(row, plan.spec.hadamard_sign, 0, groups))
+                                          : 0.0f;
+      own.tensor = TensorScale::of(most, plan.spec.scale_ceiling);
+      own.first_block = plan.first_block + r * plan.row_blocks;
+      factor[r] = per_tensor_scale(own.tensor.amax, plan.spec.scale_ceiling);
+      if (m.columns) kernels().quantize(row, own, row_of(out.pointers, r, m.blocks()), 0, groups);
+    }
+  });
+  return {out.qdata, out.scale, factors};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
@@ -320,6 +389,7 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) {
   m.impl("amax_rotated", TORCH_BOX(&amax_rotated));
   m.impl("rotate", TORCH_BOX(&rotate));
   m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
   m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
