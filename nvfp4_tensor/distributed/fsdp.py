@@ -129,10 +129,12 @@ class MasterShard(Tensor):
         self._writes = [0]
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares another
+        cls, func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             _count_writes(func, args, kwargs)
@@ -207,8 +209,8 @@ class MasterShard(Tensor):
             axes = (Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name),)
             amax = self._whole_amax(axes if place is None else (*axes, *place.w))
             amax = amax.to(dtype).float()  # that of the weight in the dtype of the products, for rounding is monotonic
-            parts = torch.ops.nvfp4.quantize(self.plain().to(dtype), amax, None, spec.pack())
-            self._codes = key, NVFP4Tensor._of_parts(*parts, self.shape[1], dtype, spec)
+            qdata, scale, factor = torch.ops.nvfp4.quantize(self.plain().to(dtype), amax, None, spec.pack())
+            self._codes = key, NVFP4Tensor._of_parts(qdata, scale, factor, self.shape[1], dtype, spec)
         return self._codes[1]
 
     def fsdp_post_all_gather(

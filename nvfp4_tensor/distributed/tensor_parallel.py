@@ -6,6 +6,7 @@ For quantized linears, whose weights are NVFP4Tensors, PyTorch's own ColwisePara
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,9 +37,9 @@ class _Parallel(ParallelStyle):
             )
         axis = axis_of(device_mesh)
         size = module.weight.shape[self.weight_dim]
-        if size % (BLOCK * axis.count):
+        if size % (BLOCK * axis.ranks):
             raise ValueError(
-                f"{module} has {size} {('outputs', 'inputs')[self.weight_dim]}, which {axis.count} ranks cannot share "
+                f"{module} has {size} {('outputs', 'inputs')[self.weight_dim]}, which {axis.ranks} ranks cannot share "
                 f"in whole blocks of {BLOCK}"
             )
         module.place = dataclasses.replace(module.place or Place(), **{("outputs", "inputs")[self.weight_dim]: axis})
@@ -64,7 +65,7 @@ class _Parallel(ParallelStyle):
 
     def _output(self, linear: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
         made: Placement = Shard(y.dim() - 1) if self.weight_dim == 0 else Partial()
-        whole = DTensor.from_local(y, mesh, [made], run_check=False).redistribute(placements=[self.output_layout])
+        whole: Any = DTensor.from_local(y, mesh, [made], run_check=False).redistribute(placements=[self.output_layout])
         if self.weight_dim == 1 and linear.bias is not None:  # once, and not on each rank
             whole = whole + linear.bias
         return whole.to_local() if self.use_local_output else whole

@@ -140,9 +140,11 @@ def input_operands(
     """
     specs = recipe.x, recipe.x_t if needs.dw else None
     rng_state = rng_state if draws(*specs) else None
-    operands = x.detach(), *specs, rng_state, X_T_STREAM
-    how = {"codes_t": True, "codes": recipe.w is None}
-    of_x, x_t = multipliable(*operands, **how) if place is None else multipliable_at(place.x, "x", *operands, **how)
+    operands, codes = (x.detach(), *specs, rng_state, X_T_STREAM), recipe.w is None
+    if place is None:
+        of_x, x_t = multipliable(*operands, codes_t=True, codes=codes)
+    else:
+        of_x, x_t = multipliable_at(place.x, "x", *operands, codes_t=True, codes=codes)
     assert not isinstance(x_t, Values)
     return of_x, x_t
 
@@ -288,7 +290,7 @@ def _dgrad(
         return product(dy, of_w, dtype)
     if recipe.rotates_dy_back:
         assert not isinstance(dy, Tensor)
-        col0 = 0 if place is None else place.outputs.index * rows
+        col0 = 0 if place is None else place.outputs.rank * rows
         dy = rotated_back(dy, rows, rng_state, w.dtype if isinstance(w, Tensor) else None, col0)
     if isinstance(w, Tensor):
         return product(dy, w.t(), dtype)

@@ -97,7 +97,7 @@ class NVFP4TrainingLinear(nn.Linear):
 
     def _pieces(self, place: Place) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as this rank has them. Where ranks share the inputs, the bias is added to their sum."""
-        bias = self.bias if place.inputs.count == 1 else None
+        bias = self.bias if place.inputs.ranks == 1 else None
         return local(self.weight), None if bias is None else local(bias)
 
     def _input(self, input: Tensor, rows: Tensor, needs: Needs, rng_state: Tensor | None) -> tuple[Pair, Tensor | None]:

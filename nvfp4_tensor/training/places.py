@@ -21,10 +21,10 @@ from nvfp4_tensor.training.products import Operand, Values, runs_on_codes
 
 
 class Axis(NamedTuple):
-    """One dimension, of which this rank has the ``index``-th of ``count`` equal pieces; ``group`` names the ranks."""
+    """One dimension, of which this rank has piece ``rank`` of ``ranks`` equal ones; ``group`` is their group's name."""
 
-    index: int = 0
-    count: int = 1
+    rank: int = 0
+    ranks: int = 1
     group: str = ""
 
 
@@ -67,16 +67,16 @@ class Region(NamedTuple):
     def of(self, x: Tensor) -> tuple[int, int, int]:
         """(row0, col0, full_width) of x (R, C), as the ops take them."""
         rows, columns = x.shape
-        return self.rows.index * rows, self.columns.index * columns, self.columns.count * columns
+        return self.rows.rank * rows, self.columns.rank * columns, self.columns.ranks * columns
 
     def check(self, x: Tensor, spec: QuantizeSpec, name: str) -> None:
         """Raises a ValueError where a piece would begin within a block."""
-        if self.columns.count > 1 and x.shape[1] % spec.column_multiple:
+        if self.columns.ranks > 1 and x.shape[1] % spec.column_multiple:
             raise ValueError(
-                f"{name}: {self.columns.count} ranks share {x.shape[1]} each of what is quantized in groups of "
+                f"{name}: {self.columns.ranks} ranks share {x.shape[1]} each of what is quantized in groups of "
                 f"{spec.column_multiple} ({spec}), which cannot be cut: give each rank a multiple of that"
             )
-        if self.rows.count > 1 and x.shape[0] % spec.block_rows:
+        if self.rows.ranks > 1 and x.shape[0] % spec.block_rows:
             raise ValueError(f"{name}: {x.shape[0]} rows a rank are no multiple of {spec.block_rows}, its blocks' rows")
 
 
@@ -88,7 +88,7 @@ def local(t: Tensor) -> Tensor:
 def largest(amax: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     """amax (any shape) over all ranks that share the axes."""
     for axis in axes:
-        if axis.count > 1:
+        if axis.ranks > 1:
             collectives = torch.ops._c10d_functional
             amax = collectives.wait_tensor(collectives.all_reduce(amax, "max", axis.group))
     return amax
@@ -154,7 +154,7 @@ def _pair_at(
     own = _own(x, spec, rng_state, region), _own(x.t().contiguous(), spec_t, rng_state, region.t)
     amax, amax_t = largest(torch.stack(own), region).unbind()
     row0, col0, full_width = region.of(x)
-    where = row0, col0, region.rows.count * x.shape[0], full_width
+    where = row0, col0, region.rows.ranks * x.shape[0], full_width
     packed = spec.pack(), spec_t.pack()
     if codes:
         parts = torch.ops.nvfp4.quantize_pair(x, amax, amax_t, rng_state, *packed, *where, stream_t)
