@@ -1,19 +1,24 @@
 """NVFP4 over several ranks: FSDP2, DDP, tensor parallelism and sharded checkpoints, by PyTorch's own engine."""
 
 import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
+from nvfp4_tensor.distributed.agreement import check_ranks
 from nvfp4_tensor.distributed.bits import seed_rounding, set_step, share_tokens
 from nvfp4_tensor.distributed.checkpoint import from_plain, to_plain
 from nvfp4_tensor.distributed.ddp import prepare_ddp
 from nvfp4_tensor.distributed.fsdp import gather_codes, precompute_amaxes
+from nvfp4_tensor.distributed.gradients import NVFP4Reduction, reduce_gradients_in_nvfp4
 from nvfp4_tensor.distributed.tensor_parallel import NVFP4ColwiseParallel, NVFP4RowwiseParallel
 
 __all__ = [
     "NVFP4ColwiseParallel",
+    "NVFP4Reduction",
     "NVFP4RowwiseParallel",
+    "check_ranks",
     "from_plain",
     "gather_codes",
     "precompute_amaxes",
     "prepare_ddp",
+    "reduce_gradients_in_nvfp4",
     "seed_rounding",
     "set_step",
     "share_tokens",

@@ -9,13 +9,35 @@ import torch.distributed as dist
 from torch import nn
 
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.training.module import NVFP4TrainingLinear
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def nvfp4_parameters(model: nn.Module) -> dict[str, NVFP4Tensor]:
-    """The parameters that are NVFP4Tensors, by name."""
-    return {name: p for name, p in model.named_parameters() if isinstance(p, NVFP4Tensor)}
+    """The parameters that are NVFP4Tensors, by name; of a DTensor this rank's piece."""
+    parameters = {name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}
+    return {name: p for name, p in parameters.items() if isinstance(p, NVFP4Tensor)}
+
+
+def check_ranks(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Compare what the ranks of a group are about to share: NVFP4 weights and recipes, by name.
+
+    :func:`prepare_ddp` and :func:`share_tokens` do so for what they touch; FSDP2 and tensor parallelism have no place
+    for it, and ranks that quantized differently would gather a mixture.
+
+    Raises:
+        ValueError: on all ranks alike; the message names the module, and the ranks that differ.
+    """
+    check_agreement("the NVFP4 weight", {name: kind(w) for name, w in nvfp4_parameters(model).items()}, group)
+    recipes = {name: m.active_recipe for name, m in model.named_modules() if isinstance(m, NVFP4TrainingLinear)}
+    check_agreement("the recipe", recipes, group)
+
+
+def kind(w: NVFP4Tensor) -> str:
+    """All but the numbers."""
+    static = ", static" if w.activation_amax is not None else ""
+    return f"{w!r} with scales {tuple(w.per_tensor_scale.shape)}{static}"
 
 
 def check_agreement(what: str, mine: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nvfp4_tensor.distributed.agreement import M, check_agreement, nvfp4_parameters
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.distributed.agreement import M, check_agreement, kind, nvfp4_parameters
 
 
 @torch.no_grad()
@@ -33,7 +32,7 @@ def prepare_ddp(model: M, process_group: dist.ProcessGroup | None = None) -> M:
             f"{trained[0]!r} is an NVFP4 weight that trains, whose gradients DDP has no buckets for: freeze it with "
             "requires_grad_(False), or keep it dense and train by NVFP4TrainingConfig"
         )
-    check_agreement("the NVFP4 weight", {name: _kind(w) for name, w in weights.items()}, process_group)
+    check_agreement("the NVFP4 weight", {name: kind(w) for name, w in weights.items()}, process_group)
     source = dist.get_global_rank(process_group, 0) if process_group is not None else 0
     for w in weights.values():
         for name in w.__tensor_flatten__()[0]:
@@ -43,7 +42,3 @@ def prepare_ddp(model: M, process_group: dist.ProcessGroup | None = None) -> M:
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *weights}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return model
-
-
-def _kind(w: NVFP4Tensor) -> str:
-    return f"{w!r} with scales {tuple(w.per_tensor_scale.shape)}{', static' if w.activation_amax is not None else ''}"

@@ -85,6 +85,16 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
+def _agreed(amax: Tensor, x: Tensor, region: Region) -> Tensor:
+    """amax (n,) over the ranks; an error in the stream where they have unequal tokens, whose places would overlap."""
+    if region.rows.ranks == 1:
+        return largest(amax, region)
+    rows = amax.new_full((1,), x.shape[0])
+    *found, most, fewest = largest(torch.cat([amax, rows, -rows]), region).unbind()
+    torch._assert_async(most == -fewest, "ranks that share tokens have unequally many: give each as many rows")
+    return torch.stack(found)
+
+
 def largest(amax: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     """amax (any shape) over all ranks that share the axes."""
     for axis in axes:
@@ -136,7 +146,7 @@ def multipliable_at(
         of_t = quantized_at(region.t, f"{name}^T", x.t().contiguous(), spec_t, rng_state, stream_t)
     if spec is None or codes:
         return None if spec is None else quantized_at(region, name, x, spec, rng_state, 0), of_t
-    amax = largest(_own(x, spec, rng_state, region), region)
+    (amax,) = _agreed(_own(x, spec, rng_state, region).view(1), x, region)
     values = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False, *region.of(x))
     return Values(*values), None
 
@@ -152,7 +162,7 @@ def _pair_at(
     codes: bool,
 ) -> tuple[Operand | Values, Operand | Values]:
     own = _own(x, spec, rng_state, region), _own(x.t().contiguous(), spec_t, rng_state, region.t)
-    amax, amax_t = largest(torch.stack(own), region).unbind()
+    amax, amax_t = _agreed(torch.stack(own), x, region).unbind()
     row0, col0, full_width = region.of(x)
     where = row0, col0, region.rows.ranks * x.shape[0], full_width
     packed = spec.pack(), spec_t.pack()

@@ -225,7 +225,7 @@ def refusal(case):
             distributed.set_step(model, 1)
         else:
             distributed.share_tokens(model, mesh)
-            model(torch.randn(40, 64).bfloat16()).sum().backward()
+            model(torch.randn(48 + 16 * rank if case == "unequal" else 40, 64).bfloat16()).sum().backward()
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -242,6 +242,7 @@ def quantized_linear(columns, rows):
         ("recipes", "ValueError: the recipe of '0' is nvidia.*on rank 0 and unbiased.*on rank 1"),
         ("mesh", "ValueError: a mesh of one dimension"),
         ("tokens", r"ValueError: x\^T: 2 ranks share 40 each .* 128"),
+        ("unequal", "RuntimeError: .*ranks that share tokens have unequally many"),
         ("features", "ValueError: NVFP4TrainingLinear.* has 48 outputs, which 2 ranks"),
         ("plan", "TypeError: NVFP4RowwiseParallel is for linears that train in NVFP4, not Linear"),
         ("step", "RuntimeError: 0 has no seed: call distributed.seed_rounding"),

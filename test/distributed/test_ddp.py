@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig
-from nvfp4_tensor.distributed import prepare_ddp
+from nvfp4_tensor.distributed import check_ranks, prepare_ddp
 from nvfp4_tensor.training import NVFP4TrainingConfig
 
 
@@ -71,7 +71,7 @@ def refused(case):
     if case == "trained":
         model[0].weight.requires_grad_()
     try:
-        prepare_ddp(model)
+        check_ranks(model) if case == "specs" else prepare_ddp(model)
     except ValueError as error:
         return str(error)
 

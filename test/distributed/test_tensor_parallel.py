@@ -1,5 +1,9 @@
 """Tensor parallelism with quantized linears: DTensors made from shards and by distribute_tensor, and their products."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torchao.quantization import quantize_
 from torchao.testing import utils as torchao_tests
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, quantize
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, quantize, quantize_experts
 
 CONFIGS = {"weight only": NVFP4WeightOnlyConfig(), "w4a4": NVFP4Config()}
 TOLERANCES = {"weight only": 0.01, "w4a4": 0.1}
@@ -59,6 +63,15 @@ def test_shards_as_torchao_tests_them(config, dtype, device):
     run_ranks(shards_as_torchao_tests_them, 2, config, dtype, device=device)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_torchaos_own_cases():
+    script = Path(__file__).with_name("torchao_cases.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and "OK" in done.stderr, done.stderr[-4000:]
+    assert "skipped=" not in done.stderr
+
+
 def distributes(shape, placement):
     mesh = init_device_mesh(here().type, (dist.get_world_size(),))
     whole = quantize(torch.randn(shape).bfloat16().to(here()))
@@ -70,6 +83,20 @@ def distributes(shape, placement):
     assert torch.equal(full.qdata, whole.qdata) and torch.equal(full.per_tensor_scale, whole.per_tensor_scale)
     local = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
     assert torch.equal(local._local_tensor.dequantize(), t._local_tensor.dequantize())
+
+
+def distributes_experts():
+    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
+    whole = quantize_experts(torch.randn(4, 48, 64).to(here()) * torch.arange(1, 5, device=here()).view(4, 1, 1))
+    mine = whole if dist.get_rank() == 0 else torch.zeros_like(whole)
+    t = distribute_tensor(mine, mesh, [Shard(0)])
+    assert t._local_tensor.per_tensor_scale.shape == (2, 1)
+    assert torch.equal(t.full_tensor().dequantize(), whole.dequantize())
+
+
+@on_devices
+def test_experts_over_ranks(device):
+    run_ranks(distributes_experts, 2, device=device)
 
 
 @pytest.mark.parametrize("world", [4])

@@ -1,0 +1,144 @@
+"""Gradients that travel as NVFP4: what arrives, what it weighs, that it is unbiased; by FSDP2 and by DDP."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.launch import here, on_devices, run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from nvfp4_tensor import QuantizeSpec, quantize
+from nvfp4_tensor.distributed import reduce_gradients_in_nvfp4
+from nvfp4_tensor.distributed.gradients import decode, decoded_sum, encode
+
+UNCLIPPED = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pieces, columns", [(1, 1), (2, 8192), (2, 8193), (3, 100), (4, 24_592)])
+def test_a_message_holds_the_piece_as_the_contract_quantizes_it(pieces, columns, dtype):
+    x = torch.randn(pieces, columns).to(dtype) * 1e-3
+    state = torch.tensor([7, 3])
+    messages = encode(x, state)
+    tiles = -(-columns // 8192)
+    assert messages.shape == (pieces, tiles * (4096 + 512) + 16)
+    padded = nn.functional.pad(x, (0, tiles * 8192 - columns)).view(-1, 64)
+    whole = quantize(padded, UNCLIPPED, rng_state=state).dequantize(torch.float32).view(pieces, -1)[:, :columns]
+    assert torch.equal(torch.stack([decode(message, columns) for message in messages]), whole)
+    assert torch.equal(decoded_sum(messages, columns), sum(whole[1:], start=whole[0]))
+
+
+def test_nan_and_infinity_arrive():
+    x = torch.ones(2, 100)
+    x[0, 3], x[1, 50] = float("nan"), float("inf")
+    total = decoded_sum(encode(x, torch.tensor([0, 0])), 100)
+    assert total[:16].isnan().all() and total[48:64].isnan().all() and torch.equal(total[16:48], torch.full((32,), 2.0))
+
+
+def mean_error(draws, damage=1.0):
+    """Standard errors by which the mean of some elements lies off, at most; damage: what each draw is multiplied by."""
+    x = torch.randn(2, 512, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 0, 512)
+    exact = x.double().sum(0)
+    sums, squares = torch.zeros(512, dtype=torch.float64), torch.zeros(512, dtype=torch.float64)
+    for draw in range(draws):
+        value = decoded_sum(encode(x, torch.tensor([1, draw])), 512).double() * damage
+        sums += value
+        squares += value**2
+    mean = sums / draws
+    error = ((squares / draws - mean**2).clamp(min=0) / draws).sqrt()
+    moving = error > 0
+    assert moving.float().mean() > 0.9
+    torch.testing.assert_close(mean[~moving], exact[~moving] * damage, rtol=1e-6, atol=1e-9)
+    return ((mean - exact).abs() / error)[moving].max().item()
+
+
+def test_the_sum_is_unbiased():
+    """512 elements, 2,000 draws, normal means: one beyond 6.5 standard errors has probability 4e-8."""
+    assert mean_error(2000) < 6.5
+    assert mean_error(2000, damage=0.98) > 6.5
+
+
+# --- FSDP2 and DDP ---------------------------------------------------------------------------------------------------
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 200), nn.ReLU(), nn.Linear(200, 31)).to(here())
+
+
+def inputs(rank):
+    return torch.randn(16, 96, generator=torch.Generator().manual_seed(rank)).to(here())
+
+
+def dense_gradients():
+    """Of each rank's inputs, and their mean."""
+    model, gradients = make(), []
+    for rank in range(dist.get_world_size()):
+        model.zero_grad()
+        model(inputs(rank)).square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    return [sum(g) / len(g) for g in zip(*gradients, strict=True)]
+
+
+def by_fsdp():
+    model = make()
+    fully_shard(model)
+    reduction = reduce_gradients_in_nvfp4(model, seed=5)
+    means, previous = dense_gradients(), None
+    for call in range(2):
+        model.zero_grad()
+        model(inputs(dist.get_rank())).square().mean().backward()
+        got = [p.grad.full_tensor() for p in model.parameters()]
+        for g, mean in zip(got, means, strict=True):
+            assert 0 < (g - mean).norm() < 0.2 * mean.norm()
+        assert reduction.calls == call + 1
+        assert previous is None or not torch.equal(previous, got[0])  # other bits in each step
+        previous = got[0]
+    elements = sum(-(-p.shape[0] // 2) * p[0].numel() for p in make().parameters())
+    tiles = -(-elements // 8192)
+    assert reduction.sent_bytes == 2 * (tiles * 8192 * 9 // 16 + 16)
+    reduction.calls = 1
+    model.zero_grad()
+    model(inputs(dist.get_rank())).square().mean().backward()
+    assert torch.equal(next(model.parameters()).grad.full_tensor(), previous)  # resumed
+    return previous.cpu()
+
+
+def by_ddp():
+    model = DistributedDataParallel(make())
+    reduction = reduce_gradients_in_nvfp4(model, seed=5)
+    model(inputs(dist.get_rank())).square().mean().backward()
+    for p, mean in zip(model.parameters(), dense_gradients(), strict=True):
+        assert 0 < (p.grad - mean).norm() < 0.3 * mean.norm()
+    elements = sum(p.numel() for p in model.parameters())
+    tiles = -(-elements // 2 // 8192)
+    assert reduction.sent_bytes == 2 * (tiles * 8192 * 9 // 16 + 16)
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
+
+
+@on_devices
+@pytest.mark.parametrize("body", [by_fsdp, by_ddp])
+def test_both_ranks_have_the_same_mean(body, device):
+    one, other = run_ranks(body, 2, device=device)
+    assert torch.equal(one, other)
+
+
+def refused():
+    model = make()
+    with pytest.raises(ValueError, match="neither sharded by fully_shard nor a DistributedDataParallel"):
+        reduce_gradients_in_nvfp4(model)
+    reduction = reduce_gradients_in_nvfp4(fully_shard(copy.deepcopy(model)))
+    flat = torch.ones(64)
+    with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
+        reduction(flat[:32], flat, dist.group.WORLD, dist.ReduceOp.MAX)
+    return True
+
+
+def test_what_cannot_be_reduced_is_refused():
+    assert all(run_ranks(refused, 2))

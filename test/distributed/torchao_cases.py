@@ -1,0 +1,26 @@
+"""torchao's own tests of tensor parallelism on a subclass, as they stand: a script, for they start their own processes.
+
+python test/distributed/torchao_cases.py        # two GPUs and NCCL
+"""
+
+from torch.testing._internal import common_utils
+from torchao.testing import utils as torchao_tests
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig
+
+
+class WeightOnly(torchao_tests.TorchAOTensorParallelTestCase):
+    TENSOR_SUBCLASS = NVFP4Tensor
+    QUANT_METHOD_FN = staticmethod(NVFP4WeightOnlyConfig)
+
+
+class W4A4(torchao_tests.TorchAOTensorParallelTestCase):
+    TENSOR_SUBCLASS = NVFP4Tensor
+    QUANT_METHOD_FN = staticmethod(NVFP4Config)
+
+
+for _case in (WeightOnly, W4A4):
+    common_utils.instantiate_parametrized_tests(_case)
+
+if __name__ == "__main__":
+    common_utils.run_tests()
