@@ -57,6 +57,7 @@ class LinearParts:
         divisor, input_divisor: None, or the inverse of per_tensor_scale and of input_scale as a file had it, float32 of
             the same shape: 1/x taken twice is another number. They are kept so that a checkpoint that goes there and
             back is the same, byte for byte.
+        input_amax: None, or the amax that input_scale was made of, float32 0-d, for the same reason: a tensor keeps it.
     """
 
     qdata: Tensor
@@ -67,6 +68,7 @@ class LinearParts:
     input_scale: Tensor | None = None
     divisor: Tensor | None = None
     input_divisor: Tensor | None = None
+    input_amax: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,6 +88,14 @@ class LinearParts:
         if self.input_scale is None or self.input_divisor is not None:
             return self.input_divisor
         return self.input_scale.reciprocal()
+
+    def activation_amax(self) -> Tensor | None:
+        """The amax that products quantize by: the one that input_scale was made of, else input_scale * 2688."""
+        if self.input_scale is None or not self.quantizes_activations:
+            return None
+        if self.input_amax is not None and torch.equal(self.input_amax / LARGEST, self.input_scale):
+            return self.input_amax
+        return self.input_scale * LARGEST
 
 
 def parts_of(
@@ -129,6 +139,7 @@ def parts_of(
         input_scale=input_scale,
         divisor=divisor,
         input_divisor=input_divisor,
+        input_amax=amax,
     )
 
 
@@ -159,7 +170,6 @@ def tensor_of(
         )
     if parts.quantizes_activations and activation_spec is None:
         activation_spec = QuantizeSpec()
-    amax = parts.input_scale * LARGEST if parts.input_scale is not None and parts.quantizes_activations else None
     return NVFP4Tensor(
         parts.qdata.contiguous(),
         layout.swizzle(parts.scale.reshape(rows, blocks)),
@@ -168,7 +178,7 @@ def tensor_of(
         dtype,
         QuantizeSpec() if spec is None else spec,
         activation_spec if parts.quantizes_activations else None,
-        activation_amax=amax,
+        activation_amax=parts.activation_amax(),
     )
 
 

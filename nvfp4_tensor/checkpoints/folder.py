@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, LinearParts, nan_blocks
+from nvfp4_tensor.checkpoints.common import LARGEST, Checkpoint, Entry, Format, LinearParts, nan_blocks
 from nvfp4_tensor.checkpoints.names import joined_with, natural, some
 from nvfp4_tensor.checkpoints.progress import Progress, fingerprint
 from nvfp4_tensor.checkpoints.shards import ShardFile, Shards, read_json, write_json
@@ -34,7 +34,7 @@ _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "hf_quant_config.jso
 Plan: TypeAlias = "dict[str, dict[str, dict[str, Tensor]]]"
 """By file, by parameter: the tensors that will stand for it, on meta."""
 
-_MAY_BE_SET = ("divisor", "input_divisor", "per_tensor_scale", "input_scale")
+_MAY_BE_SET = ("divisor", "input_divisor", "per_tensor_scale", "input_scale", "input_amax")
 
 
 class FolderCheckpoint(Checkpoint):
@@ -257,6 +257,9 @@ class SafetensorsFormat(Format):
                 "per_tensor_scale": _unless_inverse(parts.per_tensor_scale, parts.weight_divisor()),
                 "input_scale": _unless_inverse(parts.input_scale, parts.activation_divisor()),
             }
+        amax = parts.activation_amax()
+        if amax is not None and parts.input_scale is not None and not torch.equal(parts.input_scale * LARGEST, amax):
+            lost["input_amax"] = amax
         return {key: value.tolist() for key, value in lost.items() if value is not None}
 
     def _write_rest(self, checkpoint: Checkpoint, plan: Plan, state: Progress) -> None:
@@ -343,7 +346,7 @@ def _with_factors(parts: LinearParts, factors: Mapping[str, Tensor]) -> LinearPa
         kept, stored = factors.get(divisor), getattr(parts, scale)
         if kept is not None and stored is not None and torch.equal(kept.reciprocal(), stored):
             parts = parts.replace(**{divisor: kept})
-    return parts
+    return parts.replace(input_amax=factors["input_amax"]) if "input_amax" in factors else parts
 
 
 def _unless_inverse(value: Tensor | None, stored: Tensor | None) -> Tensor | None:

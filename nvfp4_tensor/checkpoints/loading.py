@@ -108,7 +108,7 @@ def _tie(model: nn.Module, by_id: dict[int, _Slot]) -> None:
 def _check_buffers(model: nn.Module) -> None:
     """Buffers that no checkpoint holds have no values on meta, and nothing would give them any."""
     for path, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
+        for name in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.is_meta:
                 raise ValueError(

@@ -146,6 +146,7 @@ def _joined(parts: Sequence[LinearParts]) -> LinearParts:
         input_scale=_largest([each.input_scale for each in parts]),
         divisor=None,
         input_divisor=None,
+        input_amax=_largest([each.input_amax for each in parts]),
     )
 
 
@@ -163,6 +164,7 @@ def _stacked(parts: Sequence[LinearParts]) -> LinearParts:
         input_scale=_largest([each.input_scale for each in parts]),
         divisor=None,
         input_divisor=None,
+        input_amax=_largest([each.input_amax for each in parts]),
     )
 
 
@@ -217,7 +219,7 @@ def with_factors(
     inputs = [kept.get(name, {}).get("input_scale") for name in pieces]
     largest = _largest(inputs)
     whole = next(iter(pieces.values())).input_scale
-    holds = largest is not None and whole is not None and torch.equal(largest * LARGEST / LARGEST, whole)
+    holds = largest is not None and whole is not None and whole in (largest, largest * LARGEST / LARGEST)
     return {name: _with(parts, kept.get(name, {}), holds) for name, parts in pieces.items()}
 
 

@@ -50,7 +50,8 @@ class WeightOnly(View):
         self.entries = {name: _weight_only(entry) for name, entry in source.entries.items()}
 
     def linear(self, name: str) -> LinearParts:
-        return self.source.linear(name).replace(quantizes_activations=False, input_scale=None, input_divisor=None)
+        parts = self.source.linear(name)
+        return parts.replace(quantizes_activations=False, input_scale=None, input_divisor=None, input_amax=None)
 
 
 class Without(View):
