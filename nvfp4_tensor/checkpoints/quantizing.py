@@ -144,13 +144,15 @@ class Quantized(View):
         if len(pieces) > 1:
             qdata = torch.cat([piece[0] for piece in pieces])
             scale = torch.cat([piece[1].view(torch.uint8) for piece in pieces]).view(torch.float8_e4m3fn)
+        input_amax = torch.tensor(self._input_amax[name]) if entry.has_input_scale else None
         return LinearParts(
             qdata=qdata,
             scale=scale,
             per_tensor_scale=per_tensor_scale,
             columns=columns,
             quantizes_activations=entry.quantizes_activations,
-            input_scale=torch.tensor(self._input_amax[name]) / LARGEST if entry.has_input_scale else None,
+            input_scale=None if input_amax is None else input_amax / LARGEST,
+            input_amax=input_amax,
         )
 
     def _quantized(self, name: str, first: int, last: int, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,8 +47,8 @@ def save(
         weight_only: leave out the quantization of activations (W4A4 becomes W4A16).
         different: what becomes of linears that servers join to one (q, k, v; gate and up) and that have different
             per-tensor scales, with which vLLM computes wrong numbers. "requantize" gives them the largest, with a
-            warning: their block scales and codes are rounded anew, which costs a little accuracy. "keep" writes them as
-            they are, "refuse" raises.
+            warning: their block scales and codes are rounded anew, which adds 3 to 4 % to their error. "keep" writes
+            them as they are, "refuse" raises.
         config: what config.json says; by default ``model.config`` of a transformers model, else none is written.
         progress: show a bar.
         options: of the format.
