@@ -106,6 +106,15 @@ def _joined_amax(tensors: Sequence[NVFP4Tensor]) -> Tensor | None:
     return torch.stack(amax).amax() if len(amax) == len(tensors) else None
 
 
+@implements(aten.constant_pad_nd.default)
+def _pad(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    """Rows of zeros, as DTensor gives them to the last of shards that do not divide."""
+    t, pad, value = fill_defaults(args, 3, [0])
+    if value or t.transposed or any(pad[:2]):
+        raise unsupported(func, "it is padded by zeros, behind or before its rows, and not along the blocks")
+    return on_leading(t, lambda part: torch.nn.functional.pad(part, pad))
+
+
 @implements(aten.stack.default)
 def _stack(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     tensors, dim = fill_defaults(args, 2, [0])

@@ -161,7 +161,10 @@ def _pair_at(
     codes_t: bool,
     codes: bool,
 ) -> tuple[Operand | Values, Operand | Values]:
-    own = _own(x, spec, rng_state, region), _own(x.t().contiguous(), spec_t, rng_state, region.t)
+    if spec.rotation is None and not spec_t.is_eden:  # in one pass over x
+        own = torch.ops.nvfp4.amax_pair(x, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign)
+    else:
+        own = _own(x, spec, rng_state, region), _own(x.t().contiguous(), spec_t, rng_state, region.t)
     amax, amax_t = _agreed(torch.stack(own), x, region).unbind()
     row0, col0, full_width = region.of(x)
     where = row0, col0, region.rows.ranks * x.shape[0], full_width

@@ -293,3 +293,13 @@ def test_vmap_of_a_vector_names_an_operator_or_does_it():
         torch.vmap(lambda v: v * 2)(t)
     for call in (lambda v: v + v, lambda v: 2 - v, lambda v: v**2, lambda v: -v):
         assert torch.equal(torch.vmap(call)(t), torch.vmap(call)(t.dequantize()))
+
+
+def test_padding_by_rows_of_zeros():
+    t = quantize(torch.randn(5, 3, 40))
+    for pad in ([0, 0, 0, 2], [0, 0, 1, 0, 0, 4]):
+        padded = torch.nn.functional.pad(t, pad)
+        assert isinstance(padded, NVFP4Tensor)
+        assert torch.equal(padded.dequantize(), torch.nn.functional.pad(t.dequantize(), pad))
+    with pytest.raises(RuntimeError, match="not along the blocks"):
+        torch.nn.functional.pad(t, [0, 8])

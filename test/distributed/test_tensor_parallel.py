@@ -105,6 +105,7 @@ def test_experts_over_ranks(device):
     [
         ((256, 128), Shard(0)),
         ((40, 128), Shard(0)),
+        ((50, 128), Shard(0)),
         ((64, 256), Shard(1)),
         ((48, 192), Shard(1)),
         ((40, 50), Replicate()),
