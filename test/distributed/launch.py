@@ -1,6 +1,6 @@
 """Runs a function on several ranks of one machine: processes with gloo, or with NCCL on a GPU each.
 
-The processes are forked from a server that has imported torch once. A rank that fails fails the run with its own
+Processes with gloo are forked from a server that has imported torch once. A rank that fails fails the run with its own
 traceback; one that hangs does so when its collective, or the whole run, is out of time.
 """
 
@@ -56,7 +56,8 @@ def run_ranks(body: Callable, world: int, *args: Any, device: str = "cpu", secon
     where = inspect.getfile(body), body.__name__
     with tempfile.TemporaryDirectory() as folder:
         job = (where, world, device, folder, args)
-        context = mp.start_processes(_rank, args=job, nprocs=world, join=False, start_method="forkserver")
+        method = "forkserver" if device == "cpu" else "spawn"  # a fork cannot use CUDA where its parent has
+        context = mp.start_processes(_rank, args=job, nprocs=world, join=False, start_method=method)
         end = time.monotonic() + seconds
         try:
             while not context.join(timeout=1):
