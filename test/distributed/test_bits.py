@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
@@ -142,17 +143,20 @@ def model_of(recipe, seed=7):
     return model
 
 
-def losses(recipe, codes, total):
-    """Of a few steps, by FSDP2 over the ranks at hand; tokens of the whole step divided among them."""
+def losses(recipe, engine, total):
+    """Of a few steps over the ranks at hand; tokens of the whole step divided among them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(here().type, (world,))
     model = model_of(recipe).to(here())
-    if codes:
+    if engine == "FSDP2":
         distributed.gather_codes(model)
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.set_gradient_divide_factor(1.0)
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.set_gradient_divide_factor(1.0)
+    else:
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, summed)
     distributed.share_tokens(model, mesh)
     distributed.seed_rounding(model, seed=11)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -164,17 +168,22 @@ def losses(recipe, codes, total):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if codes:
+        if engine == "FSDP2":
             distributed.precompute_amaxes(model)
         dist.all_reduce(loss)
         found.append(loss.item())
     return found
 
 
-@pytest.mark.parametrize("recipe", ["nvidia", "accurate_eden"])
-def test_losses_agree_on_any_number_of_ranks(recipe):
+def summed(state, bucket):
+    """DDP's gradients without the division by the ranks."""
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+@pytest.mark.parametrize(("recipe", "engine"), [("nvidia", "FSDP2"), ("accurate_eden", "FSDP2"), ("nvidia", "DDP")])
+def test_losses_agree_on_any_number_of_ranks(recipe, engine):
     """To the order of float32 sums, which moves weights by a bfloat16 step here and there."""
-    one, two, four = (run_ranks(losses, world, recipe, True, 512)[0] for world in (1, 2, 4))
+    one, two, four = (run_ranks(losses, world, recipe, engine, 512)[0] for world in (1, 2, 4))
     assert one[-1] < 0.7 * one[0]
     for several in (two, four):
         assert max(abs(a / b - 1) for a, b in zip(several, one, strict=True)) < 2e-3

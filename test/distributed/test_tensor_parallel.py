@@ -115,6 +115,24 @@ def test_distribute_tensor(shape, placement, world):
     run_ranks(distributes, world, shape, placement)
 
 
+def static_activations():
+    """With a calibrated amax, each rank's codes of the activations are those of one rank: sums alone differ."""
+    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(256, 96, bias=False)).to(here()).requires_grad_(False)
+    x = torch.randn(64, 256).to(here())
+    quantize_(model, NVFP4Config())
+    dynamic = model(x)
+    weight = model[0].weight._replace(activation_amax=x.abs().amax())
+    assert torch.equal(nn.functional.linear(x, weight), dynamic)
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
+    assert error(model(x), dynamic) < 1e-6
+
+
+def test_static_activations_of_a_rowwise_plan():
+    run_ranks(static_activations, 2)
+
+
 def follows_a_plan(config):
     mesh = init_device_mesh(here().type, (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 96)).bfloat16().to(here()).requires_grad_(False)
