@@ -293,6 +293,16 @@ def save(path: Path, content: dict, text: str) -> None:
     path.with_suffix(".txt").write_text(text.rstrip() + "\n")
 
 
+def with_earlier(rows: Sequence[dict], path: Path, key: str, **same: object) -> list[dict]:
+    """The rows, and those of the record at ``path`` that were not run again, if it has the same settings.
+
+    A row is known by its ``key``; the record's order stays, new rows come last.
+    """
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    kept = earlier["rows"] if earlier and all(earlier.get(name) == value for name, value in same.items()) else []
+    return list({row[key]: row for row in (*kept, *rows)}.values())
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned, the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]

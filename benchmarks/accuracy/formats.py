@@ -2,6 +2,7 @@
 
     python -m benchmarks.accuracy.formats                 # all of it: a table, a record and a picture
     python -m benchmarks.accuracy.formats --no-model      # drawn data alone
+    python -m benchmarks.accuracy.formats --formats EDEN  # those of such names; a record's other rows stay
     python -m benchmarks.accuracy.formats --report FILE   # table and picture of a file
 
 Drawn data are float32 of unit variance, rows of 1024. The model is the demo's SmolLM2-135M: the weights of the linears
@@ -19,13 +20,13 @@ import argparse
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Report, record, result_path, save, table
+from benchmarks.harness import Report, record, result_path, save, table, with_earlier
 from nvfp4_tensor import QuantizeSpec, emulation, fake_quantize
 from nvfp4_tensor.emulation import FORMATS
 
@@ -88,21 +89,19 @@ def model_tensors() -> dict[str, list[Tensor]]:
 
     model, tokenizer = load_model()
     found: dict[str, list[Tensor]] = {name: [] for name in REAL}
-    seen: set[int] = set()
+    inputs_kept: list[Tensor] = []  # held, so that no other tensor gets the address of one
 
     def keep(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0].data_ptr() not in seen:
-            seen.add(inputs[0].data_ptr())
-            found["activations"].append(inputs[0].flatten(0, -2).clone())
+        if not any(inputs[0] is x for x in inputs_kept):
+            inputs_kept.append(inputs[0])
+            found["activations"].append(inputs[0].flatten(0, -2))
 
     hooks = []
     for block in model.model.layers[::EVERY]:
         for module in block.modules():
             if isinstance(module, torch.nn.Linear):
-                found["weights"].append(module.weight.detach().clone())
+                found["weights"].append(module.weight.detach())
                 hooks.append(module.register_forward_pre_hook(keep))
-        # Memory is used again by later blocks: within one, the inputs that are the same tensor lie side by side.
-        hooks.append(block.register_forward_pre_hook(lambda module, inputs: seen.clear()))
     with torch.no_grad():
         model(evaluation_tokens(tokenizer, TOKENS).unsqueeze(0))
     for hook in hooks:
@@ -126,10 +125,15 @@ def sqnr(error: float) -> float:
     return -20 * math.log10(error)
 
 
-def rows_of(data: dict[str, list[Tensor]], tell: Callable[[str], object] = print) -> Iterator[dict]:
+def rows_of(data: dict[str, list[Tensor]], words: Sequence[str] = ()) -> Iterator[dict]:
+    """A row a format whose name has one of the words; all formats where there are none."""
     for name, (bits, cast) in variants().items():
+        if words and not any(word in name for word in words):
+            continue
         errors = {subject: relative_error(cast, tensors) for subject, tensors in data.items()}
-        tell(f"{name}: " + ", ".join(f"{subject} {sqnr(error):.2f} dB" for subject, error in errors.items()))
+        print(
+            f"{name}: " + ", ".join(f"{subject} {sqnr(error):.2f} dB" for subject, error in errors.items()), flush=True
+        )
         yield {"format": name, "bits": bits, "rmse": errors}
 
 
@@ -149,12 +153,15 @@ def draw(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    four = [row for row in rows if row["bits"] < 5]
-    wide = [row for row in rows if row["bits"] >= 5]
-    heights = {"height_ratios": [len(four), len(wide)]}
+    parts = [[row for row in rows if (row["bits"] < 5) == is_four] for is_four in (True, False)]
+    parts = [part for part in parts if part]
+    heights = {"height_ratios": [len(part) for part in parts]}
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 10}):
-        figure, panels = plt.subplots(2, 1, figsize=(9, 6.6), layout="constrained", gridspec_kw=heights)
-        for axes, part in zip(panels, (four, wide), strict=True):
+        figure, panels = plt.subplots(
+            len(parts), 1, figsize=(9, 7), layout="constrained", gridspec_kw=heights, squeeze=False
+        )
+        panels = panels[:, 0]
+        for axes, part in zip(panels, parts, strict=True):
             for subject, marker, color in zip(part[0]["rmse"], "o^sDP*", plt.get_cmap("tab10").colors, strict=False):
                 values = [sqnr(row["rmse"][subject]) for row in part]
                 axes.plot(values, range(len(part)), marker, color=color, label=subject, markersize=7, alpha=0.85)
@@ -163,7 +170,7 @@ def draw(rows: list[dict], path: Path) -> None:
             axes.grid(alpha=0.3)
         marks, subjects = panels[0].get_legend_handles_labels()
         figure.legend(marks, subjects, loc="outside upper center", ncols=6, frameon=False, handletextpad=0.2)
-        panels[1].set_xlabel("SQNR, dB: higher is better")
+        panels[-1].set_xlabel("SQNR, dB: higher is better")
         figure.savefig(path, dpi=120)
         plt.close(figure)
 
@@ -172,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1024, help="rows of drawn data, a multiple of 16")
     parser.add_argument("--no-model", action="store_true", help="leave out SmolLM2's weights and activations")
+    parser.add_argument("--formats", nargs="*", default=[], metavar="WORD", help="words of the names of those to run")
     parser.add_argument("--report", type=Path, help="the table and the picture of an earlier record")
     parser.add_argument("--out", type=Path, help="the folder for the record; benchmarks/results by default")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/formats.png"))
@@ -183,12 +191,14 @@ def main() -> None:
     data = {name: [drawn(name, options.rows)] for name in DISTRIBUTIONS}
     if not options.no_model:
         data |= model_tensors()
-    rows = list(rows_of(data))
+    device = torch.device("cpu")
+    path = result_path(device, "formats", options.out)
+    counted = {name: sum(x.numel() for x in tensors) for name, tensors in data.items()}
+    rows = with_earlier(list(rows_of(data, options.formats)), path, "format", elements=counted)
+    rows.sort(key=lambda row: list(variants()).index(row["format"]))
     report = Report()
     report(tables(rows))
-    device = torch.device("cpu")
-    counted = {name: sum(x.numel() for x in tensors) for name, tensors in data.items()}
-    save(result_path(device, "formats", options.out), record(device, elements=counted, rows=rows), report.text)
+    save(path, record(device, elements=counted, rows=rows), report.text)
     draw(rows, options.picture)
 
 

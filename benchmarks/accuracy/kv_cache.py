@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Cache, QuantizedCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from benchmarks.harness import Report, at_least, record, result_path, save, table
+from benchmarks.harness import Report, at_least, record, result_path, save, table, with_earlier
 from nvfp4_tensor import QuantizeSpec, emulation
 from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor.integrations.kv_cache import nvfp4_cache
@@ -147,16 +145,6 @@ def measure(model: torch.nn.Module, ids: Tensor, piece: int, words: list[str]) -
     return rows
 
 
-def with_earlier(rows: list[dict], path: Path, tokens: int, piece: int) -> list[dict]:
-    """The rows, and behind them those of a record on the same tokens that were not run again."""
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    if (earlier.get("tokens"), earlier.get("piece")) != (tokens, piece):
-        return rows
-    order = [row["cache"] for row in earlier["rows"]]
-    merged = {row["cache"]: row for row in (*earlier["rows"], *rows)}
-    return [merged[name] for name in dict.fromkeys((*order, *merged))]
-
-
 def text_of(rows: list[dict]) -> str:
     """The table."""
     dense = rows[0]["bytes"]
@@ -182,7 +170,7 @@ def main() -> None:
     rows = measure(model, evaluation_tokens(tokenizer, options.tokens), options.piece, options.caches)
     device = torch.device("cpu")
     path = result_path(device, "kv_cache", options.out)
-    rows = with_earlier(rows, path, options.tokens, options.piece)
+    rows = with_earlier(rows, path, "cache", tokens=options.tokens, piece=options.piece)
     report = Report()
     report(f"SmolLM2-135M, {options.tokens} tokens in pieces of {options.piece}\n{text_of(rows)}")
     save(path, record(device, tokens=options.tokens, piece=options.piece, rows=rows), report.text)

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks import harness
 from benchmarks.accuracy import formats
 
 
@@ -85,7 +86,8 @@ def test_rows_of_an_earlier_record_stay(tmp_path):
     earlier = [{"cache": "a", "bytes": 1}, {"cache": "b", "bytes": 2}]
     path.write_text(json.dumps({"tokens": 8, "piece": 4, "rows": earlier}))
     new = [{"cache": "b", "bytes": 3}, {"cache": "c", "bytes": 4}]
-    merged = kv_cache.with_earlier(new, path, 8, 4)
+    merged = harness.with_earlier(new, path, "cache", tokens=8, piece=4)
     assert [(row["cache"], row["bytes"]) for row in merged] == [("a", 1), ("b", 3), ("c", 4)]
-    assert kv_cache.with_earlier(new, path, 8, 2) == new
+    assert harness.with_earlier(new, path, "cache", tokens=8, piece=2) == new
+    assert harness.with_earlier(new, tmp_path / "none.json", "cache") == new
     assert list(kv_cache.chosen(["fp8"])) == [kv_cache.DENSE, "fp8 (transformers)"]
