@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -68,7 +67,7 @@ class Shards(Mapping[str, Tensor]):
         self.path = path
         self.info: dict[str, TensorInfo] = {}
         self.metadata: dict[str, str] = {}
-        self._open: dict[Path, int] = {}
+        self._open: dict[Path, BinaryIO] = {}
         self.files, index = _files(path)
         for file in self.files:
             for name, info in _header(file, self.metadata).items():
@@ -111,13 +110,14 @@ class Shards(Mapping[str, Tensor]):
         """Read into ``data``, all of it, from that byte of the tensor on."""
         file = self._open.get(info.file)
         if file is None:
-            file = self._open[info.file] = os.open(info.file, os.O_RDONLY)
-        view, done = data.numpy().data, 0
-        while done < len(view):
-            count = os.preadv(file, [view[done:]], info.offset + start + done)
-            if count == 0:
+            file = self._open[info.file] = info.file.open("rb", buffering=0)
+        file.seek(info.offset + start)
+        view = data.numpy().data
+        while view:
+            count = file.readinto(view)  # type: ignore[attr-defined]  # unbuffered files have it
+            if not count:
                 raise ValueError(f"{info.file} became shorter while it was read")
-            done += count
+            view = view[count:]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.info)
@@ -128,7 +128,7 @@ class Shards(Mapping[str, Tensor]):
     def close(self) -> None:
         """Closes the files; the next read opens its file again."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
     def __del__(self) -> None:
         self.close()
@@ -207,16 +207,20 @@ class ShardFile:
         self.nbytes = 8 + len(text) + end
         self._start = 8 + len(text)
         self._written = path.with_name(path.name + ".tmp")
-        self._file = os.open(self._written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = self._written.open("wb", buffering=0)
         self._writer = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
-        _write_all(self._file, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        self._write_at(0, memoryview(len(text).to_bytes(8, "little") + text))
 
     def write(self, name: str, piece: Tensor) -> None:
         """The next bytes of a tensor: all of it, or a piece behind those that came before."""
+        self._wait()
+        self._write_piece(name, piece)
+
+    def _write_piece(self, name: str, piece: Tensor) -> None:
         data = piece.contiguous().view(-1).view(torch.uint8)
         assert data.numel() <= self._left[name], name
-        _write_all(self._file, data.numpy().data, self._start + self.offsets[name])
+        self._write_at(self._start + self.offsets[name], data.numpy().data)
         self.offsets[name] += data.numel()
         self._left[name] -= data.numel()
 
@@ -227,7 +231,12 @@ class ShardFile:
 
     def _write_whole(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            self.write(name, tensor)
+            self._write_piece(name, tensor)
+
+    def _write_at(self, offset: int, data: memoryview) -> None:
+        self._file.seek(offset)
+        while data:
+            data = data[self._file.write(data) :]
 
     def _wait(self) -> None:
         """For what is being written; what went wrong there is raised here."""
@@ -246,21 +255,13 @@ class ShardFile:
     def close(self) -> None:
         """Closes the file; unfinished, it keeps its temporary name."""
         self._writer.shutdown()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
     def __enter__(self) -> ShardFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _write_all(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(file, data, offset)
-        data, offset = data[count:], offset + count
 
 
 def read_json(file: Path) -> dict[str, Any]:
