@@ -1,0 +1,332 @@
+"""Decoding on a CPU, batch 1: transformers' `generate`, compiled, beside llama.cpp on the same NVFP4 weights.
+
+    python -m benchmarks.speed.decode_cpu                       # both models, 2 threads
+    python -m benchmarks.speed.decode_cpu --models smollm2 --rounds 3
+
+Needs llama-cpp-python, built from source (pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36). Its files
+are written by us: `nvfp4` has the codes and scales that our model holds, `Q4_0` is made by llama.cpp's own quantizer of
+the dense weights, with the output layer that it chooses (8 bits). Each has the output layer in bfloat16, which is the
+embedding, or (`, head`) in NVFP4 as a weight of its own, as ours has.
+
+A round lets every contender read a prompt and write so many tokens, in turn; time is from the first token to the last,
+and the figure is the median of the rounds. Contenders share one process; `load` says how busy the machine was with
+other work: the figure is only as good as that is low. `cpu` is the processor time of a token, which other work does not
+change as much; threads that wait for each other spend it too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchao.quantization import quantize_
+
+from benchmarks.harness import Report, at_least, record, result_path, save, table
+from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
+from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
+from nvfp4_tensor.cli.demo.measure import perplexity
+from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
+
+MODELS = ("smollm2", "llama-1b", "tiny")
+PROMPT, PERPLEXITY_TOKENS, WINDOW = 32, 4096, 1024
+LLAMA_1B = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
+    "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SHAPES = {
+    "llama-1b": LLAMA_1B,
+    "tiny": LLAMA_1B | {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1,
+                        "num_attention_heads": 8, "num_key_value_heads": 2},
+}  # fmt: skip
+"""Random models; the tiny one is for the test of this file."""
+CONFIG = NVFP4WeightOnlyConfig(four_over_six=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """From the first token written to the last: seconds on the clock, seconds of processors, the tokens."""
+
+    seconds: float
+    cpu: float
+    tokens: list[int]
+
+
+Contender = Callable[[Tensor, int], Run]
+"""(prompt (T,), count) to the run."""
+
+
+# --- ours ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A stopping criterion of `generate` that never stops it: it notes when each token was there."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[float, float]] = []
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.marks.append((time.perf_counter(), time.process_time()))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def generate_with(model: nn.Module, eager: bool) -> Contender:
+    """transformers' `generate`: static cache, the step compiled."""
+    from transformers import CompileConfig
+
+    # Weights do not change between tokens: their guards are left out.
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    compiled = CompileConfig(fullgraph=True, dynamic=False, mode=None, options=options)
+    compiled._compile_all_devices = not eager  # unless told to, transformers compiles for GPUs only
+
+    def run(prompt: Tensor, count: int) -> Run:
+        clock = Clock()
+        ids = model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=count, do_sample=False,
+            cache_implementation="static", compile_config=compiled, stopping_criteria=[clock],
+        )  # fmt: skip
+        (start, cpu_start), (end, cpu_end) = clock.marks[0], clock.marks[-1]
+        return Run(end - start, cpu_end - cpu_start, ids[0, len(prompt) :].tolist())
+
+    return run
+
+
+# --- llama.cpp -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache  # ctypes keeps no reference to the function
+def silence() -> Any:
+    """llama.cpp tells much; from now on nothing."""
+    import llama_cpp
+
+    silent = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(silent, None)
+    return silent
+
+
+class Llama:
+    """A GGUF file in llama.cpp, by its C interface: nothing of Python between two tokens but the call."""
+
+    def __init__(self, path: Path, threads: int, length: int) -> None:
+        import llama_cpp
+
+        self.lib = llama_cpp
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_threads, settings.n_threads_batch = length, threads, threads
+        self.context = llama_cpp.llama_init_from_model(self.model, settings)
+        self.sampler = llama_cpp.llama_sampler_init_greedy()
+
+    def __call__(self, prompt: Tensor, count: int) -> Run:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        tokens = [self._next(prompt.tolist())]
+        start, cpu_start = time.perf_counter(), time.process_time()
+        for _ in range(count - 1):
+            tokens.append(self._next(tokens[-1:]))
+        return Run(time.perf_counter() - start, time.process_time() - cpu_start, tokens)
+
+    def _next(self, ids: list[int]) -> int:
+        array = (self.lib.llama_token * len(ids))(*ids)  # the batch only points to it
+        if self.lib.llama_decode(self.context, self.lib.llama_batch_get_one(array, len(ids))):
+            raise RuntimeError("llama.cpp could not decode")
+        return self.lib.llama_sampler_sample(self.sampler, self.context, -1)
+
+
+def q4_0(source: Path, target: Path) -> None:
+    """By llama.cpp's own quantizer."""
+    import llama_cpp
+
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, torch.get_num_threads()
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), settings):
+        raise RuntimeError(f"llama.cpp could not quantize {source}")
+
+
+# --- the models ------------------------------------------------------------------------------------------------------
+
+
+def dense_model(name: str) -> tuple[nn.Module, Any]:
+    """(a Llama of transformers in bfloat16, its tokenizer or None)."""
+    if name == "smollm2":
+        return load_model()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SHAPES[name])).to(torch.bfloat16)
+    rotary = type(model.model.rotary_emb)(model.config)
+    model.to_empty(device="cpu").tie_weights()
+    model.model.rotary_emb = rotary
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5) if parameter.dim() > 1 else nn.init.ones_(parameter)
+    return model.eval(), None
+
+
+def with_own_head(model: nn.Module) -> nn.Module:
+    """The same model with an output layer in NVFP4; the embedding, which it was, stays dense."""
+    from transformers import LlamaForCausalLM
+
+    config = type(model.config)(**{**model.config.to_dict(), "tie_word_embeddings": False})
+    with torch.device("meta"):
+        other = LlamaForCausalLM(config)
+    other.model = model.model
+    other.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+    other.lm_head.weight = nn.Parameter(model.lm_head.weight.detach(), requires_grad=False)
+    quantize_(other.lm_head, CONFIG, filter_fn=lambda module, _: module is other.lm_head)
+    assert isinstance(other.lm_head.weight, NVFP4Tensor)
+    other.generation_config = model.generation_config
+    return other.eval()
+
+
+def contenders(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
+    """By name: a model of ours, or the path of a GGUF."""
+    model, tokenizer = dense_model(name)
+    model.generation_config.eos_token_id = None  # every run writes as many tokens
+    dense = folder / "dense.gguf"
+    write = {"format": "gguf", "tokenizer": tokenizer, "progress": False, "different": "keep"}
+    checkpoints.save(model, dense, **write)
+    q4_0(dense, folder / "q4_0.gguf")
+    dense.unlink()
+    quantize_(model.model, CONFIG)
+    checkpoints.save(model, folder / "nvfp4.gguf", **write)
+    own = with_own_head(model)
+    checkpoints.save(own, folder / "nvfp4_head.gguf", **write)
+    yield "ours, NVFP4", model
+    yield "ours, NVFP4, head", own
+    yield "llama.cpp, NVFP4", folder / "nvfp4.gguf"
+    yield "llama.cpp, NVFP4, head", folder / "nvfp4_head.gguf"
+    yield "llama.cpp, Q4_0", folder / "q4_0.gguf"
+
+
+def bytes_read(thing: nn.Module | Path) -> int:
+    """What a token reads: all weights, but of an embedding that is no output layer one row."""
+    if isinstance(thing, Path):
+        from nvfp4_tensor.checkpoints.gguf import FORMAT
+
+        sizes = {name: int(tensor.n_bytes) for name, tensor in FORMAT.read(thing)._tensors.items()}
+        return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
+    sizes = {name: stored(t) for name, t in ModelCheckpoint(thing)._tensors.items()}
+    tied = thing.lm_head.weight is thing.model.embed_tokens.weight
+    return sum(sizes.values()) - (0 if tied else sizes["model.embed_tokens.weight"])
+
+
+def stored(t: Tensor) -> int:
+    return t.stored_bytes if isinstance(t, NVFP4Tensor) else t.numel() * t.element_size()
+
+
+# --- the race --------------------------------------------------------------------------------------------------------
+
+
+def race(runs: dict[str, Contender], prompt: Tensor, count: int, rounds: int) -> dict[str, list[Run]]:
+    """Every contender once uncounted (it compiles, and maps its file), then in turn."""
+    for run in runs.values():
+        run(prompt, count)
+    taken: dict[str, list[Run]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            taken[name].append(run(prompt, count))
+    return taken
+
+
+def run_model(report: Report, name: str, threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One model: tokens a second of all contenders, and for a real one perplexities, where all threads serve."""
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()  # compiled code has a number of threads of its own
+    length = PROMPT + arguments.tokens
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        things = dict(contenders(name, Path(folder)))
+        gc.collect()
+        sizes = {each: bytes_read(thing) for each, thing in things.items()}
+        models = {each: thing for each, thing in things.items() if isinstance(thing, nn.Module)}
+        runs: dict[str, Contender] = {
+            each: generate_with(thing, arguments.eager) if each in models else Llama(thing, threads, length)
+            for each, thing in things.items()
+        }
+        prompt = torch.arange(1000, 1000 + PROMPT)
+        load = os.getloadavg()[0]
+        taken = race(runs, prompt, arguments.tokens, arguments.rounds)
+        found = (
+            perplexities(models)
+            if name == "smollm2" and threads == max(arguments.threads) and not arguments.quick
+            else {}
+        )
+    rows = [_row(each, taken[each], taken["llama.cpp, NVFP4"], sizes[each], found.get(each)) for each in things]
+    report(
+        f"\n{name}: {PROMPT} tokens read, {arguments.tokens} written, batch 1, threads: {threads}, median of "
+        f"{arguments.rounds}; load before: {load:.1f}"
+    )
+    report(table(HEAD, [_cells(row) for row in rows]))
+    return {"model": name, "threads": threads, "tokens": arguments.tokens, "load": load, "rows": rows}
+
+
+def perplexities(models: dict[str, nn.Module]) -> dict[str, float]:
+    """Of our models, eager: llama.cpp's weights are the same."""
+    tokens = evaluation_tokens(load_model()[1], PERPLEXITY_TOKENS)
+    return {name: perplexity(model, tokens, WINDOW) for name, model in models.items()}
+
+
+HEAD = ("", "tokens/s", "quartiles", "x llama.cpp", "cpu ms", "x", "MB/token", "GB/s", "perplexity")
+
+
+def _row(name: str, runs: list[Run], base: list[Run], nbytes: int, found: float | None) -> dict[str, Any]:
+    rates = sorted((len(run.tokens) - 1) / run.seconds for run in runs)
+    cpu = statistics.median(run.cpu / (len(run.tokens) - 1) for run in runs)
+    of_base = statistics.median((len(run.tokens) - 1) / run.seconds for run in base)
+    cpu_of_base = statistics.median(run.cpu / (len(run.tokens) - 1) for run in base)
+    rate = statistics.median(rates)
+    low, _, high = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
+    return {
+        "name": name, "tokens_per_second": rate, "low": low, "high": high, "of_llama": rate / of_base, "rates": rates,
+        "cpu_seconds": cpu, "cpu_of_llama": cpu_of_base / cpu, "bytes": nbytes, "bandwidth": nbytes * rate,
+        "perplexity": found,
+    }  # fmt: skip
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["name"], f"{row['tokens_per_second']:.4g}", f"{row['low']:.4g} to {row['high']:.4g}",
+        f"{row['of_llama']:.2f}", f"{1e3 * row['cpu_seconds']:.2f}", f"{row['cpu_of_llama']:.2f}",
+        f"{row['bytes'] / 1e6:.1f}", f"{row['bandwidth'] / 1e9:.1f}",
+        "" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["smollm2", "llama-1b"])
+    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[2])
+    parser.add_argument("--tokens", type=at_least(2), default=32, help="tokens written, the first by prefill")
+    parser.add_argument("--rounds", type=at_least(1), default=7)
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--quick", action="store_true", help="SmolLM2 alone, 8 tokens, one round, no perplexity")
+    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.models, arguments.tokens, arguments.rounds = ["smollm2"], 8, 1
+    import llama_cpp
+
+    silence()
+
+    device, report = torch.device("cpu"), Report()
+    content = record(device, llama_cpp=llama_cpp.__version__, runs=[])
+    where = f"{content['machine']['processor']}, native: {content['native']['cpu']}"
+    report(f"{where}, llama-cpp-python {llama_cpp.__version__}")
+    for name, threads in itertools.product(arguments.models, arguments.threads):
+        content["runs"].append(run_model(report, name, threads, arguments))
+        save(result_path(device, "decode_cpu", arguments.out), content, report.text)
+
+
+if __name__ == "__main__":
+    main()
