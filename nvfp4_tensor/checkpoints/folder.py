@@ -47,11 +47,16 @@ class FolderCheckpoint(Checkpoint):
         folder = path if path.is_dir() else path.parent
         config = folder / "config.json"
         self.config = read_json(config) if config.exists() else {}
-        self.quantization = format.quantization(folder, self.config)
-        self.config.pop("quantization_config", None)
         self._format = format
         self._factors = _read_sidecar(folder)
-        entries = format.entries(self)
+        try:
+            self.quantization = format.quantization(folder, self.config)
+            self.config.pop("quantization_config", None)
+            entries = format.entries(self)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:  # JSON of other types than it should have
+            raise ValueError(
+                f"{path}: expected the configuration of {format.name}, found one that is damaged: {error!r}"
+            ) from error
         order = {file.name: i for i, file in enumerate(self.shards.files)}
         self.entries = dict(sorted(entries.items(), key=lambda item: (order[str(item[1].shard)], natural(item[0]))))
 
