@@ -73,12 +73,10 @@ def _all_gather(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         return functional.wait_tensor(func(part.contiguous(), world, *group, **kwargs))
 
     parts, rest = gather.inputs_of(t, world)
-    qdata, scale, *factors = map(gathered, parts)
+    qdata, scale, factor = map(gathered, parts)
     if rest.per_tensor_scale is not None:
-        factor = _one_of(gathered(rest.per_tensor_scale.view(1)), t)
-        rest = rest._replace(per_tensor_scale=factor)
-    qdata, scale, factor = gather.whole_of((qdata, scale, *factors), rest)
-    return t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor)
+        factor = _one_of(factor, t)
+    return t._replace(qdata=qdata, scale=gather.swizzled(qdata, scale, rest), per_tensor_scale=factor)
 
 
 def _one_of(factors: Tensor, t: NVFP4Tensor) -> Tensor:

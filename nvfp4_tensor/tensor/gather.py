@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
 
+DIFFERENT_SCALES = (
+    "the shards of an NVFP4 weight have different per-tensor scales: each rank wrote to its own. Load or write the "
+    "whole weight, or train one in bfloat16 that nvfp4_tensor.distributed.gather_codes sends as codes"
+)
+
 
 class Mesh(Protocol):
     """What is asked of a DeviceMesh of one dimension."""
@@ -37,33 +42,45 @@ class Codes(Protocol):
 
 
 class Rest(NamedTuple):
-    """What does not travel, because every rank has it."""
+    """What every rank has."""
 
     in_tiles: bool
-    per_tensor_scale: Tensor | None  # None where it has rows, or matrices, and travels with them
+    per_tensor_scale: Tensor | None  # None where it has rows, or matrices, and is sharded with them
     activation_amax: Tensor | None
     beside: tuple[Tensor, ...] = ()
     """On one rank, the parts after the first: FSDP2 takes no more there, and nothing travels."""
 
 
 def inputs_of(t: Codes, world: int) -> tuple[tuple[Tensor, ...], Rest]:
-    """The parts of a shard that travel, each with the dimension that is sharded first; and the rest."""
+    """The parts of a shard that travel, each with the dimension that is sharded first; and the rest.
+
+    The one per-tensor scale of a whole travels, too, so that ranks whose shards have different ones notice.
+    """
     in_tiles = world == 1 or math.prod(t.qdata.shape[:-1]) % TILE_ROWS == 0
     scale = t.scale if in_tiles else t.unswizzled_scale()
     parts = [t.qdata.contiguous(), scale.contiguous().view(torch.uint8)]
     shared = t.per_tensor_scale.dim() == 0
-    if not shared:
-        parts.append(t.per_tensor_scale.contiguous())
+    parts.append(t.per_tensor_scale.view(1) if shared else t.per_tensor_scale.contiguous())
     return tuple(parts), Rest(in_tiles, t.per_tensor_scale if shared else None, t.activation_amax)
 
 
 def whole_of(outputs: tuple[Tensor, ...], rest: Rest) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, swizzled block scales and per-tensor scale of the whole, of what has arrived."""
-    qdata, scale, *factors = (*outputs, *rest.beside)
+    """Codes, swizzled block scales and per-tensor scale of the whole, of what has arrived.
+
+    Shards of different per-tensor scales are an error: on a GPU in the stream, without waiting for it.
+    """
+    qdata, scale, factor = (*outputs, *rest.beside)
+    if rest.per_tensor_scale is not None:
+        torch._assert_async((factor == rest.per_tensor_scale).all(), DIFFERENT_SCALES)
+        factor = rest.per_tensor_scale
+    return qdata, swizzled(qdata, scale, rest), factor
+
+
+def swizzled(qdata: Tensor, scale: Tensor, rest: Rest) -> Tensor:
+    """The block scales that have arrived, as the whole has them."""
     if not rest.in_tiles:
         scale = layout.swizzle(scale.reshape(math.prod(qdata.shape[:-1]), scale.shape[-1]))
-    factor = factors[0] if rest.per_tensor_scale is None else rest.per_tensor_scale
-    return qdata, scale.view(torch.float8_e4m3fn), factor
+    return scale.view(torch.float8_e4m3fn)
 
 
 def pre_all_gather(t: Codes, mesh: Mesh, outer_size: torch.Size, module: nn.Module) -> tuple[tuple[Tensor, ...], Rest]:
@@ -111,12 +128,11 @@ def post_all_gather(
 
 
 def _refill(whole: Any, outputs: tuple[Tensor, ...], rest: Rest) -> None:
-    if not rest.in_tiles:
-        _, scale, _ = whole_of(outputs, rest)
+    _, scale, factor = whole_of(outputs, rest)
+    if rest.beside:
+        whole.scale = scale
+    elif not rest.in_tiles:
         with torch.autograd._unsafe_preserve_version_counter(whole.scale):  # saved for the backward, and the same
             whole.scale.copy_(scale)
-    if rest.beside:
-        _, whole.scale, whole.per_tensor_scale = whole_of(outputs, rest)
-    if rest.per_tensor_scale is not None:  # another after a checkpoint was loaded
-        whole.per_tensor_scale = rest.per_tensor_scale
+    whole.per_tensor_scale = factor  # another after a checkpoint was loaded
     whole.activation_amax = rest.activation_amax

@@ -183,6 +183,11 @@ def _check_group(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -> N
         raise TypeError(f"seed is an integer, not {group['seed']!r}")
     names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
     for name, parameter in zip(names, group["params"], strict=True):
+        if isinstance(getattr(parameter, "_local_tensor", None), NVFP4Tensor):
+            raise ValueError(
+                f"{name} is a shard of an NVFP4 weight, and a write changes the scale of the whole: train it in "
+                "bfloat16 by NVFP4TrainingConfig, whose shards nvfp4_tensor.distributed.gather_codes sends as codes"
+            )
         if isinstance(parameter, NVFP4Tensor):
             check_writable(parameter, name)
     if group["error_feedback"] not in (False, "momentum"):

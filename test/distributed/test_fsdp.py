@@ -15,6 +15,7 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize_experts
 from nvfp4_tensor.dispatch.flat import FlatView
+from nvfp4_tensor.training import NVFP4Optimizer
 
 CONFIGS = {
     "weight only": NVFP4WeightOnlyConfig(),
@@ -119,14 +120,17 @@ def bytes_that_travel():
 
 @pytest.mark.parametrize("world", [2, 8])
 def test_bytes_that_travel(world):
-    """4.5 bits an element, whether its scales travel in tiles (2 ranks) or in rows (8): 0.28125 of bfloat16's."""
-    assert run_ranks(bytes_that_travel, world) == [[512 // world * 256 * 9 // 16]] * world
+    """4.5 bits an element, whether its scales travel in tiles (2 ranks) or in rows (8): 0.28125 of bfloat16's.
+
+    And the per-tensor scale, to be compared.
+    """
+    assert run_ranks(bytes_that_travel, world) == [[512 // world * 256 * 9 // 16 + 4]] * world
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_bytes_that_travel_between_gpus():
-    assert run_ranks(bytes_that_travel, 2, device="cuda") == [[256 * 256 * 9 // 16]] * 2
+    assert run_ranks(bytes_that_travel, 2, device="cuda") == [[256 * 256 * 9 // 16 + 4]] * 2
 
 
 def holds_its_shard_once():
@@ -230,6 +234,32 @@ def starts_on_meta(how):
 @pytest.mark.parametrize("how", ["full", "sharded", "assign"])
 def test_meta_device_and_state_dicts(how, device):
     run_ranks(starts_on_meta, 2, how, device=device)
+
+
+def differ_in_scale():
+    """A write into one rank's shard, as an optimizer that knows nothing of shards makes."""
+    linear = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False)
+    quantize_(linear, NVFP4WeightOnlyConfig())
+    fully_shard(linear)
+    said = []
+    for _ in range(2):
+        try:
+            linear(torch.randn(2, 64).bfloat16())
+        except RuntimeError as error:
+            said.append(str(error))
+        linear.reshard()
+        if dist.get_rank() == 1:
+            linear.weight._local_tensor.mul_(3)
+    try:
+        NVFP4Optimizer(linear.parameters(), lr=1.0)
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_shards_of_different_scales_are_an_error():
+    for first, second in run_ranks(differ_in_scale, 2):
+        assert "different per-tensor scales" in first and "is a shard of an NVFP4 weight" in second
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -104,8 +104,8 @@ def test_a_run_is_that_of_the_dense_gather(dtype, device):
         assert all(torch.equal(a, b) for part in (0, 1) for a, b in zip(run[part], dense[part], strict=True))
     biases = (512 + 64) * 2
     gathers, weights = 6, 2 * 64 * 512 * 2
-    assert dense[2] == batched[2] + gathers / 2 * weights / 2 * (1 - 0.28125) * 2
-    assert batched[2] == gathers / 2 * 2 * (weights * 0.28125 + biases) / 2
+    assert dense[2] == gathers * (weights + biases) / 2
+    assert batched[2] == by_weight[2] == gathers * ((weights * 0.28125 + biases) / 2 + 2 * 4)
 
 
 def behaves_as_a_parameter():
