@@ -138,12 +138,10 @@ class Quantized(View):
         entry = self.entries[name]
         amax = self._shared_amax(name)
         rows, columns = entry.shape
-        step = rows if name in self._held else _rows_of_a_chunk(entry)
-        pieces = [self._quantized(name, first, min(first + step, rows), amax) for first in range(0, rows, step)]
-        qdata, scale, per_tensor_scale = pieces[0]
-        if len(pieces) > 1:
-            qdata = torch.cat([piece[0] for piece in pieces])
-            scale = torch.cat([piece[1].view(torch.uint8) for piece in pieces]).view(torch.float8_e4m3fn)
+        if name in self._held:
+            qdata, scale, per_tensor_scale = self._quantized(name, 0, rows, amax)
+        else:
+            qdata, scale, per_tensor_scale = self._quantized_in_pieces(name, amax)
         input_amax = torch.tensor(self._input_amax[name]) if entry.has_input_scale else None
         return LinearParts(
             qdata=qdata,
@@ -154,6 +152,17 @@ class Quantized(View):
             input_scale=None if input_amax is None else input_amax / LARGEST,
             input_amax=input_amax,
         )
+
+    def _quantized_in_pieces(self, name: str, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """:meth:`_quantized` of all rows, of which a few are in memory at a time."""
+        rows, columns = self.entries[name].shape
+        qdata = torch.empty((rows, columns // 2), dtype=torch.uint8)
+        scale = torch.empty((rows, columns // BLOCK), dtype=torch.float8_e4m3fn)
+        step, factor = _rows_of_a_chunk(self.entries[name]), amax
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            qdata[first:last], scale[first:last], factor = self._quantized(name, first, last, amax)
+        return qdata, scale, factor
 
     def _quantized(self, name: str, first: int, last: int, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes, block scales in order and per-tensor scale of some rows: the bits of the whole weight."""
