@@ -39,12 +39,14 @@ from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calib
 from nvfp4_tensor.cli.demo.measure import bits_per_weight
 from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor.cli.demo.table import is_quantized_layer
-from nvfp4_tensor.quantization import GPTQConfig, gptq, own_text
+from nvfp4_tensor.quantization import GPTQConfig, fold_scales, gptq, own_text
 
 TOKENS, WINDOW = 32_768, 1_024
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 8_192, 512
 
 SEARCH = QuantizeSpec(scale_search="mse", scale_ceiling=448)
+WEIGHTS = NVFP4WeightOnlyConfig(weight_spec=SEARCH)
+BOTH = NVFP4Config(weight_spec=SEARCH)
 Batches = list[Tensor]
 
 
@@ -66,6 +68,17 @@ def _gptq_on_own_text(model: nn.Module, batches: Batches) -> None:
     gptq(model, text, NVFP4WeightOnlyConfig(weight_spec=SEARCH), filter_fn=is_quantized_layer)
 
 
+def _weighted_by_own_text(model: nn.Module, batches: Batches) -> None:
+    text = own_text(model, tokens=4096, window=CALIBRATION_WINDOW, seed=0)
+    config = NVFP4WeightOnlyConfig(weight_spec=SEARCH, weighted=True)
+    calibrate(model, text, config, filter_fn=is_quantized_layer)
+
+
+def _folded(model: nn.Module, batches: Batches) -> None:
+    fold_scales(model, batches, WEIGHTS, filter_fn=is_quantized_layer)
+    quantize_(model, WEIGHTS, filter_fn=is_quantized_layer)
+
+
 def _all_but_ends(model: nn.Module, batches: Batches) -> None:
     """The first and the last two of the thirty blocks stay dense."""
     layers = model.model.layers
@@ -77,9 +90,6 @@ def _all_but_ends(model: nn.Module, batches: Batches) -> None:
     quantize_(model, NVFP4WeightOnlyConfig(weight_spec=SEARCH), filter_fn=inside)
 
 
-WEIGHTS = NVFP4WeightOnlyConfig(weight_spec=SEARCH)
-BOTH = NVFP4Config(weight_spec=SEARCH)
-
 ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
     "bf16": ("bfloat16", lambda model, batches: None),
     "torchao": ("torchao's NVFP4, weights", _plain(TorchaoWeightOnlyConfig())),
@@ -88,17 +98,20 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
     "search": ("scale search", _plain(WEIGHTS)),
     "search_256": ("scale search, ceiling 256", _plain(NVFP4WeightOnlyConfig(scale_search="mse"))),
     "weighted": ("weighted scale search *", _calibrated(NVFP4WeightOnlyConfig(weight_spec=SEARCH, weighted=True))),
+    "weighted_own_text": ("weighted scale search on its own text", _weighted_by_own_text),
+    "folded": ("AWQ's scales + scale search *", _folded),
     "gptq": ("GPTQ *", _gptq(NVFP4WeightOnlyConfig())),
     "gptq_search": ("GPTQ + scale search *", _gptq(WEIGHTS)),
-    "gptq_to_dense": ("the same, aiming at the dense model *", _gptq(WEIGHTS, to_dense=1.0, one_by_one=True)),
+    "gptq_to_dense": ("  aiming at the dense model *", _gptq(WEIGHTS, to_dense=1.0, one_by_one=True)),
     "gptq_own_text": ("GPTQ + scale search on its own text", _gptq_on_own_text),
     "dense_ends": ("scale search, 4 of 30 blocks dense", _all_but_ends),
     "w4a4": ("W4A4, nearest", _plain(NVFP4Config())),
     "w4a4_search": ("W4A4, scale search for weights", _plain(BOTH)),
-    "w4a4_static": ("the same, static *", _calibrated(BOTH)),
-    "w4a4_headroom": ("the same, static with headroom *", _calibrated(NVFP4Config(weight_spec=SEARCH, headroom=True))),
-    "w4a4_rows": ("the same, a scale a token", _plain(NVFP4Config(weight_spec=SEARCH, row_scaled=True))),
+    "w4a4_static": ("  static *", _calibrated(BOTH)),
+    "w4a4_headroom": ("  static with headroom *", _calibrated(NVFP4Config(weight_spec=SEARCH, headroom=True))),
+    "w4a4_rows": ("  a scale a token", _plain(NVFP4Config(weight_spec=SEARCH, row_scaled=True))),
     "w4a4_gptq": ("W4A4, GPTQ + scale search *", _gptq(BOTH)),
+    "w4a4_rows_gptq": ("  a scale a token *", _gptq(NVFP4Config(weight_spec=SEARCH, row_scaled=True))),
     **llama_rows.ROWS,
 }
 """Name -> (what the table calls it, what it does to the dense model). A star: it learns from the docstrings."""
