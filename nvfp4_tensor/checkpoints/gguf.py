@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,9 @@ class GGUFCheckpoint(Checkpoint):
             self._architecture = architecture_named(self._value("general.architecture"))
             prefix = self._architecture.name + "."
             settings = {
-                key.removeprefix(prefix): field.contents() for key, field in self.fields.items() if prefix in key
+                key.removeprefix(prefix): field.contents()
+                for key, field in self.fields.items()
+                if key.startswith(prefix)
             }
             if "token_embd.weight" in self._tensors:  # older files leave the number out
                 settings.setdefault("vocab_size", int(self._tensors["token_embd.weight"].shape[1]))
@@ -278,8 +281,8 @@ class GGUF(Format):
         Args:
             dense: what matrices that are not quantized are stored as, one of :data:`DENSE_TYPES`; by default what
                 they are. Vectors (norms, biases) are float32, as llama.cpp wants them.
-            tokenizer: a tokenizer of transformers, a folder that has one, or None; by default the checkpoint's own,
-                and where it has none the file runs on tokens alone.
+            tokenizer: a tokenizer of transformers, a folder that has one, or None for a file that runs on tokens
+                alone; by default the checkpoint's own, and a warning where it has none.
 
         Raises:
             ValueError: an architecture or a rope scaling that is not written; a weight whose columns are no multiple of
@@ -313,6 +316,7 @@ class _Writer:
     def run(self, progress: bool) -> None:
         import gguf
 
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".tmp")
         writer = gguf.GGUFWriter(temporary, self.architecture.name)
         try:
@@ -346,7 +350,14 @@ class _Writer:
         if isinstance(source, GGUFCheckpoint):
             return source.fields
         path = source.path
-        return path if path is not None and (path / "tokenizer.json").is_file() else None
+        if path is None or not (path / "tokenizer.json").is_file():
+            warnings.warn(
+                f"{self.path.name} gets no tokenizer, for {path or 'a model in memory'} has none: llama.cpp will run "
+                "it on tokens, not on text. tokenizer= takes one; None says that none is wanted",
+                stacklevel=5,
+            )
+            return None
+        return path
 
     def _names(self) -> dict[str, str]:
         names = {}

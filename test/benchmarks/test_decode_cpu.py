@@ -1,5 +1,6 @@
 """The race of decoding on a CPU, on a tiny model: what is compared is the same weights, and all of it is reported."""
 
+import argparse
 import json
 
 import pytest
@@ -28,7 +29,7 @@ def test_generate_is_greedy_and_timed():
     model, _ = decode_cpu.dense_model("tiny")
     model.generation_config.eos_token_id = None
     prompt = torch.arange(100, 108)
-    run = decode_cpu.generate_with(model, eager=True)(prompt, 5)
+    run = decode_cpu.generate_with(model, argparse.Namespace(eager=True, cpp=False))(prompt, 5)
     assert len(run.tokens) == 5 and run.seconds > 0 and run.cpu > 0
     ids = prompt
     for token in run.tokens:

@@ -26,6 +26,7 @@ def tensors():
 
 
 def write(path, tensors, config=TINY, **options):
+    options.setdefault("tokenizer", None)
     FORMAT.write(InMemory(tensors, config), path, progress=False, **options)
     return FORMAT.read(path)
 
@@ -183,7 +184,8 @@ def test_quantized_converted_loaded_and_saved(tmp_path, tensors):
     with FORMAT.read(tmp_path / "dense.gguf") as source:
         want = {name: source.dense(name) for name in source.entries}
     checkpoints.quantize(tmp_path / "dense.gguf", tmp_path / "folder", progress=False)
-    checkpoints.convert(tmp_path / "folder", tmp_path / "a.gguf", to="gguf", progress=False)
+    with pytest.warns(UserWarning, match=r"a\.gguf gets no tokenizer.*tokenizer= takes one"):
+        checkpoints.convert(tmp_path / "folder", tmp_path / "a.gguf", to="gguf", progress=False)
     with FORMAT.read(tmp_path / "a.gguf") as checkpoint:
         up = quantize(want[DOWN])  # it shares its scale with none
         assert same_parts(checkpoint.linear(DOWN), parts_of(up))
@@ -193,7 +195,7 @@ def test_quantized_converted_loaded_and_saved(tmp_path, tensors):
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     checkpoints.load(model, tmp_path / "a.gguf", progress=False)
     assert torch.equal(model.model.layers[1].mlp.down_proj.weight.dequantize(), up.dequantize())
-    checkpoints.save(model, tmp_path / "b.gguf", format="gguf", progress=False)
+    checkpoints.save(model, tmp_path / "b.gguf", format="gguf", progress=False, tokenizer=None)
     with FORMAT.read(tmp_path / "a.gguf") as a, FORMAT.read(tmp_path / "b.gguf") as b:
         for name, entry in a.entries.items():
             if entry.quantized:
@@ -218,7 +220,7 @@ def test_to_every_other_format_and_back(tmp_path, tensors, to):
             else:
                 assert torch.equal(a.dense(name), b.dense(name)), name
     if to != "comfy":  # which has no config.json
-        checkpoints.convert(other, tmp_path / "c.gguf", to="gguf", progress=False)
+        checkpoints.convert(other, tmp_path / "c.gguf", to="gguf", progress=False, tokenizer=None)
         assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
 
 
@@ -320,7 +322,7 @@ def test_strange_tensors_are_refused(tmp_path, tensors, monkeypatch):
 
     to_name = module.to_gguf_name
     monkeypatch.setattr(module, "to_gguf_name", lambda name: "blk.0.output.weight" if name == DOWN else to_name(name))
-    FORMAT.write(InMemory(tensors, TINY), tmp_path / "a.gguf", progress=False)
+    FORMAT.write(InMemory(tensors, TINY), tmp_path / "a.gguf", progress=False, tokenizer=None)
     with pytest.raises(ValueError, match=r"no LlamaForCausalLM has: blk\.0\.output\.weight"):
         FORMAT.read(tmp_path / "a.gguf")
 
