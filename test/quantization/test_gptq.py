@@ -248,6 +248,17 @@ def test_arguments_that_do_not_fit(make, message):
         GPTQConfig(base_config=QuantizeSpec())
 
 
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_weights():
+    on_cpu, on_gpu = model(), model().cuda()
+    gptq(on_cpu, batches(), progress=False)
+    gptq(on_gpu, [x.cuda() for x in batches()], progress=False)
+    for name, weight in weights(on_cpu).items():
+        other = weights(on_gpu)[name]
+        assert other.is_cuda and torch.equal(other.per_tensor_scale.cpu(), weight.per_tensor_scale)
+        assert (other.dequantize().cpu() == weight.dequantize()).float().mean() > 0.97  # sums in another order
+
+
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
@@ -298,3 +309,42 @@ def test_experts(grouped):
         a, b = (getattr(m["layers"][0], part)[3].dequantize() for m in (own, nearest))
         assert torch.equal(a, b)
     assert error(own, dense, data) < 0.7 * error(nearest, dense, data)
+
+
+# --- models of transformers ------------------------------------------------------------------------------------------
+
+TINY = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1,
+)  # fmt: skip
+
+
+def of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, tie_word_embeddings=True)).eval()
+    config = transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = kind
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "eager", "grouped_mm"])
+def test_a_model_of_transformers(kind):
+    dense = of_transformers(kind)
+    data = [{"input_ids": torch.randint(64, (2, 60), generator=torch.Generator().manual_seed(i))} for i in range(3)]
+
+    def chosen(module, name):
+        experts = any(p.dim() == 3 for p in module._parameters.values() if p is not None)
+        return experts or (isinstance(module, nn.Linear) and not name.endswith(("lm_head", "gate")))
+
+    own, rough = copy.deepcopy(dense), copy.deepcopy(dense)
+    gptq(own, data, filter_fn=chosen, progress=False)
+    gptq(rough, data, GPTQConfig(damping=1e9), filter_fn=chosen, progress=False)  # no feedback is left
+    quantized = [name for name, p in own.named_parameters() if isinstance(p.data, NVFP4Tensor)]
+    assert len(quantized) == 2 * (7 if kind == "llama" else 6)
+    with torch.no_grad():
+        errors = [
+            sum((m(**x).logits - dense(**x).logits).square().sum().item() for x in data[:2]) for m in (own, rough)
+        ]
+    assert errors[0] < errors[1]
