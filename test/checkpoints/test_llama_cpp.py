@@ -9,7 +9,7 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import InMemory
+from helpers.checkpoints import TINY, InMemory, quantized, tiny_tensors
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints
 from nvfp4_tensor.checkpoints import gguf
@@ -101,3 +101,39 @@ def test_tokens(folder, ours, tmp_path, source):
     assert runner.tokenize(text.encode(), add_bos=True, special=True) == want
     assert runner.token_eos() == tokenizer.eos_token_id and runner.token_bos() == tokenizer.bos_token_id
     assert "<|im_start|>" in runner.metadata["tokenizer.chat_template"]
+
+
+ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_scaling": ROPE},
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen3", "head_dim": 64},
+    ],
+    ids=["llama", "llama3's rope", "mistral", "qwen2", "qwen3"],
+)
+def test_every_architecture(tmp_path, changes):
+    """Small random models, dense in float32 and in NVFP4: transformers' logits against llama.cpp's."""
+    transformers = pytest.importorskip("transformers")
+    config = {**TINY, "hidden_size": 256, "intermediate_size": 320, "vocab_size": 512, **changes}
+    tensors = tiny_tensors(config, torch.float32)
+    ids = torch.arange(3, 3 + 100)
+    settings = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(config["model_type"], **settings), dtype=torch.float32
+    ).eval()
+    for kind, state in ("dense", tensors), ("nvfp4", quantized(tensors)):
+        gguf.FORMAT.write(InMemory(state, config), tmp_path / f"{kind}.gguf", progress=False, tokenizer=None)
+        model.load_state_dict(state, assign=True)
+        with torch.no_grad():
+            ours = model(ids[None]).logits[0]
+        theirs = logits_of(tmp_path / f"{kind}.gguf", ids)
+        assert rms(ours - theirs) < {"dense": 2e-3, "nvfp4": 5e-2}[kind] * rms(ours), kind
