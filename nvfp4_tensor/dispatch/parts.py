@@ -9,12 +9,11 @@ or where the new scale is the larger: the other parts are then rounded to it.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvfp4_tensor.dispatch.table import check_writable, unsupported
 from nvfp4_tensor.numerics import layout
@@ -26,7 +25,7 @@ from nvfp4_tensor.tensor.protocol import Op
 class Place(NamedTuple):
     """Where a slice lies."""
 
-    whole: Callable[[], NVFP4Tensor | None]
+    whole: _Reference
     dim: int  # of the stored tensor
     start: int
     length: int
@@ -35,32 +34,52 @@ class Place(NamedTuple):
         """A copy of a slice is no part of the original."""
 
 
+class _Weak:
+    """A plain tensor, as long as something else holds its storage.
+
+    No weakref: torch swaps no tensor that has one, and so moves no module.
+    """
+
+    def __init__(self, t: Tensor) -> None:
+        self._storage = StorageWeakRef(t.untyped_storage())
+        self._like = t.dtype, t.device
+        self._where = t.storage_offset(), t.shape, t.stride()
+
+    def __call__(self) -> Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            return None
+        dtype, device = self._like
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, *self._where)
+
+
 class _Reference:
-    """Weak, to a tensor, or to the one that it is an alias of: ``t.data[3:40]`` finds t."""
+    """An NVFP4Tensor, as long as its storages live, in it or in an alias: ``t.data[3:40]`` finds what t holds."""
 
     def __init__(self, t: NVFP4Tensor) -> None:
-        self._mine, self._further = weakref.ref(t), t.alias_of
+        self._data = {name: _Weak(getattr(t, name)) for name in t.tensor_data_names}
+        self._attributes = {name: getattr(t, name) for name in t.tensor_attribute_names}
+        self._aliasing, self._place = t.aliasing, t.place
 
     def __call__(self) -> NVFP4Tensor | None:
-        alive = self._mine()
-        return self._further() if alive is None and self._further is not None else alive
-
-    def __deepcopy__(self, memo: dict) -> None:
-        """A copy is no alias."""
+        data = {name: weak() for name, weak in self._data.items()}
+        if any(part is None for part in data.values()):
+            return None
+        t = NVFP4Tensor._of_parts(**data, **self._attributes)._marked(self._aliasing)  # type: ignore[arg-type]
+        t.place = self._place
+        return t
 
 
 def placed(part: NVFP4Tensor, whole: NVFP4Tensor, dim: int, start: int, length: int) -> NVFP4Tensor:
     """The slice, which knows its place from now on; a copy does not keep the whole alive."""
     if type(whole.qdata) is Tensor and not torch.compiler.is_compiling():
-        shares = part.aliasing == Aliasing.PART
-        part.place = Place((lambda: whole) if shares else _Reference(whole), dim, start, length)
+        part.place = Place(_Reference(whole), dim, start, length)
     return part
 
 
-def is_alias(alias: NVFP4Tensor, of: NVFP4Tensor) -> NVFP4Tensor:
-    """The alias, which leads to the same place, and to the same tensor where it is gone itself."""
+def same_place(alias: NVFP4Tensor, of: NVFP4Tensor) -> NVFP4Tensor:
+    """The alias, which leads to where ``of`` does."""
     alias.place = of.place
-    alias.alias_of = _Reference(of)
     return alias
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from nvfp4_tensor.dispatch.parts import is_alias, make_room, write_through
+from nvfp4_tensor.dispatch.parts import make_room, same_place, write_through
 from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
@@ -25,7 +25,7 @@ _CODE_OF_ONE = 2
 @implements([aten.detach.default, aten.alias.default])
 def _alias(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
-    alias = is_alias(t._apply_fn_to_data(func)._marked(t.aliasing), t)
+    alias = same_place(t._apply_fn_to_data(func)._marked(t.aliasing), t)
     return return_and_correct_aliasing(func, args, kwargs, alias)
 
 

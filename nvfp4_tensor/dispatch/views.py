@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
 from nvfp4_tensor.dispatch.flat import FlatView, is_lazy
-from nvfp4_tensor.dispatch.parts import is_alias, placed
+from nvfp4_tensor.dispatch.parts import placed, same_place
 from nvfp4_tensor.dispatch.table import aten, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS
@@ -123,7 +123,7 @@ def _with_shape(func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, shape: Seq
     """t with another logical shape of as many elements."""
     shape = list(shape)
     if shape == list(t.shape):
-        return _share(func, args, kwargs, is_alias(t._replace(), t))
+        return _share(func, args, kwargs, same_place(t._replace(), t))
     if t.transposed:
         if shape[-2:] != list(t.shape[-2:]):
             raise unsupported(func, "a transposed NVFP4Tensor keeps its last two dimensions")
@@ -240,7 +240,7 @@ def _slice(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     start = _clamped(start, size, 0)
     end = max(start, _clamped(end, size, size))
     if (start, end, step) == (0, size, 1):
-        return _share(func, args, kwargs, is_alias(t._replace(), t))
+        return _share(func, args, kwargs, same_place(t._replace(), t))
     if stored == t.dim() - 1:
         return _slice_columns(func, args, kwargs, t, start, end, step)
     if step == 1 and math.prod(t.qdata.shape[:stored]) == 1:

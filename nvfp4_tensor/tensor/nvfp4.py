@@ -91,8 +91,6 @@ class NVFP4Tensor(TorchAOBaseTensor):
     aliasing: Aliasing
     place: Any = None
     """Where a slice lies in what it was cut from: see :mod:`nvfp4_tensor.dispatch.parts`."""
-    alias_of: Any = None
-    """What finds the tensor that this one is an alias of."""
 
     def __new__(
         cls,

@@ -98,6 +98,18 @@ def test_the_data_of_a_tensor_finds_it():
     assert torch.equal(t[3:43].dequantize(), other[:40].dequantize())
 
 
+def test_slices_and_aliases_do_not_hinder_a_module_from_moving():
+    linear = torch.nn.Linear(64, 300, bias=False)
+    quantize_(linear, NVFP4WeightOnlyConfig())
+    weight = linear.weight
+    held = [weight.detach(), weight.data[3:40], linear.state_dict()["weight"]]
+    before = weight.dequantize()
+    linear.to(torch.bfloat16)
+    assert linear.weight.dtype == torch.bfloat16 and linear.weight is weight
+    held[1].copy_(held[1])  # into the codes that moved away
+    assert torch.equal(linear.weight.dequantize(torch.float32), before)
+
+
 def test_experts_take_pieces_of_any_scale():
     whole, t = quantize_experts(torch.randn(4, 40, 64)), quantize_experts(torch.randn(4, 40, 64) * 3)
     for start, length in ((0, 1), (1, 3)):
