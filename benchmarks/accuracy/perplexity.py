@@ -45,6 +45,7 @@ TOKENS, WINDOW = 32_768, 1_024
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 8_192, 512
 
 SEARCH = QuantizeSpec(scale_search="mse", scale_ceiling=448)
+UP = SEARCH.replace(scale_rounding="up", scale_ceiling=448)
 WEIGHTS = NVFP4WeightOnlyConfig(weight_spec=SEARCH)
 BOTH = NVFP4Config(weight_spec=SEARCH)
 Batches = list[Tensor]
@@ -96,6 +97,7 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
     "nearest": ("nearest", _plain(NVFP4WeightOnlyConfig())),
     "four_over_six": ("four-over-six", _plain(NVFP4WeightOnlyConfig(four_over_six=True))),
     "search": ("scale search", _plain(WEIGHTS)),
+    "search_up": ("scale search, scales up", _plain(NVFP4WeightOnlyConfig(weight_spec=UP))),
     "search_256": ("scale search, ceiling 256", _plain(NVFP4WeightOnlyConfig(scale_search="mse"))),
     "weighted": ("weighted scale search *", _calibrated(NVFP4WeightOnlyConfig(weight_spec=SEARCH, weighted=True))),
     "weighted_own_text": ("weighted scale search on its own text", _weighted_by_own_text),

@@ -103,7 +103,7 @@ def test_w4a4_makes_up_for_the_activations():
     gptq(own, batches(dtype=torch.bfloat16), NVFP4Config(), progress=False)
     assert all(w.activation_spec == QuantizeSpec() for w in weights(own).values())
     unseen = batches(7, torch.bfloat16)[4:]
-    assert error(own, dense, unseen) < 0.9 * error(nearest, dense, unseen)
+    assert error(own, dense, unseen) < 0.45 * error(nearest, dense, unseen)
 
 
 def test_linears_of_one_input_share_a_scale():

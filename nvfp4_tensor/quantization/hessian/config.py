@@ -19,8 +19,9 @@ class GPTQConfig:
     """What :func:`gptq` makes of linears, and by which means.
 
     Args:
-        base_config: weights alone (NVFP4WeightOnlyConfig) or activations too (NVFP4Config), which are then quantized
-            while inputs are summed up, so that weights make up for it. By default weights alone, by a scale search.
+        base_config: weights alone (NVFP4WeightOnlyConfig) or activations too (NVFP4Config): inputs are then summed up
+            as they are multiplied, quantized, and weights aim at what they give on these inputs unquantized. By default
+            weights alone, by a scale search.
         damping: this share of the mean of the Hessian's diagonal is added to its diagonal.
         by_activation: round blocks, and the columns of each, in the order of how much their inputs weigh; else as they
             stand.

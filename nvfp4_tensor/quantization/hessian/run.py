@@ -149,7 +149,7 @@ class _Run:
         """Places outside of layers, in one pass over the model."""
         if not places or self._load(REST, places):
             return
-        collected = Collected(places, self.config.base_config.activation)
+        collected = self._collected(places)
         for batch in batches:
             with Watch(places) as watch:
                 call_model(model, batch)
@@ -162,7 +162,7 @@ class _Run:
         fed: Sequence[Watch | None] = dense or [None] * len(calls)
         if not self._load(name, places):
             for group in self._groups(layer, calls, places, streams, dense):
-                collected = Collected(group, self.config.base_config.activation)
+                collected = self._collected(group)
                 for call, states, z in zip(calls, streams.met, fed, strict=True):
                     with Watch(group) as watch:
                         call.run(layer, states)
@@ -170,6 +170,9 @@ class _Run:
                 self._quantize(collected)
             self._save(name, places)
         streams.advance(layer, calls)
+
+    def _collected(self, places: Sequence[Place]) -> Collected:
+        return Collected(places, self.config.base_config.activation, self.config.to_dense)
 
     def _groups(
         self,
@@ -214,8 +217,7 @@ class _Run:
             raise ValueError(f"{names}: {error}") from None
         weights = [place.matrix(expert).float() for place, expert in each.fed]
         if each.cross is not None:
-            cross = torch.lerp(each.hessian, each.cross, config.to_dense)
-            weights = [moved_to_inputs(weight, cross, each.hessian, factor) for weight in weights]
+            weights = [moved_to_inputs(weight, each.cross, each.hessian, factor) for weight in weights]
         amax = torch.stack([torch.ops.nvfp4.amax(weight) for weight in weights])
         if config.share_scales:
             amax = amax.amax().expand(len(weights))

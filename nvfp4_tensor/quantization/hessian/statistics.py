@@ -26,7 +26,7 @@ class Statistics:
     Attributes:
         fed: which.
         hessian: float32 (K, K), X^T X over all rows, K rounded up to 16.
-        cross: float32 (K, K), Z^T X; None where the dense model's inputs are not asked for.
+        cross: float32 (K, K), Z^T X; None where X is what it should be.
         rows: how many X had.
     """
 
@@ -36,15 +36,15 @@ class Statistics:
     rows: int = 0
 
     @classmethod
-    def empty(cls, fed: list[Fed], with_dense: bool) -> Statistics:
+    def empty(cls, fed: list[Fed], with_cross: bool) -> Statistics:
         """Of no rows yet."""
         place = fed[0][0]
         width = ceil_to(place.dense.shape[-1], BLOCK)
         hessian = torch.zeros((width, width), device=place.dense.device)
-        return cls(fed, hessian, hessian.clone() if with_dense else None)
+        return cls(fed, hessian, hessian.clone() if with_cross else None)
 
     def add(self, x: Tensor, z: Tensor | None) -> None:
-        """x: (rows, K); z: what the dense model fed for the same tokens, or None where that is not known."""
+        """x: (rows, K), what is multiplied; z: what should be, or None where that is x."""
         self.rows += len(x)
         square = square_of(x)
         self.hessian += square
@@ -92,11 +92,17 @@ class Streams:
 
 
 class Collected:
-    """The statistics of places over batches, those of one input together."""
+    """The statistics of places over batches, those of one input together.
 
-    def __init__(self, places: Sequence[Place], activation: QuantizeSpec | None) -> None:
+    Args:
+        activation: what a product quantizes its input to (W4A4); weights then make up for that error.
+        to_dense: from 0, the inputs met are what they should be, to 1, those of the dense model are.
+    """
+
+    def __init__(self, places: Sequence[Place], activation: QuantizeSpec | None, to_dense: float) -> None:
         self.places = places
-        self.activation = activation  # what a product quantizes its input to (W4A4)
+        self.activation = activation
+        self.to_dense = to_dense
         self.of: dict[Fed, Statistics] = {}
 
     def add(self, watch: Watch, dense: Watch | None = None, rows: int | None = None) -> None:
@@ -107,10 +113,21 @@ class Collected:
                     continue
                 if fed not in self.of:
                     together = [fed] if fed[0].experts > 1 else [(place, 0) for place in group]
-                    self.of.update(dict.fromkeys(together, Statistics.empty(together, dense is not None)))
+                    self.of.update(dict.fromkeys(together, self._empty(together)))
                 x = watch.seen[fed]
                 z = None if dense is None or len(x) != rows else dense.seen.get(fed)
-                self.of[fed].add(x if self.activation is None else fake_quantize(x, self.activation), z)
+                self._add(self.of[fed], x, z)
+
+    def _empty(self, together: list[Fed]) -> Statistics:
+        return Statistics.empty(together, self.activation is not None or self.to_dense > 0)
+
+    def _add(self, to: Statistics, x: Tensor, dense: Tensor | None) -> None:
+        """x: what was met, ``dense``: what the dense model fed for the same tokens, where that is known."""
+        should_be = x if dense is None else torch.lerp(x.float(), dense.float(), self.to_dense)
+        if self.activation is None:
+            to.add(x, None if dense is None else should_be)
+        else:
+            to.add(fake_quantize(x, self.activation), should_be)
 
     def statistics(self) -> list[Statistics]:
         """Of each input once, experts in order; an expert that no batch reached has nothing but zeros."""
