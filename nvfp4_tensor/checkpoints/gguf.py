@@ -387,6 +387,19 @@ class _Writer:
             )
         if entry.scales not in ((), (1,)):
             raise ValueError(f"{name} has per-tensor scales {entry.scales}, and GGUF one: split what was joined")
+        if ".mlp." in name:
+            self._check_ffn(name)
+
+    def _check_ffn(self, name: str) -> None:
+        """Raises a ValueError for what llama.cpp reads and computes wrongly, or aborts at."""
+        bias = name.removesuffix("weight") + "bias"
+        if bias in self.checkpoint.entries:
+            raise ValueError(f"llama.cpp runs no NVFP4 feed-forward weights with a bias, as {name} has: leave it dense")
+        if not self.architecture.scales_ffn and float(self.checkpoint.per_tensor_scale(name)) != 1:
+            raise ValueError(
+                f"llama.cpp leaves out the per-tensor scales of {self.architecture.name}'s feed-forward weights, and "
+                f"{name} has one: quantize with amax=2688 (a scale of 1), or leave it dense (exclude='*.mlp.*')"
+            )
 
     def _add_settings(self, writer: gguf.GGUFWriter) -> None:
         import gguf

@@ -35,18 +35,21 @@ class Architecture:
     """One of llama.cpp's, and the class of transformers that it is read as.
 
     permutes: whether rows of q and k are in the order of llama.cpp's rotary embedding, pairs beside each other.
+    scales_ffn: whether llama.cpp multiplies by the per-tensor scales of the feed-forward weights. It reads those of
+        qwen2 and leaves them out (llama-cpp-python 0.3.36).
     """
 
     name: str
     model_type: str
     model_class: str
     permutes: bool = False
+    scales_ffn: bool = True
 
 
 ARCHITECTURES = (
     Architecture("llama", "llama", "LlamaForCausalLM", permutes=True),
     Architecture("llama", "mistral", "MistralForCausalLM", permutes=True),
-    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM"),
+    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", scales_ffn=False),
     Architecture("qwen3", "qwen3", "Qwen3ForCausalLM"),
 )
 """Dense decoders; the first of a name is what a file of that name is read as."""

@@ -131,11 +131,12 @@ def test_other_architectures(tmp_path, model_type):
     transformers = pytest.importorskip("transformers")
     config = {**TINY, "model_type": model_type, "sliding_window": None}
     tensors = tiny_tensors(config)
+    ones = {n: quantize(t, amax=2688.0) if "_proj.weight" in n else t for n, t in tensors.items()}
     assert ("model.layers.0.self_attn.q_proj.bias" in tensors) == (model_type == "qwen2")
-    with write(tmp_path / "a.gguf", quantized(tensors), config) as checkpoint:
+    with write(tmp_path / "a.gguf", ones, config) as checkpoint:
         read = checkpoint.config
         assert read["model_type"] == {"mistral": "llama"}.get(model_type, model_type)
-        for name, want in quantized(tensors).items():
+        for name, want in ones.items():
             if checkpoint.entries[name].quantized:
                 assert same_parts(checkpoint.linear(name), parts_of(want)), name
             else:
@@ -240,6 +241,8 @@ def test_what_cannot_be_written(tmp_path, tensors):
         ({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, {}, "type 'yarn'"),
         ({**TINY, "vocab_size": None}, {}, {}, "no vocab_size"),
         (TINY, {"model.norm.weight": torch.ones(128, dtype=torch.int64)}, {}, "is torch.int64"),
+        ({**TINY, "model_type": "qwen2"}, {}, {}, "qwen2's feed-forward weights, and .* amax=2688"),
+        (TINY, {"model.layers.0.mlp.up_proj.bias": torch.ones(192)}, {}, "with a bias, as .*mlp.up_proj.weight has"),
         (TINY, {}, {"dense": "Q3_K"}, "dense is one of F32, F16"),
         (TINY, {}, {"shard": 3}, "no option shard"),
     ]  # fmt: skip
