@@ -74,11 +74,12 @@ def _add_folder(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
         writer.add_tokenizer_pre(_pre_tokenizer(content, path))
         _add_tokens(writer, content, vocab_size)
     gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
-    if prefixed(content) is not None:
-        writer.add_add_space_prefix(prefixed(content))
+    prefix = _prefixed(content)
+    if prefix is not None:
+        writer.add_add_space_prefix(prefix)
 
 
-def prefixed(content: dict[str, Any]) -> bool | None:
+def _prefixed(content: dict[str, Any]) -> bool | None:
     """Whether text gets a space before its first word, as tokenizer.json says; None where it does not say."""
     for step in _steps(content.get("pre_tokenizer")):
         if step["type"] in ("ByteLevel", "Metaspace"):
