@@ -61,10 +61,10 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
             raise TypeError(
                 f"config is an NVFP4WeightOnlyConfig or an NVFP4Config of nvfp4_tensor, not {type(config).__name__}"
             )
-        if isinstance(self.config, NVFP4Config) and (self.config.step or self.config.percentile) is not None:
+        if any(getattr(self.config, name, None) for name in ("step", "weighted", "percentile", "headroom")):
             raise ValueError(
-                "step and percentile belong to calibration, which needs a dense model and data: load the model without "
-                "quantization_config, calibrate(model, batches), then attach_quantizer(model)"
+                "step, weighted, percentile and headroom belong to calibration, which needs a dense model and data: "
+                "load the model without quantization_config, calibrate(model, batches), then attach_quantizer(model)"
             )
 
     def get_apply_tensor_subclass(self) -> NVFP4WeightOnlyConfig:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     ConversionOps,
     WeightConverter,
-    WeightRenaming,
     WeightTransform,
-    rename_source_key,
 )
 from transformers.quantizers import HfQuantizer
 
 from nvfp4_tensor.checkpoints import modelopt
 from nvfp4_tensor.checkpoints.common import tensor_of
 from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
+from nvfp4_tensor.checkpoints.sources import Origin
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
+from nvfp4_tensor.integrations.transformers.experts import DeserializeExperts, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
 
 
@@ -34,6 +32,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
     def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._operation: Deserialize | None = None
+        self._origins: dict[str, Origin] = {}
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -42,8 +41,9 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
             raise ValueError("an NVFP4 checkpoint is loaded from its folder, not from a state_dict")
         checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
         quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
-        stored = names_in_model(model, quantized)
-        self.weights = set(stored)
+        self._origins = origins_in_model(model, quantized, checkpoint)
+        self.weights = set(self._origins)
+        stored = {name: origin.names[0] for name, origin in self._origins.items() if origin.is_whole}
         self._operation = Deserialize(self, checkpoint, stored, self.quantization_config.quantize_activations)
         # An FP8 cache's scales, which belong to no parameter of the model, and which transformers' caches do not use.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
@@ -54,14 +54,36 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         assert self._operation is not None
         return [WeightConverter(list(self.quantization_config.tensor_names), "weight", [self._operation])]
 
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], model: PreTrainedModel
+    ) -> list[WeightTransform]:
+        """Converters that join experts collect the tensors of NVFP4 weights too."""
+        return [self._of_experts(each) for each in weight_conversions] + self.get_weight_conversions()
+
+    def _of_experts(self, conversion: WeightTransform) -> WeightTransform:
+        stacked = any(not origin.is_whole for origin in self._origins.values())
+        sources = conversion.source_patterns
+        if not (
+            stacked and isinstance(conversion, WeightConverter) and all(each.endswith("weight") for each in sources)
+        ):
+            return conversion
+        assert self._operation is not None
+        activations = self.quantization_config.quantize_activations
+        operation = DeserializeExperts(self, self._operation.checkpoint, self._origins, activations, conversion)
+        return operation.converter(self.quantization_config.tensor_names)
+
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         conversions: Any = model._weight_conversions
-        # What is saved has plain tensors already, whose names nothing has to take apart again.
-        model._weight_conversions = [each for each in conversions if not self._deserializes(each)]  # type: ignore
+        # What is saved has plain tensors already, whose names nothing has to take apart again; but dense experts do.
+        model._weight_conversions = [kept for each in conversions for kept in _for_saving(each)]  # type: ignore
         self._operation = None
 
-    def _deserializes(self, conversion: WeightTransform) -> bool:
-        return self._operation in getattr(conversion, "operations", ())
+
+def _for_saving(conversion: WeightTransform) -> list[WeightTransform]:
+    operations = getattr(conversion, "operations", ())
+    if any(isinstance(operation, Deserialize) for operation in operations):
+        return []
+    return [next((each.usual for each in operations if isinstance(each, DeserializeExperts)), conversion)]
 
 
 class Deserialize(ConversionOps):
@@ -103,14 +125,6 @@ class Deserialize(ConversionOps):
         if not self.activations:
             weight = weight._replace(activation_spec=None, activation_amax=None)
         return {full_layer_name: parameter_of(model, full_layer_name, weight)}
-
-
-def names_in_model(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """The names of a checkpoint by those that their parameters have in the model."""
-    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-    known = model.state_dict()
-    renamed = {name: rename_source_key(name, renamings, [], model.base_model_prefix, known)[0] for name in names}
-    return {in_model: name for name, in_model in renamed.items()}
 
 
 def config_of(path: str | Path, **kwargs: Any) -> PretrainedConfig:

@@ -72,11 +72,13 @@ class NVFP4HfQuantizer(HfQuantizer):
             return None, {}
         return plain_state_dict(model, self.weight_only), {}
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        # A string is what a model's config has once the model was saved.
+        wanted: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
                 if isinstance(weight, NVFP4Tensor):
-                    setattr(module, name, nn.Parameter(weight.dequantize(dtype), requires_grad=False))
+                    setattr(module, name, nn.Parameter(weight.dequantize(wanted), requires_grad=False))
             if type(module) is NVFP4Linear:
                 module.__class__ = nn.Linear  # type: ignore[assignment]
         return model

@@ -18,6 +18,7 @@ from nvfp4_tensor.checkpoints.shards import write_json
 from nvfp4_tensor.checkpoints.views import WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
 from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 def save(
@@ -96,13 +97,12 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     """The tensors that are written; the model's config says from now on what they are."""
     checkpoint = checkpoint_of(model, weight_only)
     modelopt.FORMAT.check(checkpoint)
-    tensors: dict[str, Tensor] = {}
+    tensors = _dense_tensors(model)
     with_nan = []
     warn_of_mixed_groups(checkpoint)
     for name, entry in checkpoint.entries.items():
         if not entry.quantized:
-            tensors[name] = checkpoint.dense(name)
-            continue
+            continue  # under the model's names, from which transformers makes those of files
         parts = checkpoint.linear(name)
         for key, tensor in modelopt.FORMAT.encode(name, parts, entry).items():
             # Linears of one scale may share its tensor, which transformers would take for a tied weight.
@@ -112,4 +112,15 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     if with_nan:
         warnings.warn(f"{some(with_nan)} hold blocks that are NaN: vLLM refuses such a checkpoint", stacklevel=2)
     model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(checkpoint))
+    return tensors
+
+
+def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What is not NVFP4; a tensor of several names under the first, as a checkpoint has it."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in (_brought_back(model) or model.state_dict(keep_vars=True)).items():
+        if id(tensor) not in seen and not isinstance(tensor, NVFP4Tensor):
+            tensors[name] = tensor.detach()
+        seen.add(id(tensor))
     return tensors

@@ -132,7 +132,9 @@ def test_a_model_in_two_places(llama, tmp_path):
 def test_dequantized_is_dense(llama, tmp_path):
     model = load(llama()[1])
     nvfp4.save(model, tmp_path / "a")
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "a").dequantize()
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    dense.save_pretrained(tmp_path / "b")  # from then on its config has the dtype as a string
+    dense = dense.dequantize()
     dense.save_pretrained(tmp_path / "dense")
     assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")

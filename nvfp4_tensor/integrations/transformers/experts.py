@@ -1,0 +1,154 @@
+"""Experts, which files keep apart and models of transformers hold as parameters (E, N, K): joined as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.quantizers import HfQuantizer
+
+from nvfp4_tensor.checkpoints.common import LinearParts, tensor_of
+from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
+from nvfp4_tensor.checkpoints.loading import ORIGINS
+from nvfp4_tensor.checkpoints.sources import Origin, gather, shape_of
+from nvfp4_tensor.checkpoints.views import View
+
+
+def origins_in_model(model: PreTrainedModel, names: Iterable[str], checkpoint: FolderCheckpoint) -> dict[str, Origin]:
+    """By parameter of the model: the weights of the checkpoint among ``names`` that it is made of.
+
+    Raises:
+        ValueError: the model joins them in another way than one expert on the other, gate on up.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    known = model.state_dict()
+    parts: dict[str, dict[str | None, list[str]]] = {}
+    for name in names:
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        parts.setdefault(target, {}).setdefault(pattern, []).append(name)
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    return {target: _origin(target, found, by_pattern, checkpoint) for target, found in parts.items()}
+
+
+def _origin(
+    target: str,
+    found: Mapping[str | None, list[str]],
+    converters: Mapping[str, WeightConverter],
+    checkpoint: FolderCheckpoint,
+) -> Origin:
+    if None in found:
+        return Origin((tuple(found[None]),))
+    converter = converters[next(pattern for pattern in found if pattern is not None)]
+    patterns = [pattern for pattern in converter.source_patterns if pattern in found]
+    kinds = tuple(type(operation) for operation in converter.operations)
+    counts = {len(found[pattern]) for pattern in patterns}
+    if kinds not in _STACKED or len(patterns) < len(converter.source_patterns) or len(counts) > 1:
+        raise ValueError(f"{target} is made of {found}, in a way that NVFP4 weights are not joined in")
+    groups = tuple(zip(*(found[pattern] for pattern in patterns), strict=True))
+    rows = tuple(checkpoint.entries[name].shape[0] for name in groups[0])
+    origin = Origin(groups, rows, stacked=True)
+    shape_of(origin, checkpoint.entries)
+    return origin
+
+
+_STACKED = ((MergeModulelist,), (MergeModulelist, Concatenate))
+
+
+class DeserializeExperts(ConversionOps):
+    """The plain tensors of a layer's experts become one NVFP4Tensor (E, N, K); dense ones are joined as ever.
+
+    Attributes:
+        hf_quantizer: transformers casts nothing on its way to an operation that has one.
+        checkpoint: where the tensors come from.
+        origins: the experts' names there, by parameter of the model.
+        activations: whether they are quantized where the checkpoint says so.
+        usual: the converter that joins dense experts.
+    """
+
+    def __init__(
+        self,
+        hf_quantizer: HfQuantizer,
+        checkpoint: FolderCheckpoint,
+        origins: Mapping[str, Origin],
+        activations: bool,
+        usual: WeightConverter,
+    ) -> None:
+        self.hf_quantizer = hf_quantizer
+        self.checkpoint = checkpoint
+        self.origins = origins
+        self.activations = activations
+        self.usual = usual
+
+    def __deepcopy__(self, memo: dict) -> DeserializeExperts:
+        """Itself: transformers copies the operation for every parameter."""
+        return self
+
+    def converter(self, suffixes: Iterable[str]) -> WeightConverter:
+        """The converter that collects, besides each weight, the tensors that belong to it."""
+        sources = [re.sub("weight$", suffix, source) for source in self.usual.source_patterns for suffix in suffixes]
+        return self.usual.copy(sources, self.usual._original_target_patterns, operations=[self])
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]  # all that transformers hands over comes by name
+        self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
+    ) -> dict[str, Any]:
+        path, _, name = full_layer_name.rpartition(".")
+        module = model.get_submodule(path)
+        dtype = getattr(module, name).dtype
+        if full_layer_name not in self.origins:
+            return self._as_usual(input_dict, dtype, model=model, full_layer_name=full_layer_name, **kwargs)
+        origin = self.origins[full_layer_name]
+        value, origin = gather(origin, _Collected(self.checkpoint, self._by_name(origin, input_dict)))
+        assert isinstance(value, LinearParts)
+        if not self.activations:
+            value = value.replace(quantizes_activations=False, input_scale=None)
+        setattr(module, ORIGINS, {**getattr(module, ORIGINS, {}), name: dataclasses.asdict(origin)})
+        return {full_layer_name: nn.Parameter(tensor_of(value, dtype), requires_grad=False)}
+
+    def _as_usual(self, collected: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> dict[str, Any]:
+        collected = {source: [tensor.to(dtype) for tensor in tensors] for source, tensors in collected.items()}
+        patterns = {"source_patterns": self.usual.source_patterns, "target_patterns": self.usual.target_patterns}
+        for operation in self.usual.operations:
+            collected = operation.convert(collected, **{**kwargs, **patterns})
+        return collected
+
+    def _by_name(self, origin: Origin, collected: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        """The tensors by their names in the checkpoint: what is collected is in the order of the experts."""
+        tensors = {}
+        for source, names in zip(self.usual.source_patterns, zip(*origin.groups, strict=True), strict=True):
+            stem = source.removesuffix("weight")
+            for pattern, each in collected.items():
+                key = pattern.removeprefix(stem)
+                if pattern.startswith(stem):
+                    for name, tensor in zip(names, each, strict=True):
+                        tensors[name.removesuffix("weight") + key] = tensor
+        return tensors
+
+
+class _Collected(View):
+    """The checkpoint, of which some tensors have been read already."""
+
+    source: FolderCheckpoint
+
+    def __init__(self, source: FolderCheckpoint, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(source)
+        self.tensors = tensors
+
+    def linear(self, name: str) -> LinearParts:
+        return self.source.decoded(name, self.tensors)

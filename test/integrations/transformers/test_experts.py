@@ -1,0 +1,88 @@
+"""Mixtures of experts: files keep experts apart, transformers' models hold them as one parameter (E, N, K)."""
+
+import filecmp
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from nvfp4_tensor import NVFP4Tensor, checkpoints
+from nvfp4_tensor.checkpoints.quantizing import quantize
+from nvfp4_tensor.integrations import transformers as nvfp4
+
+SHARED = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "initializer_range": 0.1, "dtype": "bfloat16",
+}  # fmt: skip
+CONFIGS = {
+    "mixtral": transformers.MixtralConfig(intermediate_size=96, num_local_experts=4, **SHARED),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        intermediate_size=96, moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2, head_dim=16, **SHARED
+    ),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def folder(request, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+def experts(model):
+    return {name: weight for name, weight in model.named_parameters() if weight.dim() == 3}
+
+
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+def test_loaded_as_they_are(folder, tmp_path, ids, form):
+    """Codes of each expert are the file's, products those of the decoded model, what is saved the file again."""
+    quantize(folder, tmp_path / "nvfp4", to=form, progress=False)
+    nvfp4.read_compressed_tensors()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+        exact = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", dtype=torch.float32)
+    finally:
+        nvfp4.read_compressed_tensors(natively=False)
+    assert len(experts(model)) == 4 and all(isinstance(weight, NVFP4Tensor) for weight in experts(model).values())
+    with torch.no_grad():
+        logits = exact(ids).logits
+        decoded = exact.dequantize()(ids).logits
+    assert (logits - decoded).norm() < 1e-4 * decoded.norm()
+    model.save_pretrained(tmp_path / "again")
+    if form == "modelopt":
+        assert filecmp.cmp(tmp_path / "nvfp4/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+    again = load_file(tmp_path / "again/model.safetensors")
+    with checkpoints.read(tmp_path / "nvfp4") as stored:
+        names = [name for name, entry in stored.entries.items() if entry.quantized]
+        assert sum("experts" in name for name in names) == 24
+        for name in names:
+            assert torch.equal(again[name], stored.linear(name).qdata)
+
+
+def test_some_layers_of_experts_are_dense(folder, tmp_path, ids):
+    quantize(folder, tmp_path / "nvfp4", exclude=["*layers.0*experts*"], progress=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    kinds = {name.split(".")[2]: isinstance(weight, NVFP4Tensor) for name, weight in experts(model).items()}
+    assert kinds == {"0": False, "1": True}
+    expected = experts(AutoModelForCausalLM.from_pretrained(folder))
+    assert all(torch.equal(weight, expected[name]) for name, weight in experts(model).items() if "layers.0" in name)
+    model.save_pretrained(tmp_path / "again")
+    assert filecmp.cmp(tmp_path / "nvfp4/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+
+
+def test_dense_experts_beside_nvfp4_linears(folder, tmp_path, ids):
+    """As quantizing while loading leaves them: saved under the names that files of this architecture have."""
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=nvfp4.NVFP4TensorConfig())
+    assert not any(isinstance(weight, NVFP4Tensor) for weight in experts(model).values())
+    assert not isinstance(model.model.layers[0].mlp.gate.weight, NVFP4Tensor)
+    model.save_pretrained(tmp_path / "nvfp4")
+    dense, saved = load_file(folder / "model.safetensors"), load_file(tmp_path / "nvfp4/model.safetensors")
+    for name in [name for name in dense if "experts" in name]:
+        assert torch.equal(saved[name], dense[name])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    again.save_pretrained(tmp_path / "again")
+    assert filecmp.cmp(tmp_path / "nvfp4/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
