@@ -85,13 +85,12 @@ def same_place(alias: NVFP4Tensor, of: NVFP4Tensor) -> NVFP4Tensor:
 
 def make_room(func: Op, t: NVFP4Tensor, source: NVFP4Tensor) -> None:
     """Let t be written from the codes of source, or raise: for want of a storage, or of one per-tensor scale."""
-    if t.aliasing == Aliasing.WHOLE or source.per_tensor_scale is t.per_tensor_scale:
-        check_writable(func, t, new_scale=False)
+    if t.aliasing == Aliasing.WHOLE:
         return
-    whole = _whole(t)
+    whole, fits = _whole(t), source.per_tensor_scale is t.per_tensor_scale or _equal_scales(t, source)
     if whole is None:
-        check_writable(func, t, new_scale=not _equal_scales(t, source))
-    elif not _equal_scales(t, source):
+        check_writable(func, t, new_scale=not fits)
+    elif not fits:
         _change_scale(func, t, whole, source.per_tensor_scale)
 
 
