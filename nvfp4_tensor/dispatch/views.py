@@ -3,7 +3,8 @@
 The leading dimensions behave as those of any tensor; the stored last dimension comes in blocks of 16 that share a
 scale, and scales lie in tiles of 128 rows by 64 columns. So an operator on leading dimensions is that operator on the
 codes, on the plain matrix of scales and on the scales per row. Where the result can share the tiles it is a view;
-where it cannot, everything is copied, and the copy refuses to be written to (the write would not reach the original).
+where it cannot, everything is copied, and the copy refuses to be written to (the write would not reach the original),
+but for codes and scales of another NVFP4Tensor, which ``parts.py`` carries there.
 What would cut a block apart raises a RuntimeError.
 """
 

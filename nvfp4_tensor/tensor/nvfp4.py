@@ -34,7 +34,7 @@ class Aliasing(enum.IntEnum):
     PART = 1
     """It shares storage with a larger tensor, whose per-tensor scale is not its own to change."""
     COPY = 2
-    """The layout did not allow a view: writing would be lost, so it is refused."""
+    """The layout did not allow a view: writing would be lost, so it is refused, or carried to the original."""
 
 
 NOT_IN_SAFETENSORS = (
