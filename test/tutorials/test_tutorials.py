@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {
     "train_llama": ["--size", "tiny", "--steps", "6", "--length", "64", "--limit", "2000000"],
+    "pretrain_fsdp": ["--steps", "3", "--length", "64", "--limit", "2000000", "--print-every", "1", "--cpu"],
     "qat_smollm2": ["--steps", "4", "--batch", "1", "--length", "64", "--evaluate", "256"],
+    "qlora_two_ranks": ["--steps", "3", "--tokens", "48"],
     "transformers_checkpoint": ["--evaluate", "256", "--steps", "3", "--length", "64"],
 }
 """Where a tutorial as it stands takes minutes: a smaller size of it."""
@@ -20,6 +22,7 @@ NEEDS = {
     "04_lora": ["peft"],
     "05_lora_on_a_language_model": ["peft", *DEMO],
     "qat_smollm2": DEMO,
+    "qlora_two_ranks": ["peft", *DEMO],
     "transformers_checkpoint": ["peft", *DEMO],
 }
 
