@@ -21,14 +21,14 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers import HfQuantizer
 
-from nvfp4_tensor.checkpoints.common import LinearParts, tensor_of
+from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.loading import ORIGINS
 from nvfp4_tensor.checkpoints.sources import Origin, gather, shape_of
 from nvfp4_tensor.checkpoints.views import View
 
 
-def origins_in_model(model: PreTrainedModel, names: Iterable[str], checkpoint: FolderCheckpoint) -> dict[str, Origin]:
+def origins_in_model(model: PreTrainedModel, names: Iterable[str], checkpoint: Checkpoint) -> dict[str, Origin]:
     """By parameter of the model: the weights of the checkpoint among ``names`` that it is made of.
 
     Raises:
@@ -50,7 +50,7 @@ def _origin(
     target: str,
     found: Mapping[str | None, list[str]],
     converters: Mapping[str, WeightConverter],
-    checkpoint: FolderCheckpoint,
+    checkpoint: Checkpoint,
 ) -> Origin:
     if None in found:
         return Origin((tuple(found[None]),))
@@ -65,6 +65,13 @@ def _origin(
     origin = Origin(groups, rows, stacked=True)
     shape_of(origin, checkpoint.entries)
     return origin
+
+
+def keep_origin(model: PreTrainedModel, parameter: str, origin: Origin) -> None:
+    """Remember what files call the parts of a parameter, for what saves the model."""
+    path, _, name = parameter.rpartition(".")
+    module = model.get_submodule(path)
+    setattr(module, ORIGINS, {**getattr(module, ORIGINS, {}), name: dataclasses.asdict(origin)})
 
 
 _STACKED = ((MergeModulelist,), (MergeModulelist, Concatenate))
@@ -108,9 +115,7 @@ class DeserializeExperts(ConversionOps):
     def convert(  # type: ignore[override]  # all that transformers hands over comes by name
         self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Any]:
-        path, _, name = full_layer_name.rpartition(".")
-        module = model.get_submodule(path)
-        dtype = getattr(module, name).dtype
+        dtype = model.get_parameter(full_layer_name).dtype
         if full_layer_name not in self.origins:
             return self._as_usual(input_dict, dtype, model=model, full_layer_name=full_layer_name, **kwargs)
         origin = self.origins[full_layer_name]
@@ -118,7 +123,7 @@ class DeserializeExperts(ConversionOps):
         assert isinstance(value, LinearParts)
         if not self.activations:
             value = value.replace(quantizes_activations=False, input_scale=None)
-        setattr(module, ORIGINS, {**getattr(module, ORIGINS, {}), name: dataclasses.asdict(origin)})
+        keep_origin(model, full_layer_name, origin)
         return {full_layer_name: nn.Parameter(tensor_of(value, dtype), requires_grad=False)}
 
     def _as_usual(self, collected: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> dict[str, Any]:

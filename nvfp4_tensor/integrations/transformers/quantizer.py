@@ -60,7 +60,8 @@ class NVFP4HfQuantizer(HfQuantizer):
         rows = torch.Size(leading).numel()
         codes = rows * ceil_to(columns, BLOCK) // 2
         scales = ceil_to(rows, 128) * ceil_to(columns, 64) // BLOCK
-        return (codes + scales + 4) / param.numel()
+        matrices = leading[0] if len(leading) > 1 else 1  # each has a per-tensor scale
+        return (codes + scales + 4 * matrices) / param.numel()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What save_pretrained writes: ModelOpt's tensors. Of a model with adapters, it writes the adapters alone.

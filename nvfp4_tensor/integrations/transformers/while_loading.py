@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,14 +12,17 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from nvfp4_tensor.checkpoints.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
+from nvfp4_tensor.checkpoints.sources import JOINED_AS
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
+from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization import NVFP4Config
 from nvfp4_tensor.tensor.arguments import resolve_amax
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 
 class WhileLoadingQuantizer(NVFP4HfQuantizer):
@@ -38,18 +43,31 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
                 "of quantized ones: save the model itself (model.save_pretrained), or delete quantization_config there"
             )
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
         chosen = self.quantization_config.modules_to_not_convert
         skipped = self.get_modules_to_not_convert(model, chosen, list(model._keep_in_fp32_modules or ()))
         left_dense = LEFT_DENSE if chosen is None else ()
         self.weights = {
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            if type(module) is nn.Linear
-            and module.in_features % BLOCK == 0
-            and should_convert_module(name, skipped)
-            and not is_matched(f"{name}.weight", left_dense)
+            name
+            for name, weight in quantizable(model)
+            if weight.shape[-1] % BLOCK == 0
+            and should_convert_module(name.removesuffix(".weight"), skipped)
+            and not is_matched(name, left_dense)
         }
+        if checkpoint_files and any(name in self.weights for name, weight in quantizable(model) if weight.dim() == 3):
+            self._name_experts(model, checkpoint_files[0])
+
+    def _name_experts(self, model: PreTrainedModel, file: str) -> None:
+        """Keep the names that experts have in the files: they are saved under these again."""
+        if not file.endswith(".safetensors"):
+            return
+        with DENSE.read(Path(file).parent) as checkpoint:
+            names = [name for name in checkpoint.entries if "experts" in name]
+            for parameter, origin in origins_in_model(model, names, checkpoint).items():
+                if parameter in self.weights and not origin.is_whole:
+                    keep_origin(model, parameter, origin)
 
     def get_quantize_ops(self) -> ConversionOps:
         """What quantizes a weight that is dense in the checkpoint."""
@@ -84,11 +102,24 @@ class Quantize(ConversionOps):
         return {name: parameter_of(model, name, each) for name, each in zip(group, quantized, strict=True)}
 
     def _quantize(self, weights: list[Tensor]) -> list[NVFP4Tensor]:
-        """Each by the largest amax of all."""
+        """Each by the largest amax of all; of experts, each by its own, which is that of its gate and up together."""
         config = self.config.config
+        if weights[0].dim() == 3:
+            return [quantize_experts(weights[0], config.weight, activation_spec=self.config.activation)]
         amaxes = [resolve_amax(weight, config.weight, None) for weight in weights]
         amax = torch.stack([each.to(amaxes[0].device) for each in amaxes]).amax()
         fields: dict[str, Any] = {"activation_spec": self.config.activation}
         if isinstance(config, NVFP4Config):
             fields["product_backend"] = ProductBackend.of(config.product_backend)
         return [quantize(weight, config.weight, amax=amax)._replace(**fields) for weight in weights]
+
+
+def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights of linears and of experts (E, N, K) of a model, by name."""
+    for path, module in model.named_modules():
+        if type(module) is nn.Linear:
+            yield f"{path}.weight", module.weight
+        elif getattr(module, "is_transposed", None) is False:  # what transformers makes of a class of experts
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.dim() == 3 and name in JOINED_AS:
+                    yield f"{path}.{name}", weight

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from nvfp4_tensor import NVFP4Tensor, checkpoints
+from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize_experts
 from nvfp4_tensor.checkpoints.quantizing import quantize
 from nvfp4_tensor.integrations import transformers as nvfp4
 
@@ -73,11 +73,34 @@ def test_some_layers_of_experts_are_dense(folder, tmp_path, ids):
     assert filecmp.cmp(tmp_path / "nvfp4/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
 
 
-def test_dense_experts_beside_nvfp4_linears(folder, tmp_path, ids):
-    """As quantizing while loading leaves them: saved under the names that files of this architecture have."""
+def test_quantized_while_loading(folder, tmp_path, ids):
+    """Each expert by the amax of its gate and up together; saved as checkpoints.quantize writes them."""
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=nvfp4.NVFP4TensorConfig())
-    assert not any(isinstance(weight, NVFP4Tensor) for weight in experts(model).values())
+    assert all(isinstance(weight, NVFP4Tensor) for weight in experts(model).values())
     assert not isinstance(model.model.layers[0].mlp.gate.weight, NVFP4Tensor)
+    planned = sum(
+        model.hf_quantizer.param_element_size(model, name, torch.empty(p.shape, device="meta")) * p.numel()
+        for name, p in model.named_parameters()
+        if isinstance(p, NVFP4Tensor)
+    )
+    assert planned == sum(p.nbytes for p in model.parameters() if isinstance(p, NVFP4Tensor))
+    for name, weight in experts(AutoModelForCausalLM.from_pretrained(folder)).items():
+        expected, got = quantize_experts(weight.detach()), model.get_parameter(name)
+        assert torch.equal(got.qdata, expected.qdata) and torch.equal(got.scale, expected.scale)
+    model.save_pretrained(tmp_path / "nvfp4")
+    quantize(folder, tmp_path / "expected", progress=False)
+    assert filecmp.cmp(tmp_path / "nvfp4/model.safetensors", tmp_path / "expected/model.safetensors", shallow=False)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_dense_experts_beside_nvfp4_linears(folder, tmp_path, ids):
+    """Left dense by choice: saved under the names that files of this architecture have."""
+    config = nvfp4.NVFP4TensorConfig(modules_to_not_convert=["lm_head", ".*experts"])
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    assert not any(isinstance(weight, NVFP4Tensor) for weight in experts(model).values())
+    assert isinstance(model.model.layers[0].self_attn.q_proj.weight, NVFP4Tensor)
     model.save_pretrained(tmp_path / "nvfp4")
     dense, saved = load_file(folder / "model.safetensors"), load_file(tmp_path / "nvfp4/model.safetensors")
     for name in [name for name in dense if "experts" in name]:
