@@ -72,7 +72,7 @@ class _Reference:
 
 def placed(part: NVFP4Tensor, whole: NVFP4Tensor, dim: int, start: int, length: int) -> NVFP4Tensor:
     """The slice, which knows its place from now on; a copy does not keep the whole alive."""
-    if type(whole.qdata) is Tensor and not torch.compiler.is_compiling():
+    if part.aliasing != Aliasing.WHOLE and type(whole.qdata) is Tensor and not torch.compiler.is_compiling():
         part.place = Place(_Reference(whole), dim, start, length)
     return part
 
