@@ -1,5 +1,5 @@
 import sys
 
-from nvfp4_tensor.cli import main
+from nvfp4_cli import main
 
 sys.exit(main())

@@ -1,33 +1,143 @@
-import importlib.util
+"""The commands' arguments, exit statuses and errors, as a shell sees them."""
 
+import importlib.util
+import json
+import subprocess
+import sys
+
+import click
 import pytest
 
-from nvfp4_tensor import cli
+import nvfp4_cli
+from nvfp4_cli import options
+from nvfp4_cli.commands import COMPLETION, nvfp4
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints.gguf import DENSE_TYPES
 from nvfp4_tensor.testing import selftest
+
+COMMANDS = sorted(nvfp4.commands)
+
+
+def test_all_commands_are_there():
+    assert sorted(
+        ["quantize", "convert", "inspect", "compare", "generate", "chat", "info", "selftest", "demo", "completion"]
+    ) == COMMANDS
+
+
+def test_choices_are_those_of_the_library():
+    assert {*options.FORMATS, "dense", "mxfp4"} == set(checkpoints.FORMATS)  # which are sources
+    assert options.DENSE_TYPES == DENSE_TYPES
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_has_an_example_and_imports_no_torch(command):
+    code = (
+        "import sys, nvfp4_cli\n"
+        f"assert nvfp4_cli.main({[*command.split(), '--help']}) == 0\n"
+        "assert not {'torch', 'nvfp4_tensor'} & set(sys.modules), 'help imports torch'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if command in ("", "quantize", "convert", "inspect", "compare", "generate", "chat"):
+        assert f"nvfp4 {command}" in done.stdout.partition("Options:")[0].split("\n", 1)[1]
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("completion",)])
+def test_every_command_takes_json(command):
+    assert any("--json" in parameter.opts for parameter in nvfp4.commands[command].params)
 
 
 def test_info_names_versions_and_what_serves_each_device(capsys):
-    assert cli.main(["info"]) == 0
+    assert nvfp4_cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out and "CPU ops" in out and "CUDA ops" in out
+    assert nvfp4_cli.main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"]["torch"] in out
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_selftest_gives_its_exit_status(monkeypatch, status):
+def test_selftest_gives_its_exit_status(monkeypatch, capsys, status):
     monkeypatch.setattr(selftest, "main", lambda: status)
-    assert cli.main(["selftest"]) == status
-
-
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--nonsense"]])
-def test_wrong_arguments_exit_2_and_say_how(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(arguments)
-    assert exit_.value.code == 2
-    assert "usage: python -m nvfp4_tensor" in capsys.readouterr().err
+    assert nvfp4_cli.main(["selftest"]) == status
+    check = selftest.Check("quantize", "rne", "cpu", 10, 3 * status)
+    monkeypatch.setattr(selftest, "run", lambda: iter([check]))
+    assert nvfp4_cli.main(["selftest", "--json"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["agree"] == (not status) and found["checks"][0]["differing"] == 3 * status
 
 
 def test_demo_names_the_packages_it_misses(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["demo"]) == 1
-    out = capsys.readouterr().out
-    assert "transformers" in out and "nvfp4-tensor[demo]" in out
+    assert nvfp4_cli.main(["demo"]) == 1
+    error = capsys.readouterr().err
+    assert "transformers" in error and "nvfp4-tensor[demo]" in error
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["quantise", "a", "b"], "Did you mean 'quantize'"),
+        (["demo", "--nonsense"], "No such option"),
+        (["quantize", "not_there", "dst"], "'not_there' does not exist"),
+        (["quantize", ".", "dst", "--to", "onnx"], "'onnx' is not one of"),
+        (["quantize", ".", "dst", "--round-mode", "up"], "'up' is not one of"),
+        (["quantize", ".", "dst", "--gptq"], "give --calibrate TEXT"),
+        (["quantize", ".", "dst", "--w4a16", "--calibrate", "text"], "add --gptq"),
+        (["compare", ".", ".", "--sweep", "3"], "give --text FILE"),
+        (["compare", "."], "Missing argument 'B'"),
+        (["completion", "csh"], "'csh' is not one of"),
+    ],
+)
+def test_wrong_arguments_exit_2_and_say_how(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("some words")
+    assert nvfp4_cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and not captured.out
+
+
+@pytest.mark.parametrize("error", [click.Abort, KeyboardInterrupt])
+def test_an_interrupt_exits_130(monkeypatch, capsys, error):
+    def run(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(nvfp4, "main", run)
+    assert nvfp4_cli.main(["info"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_faults_of_ours_keep_their_traceback(monkeypatch):
+    def run(*args, **kwargs):
+        raise KeyError("x")
+
+    monkeypatch.setattr(nvfp4, "main", run)
+    with pytest.raises(KeyError):
+        nvfp4_cli.main(["info"])
+
+
+def test_the_environment_asks_for_a_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv(nvfp4_cli.TRACEBACK, "1")
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        nvfp4_cli.main(["inspect", str(tmp_path)])
+
+
+@pytest.mark.parametrize("shell", sorted(COMPLETION))
+def test_the_shells_lines_name_what_click_answers(shell, capsys):
+    from click.shell_completion import get_completion_class
+
+    assert nvfp4_cli.main(["completion", shell]) == 0
+    assert f"_NVFP4_COMPLETE={shell}_source nvfp4" in capsys.readouterr().out
+    assert get_completion_class(shell) is not None
+
+
+@pytest.mark.parametrize(
+    "words, wanted",
+    [("nvfp4 qu", "quantize"), ("nvfp4 quantize --fo", "--four-over-six"), ("nvfp4 quantize a b --to mod", "modelopt")],
+)
+def test_completion_offers(words, wanted):
+    from click.shell_completion import ShellComplete
+
+    given = words.split()[1:]
+    offered = ShellComplete(nvfp4, {}, "nvfp4", "_NVFP4_COMPLETE").get_completions(given[:-1], given[-1])
+    assert wanted in [item.value for item in offered]

@@ -1,0 +1,5 @@
+import sys
+
+from nvfp4_cli import main
+
+sys.exit(main())

@@ -1,0 +1,63 @@
+"""Arguments that several commands take, and how a result is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FORMATS = ("modelopt", "compressed-tensors", "gguf", "mlx", "comfy", "torchao")
+"""What is written; a test compares it with ``nvfp4_tensor.checkpoints.FORMATS``."""
+DENSE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+"""What GGUF stores dense matrices as; compared with ``nvfp4_tensor.checkpoints.gguf.DENSE_TYPES``."""
+
+CHECKPOINT = click.Path(exists=True, path_type=Path)
+TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
+NEW = click.Path(path_type=Path)
+
+as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object instead of text.")
+quiet = click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
+html = click.option("--html", type=NEW, metavar="FILE", help="Write a report: one HTML file that needs no other.")
+to = click.option("--to", type=click.Choice(FORMATS), default="modelopt", show_default=True, help="The format of DST.")
+dense = click.option("--dense", type=click.Choice(DENSE_TYPES), help="GGUF: what dense matrices are stored as.")
+shard_size = click.option("--shard-size", metavar="GB", type=float, help="Files of about so many gigabytes (10^9).")
+config_from = click.option(
+    "--config-from", type=CHECKPOINT, metavar="PATH", help="Where config and tokenizer are, if not in the checkpoint."
+)
+
+
+class Result(Protocol):
+    """What a command gives: ``str`` is for a person, ``as_json`` for a program."""
+
+    def as_json(self) -> Any: ...
+
+
+def show(result: Result, json_: bool) -> None:
+    """Print a result."""
+    click.echo(json.dumps(result.as_json(), indent=2, allow_nan=False) if json_ else str(result))
+
+
+def wants_bar(quiet: bool) -> bool:
+    """A bar is for who looks at a terminal."""
+    return not quiet and sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def prints_to_stderr(json_: bool) -> Iterator[None]:
+    """With --json, stdout is for one JSON object alone."""
+    with contextlib.redirect_stdout(sys.stderr) if json_ else contextlib.nullcontext():
+        yield
+
+
+def options_of_format(dense: str | None, shard_size: float | None, lossy: bool = False) -> dict[str, Any]:
+    """What a format is asked for beyond its defaults; the format refuses what it does not know."""
+    given: dict[str, Any] = {"dense": dense, "lossy": lossy or None}
+    given["shard_bytes"] = None if shard_size is None else int(shard_size * 10**9)
+    return {name: value for name, value in given.items() if value is not None}

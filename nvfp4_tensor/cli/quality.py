@@ -1,0 +1,217 @@
+"""Two models over one text: perplexity, divergence of their logits, and the error of each layer's output."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from tqdm import tqdm
+
+from nvfp4_tensor.cli.models import open_model, open_tokenizer, tokens_of, windows_of
+from nvfp4_tensor.cli.results import number
+from nvfp4_tensor.sizes import stored_bytes
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """The output of a linear of b beside that of a, both fed what a's is fed.
+
+    Attributes:
+        relative: ``norm(y_b - y_a) / norm(y_a)`` over all tokens.
+        bits, dense_bits: stored bits of its weight in b and in a, in all.
+    """
+
+    name: str
+    relative: float
+    bits: int
+    dense_bits: int
+
+    @property
+    def gain(self) -> float:
+        """The squared error that each bit more removes, if it is left dense: what orders ``Quality.outputs``."""
+        return self.relative**2 / max(self.dense_bits - self.bits, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """b with its ``dense_layers`` most sensitive layers as in a: bits a weight of all these layers, and perplexity."""
+
+    dense_layers: int
+    bits: float
+    perplexity: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """Both models over the same tokens.
+
+    Attributes:
+        perplexity: of a and of b.
+        divergence: the mean of KL(a || b) over the tokens, in nats.
+        agreement: the share of tokens after which both find the same next one likeliest.
+        outputs: the layers that are NVFP4 in b, those first that are best left dense.
+        sweep: bits against perplexity.
+    """
+
+    text: Path
+    tokens: int
+    perplexity: tuple[float, float]
+    divergence: float
+    agreement: float
+    outputs: tuple[Output, ...]
+    sweep: tuple[Point, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.text.name}, {self.tokens} tokens: perplexity {self.perplexity[0]:.3f} -> {self.perplexity[1]:.3f}, "
+            f"KL {number(self.divergence)} nats, the same likeliest token at {self.agreement:.1%}"
+        ]
+        if self.outputs:
+            lines.append("to leave dense first, by what each bit gains (error of the output):")
+            lines += [f"  {number(each.relative)}  {each.name}" for each in self.outputs[:5]]
+        for point in self.sweep:
+            lines.append(
+                f"{point.dense_layers:>5} left dense: {point.bits:5.2f} bits, perplexity {point.perplexity:.3f}"
+            )
+        return "\n".join(lines)
+
+
+def compare_models(
+    a: Path, b: Path, text: Path, tokens: int, window: int, sweep: int, config_from: Path | None, progress: bool
+) -> Quality:
+    """Run both over the first ``tokens`` of a text, in windows that do not see each other."""
+    tokenizer = open_tokenizer(config_from, a, b)
+    windows = windows_of(tokens_of(text, tokenizer, tokens), window)
+    source = config_from if config_from is not None else a
+    model_a = open_model(a, config_from, progress=progress)
+    model_b = open_model(b, config_from or _with_config(b, source), progress=progress)
+    with tqdm(total=len(windows) * (1 + sweep), desc="running", unit="window", disable=not progress) as bar:
+        totals, outputs = _run(model_a, model_b, windows, bar.update)
+        points = _sweep(model_a, model_b, windows, outputs, sweep, totals.perplexities()[1], bar.update)
+    return Quality(
+        text, sum(each.numel() for each in windows), totals.perplexities(), totals.divergence / totals.predicted,
+        totals.agreeing / totals.predicted, tuple(outputs), tuple(points),
+    )  # fmt: skip
+
+
+def _with_config(path: Path, source: Path) -> Path | None:
+    """Where to take a configuration from for a single file that has none."""
+    return source if path.suffix == ".safetensors" else None
+
+
+@dataclasses.dataclass
+class _Totals:
+    """Sums over all predicted tokens."""
+
+    loss_a: float = 0.0
+    loss_b: float = 0.0
+    divergence: float = 0.0
+    agreeing: int = 0
+    predicted: int = 0
+
+    def add(self, logits_a: Tensor, logits_b: Tensor, next_: Tensor) -> None:
+        """Logits (tokens, vocabulary), float32, and the token that comes after each."""
+        self.loss_a += cross_entropy(logits_a, next_, reduction="sum").item()
+        self.loss_b += cross_entropy(logits_b, next_, reduction="sum").item()
+        log_a, log_b = log_softmax(logits_a, -1), log_softmax(logits_b, -1)
+        self.divergence += kl_div(log_b, log_a, reduction="sum", log_target=True).item()
+        self.agreeing += int((logits_a.argmax(-1) == logits_b.argmax(-1)).sum())
+        self.predicted += len(next_)
+
+    def perplexities(self) -> tuple[float, float]:
+        return math.exp(self.loss_a / self.predicted), math.exp(self.loss_b / self.predicted)
+
+
+@torch.no_grad()
+def _run(
+    a: nn.Module, b: nn.Module, windows: Sequence[Tensor], tick: Callable[[], object]
+) -> tuple[_Totals, list[Output]]:
+    totals = _Totals()
+    with _watch_outputs(a, b) as outputs:
+        for ids in windows:
+            logits_a = _logits(a, ids)
+            totals.add(logits_a, _logits(b, ids), ids[0, 1:])
+            tick()
+    found = []
+    for name, (error, signal) in outputs.items():
+        weights = [_module(model, name).weight for model in (b, a)]
+        relative = math.sqrt(error / signal) if signal else math.nan
+        found.append(Output(name, relative, *(8 * stored_bytes(weight) for weight in weights)))
+    return totals, sorted(found, key=lambda output: -output.gain)
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """(tokens - 1, vocabulary), float32."""
+    logits: Tensor = model(ids, use_cache=False).logits
+    return logits[0, :-1].float()
+
+
+@contextmanager
+def _watch_outputs(a: nn.Module, b: nn.Module) -> Iterator[dict[str, list[float]]]:
+    """By name of each linear that is NVFP4 in b: the squared norms of the error and of a's output, while a runs."""
+    sums: dict[str, list[float]] = {}
+    handles = []
+    for name, linear in a.named_modules():
+        if not isinstance(linear, nn.Linear):
+            continue
+        other = _module(b, name)
+        if not isinstance(other.weight, NVFP4Tensor):
+            continue
+        sums[name] = [0.0, 0.0]
+        handles.append(linear.register_forward_hook(_watcher(other, sums[name])))
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watcher(other: nn.Module, sums: list[float]) -> Callable[..., None]:
+    def watch(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        error = (other(*inputs).float() - output.float()).norm().item()
+        sums[0] += error**2
+        sums[1] += output.float().norm().item() ** 2
+
+    return watch
+
+
+def _module(model: nn.Module, name: str) -> Any:
+    return model.get_submodule(name)
+
+
+@torch.no_grad()
+def _sweep(
+    a: nn.Module, b: nn.Module, windows: Sequence[Tensor], outputs: Sequence[Output], points: int, perplexity: float,
+    tick: Callable[[], object],
+) -> list[Point]:  # fmt: skip
+    """b with none, some and all of its layers as in a; b is a, but for what is dense in both, afterwards."""
+    if not points or not outputs:
+        return []
+    numbers = sum(_module(a, output.name).weight.numel() for output in outputs)
+    done, found = 0, [Point(0, sum(output.bits for output in outputs) / numbers, perplexity)]
+    for point in range(1, points + 1):
+        count = round(len(outputs) * point / points)
+        for output in outputs[done:count]:
+            parent, _, last = output.name.rpartition(".")
+            setattr(b.get_submodule(parent), last, _module(a, output.name))
+        done = count
+        bits = sum(o.dense_bits if i < done else o.bits for i, o in enumerate(outputs)) / numbers
+        found.append(Point(done, bits, _perplexity(b, windows, tick)))
+    return found
+
+
+def _perplexity(model: nn.Module, windows: Sequence[Tensor], tick: Callable[[], object]) -> float:
+    total, predicted = 0.0, 0
+    for ids in windows:
+        total += cross_entropy(_logits(model, ids), ids[0, 1:], reduction="sum").item()
+        predicted += ids.numel() - 1
+        tick()
+    return math.exp(total / predicted)

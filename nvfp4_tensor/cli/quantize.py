@@ -1,0 +1,122 @@
+"""``nvfp4 quantize``: dense weights to NVFP4, calibrated on text where that is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_tensor import QuantizeSpec, checkpoints
+from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched
+from nvfp4_tensor.cli.convert import Written
+from nvfp4_tensor.cli.models import open_model, open_tokenizer, tokens_of, windows_of
+from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
+
+WINDOW = 512
+"""Tokens of a calibration that see each other."""
+
+
+def quantize(
+    src: Path,
+    dst: Path,
+    *,
+    to: str,
+    round_mode: str,
+    four_over_six: str | None,
+    scale_search: bool,
+    w4a16: bool,
+    exclude: Sequence[str],
+    include: Sequence[str],
+    calibrate: Path | None,
+    gptq: bool,
+    tokens: int,
+    seed: int,
+    progress: bool,
+    options: Mapping[str, Any],
+) -> Written:
+    """As :func:`checkpoints.quantize`; ``calibrate``, a text, makes it W4A4, or with ``gptq`` W4A16 by GPTQ.
+
+    Raises:
+        ValueError: what :func:`checkpoints.quantize` raises; no tokenizer or configuration for a calibration.
+    """
+    spec = QuantizeSpec(round_mode=round_mode, four_over_six=four_over_six, scale_search=scale_search)
+    start = time.perf_counter()
+    amax: dict[str, float] | None = None
+    if calibrate is not None:
+        check_is_new(dst)
+        model, batches = _model_and_text(src, calibrate, tokens, progress)
+        if gptq:
+            fit(model, batches, spec, exclude, include, progress)
+            checkpoints.save(model, dst, format=to, progress=progress, **options)
+            return Written.of(src, dst, time.perf_counter() - start)
+        amax = input_amax(model, batches, exclude, include)
+        del model
+    checkpoints.quantize(
+        src, dst, to=to, spec=spec, exclude=exclude, include=include, input_amax=amax, seed=seed, progress=progress,
+        **options,
+    )  # fmt: skip
+    return Written.of(src, dst, time.perf_counter() - start)
+
+
+def check_is_new(dst: Path) -> None:
+    """Before minutes of calibration."""
+    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
+        raise ValueError(f"{dst} is there already: remove it first, or write to another place")
+
+
+def _model_and_text(src: Path, text: Path, tokens: int, progress: bool) -> tuple[nn.Module, list[Tensor]]:
+    tokenizer = open_tokenizer(src)
+    batches = windows_of(tokens_of(text, tokenizer, tokens), WINDOW)
+    return open_model(src, progress=progress), batches
+
+
+def is_chosen(module: nn.Module, name: str, exclude: Sequence[str], include: Sequence[str]) -> bool:
+    """Whether :func:`checkpoints.quantize` would quantize the weight of this module."""
+    if not isinstance(module, nn.Linear) or is_matched(f"{name}.weight", exclude):
+        return False
+    return module.in_features % 16 == 0 and (
+        not is_matched(f"{name}.weight", LEFT_DENSE) or is_matched(f"{name}.weight", include)
+    )
+
+
+@torch.no_grad()
+def input_amax(
+    model: nn.Module, batches: Sequence[Tensor], exclude: Sequence[str] = (), include: Sequence[str] = ()
+) -> dict[str, float]:
+    """By parameter's name: the largest magnitude that each linear is fed over ``batches``, each (1, tokens).
+
+    The model's linears are observed from then on.
+
+    Raises:
+        ValueError: a linear was fed nothing.
+    """
+    from torchao.quantization import quantize_  # after our own import of torchao, which keeps its messages down
+
+    quantize_(model, NVFP4Config(step="prepare"), filter_fn=lambda m, name: is_chosen(m, name, exclude, include))
+    for batch in batches:
+        model(batch, use_cache=False)
+    observed = {name: module for name, module in model.named_modules() if isinstance(module, ObservedLinear)}
+    found = {f"{name}.weight": module.activation_amax.item() for name, module in observed.items()}
+    if idle := [name for name, value in found.items() if not value]:
+        raise ValueError(f"the text reached no input of {', '.join(idle[:4])}: give more, or --exclude them")
+    return found
+
+
+def fit(
+    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, exclude: Sequence[str], include: Sequence[str],
+    progress: bool,
+) -> None:  # fmt: skip
+    """GPTQ, in place; scales are searched unless the spec says how they are chosen."""
+    chosen = spec if spec != QuantizeSpec() else QuantizeSpec(scale_search=True)
+    config = GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=chosen), share_scales=True)
+    gptq(
+        model,
+        [{"input_ids": batch, "use_cache": False} for batch in batches],
+        config,
+        filter_fn=lambda module, name: is_chosen(module, name, exclude, include),
+        progress=progress,
+    )
