@@ -8,7 +8,10 @@ that layout, which vLLM, SGLang and TensorRT-LLM read.
 import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
 
 # isort: split
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+import warnings
+
+import transformers
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 
 from nvfp4_tensor.integrations.transformers.attach import attach_quantizer
 from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compressed_tensors
@@ -31,5 +34,12 @@ __all__ = [
 
 register_quantization_config(METHOD)(NVFP4TensorConfig)
 register_quantizer(METHOD)(WhileLoadingQuantizer)
-register_quantization_config("modelopt")(ModelOptConfig)
-register_quantizer("modelopt")(CheckpointQuantizer)
+if "modelopt" in AUTO_QUANTIZER_MAPPING:
+    warnings.warn(
+        f"transformers {transformers.__version__} reads ModelOpt's checkpoints by itself, so they are left to it: what "
+        "it cannot run here, nvfp4_tensor.checkpoints.load reads",
+        stacklevel=2,
+    )
+else:
+    register_quantization_config("modelopt")(ModelOptConfig)
+    register_quantizer("modelopt")(CheckpointQuantizer)
