@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,6 +41,8 @@ def share_tokens(model: nn.Module, mesh: DeviceMesh) -> None:
     axis = axis_of(mesh)
     linears = training_linears(model)
     check_agreement("the recipe", {name: m.active_recipe for name, m in linears.items()}, mesh.get_group())
+    if axis.ranks > 1:
+        axis = axis._replace(group=_apart(mesh.get_group(), torch.device(mesh.device_type)))
     for linear in linears.values():
         linear.place = dataclasses.replace(linear.place or Place(), tokens=axis)
 
@@ -51,6 +54,17 @@ def axis_of(mesh: DeviceMesh) -> Axis:
             f"a mesh of one dimension is needed, and {mesh} has {mesh.ndim}: name one of them, mesh['dp'] for instance"
         )
     return Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+
+
+def _apart(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of a group of the same ranks with collectives of its own, that do not wait behind FSDP2's gathers."""
+    apart = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=group._get_backend(device).options._timeout,
+        use_local_synchronization=True,
+        group_desc="NVFP4 amaxes",
+    )
+    return apart.group_name
 
 
 def seed_rounding(model: nn.Module, seed: int, step: int = 0) -> None:
