@@ -86,6 +86,18 @@ def test_sizes_are_those_that_will_be_stored(llama):
     assert model.get_memory_footprint() == model_size(model).total
 
 
+def test_device_map_auto_plans_by_them(llama, tmp_path):
+    """Memory in which the NVFP4 model fits, and the dense one does not, whose layers go to the disk."""
+    _, folder = llama(hidden_size=128, intermediate_size=512, num_hidden_layers=4)
+    options = {"device_map": "auto", "max_memory": {"cpu": int(1.6 * model_size(load(folder)).total)}}
+    assert len(quantized_names(load(folder, **options))) == 28
+    dense = AutoModelForCausalLM.from_pretrained(folder, offload_folder=tmp_path / "offload", **options)
+    assert "disk" in dense.hf_device_map.values()
+    options["max_memory"] = {"cpu": options["max_memory"]["cpu"] // 3}
+    with pytest.raises(ValueError, match="cannot be offloaded to a disk"):
+        load(folder, **options)
+
+
 def test_a_part_in_memory_is_offloaded_from_the_device(llama, ids):
     """accelerate moves weights in and out of the meta device at each call; here both places are a CPU."""
     accelerate = pytest.importorskip("accelerate")
