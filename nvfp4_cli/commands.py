@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,17 +183,18 @@ def compare(a: Path, b: Path, html: Path | None, json_: bool, quiet: bool, **giv
 
 def _writes(command: Any) -> Any:
     """The options of what writes text."""
-    for option in reversed((
-        click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(1)),
+    decorators: tuple[Callable[[Any], Any], ...] = (
+        options.as_json,
+        options.config_from,
+        click.option("--seed", default=0, show_default=True, help="Of sampling."),
         click.option(
             "--temperature", default=0.0, show_default=True, type=click.FloatRange(0),
             help="0 takes the likeliest token.",
         ),
-        click.option("--seed", default=0, show_default=True, help="Of sampling."),
-        options.config_from,
-        options.as_json,
-    )):  # fmt: skip
-        command = option(command)
+        click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(1)),
+    )  # fmt: skip
+    for decorator in decorators:
+        command = decorator(command)
     return command
 
 

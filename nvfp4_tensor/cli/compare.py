@@ -133,7 +133,7 @@ def compare(
         tallies = {}
         for name in tqdm(names, desc="comparing", unit="tensor", disable=not progress):
             tallies[name] = _tally(name, first, second, worst)
-        only = [tuple(sorted(set(x.entries) - set(y.entries))) for x, y in ((first, second), (second, first))]
+        only_in_a, only_in_b = _missing(first, second), _missing(second, first)
         formats = first.format, second.format
     quality = None
     if text is not None:
@@ -143,8 +143,12 @@ def compare(
     return Comparison(
         a, b, formats, (size_of(a), size_of(b)), tuple(tally.layer() for tally in tallies.values()), relative, snr,
         tuple(heapq.nlargest(worst, (block for t in tallies.values() for block in t.worst), key=lambda b: b.error)),
-        *only, quality,
+        only_in_a, only_in_b, quality,
     )  # fmt: skip
+
+
+def _missing(one: Checkpoint, other: Checkpoint) -> tuple[str, ...]:
+    return tuple(name for name in one.entries if name not in other.entries)
 
 
 def _check_comparable(a: Checkpoint, b: Checkpoint, names: list[str]) -> None:

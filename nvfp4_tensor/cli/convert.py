@@ -61,7 +61,14 @@ class Written:
 
 
 def convert(src: Path, dst: Path, *, to: str, weight_only: bool, progress: bool, options: Mapping[str, Any]) -> Written:
-    """As :func:`checkpoints.convert`; ``options`` of the format that is written."""
+    """As :func:`checkpoints.convert`; ``options`` of the format that is written.
+
+    Raises:
+        ValueError: as there, and where ``src`` holds no NVFP4.
+    """
     start = time.perf_counter()
+    with checkpoints.read(src) as checkpoint:
+        if not any(entry.quantized for entry in checkpoint.entries.values()):
+            raise ValueError(f"{src} holds no NVFP4 weights, only dense ones: `nvfp4 quantize` makes them")
     checkpoints.convert(src, dst, to=to, weight_only=weight_only, progress=progress, **options)
     return Written.of(src, dst, time.perf_counter() - start)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvfp4_tensor import QuantizeSpec, checkpoints
+from nvfp4_tensor import FourOverSix, QuantizeSpec, RoundingMode, ScaleSearch, checkpoints
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched
 from nvfp4_tensor.cli.convert import Written
 from nvfp4_tensor.cli.models import open_model, open_tokenizer, tokens_of, windows_of
@@ -43,7 +43,11 @@ def quantize(
     Raises:
         ValueError: what :func:`checkpoints.quantize` raises; no tokenizer or configuration for a calibration.
     """
-    spec = QuantizeSpec(round_mode=round_mode, four_over_six=four_over_six, scale_search=scale_search)
+    spec = QuantizeSpec(
+        round_mode=RoundingMode.of(round_mode),
+        four_over_six=None if four_over_six is None else FourOverSix[four_over_six.upper()],
+        scale_search=ScaleSearch.MSE if scale_search else None,
+    )
     start = time.perf_counter()
     amax: dict[str, float] | None = None
     if calibrate is not None:
@@ -111,7 +115,7 @@ def fit(
     progress: bool,
 ) -> None:  # fmt: skip
     """GPTQ, in place; scales are searched unless the spec says how they are chosen."""
-    chosen = spec if spec != QuantizeSpec() else QuantizeSpec(scale_search=True)
+    chosen = spec if spec != QuantizeSpec() else QuantizeSpec(scale_search=ScaleSearch.MSE)
     config = GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=chosen), share_scales=True)
     gptq(
         model,

@@ -19,9 +19,12 @@ COMMANDS = sorted(nvfp4.commands)
 
 
 def test_all_commands_are_there():
-    assert sorted(
-        ["quantize", "convert", "inspect", "compare", "generate", "chat", "info", "selftest", "demo", "completion"]
-    ) == COMMANDS
+    assert (
+        sorted(
+            ["quantize", "convert", "inspect", "compare", "generate", "chat", "info", "selftest", "demo", "completion"]
+        )
+        == COMMANDS
+    )
 
 
 def test_choices_are_those_of_the_library():
