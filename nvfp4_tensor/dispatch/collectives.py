@@ -74,7 +74,7 @@ def _all_gather(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
     parts, rest = gather.inputs_of(t, world)
     qdata, scale, factor = map(gathered, parts)
-    if rest.per_tensor_scale is not None:
+    if rest.one_scale:
         factor = _one_of(factor, t)
     return t._replace(qdata=qdata, scale=gather.swizzled(qdata, scale, rest), per_tensor_scale=factor)
 

@@ -121,7 +121,6 @@ class MasterShard(Tensor):
     _writes: list[int]
     """How often this storage was written to, for all views of it: a DTensor's local tensor counts no versions."""
     _amax: tuple[tuple, Tensor] | None = None
-    _codes: tuple[tuple, NVFP4Tensor] | None = None
 
     @staticmethod
     def __new__(cls, data: Tensor) -> MasterShard:
@@ -202,16 +201,13 @@ class MasterShard(Tensor):
         return parts, _Codes(codes, rest)
 
     def _quantized(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:
-        """This shard's codes, kept from the gather of the forward to that of the backward."""
-        key = (*self._state(), spec, dtype)
-        if self._codes is None or self._codes[0] != key:
-            place = getattr(module, "place", None)
-            axes = (Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name),)
-            amax = self._whole_amax(axes if place is None else (*axes, *place.w))
-            amax = amax.to(dtype).float()  # that of the weight in the dtype of the products, for rounding is monotonic
-            qdata, scale, factor = torch.ops.nvfp4.quantize(self.plain().to(dtype), amax, None, spec.pack())
-            self._codes = key, NVFP4Tensor._of_parts(qdata, scale, factor, self.shape[1], dtype, spec)
-        return self._codes[1]
+        """This shard's codes, made for each gather: to keep them would take a quarter of the shard's memory."""
+        place = getattr(module, "place", None)
+        axes = (Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name),)
+        amax = self._whole_amax(axes if place is None else (*axes, *place.w))
+        amax = amax.to(dtype).float()  # that of the weight in the dtype of the products, for rounding is monotonic
+        qdata, scale, factor = torch.ops.nvfp4.quantize(self.plain().to(dtype), amax, None, spec.pack())
+        return NVFP4Tensor._of_parts(qdata, scale, factor, self.shape[1], dtype, spec)
 
     def fsdp_post_all_gather(
         self,

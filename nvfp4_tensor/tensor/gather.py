@@ -45,7 +45,8 @@ class Rest(NamedTuple):
     """What every rank has."""
 
     in_tiles: bool
-    per_tensor_scale: Tensor | None  # None where it has rows, or matrices, and is sharded with them
+    one_scale: bool
+    """Whether the whole has one per-tensor scale, and not one a row or a matrix, sharded with them."""
     activation_amax: Tensor | None
     beside: tuple[Tensor, ...] = ()
     """On one rank, the parts after the first: FSDP2 takes no more there, and nothing travels."""
@@ -59,20 +60,23 @@ def inputs_of(t: Codes, world: int) -> tuple[tuple[Tensor, ...], Rest]:
     in_tiles = world == 1 or math.prod(t.qdata.shape[:-1]) % TILE_ROWS == 0
     scale = t.scale if in_tiles else t.unswizzled_scale()
     parts = [t.qdata.contiguous(), scale.contiguous().view(torch.uint8)]
-    shared = t.per_tensor_scale.dim() == 0
-    parts.append(t.per_tensor_scale.view(1) if shared else t.per_tensor_scale.contiguous())
-    return tuple(parts), Rest(in_tiles, t.per_tensor_scale if shared else None, t.activation_amax)
+    one_scale = t.per_tensor_scale.dim() == 0
+    parts.append(t.per_tensor_scale.view(1) if one_scale else t.per_tensor_scale.contiguous())
+    return tuple(parts), Rest(in_tiles, one_scale, t.activation_amax)
 
 
 def whole_of(outputs: tuple[Tensor, ...], rest: Rest) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, swizzled block scales and per-tensor scale of the whole, of what has arrived.
 
-    Shards of different per-tensor scales are an error: on a GPU in the stream, without waiting for it.
+    Shards of different per-tensor scales are an error: on a GPU in the stream, without waiting for it. Nothing here
+    reads a tensor of the shard, which another stream may have made, and may use the memory of again.
     """
     qdata, scale, factor = (*outputs, *rest.beside)
-    if rest.per_tensor_scale is not None:
-        torch._assert_async((factor == rest.per_tensor_scale).all(), DIFFERENT_SCALES)
-        factor = rest.per_tensor_scale
+    if rest.one_scale:
+        factors = factor.view(-1)
+        factor = factors[0]
+        if len(factors) > 1:
+            torch._assert_async((factors == factor).all(), DIFFERENT_SCALES)
     return qdata, swizzled(qdata, scale, rest), factor
 
 
@@ -123,6 +127,7 @@ def post_all_gather(
         return None
     qdata, scale, factor = whole_of(outputs, rest)
     dtype = {"orig_dtype": param_dtype} if param_dtype in HIGH_PRECISION_DTYPES else {}
+    _keep(rest.activation_amax)
     whole = t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor, activation_amax=rest.activation_amax, **dtype)
     return whole, () if rest.in_tiles else (scale,)
 
@@ -134,5 +139,12 @@ def _refill(whole: Any, outputs: tuple[Tensor, ...], rest: Rest) -> None:
     elif not rest.in_tiles:
         with torch.autograd._unsafe_preserve_version_counter(whole.scale):  # saved for the backward, and the same
             whole.scale.copy_(scale)
-    whole.per_tensor_scale = factor  # another after a checkpoint was loaded
+    whole.per_tensor_scale = factor
+    _keep(rest.activation_amax)
     whole.activation_amax = rest.activation_amax
+
+
+def _keep(t: Tensor | None) -> None:
+    """CPU offload makes it in the stream of the gather; it is read in this one."""
+    if t is not None and t.is_cuda:
+        t.record_stream(torch.cuda.current_stream(t.device))

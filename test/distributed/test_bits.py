@@ -119,7 +119,7 @@ def codes_are_those_of_one_rank(how):
             assert (mine.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm(), name
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("how", ["tokens", "outputs", "inputs"])
 def test_codes_are_those_of_one_rank(how, world):
     """Every operand of every product, bit for bit; y, dx and dw up to the order of sums."""
@@ -180,7 +180,10 @@ def summed(state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-@pytest.mark.parametrize(("recipe", "engine"), [("nvidia", "FSDP2"), ("accurate_eden", "FSDP2"), ("nvidia", "DDP")])
+@pytest.mark.parametrize(
+    ("recipe", "engine"),
+    [("nvidia", "FSDP2"), pytest.param("accurate_eden", "FSDP2", marks=pytest.mark.slow), ("nvidia", "DDP")],
+)
 def test_losses_agree_on_any_number_of_ranks(recipe, engine):
     """To the order of float32 sums, which moves weights by a bfloat16 step here and there."""
     one, two, four = (run_ranks(losses, world, recipe, engine, 512)[0] for world in (1, 2, 4))
