@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -39,13 +39,16 @@ def gather_codes(model: M) -> M:
         the same model.
 
     Raises:
-        ValueError: no linear trains in NVFP4, or a recipe whose backward reads the weight as it was.
+        ValueError: no linear trains in NVFP4, a recipe whose backward reads the weight as it was, or a model that
+            ``fully_shard`` has had already.
 
     >>> for layer in gather_codes(model).layers:
     ...     fully_shard(layer)
     >>> fully_shard(model)
     """
     linears = training_linears(model)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("gather_codes comes before fully_shard, which looks once at how a weight is gathered")
     for name, linear in linears.items():
         _weight_spec(linear, name)
     for linear in linears.values():

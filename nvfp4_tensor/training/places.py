@@ -42,14 +42,17 @@ class Place:
 
     @property
     def x(self) -> Region:
+        """Of the input."""
         return Region(self.tokens, self.inputs)
 
     @property
     def dy(self) -> Region:
+        """Of the output's gradient."""
         return Region(self.tokens, self.outputs)
 
     @property
     def w(self) -> Region:
+        """Of the weight."""
         return Region(self.outputs, self.inputs)
 
 

@@ -158,6 +158,8 @@ def refusal(case):
     try:
         distributed.gather_codes(model)
         shard(model)
+        if case == "twice":
+            distributed.gather_codes(model)
         if case == "later":
             set_recipe(model, forward="bf16")
         model(torch.randn(32, 64).bfloat16())
@@ -168,6 +170,7 @@ def refusal(case):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        ("twice", "gather_codes comes before fully_shard"),
         ("recipe", "^0 quantizes no weight, by its recipe"),
         ("later", r"NVFP4TrainingLinear\(.* quantizes no weight"),
         ("blocks", r"the weight of \w*NVFP4TrainingLinear\(.*\) has 36 rows on each of 2 ranks, no multiple of the 16"),
