@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,7 @@ def generate(path: Path, prompt: str, json_: bool, **given: Any) -> None:
     from nvfp4_tensor.cli.generate import generate as run
 
     if prompt == "-":
-        prompt = click.get_text_stream("stdin").read()
+        prompt = sys.stdin.read()
     result = run(path, prompt, stream=not json_, **given)
     if json_:
         show(result, json_)

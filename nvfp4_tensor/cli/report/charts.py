@@ -83,10 +83,10 @@ def _y(value: float, low: float, high: float) -> float:
 def _axis(low: float, high: float, log: bool) -> str:
     """Four or five lines across, and their numbers."""
     if log:
-        step = max(math.ceil((high - low) / 5), 1)
-        places = [low + i * step for i in range(int((high - low) / step) + 1)]
+        power = max(math.ceil((high - low) / 5), 1)
+        places = [low + i * power for i in range(int((high - low) / power) + 1)]
     else:
-        step = _round_step((high - low) / 4)
+        step = _round_step((high - low) / 6)
         first = math.ceil(low / step)
         places = [i * step for i in range(first, math.floor(high / step) + 1)]
     lines = []
