@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor import checkpoints
+from nvfp4_tensor.imports import quietly
 
 _PACKAGES = ("transformers", "accelerate")
 
@@ -25,6 +27,8 @@ def check_packages(purpose: str, packages: tuple[str, ...] = _PACKAGES) -> None:
 def _transformers() -> Any:
     check_packages("running a model")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # checkpoints are paths; read when transformers is imported
+    with quietly():  # transformers imports it later, and it would speak
+        importlib.import_module("torchao.prototype.mx_formats")
     import transformers
 
     transformers.logging.set_verbosity_error()
