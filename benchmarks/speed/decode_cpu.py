@@ -328,9 +328,10 @@ def main() -> None:
     content = record(device, llama_cpp=llama_cpp.__version__, runs=[])
     where = f"{content['machine']['processor']}, native: {content['native']['cpu']}"
     report(f"{where}, llama-cpp-python {llama_cpp.__version__}")
+    subject = "_".join(["decode_cpu", *(arguments.models if len(arguments.models) == 1 else [])])
     for name, threads in itertools.product(arguments.models, arguments.threads):
         content["runs"].append(run_model(report, name, threads, arguments))
-        save(result_path(device, "decode_cpu", arguments.out), content, report.text)
+        save(result_path(device, subject, arguments.out), content, report.text)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_the_report(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["decode_cpu", *arguments, str(tmp_path)])
     decode_cpu.main()
     torch.set_num_threads(threads)
-    (run,) = json.loads((tmp_path / "cpu/decode_cpu.json").read_text())["runs"]
+    (run,) = json.loads((tmp_path / "cpu/decode_cpu_tiny.json").read_text())["runs"]
     rows = {row["name"]: row for row in run["rows"]}
     assert list(rows) == [
         "ours, NVFP4", "ours, NVFP4, head", "llama.cpp, NVFP4", "llama.cpp, NVFP4, head", "llama.cpp, Q4_0",
