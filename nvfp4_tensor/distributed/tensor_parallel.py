@@ -19,6 +19,21 @@ from nvfp4_tensor.training.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.places import Place
 
 
+def share_weight(linear: NVFP4TrainingLinear, dim: int, mesh: DeviceMesh) -> None:
+    """Let a linear take its weight for one piece of several, cut along dim by the ranks of a mesh of one dimension.
+
+    Raises:
+        ValueError: the whole weight, which the linear still has, does not divide into whole blocks a rank.
+    """
+    axis = axis_of(mesh)
+    size, features = linear.weight.shape[dim], ("outputs", "inputs")[dim]
+    if size % (BLOCK * axis.ranks):
+        raise ValueError(
+            f"{linear} has {size} {features}, which {axis.ranks} ranks cannot share in whole blocks of {BLOCK}"
+        )
+    linear.place = dataclasses.replace(linear.place or Place(), **{features: axis})
+
+
 class _Parallel(ParallelStyle):
     """A linear whose weight is a DTensor, and whose products are those of local tensors."""
 
@@ -35,14 +50,7 @@ class _Parallel(ParallelStyle):
                 f"{type(self).__name__} is for linears that train in NVFP4, not {module}: convert it by "
                 "quantize_(model, NVFP4TrainingConfig()), or give PyTorch's own plan"
             )
-        axis = axis_of(device_mesh)
-        size = module.weight.shape[self.weight_dim]
-        if size % (BLOCK * axis.ranks):
-            raise ValueError(
-                f"{module} has {size} {('outputs', 'inputs')[self.weight_dim]}, which {axis.ranks} ranks cannot share "
-                f"in whole blocks of {BLOCK}"
-            )
-        module.place = dataclasses.replace(module.place or Place(), **{("outputs", "inputs")[self.weight_dim]: axis})
+        share_weight(module, self.weight_dim, device_mesh)
         weight = distribute_tensor(module.weight.detach(), device_mesh, [Shard(self.weight_dim)])
         module.weight = nn.Parameter(weight, module.weight.requires_grad)
         if module.bias is not None:
