@@ -36,7 +36,9 @@ def test_every_spec_survives_packing_and_packs_differently():
     "bits", [3 << 4, 2 << 10, 3 << 10, 1 << 10 | 1 << 4, 1 << 12 | 3, 1 << 12 | 1 << 2, 1 << 16, 1 << 8, 1 << 40, -1]
 )
 def test_what_no_spec_packs_to_is_refused(bits):
-    with pytest.raises(ValueError, match=r"QuantizeSpec.pack\(\)|hardware_rounding needs|scale_search takes|row_scaled|eden"):
+    with pytest.raises(
+        ValueError, match=r"QuantizeSpec.pack\(\)|hardware_rounding needs|scale_search takes|row_scaled|eden"
+    ):
         QuantizeSpec.unpack(bits)
 
 
