@@ -8,6 +8,8 @@ VENV_FLAGS ?=
 # Any from 2.11 on: make test VENV=.venv214 TORCH=torch==2.14.1. The default has a CPU build, which spares a fresh clone
 # the gigabytes of CUDA packages that the newest brings along.
 TORCH ?= torch==2.13.0
+# Processes of `make test`, a thread each.
+WORKERS ?= 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
 INSTALL := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false
@@ -42,7 +44,7 @@ demo: $(VENV)/.demo native-here  ## a real model in NVFP4 (demo_output/), the li
 	TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 $(BIN)/python -m nvfp4_tensor demo
 
 test: $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries built for every GPU
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n $(WORKERS)
 
 check: lint $(VENV)/.demo native-here  ## before a commit: lint and the fast tests
 	$(BIN)/python -m pytest -q -m "not slow" $(addprefix --ignore=,$(SLOW))
