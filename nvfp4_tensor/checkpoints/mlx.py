@@ -13,6 +13,7 @@ e4m3 number, as with a per-tensor scale of 1: :data:`AMAX_OF_ONE`. Mode "mxfp4" 
 
 from __future__ import annotations
 
+import abc
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -221,14 +222,17 @@ class _View(View):
     def per_tensor_scale(self, name: str) -> Tensor:
         return self.linear(name).per_tensor_scale
 
+    @abc.abstractmethod
     def _is_exact(self, name: str) -> bool:
-        raise NotImplementedError
+        """Whether MLX can say this weight as it is."""
 
+    @abc.abstractmethod
     def _said(self, parts: LinearParts) -> LinearParts:
-        raise NotImplementedError
+        """The weight as MLX says it, or as near as it gets."""
 
+    @abc.abstractmethod
     def _refusal(self, names: str) -> str:
-        raise NotImplementedError
+        """What to tell whoever does not allow the latter."""
 
 
 class _Folded(_View):

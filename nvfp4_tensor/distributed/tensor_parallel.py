@@ -54,14 +54,12 @@ class _Parallel(ParallelStyle):
         weight = distribute_tensor(module.weight.detach(), device_mesh, [Shard(self.weight_dim)])
         module.weight = nn.Parameter(weight, module.weight.requires_grad)
         if module.bias is not None:
-            bias = distribute_tensor(module.bias.detach(), device_mesh, [self._bias()])
+            placement: Placement = Shard(0) if self.weight_dim == 0 else Replicate()
+            bias = distribute_tensor(module.bias.detach(), device_mesh, [placement])
             module.bias = nn.Parameter(bias, module.bias.requires_grad)
         module.register_forward_pre_hook(lambda _, inputs: (self._local_input(inputs[0], device_mesh), *inputs[1:]))
         module.register_forward_hook(lambda linear, inputs, y: self._output(linear, y, device_mesh))
         return module
-
-    def _bias(self) -> Placement:
-        raise NotImplementedError
 
     def _local_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         """x as the products take it, local; its gradient is that of the whole."""
@@ -105,9 +103,6 @@ class NVFP4ColwiseParallel(_Parallel):
     ) -> None:
         super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
 
-    def _bias(self) -> Placement:
-        return Shard(0)
-
 
 class NVFP4RowwiseParallel(_Parallel):
     """Each rank has some of the inputs, and the products are summed: the training linear's ``RowwiseParallel``.
@@ -134,6 +129,3 @@ class NVFP4RowwiseParallel(_Parallel):
         use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
-
-    def _bias(self) -> Placement:
-        return Replicate()
