@@ -42,6 +42,14 @@ class Scale:
     def bits(self) -> int:
         return 8 * self.dtype.itemsize
 
+    @property
+    def _bits_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.bits == 8 else torch.int16
+
+    @property
+    def _nan(self) -> int:
+        return int(torch.tensor(float("nan")).to(self.dtype).view(self._bits_dtype))
+
     def checked_mode(self, mode: ScaleMode | str | None, element: Element) -> ScaleMode:
         """The mode, or the default for None: floor for powers of two, nearest for scales with a mantissa.
 
@@ -72,7 +80,9 @@ class Scale:
             scale = _power_of_two((block_amax * encode).clamp(max=FLOAT32_MAX), element, mode)
         else:
             scale = self._with_mantissa(block_amax, encode, element, mode)
-        return torch.where(finite, scale.float(), float("nan")).to(self.dtype)
+        # A cast of NaN has other bits on a GPU than on a CPU: the CPU's, by number.
+        bits = scale.to(self.dtype).view(self._bits_dtype).masked_fill(~finite, self._nan)
+        return bits.view(self.dtype)
 
     def _with_mantissa(self, block_amax: Tensor, encode: Tensor, element: Element, mode: ScaleMode) -> Tensor:
         """encode/largest first, then times the amax: the contract's order (section 2)."""
@@ -80,7 +90,7 @@ class Scale:
         scale = v.to(self.dtype)
         if mode == ScaleMode.NEAREST:
             return scale
-        bits = scale.view(torch.uint8 if self.bits == 8 else torch.int16)
+        bits = scale.view(self._bits_dtype)
         below = (scale.float() < v) | ((bits == 0) & (block_amax > 0))
         return (bits + below.to(bits.dtype)).view(self.dtype)
 
