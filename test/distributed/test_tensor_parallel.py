@@ -1,5 +1,6 @@
 """Tensor parallelism with quantized linears: DTensors made from shards and by distribute_tensor, and their products."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_shards_as_torchao_tests_them(config, dtype, device):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_torchaos_own_cases():
     script = Path(__file__).with_name("torchao_cases.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and "OK" in done.stderr, done.stderr[-4000:]
     assert "skipped=" not in done.stderr
 
