@@ -1,12 +1,9 @@
-"""Tensor parallelism of linears that train in NVFP4: plans for ``parallelize_module``.
-
-For quantized linears, whose weights are NVFP4Tensors, PyTorch's own ColwiseParallel and RowwiseParallel serve.
-"""
+"""Tensor parallelism of linears in NVFP4: plans for ``parallelize_module``."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +11,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from nvfp4_tensor.distributed.bits import axis_of
+from nvfp4_tensor.distributed.frozen import NVFP4ParallelLinear
 from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.places import Place
 
@@ -25,41 +24,59 @@ def share_weight(linear: NVFP4TrainingLinear, dim: int, mesh: DeviceMesh) -> Non
     Raises:
         ValueError: the whole weight, which the linear still has, does not divide into whole blocks a rank.
     """
+    linear.place = _shared(linear, linear.place or Place(), dim, mesh, BLOCK)
+
+
+def _shared(linear: nn.Linear, place: Place, dim: int, mesh: DeviceMesh, blocks: int) -> Place:
     axis = axis_of(mesh)
     size, features = linear.weight.shape[dim], ("outputs", "inputs")[dim]
-    if size % (BLOCK * axis.ranks):
-        raise ValueError(
-            f"{linear} has {size} {features}, which {axis.ranks} ranks cannot share in whole blocks of {BLOCK}"
-        )
-    linear.place = dataclasses.replace(linear.place or Place(), **{features: axis})
+    if size % (blocks * axis.ranks):
+        pieces = f"in whole blocks of {blocks}" if blocks > 1 else "evenly"
+        raise ValueError(f"{linear} has {size} {features}, which {axis.ranks} ranks cannot share {pieces}")
+    return dataclasses.replace(place, **{features: axis})
 
 
 class _Parallel(ParallelStyle):
     """A linear whose weight is a DTensor, and whose products are those of local tensors."""
 
-    weight_dim: int
+    weight_dim: ClassVar[int]
     """The dimension of the weight that ranks share."""
+    layouts: ClassVar[tuple[Placement, Placement]]
+    """Of the input and the output, where nothing else is asked for."""
 
-    def __init__(self, input_layout: Placement, output_layout: Placement, use_local_output: bool) -> None:
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
         super().__init__()
-        self.input_layout, self.output_layout, self.use_local_output = input_layout, output_layout, use_local_output
+        self.input_layout, self.output_layout = input_layouts or self.layouts[0], output_layouts or self.layouts[1]
+        self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, NVFP4TrainingLinear):
+        if isinstance(module, NVFP4TrainingLinear):
+            share_weight(module, self.weight_dim, device_mesh)
+        elif isinstance(module, nn.Linear) and isinstance(module.weight, NVFP4Tensor):
+            blocks = BLOCK if self.weight_dim == 1 else 1
+            NVFP4ParallelLinear.convert(module, _shared(module, Place(), self.weight_dim, device_mesh, blocks))
+        else:
             raise TypeError(
-                f"{type(self).__name__} is for linears that train in NVFP4, not {module}: convert it by "
-                "quantize_(model, NVFP4TrainingConfig()), or give PyTorch's own plan"
+                f"{type(self).__name__} is for linears that train in NVFP4, or have an NVFP4 weight, not {module}: "
+                "convert it by quantize_(model, NVFP4TrainingConfig()) first, or give PyTorch's own plan"
             )
-        share_weight(module, self.weight_dim, device_mesh)
-        weight = distribute_tensor(module.weight.detach(), device_mesh, [Shard(self.weight_dim)])
-        module.weight = nn.Parameter(weight, module.weight.requires_grad)
+        self._distribute(module, "weight", Shard(self.weight_dim), device_mesh)
         if module.bias is not None:
-            placement: Placement = Shard(0) if self.weight_dim == 0 else Replicate()
-            bias = distribute_tensor(module.bias.detach(), device_mesh, [placement])
-            module.bias = nn.Parameter(bias, module.bias.requires_grad)
+            self._distribute(module, "bias", Shard(0) if self.weight_dim == 0 else Replicate(), device_mesh)
         module.register_forward_pre_hook(lambda _, inputs: (self._local_input(inputs[0], device_mesh), *inputs[1:]))
         module.register_forward_hook(lambda linear, inputs, y: self._output(linear, y, device_mesh))
         return module
+
+    def _distribute(self, module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh) -> None:
+        whole = getattr(module, name)
+        pieces = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
+        setattr(module, name, nn.Parameter(pieces, whole.requires_grad))
 
     def _local_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         """x as the products take it, local; its gradient is that of the whole."""
@@ -78,9 +95,9 @@ class _Parallel(ParallelStyle):
 
 
 class NVFP4ColwiseParallel(_Parallel):
-    """Each rank has some of the outputs: the training linear's ``ColwiseParallel``.
+    """Each rank has some of the outputs: the ``ColwiseParallel`` of linears in NVFP4, trained or quantized.
 
-    Its codes and random bits are those of one rank: the amax of dy and of w goes over the ranks.
+    Codes and random bits are those of one rank: where a linear trains, the amax of dy and of w goes over the ranks.
 
     Args:
         input_layouts: of an input that is no DTensor: Replicate() by default, Shard(1) for a sequence-parallel one.
@@ -88,26 +105,19 @@ class NVFP4ColwiseParallel(_Parallel):
         use_local_output: whether that is the local tensor (by default) or the DTensor.
 
     Raises:
-        TypeError: a module that does not train in NVFP4.
-        ValueError: outputs that the ranks cannot share in blocks of 16.
+        TypeError: a module that neither trains in NVFP4 nor has an NVFP4 weight.
+        ValueError: outputs that the ranks cannot share evenly; in blocks of 16, where it trains.
     """
 
     weight_dim = 0
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
+    layouts = (Replicate(), Shard(-1))
 
 
 class NVFP4RowwiseParallel(_Parallel):
-    """Each rank has some of the inputs, and the products are summed: the training linear's ``RowwiseParallel``.
+    """Each rank has some of the inputs, and products are summed: the ``RowwiseParallel`` of linears in NVFP4.
 
-    Its codes and random bits are those of one rank: the amax of x and of w goes over the ranks.
+    Codes and random bits are those of one rank: the amax of x goes over the ranks, and where a linear trains that of w.
+    With row-scaled activations it is the amax of each row.
 
     Args:
         input_layouts: of an input that is no DTensor: Shard(-1) by default.
@@ -115,17 +125,9 @@ class NVFP4RowwiseParallel(_Parallel):
         use_local_output: whether that is the local tensor (by default) or the DTensor.
 
     Raises:
-        TypeError: a module that does not train in NVFP4.
+        TypeError: a module that neither trains in NVFP4 nor has an NVFP4 weight.
         ValueError: inputs that the ranks cannot share in blocks of 16.
     """
 
     weight_dim = 1
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
+    layouts = (Shard(-1), Replicate())

@@ -85,7 +85,9 @@ class Region(NamedTuple):
 
 def local(t: Tensor) -> Tensor:
     """This rank's piece of a DTensor, differentiable; any other tensor as it is."""
-    return t.to_local() if hasattr(t, "to_local") else t
+    from torch.distributed.tensor import DTensor  # whoever has a place has imported it; others need not
+
+    return t.to_local() if isinstance(t, DTensor) else t  # dynamo does not see the method of a DTensor of NVFP4
 
 
 def _agreed(amax: Tensor, x: Tensor, region: Region) -> Tensor:
@@ -112,14 +114,21 @@ def _own(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, region: Region
 
 
 def quantized_at(
-    region: Region, name: str, x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, stream: int
+    region: Region,
+    name: str,
+    x: Tensor,
+    spec: QuantizeSpec,
+    rng_state: Tensor | None,
+    stream: int,
+    amax: Tensor | None = None,
 ) -> Operand:
-    """:func:`products.quantized` of a piece of the whole."""
+    """:func:`products.quantized` of a piece of the whole, by an amax that is known already if one is given."""
     region.check(x, spec, name)
     if spec.row_scaled:
         amax = largest(reference.row_amax(x, spec.hadamard_sign), (region.columns,))
         return Operand(*torch.ops.nvfp4.quantize_rows(x, amax, rng_state, spec.pack(), *region.of(x), stream))
-    amax = largest(_own(x, spec, rng_state, region), region)
+    if amax is None:
+        amax = largest(_own(x, spec, rng_state, region), region)
     return Operand(*torch.ops.nvfp4.quantize(x, amax, rng_state, spec.pack(), *region.of(x), stream))
 
 

@@ -1,0 +1,76 @@
+"""A linear with an NVFP4 weight, of which this rank has a piece: activations get the codes that one rank would make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization.linear import NVFP4Linear
+from nvfp4_tensor.tensor.arguments import resolve_rng_state
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.training.autograd import autocast
+from nvfp4_tensor.training.places import Place, local, quantized_at
+
+
+class NVFP4ParallelLinear(NVFP4Linear):
+    """An nn.Linear whose frozen NVFP4 weight is a DTensor: made by the plans of tensor parallelism.
+
+    Where products quantize activations (W4A4), the ranks agree on the amax of what they share.
+    """
+
+    place: Place
+    """Which piece of the weight this rank has."""
+
+    @classmethod
+    def convert(cls, linear: nn.Linear, place: Place) -> NVFP4ParallelLinear:
+        """The same module, with products of its own."""
+        linear.__class__ = cls
+        assert isinstance(linear, NVFP4ParallelLinear)
+        linear.place = place
+        return linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight: Any = local(self.weight)
+        bias = None if self.bias is None or self.place.inputs.ranks > 1 else local(self.bias)  # once, after the sum
+        stored: Any = getattr(self.weight, "_local_tensor", self.weight)  # dynamo reads the fields of a parameter alone
+        spec = stored.activation_spec
+        if spec is None:
+            return nn.functional.linear(input, weight, bias)
+        x = autocast(input)
+        rows = x.reshape(-1, x.shape[-1])
+        y = _Product.apply(rows, weight, bias, activations(rows.detach(), weight, spec, self.place))
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def activations(x: Tensor, weight: NVFP4Tensor, spec: QuantizeSpec, place: Place) -> NVFP4Tensor:
+    """x (M, K), this rank's piece, as the codes that one rank would make of it for a product with the weight."""
+    rng_state = resolve_rng_state(x, spec, None, None)
+    parts = quantized_at(place.x, "x", x, spec, rng_state, 0, weight.activation_amax)
+    return weight._replace(
+        **parts._asdict(),
+        columns=x.shape[-1],
+        orig_dtype=x.dtype,
+        spec=spec,
+        activation_spec=None,
+        activation_amax=None,
+        transposed=False,
+    )
+
+
+class _Product(torch.autograd.Function):
+    """codes @ weight^T + bias, with the gradient of x @ weight^T + bias, as every W4A4 product has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: NVFP4Tensor, bias: Tensor | None, codes: NVFP4Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return nn.functional.linear(codes, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, dy.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None, None
