@@ -29,22 +29,31 @@ def _bytes_of(t: NVFP4Tensor) -> list[Tensor]:
 
 
 def _each_part(tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any]) -> Any:
-    """What ``call`` returns for the last part, after those before it have ended."""
+    """The work of the last part, begun after those before it have ended."""
     of_parts = list(zip(*map(_bytes_of, tensors), strict=True))  # type: ignore[arg-type]  # all are NVFP4Tensors
     for parts in of_parts[:-1]:
         call(list(parts))[-1].wait()
     return call(list(of_parts[-1]))[-1]
 
 
+def _asynchronous(func: Op, args: Args) -> Args:
+    """The arguments with async_op, for NCCL returns a null pointer as the work of a call without it.
+
+    Who called waits for the work that we return, as for that of any other backend.
+    """
+    at = [argument.name for argument in func._schema.arguments].index("async_op")
+    return (*args[:at], True, *args[at + 1 :])
+
+
 @implements(c10d.broadcast_.default)
 def _broadcast_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[list[Tensor], Any]:
-    tensors, *how = args
+    tensors, *how = _asynchronous(func, args)
     return list(tensors), _each_part(tensors, lambda parts: func(parts, *how, **kwargs))
 
 
 @implements(c10d.scatter_.default)
 def _scatter_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[list[Tensor], Any]:
-    (output,), inputs, *how = args
+    (output,), inputs, *how = _asynchronous(func, args)
     tensors = [output, *(t for row in inputs for t in row)]
     for t in tensors[1:]:
         _check_alike(func, output, t)

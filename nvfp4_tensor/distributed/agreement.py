@@ -35,9 +35,10 @@ def check_ranks(model: nn.Module, group: dist.ProcessGroup | None = None) -> Non
 
 
 def kind(w: NVFP4Tensor) -> str:
-    """All but the numbers."""
+    """All but the numbers, and which of its devices a rank uses."""
     static = ", static" if w.activation_amax is not None else ""
-    return f"{w!r} with scales {tuple(w.per_tensor_scale.shape)}{static}"
+    said = repr(w).replace(f"device={w.device}", f"device={w.device.type}")
+    return f"{said} with scales {tuple(w.per_tensor_scale.shape)}{static}"
 
 
 def check_agreement(what: str, mine: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:

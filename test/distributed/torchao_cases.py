@@ -18,9 +18,5 @@ class W4A4(torchao_tests.TorchAOTensorParallelTestCase):
     TENSOR_SUBCLASS = NVFP4Tensor
     QUANT_METHOD_FN = staticmethod(NVFP4Config)
 
-
-for _case in (WeightOnly, W4A4):
-    common_utils.instantiate_parametrized_tests(_case)
-
 if __name__ == "__main__":
     common_utils.run_tests()
