@@ -18,5 +18,6 @@ class W4A4(torchao_tests.TorchAOTensorParallelTestCase):
     TENSOR_SUBCLASS = NVFP4Tensor
     QUANT_METHOD_FN = staticmethod(NVFP4Config)
 
+
 if __name__ == "__main__":
     common_utils.run_tests()
