@@ -52,6 +52,7 @@ def nvfp4() -> None:
 @click.option("--w4a16", is_flag=True, help="Weights alone: the default without --calibrate.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help='Leave dense: "*.down_proj", "re:.*layers.0.*".')
 @click.option("--include", multiple=True, metavar="PATTERN", help='Quantize what stays dense by default: "lm_head".')
+@click.option("--head", is_flag=True, help="The output layer too; a copy, where it is the embedding's weight.")
 @click.option("--calibrate", type=TEXT, metavar="TEXT", help="Run the model over a text file to learn its inputs.")
 @click.option("--gptq", is_flag=True, help="With --calibrate: fit the weights to these inputs (W4A16).")
 @click.option("--tokens", default=4096, show_default=True, type=click.IntRange(2), help="Of the calibration.")

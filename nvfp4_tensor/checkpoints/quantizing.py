@@ -19,7 +19,7 @@ from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.gguf import FORMAT as GGUF
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, some
 from nvfp4_tensor.checkpoints.shards import CHUNK
-from nvfp4_tensor.checkpoints.views import View
+from nvfp4_tensor.checkpoints.views import View, WithHead
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -40,6 +40,7 @@ def quantize(
     spec: QuantizeSpec | None = None,
     exclude: Sequence[str] = (),
     include: Sequence[str] = (),
+    head: bool = False,
     input_amax: Mapping[str, float] | None = None,
     seed: int = 0,
     progress: bool = True,
@@ -61,6 +62,8 @@ def quantize(
         exclude: more weights to leave dense: names of modules or parameters, with wildcards ("*.down_proj"), or "re:"
             and a regular expression.
         include: weights to quantize although LEFT_DENSE names them ("lm_head").
+        head: quantize the output layer too. Where it shares the embedding's weight it gets a copy of its own, in NVFP4,
+            and the embedding stays dense; config.json says so (``tie_word_embeddings``). vLLM reads no such file.
         input_amax: makes it W4A4: by parameter's name ("model.layers.0.mlp.up_proj.weight"), or module's, the largest
             magnitude of what the linear is fed. Linears that it does not name stay weight-only.
         seed: for stochastic rounding; each weight draws from it and from its name.
@@ -78,6 +81,9 @@ def quantize(
     target = format_named(to)
     source: Checkpoint = GGUF.read(Path(src)) if GGUF.detect(Path(src)) else FolderCheckpoint(DENSE, Path(src))
     with source:
+        if head:
+            source = WithHead(source)
+            include = (*include, source.head)
         checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, target.one_scale(options))
         target.write(checkpoint, Path(dst), progress=progress, **options)
 

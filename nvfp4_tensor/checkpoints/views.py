@@ -1,4 +1,4 @@
-"""Checkpoints seen through another: weights without the quantization of activations."""
+"""Checkpoints seen through another: without the quantization of activations, without some tensors, with a head."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.names import is_matched
+
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("*embed_tokens", "*wte", "*word_embeddings")
 
 
 class View(Checkpoint):
@@ -61,6 +65,46 @@ class Without(View):
         super().__init__(source)
         for name in names:
             del self.entries[name]
+
+
+class WithHead(View):
+    """With a weight of its own for the output layer: the embedding's, where a file has that alone for both.
+
+    Attributes:
+        head: the name of the output layer's weight.
+    """
+
+    def __init__(self, source: Checkpoint) -> None:
+        """
+        Raises:
+            ValueError: there is neither an output layer nor one embedding.
+        """
+        super().__init__(source)
+        self.config = _untied(source.config)
+        heads = [name for name in source.entries if name.endswith(HEAD)]
+        embeddings = [name for name in source.entries if name.endswith("weight") and is_matched(name, EMBEDDINGS)]
+        if len(heads) != 1 and (heads or len(embeddings) != 1):
+            found = ", ".join(heads or embeddings) or "neither"
+            raise ValueError(f"{source.path}: expected one output layer ({HEAD}) or one embedding, found {found}")
+        self.head = heads[0] if heads else HEAD
+        self._shared = {} if heads else {HEAD: embeddings[0]}
+        for head, embedding in self._shared.items():
+            self.entries[head] = source.entries[embedding]
+
+    def dense(self, name: str) -> Tensor:
+        return self.source.dense(self._shared.get(name, name))
+
+    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
+        return self.source.rows(self._shared.get(name, name), first, last, buffer)
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        return self.source.chunks(self._shared.get(name, name))
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of transformers whose output layer is not the embedding; of a model with media, of its text."""
+    inner = {name: _untied(value) for name, value in config.items() if name == "text_config"}
+    return {**config, **inner, "tie_word_embeddings": False}
 
 
 def _weight_only(entry: Entry) -> Entry:

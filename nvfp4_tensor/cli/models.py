@@ -67,6 +67,22 @@ def _config(transformers: Any, path: Path) -> Any:
     return transformers.CONFIG_MAPPING[kind].from_dict(settings)
 
 
+def untie_head(model: Any) -> str:
+    """The name of a model's output layer, which has a weight of its own from now on.
+
+    Raises:
+        ValueError: it has no such layer.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module is head and isinstance(module, nn.Linear)]
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no output layer that is a linear: leave --head out")
+    if head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    return names[0]
+
+
 def open_tokenizer(*paths: Path | None) -> Any:
     """The tokenizer of the first path that has one: a folder, or a GGUF.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor import FourOverSix, QuantizeSpec, RoundingMode, ScaleSearch, checkpoints
+from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_named
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched
+from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
+from nvfp4_tensor.checkpoints.views import View, WithHead
 from nvfp4_tensor.cli.convert import Written
-from nvfp4_tensor.cli.models import open_model, open_tokenizer, tokens_of, windows_of
+from nvfp4_tensor.cli.models import open_model, open_tokenizer, tokens_of, untie_head, windows_of
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
 
 WINDOW = 512
@@ -31,6 +34,7 @@ def quantize(
     w4a16: bool,
     exclude: Sequence[str],
     include: Sequence[str],
+    head: bool,
     calibrate: Path | None,
     gptq: bool,
     tokens: int,
@@ -53,17 +57,44 @@ def quantize(
     if calibrate is not None:
         check_is_new(dst)
         model, batches = _model_and_text(src, calibrate, tokens, progress)
+        taken = (*include, untie_head(model)) if head else include
         if gptq:
-            fit(model, batches, spec, exclude, include, progress)
-            checkpoints.save(model, dst, format=to, progress=progress, **options)
+            fit(model, batches, spec, exclude, taken, progress)
+            with checkpoints.read(src) as source:
+                fitted = Fitted(WithHead(source) if head else source, model)
+                format_named(to).write(fitted, dst, progress=progress, **options)
             return Written.of(src, dst, time.perf_counter() - start)
-        amax = input_amax(model, batches, exclude, include)
+        amax = input_amax(model, batches, exclude, taken)
         del model
     checkpoints.quantize(
-        src, dst, to=to, spec=spec, exclude=exclude, include=include, input_amax=amax, seed=seed, progress=progress,
-        **options,
+        src, dst, to=to, spec=spec, exclude=exclude, include=include, head=head, input_amax=amax, seed=seed,
+        progress=progress, **options,
     )  # fmt: skip
     return Written.of(src, dst, time.perf_counter() - start)
+
+
+class Fitted(View):
+    """The weights of a model that was made of a checkpoint; its configuration and tokenizer are the checkpoint's."""
+
+    def __init__(self, source: Checkpoint, model: nn.Module) -> None:
+        super().__init__(source)
+        self._model = ModelCheckpoint(model, {}, "requantize")
+        self.entries = self._model.entries
+
+    def linear(self, name: str) -> LinearParts:
+        return self._model.linear(name)
+
+    def dense(self, name: str) -> Tensor:
+        return self._model.dense(name)
+
+    def per_tensor_scale(self, name: str) -> Tensor:
+        return self._model.per_tensor_scale(name)
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        return self._model.chunks(name)
+
+    def identity(self) -> None:
+        """None: nobody can tell whether another run fits the same weights."""
 
 
 def check_is_new(dst: Path) -> None:

@@ -124,11 +124,19 @@ ROPE = {
 )
 def test_every_architecture(tmp_path, changes):
     """Small random models: transformers' logits against llama.cpp's, of NVFP4 and of the same weights in float32."""
+    assert_same_logits(tmp_path, changes, ("_proj.weight",))
+
+
+def test_a_quantized_output_layer(tmp_path):
+    assert_same_logits(tmp_path, {}, ("lm_head.weight",))
+
+
+def assert_same_logits(tmp_path, changes, quantized):
     transformers = pytest.importorskip("transformers")
     config = {**TINY, "hidden_size": 256, "intermediate_size": 320, "vocab_size": 512, **changes}
     amax = 2688.0 if config["model_type"] == "qwen2" else None  # llama.cpp leaves out its scales
     tensors = {
-        name: quantize(t, amax=amax) if "_proj.weight" in name else t
+        name: quantize(t, amax=amax) if name.endswith(quantized) else t
         for name, t in tiny_tensors(config, torch.float32).items()
     }
     settings = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}

@@ -51,6 +51,27 @@ def test_quantize_leaves_dense_what_it_is_told(dense, tmp_path, run):
     assert said["quantized"] == 14 - 2 + 1
 
 
+@pytest.mark.parametrize("how", [[], ["--calibrate"], ["--calibrate", "--gptq"]])
+def test_quantize_the_head_of_a_model_that_ties_it(how, dense, text, tmp_path, run):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+    embedding = model.model.embed_tokens.weight.detach()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    config = model.config.to_dict() | {"tie_word_embeddings": True}
+    checkpoints.save(state, tmp_path / "tied", format="dense", config=config, progress=False)
+    for file in dense.glob("tokenizer*"):
+        (tmp_path / "tied" / file.name).write_bytes(file.read_bytes())
+    flags = [flag for each in how for flag in ((each, text, "--tokens", 64) if each == "--calibrate" else (each,))]
+    said = run("quantize", tmp_path / "tied", tmp_path / "q", "--head", *flags, "--json")
+    assert (said["quantized"], said["w4a4"]) == (15, how == ["--calibrate"])
+    with checkpoints.read(tmp_path / "q") as checkpoint:
+        assert checkpoint.config["tie_word_embeddings"] is False
+        assert torch.equal(checkpoint.dense("model.embed_tokens.weight"), embedding)
+        head = checkpoints.tensor_of(checkpoint.linear("lm_head.weight"), torch.float32).dequantize()
+    assert 0.05 < ((head - embedding.float()).norm() / embedding.float().norm()).item() < 0.2
+    assert run("generate", tmp_path / "q", "the fox", "--raw", "--max-new-tokens", 2, "--json")["new_tokens"] == 2
+
+
 def test_calibrate_takes_the_largest_input(dense, text, tmp_path, run):
     transformers = pytest.importorskip("transformers")
     said = run("quantize", dense, tmp_path / "q", "--calibrate", text, "--tokens", 64, "--json")

@@ -33,6 +33,7 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
     def __init__(self, quantization_config: NVFP4TensorConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._waiting: dict[str, Tensor] = {}
+        self._tied: tuple[str, ...] = ()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """As the class's own; a ValueError too for a config.json that has such settings in it."""
@@ -56,8 +57,24 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
             and should_convert_module(name.removesuffix(".weight"), skipped)
             and not is_matched(name, left_dense)
         }
+        if self.quantization_config.head:
+            self._take_head(model)
         if checkpoint_files and any(name in self.weights for name, weight in quantizable(model) if weight.dim() == 3):
             self._name_experts(model, checkpoint_files[0])
+
+    def _take_head(self, model: PreTrainedModel) -> None:
+        """The output layer is quantized too; one that shares the embedding's weight gets a weight of its own."""
+        head = name_of_head(model)
+        self.weights.add(head)
+        embedding = model.all_tied_weights_keys.pop(head, None)
+        if embedding is not None:
+            self._tied = (head, embedding)
+            for config in (model.config, model.config.get_text_config()):
+                config.tie_word_embeddings = False
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether a parameter becomes NVFP4, or the output layer, which is quantized, is made of it."""
+        return param_name in self.weights or param_name in self._tied
 
     def _name_experts(self, model: PreTrainedModel, file: str) -> None:
         """Keep the names that experts have in the files: they are saved under these again."""
@@ -71,7 +88,7 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         """What quantizes a weight that is dense in the checkpoint."""
-        return Quantize(self.quantization_config, self.weights, self._waiting)
+        return Quantize(self.quantization_config, self.weights, self._waiting, self._tied)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if self._waiting:
@@ -84,17 +101,26 @@ class Quantize(ConversionOps):
     """A dense weight on its way into the model becomes NVFP4; those that servers join wait until all of them have come.
 
     So no more is dense at a time than q, k and v of one layer.
+
+    Attributes:
+        tied: the output layer's weight and the embedding's, of which a file has one, and which come apart here.
     """
 
-    def __init__(self, config: NVFP4TensorConfig, names: set[str], waiting: dict[str, Tensor]) -> None:
-        self.config, self.names, self.waiting = config, names, waiting
+    def __init__(
+        self, config: NVFP4TensorConfig, names: set[str], waiting: dict[str, Tensor], tied: tuple[str, ...] = ()
+    ) -> None:
+        self.config, self.names, self.waiting, self.tied = config, names, waiting, tied
 
     @torch.no_grad()
     def convert(  # type: ignore[override]  # all that transformers hands over comes by name
         self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
-    ) -> dict[str, nn.Parameter]:
+    ) -> dict[str, Tensor]:
         (value,) = input_dict.values()
-        self.waiting[full_layer_name] = value[0] if isinstance(value, list) else value
+        value = value[0] if isinstance(value, list) else value
+        if full_layer_name in self.tied:
+            head, embedding = self.tied
+            return {embedding: value, head: parameter_of(model, head, *self._quantize([value]))}
+        self.waiting[full_layer_name] = value
         group = joined_with(full_layer_name, self.names) if self.config.share_scales else (full_layer_name,)
         if not self.waiting.keys() >= set(group):
             return {}
@@ -112,6 +138,22 @@ class Quantize(ConversionOps):
         if isinstance(config, NVFP4Config):
             fields["product_backend"] = ProductBackend.of(config.product_backend)
         return [quantize(weight, config.weight, amax=amax)._replace(**fields) for weight in weights]
+
+
+def name_of_head(model: PreTrainedModel) -> str:
+    """The name of the output layer's weight.
+
+    Raises:
+        ValueError: the model has none, or one that NVFP4 does not take.
+    """
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if module is head and type(module) is nn.Linear and module.in_features % BLOCK == 0:
+            return f"{path}.weight"
+    raise ValueError(
+        f"head=True quantizes an output layer, an nn.Linear whose inputs are a multiple of {BLOCK}: "
+        f"{type(model).__name__} has {head}"
+    )
 
 
 def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
