@@ -188,6 +188,10 @@ def _writes(command: Any) -> Any:
     decorators: tuple[Callable[[Any], Any], ...] = (
         options.as_json,
         options.config_from,
+        click.option(
+            "--compile", "compiled", is_flag=True,
+            help="Compile the model first: a minute once, then faster. For long answers; needs a C++ compiler.",
+        ),
         click.option("--seed", default=0, show_default=True, help="Of sampling."),
         click.option(
             "--temperature", default=0.0, show_default=True, type=click.FloatRange(0),

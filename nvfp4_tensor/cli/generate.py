@@ -16,6 +16,10 @@ from nvfp4_tensor.cli.models import open_model, open_tokenizer
 from nvfp4_tensor.cli.results import plain
 
 
+LEAST_LENGTH = 512
+"""Tokens that the cache of a compiled model holds at least."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """What a model wrote."""
@@ -34,8 +38,9 @@ class Writer:
     """A model and its tokenizer, opened once."""
 
     def __init__(
-        self, path: Path, config_from: Path | None, *, max_new_tokens: int, temperature: float, seed: int
-    ) -> None:
+        self, path: Path, config_from: Path | None, *, max_new_tokens: int, temperature: float, seed: int,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
         self.tokenizer: Any = open_tokenizer(config_from, path)
         self.model: nn.Module = open_model(path, config_from)
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
@@ -43,6 +48,9 @@ class Writer:
             self.settings["temperature"] = temperature
         else:  # a checkpoint's own settings of sampling, of which transformers would complain
             self.settings.update(temperature=None, top_p=None, top_k=None)
+        self.compiled = compiled
+        if compiled:
+            self.settings["compile_config"] = _compile_config(self.model)
         torch.manual_seed(seed)
 
     def tokens(self, messages: list[dict[str, str]], raw: bool) -> Tensor:
@@ -69,11 +77,31 @@ class Writer:
         generate: Any = self.model.generate
         written = generate(
             ids, attention_mask=torch.ones_like(ids), streamer=streamer, pad_token_id=self.tokenizer.eos_token_id or 0,
-            **self.settings,
+            past_key_values=self._cache(ids) if self.compiled else None, **self.settings,
         )[0, ids.shape[1] :]  # fmt: skip
         seconds = time.perf_counter() - start
         text = self.tokenizer.decode(written, skip_special_tokens=True)
         return Answer(messages[-1]["content"], text, ids.shape[1], len(written), seconds)
+
+    def _cache(self, ids: Tensor) -> Any:
+        """Keys and values of a length that few prompts differ in: each length is compiled for."""
+        from transformers import StaticCache
+
+        length = max(ids.shape[1] + self.settings["max_new_tokens"], LEAST_LENGTH)
+        return StaticCache(config=self.model.config, max_cache_len=1 << (length - 1).bit_length())
+
+
+def _compile_config(model: Any) -> Any:
+    """How transformers compiles the step of one token, which it does for GPUs alone unless told to."""
+    from transformers import CompileConfig
+
+    # One query over 128 keys of SmolLM2: 131 us by scaled_dot_product_attention in bfloat16, 45 by two products.
+    model.set_attn_implementation("eager")
+    # Weights do not change between tokens: their guards are left out.
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    config: Any = CompileConfig(dynamic=False, mode=None, options=options)  # type: ignore[arg-type]
+    config._compile_all_devices = True
+    return config
 
 
 def generate(path: Path, prompt: str, *, raw: bool, stream: bool, config_from: Path | None, **settings: Any) -> Answer:

@@ -1,5 +1,6 @@
 """What the commands do, on a small model: numbers against the library's own."""
 
+import io
 import json
 import math
 import subprocess
@@ -192,9 +193,21 @@ def test_generate_is_transformers_own(quantized, dense, run):
     assert "the quick" in run("generate", quantized, "the quick", "--raw", "--max-new-tokens", 2)
 
 
-def test_chat_answers_line_by_line(quantized, monkeypatch, capsys):
-    import io
+@pytest.mark.slow
+def test_a_compiled_model_says_the_same(quantized, monkeypatch, capsys, run):
+    """In chat too, where the second question is asked of a model that is compiled already."""
+    flags = ["--raw", "--max-new-tokens", 6, "--json"]
+    eager, compiled = (run("generate", quantized, "the quick", *flags, *more) for more in ([], ["--compile"]))
+    assert compiled["text"] == eager["text"] and compiled["new_tokens"] == eager["new_tokens"]
+    answers = []
+    for more in ([], ["--compile"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\nthe dog\n"))
+        assert nvfp4_cli.main(["chat", str(quantized), "--max-new-tokens", "3", "--json", *more]) == 0
+        answers.append([json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()])
+    assert answers[0] == answers[1] and len(answers[0]) == 2
 
+
+def test_chat_answers_line_by_line(quantized, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\nthe dog\n\nnever read\n"))
     assert nvfp4_cli.main(["chat", str(quantized), "--max-new-tokens", "3", "--json"]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
