@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nvfp4_tensor.distributed.agreement import check_agreement
 from nvfp4_tensor.training.config import training_linears
-from nvfp4_tensor.training.places import Axis, Place
+from nvfp4_tensor.training.places import Axis, Place, Share
 from nvfp4_tensor.training.seeds import rng_state_of
 
 
-def share_tokens(model: nn.Module, mesh: DeviceMesh) -> None:
+def share_tokens(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chunks: Sequence[int] = ()) -> None:
     """Let a model's NVFP4 training linears take their tokens for pieces of one step, shared by the ranks of a mesh.
 
     Rank i of n has the i-th of n equal pieces of the step's tokens: with ``fully_shard`` and with
@@ -25,26 +26,47 @@ def share_tokens(model: nn.Module, mesh: DeviceMesh) -> None:
     divide the loss by the tokens of all ranks and let gradients be summed, or by those of one rank where n is a power
     of 2.
 
+    With context parallelism ranks share the sequence: a second call with its mesh and ``dim=1``, after that for the
+    batch if ranks share that too. A rank's part of a sequence can be several ``chunks``, as load balancing has it.
+
     Without this call each rank's batch is a tensor of its own, which costs no all-reduce.
 
     Args:
         model: with NVFP4 training linears, before or after ``fully_shard``.
         mesh: one dimension; all its ranks call this.
+        dim: what they share of the linears' inputs (batch, sequence, features), or (tokens, features).
+        chunks: of ``len(chunks) * n`` equal chunks of dimension dim those that this rank has, in its order; (i, 2n-1-i)
+            is torch's head-tail balance. By default it has the i-th of n.
 
     Raises:
-        ValueError: the mesh has more dimensions, or the ranks' recipes differ; the message names the linear.
-        In a step, ValueError: a rank's tokens do not fill whole blocks of 16 (of 128 for EDEN).
+        ValueError: the mesh has more dimensions, the ranks' chunks are not each of them once, or the ranks' recipes
+            differ; the message names the linear.
+        In a step, ValueError: a rank's tokens, or each of its chunks, do not fill whole blocks of 16 (of 128 for EDEN).
 
     >>> share_tokens(model, mesh["dp"])
+    >>> share_tokens(model, mesh["cp"], dim=1, chunks=(i, 2 * n - 1 - i))
     >>> seed_rounding(model, seed=0)
     """
-    axis = axis_of(mesh)
+    axis, group = axis_of(mesh), mesh.get_group()
     linears = training_linears(model)
-    check_agreement("the recipe", {name: m.active_recipe for name, m in linears.items()}, mesh.get_group())
+    check_agreement("the recipe", {name: m.active_recipe for name, m in linears.items()}, group)
+    if dim < 0:
+        raise ValueError(f"dim counts from the first dimension of an input, 0 for its batch, got {dim}")
+    _check_chunks(tuple(chunks), group)
     if axis.ranks > 1:
-        axis = axis._replace(group=_apart(mesh.get_group(), torch.device(mesh.device_type)))
+        axis = axis._replace(groups=(_apart(group, torch.device(mesh.device_type)),))
     for linear in linears.values():
-        linear.place = dataclasses.replace(linear.place or Place(), tokens=axis)
+        linear.place = (linear.place or Place()).sharing(Share(axis, dim, tuple(chunks)))
+
+
+def _check_chunks(mine: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group)
+    each = sorted(chunk for chunks in everyone for chunk in chunks)
+    if len({len(chunks) for chunks in everyone}) > 1 or each != list(range(len(each))):
+        raise ValueError(
+            f"the ranks have the chunks {everyone}, which are not each of {len(each)} once, and equally many a rank"
+        )
 
 
 def axis_of(mesh: DeviceMesh) -> Axis:
@@ -53,7 +75,7 @@ def axis_of(mesh: DeviceMesh) -> Axis:
         raise ValueError(
             f"a mesh of one dimension is needed, and {mesh} has {mesh.ndim}: name one of them, mesh['dp'] for instance"
         )
-    return Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name)
+    return Axis(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,))
 
 
 def _apart(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -11,8 +11,10 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.linear import NVFP4Linear
 from nvfp4_tensor.tensor.arguments import resolve_rng_state
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.autograd import autocast
-from nvfp4_tensor.training.places import Place, local, quantized_at
+from nvfp4_tensor.training.autograd import autocast, flat
+from nvfp4_tensor.training.pieces import quantized_at
+from nvfp4_tensor.training.places import Place, local
+from nvfp4_tensor.training.sequence import Whole, gathered_operands, whole_in_name, whole_of
 
 
 class NVFP4ParallelLinear(NVFP4Linear):
@@ -38,17 +40,25 @@ class NVFP4ParallelLinear(NVFP4Linear):
         stored: Any = getattr(self.weight, "_local_tensor", self.weight)  # dynamo reads the fields of a parameter alone
         spec = stored.activation_spec
         if spec is None:
-            return nn.functional.linear(input, weight, bias)
+            return nn.functional.linear(whole_of(input, self.place), weight, bias)
         x = autocast(input)
-        rows = x.reshape(-1, x.shape[-1])
-        y = _Product.apply(rows, weight, bias, activations(rows.detach(), weight, spec, self.place))
-        return y.view(*x.shape[:-1], weight.shape[0])
+        codes, sequence = activations(x.detach(), weight, spec, self.place), self.place.sequence_of(x)
+        if sequence is not None:
+            x = whole_in_name(x, sequence)
+        return _Product.apply(flat(x), weight, bias, codes).view(*x.shape[:-1], weight.shape[0])
 
 
 def activations(x: Tensor, weight: NVFP4Tensor, spec: QuantizeSpec, place: Place) -> NVFP4Tensor:
-    """x (M, K), this rank's piece, as the codes that one rank would make of it for a product with the weight."""
+    """x (..., K), this rank's piece, as the codes (M, K) that one rank would make of it for a product with the weight.
+
+    Pieces of a sequence are gathered as codes.
+    """
     rng_state = resolve_rng_state(x, spec, None, None)
-    parts = quantized_at(place.x, "x", x, spec, rng_state, 0, weight.activation_amax)
+    sequence = place.sequence_of(x)
+    at = place.at(x.shape[:-1], piece=sequence is not None).x
+    parts = quantized_at(at, "x", flat(x), spec, rng_state, 0, weight.activation_amax)
+    if sequence is not None:
+        parts, _ = gathered_operands(parts, None, Whole.of(x, sequence))
     return weight._replace(
         **parts._asdict(),
         columns=x.shape[-1],

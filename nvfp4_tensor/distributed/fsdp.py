@@ -86,7 +86,7 @@ def _axes_of(weight: DTensor) -> tuple[Axis, ...]:
     shared = [
         dim for dim, placement in enumerate(weight.placements) if placement.is_shard() or not placement.is_replicate()
     ]
-    return tuple(Axis(mesh.get_local_rank(dim), mesh.size(dim), mesh.get_group(dim).group_name) for dim in shared)
+    return tuple(Axis(mesh.get_local_rank(dim), mesh.size(dim), (mesh.get_group(dim).group_name,)) for dim in shared)
 
 
 def _weight_spec(linear: nn.Module, name: object) -> QuantizeSpec:
@@ -206,7 +206,7 @@ class MasterShard(Tensor):
     def _quantized(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:
         """This shard's codes, made for each gather: to keep them would take a quarter of the shard's memory."""
         place = getattr(module, "place", None)
-        axes = (Axis(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name),)
+        axes = (Axis(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,)),)
         amax = self._whole_amax(axes if place is None else (*axes, *place.w))
         amax = amax.to(dtype).float()  # that of the weight in the dtype of the products, for rounding is monotonic
         qdata, scale, factor = torch.ops.nvfp4.quantize(self.plain().to(dtype), amax, None, spec.pack())

@@ -15,7 +15,7 @@ from nvfp4_tensor.distributed.frozen import NVFP4ParallelLinear
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.module import NVFP4TrainingLinear
-from nvfp4_tensor.training.places import Place
+from nvfp4_tensor.training.places import Place, Share
 
 
 def share_weight(linear: NVFP4TrainingLinear, dim: int, mesh: DeviceMesh) -> None:
@@ -24,16 +24,16 @@ def share_weight(linear: NVFP4TrainingLinear, dim: int, mesh: DeviceMesh) -> Non
     Raises:
         ValueError: the whole weight, which the linear still has, does not divide into whole blocks a rank.
     """
-    linear.place = _shared(linear, linear.place or Place(), dim, mesh, BLOCK)
+    linear.place = _share(linear, linear.place or Place(), dim, mesh, BLOCK)
 
 
-def _shared(linear: nn.Linear, place: Place, dim: int, mesh: DeviceMesh, blocks: int) -> Place:
+def _share(linear: nn.Linear, place: Place, dim: int, mesh: DeviceMesh, blocks: int) -> Place:
     axis = axis_of(mesh)
     size, features = linear.weight.shape[dim], ("outputs", "inputs")[dim]
     if size % (blocks * axis.ranks):
         pieces = f"in whole blocks of {blocks}" if blocks > 1 else "evenly"
         raise ValueError(f"{linear} has {size} {features}, which {axis.ranks} ranks cannot share {pieces}")
-    return dataclasses.replace(place, **{features: axis})
+    return dataclasses.replace(place, outputs=axis) if dim == 0 else dataclasses.replace(place, inputs=axis)
 
 
 class _Parallel(ParallelStyle):
@@ -60,12 +60,15 @@ class _Parallel(ParallelStyle):
             share_weight(module, self.weight_dim, device_mesh)
         elif isinstance(module, nn.Linear) and isinstance(module.weight, NVFP4Tensor):
             blocks = BLOCK if self.weight_dim == 1 else 1
-            NVFP4ParallelLinear.convert(module, _shared(module, Place(), self.weight_dim, device_mesh, blocks))
+            NVFP4ParallelLinear.convert(module, _share(module, Place(), self.weight_dim, device_mesh, blocks))
         else:
             raise TypeError(
                 f"{type(self).__name__} is for linears that train in NVFP4, or have an NVFP4 weight, not {module}: "
                 "convert it by quantize_(model, NVFP4TrainingConfig()) first, or give PyTorch's own plan"
             )
+        layout = self.input_layout
+        if self.weight_dim == 0 and isinstance(layout, Shard) and layout.dim >= 0:
+            module.place = dataclasses.replace(module.place, sequence=Share(axis_of(device_mesh), layout.dim))
         self._distribute(module, "weight", Shard(self.weight_dim), device_mesh)
         if module.bias is not None:
             self._distribute(module, "bias", Shard(0) if self.weight_dim == 0 else Replicate(), device_mesh)
@@ -82,9 +85,20 @@ class _Parallel(ParallelStyle):
         """x as the products take it, local; its gradient is that of the whole."""
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
+        if self.weight_dim == 0 and isinstance(self.input_layout, Shard) and 0 <= self.input_layout.dim < x.dim() - 1:
+            return self._piece(x, self.input_layout.dim, mesh)
         wanted: Placement = Replicate() if self.weight_dim == 0 else Shard(x.dim() - 1)
         gradient: Placement = Partial() if self.weight_dim == 0 else wanted
         return x.redistribute(placements=[wanted]).to_local(grad_placements=[gradient])
+
+    def _piece(self, x: DTensor, dim: int, mesh: DeviceMesh) -> Tensor:
+        """This rank's piece of a sequence, which the linear gathers."""
+        if x.shape[dim] % mesh.size():
+            raise ValueError(
+                f"an input {tuple(x.shape)} has {x.shape[dim]} tokens along dimension {dim}, which {mesh.size()} ranks "
+                "cannot share evenly: pad the sequence, or give input_layouts=Replicate()"
+            )
+        return x.redistribute(placements=[Shard(dim)]).to_local()
 
     def _output(self, linear: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
         made: Placement = Shard(y.dim() - 1) if self.weight_dim == 0 else Partial()
@@ -100,7 +114,8 @@ class NVFP4ColwiseParallel(_Parallel):
     Codes and random bits are those of one rank: where a linear trains, the amax of dy and of w goes over the ranks.
 
     Args:
-        input_layouts: of an input that is no DTensor: Replicate() by default, Shard(1) for a sequence-parallel one.
+        input_layouts: of an input that is no DTensor: Replicate() by default; Shard(1) for a sequence-parallel one,
+            which is gathered as NVFP4 where codes are all that the products read.
         output_layouts: what is returned; Shard(-1), as it is made, by default.
         use_local_output: whether that is the local tensor (by default) or the DTensor.
 

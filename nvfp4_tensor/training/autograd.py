@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.training.places import Place, multipliable_at, quantized_at
+from nvfp4_tensor.training.pieces import multipliable_at, quantized_at
+from nvfp4_tensor.training.places import Place
 from nvfp4_tensor.training.products import (
     Left,
     Operand,
@@ -24,11 +25,12 @@ from nvfp4_tensor.training.products import (
     product,
     product_across,
     quantized,
+    reads_transposed,
     rotated_back,
-    runs_on_codes,
     transposed,
 )
 from nvfp4_tensor.training.recipe import Recipe, WeightForDx, draws, resolve
+from nvfp4_tensor.training.sequence import Whole, gathered, gathered_operands, whole_in_name
 
 DY_T_STREAM, W_FOR_DX_STREAM, X_T_STREAM, W_STREAM = 1, 2, 3, 4
 """Streams of random bits (contract, section 4) beside 0, which x and dy have. A call has one rng_state, because EDEN's
@@ -74,9 +76,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
     x = autocast(x)
     check_operands(x, weight, "linear")
     needs = needs_of(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = flat(x)
     rng_state = draw(recipe, any(needs), x)
-    operands = Operands(*input_operands(rows, recipe, needs, rng_state), weight_operand(weight, recipe, rng_state))
+    of_x = input_operands(Taken(rows), recipe, needs, rng_state)
+    operands = Operands(*of_x, weight_operand(weight, recipe, rng_state))
     y = multiply(rows, weight, bias, recipe, operands, needs, rng_state)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -131,21 +134,62 @@ def draw(recipe: Recipe, backward: bool, like: Tensor, given: Tensor | None = No
     return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=like.device))
 
 
+class Taken(NamedTuple):
+    """What a call quantizes of its input."""
+
+    rows: Tensor  # (M, K)
+    place: Place | None = None
+    """Of what they are a piece."""
+    whole: Whole | None = None
+    """What their codes are gathered to."""
+
+
+def flat(x: Tensor) -> Tensor:
+    """x (..., K) as rows (M, K)."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def take(x: Tensor, recipe: Recipe, needs: Needs, place: Place) -> tuple[Tensor, Taken]:
+    """x as the products take it, and what is quantized: of one piece of a sequence the whole, and that piece.
+
+    Pieces travel as codes where these are all that the recipe's products read of x; elsewhere as they are.
+    """
+    sequence = place.sequence_of(x)
+    if sequence is not None:
+        piece = Taken(flat(x), place.at(x.shape[:-1], piece=True), Whole.of(x, sequence))
+        if _is_read_as_codes(piece, recipe, needs):
+            return whole_in_name(x, sequence), piece
+        x = gathered(x, sequence)
+    return x, Taken(flat(x), place.at(x.shape[:-1]))
+
+
+def _is_read_as_codes(piece: Taken, recipe: Recipe, needs: Needs) -> bool:
+    assert piece.place is not None
+    at, x_t = piece.place.x, recipe.x_t if needs.dw else None
+    if recipe.x is None or (needs.dw and x_t is None):
+        return False
+    return at.fits(piece.rows, recipe.x) and (x_t is None or at.t.fits(piece.rows.t(), x_t))
+
+
 def input_operands(
-    x: Tensor, recipe: Recipe, needs: Needs, rng_state: Tensor | None, place: Place | None = None
+    taken: Taken, recipe: Recipe, needs: Needs, rng_state: Tensor | None
 ) -> tuple[Operand | Values | None, Operand | None]:
-    """x (M, K) for fprop and, if it is needed, x^T for wgrad: in one pass over x. ``place``: of what it is a piece.
+    """x (M, K) for fprop and, if it is needed, x^T for wgrad: in one pass over x.
 
     rng_state goes in only where it decides something, so that a compiled graph folds equal ones of one x.
     """
+    x, place, whole = taken
     specs = recipe.x, recipe.x_t if needs.dw else None
     rng_state = rng_state if draws(*specs) else None
-    operands, codes = (x.detach(), *specs, rng_state, X_T_STREAM), recipe.w is None
+    operands, codes = (x.detach(), *specs, rng_state, X_T_STREAM), recipe.w is None or whole is not None
     if place is None:
         of_x, x_t = multipliable(*operands, codes_t=True, codes=codes)
     else:
         of_x, x_t = multipliable_at(place.x, "x", *operands, codes_t=True, codes=codes)
     assert not isinstance(x_t, Values)
+    if whole is not None:
+        assert isinstance(of_x, Operand)
+        return gathered_operands(of_x, x_t, whole)
     return of_x, x_t
 
 
@@ -294,8 +338,8 @@ def _dgrad(
         dy = rotated_back(dy, rows, rng_state, w.dtype if isinstance(w, Tensor) else None, col0)
     if isinstance(w, Tensor):
         return product(dy, w.t(), dtype)
-    if recipe.w_for_dx == WeightForDx.CODES and isinstance(dy, Operand) and runs_on_codes(dy.qdata.device):
-        return product(dy, transposed(w, rows), dtype)[:, :columns]
+    if recipe.w_for_dx == WeightForDx.CODES and not isinstance(dy, Tensor) and reads_transposed(w.qdata.device):
+        return product(dy, transposed(w), dtype)[:, :columns]
     return product_across(*decoded(dy, rows), w, columns, dtype)
 
 

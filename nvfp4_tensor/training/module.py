@@ -12,18 +12,22 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.autograd import (
     Needs,
     Operands,
+    Taken,
     autocast,
     check_operands,
     draw,
+    flat,
     input_operands,
     multiply,
     needs_of,
+    take,
     weight_operand,
 )
 from nvfp4_tensor.training.caches import Pair, WeightCache, is_cacheable, is_shareable, share_input, shared_input
 from nvfp4_tensor.training.places import Place, local
 from nvfp4_tensor.training.products import Operand
 from nvfp4_tensor.training.recipe import Recipe, draws
+from nvfp4_tensor.training.sequence import whole_of
 
 
 @functools.partial(pin, loadable=False)
@@ -80,19 +84,20 @@ class NVFP4TrainingLinear(nn.Linear):
         self._weight_codes.clear()
 
     def forward(self, input: Tensor) -> Tensor:
-        recipe = self.active_recipe
-        weight, bias = (self.weight, self.bias) if self.place is None else self._pieces(self.place)
+        recipe, place = self.active_recipe, self.place
+        weight, bias = (self.weight, self.bias) if place is None else self._pieces(place)
         if recipe.is_dense:
-            return nn.functional.linear(input, weight, bias)
+            return nn.functional.linear(whole_of(input, place), weight, bias)
         x = autocast(input)
         check_operands(x, weight, self)
         needs = needs_of(x, weight, bias)
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         # Without gradients too: the first run of a reentrant checkpoint has none, and later draws must come out alike.
         rng_state = draw(recipe, self.training or any(needs), x, self.rounding_state)
-        of_x, rng_state = self._input(input, rows, needs, rng_state)
+        x, taken = (x, Taken(flat(x))) if place is None else take(x, recipe, needs, place)
+        of_x, rng_state = self._input(input, taken, needs, rng_state)
         operands = Operands(*of_x, self._weight(weight, rng_state))
-        y = multiply(rows, weight, bias, recipe, operands, needs, rng_state, self.place)
+        place = None if place is None else place.at(x.shape[:-1])
+        y = multiply(flat(x), weight, bias, recipe, operands, needs, rng_state, place)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
     def _pieces(self, place: Place) -> tuple[Tensor, Tensor | None]:
@@ -100,7 +105,7 @@ class NVFP4TrainingLinear(nn.Linear):
         bias = self.bias if place.inputs.ranks == 1 else None
         return local(self.weight), None if bias is None else local(bias)
 
-    def _input(self, input: Tensor, rows: Tensor, needs: Needs, rng_state: Tensor | None) -> tuple[Pair, Tensor | None]:
+    def _input(self, input: Tensor, taken: Taken, needs: Needs, rng_state: Tensor | None) -> tuple[Pair, Tensor | None]:
         """That of a neighbour with the same input, or what is quantized now; and the random state to go on with.
 
         That is the neighbour's where x^T drew from it: dy^T has to be rotated as x^T was.
@@ -108,11 +113,11 @@ class NVFP4TrainingLinear(nn.Linear):
         recipe = self.active_recipe
         x_t = recipe.x_t if needs.dw else None
         if draws(recipe.x) or not is_shareable(input):  # values of y are not to depend on who came first
-            return input_operands(rows, recipe, needs, rng_state, self.place), rng_state
-        key = rows.dtype, recipe.x, x_t, None if self.place is None else self.place.x
+            return input_operands(taken, recipe, needs, rng_state), rng_state
+        key = taken.rows.dtype, recipe.x, x_t, None if taken.place is None else taken.place.x, taken.whole
         shared = shared_input(input, key, self)
         if shared is None:
-            shared = input_operands(rows, recipe, needs, rng_state, self.place), rng_state
+            shared = input_operands(taken, recipe, needs, rng_state), rng_state
             share_input(input, key, self, *shared)
         operands, drawn = shared
         return operands, drawn if draws(x_t) else rng_state

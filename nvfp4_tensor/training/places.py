@@ -1,44 +1,140 @@
 """Where a rank's tensors lie in those of the whole step, so that codes and random bits do not know the ranks.
 
-A step has three dimensions: tokens, and the output and input features of each linear. Each can be shared evenly by a
-group of ranks. An operand lies along two of them: x (tokens, input), dy (tokens, output), w (output, input), and their
+A step has three dimensions: tokens, and the output and input features of each linear. Each can be shared by a group of
+ranks. An operand lies along two of them: x (tokens, input), dy (tokens, output), w (output, input), and their
 transposes. Its amax is the largest over the ranks that share it, and its blocks draw the bits of their place in the
 whole (contract, section 4).
+
+A rank has one range of the features. Its tokens can be several: some sequences of a batch, and some chunks of each.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.definitions import own_amax
-from nvfp4_tensor.training.products import Operand, Values, runs_on_codes
+
+Runs: TypeAlias = "tuple[tuple[int, int], ...]"
+"""Ranges of the whole, (first, count), in the order in which a rank has them."""
 
 
 class Axis(NamedTuple):
-    """One dimension, of which this rank has piece ``rank`` of ``ranks`` equal ones; ``group`` is their group's name."""
+    """One dimension, of which this rank has piece ``rank`` of ``ranks`` equal ones; or ``runs``, if there are."""
 
     rank: int = 0
     ranks: int = 1
-    group: str = ""
+    groups: tuple[str, ...] = ()
+    """The names of the groups whose ranks share it."""
+    runs: Runs = ()
 
 
 WHOLE = Axis()
 """All of it."""
 
 
+class Share(NamedTuple):
+    """What ranks share of the tokens: dimension ``dim`` of (batch, sequence), of which this rank has some chunks."""
+
+    axis: Axis
+    dim: int = 0
+    chunks: tuple[int, ...] = ()
+    """Of ``len(chunks) * ranks`` equal ones, in the order in which this rank has them; by default one."""
+
+    def within(self, size: int, parent: Runs) -> Runs:
+        """The runs of this rank, of which it has ``size`` in all, where those that share them have the parent's."""
+        chunks = self.chunks or (self.axis.rank,)
+        if size % len(chunks):
+            raise ValueError(
+                f"dimension {self.dim} of an input has {size} tokens on this rank, which are not {len(chunks)} equal "
+                "chunks, as share_tokens was told: give it a multiple of that"
+            )
+        part = size // len(chunks)
+        return tuple([run for chunk in chunks for run in _cut(parent, chunk * part, part)])
+
+
+def _cut(runs: Runs, first: int, count: int) -> Runs:
+    """``count`` from ``first`` on of what the runs have, one behind the other."""
+    found = []
+    for start, length in runs:
+        begin, end = max(first, 0), min(first + count, length)
+        if begin < end:
+            found.append((start + begin, end - begin))
+        first -= length
+    return tuple(found)
+
+
+def _merged(runs: Sequence[tuple[int, int]]) -> Runs:
+    """The same, where one run goes on as the next does as one."""
+    found: list[tuple[int, int]] = []
+    for first, count in runs:
+        if found and sum(found[-1]) == first:
+            found[-1] = found[-1][0], found[-1][1] + count
+        else:
+            found.append((first, count))
+    return tuple(found)
+
+
+def tokens_of(leading: Sequence[int], shares: Sequence[Share]) -> Axis:
+    """The rows of an input (*leading, features), flattened, in those of the whole that ranks share.
+
+    shares: of one dimension, those that stand first are cut by those behind them.
+
+    Raises:
+        ValueError: an input without the dimension that is shared, or one that its chunks do not divide.
+    """
+    ranks = math.prod([share.axis.ranks for share in shares])  # no generators: dynamo reads this
+    groups = tuple([group for share in shares for group in share.axis.groups])
+    if len(shares) == 1 and shares[0].dim == 0 and not shares[0].chunks:
+        return shares[0].axis
+    runs: Runs = ((0, 1),)
+    for dim, size in enumerate(leading):
+        of_dim = [share for share in shares if share.dim == dim]
+        sizes = [size * math.prod([share.axis.ranks for share in of_dim[i:]]) for i in range(len(of_dim) + 1)]
+        inner: Runs = ((0, sizes[0]),)
+        for share, part in zip(of_dim, sizes[1:], strict=True):
+            inner = share.within(part, inner)
+        rows = [row for first, count in runs for row in range(first, first + count)]
+        runs = _merged([(row * sizes[0] + first, count) for row in rows for first, count in inner])
+    missing = [share.dim for share in shares if share.dim >= len(leading)]
+    if missing:
+        raise ValueError(
+            f"share_tokens was told that ranks share dimension {missing[0]}, and an input has tokens {tuple(leading)}: "
+            "give inputs (batch, sequence, features)"
+        )
+    return Axis(0, ranks, groups, runs) if ranks > 1 else WHOLE
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Which pieces of the tokens, and of a linear's output and input features, this rank has."""
 
-    tokens: Axis = WHOLE
+    shares: tuple[Share, ...] = ()
+    """Of the tokens: what they come to is known with the shape of an input, see :meth:`at`."""
     outputs: Axis = WHOLE
     inputs: Axis = WHOLE
+    sequence: Share | None = None
+    """What an input is a piece of, which is gathered before its product (sequence parallelism)."""
+    tokens: Axis = WHOLE
+
+    def at(self, leading: Sequence[int], piece: bool = False) -> Place:
+        """The same for an input (*leading, features); ``piece``: as it comes, before it is gathered."""
+        shares = (*self.shares, self.sequence) if piece and self.sequence is not None else self.shares
+        return dataclasses.replace(self, tokens=tokens_of(leading, shares)) if shares else self
+
+    def sequence_of(self, x: Tensor) -> Share | None:
+        """What x (*leading, features) is a piece of: nothing where the dimension that is shared is its features."""
+        return self.sequence if self.sequence is not None and self.sequence.dim < x.dim() - 1 else None
+
+    def sharing(self, share: Share) -> Place:
+        """With one share more, in place of that of the same dimension."""
+        others = tuple(other for other in self.shares if other.dim != share.dim)
+        return dataclasses.replace(self, shares=(*others, share))
 
     @property
     def x(self) -> Region:
@@ -56,6 +152,21 @@ class Place:
         return Region(self.outputs, self.inputs)
 
 
+class Piece(NamedTuple):
+    """One range of rows and one of columns, and where it lies."""
+
+    x: Tensor
+    row0: int
+    col0: int
+    full_rows: int
+    full_width: int
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """As most ops take it."""
+        return self.row0, self.col0, self.full_width
+
+
 class Region(NamedTuple):
     """Where a matrix lies: the axis of its rows, and that of its columns."""
 
@@ -67,20 +178,46 @@ class Region(NamedTuple):
         """Of the transpose."""
         return Region(self.columns, self.rows)
 
-    def of(self, x: Tensor) -> tuple[int, int, int]:
-        """(row0, col0, full_width) of x (R, C), as the ops take them."""
+    @property
+    def cut(self) -> int | None:
+        """The dimension of which a matrix has several ranges here, if there is one."""
+        return 0 if self.rows.runs else 1 if self.columns.runs else None
+
+    def pieces(self, x: Tensor, *specs: QuantizeSpec) -> list[Piece]:
+        """x (R, C) in its ranges; in one, where the specs draw no bits by place."""
         rows, columns = x.shape
-        return self.rows.rank * rows, self.columns.rank * columns, self.columns.ranks * columns
+        full = self.rows.ranks * rows, self.columns.ranks * columns
+        row0, col0 = self.rows.rank * rows, self.columns.rank * columns
+        if self.cut is None or not any(spec.is_stochastic for spec in specs):
+            return [Piece(x, row0, col0, *full)]
+        runs = self.rows.runs or self.columns.runs
+        parts = x.split([count for _, count in runs], self.cut)
+        firsts = [first for first, _ in runs]
+        if self.cut == 0:
+            return [Piece(part, first, col0, *full) for part, first in zip(parts, firsts, strict=True)]
+        return [Piece(part.contiguous(), row0, first, *full) for part, first in zip(parts, firsts, strict=True)]
+
+    def fits(self, x: Tensor, spec: QuantizeSpec) -> bool:
+        """Whether every piece begins with a block."""
+        columns, rows = _sizes(self.columns, x.shape[1]), _sizes(self.rows, x.shape[0])
+        return not any([size % spec.column_multiple for size in columns] + [size % spec.block_rows for size in rows])
 
     def check(self, x: Tensor, spec: QuantizeSpec, name: str) -> None:
         """Raises a ValueError where a piece would begin within a block."""
-        if self.columns.ranks > 1 and x.shape[1] % spec.column_multiple:
-            raise ValueError(
-                f"{name}: {self.columns.ranks} ranks share {x.shape[1]} each of what is quantized in groups of "
-                f"{spec.column_multiple} ({spec}), which cannot be cut: give each rank a multiple of that"
-            )
-        if self.rows.ranks > 1 and x.shape[0] % spec.block_rows:
-            raise ValueError(f"{name}: {x.shape[0]} rows a rank are no multiple of {spec.block_rows}, its blocks' rows")
+        for size in _sizes(self.columns, x.shape[1]):
+            if size % spec.column_multiple:
+                raise ValueError(
+                    f"{name}: {self.columns.ranks} ranks share {size} each of what is quantized in groups of "
+                    f"{spec.column_multiple} ({spec}), which cannot be cut: give each rank a multiple of that"
+                )
+        for size in _sizes(self.rows, x.shape[0]):
+            if size % spec.block_rows:
+                raise ValueError(f"{name}: {size} rows a rank are no multiple of {spec.block_rows}, its blocks' rows")
+
+
+def _sizes(axis: Axis, size: int) -> list[int]:
+    """What pieces there are of an axis that is shared, of which this rank has ``size``."""
+    return [count for _, count in axis.runs] or ([size] if axis.ranks > 1 else [])
 
 
 def local(t: Tensor) -> Tensor:
@@ -90,101 +227,10 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t  # dynamo does not see the method of a DTensor of NVFP4
 
 
-def _agreed(amax: Tensor, x: Tensor, region: Region) -> Tensor:
-    """amax (n,) over the ranks; an error in the stream where they have unequal tokens, whose places would overlap."""
-    if region.rows.ranks == 1:
-        return largest(amax, region)
-    rows = amax.new_full((1,), x.shape[0])
-    *found, most, fewest = largest(torch.cat([amax, rows, -rows]), region).unbind()
-    torch._assert_async(most == -fewest, "ranks that share tokens have unequally many: give each as many rows")
-    return torch.stack(found)
-
-
 def largest(amax: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     """amax (any shape) over all ranks that share the axes."""
     for axis in axes:
-        if axis.ranks > 1:
+        for group in axis.groups if axis.ranks > 1 else ():
             collectives = torch.ops._c10d_functional
-            amax = collectives.wait_tensor(collectives.all_reduce(amax, "max", axis.group))
+            amax = collectives.wait_tensor(collectives.all_reduce(amax, "max", group))
     return amax
-
-
-def _own(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, region: Region) -> Tensor:
-    return own_amax(x, spec, rng_state, region.of(x)[1])
-
-
-def quantized_at(
-    region: Region,
-    name: str,
-    x: Tensor,
-    spec: QuantizeSpec,
-    rng_state: Tensor | None,
-    stream: int,
-    amax: Tensor | None = None,
-) -> Operand:
-    """:func:`products.quantized` of a piece of the whole, by an amax that is known already if one is given."""
-    region.check(x, spec, name)
-    if spec.row_scaled:
-        amax = largest(reference.row_amax(x, spec.hadamard_sign), (region.columns,))
-        return Operand(*torch.ops.nvfp4.quantize_rows(x, amax, rng_state, spec.pack(), *region.of(x), stream))
-    if amax is None:
-        amax = largest(_own(x, spec, rng_state, region), region)
-    return Operand(*torch.ops.nvfp4.quantize(x, amax, rng_state, spec.pack(), *region.of(x), stream))
-
-
-def multipliable_at(
-    region: Region,
-    name: str,
-    x: Tensor,
-    spec: QuantizeSpec | None,
-    spec_t: QuantizeSpec | None,
-    rng_state: Tensor | None,
-    stream_t: int,
-    *,
-    codes_t: bool = False,
-    codes: bool = False,
-) -> tuple[Operand | Values | None, Operand | Values | None]:
-    """:func:`products.multipliable` of a piece of the whole. Both amaxes go over the ranks together."""
-    if spec is not None:
-        region.check(x, spec, name)
-    if spec_t is not None:
-        region.t.check(x.t(), spec_t, f"{name}^T")
-    row_scaled = any(each is not None and each.row_scaled for each in (spec, spec_t))
-    codes = codes or row_scaled or runs_on_codes(x.device)
-    if spec is not None and spec_t is not None and not row_scaled:
-        return _pair_at(region, x, spec, spec_t, rng_state, stream_t, codes_t, codes)
-    of_t = None
-    if spec_t is not None:
-        of_t = quantized_at(region.t, f"{name}^T", x.t().contiguous(), spec_t, rng_state, stream_t)
-    if spec is None or codes:
-        return None if spec is None else quantized_at(region, name, x, spec, rng_state, 0), of_t
-    (amax,) = _agreed(_own(x, spec, rng_state, region).view(1), x, region)
-    values = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False, *region.of(x))
-    return Values(*values), None
-
-
-def _pair_at(
-    region: Region,
-    x: Tensor,
-    spec: QuantizeSpec,
-    spec_t: QuantizeSpec,
-    rng_state: Tensor | None,
-    stream_t: int,
-    codes_t: bool,
-    codes: bool,
-) -> tuple[Operand | Values, Operand | Values]:
-    if spec.rotation is None and not spec_t.is_eden:  # in one pass over x
-        own = torch.ops.nvfp4.amax_pair(x, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign)
-    else:
-        own = _own(x, spec, rng_state, region), _own(x.t().contiguous(), spec_t, rng_state, region.t)
-    amax, amax_t = _agreed(torch.stack(own), x, region).unbind()
-    row0, col0, full_width = region.of(x)
-    where = row0, col0, region.rows.ranks * x.shape[0], full_width
-    packed = spec.pack(), spec_t.pack()
-    if codes:
-        parts = torch.ops.nvfp4.quantize_pair(x, amax, amax_t, rng_state, *packed, *where, stream_t)
-        return Operand(*parts[:3]), Operand(*parts[3:])
-    values, factor, t, scale_t, factor_t = torch.ops.nvfp4.quantize_pair_values(
-        x, amax, amax_t, rng_state, *packed, codes_t, *where, stream_t
-    )
-    return Values(values, factor), Operand(t, scale_t, factor_t) if codes_t else Values(t, factor_t)
