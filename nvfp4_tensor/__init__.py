@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 from nvfp4_tensor.info import info
 from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops import definitions, native, pair_values, rotation, row_scaled  # noqa: F401  they define ops
+from nvfp4_tensor.ops import (  # noqa: F401  they define ops
+    definitions,
+    native,
+    pair_values,
+    rotation,
+    row_scaled,
+    transpose,
+)
 from nvfp4_tensor.pickles import _rebuild, keep_earlier_names  # noqa: F401  files name nvfp4_tensor._rebuild
 from nvfp4_tensor.sizes import ModelSize, model_size
 

@@ -51,6 +51,7 @@ for _schema in (
     "quantize_pair_values(Tensor x, Tensor amax, Tensor amax_t, Tensor? rng_state, int spec, int spec_t, bool codes_t,"
     " SymInt row0=0, SymInt col0=0, SymInt full_rows=0, SymInt full_width=0, int stream_t=1)"
     " -> (Tensor values, Tensor per_tensor_scale, Tensor t, Tensor scale_t, Tensor per_tensor_scale_t)",
+    "transpose_codes(Tensor qdata, Tensor scale) -> (Tensor qdata_t, Tensor scale_t)",
     "dequantize(Tensor qdata, Tensor scale, Tensor? per_tensor_scale, SymInt columns, ScalarType dtype) -> Tensor",
     f"fake_quantize(Tensor x, Tensor amax, Tensor? rng_state, int spec, ScalarType dtype, bool scaled=True, {_PLACE})"
     " -> (Tensor values, Tensor per_tensor_scale)",

@@ -11,12 +11,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from nvfp4_tensor.matmul.backends import has_fp4_tensor_cores
+from nvfp4_tensor.matmul.backends import capability, has_fp4_tensor_cores
 from nvfp4_tensor.matmul.scaled_mm import scaled_mm_product
-from nvfp4_tensor.numerics import layout
-from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops.definitions import own_amax
 
@@ -112,12 +109,9 @@ def multipliable(
     return quantized_pair(x, spec, spec_t, rng_state, stream_t)
 
 
-def transposed(w: Operand, rows: int) -> Operand:
-    """The codes of w (rows, C) in 16x16 blocks as those of w^T (C, rows): the same codes and scales, moved."""
-    codes = pad(layout.unpack(w.qdata), (0, 0, 0, -rows % BLOCK)).t().contiguous()
-    scale = layout.unswizzle(w.scale, rows, w.columns // BLOCK).view(torch.uint8)[::BLOCK]
-    scale = scale.t().repeat_interleave(BLOCK, dim=0)
-    return Operand(layout.pack(codes), layout.swizzle(scale).view(torch.float8_e4m3fn), w.per_tensor_scale)
+def transposed(w: Operand) -> Operand:
+    """The codes of w (R, C) in 16x16 blocks as those of w^T (C, R), R padded to 16: the same codes, moved."""
+    return Operand(*torch.ops.nvfp4.transpose_codes(w.qdata, w.scale), w.per_tensor_scale)
 
 
 # --- multiply --------------------------------------------------------------------------------------------------------
@@ -170,6 +164,16 @@ def rotated_back(
 def runs_on_codes(device: torch.device) -> bool:
     """Whether two quantized operands are multiplied as codes there."""
     return has_fp4_tensor_cores(device)
+
+
+@torch.compiler.assume_constant_result
+def reads_transposed(device: torch.device) -> bool:
+    """Whether dgrad is a product of the codes of w^T there, not one across the blocks of w, which are decoded first.
+
+    FP4 tensor cores take nothing else, and Hopper's kernels decode as they multiply: moved codes are 9/16 bytes an
+    element to write, decoded ones 2.
+    """
+    return has_fp4_tensor_cores(device) or capability(device) == (9, 0)
 
 
 def _on_codes(a: Operand, b: Operand) -> bool:
