@@ -124,6 +124,8 @@ class MasterShard(Tensor):
     _writes: list[int]
     """How often this storage was written to, for all views of it: a DTensor's local tensor counts no versions."""
     _amax: tuple[tuple, Tensor] | None = None
+    _codes: tuple[tuple, NVFP4Tensor] | None = None
+    """What the last gather sent, with the state that it was made of: for the gather of the backward."""
 
     @staticmethod
     def __new__(cls, data: Tensor) -> MasterShard:
@@ -199,12 +201,27 @@ class MasterShard(Tensor):
                 f"the weight of {module} has {self.shape[0]} rows on each of {mesh.size()} ranks, no multiple of the "
                 f"{spec.block_rows} rows of its blocks: choose another world size, or let FSDP2 gather it as it is"
             )
-        codes = self._quantized(spec, mp_policy.param_dtype or self.dtype, mesh, module)
+        codes = self._codes_for(spec, mp_policy.param_dtype or self.dtype, mesh, module)
         parts, rest = gather.pre_all_gather(codes, mesh, outer_size, module)
         return parts, _Codes(codes, rest)
 
+    def _codes_for(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:
+        """This shard's codes: made for the gather of the forward, and kept for one more, that of the backward.
+
+        There the kernels that make them would wait behind the products, and the gather behind them.
+        """
+        key = (*self._state(), spec, dtype)
+        kept, self._codes = self._codes, None
+        if kept is None or kept[0] != key:
+            codes = self._quantized(spec, dtype, mesh, module)
+            self._codes = key, codes
+            return codes
+        for part in (kept[1].qdata, kept[1].scale, kept[1].per_tensor_scale):
+            if part.is_cuda:  # another stream may have made it
+                part.record_stream(torch.cuda.current_stream(part.device))
+        return kept[1]
+
     def _quantized(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:
-        """This shard's codes, made for each gather: to keep them would take a quarter of the shard's memory."""
         place = getattr(module, "place", None)
         axes = (Axis(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,)),)
         amax = self._whole_amax(axes if place is None else (*axes, *place.w))
@@ -230,3 +247,4 @@ def _count_writes(func: Op, args: Args, kwargs: Kwargs) -> None:
             for t in tree_leaves(written):
                 if isinstance(t, MasterShard):
                     t._writes[0] += 1
+                    t._codes = None

@@ -57,10 +57,11 @@ class _Parallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, NVFP4TrainingLinear):
+            linear: NVFP4TrainingLinear | NVFP4ParallelLinear = module
             share_weight(module, self.weight_dim, device_mesh)
         elif isinstance(module, nn.Linear) and isinstance(module.weight, NVFP4Tensor):
             blocks = BLOCK if self.weight_dim == 1 else 1
-            NVFP4ParallelLinear.convert(module, _share(module, Place(), self.weight_dim, device_mesh, blocks))
+            linear = NVFP4ParallelLinear.convert(module, _share(module, Place(), self.weight_dim, device_mesh, blocks))
         else:
             raise TypeError(
                 f"{type(self).__name__} is for linears that train in NVFP4, or have an NVFP4 weight, not {module}: "
@@ -68,7 +69,8 @@ class _Parallel(ParallelStyle):
             )
         layout = self.input_layout
         if self.weight_dim == 0 and isinstance(layout, Shard) and layout.dim >= 0:
-            module.place = dataclasses.replace(module.place, sequence=Share(axis_of(device_mesh), layout.dim))
+            sequence = Share(axis_of(device_mesh), layout.dim)
+            linear.place = dataclasses.replace(linear.place or Place(), sequence=sequence)
         self._distribute(module, "weight", Shard(self.weight_dim), device_mesh)
         if module.bias is not None:
             self._distribute(module, "bias", Shard(0) if self.weight_dim == 0 else Replicate(), device_mesh)

@@ -108,6 +108,28 @@ def test_a_run_is_that_of_the_dense_gather(dtype, device):
     assert batched[2] == by_weight[2] == gathers * ((weights * 0.28125 + biases) / 2 + 2 * 4)
 
 
+def quantizes_once_a_step():
+    """How often shards are quantized in each of some steps, and what stays of their codes after the optimizer's."""
+    model = shard(distributed.gather_codes(make()))
+    shards = [model[i].weight._local_tensor for i in (0, 2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    real, calls, kept = MasterShard._quantized, [], []
+    MasterShard._quantized = lambda self, *args: calls.append(1) or real(self, *args)
+    for accumulates in (False, True):
+        start = len(calls)
+        for _ in range(1 + accumulates):
+            model(torch.randn(32, 64).bfloat16().to(here())).sum().backward()
+        kept.append(len(calls) - start)
+        optimizer.step()
+        kept.append(sum(shard._codes is not None for shard in shards))
+    return kept
+
+
+def test_shards_are_quantized_once_for_forward_and_backward():
+    """Twice two weights a step, and two each for a second micro-batch; nothing is held beyond the optimizer's step."""
+    assert run_ranks(quantizes_once_a_step, 2) == [[2, 0, 4, 0]] * 2
+
+
 def behaves_as_a_parameter():
     model = distributed.gather_codes(make())
     before = make().state_dict()
