@@ -49,12 +49,17 @@ def nvfp4() -> None:
     help="Map each block's largest number to 6 or to 4, whichever errs less.",
 )  # fmt: skip
 @click.option("--scale-search", is_flag=True, help="Search each block's scale: errs least, takes longer.")
-@click.option("--w4a16", is_flag=True, help="Weights alone: the default without --calibrate.")
+@click.option("--w4a16", is_flag=True, help="Weights alone: the default, but for --calibrate.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help='Leave dense: "*.down_proj", "re:.*layers.0.*".')
 @click.option("--include", multiple=True, metavar="PATTERN", help='Quantize what stays dense by default: "lm_head".')
 @click.option("--head", is_flag=True, help="The output layer too; a copy, where it is the embedding's weight.")
 @click.option("--calibrate", type=TEXT, metavar="TEXT", help="Run the model over a text file to learn its inputs.")
 @click.option("--gptq", is_flag=True, help="With --calibrate: fit the weights to these inputs (W4A16).")
+@click.option(
+    "--bits",
+    type=click.FloatRange(4.5, 16, max_open=True),
+    help="With --calibrate: leave dense what costs most on the text, up to so many bits over all linears.",
+)
 @click.option("--tokens", default=4096, show_default=True, type=click.IntRange(2), help="Of the calibration.")
 @click.option("--seed", default=0, show_default=True, help="Of stochastic rounding.")
 @options.dense
@@ -73,13 +78,16 @@ def quantize(dst: Path, json_: bool, quiet: bool, dense: str | None, shard_size:
     nvfp4 quantize SmolLM2 SmolLM2.gguf --to gguf --scale-search --dense Q8_0
     nvfp4 quantize SmolLM2 SmolLM2-W4A4 --to compressed-tensors --calibrate sample.txt
     nvfp4 quantize SmolLM2 SmolLM2-GPTQ --calibrate sample.txt --gptq
+    nvfp4 quantize SmolLM2 SmolLM2-5-bits --calibrate sample.txt --bits 5 --w4a16 --four-over-six
     nvfp4 quantize SmolLM2.Q4_K_M.gguf SmolLM2-NVFP4 --exclude "*.down_proj"
     """
     if given["gptq"] and given["calibrate"] is None:
         raise click.UsageError("--gptq fits the weights to sample text: give --calibrate TEXT too")
-    if given["w4a16"] and given["calibrate"] is not None and not given["gptq"]:
+    if given["bits"] is not None and given["calibrate"] is None:
+        raise click.UsageError("--bits weighs layers by what they cost on sample text: give --calibrate TEXT too")
+    if given["w4a16"] and given["calibrate"] is not None and not given["gptq"] and given["bits"] is None:
         raise click.UsageError(
-            "--calibrate learns scales of activations, which --w4a16 leaves alone: drop one of them, or add --gptq"
+            "--calibrate learns scales of activations, which --w4a16 leaves alone: drop one, or add --gptq or --bits"
         )
     from nvfp4_tensor.cli.quantize import quantize as run
 

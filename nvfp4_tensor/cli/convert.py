@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4_tensor import checkpoints
+from nvfp4_tensor.cli.budget import Budget
 from nvfp4_tensor.cli.results import megabytes, plain, size_of
 
 
@@ -21,6 +22,7 @@ class Written:
         w4a4: whether products quantize activations.
         bits_per_weight: of the quantized weights, scales among them.
         source_bytes, bytes: of the weights' files.
+        budget: what was left dense for a budget of bits, where one was given.
     """
 
     src: Path
@@ -33,9 +35,10 @@ class Written:
     source_bytes: int
     bytes: int
     seconds: float
+    budget: Budget | None = None
 
     @classmethod
-    def of(cls, src: Path, dst: Path, seconds: float) -> Written:
+    def of(cls, src: Path, dst: Path, seconds: float, budget: Budget | None = None) -> Written:
         """What lies at ``dst`` now."""
         with checkpoints.read(dst) as checkpoint:
             quantized = [entry for entry in checkpoint.entries.values() if entry.quantized]
@@ -45,7 +48,7 @@ class Written:
             return cls(
                 src, dst, checkpoint.format, len(quantized), len(checkpoint.entries) - len(quantized),
                 any(entry.quantizes_activations for entry in quantized), 8 * stored / max(numbers, 1), size_of(src),
-                size_of(dst), seconds,
+                size_of(dst), seconds, budget,
             )  # fmt: skip
 
     def as_json(self) -> Any:
@@ -56,7 +59,7 @@ class Written:
         return (
             f"{self.dst}: {self.format}, {self.quantized} weights {kind} of {self.bits_per_weight:.2f} bits, "
             f"{self.dense} tensors dense; {megabytes(self.source_bytes)} -> {megabytes(self.bytes)} in "
-            f"{self.seconds:.1f} s"
+            f"{self.seconds:.1f} s" + (f"\n{self.budget}" if self.budget else "")
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nvfp4_tensor.cli.models import open_model, open_tokenizer
 from nvfp4_tensor.cli.results import plain
@@ -42,7 +42,7 @@ class Writer:
         compiled: bool = False,
     ) -> None:  # fmt: skip
         self.tokenizer: Any = open_tokenizer(config_from, path)
-        self.model: nn.Module = open_model(path, config_from)
+        self.model: Any = open_model(path, config_from)
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             self.settings["temperature"] = temperature
@@ -74,8 +74,7 @@ class Writer:
 
             streamer = TextStreamer(self.tokenizer, skip_prompt=not raw, skip_special_tokens=True)
         start = time.perf_counter()
-        generate: Any = self.model.generate
-        written = generate(
+        written = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), streamer=streamer, pad_token_id=self.tokenizer.eos_token_id or 0,
             past_key_values=self._cache(ids) if self.compiled else None, **self.settings,
         )[0, ids.shape[1] :]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from tqdm import tqdm
 
+from nvfp4_tensor.checkpoints.names import joined_with
 from nvfp4_tensor.cli.models import open_model, open_tokenizer, tokens_of, windows_of
 from nvfp4_tensor.cli.results import number
 from nvfp4_tensor.sizes import stored_bytes
@@ -34,11 +36,6 @@ class Output:
     bits: int
     dense_bits: int
 
-    @property
-    def gain(self) -> float:
-        """The squared error that each bit more removes, if it is left dense: what orders ``Quality.outputs``."""
-        return self.relative**2 / max(self.dense_bits - self.bits, 1)
-
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -57,7 +54,8 @@ class Quality:
         perplexity: of a and of b.
         divergence: the mean of KL(a || b) over the tokens, in nats.
         agreement: the share of tokens after which both find the same next one likeliest.
-        outputs: the layers that are NVFP4 in b, those first that are best left dense.
+        outputs: the layers that are NVFP4 in b, those first that are best left dense; those that servers join to one,
+            which are dense together or not at all, beside each other.
         sweep: bits against perplexity.
     """
 
@@ -145,7 +143,20 @@ def _run(
         weights = [_module(model, name).weight for model in (b, a)]
         relative = math.sqrt(error / signal) if signal else math.nan
         found.append(Output(name, relative, *(8 * stored_bytes(weight) for weight in weights)))
-    return totals, sorted(found, key=lambda output: -output.gain)
+    return totals, [output for group in by_gain(found) for output in group]
+
+
+def by_gain(outputs: Sequence[Output]) -> list[list[Output]]:
+    """Groups of linears that servers join, those first where each bit more removes most of the squared errors."""
+    by_name = {f"{output.name}.weight": output for output in outputs}
+    groups = dict.fromkeys(joined_with(name, by_name) for name in by_name)
+    together = [[by_name[name] for name in group] for group in groups]
+    return sorted(together, key=_gain, reverse=True)
+
+
+def _gain(group: Sequence[Output]) -> float:
+    more = sum(output.dense_bits - output.bits for output in group)
+    return sum(output.relative**2 for output in group) / max(more, 1)
 
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
@@ -196,9 +207,11 @@ def _sweep(
     if not points or not outputs:
         return []
     numbers = sum(_module(a, output.name).weight.numel() for output in outputs)
+    groups = by_gain(outputs)
+    ends = [0, *itertools.accumulate(map(len, groups))]
     done, found = 0, [Point(0, sum(output.bits for output in outputs) / numbers, perplexity)]
     for point in range(1, points + 1):
-        count = round(len(outputs) * point / points)
+        count = ends[round(len(groups) * point / points)]
         for output in outputs[done:count]:
             parent, _, last = output.name.rpartition(".")
             setattr(b.get_submodule(parent), last, _module(a, output.name))

@@ -15,9 +15,11 @@ from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_name
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched
 from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.views import View, WithHead
+from nvfp4_tensor.cli.budget import Budget, spend
 from nvfp4_tensor.cli.convert import Written
 from nvfp4_tensor.cli.models import open_model, open_tokenizer, tokens_of, untie_head, windows_of
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
+from nvfp4_tensor.quantization.hessian.places import Filter
 
 WINDOW = 512
 """Tokens of a calibration that see each other."""
@@ -37,12 +39,15 @@ def quantize(
     head: bool,
     calibrate: Path | None,
     gptq: bool,
+    bits: float | None,
     tokens: int,
     seed: int,
     progress: bool,
     options: Mapping[str, Any],
 ) -> Written:
     """As :func:`checkpoints.quantize`; ``calibrate``, a text, makes it W4A4, or with ``gptq`` W4A16 by GPTQ.
+
+    With ``bits``, those linears stay dense that cost most on the text, as many as the budget has room for.
 
     Raises:
         ValueError: what :func:`checkpoints.quantize` raises; no tokenizer or configuration for a calibration.
@@ -54,23 +59,36 @@ def quantize(
     )
     start = time.perf_counter()
     amax: dict[str, float] | None = None
+    budget: Budget | None = None
     if calibrate is not None:
         check_is_new(dst)
         model, batches = _model_and_text(src, calibrate, tokens, progress)
         taken = (*include, untie_head(model)) if head else include
+        if bits is not None:
+            weight_only = gptq or w4a16
+            budget = spend(model, batches, bits, _config(spec, weight_only), _filter(exclude, taken), progress)
+            exclude = (*exclude, *budget.left_dense)
         if gptq:
             fit(model, batches, spec, exclude, taken, progress)
             with checkpoints.read(src) as source:
                 fitted = Fitted(WithHead(source) if head else source, model)
                 format_named(to).write(fitted, dst, progress=progress, **options)
-            return Written.of(src, dst, time.perf_counter() - start)
-        amax = input_amax(model, batches, exclude, taken)
+            return Written.of(src, dst, time.perf_counter() - start, budget)
+        amax = None if w4a16 else input_amax(model, batches, exclude, taken)
         del model
     checkpoints.quantize(
         src, dst, to=to, spec=spec, exclude=exclude, include=include, head=head, input_amax=amax, seed=seed,
         progress=progress, **options,
     )  # fmt: skip
-    return Written.of(src, dst, time.perf_counter() - start)
+    return Written.of(src, dst, time.perf_counter() - start, budget)
+
+
+def _config(spec: QuantizeSpec, weight_only: bool) -> NVFP4WeightOnlyConfig:
+    return NVFP4WeightOnlyConfig(weight_spec=spec) if weight_only else NVFP4Config(weight_spec=spec)
+
+
+def _filter(exclude: Sequence[str], include: Sequence[str]) -> Filter:
+    return lambda module, name: is_chosen(module, name, exclude, include)
 
 
 class Fitted(View):
@@ -131,7 +149,7 @@ def input_amax(
     """
     from torchao.quantization import quantize_  # after our own import of torchao, which keeps its messages down
 
-    quantize_(model, NVFP4Config(step="prepare"), filter_fn=lambda m, name: is_chosen(m, name, exclude, include))
+    quantize_(model, NVFP4Config(step="prepare"), filter_fn=_filter(exclude, include))
     for batch in batches:
         model(batch, use_cache=False)
     observed = {name: module for name, module in model.named_modules() if isinstance(module, ObservedLinear)}
@@ -152,6 +170,6 @@ def fit(
         model,
         [{"input_ids": batch, "use_cache": False} for batch in batches],
         config,
-        filter_fn=lambda module, name: is_chosen(module, name, exclude, include),
+        filter_fn=_filter(exclude, include),
         progress=progress,
     )

@@ -99,6 +99,7 @@ def sensitivity(
     *,
     filter_fn: Filter | None = None,
     by_layer: bool = False,
+    group_of: Callable[[str], str] | None = None,
     progress: bool = True,
 ) -> Sensitivity:
     """What each weight costs in NVFP4 while all others are dense; the model stays as it is.
@@ -112,10 +113,11 @@ def sensitivity(
         config: how weights, or weights and activations, are quantized; NVFP4WeightOnlyConfig() by default.
         filter_fn: which modules, as :func:`gptq` takes it.
         by_layer: quantize all weights of a layer (of the longest nn.ModuleList) together: fewer runs.
+        group_of: the part that a weight, by its name, belongs to; those of one part are quantized together.
         progress: show a progress bar.
 
     Raises:
-        ValueError: no batches, or a config with a calibration.
+        ValueError: no batches, a config with a calibration, or by_layer and group_of both.
 
     Example::
 
@@ -129,7 +131,9 @@ def sensitivity(
     batches = list(batches)
     if not batches:
         raise ValueError("sensitivity compares outputs: give at least one batch")
-    groups = _groups(model, places_of(model, filter_fn), by_layer)
+    if by_layer and group_of is not None:
+        raise ValueError("by_layer and group_of each say what is quantized together: give one of them")
+    groups = _groups(model, places_of(model, filter_fn), by_layer, group_of)
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -141,12 +145,15 @@ def sensitivity(
             module.training = training
 
 
-def _groups(model: nn.Module, places: Sequence[Place], by_layer: bool) -> dict[str, list[Place]]:
+def _groups(
+    model: nn.Module, places: Sequence[Place], by_layer: bool, group_of: Callable[[str], str] | None
+) -> dict[str, list[Place]]:
     layers = layers_of(model, [place.module for place in places]) if by_layer else []
     layer_of = {module: name for name, layer in layers for module in layer.modules()}
     groups: dict[str, list[Place]] = {}
     for place in places:
-        groups.setdefault(layer_of.get(place.module, place.name), []).append(place)
+        name = layer_of.get(place.module, place.name) if group_of is None else group_of(place.name)
+        groups.setdefault(name, []).append(place)
     return groups
 
 

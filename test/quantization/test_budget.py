@@ -138,3 +138,14 @@ def test_arguments_that_do_not_fit(arguments, message):
     with pytest.raises(ValueError, match=message):
         sensitivity(model(), *arguments, progress=False)
     assert QuantizeSpec() == NVFP4WeightOnlyConfig().weight
+
+
+def test_what_is_grouped_is_quantized_together():
+    found = sensitivity(model(), batches(), group_of=lambda name: "head" if "head" in name else "rest", progress=False)
+    alone = sensitivity(model(), batches(), progress=False)
+    assert [part.name for part in found.parts] == ["rest", "head"]
+    assert found.parts[0].weights == tuple(part.name for part in alone.parts[:-1])
+    assert found.parts[1].loss == alone.parts[-1].loss
+    assert found.parts[0].loss > max(part.loss for part in alone.parts[:-1])
+    with pytest.raises(ValueError, match="give one of them"):
+        sensitivity(model(), batches(), group_of=str, by_layer=True, progress=False)

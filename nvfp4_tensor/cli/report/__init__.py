@@ -13,13 +13,13 @@ from markupsafe import Markup
 import nvfp4_tensor
 from nvfp4_tensor.cli import compare, inspect
 from nvfp4_tensor.cli.inspect import CODES, Inspection
-from nvfp4_tensor.cli.quality import Quality
+from nvfp4_tensor.cli.quality import Quality, by_gain
 from nvfp4_tensor.cli.report.charts import Mark, bars, line
 from nvfp4_tensor.cli.results import megabytes, number
 from nvfp4_tensor.numerics.layout import E4M3_NAN
 
-_SUGGESTED = 10
-"""How many layers a report suggests to leave dense."""
+_SUGGESTED = 5
+"""How many groups of layers a report suggests to leave dense."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,8 @@ def _of_text(quality: Quality) -> list[Section]:
         return []
     by_error = sorted(quality.outputs, key=lambda output: -output.relative)
     errors = [Mark(str(i), o.relative, f"{o.name}: {o.relative:.4g}") for i, o in enumerate(by_error)]
-    command = "nvfp4 quantize SRC DST " + " ".join(f"--exclude {o.name}" for o in quality.outputs[:_SUGGESTED])
+    suggested = [output.name for group in by_gain(quality.outputs)[:_SUGGESTED] for output in group]
+    command = "nvfp4 quantize SRC DST " + " ".join(f"--exclude {name}" for name in suggested)
     rows = [(o.name, number(o.relative), f"{o.bits / 8e6:.3f}", f"{o.dense_bits / 8e6:.3f}") for o in quality.outputs]
     sections = [
         Section(
@@ -144,7 +145,8 @@ def _of_text(quality: Quality) -> list[Section]:
             bars(errors, unit="relative error of the output"),
         ),
         Section(
-            "What to leave dense", "First where each bit more removes most of the squared error of an output.",
+            "What to leave dense", "First where each bit more removes most of the squared errors of outputs; linears that servers join, together. "
+            "To choose by what the whole model says: nvfp4 quantize SRC DST --calibrate TEXT --bits 5.",
             head=("layer", "error of the output", "MB in b", "MB in a"), rows=rows, code=command,
         ),
     ]  # fmt: skip
