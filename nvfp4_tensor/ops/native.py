@@ -39,14 +39,14 @@ _libraries: dict[str, Library] = {}
 
 
 def load() -> None:
-    """Load what is there, once, after the schemas. Warns where plain torch serves a device that torch has."""
+    """Load what is there, once, after the schemas. Warns where plain torch serves a device that is there."""
     if _libraries:
         return
     _libraries["cpu"] = _load("cpu")
     _libraries["cuda"] = _load("cuda") if _torch_has_cuda() else Library(None, "this torch has no CUDA")
     switched_off = os.environ.get("NVFP4_TENSOR_NATIVE") == "0"
     missing = [name for name, library in _libraries.items() if not library.loaded]
-    if not _torch_has_cuda():
+    if "cuda" in missing and not torch.cuda.device_count():  # asks NVML: CUDA stays untouched, for who forks later
         missing.remove("cuda")
     if missing and not switched_off:
         why = "; ".join(f"{name}: {_libraries[name].reason}" for name in missing)

@@ -11,6 +11,15 @@ import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without 
 import warnings
 
 import transformers
+from packaging.version import Version
+
+if Version(transformers.__version__) < Version("5.21"):  # whose converters take no quantizer's tensors along
+    raise ImportError(
+        f"nvfp4_tensor.integrations.transformers needs transformers 5.21 or newer, not {transformers.__version__}: pip "
+        "install -U transformers. nvfp4_tensor.checkpoints.load reads the same checkpoints into any version's models"
+    )
+
+# isort: split
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 
 from nvfp4_tensor.integrations.transformers.attach import attach_quantizer

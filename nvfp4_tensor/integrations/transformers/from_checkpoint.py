@@ -55,9 +55,9 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         return [WeightConverter(list(self.quantization_config.tensor_names), "weight", [self._operation])]
 
     def update_weight_conversions(
-        self, weight_conversions: list[WeightTransform], model: PreTrainedModel | None = None
+        self, weight_conversions: list[WeightTransform], model: PreTrainedModel
     ) -> list[WeightTransform]:
-        """Converters that join experts collect the tensors of NVFP4 weights too. (transformers 5.17 names no model.)"""
+        """Converters that join experts collect the tensors of NVFP4 weights too."""
         return [self._of_experts(each) for each in weight_conversions] + self.get_weight_conversions()
 
     def _of_experts(self, conversion: WeightTransform) -> WeightTransform:

@@ -122,7 +122,11 @@ def test_generates_as_the_decoded_model_does(llama, ids, attention):
     generated = model.generate(ids, max_new_tokens=8, do_sample=False)
     decoded = model.dequantize()
     assert not quantized_names(decoded) and not hasattr(decoded.config, "quantization_config")
-    assert torch.equal(generated, decoded.generate(ids, max_new_tokens=8, do_sample=False))
+    assert generated.shape == (2, 32) and torch.equal(generated[:, :24], ids)
+    # Another order of sums may turn a close choice: of the decoded model's logits each token has all but the largest.
+    logits = decoded(generated).logits[:, 23:-1].float()
+    chosen = logits.gather(-1, generated[:, 24:, None])
+    assert (logits.amax(-1, keepdim=True) - chosen).max() < 0.02 * logits.std()
 
 
 @pytest.mark.slow
