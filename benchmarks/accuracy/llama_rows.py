@@ -1,7 +1,7 @@
 """llama.cpp's 4-bit formats as rows of the perplexity table, where ``llama-cpp-python`` is installed.
 
-It quantizes the demo's GGUF anew (all of it, the embedding too, in what formats each type mixes) and is judged on the
-same tokens in the same windows.
+It quantizes the demo's GGUF anew (all of it, the embedding too, in what formats each type mixes), or reads what
+``checkpoints.save`` wrote, and is judged on the same tokens in the same windows.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
+from torchao.quantization import quantize_
 from tqdm import tqdm
 
+from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
 from nvfp4_tensor.cli.demo.model import evaluation_tokens, gguf_path, load_model
+from nvfp4_tensor.cli.demo.table import is_quantized_layer
 
 ROWS: dict[str, tuple[str, Any]] = {
     "llama_q8_0": ("llama.cpp Q8_0", "LLAMA_FTYPE_MOSTLY_Q8_0"),
     "llama_q4_0": ("llama.cpp Q4_0", "LLAMA_FTYPE_MOSTLY_Q4_0"),
     "llama_q4_k_m": ("llama.cpp Q4_K_M", "LLAMA_FTYPE_MOSTLY_Q4_K_M"),
+    "llama_nvfp4": ("llama.cpp's own NVFP4", "LLAMA_FTYPE_MOSTLY_NVFP4"),
+    "llama_reads": ("our scale search, read by llama.cpp", None),
 }
-"""Name -> (what the table calls it, llama.cpp's type)."""
+"""Name -> (what the table calls it, llama.cpp's type; None: our file)."""
 
 
 def is_installed() -> bool:
@@ -39,14 +45,14 @@ def run(name: str, tokens: int, window: int) -> dict[str, Any]:
     model, tokenizer = load_model()
     parameters = sum(p.numel() for p in model.parameters())
     ids = evaluation_tokens(tokenizer, tokens)
-    del model
     with tempfile.TemporaryDirectory() as folder:
         path, start = Path(folder) / f"{name}.gguf", time.perf_counter()
-        how = llama_cpp.llama_model_quantize_default_params()
-        how.ftype, how.allow_requantize, how.nthread = getattr(llama_cpp, ROWS[name][1]), True, torch.get_num_threads()
-        if llama_cpp.llama_model_quantize(str(gguf_path()).encode(), str(path).encode(), how):
-            raise RuntimeError(f"llama.cpp did not quantize {gguf_path()}: its own messages say why")
+        if ROWS[name][1] is None:
+            _write(model, tokenizer, path)
+        else:
+            _let_it_quantize(getattr(llama_cpp, ROWS[name][1]), path)
         seconds, bits = time.perf_counter() - start, 8 * os.path.getsize(path) / parameters
+        del model
         llama = llama_cpp.Llama(
             str(path), n_ctx=window, n_batch=window, logits_all=True, verbose=False, n_threads=torch.get_num_threads()
         )
@@ -57,3 +63,19 @@ def run(name: str, tokens: int, window: int) -> dict[str, Any]:
             logits = torch.from_numpy(llama.scores[: len(part) - 1])
             found.append(cross_entropy(logits, part[1:], reduction="none"))
     return {"losses": torch.cat(found), "bits": bits, "seconds": seconds, "tokens": tokens}
+
+
+def _write(model: nn.Module, tokenizer: Any, path: Path) -> None:
+    """Our weights, a scale each; what is not quantized in bfloat16."""
+    spec = QuantizeSpec(scale_search="mse", scale_ceiling=448)
+    quantize_(model, NVFP4WeightOnlyConfig(weight_spec=spec), filter_fn=is_quantized_layer)
+    checkpoints.save(model, path, format="gguf", tokenizer=tokenizer, progress=False, different="keep")
+
+
+def _let_it_quantize(kind: int, path: Path) -> None:
+    import llama_cpp
+
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.ftype, how.allow_requantize, how.nthread = kind, True, torch.get_num_threads()
+    if llama_cpp.llama_model_quantize(str(gguf_path()).encode(), str(path).encode(), how):
+        raise RuntimeError(f"llama.cpp did not quantize {gguf_path()}: its own messages say why")
