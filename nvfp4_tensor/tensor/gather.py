@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
+from nvfp4_tensor.tensor.callers import locals_of
 
 DIFFERENT_SCALES = (
     "the shards of an NVFP4 weight have different per-tensor scales: each rank wrote to its own. Load or write the "
@@ -100,7 +101,11 @@ def pre_all_gather(t: Codes, mesh: Mesh, outer_size: torch.Size, module: nn.Modu
 
 
 def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: nn.Module) -> None:
-    """Raises the same ValueError on all ranks where a parameter is not sharded evenly along its first dimension."""
+    """Raises the same ValueError on all ranks where FSDP2 does with a parameter what it cannot with codes.
+
+    Those are shards that are not even, or not of the first dimension, and shards of a smaller group after the forward.
+    """
+    _check_reshard(world, module)
     if outer_size[0] % world:
         raise ValueError(
             f"an NVFP4 weight of {module} has {outer_size[0]} rows, which {world} ranks cannot share evenly: pad "
@@ -111,6 +116,17 @@ def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: n
         raise ValueError(
             f"an NVFP4 weight {tuple(outer_size)} of {module} is sharded as {tuple(shape)}: only its first dimension "
             "can be, so let shard_placement_fn return Shard(0) for it"
+        )
+
+
+def _check_reshard(world: int, module: nn.Module) -> None:
+    """Where FSDP2 would raise an AssertionError about its own lists, after the forward."""
+    caller = locals_of("all_gather_inputs", "_fsdp_param.py")
+    after = getattr(caller["self"], "post_forward_mesh_info", None) if caller is not None else None
+    if after is not None and after.shard_mesh_size != world:
+        raise ValueError(
+            f"the NVFP4 weight of {module} would be resharded to groups of {after.shard_mesh_size} of {world} ranks "
+            "after the forward, which FSDP2 does for plain tensors alone: give reshard_after_forward=True or False"
         )
 
 

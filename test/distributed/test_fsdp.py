@@ -13,9 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize_experts
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, distributed, quantize_experts
 from nvfp4_tensor.dispatch.flat import FlatView
-from nvfp4_tensor.training import NVFP4Optimizer
+from nvfp4_tensor.training import NVFP4Optimizer, NVFP4TrainingConfig
 
 CONFIGS = {
     "weight only": NVFP4WeightOnlyConfig(),
@@ -268,9 +268,14 @@ def test_shards_of_different_scales_are_an_error():
 def refusal_of(case):
     rows = {"rows": 49}.get(case, 64)
     linear = nn.Linear(64, rows, bias=False).bfloat16().requires_grad_(False)
-    quantize_(linear, NVFP4WeightOnlyConfig())
+    if case.startswith("trained"):
+        linear = nn.Sequential(linear.requires_grad_(True))
+        quantize_(linear, NVFP4TrainingConfig())
+        distributed.gather_codes(linear)
+    else:
+        quantize_(linear, NVFP4WeightOnlyConfig())
     placement = (lambda p: Shard(1)) if case == "columns" else None
-    fully_shard(linear, shard_placement_fn=placement)
+    fully_shard(linear, shard_placement_fn=placement, reshard_after_forward=2 if "groups" in case else True)
     try:
         linear(torch.randn(2, 64).bfloat16())
     except ValueError as error:
@@ -278,9 +283,33 @@ def refusal_of(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "message"),
-    [("rows", r"Linear\(.*out_features=49.*has 49 rows, which 2 ranks"), ("columns", r"\(64, 64\) of .*Shard\(0\)")],
+    ("case", "world", "message"),
+    [
+        ("rows", 2, r"Linear\(.*out_features=49.*has 49 rows, which 2 ranks .* pad them to 50"),
+        ("three ranks", 3, r"Linear\(.*out_features=64.*has 64 rows, which 3 ranks .* pad them to 66"),
+        ("trained, three ranks", 3, r"NVFP4TrainingLinear\(.*has 64 rows, which 3 ranks .* pad them to 66"),
+        ("columns", 2, r"\(64, 64\) of .*Shard\(0\)"),
+        ("groups", 4, r"Linear\(.* resharded to groups of 2 of 4 ranks .*reshard_after_forward=True or False"),
+        ("trained, groups", 4, r"NVFP4TrainingLinear\(.* resharded to groups of 2 of 4 ranks"),
+    ],
 )
-def test_refused_on_every_rank_before_anything_travels(case, message):
-    for said in run_ranks(refusal_of, 2, case):
+def test_refused_on_every_rank_before_anything_travels(case, world, message):
+    for said in run_ranks(refusal_of, world, case):
         assert re.search(message, said), said
+
+
+def broadcasts_from_rank_0():
+    model = on_meta()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    try:
+        set_model_state_dict(model, make().state_dict() if dist.get_rank() == 0 else {}, options=options)
+    except RuntimeError as error:
+        if dist.get_rank() == 0:
+            raise
+        return str(error)
+
+
+def test_a_state_dict_of_rank_0_alone_is_an_error_and_no_crash():
+    """Rank 0 says why, before it sends what would end the process of a rank with dense buffers."""
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 raised.*broadcast_from_rank0=True makes dense buffers"):
+        run_ranks(broadcasts_from_rank_0, 2)
