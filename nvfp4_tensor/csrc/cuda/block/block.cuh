@@ -158,8 +158,8 @@ void launch_walk(int64_t units, cudaStream_t stream, Arguments... arguments) {
     return count < 1 ? 1 : count;
   }();
   const dim3 grid(grid_of(waves * blocks_per_sm, ceil_div(units, kThreads)));
-  const bool early = begins == Begins::kBeforePreviousEnds && grid.x <= kFewBlocks && this_machine().capability >= 90;
-  const Launch launch(grid, 1, kThreads, 0, stream, early ? begins : Begins::kAfterPrevious);
+  const bool crowds = begins == Begins::kBeforePreviousEnds && grid.x > kFewBlocks;
+  const Launch launch(grid, 1, kThreads, 0, stream, crowds ? Begins::kAfterPrevious : begins);
   cudaLaunchKernelEx(&launch.config, kernel, arguments...);
 }
 

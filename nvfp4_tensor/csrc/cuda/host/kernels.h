@@ -42,7 +42,10 @@ struct Values {
   bool scaled;
 };
 
-// `out` must hold zero.
+// a and b (where not null) to zero; a kernel that is launched next may begin beside it (Begins::kBesideClear). A memset
+// would be a node of another kind: in a CUDA graph on an H200 two of them and the way back to a kernel take 6 us.
+void launch_clear(float* a, float* b, cudaStream_t stream);
+
 void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t stream);
 void launch_amax_pair(const Matrix& x, int hadamard_sign, float* out, float* out_transposed, cudaStream_t stream);
 
@@ -72,7 +75,7 @@ void launch_quantize_search(const Matrix& x, const Quantization& how, const Code
 // to 128; leaves the scales' padding of rows alone.
 void launch_quantize_eden(const Matrix& x, const Quantization& how, int64_t first_group, const Codes& out,
                           cudaStream_t stream);
-// Its rotation, or that taken back, as float32; and the largest magnitude of it, `out` holding zero before.
+// Its rotation, or that taken back, as float32; and the largest magnitude of it.
 void launch_rotate(const Matrix& x, const int64_t* rng_state, int64_t first_group, bool inverse, float* out,
                    cudaStream_t stream);
 void launch_amax_rotated(const Matrix& x, const int64_t* rng_state, int64_t first_group, float* out,
@@ -104,6 +107,16 @@ struct Quantized {
   int64_t rows, blocks;  // blocks in a row
 };
 
-void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream);
+// Two factors, and where their product goes: what the kernel after this one scales by. out null: nothing.
+struct Alpha {
+  const float *a, *b;
+  float* out;
+};
+
+void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream,
+                       const Alpha& alpha = {});
+
+// Codes in 16x16 tiles and their scales as those of the transpose, rows padded to 16; writes the scales' padding.
+void launch_transpose_codes(const Quantized& in, const Codes& out, cudaStream_t stream);
 
 }  // namespace nvfp4

@@ -13,8 +13,9 @@ namespace nvfp4 {
 
 constexpr int kMostBlocksInCluster = 8;  // on every device that has clusters
 
-// The latter is PDL: the kernel waits by itself (wait_for_previous_kernel).
-enum class Begins { kAfterPrevious, kBeforePreviousEnds };
+// All but the first are PDL: the kernel waits by itself (wait_for_previous_kernel). The last one's previous kernel is
+// launch_clear's, of one thread, which leaves room for any grid.
+enum class Begins { kAfterPrevious, kBeforePreviousEnds, kBesideClear };
 
 // blocks: of a cluster, along x.
 struct Launch {
@@ -27,7 +28,7 @@ struct Launch {
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
-    if (begins == Begins::kBeforePreviousEnds) {
+    if (begins != Begins::kAfterPrevious && this_machine().capability >= 90) {
       cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
       attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -21,11 +21,12 @@ Tensor call(const char* op, const char* overload, std::vector<StableIValue> argu
   return torch::stable::detail::to<Tensor>(arguments[0]);
 }
 
-// (code * s_b) * per_tensor_scale, or without it code * s_b.
-Tensor decode(const Tensor& qdata, const Tensor& scale, std::optional<Tensor> per_tensor_scale, int64_t columns,
+// (code * s_b) * per_tensor_scale.
+Tensor decode(const Tensor& qdata, const Tensor& scale, const Tensor& per_tensor_scale, int64_t columns,
               ScalarType dtype) {
   using torch::stable::detail::from;
-  return call("nvfp4::dequantize", "", {from(qdata), from(scale), from(per_tensor_scale), from(columns), from(dtype)});
+  return call("nvfp4::dequantize", "",
+              {from(qdata), from(scale), from(std::optional<Tensor>(per_tensor_scale)), from(columns), from(dtype)});
 }
 
 // a @ b in float32: torch's own, which for bfloat16 and float16 operands adds in float32 too.
@@ -193,12 +194,40 @@ bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tenso
   return true;
 }
 
+// w in x's dtype without its per-tensor scale, and both operands' scales as one factor where each has a single one.
+struct Decoded {
+  Tensor w;
+  std::optional<Tensor> alpha;  // then the only factor of p
+};
+Decoded decode_for(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, int64_t columns,
+                   cudaStream_t stream) {
+  const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
+  Decoded out{empty(with_last(qdata, columns), x.scalar_type(), x), std::nullopt};
+  Alpha alpha{};
+  const bool single = p.x_scale && p.w_scale && !p.x_scale_step && !p.w_scale_step && !p.w_scale_expert;
+  if (single && codes.numel() > 0) {
+    out.alpha = empty({}, ScalarType::Float, x);
+    alpha = {p.w_scale, p.x_scale, static_cast<float*>(out.alpha->mutable_data_ptr())};
+    p.w_scale = alpha.out, p.x_scale = nullptr;
+  }
+  const auto [rows, blocks] = check_coded(qdata, scale, columns);
+  const Quantized in{static_cast<const uint8_t*>(codes.const_data_ptr()),
+                     static_cast<const uint8_t*>(scales.const_data_ptr()),
+                     nullptr,
+                     false,
+                     rows,
+                     blocks};
+  launch_dequantize(in, columns, p.x_dtype, out.w.mutable_data_ptr(), stream, alpha);
+  return out;
+}
+
 // Decode and multiply: by cuBLASLt, or else float32 sums of torch's and then the same epilogue. `w_factor`, where
 // given, goes inside the sums.
-void decoded_product(const Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
+void decoded_product(Problem p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
                      std::optional<Tensor> w_factor, int64_t columns, bool transposed, cudaStream_t stream) {
   const ScalarType type = w_factor ? ScalarType::Float : x.scalar_type();
-  const Tensor w = decode(qdata, scale, w_factor, columns, type);
+  const auto [w, alpha] = w_factor ? Decoded{decode(qdata, scale, *w_factor, columns, type), std::nullopt}
+                                   : decode_for(p, x, qdata, scale, columns, stream);
   const Sum sum = transposed ? Sum::kAcrossRowsOfW : Sum::kAlongRowsOfW;
   if (!w_factor && fits_matmul_dense(p, sum)) {
     Scratch scratch(x);

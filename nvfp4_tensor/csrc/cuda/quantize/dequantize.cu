@@ -17,8 +17,9 @@ constexpr int kRows = 2;  // of a thread; an even row and the next are in one ti
 // A block of threads covers 2^log2_width half blocks, the least such width that holds a row or all of its threads, of
 // as many pairs of rows as it has threads for: fewer than half of them are beside the matrix's columns.
 template <typename T, bool whole>
-__global__ void __launch_bounds__(kThreads)
-    dequantize(const Quantized in, uint32_t columns, int log2_width, uint32_t blocks_in_a_row, T* out) {
+__global__ void __launch_bounds__(kThreads) dequantize(const Quantized in, uint32_t columns, int log2_width,
+                                                       uint32_t blocks_in_a_row, T* out, const Alpha alpha) {
+  if (alpha.out && blockIdx.x == 0 && threadIdx.x == 0) *alpha.out = mul(*alpha.a, *alpha.b);
   const uint32_t halves = static_cast<uint32_t>(in.blocks) * 2, width = 1u << log2_width;
   const uint32_t half = (blockIdx.x % blocks_in_a_row << log2_width) + threadIdx.x % width;
   const uint32_t pair = blockIdx.x / blocks_in_a_row * (kThreads >> log2_width) + (threadIdx.x >> log2_width);
@@ -58,7 +59,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream) {
+void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream,
+                       const Alpha& alpha) {
   if (in.rows * in.blocks == 0) return;
   int log2_width = 0;
   while (1 << log2_width < std::min<int64_t>(in.blocks * 2, kThreads)) ++log2_width;
@@ -70,9 +72,9 @@ void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* 
     using T = decltype(type);
     T* to = static_cast<T*>(out);
     if (columns % kBlock == 0) {
-      dequantize<T, true><<<grid, kThreads, 0, stream>>>(in, width, log2_width, blocks, to);
+      dequantize<T, true><<<grid, kThreads, 0, stream>>>(in, width, log2_width, blocks, to, alpha);
     } else {
-      dequantize<T, false><<<grid, kThreads, 0, stream>>>(in, width, log2_width, blocks, to);
+      dequantize<T, false><<<grid, kThreads, 0, stream>>>(in, width, log2_width, blocks, to, alpha);
     }
   });
 }

@@ -13,12 +13,7 @@ namespace {
 
 float* floats(Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
-// A float32 0-d that holds zero, by the stream.
-Tensor zero_scalar(const Tensor& like, cudaStream_t stream) {
-  Tensor out = empty({}, ScalarType::Float, like);
-  cudaMemsetAsync(out.mutable_data_ptr(), 0, sizeof(float), stream);
-  return out;
-}
+Tensor empty_scalar(const Tensor& like) { return empty({}, ScalarType::Float, like); }
 
 // --- amax, Hadamard --------------------------------------------------------------------------------------------------
 
@@ -27,7 +22,7 @@ Tensor amax(const Tensor& x, int64_t hadamard_sign) {
   const cudaStream_t stream = current_stream(x);
   const CudaRows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
   const int sign = hadamard_sign_of(hadamard_sign);
-  Tensor out = zero_scalar(x, stream);
+  Tensor out = empty_scalar(x);
   launch_amax(rows.matrix, sign, floats(out), stream);
   check_launched("nvfp4::amax");
   return out;
@@ -70,7 +65,7 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
   if (rows.matrix.dtype != Dtype::kBf16 || !rows.matrix.whole_blocks()) {
     return {nvfp4::amax(x, -1), nvfp4::amax(transposed(x, rows.matrix, sign), -1)};
   }
-  Tensor row = zero_scalar(x, stream), column = zero_scalar(x, stream);
+  Tensor row = empty_scalar(x), column = empty_scalar(x);
   launch_amax_pair(rows.matrix, sign, floats(row), floats(column), stream);
   check_launched("nvfp4::amax_pair");
   return {row, column};
@@ -107,7 +102,7 @@ Tensor amax_rotated(const Tensor& x, const Tensor& rng_state, int64_t col0) {
   const cudaStream_t stream = current_stream(x);
   const int64_t group = first_group(col0);
   const int64_t* state = rng_state_of(rng_state, kEden, x);
-  Tensor out = zero_scalar(x, stream);
+  Tensor out = empty_scalar(x);
   launch_amax_rotated(rows.matrix, state, group, floats(out), stream);
   check_launched("nvfp4::amax_rotated");
   return out;
@@ -289,6 +284,23 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
   return out;
 }
 
+std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& scale) {
+  STD_TORCH_CHECK(qdata.dim() == 2, "transpose_codes takes the codes of a matrix");
+  const OnDeviceOf guard(qdata, "qdata");
+  const CodedShape shape = check_coded(qdata, scale, qdata.size(1) * 2);
+  STD_TORCH_CHECK(shape.rows < INT32_MAX - kBlock && shape.blocks * kBlock < INT32_MAX,
+                  "qdata has more than 2^31 - 1 rows or columns: split it");
+  const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
+  Quantized in{};
+  in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
+  in.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
+  in.rows = shape.rows, in.blocks = shape.blocks;
+  Outputs out({in.blocks * kBlock, 0}, in.blocks * kBlock, ceil_div(in.rows, kBlock), qdata);
+  launch_transpose_codes(in, out.codes(), current_stream(qdata));
+  check_launched("nvfp4::transpose_codes");
+  return {out.qdata, out.scale};
+}
+
 // Elements from which two fast kernels, of quantize and of dequantize, take less time than the general one: it needs
 // 9 us for 2^20 of them on an H200, as much as the second call does on the host.
 constexpr int64_t kTwoKernels = 1 << 20;
@@ -392,6 +404,7 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) {
   m.impl("quantize", TORCH_BOX(&quantize_op));
   m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
   m.impl("quantize_pair_values", TORCH_BOX(&quantize_pair_values));
+  m.impl("transpose_codes", TORCH_BOX(&transpose_codes));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
   m.impl("quantize_activation", TORCH_BOX(&quantize_activation));

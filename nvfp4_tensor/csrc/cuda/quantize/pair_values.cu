@@ -17,6 +17,11 @@ struct ForValues {
   uint4 x[kTile][kChunks];
 };
 
+// Thread blocks a multiprocessor. With codes three, of 80 registers a thread, find room, and take 3 to 5 % less time on
+// an H200 than two: 8192 x 4096 51 to 52 us, not 55, 8192 x 14336 165, not 172.
+template <bool values_t>
+constexpr int kBlocksPerSm = values_t ? kPairBlocksPerSm : 3;
+
 template <bool values_t>
 struct Shared {
   uint4 x[2][kTile][kChunks];  // the tile at work and the next
@@ -113,7 +118,7 @@ __device__ __forceinline__ void store_tile(const uint4 (*from)[kChunks], const V
 
 // Transposed: ValueSide, or Side for codes.
 template <Fast mode, bool transform, typename Transposed>
-__global__ void __launch_bounds__(kThreads, kPairBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<std::is_same_v<Transposed, ValueSide>>)
     quantize_pair_values(Matrix x, ValueSide side, Transposed transposed, HadamardFactors factors) {
   constexpr bool values_t = std::is_same_v<Transposed, ValueSide>;
   extern __shared__ __align__(16) unsigned char memory[];
@@ -155,11 +160,12 @@ __global__ void __launch_bounds__(kThreads, kPairBlocksPerSm)
 template <Fast mode, bool transform, typename Transposed>
 void launch(const Matrix& x, const ValueSide& side, const Transposed& transposed, cudaStream_t stream) {
   constexpr auto kernel = quantize_pair_values<mode, transform, Transposed>;
-  constexpr int kBytes = sizeof(Shared<std::is_same_v<Transposed, ValueSide>>);
+  constexpr bool values_t = std::is_same_v<Transposed, ValueSide>;
+  constexpr int kBytes = sizeof(Shared<values_t>);
   allow_shared_memory<kernel>(kBytes);
   const int64_t tiles = ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   const int sign = transposed.how.spec.hadamard_sign;
-  kernel<<<grid_of(kPairWaves * kPairBlocksPerSm, tiles), kThreads, kBytes, stream>>>(
+  kernel<<<grid_of(kPairWaves * kBlocksPerSm<values_t>, tiles), kThreads, kBytes, stream>>>(
       x, side, transposed, HadamardFactors::from(static_cast<uint32_t>(sign)));
 }
 

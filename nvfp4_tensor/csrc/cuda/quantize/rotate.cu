@@ -61,6 +61,7 @@ void launch_rotate(const Matrix& x, const int64_t* rng_state, int64_t first_grou
 
 void launch_amax_rotated(const Matrix& x, const int64_t* rng_state, int64_t first_group, float* out,
                          cudaStream_t stream) {
+  launch_clear(out, nullptr, stream);
   if (x.rows * x.columns == 0) return;
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
