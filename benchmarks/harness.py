@@ -171,6 +171,36 @@ def _captured(run: Callable[[], object], in_graph: bool) -> tuple[Callable[[], o
     return graph.replay, "graph"
 
 
+def on_end(
+    variants: Sequence[Variant], device: torch.device, *, turn: float = 0.4, rounds: int = 3
+) -> dict[str, float]:
+    """Seconds a run of each variant on CUDA, run again and again: turns of ``turn`` seconds whose second half counts.
+
+    So it is in a training run or under load: the clock is what this variant's own power makes it. Runs that are
+    interleaved (:func:`measure`) all have the clock of the mix, which hides it where one draws less. The median turn.
+    """
+    assert device.type == "cuda"
+    runs = [_captured(variant.run, variant.in_graph)[0] for variant in variants]
+    taken: list[list[float]] = [[] for _ in variants]
+    for _ in range(rounds):
+        for run, times in zip(runs, taken, strict=True):
+            once = _turn(run, 3)
+            calls = max(int(turn / 2 / once), 1)
+            _turn(run, calls)
+            times.append(_turn(run, calls))
+    return {variant.name: statistics.median(times) for variant, times in zip(variants, taken, strict=True)}
+
+
+def _turn(run: Callable[[], object], calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
 def host_time(run: Callable[[], object], device: torch.device, *, budget: float = 0.3, rounds: int = 15) -> float:
     """Seconds of host time per eager call: median over rounds of back-to-back calls, the device not waited for.
 

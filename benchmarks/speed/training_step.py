@@ -4,9 +4,11 @@
     python -m benchmarks.speed.training_step --device cpu --tokens 512 --width 512
 
 A step is forward, dgrad and wgrad of one linear, captured in a CUDA graph (eager on a CPU); "all" is the block's four
-linears together, "eager" the same launched from Python. Parts are the ops that the recipe is made of, each with the
-bytes that it has to move. "saved" is what a linear keeps for its backward beside its
-parameter, the codes of its weight included.
+linears together, "eager" the same launched from Python, its backward in autograd's thread or in the caller's. "On end"
+is one recipe's step again and again, as in training, where the clock is what its own power makes it; in the other
+columns the recipes take turns, at one clock for all. Parts are the ops that the recipe is made of, each with the bytes
+that it has to move. "saved" is what a linear keeps for its backward beside its parameter, the codes of its weight
+included.
 """
 
 from __future__ import annotations
@@ -18,7 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import COPY, Report, Variant, host_time, measure, record, result_path, save, seconds, table
+from benchmarks.harness import (
+    COPY,
+    Report,
+    Variant,
+    host_time,
+    measure,
+    on_end,
+    record,
+    result_path,
+    save,
+    seconds,
+    table,
+)
 from nvfp4_tensor import QuantizeSpec, training
 
 FUSED = {
@@ -37,6 +51,16 @@ def step_of(linear: nn.Linear, x: Tensor, dy: Tensor) -> Callable[[], object]:
         return torch.autograd.grad(linear(x), (x, linear.weight), dy)
 
     return run
+
+
+def in_one_thread(run: Callable[[], object]) -> Callable[[], object]:
+    """The same, its backward on the caller's thread, not on one of autograd's."""
+
+    def inner() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return run()
+
+    return inner
 
 
 def linear_by(recipe: str, n: int, k: int, device: torch.device) -> nn.Linear:
@@ -71,9 +95,12 @@ def steps(
         dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
         linears = {recipe: linear_by(recipe, n, k, device) for recipe in ("bf16", *recipes)}
         variants = [Variant(recipe, step_of(linear, x, dy)) for recipe, linear in linears.items()]
-        eager = [Variant(f"{recipe} eager", step_of(linears[recipe], x, dy), in_graph=False) for recipe in linears]
+        eager = [Variant(f"{v.name} eager", v.run, in_graph=False) for v in variants]
+        eager += [Variant(f"{v.name} in one thread", in_one_thread(v.run), in_graph=False) for v in variants[:2]]
         timings = measure([*variants, *(eager if device.type == "cuda" else [])], device, repeats=repeats)
         row = {key: timing.median for key, timing in timings.items() if key != COPY and key != "negate"}
+        if device.type == "cuda":
+            row["on end"] = on_end(variants, device)
         row["saved"] = {recipe: saved_bytes(linear, x) for recipe, linear in linears.items()}
         row["host"] = {recipe: host_time(step_of(linear, x, dy), device) for recipe, linear in linears.items()}
         row["method"] = timings["bf16"].method
@@ -120,6 +147,11 @@ def parts(n: int, k: int, tokens: int, device: torch.device, repeats: int) -> li
         ),
         Variant("bfloat16 product x w^T", lambda: x @ w.t()),
     ]
+    if hasattr(ops, "transpose_codes"):
+        of_w = ops.quantize(w, None, None, tiles.pack())
+        variants.append(
+            Variant("codes of w to those of w^T", lambda: ops.transpose_codes(*of_w[:2]), int(c * 2 * quarter))
+        )
     if hasattr(ops, "quantize_pair_values"):
         variants += [
             Variant(
@@ -215,22 +247,39 @@ def main() -> None:
     shapes = {f"{options.width} x {options.width}": (options.width,) * 2} if options.width else FUSED
     torch.manual_seed(0)
     results = steps(shapes, options.recipes, options.tokens, device, options.repeats)
+    first = options.recipes[0]
     header = [
         "linear",
         "bf16",
         *(f"{recipe}, of bf16" for recipe in options.recipes),
+        f"{first} on end",
         "eager of graph",
+        "in one thread",
         "saved, of bf16",
     ]
     rows = []
-    first = options.recipes[0]
     for name, result in results.items():
-        eager = f"{result[f'{first} eager'] / result[first]:.2f}" if f"{first} eager" in result else ""
+        eager = [
+            f"{result[f'{first} {how}'] / result[first]:.2f}" if f"{first} {how}" in result else ""
+            for how in ("eager", "in one thread")
+        ]
         ratios = [f"{result[recipe] / result['bf16']:.3f}" for recipe in options.recipes]
+        steady = f"{result['on end'][first] / result['on end']['bf16']:.3f}" if "on end" in result else ""
         saved = f"{result['saved'][first] / result['saved']['bf16']:.3f}"
-        rows.append([f"{name} ({result['n']} x {result['k']})", seconds(result["bf16"]), *ratios, eager, saved])
+        rows.append(
+            [f"{name} ({result['n']} x {result['k']})", seconds(result["bf16"]), *ratios, steady, *eager, saved]
+        )
     total = {key: sum(result[key] for result in results.values()) for key in ("bf16", *options.recipes)}
-    rows.append(["all", seconds(total["bf16"]), *(f"{total[r] / total['bf16']:.3f}" for r in options.recipes), "", ""])
+    steady = {key: sum(result.get("on end", {}).get(key, 0) for result in results.values()) for key in ("bf16", first)}
+    rows.append(
+        [
+            "all",
+            seconds(total["bf16"]),
+            *(f"{total[r] / total['bf16']:.3f}" for r in options.recipes),
+            f"{steady[first] / steady['bf16']:.3f}" if steady["bf16"] else "",
+            *[""] * 3,
+        ]
+    )
     report(table(header, rows))
     n, k = next(iter(shapes.values()))
     taken = parts(n, k, options.tokens, device, options.repeats)
