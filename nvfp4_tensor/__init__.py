@@ -14,6 +14,7 @@ from nvfp4_tensor.info import info
 from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops import (  # noqa: F401  they define ops
+    decode,
     definitions,
     native,
     pair_values,

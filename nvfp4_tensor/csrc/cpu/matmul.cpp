@@ -1,81 +1,22 @@
 // nvfp4.matmul on the CPU: arguments checked, a way to multiply chosen, work divided among torch's threads.
-#include "cpu/products.h"
-
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
-#include <thread>
 #include <vector>
 
 #include "arguments.h"
+#include "cpu/choice.h"
 #include "cpu/empty.h"
+#include "cpu/work.h"
 #include "plans_printed.h"
 
 namespace nvfp4 {
 namespace {
 
 constexpr int64_t kProductsPerThread = 1 << 17;  // at one row of x about 5 us: less is not worth a second thread
-constexpr int64_t kShare = 8;                    // a worker claims this part of its part of what is left
-
-struct Free {
-  void operator()(float* p) const { std::free(p); }
-};
-using Words = std::unique_ptr<float[], Free>;
-
-Words allocate(int64_t words) {
-  void* p = std::aligned_alloc(64, std::max<int64_t>(1, ceil_div(words, 16)) * 64);
-  STD_TORCH_CHECK(p != nullptr, "out of memory");
-  return Words(static_cast<float*>(p));
-}
-
-// Work in units [0, count), claimed by workers as they go: one that the system holds up, or that shares its core,
-// leaves its share to the others. Claims shrink: neighbours are prefetched, and the last are done at the same time (up
-// to 5 % at few rows over 32 equal claims of each worker, two threads).
-class Claims {
- public:
-  Claims(int64_t count, int64_t workers) : count_(count), parts_(workers * kShare) {}
-
-  template <typename Function>
-  void run(Function f) {
-    int64_t begin = next_.load();
-    while (begin < count_) {
-      const int64_t end = begin + std::max<int64_t>(1, (count_ - begin) / parts_);
-      if (!next_.compare_exchange_weak(begin, end)) continue;
-      f(begin, end);
-      done_.fetch_add(end - begin, std::memory_order_release);
-      begin = next_.load();
-    }
-  }
-  // Until all is done. It waits only for what another worker has claimed, so it cannot wait for one that never runs.
-  void wait() const {
-    while (done_.load(std::memory_order_acquire) < count_) std::this_thread::yield();
-  }
-
- private:
-  const int64_t count_, parts_;
-  std::atomic<int64_t> next_{0}, done_{0};
-};
 
 // --- which way -------------------------------------------------------------------------------------------------------
-
-struct Choice {
-  const ProductKernels* bf16;  // null where the instruction set in use has none
-  const ProductKernels* wide;
-  const char* wide_name;
-
-  static Choice current() {
-    const std::string_view name = kernels().name;
-    if (name == "avx512_bf16" && avx512_bf16_products()) return {avx512_bf16_products(), avx512_products(), "avx512"};
-    if (name.substr(0, 6) == "avx512" && avx512_products()) return {nullptr, avx512_products(), "avx512"};
-    if (name == "avx2" && avx2_products()) return {nullptr, avx2_products(), "avx2"};
-    return {nullptr, &portable_products(), "portable"};
-  }
-};
 
 // False: x holds numbers that this way cannot take.
 bool multiply(const ProductWay& way, const Product& p) {
