@@ -50,6 +50,7 @@ class ComfyUI(SafetensorsFormat):
 
     name = "comfy"
     is_file = True
+    is_served = False
 
     def detect(self, path: Path) -> bool:
         try:

@@ -283,10 +283,12 @@ class Format(abc.ABC):
     Attributes:
         name: as in :data:`FORMATS`.
         is_file: whether a checkpoint is one file (GGUF) and not a folder.
+        is_served: whether its readers join q, k and v, gate and up, which then need one per-tensor scale.
     """
 
     name: ClassVar[str]
     is_file: ClassVar[bool] = False
+    is_served: ClassVar[bool] = True
 
     @abc.abstractmethod
     def detect(self, path: Path) -> bool:

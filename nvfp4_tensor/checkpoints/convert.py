@@ -41,7 +41,8 @@ def convert(
     with read(src) as source:
         checkpoint: Checkpoint = WeightOnly(source) if weight_only else source
         checkpoint = without_cache_scales(checkpoint)
-        warn_of_different_scales(checkpoint)
+        if target.is_served:
+            warn_of_different_scales(checkpoint)
         target.write(checkpoint, Path(dst), progress=progress, **options)
 
 

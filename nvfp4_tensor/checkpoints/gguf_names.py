@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,15 @@ _LAYER_MODULES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+_EXPERT_MODULES = {
+    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
+}  # fmt: skip
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_STACKED = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down)_exps)\.weight")
 _KINDS = ("weight", "bias")
 FREQUENCIES = "rope_freqs.weight"
 """The tensor that says in GGUF what rope scaling of type llama3 says in a configuration."""
@@ -37,6 +46,7 @@ class Architecture:
     permutes: whether rows of q and k are in the order of llama.cpp's rotary embedding, pairs beside each other.
     scales_ffn: whether llama.cpp multiplies by the per-tensor scales of the feed-forward weights. It reads those of
         qwen2 and leaves them out (llama-cpp-python 0.3.36).
+    experts: the module of a layer that holds them; "" where there are none.
     """
 
     name: str
@@ -44,6 +54,13 @@ class Architecture:
     model_class: str
     permutes: bool = False
     scales_ffn: bool = True
+    experts: str = ""
+
+    @property
+    def expert_modules(self) -> dict[str, str]:
+        """What transformers' files call the weights of an expert, by llama.cpp's names."""
+        mixtral = self.experts == "block_sparse_moe"
+        return {gguf: name for name, gguf in _EXPERT_MODULES.items() if name.startswith("w") == mixtral}
 
 
 ARCHITECTURES = (
@@ -51,8 +68,10 @@ ARCHITECTURES = (
     Architecture("llama", "mistral", "MistralForCausalLM", permutes=True),
     Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", scales_ffn=False),
     Architecture("qwen3", "qwen3", "Qwen3ForCausalLM"),
+    Architecture("llama", "mixtral", "MixtralForCausalLM", permutes=True, experts="block_sparse_moe"),
+    Architecture("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", experts="mlp"),
 )
-"""Dense decoders; the first of a name is what a file of that name is read as."""
+"""Decoders; the first of a name, with experts or without, is what a file of that name is read as."""
 
 _SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "num_hidden_layers": ("block_count", int),
@@ -64,6 +83,19 @@ _SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
     "vocab_size": ("vocab_size", int),
 }
+_EXPERT_SETTINGS: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
+    "": {},
+    "block_sparse_moe": {"num_local_experts": ("expert_count", int), "num_experts_per_tok": ("expert_used_count", int)},
+    "mlp": {
+        "num_experts": ("expert_count", int),
+        "num_experts_per_tok": ("expert_used_count", int),
+        "moe_intermediate_size": ("expert_feed_forward_length", int),
+    },
+}
+"""By :attr:`Architecture.experts`."""
+_ALWAYS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Settings of qwen3_moe that llama.cpp's qwen3moe has no others of."""
+_UNSAID = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:
@@ -82,37 +114,78 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
         )
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"llama.cpp computes {architecture.name} with hidden_act silu, not {config['hidden_act']!r}")
+    if architecture.experts == "mlp":
+        found = {name: config.get(name) or _UNSAID[name] for name in _ALWAYS}
+        if others := [f"{name} {found[name]}" for name, value in _ALWAYS.items() if found[name] != value]:
+            raise ValueError(f"llama.cpp computes {architecture.name} with {_ALWAYS}, not with {', '.join(others)}")
     window, length = config.get("sliding_window"), config.get("max_position_embeddings", 0)
     if window and window < length and config.get("use_sliding_window", True):
         warnings.warn(f"llama.cpp attends to all tokens, not to the last {window} alone", stacklevel=2)
     return architecture
 
 
-def architecture_named(name: str) -> Architecture:
+def architecture_named(name: str, experts: bool = False) -> Architecture:
     """Of a GGUF's general.architecture; ValueError where it is none of :data:`ARCHITECTURES`."""
     for architecture in ARCHITECTURES:
-        if architecture.name == name:
+        if architecture.name == name and bool(architecture.experts) == experts:
             return architecture
-    raise ValueError(f"architecture {name!r}: {', '.join(sorted({a.name for a in ARCHITECTURES}))} are read")
+    raise ValueError(
+        f"architecture {name!r}: {', '.join(sorted({a.name for a in ARCHITECTURES}))} are read"
+        + (", that one without experts" if experts and any(a.name == name for a in ARCHITECTURES) else "")
+    )
 
 
 # --- names of tensors ------------------------------------------------------------------------------------------------
 
 
 def to_gguf_name(name: str) -> str | None:
-    """ "model.layers.0.self_attn.q_proj.weight" -> "blk.0.attn_q.weight"; None for what has no such name."""
+    """ "model.layers.0.self_attn.q_proj.weight" -> "blk.0.attn_q.weight"; None for what has no such name.
+
+    All experts' weights of a layer have one name, "model.layers.0.mlp.experts.3.up_proj.weight" and its siblings
+    "blk.0.ffn_up_exps.weight".
+    """
+    found = _EXPERT.fullmatch(name)
+    if found is not None and found[3] in _EXPERT_MODULES:
+        return f"blk.{found[1]}.{_EXPERT_MODULES[found[3]]}.weight"
+    return _translated(name, ("model.layers.", "blk."), _MODULES, _LAYER_MODULES)
+
+
+def expert_of(name: str) -> int | None:
+    """3 of "model.layers.0.mlp.experts.3.up_proj.weight"; None for what is no expert's."""
+    found = _EXPERT.fullmatch(name)
+    return None if found is None else int(found[2])
+
+
+def from_gguf_name(name: str, architecture: Architecture, experts: int = 0) -> list[str]:
+    """The inverse of :func:`to_gguf_name`: one name, or that of each expert; none for what has no such name."""
+    found = _STACKED.fullmatch(name)
+    if found is not None and architecture.experts:
+        layer, module = f"model.layers.{found[1]}.{architecture.experts}", architecture.expert_modules[found[2]]
+        return [f"{layer}.experts.{expert}.{module}.weight" for expert in range(experts)]
+    modules = _FROM_LAYER_MODULES | ({"ffn_gate_inp": f"{architecture.experts}.gate"} if architecture.experts else {})
+    translated = _translated(name, ("blk.", "model.layers."), _FROM_MODULES, modules)
+    return [] if translated is None else [translated]
+
+
+def _translated(
+    name: str, layers: tuple[str, str], modules: dict[str, str], layer_modules: dict[str, str]
+) -> str | None:
+    """A name, whose modules within the layers and outside of them are called otherwise."""
     module, _, kind = name.rpartition(".")
+    head, _, rest = module.removeprefix(layers[0]).partition(".")
     if kind not in _KINDS:
         return None
-    if module in _MODULES:
-        return f"{_MODULES[module]}.{kind}"
-    head, _, rest = module.removeprefix("model.layers.").partition(".")
-    if module.startswith("model.layers.") and head.isdecimal() and rest in _LAYER_MODULES:
-        return f"blk.{head}.{_LAYER_MODULES[rest]}.{kind}"
+    if module in modules:
+        return f"{modules[module]}.{kind}"
+    if module.startswith(layers[0]) and head.isdecimal() and rest in layer_modules:
+        return f"{layers[1]}{head}.{layer_modules[rest]}.{kind}"
     return None
 
 
-_RANKS = {module: rank for rank, module in enumerate(("token_embd", *_LAYER_MODULES.values(), "output_norm", "output"))}
+_FROM_MODULES = {gguf: name for name, gguf in _MODULES.items()}
+_FROM_LAYER_MODULES = {gguf: name for name, gguf in _LAYER_MODULES.items() if gguf != "ffn_gate_inp"}
+_ORDER = ("token_embd", *_LAYER_MODULES.values(), *_EXPERT_MODULES.values(), "output_norm", "output")
+_RANKS = {module: rank for rank, module in enumerate(dict.fromkeys(_ORDER))}
 
 
 def place(gguf_name: str) -> tuple[float, int, str]:
@@ -120,23 +193,6 @@ def place(gguf_name: str) -> tuple[float, int, str]:
     parts = gguf_name.split(".")
     layer = int(parts[1]) if parts[0] == "blk" else -1 if parts[0] == "token_embd" else math.inf
     return layer, _RANKS[parts[-2]], parts[-1]
-
-
-_FROM_MODULES = {gguf: name for name, gguf in _MODULES.items()}
-_FROM_LAYER_MODULES = {gguf: name for name, gguf in _LAYER_MODULES.items()}
-
-
-def from_gguf_name(name: str) -> str | None:
-    """The inverse of :func:`to_gguf_name`."""
-    module, _, kind = name.rpartition(".")
-    if kind not in _KINDS:
-        return None
-    if module in _FROM_MODULES:
-        return f"{_FROM_MODULES[module]}.{kind}"
-    head, _, rest = module.removeprefix("blk.").partition(".")
-    if module.startswith("blk.") and head.isdecimal() and rest in _FROM_LAYER_MODULES:
-        return f"model.layers.{head}.{_FROM_LAYER_MODULES[rest]}.{kind}"
-    return None
 
 
 # --- the order of rows -----------------------------------------------------------------------------------------------
@@ -166,10 +222,13 @@ def settings_of(config: dict[str, Any], architecture: Architecture) -> dict[str,
         ValueError: a setting is missing, or the rope scaling is none that llama.cpp's files can say.
     """
     config = {"num_key_value_heads": config.get("num_attention_heads"), **config}
-    missing = [name for name in _SETTINGS if config.get(name) is None]
+    if "num_local_experts" in config:  # two names for one setting
+        config.setdefault("num_experts", config["num_local_experts"])
+    names = _SETTINGS | _EXPERT_SETTINGS[architecture.experts]
+    missing = [name for name in names if config.get(name) is None]
     if missing:
         raise ValueError(f"config.json has no {', '.join(missing)}, which llama.cpp needs")
-    settings: dict[str, int | float] = {key: cast(config[name]) for name, (key, cast) in _SETTINGS.items()}
+    settings: dict[str, int | float] = {key: cast(config[name]) for name, (key, cast) in names.items()}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     settings["rope.dimension_count"] = settings["attention.key_length"] = settings["attention.value_length"] = head_dim
     settings["rope.freq_base"] = float(_rope(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
@@ -186,10 +245,13 @@ def config_of(settings: dict[str, Any], architecture: Architecture, tied: bool) 
         ValueError: a key is missing.
     """
     settings = {"attention.head_count_kv": settings.get("attention.head_count"), **settings}
-    missing = [key for key, _ in _SETTINGS.values() if settings.get(key) is None]
+    names = _SETTINGS | _EXPERT_SETTINGS[architecture.experts]
+    missing = [key for key, _ in names.values() if settings.get(key) is None]
     if missing:
         raise ValueError(f"the file has no {', '.join(f'{architecture.name}.{key}' for key in missing)}")
-    config = {name: _decimal(settings[key]) for name, (key, _) in _SETTINGS.items()}
+    config = {name: _decimal(settings[key]) for name, (key, _) in names.items()}
+    if architecture.experts == "mlp":
+        config |= _ALWAYS
     head_dim = settings.get("attention.key_length") or settings.get("rope.dimension_count")
     return {
         "architectures": [architecture.model_class],

@@ -184,7 +184,7 @@ def _assign(slot: _Slot, tensor: Tensor, origin: Origin) -> None:
         setattr(module, attribute, value)
         origins = dict(getattr(module, ORIGINS, {}))
         origins.pop(attribute, None)
-        if origin.factors or not origin.is_whole:
+        if origin.factors or not origin.is_whole or origin.names[0] not in slot.holders:
             origins[attribute] = dataclasses.asdict(origin)
         if origins or hasattr(module, ORIGINS):
             setattr(module, ORIGINS, origins)

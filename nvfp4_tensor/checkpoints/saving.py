@@ -15,7 +15,7 @@ from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts, form
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.loading import ORIGINS
 from nvfp4_tensor.checkpoints.names import some
-from nvfp4_tensor.checkpoints.sources import JOINED_AS, Origin, split
+from nvfp4_tensor.checkpoints.sources import JOINED_AS, MIXTRAL, MIXTRAL_TYPES, Origin, expert_group, in_mixtral, split
 from nvfp4_tensor.checkpoints.views import WeightOnly
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -104,7 +104,7 @@ class ModelCheckpoint(Checkpoint):
         origin = self._origins.get(name, Origin(((name,),)))
         if not isinstance(tensor, NVFP4Tensor):
             if origin.is_whole:
-                return {name: Entry(shape=tuple(tensor.shape), dtype=tensor.dtype)}
+                return {origin.names[0]: Entry(shape=tuple(tensor.shape), dtype=tensor.dtype)}
             return {n: Entry(shape=tuple(p.shape), dtype=p.dtype) for n, p in _dense_pieces(tensor, origin).items()}
         try:
             pieces = split(parts_of(tensor), origin)
@@ -194,6 +194,7 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
 def _origins(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Origin]:
     """What parameters were loaded from, and how experts of transformers' models stand in files."""
     origins = {}
+    mixtral = getattr(getattr(model, "config", None), "model_type", None) in MIXTRAL_TYPES
     for path, module in model.named_modules():
         kept = getattr(module, ORIGINS, {})
         for attribute in module._parameters:
@@ -202,22 +203,23 @@ def _origins(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Origi
                 continue
             origin = Origin(**kept[attribute]) if attribute in kept else None
             if origin is None or not origin.fits(tensors[name].shape):
-                origin = _of_experts(name, module, tensors[name])
+                origin = _of_experts(name, module, tensors[name], mixtral)
             if origin is not None:
                 origins[name] = origin
     return origins
 
 
-def _of_experts(name: str, module: nn.Module, tensor: Tensor) -> Origin | None:
+def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> Origin | None:
     """transformers joins experts to one parameter (E, N, K), gate above up, which files keep apart."""
-    prefix, _, last = name.rpartition(".")
+    last = name.rpartition(".")[2]
+    stored = in_mixtral(name) if mixtral else name
     if tensor.dim() != 3 or last not in JOINED_AS or getattr(module, "is_transposed", None) is not False:
-        return None
+        return None if stored == name else Origin(((stored,),))
     if last == "gate_up_proj" and not (getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)):
         return None
-    parts = JOINED_AS[last]
-    groups = tuple(tuple(f"{prefix}.{e}.{part}.weight" for part in parts) for e in range(len(tensor)))
-    return Origin(groups, (tensor.shape[1] // len(parts),) * len(parts), stacked=True)
+    groups = tuple(expert_group(stored, e, MIXTRAL if mixtral else None) for e in range(len(tensor)))
+    parts = len(groups[0])
+    return Origin(groups, (tensor.shape[1] // parts,) * parts, stacked=True)
 
 
 def _dense_pieces(tensor: Tensor, origin: Origin) -> dict[str, Tensor]:

@@ -22,6 +22,10 @@ JOINED_AS = {
 }
 """Modules of models by the modules of files that they are joined of; the last is for experts alone."""
 
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MIXTRAL_TYPES = ("mixtral", "minimax", "minimax_m2")
+"""By model_type, those whose files call ``mlp`` ``block_sparse_moe``, and the weights of experts as above."""
+
 _KEPT = ("divisor", "input_scale", "input_divisor")
 
 
@@ -61,13 +65,20 @@ class Origin:
 
 def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origin | None:
     """What makes the parameter ``name`` of a model, or None where the checkpoint does not have it."""
-    if name in entries:
-        return Origin(((name,),))
-    groups = _groups(name, dimensions, entries)
+    mixtral = in_mixtral(name)
+    for each in (name, mixtral):
+        if each in entries:
+            return Origin(((each,),))
+    groups = _groups(name, dimensions, entries) or list(_expert_groups(mixtral, entries, MIXTRAL))
     if not groups:
         return None
     rows = tuple(entries[each].shape[0] for each in groups[0])
     return Origin(tuple(groups), rows, stacked=dimensions == 3)
+
+
+def in_mixtral(name: str) -> str:
+    """ "layers.0.mlp.gate.weight" -> "layers.0.block_sparse_moe.gate.weight", as Mixtral's files have it."""
+    return name.replace(".mlp.", ".block_sparse_moe.")
 
 
 def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str, ...]]:
@@ -80,12 +91,19 @@ def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str
     return [group] if len(group) > 1 and all(each in names for each in group) else []
 
 
-def _expert_groups(name: str, names: Container[str]) -> Iterator[tuple[str, ...]]:
-    """For "experts.gate_up_proj": "experts.0.gate_proj.weight" and "experts.0.up_proj.weight", and so on."""
+def expert_group(name: str, expert: int, called: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """For "experts.gate_up_proj": ("experts.0.gate_proj.weight", "experts.0.up_proj.weight"), or as ``called``."""
     prefix, _, last = name.rpartition(".")
-    parts, expert = JOINED_AS.get(last, ()), 0
-    while parts:
-        group = tuple(f"{prefix}.{expert}.{part}.weight" for part in parts)
+    called = {} if called is None else called
+    return tuple(f"{prefix}.{expert}.{called.get(part, part)}.weight" for part in JOINED_AS.get(last, ()))
+
+
+def _expert_groups(
+    name: str, names: Container[str], called: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, ...]]:
+    """Those that there are, of expert 0, 1 and so on."""
+    expert = 0
+    while group := expert_group(name, expert, called):
         if not all(each in names for each in group):
             return
         yield group

@@ -15,7 +15,6 @@ from torch import Tensor
 from nvfp4_tensor.cli.models import open_model, open_tokenizer
 from nvfp4_tensor.cli.results import plain
 
-
 LEAST_LENGTH = 512
 """Tokens that the cache of a compiled model holds at least."""
 

@@ -1,7 +1,5 @@
 """GGUF: its bytes against the package gguf, its names and orders against transformers, and what it refuses."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,8 @@ from helpers.checkpoints import TINY, InMemory, quantized, same_parts, tiny_tens
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
-from nvfp4_tensor.checkpoints.gguf import FORMAT, pack_blocks, unpack_blocks, unpack_mxfp4
+from nvfp4_tensor.checkpoints.gguf import FORMAT
+from nvfp4_tensor.checkpoints.gguf_blocks import pack_blocks, unpack_blocks, unpack_mxfp4
 from nvfp4_tensor.checkpoints.mxfp4 import to_nvfp4
 
 gguf = pytest.importorskip("gguf")
@@ -236,13 +235,14 @@ def test_what_cannot_be_written(tmp_path, tensors):
         (TINY, {"model.layers.0.mlp.up_proj.weight": nan}, {}, "1536 NaN blocks"),
         (TINY, {Q: rows}, {}, r"per-tensor scales \(128,\)"),
         (TINY, {"model.layers.0.extra.weight": torch.ones(2, 2)}, {}, "extra.weight has no name"),
-        ({**TINY, "model_type": "gpt2"}, {}, {}, "model_type llama, mistral, qwen2, qwen3, not of 'gpt2'"),
+        ({**TINY, "model_type": "gpt2"}, {}, {}, "qwen2, qwen3, mixtral, qwen3_moe, not of 'gpt2'"),
         ({**TINY, "hidden_act": "gelu"}, {}, {}, "hidden_act silu, not 'gelu'"),
         ({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, {}, "type 'yarn'"),
         ({**TINY, "vocab_size": None}, {}, {}, "no vocab_size"),
         (TINY, {"model.norm.weight": torch.ones(128, dtype=torch.int64)}, {}, "is torch.int64"),
         ({**TINY, "model_type": "qwen2"}, {}, {}, "qwen2's feed-forward weights, and .* amax=2688"),
         (TINY, {"model.layers.0.mlp.up_proj.bias": torch.ones(192)}, {}, "with a bias, as .*mlp.up_proj.weight has"),
+        (TINY, {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, {}, "no name in llama.cpp's llama"),
         (TINY, {}, {"dense": "Q3_K"}, "dense is one of F32, F16"),
         (TINY, {}, {"shard": 3}, "no option shard"),
     ]  # fmt: skip
@@ -313,7 +313,7 @@ def test_mxfp4_in_a_file_becomes_nvfp4(tmp_path, tensors):
 
 def test_foreign_files_are_refused_by_name(tmp_path):
     foreign(tmp_path / "a.gguf", "bloom", token_embd__weight=np.zeros((4, 8), np.float32))
-    with pytest.raises(ValueError, match=r"a\.gguf: architecture 'bloom': llama, qwen2, qwen3 are read"):
+    with pytest.raises(ValueError, match=r"a\.gguf: architecture 'bloom': llama, qwen2, qwen3, qwen3moe are read"):
         FORMAT.read(tmp_path / "a.gguf")
     foreign(tmp_path / "b.gguf", token_embd__weight=np.zeros((4, 8), np.float32))
     with pytest.raises(ValueError, match=r"b\.gguf: the file has no llama\.block_count"):
@@ -328,10 +328,3 @@ def test_strange_tensors_are_refused(tmp_path, tensors, monkeypatch):
     FORMAT.write(InMemory(tensors, TINY), tmp_path / "a.gguf", progress=False, tokenizer=None)
     with pytest.raises(ValueError, match=r"no LlamaForCausalLM has: blk\.0\.output\.weight"):
         FORMAT.read(tmp_path / "a.gguf")
-
-
-def test_experts_are_refused(tmp_path, tensors):
-    checkpoint = InMemory(tensors, TINY)
-    checkpoint.entries[DOWN] = dataclasses.replace(checkpoint.entries[DOWN], shape=(2, 128, 192))
-    with pytest.raises(ValueError, match="experts are not written"):
-        FORMAT.write(checkpoint, tmp_path / "a.gguf", progress=False)

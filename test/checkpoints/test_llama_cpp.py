@@ -9,7 +9,7 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import TINY, InMemory, tiny_tensors
+from helpers.checkpoints import EXPERTS, TINY, InMemory, expert_tensors, tiny_tensors
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize
 from nvfp4_tensor.checkpoints import gguf
@@ -149,6 +149,27 @@ def assert_same_logits(tmp_path, changes, quantized):
     for kind, state in ("nvfp4", tensors), ("dense", dense):
         gguf.FORMAT.write(InMemory(state, config), tmp_path / f"{kind}.gguf", progress=False, tokenizer=None)
     theirs, exact = (logits_of(tmp_path / f"{kind}.gguf", ids) for kind in ("nvfp4", "dense"))
+    with torch.no_grad():
+        ours = model(ids[None]).logits[0]
+    assert rms(ours - exact) < 1e-4 * rms(ours)
+    assert rms(ours - theirs) < 1.02 * rms(exact - theirs) < 0.15 * rms(ours)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts(tmp_path, kind):
+    """A small random mixture: our model, loaded from the file, against llama.cpp of NVFP4 and of float32."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    tensors = expert_tensors(kind, torch.float32)
+    dense = {name: t.dequantize() if isinstance(t, NVFP4Tensor) else t for name, t in tensors.items()}
+    for name, state in ("nvfp4", tensors), ("dense", dense):
+        gguf.FORMAT.write(InMemory(state, EXPERTS[kind]), tmp_path / f"{name}.gguf", progress=False, tokenizer=None)
+    config = transformers.AutoConfig.for_model(**EXPERTS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    checkpoints.load(model, tmp_path / "nvfp4.gguf", progress=False)
+    assert sum(isinstance(p, NVFP4Tensor) and p.dim() == 3 for p in model.parameters()) == 4
+    ids = torch.arange(3, 3 + 80)
+    theirs, exact = (logits_of(tmp_path / f"{name}.gguf", ids) for name in ("nvfp4", "dense"))
     with torch.no_grad():
         ours = model(ids[None]).logits[0]
     assert rms(ours - exact) < 1e-4 * rms(ours)

@@ -23,6 +23,18 @@ TINY = {
     "tie_word_embeddings": False,
 }
 
+_MIXTURE = {"num_experts_per_tok": 2, "intermediate_size": 192}
+EXPERTS = {
+    "mixtral": TINY | _MIXTURE | {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4,
+    },
+    "qwen3_moe": TINY | _MIXTURE | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "head_dim": 32,
+        "moe_intermediate_size": 192, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+}  # fmt: skip
+"""Small mixtures of four experts, by model_type."""
+
 
 class InMemory(Checkpoint):
     """Of tensors by name, NVFP4Tensors among them."""
@@ -63,6 +75,21 @@ def tiny_tensors(config: dict[str, Any] = TINY, dtype: torch.dtype = torch.bfloa
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
     return {name: t.detach() for name, t in model.state_dict().items()}
+
+
+def expert_tensors(kind: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Those of one of :data:`EXPERTS` under the names of its files, attention and experts quantized."""
+    tensors: dict[str, torch.Tensor] = {}
+    parts = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    for name, t in tiny_tensors(EXPERTS[kind], dtype).items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
+        prefix, _, last = name.rpartition(".")
+        for i, matrix in enumerate(t) if t.dim() == 3 else ():
+            found = zip(parts[:2], matrix.chunk(2), strict=True) if last == "gate_up_proj" else [(parts[2], matrix)]
+            tensors |= {f"{prefix}.{i}.{part}.weight": quantize(piece.contiguous()) for part, piece in found}
+        if t.dim() < 3:
+            tensors[name] = quantize(t) if "_proj.weight" in name else t
+    return tensors
 
 
 def quantized(tensors: dict[str, torch.Tensor], spec=None) -> dict[str, torch.Tensor]:

@@ -21,6 +21,11 @@ from nvfp4_tensor.numerics.layout import E4M3_NAN
 _SUGGESTED = 5
 """How many groups of layers a report suggests to leave dense."""
 
+_WHAT_TO_LEAVE = (
+    "First where each bit more removes most of the squared errors of outputs; linears that servers join, together. To "
+    "choose by what the whole model says: nvfp4 quantize SRC DST --calibrate TEXT --bits 5."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Section:
@@ -145,8 +150,7 @@ def _of_text(quality: Quality) -> list[Section]:
             bars(errors, unit="relative error of the output"),
         ),
         Section(
-            "What to leave dense", "First where each bit more removes most of the squared errors of outputs; linears that servers join, together. "
-            "To choose by what the whole model says: nvfp4 quantize SRC DST --calibrate TEXT --bits 5.",
+            "What to leave dense", _WHAT_TO_LEAVE,
             head=("layer", "error of the output", "MB in b", "MB in a"), rows=rows, code=command,
         ),
     ]  # fmt: skip

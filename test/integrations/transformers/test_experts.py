@@ -109,3 +109,19 @@ def test_dense_experts_beside_nvfp4_linears(folder, tmp_path, ids):
     assert torch.equal(again(ids).logits, model(ids).logits)
     again.save_pretrained(tmp_path / "again")
     assert filecmp.cmp(tmp_path / "nvfp4/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["loaded", "in memory"])
+def test_files_without_transformers_own_loader(folder, tmp_path, ids, known):
+    """checkpoints.load and save by themselves: names of experts and routers are those of the model's files."""
+    quantize(folder, tmp_path / "nvfp4", progress=False)
+    dense = AutoModelForCausalLM.from_pretrained(folder)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    model = checkpoints.load(dense, tmp_path / "nvfp4", progress=False)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+    if not known:
+        for module in model.modules():
+            vars(module).pop("_nvfp4_origins", None)
+    checkpoints.save(model, tmp_path / "again", progress=False)
+    assert filecmp.cmp(tmp_path / "nvfp4/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
