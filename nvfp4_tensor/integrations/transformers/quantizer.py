@@ -35,7 +35,13 @@ class NVFP4HfQuantizer(HfQuantizer):
         self.weight_only = False
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raises a ValueError for weights on a disk."""
+        """Raises a ValueError for weights on a disk, and where what is loaded would be thrown away at once."""
+        if _registers_on_meta():
+            raise ValueError(
+                "accelerate.init_empty_weights() throws away what from_pretrained reads: call from_pretrained outside "
+                "of it, where no more than a few weights are dense at a time. For a model without values, "
+                "AutoModelForCausalLM.from_config inside; checkpoints.load(model, folder) fills it"
+            )
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 "NVFP4 weights cannot be offloaded to a disk: give device_map (or max_memory) room on a GPU and in "
@@ -97,6 +103,13 @@ class NVFP4HfQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """True, without a graph break."""
         return True
+
+
+def _registers_on_meta() -> bool:
+    """Whether parameters go to the meta device when a module takes them, as under accelerate's init_empty_weights."""
+    module = nn.Module()
+    module.register_parameter("probe", nn.Parameter(torch.empty(0, device="cpu")))
+    return bool(module.probe.is_meta)  # type: ignore[union-attr]
 
 
 def parameter_of(model: PreTrainedModel, name: str, weight: NVFP4Tensor) -> nn.Parameter:

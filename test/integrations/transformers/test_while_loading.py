@@ -8,7 +8,15 @@ from torch import nn
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, model_size, quantize
+from nvfp4_tensor import (
+    NVFP4Config,
+    NVFP4Tensor,
+    NVFP4WeightOnlyConfig,
+    QuantizeSpec,
+    checkpoints,
+    model_size,
+    quantize,
+)
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig, WhileLoadingQuantizer
 
 CONFIGS = {
@@ -186,3 +194,22 @@ def test_what_is_refused(llama):
     model.config.save_pretrained(folder)
     with pytest.raises(ValueError, match="says nothing of quantized ones"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("stored", ["dense", "nvfp4"])
+def test_under_init_empty_weights_it_is_refused_with_the_way_that_works(llama, tmp_path, ids, stored):
+    accelerate = pytest.importorskip("accelerate")
+    _, folder = llama()
+    model = load(folder)
+    options = {"quantization_config": NVFP4TensorConfig()}
+    if stored == "nvfp4":
+        model.save_pretrained(tmp_path / "nvfp4")
+        folder, options = tmp_path / "nvfp4", {}
+    with accelerate.init_empty_weights(), pytest.raises(ValueError, match="call from_pretrained outside of it"):
+        AutoModelForCausalLM.from_pretrained(folder, **options)
+    with accelerate.init_empty_weights(include_buffers=False):
+        empty = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16).eval()
+    assert all(p.is_meta for p in empty.parameters())
+    model.save_pretrained(tmp_path / "saved")
+    filled = checkpoints.load(empty, tmp_path / "saved", progress=False)
+    assert torch.equal(filled(ids).logits, model(ids).logits)
