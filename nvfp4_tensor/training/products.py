@@ -111,7 +111,8 @@ def multipliable(
 
 def transposed(w: Operand) -> Operand:
     """The codes of w (R, C) in 16x16 blocks as those of w^T (C, R), R padded to 16: the same codes, moved."""
-    return Operand(*torch.ops.nvfp4.transpose_codes(w.qdata, w.scale), w.per_tensor_scale)
+    qdata, scale = torch.ops.nvfp4.transpose_codes(w.qdata, w.scale)
+    return Operand(qdata, scale, w.per_tensor_scale)
 
 
 # --- multiply --------------------------------------------------------------------------------------------------------
