@@ -1,6 +1,11 @@
 """torchtitan's linears by our recipes: override, converter, its Trainer under FSDP2 and tensor parallelism."""
 
 import copy
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,3 +143,24 @@ def test_trains_under_tensor_parallelism(tmp_path):
 @pytest.mark.slow
 def test_full_dtensor_is_refused(tmp_path):
     run_ranks(refused, 1, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "partial_dtensor"), (1, "spmd_types")])
+def test_its_own_command_line(ranks, backend, tmp_path):
+    """torchtitan's train.py, launched by torchrun; losses fall as they do for a dense run of the same batches."""
+    script = Path(__file__).with_name("titan_on_cpu.py")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)),
+        *("--module", "integrations.titan_llama", "--config", "debug_llama_on_cpu"),
+        *("--parallelism.spmd_backend", backend, "--override.imports", f'{OVERRIDE}={{"recipe":"nvidia"}}'),
+    ]
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TITAN_FOLDER": str(tmp_path)}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-4000:]
+    losses = [float(loss) for loss in re.findall(r"loss:\s+([0-9.]+)", said)]
+    assert len(losses) == 6 * ranks and losses[0] > 7 and losses[-1] < losses[0] - 2
+    assert len(re.findall(r"\[Override\] .*nvfp4_linear: .* with recipe='nvidia'", said)) >= 30

@@ -26,14 +26,19 @@ _AS_OF_A_GPU = {
 """What torchtitan asks of a device's module, its memory above all, and torch.cpu does not have."""
 
 
-def _use_cpu() -> None:
+def rank() -> str:
+    """Of the ranks that run, or that torchrun has started."""
+    return str(dist.get_rank()) if dist.is_initialized() else os.environ["RANK"]
+
+
+def use_cpu() -> None:
     """Before anything else of torchtitan is imported: without a GPU it takes the device to be CUDA all the same."""
     import torchtitan.tools.utils as utils
 
     utils.device_type, utils.device_module = "cpu", torch.cpu
     for name, function in _AS_OF_A_GPU.items():
         setattr(torch.cpu, name, function)
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    os.environ["LOCAL_RANK"] = rank()
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does when it starts the ranks itself
 
 
@@ -50,7 +55,7 @@ def _write_tokenizer(folder: str) -> None:
 
 def debug_llama(folder: str, steps: int):
     """A Trainer.Config of the debug Llama; attention without documents' masks, the one that trains on CPUs."""
-    _use_cpu()
+    use_cpu()
     from datasets import Dataset
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
@@ -68,13 +73,18 @@ def debug_llama(folder: str, steps: int):
         sample_processor=lambda sample: sample["text"],
     )
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset="sentences")
-    config.hf_assets_path = config.dump_folder = f"{folder}/{dist.get_rank()}"
+    config.hf_assets_path = config.dump_folder = f"{folder}/{rank()}"
     _write_tokenizer(config.hf_assets_path)
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 4, 64, steps
     config.training.disable_cuda_graphs = True
     config.parallelism.spmd_backend = "partial_dtensor"  # spmd_types needs an FSDP2 later than torch 2.13's
     config.validator.enable = config.checkpoint.enable = False
     return config
+
+
+def debug_llama_on_cpu():
+    """A config of torchtitan's command line: ``--module integrations.titan_llama --config debug_llama_on_cpu``."""
+    return debug_llama(os.environ["TITAN_FOLDER"], steps=6)
 
 
 def whole(loss: torch.Tensor) -> torch.Tensor:
