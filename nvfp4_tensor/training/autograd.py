@@ -53,7 +53,14 @@ class Operands(NamedTuple):
     w: Operand | None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe | str = "nvidia") -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    recipe: Recipe | str = "nvidia",
+    *,
+    rng_state: Tensor | None = None,
+) -> Tensor:
     """``x @ weight^T + bias`` with the three products of training quantized by a recipe.
 
     Args:
@@ -61,6 +68,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
         weight: (N, K), of the dtype of x (any of the three under autocast); its gradient has its dtype.
         bias: (N,), or None.
         recipe: a :class:`Recipe`, or the name of one.
+        rng_state: int64 (seed, offset) on the device of x, the source of the random bits; drawn from torch's generator
+            where a recipe takes some.
 
     Returns:
         (..., N) in the dtype of x, or of autocast where that is on.
@@ -77,7 +86,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, recipe: Recipe
     check_operands(x, weight, "linear")
     needs = needs_of(x, weight, bias)
     rows = flat(x)
-    rng_state = draw(recipe, any(needs), x)
+    rng_state = draw(recipe, any(needs), x, rng_state)
     of_x = input_operands(Taken(rows), recipe, needs, rng_state)
     operands = Operands(*of_x, weight_operand(weight, recipe, rng_state))
     y = multiply(rows, weight, bias, recipe, operands, needs, rng_state)

@@ -12,7 +12,15 @@ from nvfp4_tensor.training.autograd import linear
 from nvfp4_tensor.training.recipe import Recipe, resolve
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, recipe: Recipe | str = "nvidia") -> Tensor:
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    recipe: Recipe | str = "nvidia",
+    *,
+    rng_state: Tensor | None = None,
+    first_expert: int = 0,
+) -> Tensor:
     """Rows ``offs[e-1]..offs[e]`` of x times ``weight[e]^T``: torch._grouped_mm(x, weight.mT, offs), trained.
 
     Each group is a :func:`linear` of its own, with amaxes of its own: blocks and Hadamard transforms along the tokens
@@ -24,6 +32,9 @@ def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, recipe: Recipe | str
         weight: (E, N, K), of the dtype of x (any of the three under autocast).
         offs: int32 (E,), where each group ends, on the device of x.
         recipe: a :class:`Recipe`, or the name of one.
+        rng_state: int64 (seed, offset) on the device of x, the source of the random bits: each expert's follow from it
+            and from its number. Without one they are drawn from torch's generator.
+        first_expert: the number of weight[0], where ranks have some of the experts each.
 
     Returns:
         (M, N) in the dtype of x, or of autocast where that is on.
@@ -41,9 +52,19 @@ def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor, recipe: Recipe | str
     *groups, behind = x.split(sizes)
     # unbind, and not weight[e]: one gradient of the whole is stacked, where each index would fill a whole one.
     # The first even without rows, so that there always is a gradient.
-    used = [(rows, w) for e, (rows, w) in enumerate(zip(groups, weight.unbind(), strict=True)) if len(rows) or e == 0]
-    outputs = [linear(rows, w, None, recipe) for rows, w in used]
+    pairs = zip(groups, weight.unbind(), strict=True)
+    used = [(e, rows, w) for e, (rows, w) in enumerate(pairs) if len(rows) or e == 0]
+    outputs = [linear(rows, w, None, recipe, rng_state=_state_of(rng_state, first_expert + e)) for e, rows, w in used]
     return torch.cat([*outputs, outputs[0].new_zeros((len(behind), weight.shape[1]))])
+
+
+def _state_of(rng_state: Tensor | None, expert: int) -> Tensor | None:
+    """A seed of its own for each expert: odd multiples of one number meet no seed of another expert."""
+    if rng_state is None:
+        return None
+    step = expert * 0x9E3779B97F4A7C15 % 2**64
+    seed, offset = rng_state.unbind()
+    return torch.stack([seed + (step - 2**64 if step >= 2**63 else step), offset])
 
 
 def _group_ends(x: Tensor, weight: Tensor, offs: Tensor) -> list[int]:
