@@ -31,8 +31,9 @@ ENOUGH_HERE = $(or $(wildcard $(EVERYTHING)),$(call stamp,$(or $(GPUS_HERE),cpu)
 SLOW := test/benchmarks test/tutorials test/distributed test/integrations test/cli/test_commands.py \
 	test/cli/test_model.py test/cli/test_report.py test/cli/test_round_trip.py test/test_imports.py test/test_pickles.py \
 	test/dispatch/test_compile.py test/docs/test_code_blocks.py test/matmul/test_cuda_schedule.py \
-	test/matmul/test_print_plans.py test/quantization/test_gptq.py test/quantization/test_lora.py \
-	test/tensor/test_methods.py test/training/test_module.py
+	test/matmul/test_fbgemm.py test/matmul/test_print_plans.py test/quantization/test_gptq.py \
+	test/quantization/test_lora.py test/tensor/test_methods.py test/test_package.py test/testing/test_statistics.py \
+	test/training/test_module.py test/training/test_optimizer.py test/training/test_write_back.py
 
 .PHONY: help demo test check sanitize lint format build docs sdist wheel clean
 .DELETE_ON_ERROR:
@@ -47,7 +48,7 @@ test: $(VENV)/.dev $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries buil
 	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n $(WORKERS)
 
 check: lint $(VENV)/.dev $(VENV)/.demo native-here  ## before a commit: lint and the fast tests
-	$(BIN)/python -m pytest -q -m "not slow" $(addprefix --ignore=,$(SLOW))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(addprefix --ignore=,$(SLOW))
 
 sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
 	.ci/sanitize $(BIN)
