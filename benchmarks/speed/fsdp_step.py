@@ -5,7 +5,8 @@
 
 "train": forward and backward of each rank's tokens and the all-reduce of amaxes: in bfloat16, by a recipe whose
 weights FSDP2 gathers as they are, and by one that has their codes gathered; "one GPU" is the same stack there, whole.
-"bits" is the last with codes that do not know the ranks (two more all-reduces a linear). "qlora": frozen weights in
+"bits" is the last with codes that do not know the ranks (two more all-reduces a linear); "gradients in NVFP4" reduces
+them so, by an all-to-all. "qlora": frozen weights in
 bfloat16 and in NVFP4, adapters beside them, one token a rank, so that memory is that of the weights. Bytes are counted
 where FSDP2 hands them to the collective: what a rank puts into all-gathers and reduce-scatters, in one step.
 """
@@ -31,7 +32,9 @@ from benchmarks.harness import Report, at_least, record, result_path, save, seco
 from benchmarks.speed.training_step import Block
 from nvfp4_tensor import NVFP4WeightOnlyConfig, distributed, training
 
-COUNTED = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+COUNTED = (
+    "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor", "all_to_all_single"
+)  # fmt: skip
 
 
 class Counter:
@@ -45,7 +48,7 @@ class Counter:
 
     def _counted(self, name: str, real: Callable) -> Callable:
         key = name.rpartition("_")[0]
-        key = "all_gather" if key.startswith("all_gather") else "reduce_scatter"
+        key = "all_gather" if key.startswith("all_gather") else "reduce_scatter"  # all_to_all: NVFP4's reduce-scatter
 
         def call(*args: Any, **how: Any) -> Any:
             sent = how.get("input_tensor", how.get("input", args[1] if len(args) > 1 else None))
@@ -170,15 +173,19 @@ def run(args: argparse.Namespace, device: torch.device) -> dict[str, dict]:
     length = min(args.tokens, 4096)
     x = torch.randn(args.tokens // length, length, args.width, device=device, dtype=torch.bfloat16, requires_grad=True)
     results: dict[str, dict] = {}
-    for name, recipe, codes, bits, sharded in (
-        ("train bf16, one GPU", "bf16", False, False, False),
-        (f"train {args.recipe}, one GPU", args.recipe, False, False, False),
-        ("train bf16", "bf16", False, False, True),
-        (f"train {args.recipe}, weights as they are", args.recipe, False, False, True),
-        (f"train {args.recipe}, codes", args.recipe, True, False, True),
-        (f"train {args.recipe}, codes, bits", args.recipe, True, True, True),
+    for name, recipe, codes, bits, sharded, wire in (
+        ("train bf16, one GPU", "bf16", False, False, False, False),
+        (f"train {args.recipe}, one GPU", args.recipe, False, False, False, False),
+        ("train bf16", "bf16", False, False, True, False),
+        ("train bf16, gradients in NVFP4", "bf16", False, False, True, True),
+        (f"train {args.recipe}, weights as they are", args.recipe, False, False, True, False),
+        (f"train {args.recipe}, codes", args.recipe, True, False, True, False),
+        (f"train {args.recipe}, codes, gradients in NVFP4", args.recipe, True, False, True, True),
+        (f"train {args.recipe}, codes, bits", args.recipe, True, True, True, False),
     ):
         model = trained(stack(sizes, args.layers, device), recipe, codes, bits, sharded)
+        if wire:
+            distributed.reduce_gradients_in_nvfp4(model)
         if args.compile:
             for block in model:
                 block.compile()
