@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from nvfp4_cli import options
-from nvfp4_cli.options import CHECKPOINT, NEW, TEXT, options_of_format, prints_to_stderr, show, wants_bar
+from nvfp4_cli.options import CHECKPOINT, NEW, TEXT, prints_to_stderr, show, take_options_of_format, wants_bar
 
 COMPLETION = {
     "bash": 'eval "$(_NVFP4_COMPLETE=bash_source nvfp4)"  # at the end of ~/.bashrc',
@@ -62,11 +62,10 @@ def nvfp4() -> None:
 )
 @click.option("--tokens", default=4096, show_default=True, type=click.IntRange(2), help="Of the calibration.")
 @click.option("--seed", default=0, show_default=True, help="Of stochastic rounding.")
-@options.dense
-@options.shard_size
+@options.of_format
 @options.quiet
 @options.as_json
-def quantize(dst: Path, json_: bool, quiet: bool, dense: str | None, shard_size: float | None, **given: Any) -> None:
+def quantize(dst: Path, json_: bool, quiet: bool, **given: Any) -> None:
     """Quantize SRC, a folder of safetensors or a GGUF, into DST.
 
     Weights alone become NVFP4 (W4A16); with --calibrate what they are multiplied by does too (W4A4), by fixed scales
@@ -91,8 +90,9 @@ def quantize(dst: Path, json_: bool, quiet: bool, dense: str | None, shard_size:
         )
     from nvfp4_tensor.cli.quantize import quantize as run
 
+    of_format = take_options_of_format(given)
     with prints_to_stderr(json_):
-        result = run(dst=dst, progress=wants_bar(quiet), options=options_of_format(dense, shard_size), **given)
+        result = run(dst=dst, progress=wants_bar(quiet), options=of_format, **given)
     show(result, json_)
 
 
@@ -101,26 +101,22 @@ def quantize(dst: Path, json_: bool, quiet: bool, dense: str | None, shard_size:
 @click.argument("dst", type=NEW)
 @options.to
 @click.option("--w4a16", is_flag=True, help="Leave out the quantization of activations.")
-@click.option("--lossy", is_flag=True, help="MLX: round again what its layers have no place for.")
-@options.dense
-@options.shard_size
+@options.of_format
 @options.quiet
 @options.as_json
-def convert(
-    src: Path, dst: Path, to: str, w4a16: bool, lossy: bool, dense: str | None, shard_size: float | None, quiet: bool,
-    json_: bool,
-) -> None:  # fmt: skip
+def convert(src: Path, dst: Path, to: str, w4a16: bool, quiet: bool, json_: bool, **given: Any) -> None:
     """Write the NVFP4 checkpoint SRC in another format: the same codes and scales, nothing is rounded.
 
     \b
     nvfp4 convert SmolLM2-NVFP4 SmolLM2.gguf --to gguf
     nvfp4 convert nvidia-NVFP4 for-mlx --to mlx --w4a16 --lossy
+    nvfp4 convert flux-NVFP4 flux.safetensors --to comfy --quantize-activations
     """
     from nvfp4_tensor.cli.convert import convert as run
 
-    given = options_of_format(dense, shard_size, lossy)
+    of_format = take_options_of_format(given)
     with prints_to_stderr(json_):
-        result = run(src, dst, to=to, weight_only=w4a16, progress=wants_bar(quiet), options=given)
+        result = run(src, dst, to=to, weight_only=w4a16, progress=wants_bar(quiet), options=of_format)
     show(result, json_)
 
 

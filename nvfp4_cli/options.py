@@ -27,7 +27,23 @@ quiet = click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
 html = click.option("--html", type=NEW, metavar="FILE", help="Write a report: one HTML file that needs no other.")
 to = click.option("--to", type=click.Choice(FORMATS), default="modelopt", show_default=True, help="The format of DST.")
 dense = click.option("--dense", type=click.Choice(DENSE_TYPES), help="GGUF: what dense matrices are stored as.")
-shard_size = click.option("--shard-size", metavar="GB", type=float, help="Files of about so many gigabytes (10^9).")
+shard_size = click.option(
+    "--shard-size", metavar="GB", type=click.FloatRange(0, min_open=True),
+    help="Files of about so many gigabytes (10^9).",
+)  # fmt: skip
+lossy = click.option("--lossy", is_flag=True, help="MLX: round again what its layers have no place for.")
+    "--shard-size",
+    metavar="GB",
+    type=click.FloatRange(0, min_open=True),
+    help="Files of about so many gigabytes (10^9).",
+)
+global_scale = click.option(
+    "--global-scale", is_flag=True, help="MLX: keep per-tensor scales, in tensors that mlx-lm does not load."
+)
+quantize_activations = click.option(
+    "--quantize-activations/--no-quantize-activations", default=None,
+    help="ComfyUI: whether it quantizes activations too; by default as SRC says.",
+)  # fmt: skip
 config_from = click.option(
     "--config-from", type=CHECKPOINT, metavar="PATH", help="Where config and tokenizer are, if not in the checkpoint."
 )
@@ -56,8 +72,17 @@ def prints_to_stderr(json_: bool) -> Iterator[None]:
         yield
 
 
-def options_of_format(dense: str | None, shard_size: float | None, lossy: bool = False) -> dict[str, Any]:
-    """What a format is asked for beyond its defaults; the format refuses what it does not know."""
-    given: dict[str, Any] = {"dense": dense, "lossy": lossy or None}
-    given["shard_bytes"] = None if shard_size is None else int(shard_size * 10**9)
-    return {name: value for name, value in given.items() if value is not None}
+def of_format(command: F) -> F:
+    """The options of formats, each of one or some; :func:`take_options_of_format` takes them out of what was given."""
+    for decorator in (quantize_activations, lossy, global_scale, shard_size, dense):
+        command = decorator(command)
+    return command
+
+
+def take_options_of_format(given: dict[str, Any]) -> dict[str, Any]:
+    """What a format is asked for beyond its defaults, removed from ``given``; it refuses what it does not know."""
+    size = given.pop("shard_size")
+    found = {name: given.pop(name) for name in ("dense", "quantize_activations")}
+    found |= {name: given.pop(name) or None for name in ("global_scale", "lossy")}
+    found["shard_bytes"] = None if size is None else int(size * 10**9)
+    return {name: value for name, value in found.items() if value is not None}

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, read, tensor_of
 from nvfp4_tensor.checkpoints.names import CACHE_SCALES, some
-from nvfp4_tensor.checkpoints.sources import Origin, gather, origin_of, shape_of
+from nvfp4_tensor.checkpoints.sources import Origin, gather, is_transposed, origin_of, shape_of
 from nvfp4_tensor.checkpoints.views import WeightOnly
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization import NVFP4Linear
@@ -79,6 +79,11 @@ class _Slot:
 
     tensor: Tensor
     holders: dict[str, tuple[nn.Module, str]]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is the experts' weights as (E, K, N): what is NVFP4 has blocks along K, and lies as (E, N, K)."""
+        return self.tensor.dim() == 3 and any(is_transposed(module) for module, _ in self.holders.values())
 
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:
@@ -148,6 +153,8 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
         shape = shape_of(origin, checkpoint.entries)
     except ValueError as error:
         raise ValueError(f"{file}: {name}: {error}") from None
+    if entry.quantized and slot.is_transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
     if shape != tuple(slot.tensor.shape):
         raise ValueError(f"{file}: tensor {origin.names[0]}: expected {list(slot.tensor.shape)}, found {list(shape)}")
     if not entry.quantized:
@@ -169,7 +176,8 @@ def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, 
         dtype = slot.tensor.dtype
         if dtype not in HIGH_PRECISION_DTYPES:
             dtype = checkpoint.entries[origin.names[0]].dtype
-        return tensor_of(value, dtype).to(device), origin
+        weight = tensor_of(value, dtype).to(device)
+        return weight.transpose(-2, -1) if slot.is_transposed else weight, origin
     floating = slot.tensor.dtype.is_floating_point and value.dtype.is_floating_point
     return value.to(device, slot.tensor.dtype if floating else None), origin
 

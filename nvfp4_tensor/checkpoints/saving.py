@@ -84,7 +84,7 @@ class ModelCheckpoint(Checkpoint):
         Raises:
             ValueError: a weight that no layout can hold, or on the meta device; different scales to be refused.
         """
-        self._tensors = dict(_named_tensors(model))
+        self._tensors = {name: _upright(tensor) for name, tensor in _named_tensors(model)}
         self._origins = _origins(model, self._tensors) if isinstance(model, nn.Module) else {}
         self._shared: dict[str, Tensor] = {}
         self._parameter: dict[str, str] = {}
@@ -189,6 +189,12 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
+
+
+def _upright(tensor: Tensor) -> Tensor:
+    """Experts that a model holds as (E, K, N) are (E, N, K) in files, as they lie."""
+    transposed = isinstance(tensor, NVFP4Tensor) and tensor.transposed and tensor.dim() == 3
+    return tensor.detach().transpose(-2, -1) if transposed else tensor
 
 
 def _origins(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Origin]:

@@ -76,6 +76,11 @@ def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origi
     return Origin(tuple(groups), rows, stacked=dimensions == 3)
 
 
+def is_transposed(module: object) -> bool:
+    """Whether a module of transformers holds its experts' weights as (E, K, N), as gpt-oss's does."""
+    return getattr(module, "is_transposed", False) is True
+
+
 def in_mixtral(name: str) -> str:
     """ "layers.0.mlp.gate.weight" -> "layers.0.block_sparse_moe.gate.weight", as Mixtral's files have it."""
     return name.replace(".mlp.", ".block_sparse_moe.")

@@ -135,6 +135,31 @@ def test_convert_goes_there_and_back(quantized, tmp_path, run):
     assert (tmp_path / "back" / file).read_bytes() == (quantized / file).read_bytes()
 
 
+def test_convert_takes_the_options_of_every_format(quantized, tmp_path, run):
+    run("convert", quantized, tmp_path / "exact", "--to", "mlx", "--global-scale", "--lossy")
+    run("convert", quantized, tmp_path / "rounded", "--to", "mlx", "--lossy")
+    run("convert", quantized, tmp_path / "a4.safetensors", "--to", "comfy", "--quantize-activations")
+    run("convert", quantized, tmp_path / "a16.safetensors", "--to", "comfy", "--no-quantize-activations")
+    name = "model.layers.1.mlp.up_proj.weight"
+    read = {}
+    for path in (quantized, *(tmp_path / each for each in ("exact", "rounded", "a4.safetensors", "a16.safetensors"))):
+        with checkpoints.read(path) as checkpoint:
+            read[path.name] = checkpoint.linear(name)
+    own = read.pop(quantized.name)
+    assert [parts.quantizes_activations for parts in read.values()] == [False, False, True, False]
+    assert all(torch.equal(read[key].qdata, own.qdata) for key in ("exact", "a4.safetensors", "a16.safetensors"))
+    assert read["exact"].per_tensor_scale == pytest.approx(own.per_tensor_scale.item(), rel=1e-6)
+    assert read["rounded"].per_tensor_scale == 1
+
+
+def test_quantize_takes_them_too(dense, tmp_path, run):
+    run("quantize", dense, tmp_path / "m", "--to", "mlx", "--global-scale")
+    with checkpoints.read(tmp_path / "m") as checkpoint:
+        assert checkpoint.linear("model.layers.1.mlp.up_proj.weight").per_tensor_scale != 1
+    run("quantize", dense, tmp_path / "parts", "--shard-size", 0.00003)
+    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 3
+
+
 def test_inspect_sums_up_what_it_lists(quantized, run):
     said = run("inspect", quantized, "--json")
     total = said["total"]
@@ -276,6 +301,8 @@ def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized
         (["quantize", dense, tmp_path / "x", "--exclude", "*.nothing"], "matches no linear"),
         (["quantize", dense, tmp_path / "x", "--dense", "Q8_0"], "has no option dense"),
         (["quantize", dense, there, "--calibrate", text], "is there already"),
+        (["quantize", dense, tmp_path / "x", "--global-scale"], "has no option global_scale"),
+        (["convert", quantized, tmp_path / "x", "--to", "torchao", "--quantize-activations"], "no option quantize_act"),
         (["quantize", dense, tmp_path / "x", "--calibrate", tmp_path / "bytes.txt"], "no text in UTF-8"),
         (["convert", dense, tmp_path / "x"], "holds no NVFP4"),
         (["convert", quantized, tmp_path / "x", "--to", "mlx"], "lossy"),

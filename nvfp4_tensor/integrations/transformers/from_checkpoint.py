@@ -18,7 +18,7 @@ from transformers.quantizers import HfQuantizer
 from nvfp4_tensor.checkpoints import modelopt
 from nvfp4_tensor.checkpoints.common import tensor_of
 from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
-from nvfp4_tensor.checkpoints.sources import Origin
+from nvfp4_tensor.checkpoints.sources import Origin, is_transposed
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.integrations.transformers.experts import DeserializeExperts, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
@@ -50,9 +50,15 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = {*ignored, r"[kv]_proj\.[kv]_scale$"}
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """What makes NVFP4 weights of a checkpoint's tensors."""
-        assert self._operation is not None
-        return [WeightConverter(list(self.quantization_config.tensor_names), "weight", [self._operation])]
+        """What makes NVFP4 weights of a checkpoint's tensors: of experts that are one tensor there, and of linears."""
+        operation = self._operation
+        assert operation is not None
+        attributes = {name.rpartition(".")[2] for name in operation.stored} - {"weight"}
+        experts = [
+            WeightConverter([f"{key}$" for key in modelopt.keys_of(attribute).values()], attribute, [operation])
+            for attribute in sorted(attributes)
+        ]
+        return [*experts, WeightConverter(list(self.quantization_config.tensor_names), "weight", [operation])]
 
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], model: PreTrainedModel
@@ -115,13 +121,17 @@ class Deserialize(ConversionOps):
         self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
         module, _, name = full_layer_name.rpartition(".")
-        dtype = getattr(model.get_submodule(module), name).dtype
+        holder = model.get_submodule(module)
+        dtype = getattr(holder, name).dtype
+        collected = {key.removesuffix("$"): tensors[0] for key, tensors in input_dict.items()}
         if full_layer_name not in self.stored:
-            return {full_layer_name: input_dict["weight"][0].to(dtype)}
+            return {full_layer_name: collected[name].to(dtype)}
         stored = self.stored[full_layer_name]
-        prefix = stored.removesuffix("weight")
-        tensors = {f"{prefix}{key}": collected[0] for key, collected in input_dict.items()}
+        prefix = stored.removesuffix(name)
+        tensors = {f"{prefix}{key}": tensor for key, tensor in collected.items()}
         weight = tensor_of(self.checkpoint.decoded(stored, tensors), dtype)
+        if is_transposed(holder):
+            weight = weight.transpose(-2, -1)
         if not self.activations:
             weight = weight._replace(activation_spec=None, activation_amax=None)
         return {full_layer_name: parameter_of(model, full_layer_name, weight)}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
+from nvfp4_tensor.checkpoints.sources import is_transposed
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.saving import plain_state_dict
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
@@ -62,7 +63,10 @@ class NVFP4HfQuantizer(HfQuantizer):
         """Bytes of an element as it will be stored, scales and padding included: what device_map="auto" plans by."""
         if param_name not in self.weights or isinstance(param, NVFP4Tensor):
             return param.element_size()
-        *leading, columns = param.shape
+        shape = list(param.shape)
+        if len(shape) == 3 and is_transposed(model.get_submodule(param_name.rpartition(".")[0])):
+            shape[-2:] = shape[-1], shape[-2]
+        *leading, columns = shape
         rows = torch.Size(leading).numel()
         codes = rows * ceil_to(columns, BLOCK) // 2
         scales = ceil_to(rows, 128) * ceil_to(columns, 64) // BLOCK

@@ -14,7 +14,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from nvfp4_tensor.checkpoints.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
-from nvfp4_tensor.checkpoints.sources import JOINED_AS
+from nvfp4_tensor.checkpoints.sources import JOINED_AS, is_transposed
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
@@ -120,11 +120,14 @@ class Quantize(ConversionOps):
         if full_layer_name in self.tied:
             head, embedding = self.tied
             return {embedding: value, head: parameter_of(model, head, *self._quantize([value]))}
-        self.waiting[full_layer_name] = value
+        transposed = value.dim() == 3 and is_transposed(model.get_submodule(full_layer_name.rpartition(".")[0]))
+        self.waiting[full_layer_name] = value.transpose(-2, -1).contiguous() if transposed else value
         group = joined_with(full_layer_name, self.names) if self.config.share_scales else (full_layer_name,)
         if not self.waiting.keys() >= set(group):
             return {}
         quantized = self._quantize([self.waiting.pop(name) for name in group])
+        if transposed:
+            quantized = [weight.transpose(-2, -1) for weight in quantized]
         return {name: parameter_of(model, name, each) for name, each in zip(group, quantized, strict=True)}
 
     def _quantize(self, weights: list[Tensor]) -> list[NVFP4Tensor]:
@@ -157,11 +160,11 @@ def name_of_head(model: PreTrainedModel) -> str:
 
 
 def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The weights of linears and of experts (E, N, K) of a model, by name."""
+    """The weights of linears (N, K) and of experts (E, N, K) of a model, by name; those held (E, K, N) are turned."""
     for path, module in model.named_modules():
         if type(module) is nn.Linear:
             yield f"{path}.weight", module.weight
-        elif getattr(module, "is_transposed", None) is False:  # what transformers makes of a class of experts
+        elif hasattr(module, "is_transposed"):  # what transformers makes of a class of experts
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dim() == 3 and name in JOINED_AS:
-                    yield f"{path}.{name}", weight
+                    yield f"{path}.{name}", weight.transpose(-2, -1) if is_transposed(module) else weight
