@@ -32,11 +32,6 @@ shard_size = click.option(
     help="Files of about so many gigabytes (10^9).",
 )  # fmt: skip
 lossy = click.option("--lossy", is_flag=True, help="MLX: round again what its layers have no place for.")
-    "--shard-size",
-    metavar="GB",
-    type=click.FloatRange(0, min_open=True),
-    help="Files of about so many gigabytes (10^9).",
-)
 global_scale = click.option(
     "--global-scale", is_flag=True, help="MLX: keep per-tensor scales, in tensors that mlx-lm does not load."
 )
