@@ -75,7 +75,7 @@ def quantized_at(
         quantize = torch.ops.nvfp4.quantize_rows
     else:
         if amax is None:
-            amax = largest(_own(x, spec, rng_state, region), region)
+            (amax,) = _agreed(_own(x, spec, rng_state, region).view(1), x, region)
         amaxes, quantize = [amax] * len(pieces), torch.ops.nvfp4.quantize
     parts = [
         Operand(*quantize(p.x, each, rng_state, spec.pack(), *p.place, stream))

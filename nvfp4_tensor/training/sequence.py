@@ -37,7 +37,7 @@ class Whole(NamedTuple):
     def join(self, pieces: Sequence[Tensor], tokens: int) -> Tensor:
         """Of all ranks' pieces, whose dimension ``tokens`` flattens (batch, sequence), in tokens, pairs or blocks."""
         shape, outer = pieces[0].shape, math.prod(self.leading[: self.share.dim])
-        apart = (*shape[:tokens], outer, shape[tokens] // outer, *shape[tokens + 1 :])
+        apart = (*shape[:tokens], outer, shape[tokens] // max(outer, 1), *shape[tokens + 1 :])
         return torch.cat([piece.reshape(apart) for piece in pieces], tokens + 1).flatten(tokens, tokens + 1)
 
 

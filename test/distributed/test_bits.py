@@ -153,7 +153,9 @@ def losses(recipe, engine, total):
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        model.set_gradient_divide_factor(1.0)
+        for module in (model[0], model[2], model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
     else:
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, summed)

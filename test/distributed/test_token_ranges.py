@@ -207,6 +207,12 @@ def bytes_sent():
         with Sent() as sent, torch.set_grad_enabled(case != "a forward"):
             model(given.contiguous())
         found[case] = sent.bytes / given.numel()
+    neighbours = nn.ModuleList(linear("nvidia")[0] for _ in range(3))  # q, k and v of one x
+    parallelize_module(neighbours, mesh, {"*": plan()["0"]})
+    with Sent() as sent:
+        for each in neighbours:
+            each(x)
+    found["three neighbours"] = sent.bytes / x.numel()
     set_recipe(trained, forward="bf16")
     with Sent() as sent:
         trained(x)
@@ -216,6 +222,7 @@ def bytes_sent():
 def test_bytes_that_travel():
     """0.28 of bfloat16's for x, twice that with x^T; where 24 tokens a rank are no whole blocks of x^T, as it is."""
     expected = {"trained": 1.125, "a forward": 0.5625, "frozen": 0.5625, "uneven": 2.0, "bf16": 2.0}
+    expected["three neighbours"] = 1.125
     assert run_ranks(bytes_sent, 2) == [expected] * 2
 
 

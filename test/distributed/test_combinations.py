@@ -1,0 +1,280 @@
+"""Engines together: sequence parallelism, FSDP2 of codes, shared tokens, checkpointing, accumulation; odd worlds."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed.launch import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, distributed
+from nvfp4_tensor.training import NVFP4TrainingConfig
+from nvfp4_tensor.training.places import Place
+
+WIDTH, HIDDEN = 96, 576
+
+
+def trained(seeded=True):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).bfloat16()
+    quantize_(model, NVFP4TrainingConfig())
+    if seeded:
+        distributed.seed_rounding(model, seed=3)
+    return model
+
+
+def frozen(row_scaled=False):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).bfloat16()
+    quantize_(model.requires_grad_(False), NVFP4Config(row_scaled=row_scaled))
+    return model
+
+
+def one_process(model):
+    """The same, by the ops of a rank's piece."""
+    for linear in (model[0], model[2]):
+        if hasattr(linear, "recipe"):
+            linear.place = Place()
+    return model
+
+
+def sequence_plan():
+    return {
+        "0": distributed.NVFP4ColwiseParallel(input_layouts=Shard(1)),
+        "2": distributed.NVFP4RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def shard(model, mesh):
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+        module.set_gradient_divide_factor(1.0)  # the loss is one of all tokens
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def batch():
+    return torch.randn(4, 96, WIDTH, generator=torch.Generator().manual_seed(9)).bfloat16()
+
+
+def step(model, x, call=None):
+    """y, dx and the parameters' gradients, whole; of a loss that is the mean over all tokens."""
+    x = x.contiguous().requires_grad_()
+    y = (call or model)(x)
+    (y.float().square().sum() / (4 * 96 * WIDTH)).backward()
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return [y.detach(), x.grad, *(grad for grad in grads if grad is not None)]
+
+
+def close(mine, theirs):
+    """To sums of bfloat16 in another order, by which some draws round the other way; other draws would be 0.15 off."""
+    assert len(mine) == len(theirs)
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        assert (a.double() - b.double()).norm() < 0.08 * b.double().norm(), i
+
+
+# --- sequence parallelism --------------------------------------------------------------------------------------------
+
+
+def checkpointed():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    x = batch()
+    expected = step(one_process(trained()), x.clone())
+    calls = {
+        "plain": None,
+        "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+        "reentrant": lambda model: lambda x: checkpoint(model, x, use_reentrant=True),
+        "DTensor": lambda model: lambda x: model(DTensor.from_local(x, mesh, [Shard(1)])),
+    }
+    found = {}
+    for name, call in calls.items():
+        model = trained()
+        parallelize_module(model, mesh, sequence_plan())
+        found[name] = step(model, x.chunk(world, 1)[rank].clone(), call and call(model))
+    close(found["plain"], [t.chunk(world, 1)[rank] for t in expected[:2]] + expected[2:])
+    for name, mine in found.items():
+        assert all(torch.equal(a, b) for a, b in zip(mine, found["plain"], strict=True)), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_checkpointed_sequence(world):
+    run_ranks(checkpointed, world)
+
+
+def over_both(kind):
+    """Batches over FSDP2, of codes where the weights train, and sequences over tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    make = trained if kind == "trained" else frozen
+    alone, model = one_process(make()), make()
+    parallelize_module(model, mesh["tp"], sequence_plan())
+    model.requires_grad_(kind == "trained")
+    if kind == "trained":
+        distributed.gather_codes(model)
+    shard(model, mesh["dp"])
+    if kind == "trained":
+        distributed.share_tokens(model, mesh["dp"])
+    x = batch()
+    mine = x.chunk(2)[dp].chunk(2, 1)[tp]
+    # dynamic amaxes of frozen weights' activations are those of the ranks that share a weight, and no others
+    expected = step(alone, x.clone() if kind == "trained" else x.chunk(2)[dp].clone())
+    whole = [t.chunk(2)[dp] if kind == "trained" else t for t in expected[:2]]
+    found = step(model, mine.clone())
+    close(found, [t.chunk(2, 1)[tp] for t in whole] + expected[2:])
+    with torch.no_grad():
+        assert torch.equal(model.eval()(mine), found[0])
+
+
+@pytest.mark.parametrize("kind", ["trained", "frozen"])
+def test_sequences_and_batches(kind):
+    run_ranks(over_both, 4, kind)
+
+
+def edges(case):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    model = frozen() if case == "frozen" else trained()
+    parallelize_module(model, mesh, sequence_plan())
+    x = batch().chunk(world, 1)[rank].contiguous()
+    if case == "empty":
+        y = model(x[:0])
+        y.sum().backward()
+        return tuple(y.shape)
+    if case == "dtensor":
+        x = DTensor.from_local(x, mesh, [Shard(1)], shape=torch.Size((4, 95, WIDTH)), stride=(95 * WIDTH, WIDTH, 1))
+    elif rank == 1:
+        x = x[:, :16]
+    try:
+        model(x)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+
+def test_no_sequence_at_all():
+    assert run_ranks(edges, 2, "empty") == [(0, 48, WIDTH)] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("trained", "have unequally many"), ("frozen", "have unequally many"), ("dtensor", "has 95 tokens .* 2 ranks")],
+)
+def test_unequal_pieces_are_an_error_before_they_travel(case, message):
+    for said in run_ranks(edges, 2, case):
+        assert re.search(message, said), said
+
+
+# --- accumulation, and several models --------------------------------------------------------------------------------
+
+
+def accumulated(codes):
+    """Gradients of three micro-batches, the last of which is reduced with the others."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = trained(seeded=False)
+    if codes:
+        distributed.gather_codes(model)
+    shard(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(11 + dist.get_rank())
+    for _ in range(2):
+        optimizer.zero_grad()
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            model(torch.randn(32, WIDTH).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        if codes:
+            distributed.precompute_amaxes(model)
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_accumulation_with_gathered_codes(world):
+    """All bits are those of the dense gather."""
+    dense, codes = (run_ranks(accumulated, world, how) for how in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(dense[0], codes[-1], strict=True))
+
+
+def without_sync():
+    """DDP's no_sync: nothing travels but for the last micro-batch, whose reduction as NVFP4 has the sum of all."""
+    models = [DistributedDataParallel(trained(seeded=False)) for _ in range(2)]
+    reduction = distributed.reduce_gradients_in_nvfp4(models[1])
+    sent = []
+    for model in models:
+        torch.manual_seed(11 + dist.get_rank())
+        for micro in range(3):
+            model.require_backward_grad_sync = micro == 2
+            model(torch.randn(32, WIDTH).bfloat16()).float().square().mean().backward()
+            sent.append(reduction.calls)
+    assert sent[:5] == [0] * 5 and sent[5] > 0
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert (q.grad - p.grad).norm() < 0.3 * p.grad.norm()
+
+
+def test_accumulation_under_ddp():
+    run_ranks(without_sync, 3)
+
+
+def two_models():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def make():
+        model = shard(distributed.gather_codes(trained()), mesh)
+        distributed.share_tokens(model, mesh)
+        return model
+
+    x = batch()[dist.get_rank()]
+    expected = step(make(), x.clone())
+    one, other = make(), make()
+    loss = sum(model(x).float().square().sum() / (4 * 96 * WIDTH) for model in (one, other))
+    loss.backward()
+    for model in (one, other):
+        assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), expected[2:], strict=True))
+
+
+def test_two_models_at_once():
+    run_ranks(two_models, 2)
+
+
+# --- tied weights through checkpoints --------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False), nn.Linear(96, 64)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.c(self.a(x)) + self.c(self.b(2 * x))
+
+
+def through_a_checkpoint(source, target):
+    torch.manual_seed(5 if source else 4)
+    model = Tied().bfloat16().requires_grad_(False)
+    quantize_(model, NVFP4Config())
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    plain = distributed.to_plain(model.state_dict())
+    if source:
+        dcp.load(plain, checkpoint_id=source)
+        model.load_state_dict(distributed.from_plain(plain))
+    if target:
+        dcp.save(distributed.to_plain(model.state_dict()), checkpoint_id=target)
+    assert model.a.weight is model.b.weight
+    return model(torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16())
+
+
+def test_tied_weights_go_from_two_ranks_to_one_to_four(tmp_path):
+    first, second = str(tmp_path / "two"), str(tmp_path / "one")
+    two = run_ranks(through_a_checkpoint, 2, None, first)
+    one = run_ranks(through_a_checkpoint, 1, first, second)
+    four = run_ranks(through_a_checkpoint, 4, second, None)
+    assert all(torch.equal(y, two[0]) for y in (*two, *one, *four))
