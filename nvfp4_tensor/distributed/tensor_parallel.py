@@ -85,22 +85,14 @@ class _Parallel(ParallelStyle):
 
     def _local_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         """x as the products take it, local; its gradient is that of the whole."""
+        layout = self.input_layout
+        if self.weight_dim == 0 and isinstance(layout, Shard) and 0 <= layout.dim < x.dim() - 1:
+            return _piece(x, layout.dim, mesh) if isinstance(x, DTensor) else x
         if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, [self.input_layout], run_check=False)
-        if self.weight_dim == 0 and isinstance(self.input_layout, Shard) and 0 <= self.input_layout.dim < x.dim() - 1:
-            return self._piece(x, self.input_layout.dim, mesh)
+            x = DTensor.from_local(x, mesh, [layout], run_check=False)
         wanted: Placement = Replicate() if self.weight_dim == 0 else Shard(x.dim() - 1)
         gradient: Placement = Partial() if self.weight_dim == 0 else wanted
         return x.redistribute(placements=[wanted]).to_local(grad_placements=[gradient])
-
-    def _piece(self, x: DTensor, dim: int, mesh: DeviceMesh) -> Tensor:
-        """This rank's piece of a sequence, which the linear gathers."""
-        if x.shape[dim] % mesh.size():
-            raise ValueError(
-                f"an input {tuple(x.shape)} has {x.shape[dim]} tokens along dimension {dim}, which {mesh.size()} ranks "
-                "cannot share evenly: pad the sequence, or give input_layouts=Replicate()"
-            )
-        return x.redistribute(placements=[Shard(dim)]).to_local()
 
     def _output(self, linear: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
         made: Placement = Shard(y.dim() - 1) if self.weight_dim == 0 else Partial()
@@ -108,6 +100,16 @@ class _Parallel(ParallelStyle):
         if self.weight_dim == 1 and linear.bias is not None:  # once, and not on each rank
             whole = whole + linear.bias
         return whole.to_local() if self.use_local_output else whole
+
+
+def _piece(x: DTensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """This rank's piece of a sequence, which the linear gathers."""
+    if x.shape[dim] % mesh.size():
+        raise ValueError(
+            f"an input {tuple(x.shape)} has {x.shape[dim]} tokens along dimension {dim}, which {mesh.size()} ranks "
+            "cannot share evenly: pad the sequence, or give input_layouts=Replicate()"
+        )
+    return x.redistribute(placements=[Shard(dim)]).to_local()
 
 
 class NVFP4ColwiseParallel(_Parallel):
