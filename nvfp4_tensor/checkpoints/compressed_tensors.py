@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
-from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat
+from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat, folder_says
 from nvfp4_tensor.checkpoints.modelopt import check_static
 from nvfp4_tensor.checkpoints.names import dense_linears, is_matched, some, warn_of_mixed_groups
-from nvfp4_tensor.checkpoints.shards import read_json
 from nvfp4_tensor.numerics.layout import BLOCK
 
 PACKED = "nvfp4-pack-quantized"
@@ -37,11 +36,7 @@ class CompressedTensors(SafetensorsFormat):
     stores_divisors = True
 
     def detect(self, path: Path) -> bool:
-        file = path / "config.json"
-        try:
-            return path.is_dir() and file.exists() and _configuration(read_json(file)) is not None
-        except (ValueError, OSError):
-            return False
+        return folder_says(path, _configuration)
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         found = _configuration(config)

@@ -10,7 +10,7 @@ import abc
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -319,6 +319,15 @@ def _by_size(laid_out: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> Pla
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def folder_says(path: Path, find: Callable[[dict[str, Any]], object]) -> bool:
+    """Whether ``path`` is a folder in whose config.json ``find`` finds something."""
+    file = path / "config.json"
+    try:
+        return path.is_dir() and file.is_file() and bool(find(read_json(file)))
+    except (ValueError, OSError):
+        return False
 
 
 def check_writable(checkpoint: Checkpoint, format: str, *, rows: bool = False, padded: bool = False) -> None:

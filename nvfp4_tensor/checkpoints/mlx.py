@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import LARGEST, Checkpoint, Entry, LinearParts, parts_of, tensor_of
-from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat, check_writable
+from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat, check_writable, folder_says
 from nvfp4_tensor.checkpoints.mxfp4 import MX_BLOCK, parts_of_mxfp4
 from nvfp4_tensor.checkpoints.names import some
-from nvfp4_tensor.checkpoints.shards import read_json
 from nvfp4_tensor.checkpoints.views import View
 from nvfp4_tensor.numerics.layout import BLOCK, E4M3_NAN
 from nvfp4_tensor.tensor.nvfp4 import quantize
@@ -48,10 +47,7 @@ class MLX(SafetensorsFormat):
         self._global_scale = global_scale
 
     def detect(self, path: Path) -> bool:
-        try:
-            return path.is_dir() and _quantization(read_json(path / "config.json")) is not None
-        except (ValueError, OSError):
-            return False
+        return folder_says(path, _quantization)
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         found = _quantization(config)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
-from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat
+from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat, folder_says
 from nvfp4_tensor.checkpoints.mxfp4 import MX_BLOCK, parts_of_mxfp4
-from nvfp4_tensor.checkpoints.shards import read_json
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
@@ -27,10 +26,7 @@ class MXFP4(SafetensorsFormat):
     name = "mxfp4"
 
     def detect(self, path: Path) -> bool:
-        try:
-            return path.is_dir() and _method(read_json(path / "config.json")) == self.name
-        except (ValueError, OSError):
-            return False
+        return folder_says(path, lambda config: _method(config) == self.name)
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         if _method(config) != self.name:

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints.shards import Shards
 
 GOLDEN = Path(__file__).parents[1] / "data/checkpoints"
@@ -52,6 +54,13 @@ def edit(folder, change):
     metadata = Shards(file).metadata
     change(tensors)
     save_file(tensors, file, metadata=metadata)
+
+
+def assert_refused(folder, change, message):
+    """A folder of one file is not read when ``change`` has damaged its tensors; the message says what is wrong."""
+    edit(folder, change)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.read(folder)
 
 
 def edit_json(file, change):

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import EXPERTS, InMemory, expert_tensors, same_parts
+from helpers.checkpoints import EXPERTS, expert_tensors, same_parts, write_gguf
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
@@ -29,9 +29,7 @@ def tensors(kind):
 
 
 def write(path, tensors, kind, config=None, **options):
-    config = EXPERTS[kind] if config is None else config
-    FORMAT.write(InMemory(tensors, config), path, progress=False, tokenizer=None, **options)
-    return FORMAT.read(path)
+    return write_gguf(path, tensors, EXPERTS[kind] if config is None else config, **options)
 
 
 def test_there_and_back(tmp_path, kind, tensors):

@@ -1,5 +1,6 @@
 """A checkpoint of tensors in memory, and a small Llama to fill one."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ TINY = {
     "tie_word_embeddings": False,
 }
 
+Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
 _MIXTURE = {"num_experts_per_tok": 2, "intermediate_size": 192}
 EXPERTS = {
     "mixtral": TINY | _MIXTURE | {
@@ -108,3 +110,14 @@ def same_parts(a: LinearParts, b: LinearParts) -> bool:
         and (a.input_scale is None) == (b.input_scale is None)
         and (a.input_scale is None or torch.equal(a.input_scale, b.input_scale))
     )
+
+
+def write_gguf(
+    path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = TINY, **options: Any
+) -> Checkpoint:
+    """A GGUF of these tensors, open; without a tokenizer unless one is given."""
+    from nvfp4_tensor.checkpoints.gguf import FORMAT
+
+    options.setdefault("tokenizer", None)
+    FORMAT.write(InMemory(tensors, config), path, progress=False, **options)
+    return FORMAT.read(path)

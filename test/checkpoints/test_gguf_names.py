@@ -1,0 +1,58 @@
+"""Names, settings and orders of rows in GGUF, against transformers' models."""
+
+import pytest
+import torch
+from helpers.checkpoints import TINY, same_parts, tiny_tensors
+from helpers.checkpoints import write_gguf as write
+
+from nvfp4_tensor import quantize
+from nvfp4_tensor.checkpoints import parts_of
+
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral"])
+def test_other_architectures(tmp_path, model_type):
+    transformers = pytest.importorskip("transformers")
+    config = {**TINY, "model_type": model_type, "sliding_window": None}
+    tensors = tiny_tensors(config)
+    ones = {n: quantize(t, amax=2688.0) if "_proj.weight" in n else t for n, t in tensors.items()}
+    assert ("model.layers.0.self_attn.q_proj.bias" in tensors) == (model_type == "qwen2")
+    with write(tmp_path / "a.gguf", ones, config) as checkpoint:
+        read = checkpoint.config
+        assert read["model_type"] == {"mistral": "llama"}.get(model_type, model_type)
+        for name, want in ones.items():
+            if checkpoint.entries[name].quantized:
+                assert same_parts(checkpoint.linear(name), parts_of(want)), name
+            else:
+                assert torch.equal(checkpoint.dense(name).to(want.dtype), want), name
+    transformers.AutoConfig.for_model(**{k: v for k, v in read.items() if k != "architectures"})
+
+
+def test_tied_output_is_left_out(tmp_path, tensors):
+    with write(tmp_path / "a.gguf", tensors, {**TINY, "tie_word_embeddings": True}) as checkpoint:
+        assert checkpoint.config["tie_word_embeddings"] is True
+        assert "lm_head.weight" not in checkpoint.entries
+    head = {**tensors, "lm_head.weight": quantize(tensors["lm_head.weight"])}
+    with write(tmp_path / "b.gguf", head, {**TINY, "tie_word_embeddings": True}) as checkpoint:
+        assert checkpoint.config["tie_word_embeddings"] is False  # an NVFP4 output layer of its own
+        assert same_parts(checkpoint.linear("lm_head.weight"), parts_of(head["lm_head.weight"]))
+
+
+def test_rope_scaling_of_llama_3(tmp_path, tensors):
+    transformers = pytest.importorskip("transformers")
+    rope = {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = {**TINY, "rope_theta": 500000.0, "rope_scaling": rope}
+    with write(tmp_path / "a.gguf", tensors, config) as checkpoint:
+        factors = checkpoint._plain("rope_freqs.weight")
+        assert checkpoint.config["rope_scaling"] == rope
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**{k: v for k, v in checkpoint.config.items() if k != "model_type"})
+        )
+    head_dim = TINY["hidden_size"] // TINY["num_attention_heads"]
+    plain = 500000.0 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    assert torch.allclose(model.model.rotary_emb.inv_freq.double(), plain / factors.double(), rtol=1e-6)
+    assert factors.max() == 32.0 and factors.min() == 1.0

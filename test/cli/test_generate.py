@@ -1,0 +1,46 @@
+"""``nvfp4 generate`` and ``chat``: what transformers writes with the same weights."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+import nvfp4_cli
+from nvfp4_tensor import checkpoints
+
+
+def test_generate_is_transformers_own(quantized, dense, run):
+    transformers = pytest.importorskip("transformers")
+    said = run("generate", quantized, "the quick", "--raw", "--max-new-tokens", 6, "--json")
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+    checkpoints.load(model, quantized, progress=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
+    ids = tokenizer("the quick", return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert said["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert said["new_tokens"] == len(expected)
+    assert "the quick" in run("generate", quantized, "the quick", "--raw", "--max-new-tokens", 2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_says_the_same(quantized, monkeypatch, capsys, run):
+    """In chat too, where the second question is asked of a model that is compiled already."""
+    flags = ["--raw", "--max-new-tokens", 6, "--json"]
+    eager, compiled = (run("generate", quantized, "the quick", *flags, *more) for more in ([], ["--compile"]))
+    assert compiled["text"] == eager["text"] and compiled["new_tokens"] == eager["new_tokens"]
+    answers = []
+    for more in ([], ["--compile"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\nthe dog\n"))
+        assert nvfp4_cli.main(["chat", str(quantized), "--max-new-tokens", "3", "--json", *more]) == 0
+        answers.append([json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()])
+    assert answers[0] == answers[1] and len(answers[0]) == 2
+
+
+def test_chat_answers_line_by_line(quantized, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\nthe dog\n\nnever read\n"))
+    assert nvfp4_cli.main(["chat", str(quantized), "--max-new-tokens", "3", "--json"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["prompt"] for answer in answers] == ["the fox", "the dog"]
+    assert answers[1]["prompt_tokens"] > answers[0]["prompt_tokens"] + answers[0]["new_tokens"]

@@ -1,0 +1,95 @@
+"""``nvfp4 quantize``: numbers against the library's own."""
+
+import pytest
+import torch
+
+from nvfp4_cli import options
+from nvfp4_tensor import QuantizeSpec, ScaleSearch, checkpoints
+
+
+@pytest.mark.parametrize("to", options.FORMATS)
+def test_quantize_writes_every_format(to, dense, tmp_path, run):
+    if to in ("gguf",):
+        pytest.importorskip("gguf")
+    dst = tmp_path / {"gguf": "m.gguf", "comfy": "m.safetensors"}.get(to, "folder")
+    said = run("quantize", dense, dst, "--to", to, "--json")
+    assert checkpoints.detect(dst) == to == said["format"]
+    assert (said["quantized"], said["w4a4"]) == (14, False)
+    assert said["bits_per_weight"] == pytest.approx(4.5, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "flags, spec",
+    [
+        ([], QuantizeSpec()),
+        (["--four-over-six"], QuantizeSpec(four_over_six="mse")),
+        (["--four-over-six", "mae"], QuantizeSpec(four_over_six="mae")),
+        (["--scale-search", "--w4a16"], QuantizeSpec(scale_search=ScaleSearch.MSE)),
+        (["--round-mode", "stochastic", "--seed", "3"], QuantizeSpec(round_mode="stochastic")),
+    ],
+)
+def test_quantize_rounds_as_it_is_told(flags, spec, dense, tmp_path, run):
+    run("quantize", dense, tmp_path / "cli", *flags)
+    checkpoints.quantize(dense, tmp_path / "library", spec=spec, seed=3, progress=False)
+    both = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("cli", "library")]
+    assert both[0] == both[1]
+
+
+def test_quantize_leaves_dense_what_it_is_told(dense, tmp_path, run):
+    said = run("quantize", dense, tmp_path / "q", "--exclude", "*.down_proj", "--include", "lm_head", "--json")
+    assert said["quantized"] == 14 - 2 + 1
+
+
+@pytest.mark.parametrize("how", [[], ["--calibrate"], ["--calibrate", "--gptq"]])
+def test_quantize_the_head_of_a_model_that_ties_it(how, dense, text, tmp_path, run):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+    embedding = model.model.embed_tokens.weight.detach()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    config = model.config.to_dict() | {"tie_word_embeddings": True}
+    checkpoints.save(state, tmp_path / "tied", format="dense", config=config, progress=False)
+    for file in dense.glob("tokenizer*"):
+        (tmp_path / "tied" / file.name).write_bytes(file.read_bytes())
+    flags = [flag for each in how for flag in ((each, text, "--tokens", 64) if each == "--calibrate" else (each,))]
+    said = run("quantize", tmp_path / "tied", tmp_path / "q", "--head", *flags, "--json")
+    assert (said["quantized"], said["w4a4"]) == (15, how == ["--calibrate"])
+    with checkpoints.read(tmp_path / "q") as checkpoint:
+        assert checkpoint.config["tie_word_embeddings"] is False
+        assert torch.equal(checkpoint.dense("model.embed_tokens.weight"), embedding)
+        head = checkpoints.tensor_of(checkpoint.linear("lm_head.weight"), torch.float32).dequantize()
+    assert 0.05 < ((head - embedding.float()).norm() / embedding.float().norm()).item() < 0.2
+    assert run("generate", tmp_path / "q", "the fox", "--raw", "--max-new-tokens", 2, "--json")["new_tokens"] == 2
+
+
+def test_calibrate_takes_the_largest_input(dense, text, tmp_path, run):
+    transformers = pytest.importorskip("transformers")
+    said = run("quantize", dense, tmp_path / "q", "--calibrate", text, "--tokens", 64, "--json")
+    assert said["w4a4"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
+    ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[:, :64]
+    seen = {}
+    name = "model.layers.1.mlp.down_proj"
+    model.get_submodule(name).register_forward_hook(lambda m, inputs, out: seen.update(amax=inputs[0].abs().amax()))
+    with torch.no_grad():
+        model(ids)
+    with checkpoints.read(tmp_path / "q") as checkpoint:
+        assert checkpoint.linear(f"{name}.weight").input_scale.item() == (seen["amax"].float() / 2688).item()
+
+
+def test_gptq_errs_less_on_the_text_than_rounding(dense, text, tmp_path, run):
+    run("quantize", dense, tmp_path / "gptq", "--calibrate", text, "--gptq", "--tokens", 256)
+    run("quantize", dense, tmp_path / "searched", "--scale-search")
+    errors = []
+    for folder in ("gptq", "searched"):
+        said = run("compare", dense, tmp_path / folder, "--text", text, "--tokens", 256, "--json")
+        errors.append(sum(output["relative"] ** 2 for output in said["quality"]["outputs"]))
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_quantize_takes_them_too(dense, tmp_path, run):
+    run("quantize", dense, tmp_path / "m", "--to", "mlx", "--global-scale")
+    with checkpoints.read(tmp_path / "m") as checkpoint:
+        assert checkpoint.linear("model.layers.1.mlp.up_proj.weight").per_tensor_scale != 1
+    run("quantize", dense, tmp_path / "parts", "--shard-size", 0.00003)
+    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 3
