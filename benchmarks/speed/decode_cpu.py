@@ -1,12 +1,14 @@
-"""Decoding on a CPU, batch 1: transformers' `generate`, compiled, beside llama.cpp on the same NVFP4 weights.
+"""Decoding on a CPU, batch 1: transformers' `generate` beside llama.cpp on the same NVFP4 weights.
 
     python -m benchmarks.speed.decode_cpu                       # both models, 2 threads
     python -m benchmarks.speed.decode_cpu --models smollm2 --rounds 3
+    python -m benchmarks.speed.decode_cpu --way compiled        # by torch.compile in place of decode_natively
 
 Needs llama-cpp-python, built from source (pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36). Its files
 are written by us: `nvfp4` has the codes and scales that our model holds, `Q4_0` is made by llama.cpp's own quantizer of
 the dense weights, with the output layer that it chooses (8 bits). Each has the output layer in bfloat16, which is the
-embedding, or (`, head`) in NVFP4 as a weight of its own, as ours has.
+embedding, or (`, head`) in NVFP4 as a weight of its own, as ours has. `x llama.cpp` is beside llama.cpp with the same
+output layer.
 
 A round lets every contender read a prompt and write so many tokens, in turn; time is from the first token to the last,
 and the figure is the median of the rounds. Contenders share one process; `load` says how busy the machine was with
@@ -38,8 +40,11 @@ from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
 from nvfp4_tensor.cli.demo.measure import perplexity
 from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
+from nvfp4_tensor.integrations.transformers.decoding import NativeDecoder, decode_natively
 
 MODELS = ("smollm2", "llama-1b", "tiny")
+WAYS = ("native", "compiled", "eager")
+"""Of a token: all layers by one op, or torch's operators, compiled or not."""
 PROMPT, PERPLEXITY_TOKENS, WINDOW = 32, 4096, 1024
 LLAMA_1B = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -82,27 +87,39 @@ class Clock:
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def generate_with(model: nn.Module, arguments: argparse.Namespace) -> Contender:
-    """transformers' `generate`: static cache, the step compiled."""
-    from transformers import CompileConfig
-
-    # One query over 128 keys of SmolLM2: 131 us by scaled_dot_product_attention in bfloat16, 45 by two products.
-    model.set_attn_implementation("eager")
-    # Weights do not change between tokens: their guards are left out.
-    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, "cpp_wrapper": arguments.cpp}
-    compiled = CompileConfig(fullgraph=True, dynamic=False, mode=None, options=options)
-    compiled._compile_all_devices = not arguments.eager  # unless told to, transformers compiles for GPUs only
+def generate_with(model: nn.Module, way: str) -> Contender:
+    """transformers' `generate` with a static cache, in one of WAYS."""
+    settings = {"native": native, "compiled": compiled, "eager": lambda _: {}}[way](model)
 
     def run(prompt: Tensor, count: int) -> Run:
         clock = Clock()
         ids = model.generate(
             prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=count, do_sample=False,
-            cache_implementation="static", compile_config=compiled, stopping_criteria=[clock],
+            cache_implementation="static", stopping_criteria=[clock], **settings,
         )  # fmt: skip
         (start, cpu_start), (end, cpu_end) = clock.marks[0], clock.marks[-1]
         return Run(end - start, cpu_end - cpu_start, ids[0, len(prompt) :].tolist())
 
     return run
+
+
+def native(model: nn.Module) -> dict[str, Any]:
+    """Models of one `model.model` share what decode_natively does to it."""
+    if not isinstance(model.model.forward, NativeDecoder):
+        decode_natively(model)
+    return {}
+
+
+def compiled(model: nn.Module) -> dict[str, Any]:
+    from transformers import CompileConfig
+
+    # One query over 128 keys of SmolLM2: 131 us by scaled_dot_product_attention in bfloat16, 45 by two products.
+    model.set_attn_implementation("eager")
+    # Weights do not change between tokens: their guards are left out.
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    config = CompileConfig(fullgraph=True, dynamic=False, mode=None, options=options)
+    config._compile_all_devices = True  # unless told to, transformers compiles for GPUs only
+    return {"compile_config": config}
 
 
 # --- llama.cpp -------------------------------------------------------------------------------------------------------
@@ -253,7 +270,7 @@ def run_model(report: Report, name: str, threads: int, arguments: argparse.Names
         sizes = {each: bytes_read(thing) for each, thing in things.items()}
         models = {each: thing for each, thing in things.items() if isinstance(thing, nn.Module)}
         runs: dict[str, Contender] = {
-            each: generate_with(thing, arguments) if each in models else Llama(thing, threads, length)
+            each: generate_with(thing, arguments.way) if each in models else Llama(thing, threads, length)
             for each, thing in things.items()
         }
         prompt = torch.arange(1000, 1000 + PROMPT)
@@ -264,13 +281,18 @@ def run_model(report: Report, name: str, threads: int, arguments: argparse.Names
             if name == "smollm2" and threads == arguments.threads[0] and not arguments.quick
             else {}
         )
-    rows = [_row(each, taken[each], taken["llama.cpp, NVFP4"], sizes[each], found.get(each)) for each in things]
+    rows = [_row(each, taken[each], taken[same_weights(each)], sizes[each], found.get(each)) for each in things]
     report(
         f"\n{name}: {PROMPT} tokens read, {arguments.tokens} written, batch 1, threads: {threads}, median of "
         f"{arguments.rounds}; load before: {load:.1f}"
     )
     report(table(HEAD, [_cells(row) for row in rows]))
     return {"model": name, "threads": threads, "tokens": arguments.tokens, "load": load, "rows": rows}
+
+
+def same_weights(name: str) -> str:
+    """What a contender is compared with: llama.cpp on its weights, and Q4_0 with NVFP4."""
+    return "llama.cpp, NVFP4, head" if name.endswith(", head") else "llama.cpp, NVFP4"
 
 
 def perplexities(models: dict[str, nn.Module]) -> dict[str, float]:
@@ -311,10 +333,7 @@ def main() -> None:
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[2])
     parser.add_argument("--tokens", type=at_least(2), default=32, help="tokens written, the first by prefill")
     parser.add_argument("--rounds", type=at_least(1), default=7)
-    parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument(
-        "--cpp", action="store_true", help="compiled code's wrapper in C++: long to compile, and faster"
-    )
+    parser.add_argument("--way", choices=WAYS, default="native", help="how our models decode")
     parser.add_argument("--quick", action="store_true", help="SmolLM2 alone, 8 tokens, one round, no perplexity")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
@@ -325,9 +344,9 @@ def main() -> None:
     silence()
 
     device, report = torch.device("cpu"), Report()
-    content = record(device, llama_cpp=llama_cpp.__version__, runs=[])
+    content = record(device, llama_cpp=llama_cpp.__version__, way=arguments.way, runs=[])
     where = f"{content['machine']['processor']}, native: {content['native']['cpu']}"
-    report(f"{where}, llama-cpp-python {llama_cpp.__version__}")
+    report(f"{where}, llama-cpp-python {llama_cpp.__version__}, ours: {arguments.way}")
     subject = "_".join(["decode_cpu", *(arguments.models if len(arguments.models) == 1 else [])])
     for name, threads in itertools.product(arguments.models, arguments.threads):
         content["runs"].append(run_model(report, name, threads, arguments))

@@ -1,4 +1,4 @@
-"""The op that decodes one token through all layers of a Llama; the CPU library does it in one parallel section."""
+"""The ops that write text: one token through all layers of a Llama, and a dense output layer on one row."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ _library.define(
     " int position, float eps, float scaling) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+
+
+_library.define("linear_row(Tensor x, Tensor w) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 @_implement("decode_llama")
@@ -103,3 +106,14 @@ def _(
     scaling: float,
 ) -> Tensor:
     return torch.empty_like(x)
+
+
+@_implement("linear_row")
+def linear_row(x: Tensor, w: Tensor) -> Tensor:
+    """x (1, K) times w (N, K), both dense and bfloat16: (1, N). A multiple of 32 for K."""
+    return (x.float() @ w.mT.float()).to(x.dtype)
+
+
+@_fake("linear_row")
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty((1, w.shape[0]))

@@ -1,10 +1,10 @@
 """The race of decoding on a CPU, on a tiny model: what is compared is the same weights, and all of it is reported."""
 
-import argparse
 import json
 
 import pytest
 import torch
+from torchao.quantization import quantize_
 
 from benchmarks.speed import decode_cpu
 from nvfp4_tensor import NVFP4Tensor
@@ -25,11 +25,14 @@ def test_an_output_layer_of_its_own():
     assert decode_cpu.bytes_read(own) == 2 * (linears + norms) + own.lm_head.weight.stored_bytes
 
 
-def test_generate_is_greedy_and_timed():
+@pytest.mark.parametrize("way", ["eager", "native"])
+def test_generate_is_greedy_and_timed(way):
     model, _ = decode_cpu.dense_model("tiny")
     model.generation_config.eos_token_id = None
     prompt = torch.arange(100, 108)
-    run = decode_cpu.generate_with(model, argparse.Namespace(eager=True, cpp=False))(prompt, 5)
+    if way == "native":
+        quantize_(model.model, decode_cpu.CONFIG)
+    run = decode_cpu.generate_with(model, way)(prompt, 5)
     assert len(run.tokens) == 5 and run.seconds > 0 and run.cpu > 0
     ids = prompt
     for token in run.tokens:
@@ -40,7 +43,7 @@ def test_generate_is_greedy_and_timed():
 def test_the_report(monkeypatch, tmp_path, capsys):
     pytest.importorskip("llama_cpp")
     threads = torch.get_num_threads()
-    arguments = ["--models", "tiny", "--eager", "--threads", "1", "--tokens", "4", "--rounds", "2", "--out"]
+    arguments = ["--models", "tiny", "--threads", "1", "--tokens", "4", "--rounds", "2", "--out"]
     monkeypatch.setattr("sys.argv", ["decode_cpu", *arguments, str(tmp_path)])
     decode_cpu.main()
     torch.set_num_threads(threads)

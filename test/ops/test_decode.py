@@ -1,6 +1,7 @@
-"""nvfp4.decode_llama: what the CPU library decodes in one parallel section, beside the same in torch's own operators."""
+"""nvfp4.decode_llama: what the CPU library decodes in one parallel section, beside the same in torch's operators."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def assert_same(step, position, rtol=0.02):
     expected, *expected_caches = step.run(decode.decode_llama, position)
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(y, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
-    for ours, others in zip(sum(caches, []), sum(expected_caches, []), strict=True):
+    for ours, others in zip(itertools.chain(*caches), itertools.chain(*expected_caches), strict=True):
         torch.testing.assert_close(ours, others, rtol=rtol, atol=rtol)
         behind = slice(position + 1, None)
         assert torch.equal(ours[:, :, behind], others[:, :, behind])
@@ -142,3 +143,14 @@ def test_what_is_refused(change, message):
 def test_a_position_outside_of_the_cache():
     with pytest.raises((RuntimeError, IndexError)):
         random_step().run(torch.ops.nvfp4.decode_llama, LENGTH)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 32), (100, 96), (1000, 576)])
+def test_a_dense_row(rows, columns, threads):
+    x, w = torch.randn(1, columns).bfloat16(), torch.randn(rows, columns).bfloat16()
+    expected = (x.double() @ w.double().mT).bfloat16()
+    assert torch.equal(decode.linear_row(x, w), (x.float() @ w.float().mT).bfloat16())
+    for _ in instruction_sets():
+        y = torch.ops.nvfp4.linear_row(x, w)
+        assert y.shape == (1, rows)
+        torch.testing.assert_close(y, expected, rtol=2**-8, atol=1e-4)

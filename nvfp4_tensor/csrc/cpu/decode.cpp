@@ -1,4 +1,5 @@
-// nvfp4.decode_llama on the CPU: all decoder layers of a Llama for one token, in one parallel section.
+// nvfp4.decode_llama on the CPU: all decoder layers of a Llama for one token, in one parallel section. And
+// nvfp4.linear_row, a dense output layer.
 //
 // A layer is four stages of products or attention. Workers claim the units of a stage as they go and wait for its end;
 // what lies between two stages (residuals, norms, gates, packing x) each does for itself, from results that nobody
@@ -173,9 +174,10 @@ struct Step {
 // One worker's way through the layers. `sum` is the residual stream.
 class Worker {
  public:
-  Worker(Step& step, const Model& m)
+  Worker(Step& step, const Model& m, int64_t number)
       : step_(step),
         m_(m),
+        number_(number),
         memory_(allocate(words(step, m))),
         sum_(reinterpret_cast<Bf16*>(memory_.get())),
         x_(sum_ + m.hidden),
@@ -221,14 +223,14 @@ class Worker {
   // Products of one x, which `prepare` makes.
   template <size_t count, typename Prepare>
   void multiply(Claims& claims, const std::array<Part, count>& parts, Prepare prepare) {
-    if (!claims.exhausted()) {
+    if (!claims.is_done()) {
       const Bf16* x = prepare();
       std::array<Product, count> products;
       for (size_t i = 0; i < count; ++i) products[i] = step_.product(*parts[i].weight, x, parts[i].y);
       if (step_.way.pack(products[0], packed_, 0, step_.way.pack_units(products[0])) & step_.way.refuses) {
         step_.refused = true;
       }
-      claims.run([&](int64_t begin, int64_t end) {
+      claims.run(number_, [&](int64_t begin, int64_t end) {
         if (step_.refused) return;
         for (const Product& p : products) {
           const int64_t units = step_.way.units(p);
@@ -245,7 +247,7 @@ class Worker {
   void attend(Claims& claims, const Layer& l, const Results& r) {
     const Attention a{r.q,        r.k,      r.v,         m_.cos, m_.sin,    l.keys,      l.values,
                       r.attended, m_.heads, m_.kv_heads, m_.dim, m_.length, m_.position, m_.scaling};
-    claims.run([&](int64_t begin, int64_t end) {
+    claims.run(number_, [&](int64_t begin, int64_t end) {
       for (int64_t head = begin; head < end; ++head) step_.rows.attend(a, head, scratch_);
     });
     claims.wait();
@@ -253,6 +255,7 @@ class Worker {
 
   Step& step_;
   const Model& m_;
+  const int64_t number_;
   Words memory_;
   Bf16 *sum_, *x_;
   float *packed_, *scratch_;
@@ -263,7 +266,7 @@ bool decode(const Model& model, const ProductWay& way, const RowKernels& rows, B
   const int64_t workers = torch::stable::get_num_threads();
   Step step(model, way, rows, workers);
   const auto work = [&](int64_t first, int64_t) {
-    Worker worker(step, model);
+    Worker worker(step, model, first);
     const Bf16* y = worker.run();
     if (first == 0) std::memcpy(out, y, model.hidden * sizeof *out);
   };
@@ -294,8 +297,36 @@ Tensor decode_llama(const Tensor& x, const std::vector<Tensor>& weights, const s
   return y;
 }
 
+constexpr int64_t kHeadRows = 64;  // of a dense output layer, a unit of work
+
+Tensor linear_row(const Tensor& x, const Tensor& w) {
+  STD_TORCH_CHECK(w.dim() == 2 && w.size(1) % kRowStep == 0, "w must be (N, K), K a multiple of ", kRowStep, ", not ",
+                  text_of(w));
+  const int64_t rows = w.size(0), size = w.size(1);
+  const Bf16 *from = row_of(x, "x", size), *weight = row_of(w, "w", rows * size);
+  Tensor y = empty({1, rows}, ScalarType::BFloat16);
+  Bf16* out = static_cast<Bf16*>(y.mutable_data_ptr());
+  const RowKernels& kernels = row_kernels(Choice::current());
+  const int64_t workers = torch::stable::get_num_threads();
+  Claims claims(ceil_div(rows, kHeadRows), workers);
+  const auto work = [&](int64_t worker, int64_t) {
+    claims.run(worker, [&](int64_t begin, int64_t end) {
+      kernels.multiply(from, weight, size, out, begin * kHeadRows, std::min(rows, end * kHeadRows));
+    });
+  };
+  if (workers == 1) {
+    work(0, 1);
+  } else {
+    torch::stable::parallel_for(0, workers, 1, work);
+  }
+  return y;
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) { m.impl("decode_llama", TORCH_BOX(&decode_llama)); }
+STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) {
+  m.impl("decode_llama", TORCH_BOX(&decode_llama));
+  m.impl("linear_row", TORCH_BOX(&linear_row));
+}
 
 }  // namespace nvfp4

@@ -31,6 +31,8 @@ struct RowKernels {
   void (*gate)(const Bf16* gate, const Bf16* up, Bf16* out, int64_t size);
   // Head `head` of the output; the first head of a group appends the group's key and value to the cache.
   void (*attend)(const Attention&, int64_t head, float* scratch);
+  // Elements [begin, end) of y = w x, w dense (.., size).
+  void (*multiply)(const Bf16* x, const Bf16* w, int64_t size, Bf16* y, int64_t begin, int64_t end);
 };
 
 const RowKernels& portable_row_kernels();

@@ -25,11 +25,11 @@ bool multiply(const ProductWay& way, const Product& p) {
   Claims packing(way.pack_units(p), workers), multiplying(way.units(p), workers);
   std::atomic<unsigned> range{0};
   const auto work = [&](int64_t worker, int64_t) {
-    packing.run([&](int64_t begin, int64_t end) { range |= way.pack(p, packed.get(), begin, end); });
+    packing.run(worker, [&](int64_t begin, int64_t end) { range |= way.pack(p, packed.get(), begin, end); });
     packing.wait();
     if (range & way.refuses) return;
     float* own = scratch.get() + worker * way.scratch_words;
-    multiplying.run([&](int64_t begin, int64_t end) { way.multiply(p, packed.get(), own, begin, end); });
+    multiplying.run(worker, [&](int64_t begin, int64_t end) { way.multiply(p, packed.get(), own, begin, end); });
   };
   if (workers == 1) {
     work(0, 1);

@@ -25,6 +25,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from nvfp4_tensor.integrations.transformers.attach import attach_quantizer
 from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compressed_tensors
 from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
+from nvfp4_tensor.integrations.transformers.decoding import decode_natively
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, config_of
 from nvfp4_tensor.integrations.transformers.saving import save
 from nvfp4_tensor.integrations.transformers.while_loading import WhileLoadingQuantizer
@@ -37,6 +38,7 @@ __all__ = [
     "WhileLoadingQuantizer",
     "attach_quantizer",
     "config_of",
+    "decode_natively",
     "read_compressed_tensors",
     "save",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 _MODELS = (LlamaModel, MistralModel)
 _STEP = 32
 """The op takes hidden sizes and heads of a multiple of so many elements."""
+_CHANGING = ("dynamic", "longrope")
+"""Rotations that depend on how long the text is."""
 _LAYER = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -32,8 +35,10 @@ def decode_natively(model: PreTrainedModel) -> PreTrainedModel:
     a prompt for instance, goes through transformers as before. The token needs a static cache, which ``generate`` of
     this model makes from now on unless it is told otherwise. Results are those of the model, rounded at the same places
     but inside of attention, which is summed in float32. Nothing is compiled. Hooks inside of the layers are not called.
+    The weights are moved into one piece of memory, in the order in which they are read.
 
-    To undo it: ``del model.model.forward`` and ``model.generation_config.cache_implementation = None``.
+    A dense output layer too has a faster product for one token. To undo all of it: ``del model.model.forward``, the
+    same of ``model.lm_head`` if that is dense, and ``model.generation_config.cache_implementation = None``.
 
     Args:
         model: bfloat16, on the CPU, every linear of its layers an :class:`NVFP4Tensor` without ``activation_spec``
@@ -54,9 +59,29 @@ def decode_natively(model: PreTrainedModel) -> PreTrainedModel:
     assert isinstance(inner, nn.Module)
     decoder: Any = NativeDecoder(inner)
     inner.forward = decoder
+    head: Any = model.get_output_embeddings()
+    if _is_dense_head(head):
+        head.forward = functools.partial(_head, head)
     if model.generation_config is not None:
         model.generation_config.cache_implementation = "static"
     return model
+
+
+def _is_dense_head(head: Any) -> bool:
+    if type(head) is not nn.Linear or head.bias is not None or type(head.weight.data) is not Tensor:
+        return False
+    weight = head.weight
+    return bool(
+        weight.dtype == torch.bfloat16 and weight.is_cpu and weight.is_contiguous() and not weight.shape[1] % _STEP
+    )
+
+
+def _head(head: nn.Linear, x: Tensor) -> Tensor:
+    """The dense output layer: on one row by an op of ours, 3.4 ms of SmolLM2's 57 MB where torch's linear takes 4.2."""
+    if x.numel() != x.shape[-1] or x.dtype != head.weight.dtype or torch.is_grad_enabled() or not _is_dense_head(head):
+        return nn.Linear.forward(head, x)
+    y: Tensor = torch.ops.nvfp4.linear_row(x.reshape(1, -1), head.weight)
+    return y.view(*x.shape[:-1], -1)
 
 
 class NativeDecoder:
@@ -64,19 +89,21 @@ class NativeDecoder:
 
     def __init__(self, inner: Any) -> None:
         _check_config(inner.config)
+        modules = list(_modules(inner))
+        for name, module in modules:
+            _check(name, module)
         self.inner = inner
         self.otherwise = functools.partial(type(inner).forward, inner)
-        self.held: list[tuple[dict[str, Any], Tensor]] = []
+        _move_into_one_piece([module for _, module in modules if isinstance(module, nn.Linear)])
+        self.held: list[tuple[dict[str, Any], Tensor]] = [(each._parameters, each.weight) for _, each in modules]
         """Where the weights were found, and which: one replaced since then would be missed."""
-        self.tensors: list[Tensor] = []
-        for name, module in _modules(inner):
-            self.held.append((module._parameters, module.weight))
-            self.tensors += _checked(name, module)
+        self.tensors = [tensor for _, each in modules for tensor in _stored(each.weight)]
+        self.rotations = torch.empty(0), torch.empty(0)
         self.eps = inner.norm.variance_epsilon
         self.scaling = inner.layers[0].self_attn.scaling
 
     def __call__(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache: Any = kwargs.get("past_key_values")
         if input_ids is None or not _is_one_token(input_ids, cache, kwargs):
             return self.otherwise(input_ids, **kwargs)
         position = int(cache.layers[0].cumulative_length)
@@ -88,16 +115,28 @@ class NativeDecoder:
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
 
     def _step(self, input_ids: Tensor, layers: list[Any], position: int, position_ids: Tensor | None) -> Tensor:
-        if position_ids is None:
-            position_ids = torch.tensor([[position]])
+        for each in layers:
+            each.is_compileable = False  # or generate makes a mask of four dimensions, 0.3 ms a token
         x = self.inner.embed_tokens(input_ids)
-        cos, sin = self.inner.rotary_emb(x, position_ids=position_ids)
+        cos, sin = self._rotation(x, position if position_ids is None else int(position_ids))
         hidden: Tensor = torch.ops.nvfp4.decode_llama(
             x[0], self.tensors, [each.keys for each in layers], [each.values for each in layers],
-            cos[0, 0], sin[0, 0], position, self.eps, self.scaling,
+            cos, sin, position, self.eps, self.scaling,
         )  # fmt: skip
         torch._foreach_add_([each.cumulative_length for each in layers], 1)
         return hidden[None]
+
+    def _rotation(self, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """cos and sin (dim,), of all positions up to the next power of two: one by one they take 0.1 ms each."""
+        if self.inner.rotary_emb.rope_type in _CHANGING:
+            cos, sin = self.inner.rotary_emb(x, position_ids=torch.tensor([[position]]))
+            return cos[0, 0], sin[0, 0]
+        if position >= len(self.rotations[0]):
+            positions = torch.arange(1 << (position + 1).bit_length())
+            cos, sin = self.inner.rotary_emb(x, position_ids=positions[None])
+            self.rotations = cos[0], sin[0]
+        cos, sin = self.rotations
+        return cos[position], sin[position]
 
 
 def _modules(inner: Any) -> Iterator[tuple[str, Any]]:
@@ -118,24 +157,63 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"decode_natively takes sizes that are multiples of {_STEP}, and {name} is {size}")
 
 
-def _checked(name: str, module: Any) -> list[Tensor]:
-    """The tensors of a norm or a linear; ValueError for what the op does not take."""
+def _check(name: str, module: Any) -> None:
+    """ValueError for a norm or a linear that the op does not take."""
     weight = module.weight
     if module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(f"{name} has hooks, which decode_natively would not call: remove them first")
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         raise ValueError(f"{name} is {weight.dtype} on {weight.device}: decode_natively takes bfloat16 on the CPU")
-    if not isinstance(module, nn.Linear):
-        return [weight.detach()]
-    if module.bias is not None:
-        raise ValueError(f"{name} has a bias, which decode_natively does not take: leave this model to transformers")
+    if "proj" not in name:
+        return
     if type(module).forward is not nn.Linear.forward:
         raise ValueError(f"{name} is a {type(module).__name__}, whose forward decode_natively would not call")
+    if module.bias is not None:
+        raise ValueError(f"{name} has a bias, which decode_natively does not take: leave this model to transformers")
     if not isinstance(weight, NVFP4Tensor):
         raise ValueError(f"{name} is dense: quantize_(model.model, NVFP4WeightOnlyConfig()) first")
     if weight.activation_spec is not None or weight.transposed:
         raise ValueError(f"{name} quantizes its activations (W4A4): decode_natively takes weights alone")
-    return [weight.qdata.contiguous(), weight.scale.contiguous(), weight.row_scale().contiguous()]
+
+
+def _stored(weight: Tensor) -> list[Tensor]:
+    return [*_coded(weight), weight.row_scale()] if isinstance(weight, NVFP4Tensor) else [weight.detach()]
+
+
+def _coded(weight: NVFP4Tensor) -> tuple[Tensor, Tensor]:
+    return weight.qdata.contiguous(), weight.scale.contiguous()
+
+
+def _move_into_one_piece(linears: list[Any]) -> None:
+    """Codes and scales in the order in which they are read, on large pages where the system has them.
+
+    SmolLM2, two threads: a token takes 4.7 ms where it takes 5.6 with each tensor by itself, and 4.1 on large pages.
+    """
+    old = [each for linear in linears for each in _coded(linear.weight)]
+    new = iter(_in_one_piece(old))
+    moved: dict[int, nn.Parameter] = {}
+    for linear in linears:
+        weight, qdata, scale = linear.weight, next(new), next(new)
+        if id(weight) not in moved:
+            moved[id(weight)] = nn.Parameter(weight._replace(qdata=qdata, scale=scale), requires_grad=False)
+        linear.weight = moved[id(weight)]
+
+
+def _in_one_piece(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies, one behind the other."""
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    memory = mmap.mmap(-1, sum(_whole_lines(size) for size in sizes))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    rest, copies = torch.frombuffer(memory, dtype=torch.uint8), []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        copies.append(rest[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor))
+        rest = rest[_whole_lines(size) :]
+    return copies
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 def _is_one_token(input_ids: Tensor, cache: Any, kwargs: dict[str, Any]) -> bool:
@@ -145,7 +223,7 @@ def _is_one_token(input_ids: Tensor, cache: Any, kwargs: dict[str, Any]) -> bool
         and input_ids.is_cpu
         and type(cache) is StaticCache
         and all(type(each) is StaticLayer and each.is_initialized for each in cache.layers)
-        and cache.layers[0].dtype == torch.bfloat16
+        and cache.layers[0].keys.dtype == torch.bfloat16
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and kwargs.get("inputs_embeds") is None

@@ -156,7 +156,29 @@ inline void attend_head(const Attention& a, int64_t head, float* scratch) {
   }
 }
 
-constexpr RowKernels kRowKernels = {add_row, norm_row, gate_row, attend_head};
+// --- a dense product of one row --------------------------------------------------------------------------------------
+
+// Rows [begin, end) of w (.., size) times x. Rows of w are read as they lie: the hardware prefetches them.
+inline void multiply_rows(const Bf16* x, const Bf16* w, int64_t size, Bf16* y, int64_t begin, int64_t end) {
+  float tile[kLanes * kLanes] = {}, sums[kLanes];
+  for (int64_t first = begin; first < end; first += kLanes) {
+    const int64_t count = first + kLanes < end ? kLanes : end - first;
+    for (int64_t r = 0; r < count; ++r) {
+      const Bf16* row = w + (first + r) * size;
+      F even = set(0.0f), odd = set(0.0f);
+      for (int64_t i = 0; i < size; i += kRowStep) {
+        const Pairs of_x(x + i), of_w(row + i);
+        even = multiply_add(of_w.even, of_x.even, even);
+        odd = multiply_add(of_w.odd, of_x.odd, odd);
+      }
+      store(tile + r * kLanes, add(even, odd));
+    }
+    store(sums, sums_of_lanes(tile, kLanes));
+    for (int64_t r = 0; r < count; ++r) y[first + r] = rounded(sums[r]);
+  }
+}
+
+constexpr RowKernels kRowKernels = {add_row, norm_row, gate_row, attend_head, multiply_rows};
 
 }  // namespace
 }  // namespace nvfp4::NVFP4_ISA
