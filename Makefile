@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
-# Any from 2.11 on: make test VENV=.venv214 TORCH=torch==2.14.1. The default has a CPU build, which spares a fresh clone
+# Any from 2.11 on: make test VENV=.venv215 TORCH=torch==2.15.0. The default has a CPU build, which spares a fresh clone
 # the gigabytes of CUDA packages that the newest brings along.
 TORCH ?= torch==2.13.0
 # Processes of `make test`, a thread each.
