@@ -98,7 +98,7 @@ class _Parallel(ParallelStyle):
         made: Placement = Shard(y.dim() - 1) if self.weight_dim == 0 else Partial()
         whole: Any = DTensor.from_local(y, mesh, [made], run_check=False).redistribute(placements=[self.output_layout])
         if self.weight_dim == 1 and linear.bias is not None:  # once, and not on each rank
-            whole = whole + linear.bias
+            whole = whole + linear.bias.to(whole.dtype)
         return whole.to_local() if self.use_local_output else whole
 
 

@@ -140,6 +140,28 @@ def test_sequences_and_batches(kind):
     run_ranks(over_both, 4, kind)
 
 
+def autocast(kind, sequence):
+    """float32 parameters, and a bias that is added to the ranks' sum."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    alone, model = ((trained() if kind == "trained" else frozen()).float() for _ in range(2))
+    plan = {"0": distributed.NVFP4ColwiseParallel(), "2": distributed.NVFP4RowwiseParallel()}
+    parallelize_module(model, mesh, sequence_plan() if sequence else plan)
+    x = batch().float()
+    found = []
+    for m, given in ((one_process(alone), x), (model, x.chunk(world, 1)[rank] if sequence else x)):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(step(m, given.clone())[:2])
+        assert found[-1][0].dtype == torch.bfloat16
+    close(found[1], [t.chunk(world, 1)[rank] for t in found[0]] if sequence else found[0])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", ["trained", "frozen"])
+def test_autocast(kind, sequence):
+    run_ranks(autocast, 2, kind, sequence)
+
+
 def edges(case):
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))

@@ -81,7 +81,7 @@ def test_activations_of_a_rowwise_plan_have_the_codes_of_one_process(config, dev
     assert run_ranks(rowwise_codes, 2, config, False, device=device) == [(96, 128)] * 2
 
 
-@pytest.mark.parametrize("config", ["w4a4", "row scaled"])
+@pytest.mark.parametrize("config", ["w4a4", pytest.param("row scaled", marks=pytest.mark.slow)])
 def test_compiled(config):
     run_ranks(rowwise_codes, 2, config, True)
 
