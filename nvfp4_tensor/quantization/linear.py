@@ -27,7 +27,7 @@ class NVFP4Linear(nn.Linear):
     """An nn.Linear with an NVFP4 weight; only its repr is its own."""
 
     def extra_repr(self) -> str:
-        weight = self.weight
+        weight = getattr(self.weight, "_local_tensor", self.weight)  # of a DTensor this rank's piece
         kind = f"NVFP4 ({weight.describe()})" if isinstance(weight, NVFP4Tensor) else f"dense {weight.dtype}"
         return f"{super().extra_repr()}, weight={kind}"
 

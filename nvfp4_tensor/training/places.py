@@ -107,7 +107,7 @@ def tokens_of(leading: Sequence[int], shares: Sequence[Share]) -> Axis:
             f"share_tokens was told that ranks share dimension {missing[0]}, and an input has tokens {tuple(leading)}: "
             "give inputs (batch, sequence, features)"
         )
-    return Axis(0, ranks, groups, runs) if ranks > 1 else WHOLE
+    return Axis(0, ranks, groups, runs) if ranks > 1 or len(runs) > 1 else WHOLE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,6 +100,7 @@ def weight_only():
     plan = {"0": distributed.NVFP4ColwiseParallel(), "1": distributed.NVFP4RowwiseParallel()}
     parallelize_module(model, mesh, plan)
     assert isinstance(model[0].weight._local_tensor, NVFP4Tensor)
+    assert "weight=NVFP4 (rne, 1x16" in repr(model[0])
     rank, world = dist.get_rank(), dist.get_world_size()
     assert error(model[0](x), expected[0].chunk(world, 1)[rank]) < 1e-6
     assert error(model[1](x.chunk(world, 1)[rank]), expected[1]) < 1e-6
