@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from nvfp4_tensor.distributed.agreement import check_agreement, kind
 from nvfp4_tensor.distributed.bits import axis_of
 from nvfp4_tensor.distributed.frozen import NVFP4ParallelLinear
 from nvfp4_tensor.numerics.layout import BLOCK
@@ -71,6 +72,8 @@ class _Parallel(ParallelStyle):
         if self.weight_dim == 0 and isinstance(layout, Shard) and layout.dim >= 0:
             sequence = Share(axis_of(device_mesh), layout.dim)
             linear.place = dataclasses.replace(linear.place or Place(), sequence=sequence)
+        if self.src_data_rank is not None:  # else nothing travels here
+            _check_alike(linear, device_mesh)
         self._distribute(module, "weight", Shard(self.weight_dim), device_mesh)
         if module.bias is not None:
             self._distribute(module, "bias", Shard(0) if self.weight_dim == 0 else Replicate(), device_mesh)
@@ -102,6 +105,16 @@ class _Parallel(ParallelStyle):
         return whole.to_local() if self.use_local_output else whole
 
 
+def _check_alike(linear: NVFP4TrainingLinear | NVFP4ParallelLinear, mesh: DeviceMesh) -> None:
+    """Before anything travels: the same ValueError on all ranks where their recipes, or weights' specs, differ."""
+    name = f"a linear of {linear.in_features} inputs and {linear.out_features} outputs"
+    if isinstance(linear, NVFP4TrainingLinear):
+        check_agreement("the recipe", {name: linear.active_recipe}, mesh.get_group())
+    else:
+        assert isinstance(linear.weight, NVFP4Tensor)
+        check_agreement("the NVFP4 weight", {name: kind(linear.weight)}, mesh.get_group())
+
+
 def _piece(x: DTensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """This rank's piece of a sequence, which the linear gathers."""
     if x.shape[dim] % mesh.size():
@@ -125,7 +138,8 @@ class NVFP4ColwiseParallel(_Parallel):
 
     Raises:
         TypeError: a module that neither trains in NVFP4 nor has an NVFP4 weight.
-        ValueError: outputs that the ranks cannot share evenly; in blocks of 16, where it trains.
+        ValueError: outputs that the ranks cannot share evenly; in blocks of 16, where it trains. Recipes, or specs of
+            weights, that are not the same on all ranks.
     """
 
     weight_dim = 0
@@ -145,7 +159,8 @@ class NVFP4RowwiseParallel(_Parallel):
 
     Raises:
         TypeError: a module that neither trains in NVFP4 nor has an NVFP4 weight.
-        ValueError: inputs that the ranks cannot share in blocks of 16.
+        ValueError: inputs that the ranks cannot share in blocks of 16. Recipes, or specs of weights, that are not the
+            same on all ranks.
     """
 
     weight_dim = 1

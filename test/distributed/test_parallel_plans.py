@@ -1,5 +1,7 @@
 """Our plans of tensor parallelism on quantized linears: activations get the codes that one process makes."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, distributed, quantize
 from nvfp4_tensor.distributed import frozen
+from nvfp4_tensor.training import NVFP4TrainingConfig
 
 CONFIGS = {
     "w4a4": NVFP4Config(),
@@ -109,6 +112,37 @@ def weight_only():
 @pytest.mark.parametrize("world", [2, 3])
 def test_weight_only(world):
     run_ranks(weight_only if world == 2 else three_ranks, world)
+
+
+def differing(case):
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    model = nn.Sequential(nn.Linear(64, 96)).bfloat16()
+    if case == "recipes":
+        quantize_(model, NVFP4TrainingConfig("unbiased" if rank else "nvidia"))
+    else:
+        quantize_(model.requires_grad_(False), NVFP4Config(row_scaled=bool(rank)))
+    try:
+        parallelize_module(model, mesh, {"0": distributed.NVFP4ColwiseParallel()})
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            "recipes",
+            "the recipe of 'a linear of 64 inputs and 96 outputs' is nvidia.*on rank 0 and unbiased.*on rank 1",
+        ),
+        (
+            "specs",
+            "the NVFP4 weight of 'a linear of 64 inputs and 96 outputs' is .*on rank 0 and .*row scales.*on rank 1",
+        ),
+    ],
+)
+def test_ranks_that_differ_are_refused_before_anything_travels(case, message):
+    for said in run_ranks(differing, 2, case):
+        assert re.search(message, said), said
 
 
 def three_ranks():
