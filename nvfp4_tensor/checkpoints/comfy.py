@@ -30,6 +30,7 @@ from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat, check_writable
 from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.checkpoints.shards import Shards
+from nvfp4_tensor.checkpoints.sidecar import check_sidecar, write_factors
 from nvfp4_tensor.checkpoints.views import View
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
@@ -172,6 +173,7 @@ class ComfyUI(SafetensorsFormat):
             raise ValueError(f"ComfyUI takes one .safetensors file, and {path.name} has another ending")
         if path.exists():
             raise ValueError(f"{path} is there already: remove it first, or write to another place")
+        sidecar = check_sidecar(path)
         if quantize_activations is not None:
             checkpoint = _Activations(checkpoint, quantize_activations)
         self.check(checkpoint)
@@ -179,7 +181,8 @@ class ComfyUI(SafetensorsFormat):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with tqdm(desc=f"writing {path.name}", unit="B", unit_scale=True, disable=not progress) as bar:
-                self._write_shard(checkpoint, path, names, bar)
+                _, factors, _ = self._write_shard(checkpoint, path, names, bar)
+            write_factors(sidecar, factors)
         finally:
             path.with_name(path.name + ".tmp").unlink(missing_ok=True)
 

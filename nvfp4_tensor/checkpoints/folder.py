@@ -7,7 +7,6 @@ stand (``encode``, ``decode``), which of a folder's tensors are linears (``entri
 from __future__ import annotations
 
 import abc
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,23 +17,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import LARGEST, Checkpoint, Entry, Format, LinearParts, nan_blocks
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, LinearParts, nan_blocks
 from nvfp4_tensor.checkpoints.names import joined_with, natural, some
 from nvfp4_tensor.checkpoints.progress import Progress, fingerprint
 from nvfp4_tensor.checkpoints.shards import ShardFile, Shards, read_json, write_json
+from nvfp4_tensor.checkpoints.sidecar import SIDECAR, lost_factors, read_factors, with_factors, write_factors
 
 SHARD_BYTES = 4 << 30
 """A shard that is written holds about so many bytes at most."""
-
-SIDECAR = "nvfp4_tensor.json"
-"""A file beside the shards, with the scales that the format cannot hold exactly."""
 
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "hf_quant_config.json", "config.json", SIDECAR,
                "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.gguf", "*.index.json", ".*", "*.tmp")  # fmt: skip
 Plan: TypeAlias = "dict[str, dict[str, dict[str, Tensor]]]"
 """By file, by parameter: the tensors that will stand for it, on meta."""
-
-_MAY_BE_SET = ("divisor", "input_divisor", "per_tensor_scale", "input_scale", "input_amax")
 
 
 class FolderCheckpoint(Checkpoint):
@@ -48,7 +43,7 @@ class FolderCheckpoint(Checkpoint):
         config = folder / "config.json"
         self.config = read_json(config) if config.exists() else {}
         self._format = format
-        self._factors = _read_sidecar(folder)
+        self._factors = read_factors(path)
         try:
             self.quantization = format.quantization(folder, self.config)
             self.config.pop("quantization_config", None)
@@ -69,8 +64,7 @@ class FolderCheckpoint(Checkpoint):
     def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> LinearParts:
         """The parts of a linear out of the tensors that it has in the files, wherever these are now."""
         parts = self._format.decode(name, tensors, self.entries[name])
-        factors = {key: torch.tensor(value) for key, value in self._factors.get(name, {}).items()}
-        return _with_factors(parts, factors)
+        return with_factors(parts, self._factors.get(name, {}))
 
     def dense(self, name: str) -> Tensor:
         return self.shards[self.stored_name(name)]
@@ -239,7 +233,7 @@ class SafetensorsFormat(Format):
                 if entry.quantized:
                     parts = checkpoint.linear(name)
                     shard.write_later(self.encode(name, parts, entry))
-                    if lost := self._lost_factors(parts):
+                    if lost := lost_factors(parts, stores_divisors=self.stores_divisors):
                         factors[name] = lost
                     if nan_blocks(parts):
                         with_nan.append(name)
@@ -249,23 +243,6 @@ class SafetensorsFormat(Format):
                 bar.update(_source_bytes(entry))
             shard.finish()
         return shard.nbytes, factors, with_nan
-
-    def _lost_factors(self, parts: LinearParts) -> dict[str, Any]:
-        """The scales that reading the file would not give back bit for bit: for the sidecar."""
-        if not self.stores_divisors:
-            lost = {
-                "divisor": _unless_inverse(parts.divisor, parts.per_tensor_scale),
-                "input_divisor": _unless_inverse(parts.input_divisor, parts.input_scale),
-            }
-        else:
-            lost = {
-                "per_tensor_scale": _unless_inverse(parts.per_tensor_scale, parts.weight_divisor()),
-                "input_scale": _unless_inverse(parts.input_scale, parts.activation_divisor()),
-            }
-        amax = parts.activation_amax()
-        if amax is not None and parts.input_scale is not None and not torch.equal(parts.input_scale * LARGEST, amax):
-            lost["input_amax"] = amax
-        return {key: value.tolist() for key, value in lost.items() if value is not None}
 
     def _write_rest(self, checkpoint: Checkpoint, plan: Plan, state: Progress) -> None:
         """Index, configs, sidecar, and the other files of the source's folder."""
@@ -287,8 +264,7 @@ class SafetensorsFormat(Format):
             write_json(state.folder / "config.json", config)
         for name, value in self.files_of(checkpoint).items():
             write_json(state.folder / name, value)
-        if state.factors:
-            write_json(state.folder / SIDECAR, {"version": 1, "factors": state.factors})
+        write_factors(state.folder / SIDECAR, state.factors)
         if state.with_nan:
             warnings.warn(
                 f"{len(state.with_nan)} weights hold blocks that are NaN, {some(state.with_nan)}: vLLM refuses such a "
@@ -348,43 +324,6 @@ def check_writable(checkpoint: Checkpoint, format: str, *, rows: bool = False, p
         odd = [f"{name} {list(entry.shape)}" for name, entry in quantized.items() if entry.shape[-1] % 16]
         if odd:
             raise ValueError(f"{format} takes columns that are a multiple of 16, not {some(odd)}: leave them dense")
-
-
-def _with_factors(parts: LinearParts, factors: Mapping[str, Tensor]) -> LinearParts:
-    """The parts with what the sidecar says of them, as far as it still fits the files."""
-    pairs = [("per_tensor_scale", "divisor"), ("input_scale", "input_divisor")]
-    for scale, divisor in pairs:
-        kept, stored = factors.get(scale), getattr(parts, divisor)
-        if kept is not None and stored is not None and torch.equal(kept.reciprocal(), stored):
-            parts = parts.replace(**{scale: kept})
-        kept, stored = factors.get(divisor), getattr(parts, scale)
-        if kept is not None and stored is not None and torch.equal(kept.reciprocal(), stored):
-            parts = parts.replace(**{divisor: kept})
-    return parts.replace(input_amax=factors["input_amax"]) if "input_amax" in factors else parts
-
-
-def _unless_inverse(value: Tensor | None, stored: Tensor | None) -> Tensor | None:
-    """The value, unless it is the inverse of what is stored."""
-    return None if value is None or stored is None or torch.equal(stored.reciprocal(), value) else value
-
-
-def _read_sidecar(folder: Path) -> dict[str, dict[str, Any]]:
-    file = folder / SIDECAR
-    if not file.exists():
-        return {}
-    factors = read_json(file).get("factors")
-    fits = isinstance(factors, dict) and all(
-        isinstance(each, dict) and set(each) <= set(_MAY_BE_SET) and all(_is_numbers(v) for v in each.values())
-        for each in factors.values()
-    )
-    if not fits:
-        raise ValueError(f"{file}: expected factors by tensor's name, found {json.dumps(factors)[:80]}")
-    assert isinstance(factors, dict)
-    return factors
-
-
-def _is_numbers(value: object) -> bool:
-    return isinstance(value, float) or (isinstance(value, list) and all(_is_numbers(each) for each in value))
 
 
 def _source_bytes(entry: Entry) -> int:

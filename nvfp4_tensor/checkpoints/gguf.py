@@ -31,9 +31,10 @@ from nvfp4_tensor.checkpoints.gguf_names import (
     settings_of,
     to_gguf_name,
 )
-from nvfp4_tensor.checkpoints.gguf_reading import NEEDS, PLAIN, GGUFCheckpoint
+from nvfp4_tensor.checkpoints.gguf_reading import NEEDS, PLAIN, VECTORS, WRITTEN, GGUFCheckpoint
 from nvfp4_tensor.checkpoints.gguf_tokenizer import add_tokenizer
 from nvfp4_tensor.checkpoints.names import natural, some
+from nvfp4_tensor.checkpoints.sidecar import check_sidecar, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.views import View
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class GGUF(Format):
         path = Path(path)
         if path.exists():
             raise ValueError(f"{path} is there already: remove it first, or write to another place")
+        check_sidecar(path)
         _Writer(checkpoint, path, dense.upper() if dense else None, tokenizer).run(progress)
 
 
@@ -105,12 +107,18 @@ class _Writer:
 
     def __init__(self, checkpoint: Checkpoint, path: Path, dense: str | None, tokenizer: Any) -> None:
         self.checkpoint, self.path, self.dense = checkpoint, path, dense
+        if not checkpoint.config:
+            raise ValueError(
+                f"a GGUF needs a configuration of transformers, and {checkpoint.path or 'a model'} has none"
+            )
         self.architecture = architecture_of(checkpoint.config)
         self.settings = settings_of(checkpoint.config, self.architecture)
+        self.factors: dict[str, dict[str, Any]] = {}
         self.tensors = self._tensors()
         for gguf_name, names in self.tensors.items():
             for name in names:
                 self._check(name, checkpoint.entries[name])
+                self._order(name)
             self._check_experts(gguf_name, names)
         self.tokenizer = self._own_tokenizer() if isinstance(tokenizer, str) and tokenizer == "own" else tokenizer
 
@@ -135,6 +143,7 @@ class _Writer:
                         writer.write_tensor_data(data)
                     bar.update(size)
             writer.close()
+            write_factors(check_sidecar(self.path), self.factors)
             temporary.replace(self.path)
         finally:
             writer.close()
@@ -236,10 +245,21 @@ class _Writer:
                 writer.add_float32(key, value)
             else:
                 writer.add_uint32(key, value)
+        for (
+            dtype,
+            kind,
+        ) in VECTORS.items():  # float32 here, and again what they were when they are read
+            if names := [gguf_name for gguf_name in self.tensors if self._is_vector(gguf_name, dtype)]:
+                writer.add_array(kind, names)
+        writer.add_uint32(WRITTEN, 1)
         if quantized:  # which weights meet 4-bit activations, on hardware that has them
             values = [entry.quantizes_activations for entry in quantized.values()]
             writer.add_array("general.tensor_extra.name", list(quantized))
             writer.add_array("general.tensor_extra.prec_a4", values)
+
+    def _is_vector(self, gguf_name: str, dtype: torch.dtype) -> bool:
+        entry = self._entry(gguf_name)
+        return len(entry.shape) < 2 and entry.dtype == dtype
 
     def _file_type(self, quantized: bool) -> gguf.LlamaFileType:
         import gguf
@@ -306,6 +326,8 @@ class _Writer:
         parts = self.checkpoint.linear(name)
         if nan_blocks(parts):
             raise ValueError(f"{name} has {nan_blocks(parts)} NaN blocks, which llama.cpp would read as zeros")
+        if lost := lost_factors(parts, stores_divisors=False):
+            self.factors[name] = lost
         for sidecar, values in scales.items():
             value = parts.per_tensor_scale if sidecar == "scale" else parts.input_scale
             assert value is not None

@@ -202,6 +202,9 @@ def row_order(name: str, rows: int, config: dict[str, Any], architecture: Archit
     """Which row of transformers' q or k each row of llama.cpp's is, int64 (rows,); None where the order is the same.
 
     transformers rotates row i of a head with row i + head_dim / 2, llama.cpp row 2i with row 2i + 1.
+
+    Raises:
+        ValueError: the rows are not those of the configuration's heads.
     """
     module = name.rpartition(".")[0]
     if not architecture.permutes or not module.endswith(("self_attn.q_proj", "self_attn.k_proj")):
@@ -209,6 +212,9 @@ def row_order(name: str, rows: int, config: dict[str, Any], architecture: Archit
     heads = config["num_attention_heads"]
     if module.endswith("k_proj"):
         heads = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or config["hidden_size"] // max(config["num_attention_heads"], 1)
+    if heads * size != rows or size % 2:
+        raise ValueError(f"{name} has {rows} rows, and the configuration says {heads} heads of {size}")
     return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 

@@ -24,6 +24,7 @@ from nvfp4_tensor.checkpoints.gguf_names import (
     scaling_of,
 )
 from nvfp4_tensor.checkpoints.mxfp4 import parts_of_mxfp4
+from nvfp4_tensor.checkpoints.sidecar import read_factors, with_factors
 
 if TYPE_CHECKING:
     import gguf
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 NEEDS = "GGUF needs the package gguf: pip install 'gguf>=0.19'"
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that are no blocks."""
+VECTORS = {torch.bfloat16: "nvfp4_tensor.vectors_bf16", torch.float16: "nvfp4_tensor.vectors_f16"}
+"""Keys of ours: the names of tensors that are float32 for llama.cpp alone."""
+WRITTEN = "nvfp4_tensor.version"
+"""Another, which says that a file is ours."""
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -52,6 +57,7 @@ class GGUFCheckpoint(Checkpoint):
         self.fields: dict[str, gguf.ReaderField] = dict(reader.fields)
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         with _naming(path):
+            self._vectors = {name: dtype for dtype, key in VECTORS.items() for name in self._value(key, [])}
             name = self._value("general.architecture")
             self._experts = int(self._value(f"{name}.expert_count", 0))
             self._architecture = architecture_named(name, self._experts > 0)
@@ -70,7 +76,10 @@ class GGUFCheckpoint(Checkpoint):
             self._places = self._places_of_names()
             names = self._value("general.tensor_extra.name", [])
             self._a4 = dict(zip(names, self._value("general.tensor_extra.prec_a4", []), strict=True))
+            self._factors = read_factors(path)
             self.entries = {name: self._entry(*place) for name, place in self._places.items()}
+            for name, entry in self.entries.items():
+                self._order(name, math.prod(entry.shape[:1]))  # whose rows are those of the heads
 
     def linear(self, name: str) -> LinearParts:
         gguf_name, expert = self._places[name]
@@ -85,7 +94,7 @@ class GGUFCheckpoint(Checkpoint):
                 return parts_of_mxfp4(*unpack_mxfp4(data))
         codes, scale = unpack_blocks(data)
         per_tensor = self._sidecar(gguf_name, "scale", expert)
-        return LinearParts(
+        parts = LinearParts(
             qdata=codes,
             scale=scale,
             per_tensor_scale=torch.ones(()) if per_tensor is None else per_tensor,
@@ -93,6 +102,7 @@ class GGUFCheckpoint(Checkpoint):
             quantizes_activations=entry.quantizes_activations,
             input_scale=self._sidecar(gguf_name, "input_scale", expert) if entry.has_input_scale else None,
         )
+        return with_factors(parts, self._factors.get(name, {}))
 
     def per_tensor_scale(self, name: str) -> Tensor:
         gguf_name, expert = self._places[name]
@@ -121,7 +131,8 @@ class GGUFCheckpoint(Checkpoint):
         if kind == "BF16":
             return torch.from_numpy(np.array(data)).view(torch.bfloat16).view(shape)
         if kind in PLAIN:
-            return torch.from_numpy(np.array(data)).view(shape)
+            values = torch.from_numpy(np.array(data)).view(shape)
+            return values.to(self._vectors.get(gguf_name, values.dtype))
         return torch.from_numpy(quants.dequantize(data, tensor.tensor_type)).to(torch.bfloat16).view(shape)
 
     def _value(self, key: str, default: Any = None) -> Any:
@@ -155,12 +166,12 @@ class GGUFCheckpoint(Checkpoint):
         tensor = self._tensors[gguf_name]
         kind, shape = tensor.tensor_type.name, _shape(tensor, expert)
         if kind not in ("NVFP4", "MXFP4"):
-            return Entry(shape=shape, dtype=PLAIN.get(kind, torch.bfloat16))
+            return Entry(shape=shape, dtype=self._vectors.get(gguf_name, PLAIN.get(kind, torch.bfloat16)))
         if len(shape) != 2:
             raise ValueError(f"{gguf_name} is {shape}: NVFP4 and MXFP4 are read of matrices and of experts")
         # llama.cpp's converter writes an input scale of 1 where there is none.
         scale = self._sidecar(gguf_name, "input_scale", expert)
-        static = scale is not None and float(scale) != 1.0
+        static = scale is not None and (float(scale) != 1.0 or WRITTEN in self.fields)
         quantizes = bool(self._a4.get(gguf_name, static))
         return Entry(
             shape=shape,

@@ -213,8 +213,10 @@ class _View(View):
         return None if inner is None else [*inner, self._lossy]
 
     def linear(self, name: str) -> LinearParts:
-        parts = self.source.linear(name).replace(quantizes_activations=False, input_scale=None, input_divisor=None)
-        return self._said(parts.replace(divisor=None))
+        parts = self.source.linear(name).replace(
+            quantizes_activations=False, input_scale=None, input_divisor=None, input_amax=None
+        )  # fmt: skip
+        return self._said(parts)
 
     def per_tensor_scale(self, name: str) -> Tensor:
         return self.linear(name).per_tensor_scale
@@ -248,7 +250,7 @@ class _Folded(_View):
         scale = _folded(parts)
         ones = torch.ones(())
         if scale is not None:
-            return parts.replace(scale=scale, per_tensor_scale=ones)
+            return parts.replace(scale=scale, per_tensor_scale=ones, divisor=None)
         values = tensor_of(parts, torch.float32).dequantize()
         return parts_of(quantize(values, amax=AMAX_OF_ONE))
 

@@ -56,3 +56,13 @@ def test_rope_scaling_of_llama_3(tmp_path, tensors):
     plain = 500000.0 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     assert torch.allclose(model.model.rotary_emb.inv_freq.double(), plain / factors.double(), rtol=1e-6)
     assert factors.max() == 32.0 and factors.min() == 1.0
+
+
+@pytest.mark.parametrize("heads", [0, 2, 3, 8])
+def test_rows_that_are_not_those_of_the_heads_are_refused(tmp_path, heads):
+    config = TINY | {"num_attention_heads": heads, "head_dim": 32}
+    with pytest.raises(
+        ValueError, match=rf"q_proj\.weight has 128 rows, and the configuration says {heads} heads of 32"
+    ):
+        write(tmp_path / "a.gguf", tiny_tensors(), config)
+    assert not list(tmp_path.iterdir())
