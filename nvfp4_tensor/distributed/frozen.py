@@ -38,7 +38,7 @@ class NVFP4ParallelLinear(NVFP4Linear):
         weight: Any = local(self.weight)
         bias = None if self.bias is None or self.place.inputs.ranks > 1 else local(self.bias)  # once, after the sum
         stored: Any = getattr(self.weight, "_local_tensor", self.weight)  # dynamo reads the fields of a parameter alone
-        spec = stored.activation_spec
+        spec = getattr(stored, "activation_spec", None)  # a dense weight, loaded since, has none
         if spec is None:
             return nn.functional.linear(whole_of(input, self.place), weight, bias)
         x = autocast(input)
