@@ -28,7 +28,8 @@ GPUS_HERE = $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,nohea
 ENOUGH_HERE = $(or $(wildcard $(EVERYTHING)),$(call stamp,$(or $(GPUS_HERE),cpu)))
 
 # What `make check` leaves out, three quarters of the time: it compiles, runs models, or starts interpreters.
-SLOW := test/benchmarks test/tutorials test/distributed test/integrations test/cli/test_commands.py \
+SLOW := test/benchmarks test/tutorials test/distributed test/integrations test/cli/test_budget.py \
+	test/cli/test_commands.py test/cli/test_compare.py test/cli/test_generate.py test/cli/test_quantize.py \
 	test/cli/test_model.py test/cli/test_report.py test/cli/test_round_trip.py test/test_imports.py test/test_pickles.py \
 	test/dispatch/test_compile.py test/docs/test_code_blocks.py test/matmul/test_cuda_schedule.py \
 	test/matmul/test_fbgemm.py test/matmul/test_print_plans.py test/quantization/test_gptq.py \

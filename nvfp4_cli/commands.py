@@ -61,7 +61,7 @@ def nvfp4() -> None:
     help="With --calibrate: leave dense what costs most on the text, up to so many bits over all linears.",
 )
 @click.option("--tokens", default=4096, show_default=True, type=click.IntRange(2), help="Of the calibration.")
-@click.option("--seed", default=0, show_default=True, help="Of stochastic rounding.")
+@click.option("--seed", default=0, show_default=True, type=options.SEED, help="Of stochastic rounding.")
 @options.of_format
 @options.quiet
 @options.as_json
@@ -88,6 +88,7 @@ def quantize(dst: Path, json_: bool, quiet: bool, **given: Any) -> None:
         raise click.UsageError(
             "--calibrate learns scales of activations, which --w4a16 leaves alone: drop one, or add --gptq or --bits"
         )
+    options.check_ending(dst, given["to"])
     from nvfp4_tensor.cli.quantize import quantize as run
 
     of_format = take_options_of_format(given)
@@ -112,6 +113,7 @@ def convert(src: Path, dst: Path, to: str, w4a16: bool, quiet: bool, json_: bool
     nvfp4 convert nvidia-NVFP4 for-mlx --to mlx --w4a16 --lossy
     nvfp4 convert flux-NVFP4 flux.safetensors --to comfy --quantize-activations
     """
+    options.check_ending(dst, to)
     from nvfp4_tensor.cli.convert import convert as run
 
     of_format = take_options_of_format(given)
@@ -196,7 +198,7 @@ def _writes(command: Any) -> Any:
             "--compile", "compiled", is_flag=True,
             help="Compile the model first: a minute once, then faster. For long answers; needs a C++ compiler.",
         ),
-        click.option("--seed", default=0, show_default=True, help="Of sampling."),
+        click.option("--seed", default=0, show_default=True, type=options.SEED, help="Of sampling."),
         click.option(
             "--temperature", default=0.0, show_default=True, type=click.FloatRange(0),
             help="0 takes the likeliest token.",

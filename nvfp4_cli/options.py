@@ -20,6 +20,7 @@ DENSE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
 CHECKPOINT = click.Path(exists=True, path_type=Path)
 TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
+SEED = click.IntRange(-(2**63), 2**63 - 1)
 NEW = click.Path(path_type=Path)
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object instead of text.")
@@ -67,6 +68,20 @@ def prints_to_stderr(json_: bool) -> Iterator[None]:
         yield
 
 
+def check_ending(dst: Path, to: str) -> None:
+    """A folder is not called like a file, and a file is called like what it is.
+
+    Raises:
+        BadParameter: otherwise.
+    """
+    expected = {"gguf": ".gguf", "comfy": ".safetensors"}.get(to)
+    if expected is not None and dst.suffix != expected:
+        raise click.BadParameter(f"{to} is one file, called *{expected}, and not {dst.name}", param_hint="DST")
+    if expected is None and dst.suffix in (".gguf", ".safetensors"):
+        wanted = {".gguf": "gguf", ".safetensors": "comfy"}[dst.suffix]
+        raise click.BadParameter(f"{to} is a folder, and {dst.name} a file: --to {wanted}?", param_hint="DST")
+
+
 def of_format(command: F) -> F:
     """The options of formats, each of one or some; :func:`take_options_of_format` takes them out of what was given."""
     for decorator in (quantize_activations, lossy, global_scale, shard_size, dense):
@@ -77,6 +92,8 @@ def of_format(command: F) -> F:
 def take_options_of_format(given: dict[str, Any]) -> dict[str, Any]:
     """What a format is asked for beyond its defaults, removed from ``given``; it refuses what it does not know."""
     size = given.pop("shard_size")
+    if size is not None and not 0 < size < 1e9:
+        raise click.BadParameter(f"{size} is no number of gigabytes", param_hint="--shard-size")
     found = {name: given.pop(name) for name in ("dense", "quantize_activations")}
     found |= {name: given.pop(name) or None for name in ("global_scale", "lossy")}
     found["shard_bytes"] = None if size is None else int(size * 10**9)

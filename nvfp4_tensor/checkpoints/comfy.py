@@ -52,6 +52,7 @@ class ComfyUI(SafetensorsFormat):
     name = "comfy"
     is_file = True
     is_served = False
+    reserved = (f".{_MARKER}",)
 
     def detect(self, path: Path) -> bool:
         try:
@@ -176,6 +177,7 @@ class ComfyUI(SafetensorsFormat):
         sidecar = check_sidecar(path)
         if quantize_activations is not None:
             checkpoint = _Activations(checkpoint, quantize_activations)
+        self.check_names(checkpoint)
         self.check(checkpoint)
         (names,) = self._plan(checkpoint, 1 << 62).values()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +216,7 @@ def _markers(shards: Shards) -> dict[str, dict[str, Any]]:
         for name in shards.info:
             if name.endswith(f".{_MARKER}"):
                 found[name.removesuffix(f".{_MARKER}")] = json.loads(bytes(shards[name].tolist()))
-    except (ValueError, AttributeError, UnicodeDecodeError) as error:
+    except (ValueError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"{shards.path}: expected markers of layers in JSON, found {error}") from None
     return {layer: marker if isinstance(marker, dict) else {"format": marker} for layer, marker in found.items()}
 

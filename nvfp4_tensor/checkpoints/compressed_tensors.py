@@ -26,6 +26,11 @@ from nvfp4_tensor.checkpoints.names import dense_linears, is_matched, some, warn
 from nvfp4_tensor.numerics.layout import BLOCK
 
 PACKED = "nvfp4-pack-quantized"
+_FOREIGN = (
+    "weight_scale", "weight_global_scale", "input_global_scale", "input_scale", "weight_zero_point", "input_zero_point",
+    "weight_shape",
+)  # fmt: skip
+"""What belongs to some compressed weight."""
 _PARTS = ("weight_scale", "weight_global_scale", "input_global_scale")
 
 
@@ -34,6 +39,7 @@ class CompressedTensors(SafetensorsFormat):
 
     name = "compressed-tensors"
     stores_divisors = True
+    reserved = ("weight_packed", *_FOREIGN)
 
     def detect(self, path: Path) -> bool:
         return folder_says(path, _configuration)
@@ -52,8 +58,7 @@ class CompressedTensors(SafetensorsFormat):
         info = checkpoint.shards.info
         modules = [name.removesuffix("weight_packed") for name in info if name.endswith("weight_packed")]
         parts = {f"{module}{part}" for module in modules for part in _PARTS}
-        others = [name for name in info if name.endswith(("_scale", "_zero_point", "_shape")) and name not in parts]
-        others = [name for name in others if name.rpartition(".")[2] not in ("k_scale", "v_scale", "q_scale")]
+        others = [name for name in info if name.endswith(_FOREIGN) and name not in parts]
         if others:
             raise ValueError(
                 f"{info[others[0]].file}: {some(others)} belong to weights that are not NVFP4: no other compression "

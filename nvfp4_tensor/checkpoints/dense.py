@@ -25,7 +25,10 @@ class Dense(SafetensorsFormat):
         found = config.get("quantization_config")
         if found is not None:
             method = found.get("quant_method") if isinstance(found, dict) else found
-            raise ValueError(f"{folder / 'config.json'}: expected a dense model, found one quantized by {method}")
+            raise ValueError(
+                f"{folder / 'config.json'}: expected a dense model, found one quantized by {method}: "
+                "name the folder itself, not a file in it, and convert() what is quantized"
+            )
         return {}
 
     def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:

@@ -124,9 +124,11 @@ class SafetensorsFormat(Format):
 
     Attributes:
         stores_divisors: whether per-tensor scales are written as what values are divided by.
+        reserved: ends of names that are the format's own: no dense tensor may have such a name.
     """
 
     stores_divisors: ClassVar[bool] = False
+    reserved: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -151,6 +153,14 @@ class SafetensorsFormat(Format):
     @abc.abstractmethod
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
         """config.json's quantization_config for what ``checkpoint`` holds; None for no such key."""
+
+    def check_names(self, checkpoint: Checkpoint) -> None:
+        """Raises a ValueError for dense tensors that a reader would take for parts of quantized ones."""
+        dense = [name for name, entry in checkpoint.entries.items() if not entry.quantized]
+        if taken := [name for name in dense if self.reserved and name.endswith(self.reserved)]:
+            raise ValueError(
+                f"{self.name} has other tensors under such names, and {some(taken)} are dense: rename them"
+            )
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises a ValueError that names what this format cannot hold."""
@@ -181,6 +191,7 @@ class SafetensorsFormat(Format):
         if options:
             raise ValueError(f"{self.name} has no option {', '.join(options)}")
         path = Path(path)
+        self.check_names(checkpoint)
         self.check(checkpoint)
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ValueError(f"{path} is there already: remove it first, or write to another place")

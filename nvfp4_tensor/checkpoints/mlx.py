@@ -41,6 +41,7 @@ class MLX(SafetensorsFormat):
 
     name = "mlx"
     is_served = False
+    reserved = (".scales", ".biases", ".global_scale")
 
     def __init__(self, global_scale: bool = False) -> None:
         """global_scale: whether it writes one; either is read."""

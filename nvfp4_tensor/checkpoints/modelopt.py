@@ -50,6 +50,7 @@ class ModelOpt(SafetensorsFormat):
     """See the module."""
 
     name = "modelopt"
+    reserved = ("weight_scale", "weight_scale_2")
 
     def detect(self, path: Path) -> bool:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 import warnings
 from collections.abc import Container, Iterable, Sequence
@@ -44,15 +45,26 @@ def is_matched(name: str, patterns: Iterable[str]) -> bool:
 
     A pattern is an exact name, one with wildcards ("*.down_proj", "model.layers.0.*"), or "re:" and a regular
     expression that matches from the start, as compressed-tensors writes them.
+
+    Raises:
+        ValueError: what stands behind "re:" is no regular expression.
     """
     module = name.removesuffix(".weight")
     for pattern in patterns:
         if pattern.startswith("re:"):
-            if re.match(pattern[3:], module):
+            if _compiled(pattern[3:]).match(module):
                 return True
         elif fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(module, pattern):
             return True
     return False
+
+
+@functools.cache
+def _compiled(expression: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"'re:{expression}' is no regular expression: {error}") from None
 
 
 def joined_with(name: str, names: Container[str]) -> tuple[str, ...]:

@@ -83,6 +83,8 @@ def quantize(
     with source:
         if head:
             source = WithHead(source)
+            if is_matched(source.head, exclude):
+                raise ValueError(f"head=True quantizes {source.head}, which exclude leaves dense: give one of them")
             include = (*include, source.head)
         checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, target.one_scale(options))
         target.write(checkpoint, Path(dst), progress=progress, **options)

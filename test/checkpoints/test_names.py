@@ -1,7 +1,11 @@
 """What names say."""
 
 import pytest
+import torch
+from checkpoints.folders import write_dense
 
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints import tensor_of
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, natural, some
 
 
@@ -58,3 +62,34 @@ def test_defaults():
 def test_order_and_lists():
     assert sorted(["l.10.b", "l.2.b", "l.2.a"], key=natural) == ["l.2.a", "l.2.b", "l.10.b"]
     assert some(["a", "b"]) == "a, b" and some(list("abcdef")) == "a, b, c, d and 2 more"
+
+
+STRANGE = [
+    "weight", "a..weight", ".weight", "\u00e4 b.weight", "a/b.weight", "../../x.weight", "x" * 300 + ".weight",
+    "1.weight", "a.weight.weight", "[a].weight", "*.weight", "logit_scale", "norm.shape", "a.weight_packed",
+    "a.weight_scale", "b.biases", "c.scales", "d._weight_qdata", "e.comfy_quant", "a.weight_zero_point",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors", "torchao", "mlx", "comfy"])
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_names_are_read_again_or_refused(tmp_path, name, to):
+    tensors = {name: torch.randn(32, 64).bfloat16(), "z.weight": torch.randn(16, 64).bfloat16()}
+    write_dense(tmp_path / "src", tensors)
+    dst = tmp_path / ("d.safetensors" if to == "comfy" else "d")
+    try:
+        checkpoints.quantize(tmp_path / "src", dst, to=to, progress=False)
+    except ValueError as error:
+        assert name in str(error)
+        assert [each.name for each in tmp_path.iterdir()] == ["src"]
+        return
+    with checkpoints.read(dst) as checkpoint:
+        assert set(checkpoint.entries) == set(tensors) and checkpoint.entries["z.weight"].quantized
+        for each, entry in checkpoint.entries.items():
+            value = tensor_of(checkpoint.linear(each)).dequantize() if entry.quantized else checkpoint.dense(each)
+            assert (value.float() - tensors[each].float()).norm() < 0.2 * tensors[each].float().norm()
+
+
+def test_what_is_no_regular_expression():
+    with pytest.raises(ValueError, match=r"'re:\(' is no regular expression"):
+        is_matched("a.weight", ["re:("])
