@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 from collections.abc import Iterator
@@ -202,14 +203,21 @@ def _move_into_one_piece(linears: list[Any]) -> None:
 def _in_one_piece(tensors: list[Tensor]) -> list[Tensor]:
     """Copies, one behind the other."""
     sizes = [t.numel() * t.element_size() for t in tensors]
-    memory = mmap.mmap(-1, sum(_whole_lines(size) for size in sizes))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    rest, copies = torch.frombuffer(memory, dtype=torch.uint8), []
+    rest, copies = _large_pages(sum(_whole_lines(size) for size in sizes)), []
     for tensor, size in zip(tensors, sizes, strict=True):
         copies.append(rest[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor))
         rest = rest[_whole_lines(size) :]
     return copies
+
+
+def _large_pages(size: int) -> Tensor:
+    """So many bytes, on large pages where the system gives them to whoever asks (Linux)."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _whole_lines(size: int) -> int:
@@ -218,12 +226,13 @@ def _whole_lines(size: int) -> int:
 
 def _is_one_token(input_ids: Tensor, cache: Any, kwargs: dict[str, Any]) -> bool:
     """One token that follows others, on the CPU, and nothing asked for beside its hidden state."""
+    layers: list[Any] = cache.layers if type(cache) is StaticCache else []
     return (
         input_ids.shape == (1, 1)
         and input_ids.is_cpu
-        and type(cache) is StaticCache
-        and all(type(each) is StaticLayer and each.is_initialized for each in cache.layers)
-        and cache.layers[0].keys.dtype == torch.bfloat16
+        and bool(layers)
+        and all(type(each) is StaticLayer and each.is_initialized for each in layers)
+        and layers[0].keys.dtype == torch.bfloat16
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and kwargs.get("inputs_embeds") is None

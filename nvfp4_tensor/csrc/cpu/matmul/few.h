@@ -14,9 +14,9 @@ constexpr int kFewDepth = 64;  // chunks, shared by the rows of a group of x, wh
 // Rows of the weight that meet a part of x together, where that leaves each worker kFewShare such units: more spare the
 // second-level cache reading x (16 rows, two threads: 0.77 -> 0.69 ms), fewer keep many workers busy.
 constexpr int kFewRowStep = 32, kMostFewUnitRows = 128, kFewShare = 8;
-// How far ahead rows are prefetched, in bytes of codes: at least four rows. 4096^2: with twice that, two threads are up
-// to 10 % slower. Shorter rows, by four rows alone, come too late.
-constexpr int64_t kFewAhead = 9216, kFewAheadRows = 4;
+// How far ahead rows are prefetched, in bytes of codes, and at least four rows. 4096^2: with eight, two threads are up
+// to 10 % slower. Rows of 576 come too late by four (SmolLM2 on one thread, with the ends of rows: 8.5 to 7.4 ms).
+constexpr int64_t kFewAhead = 4608, kFewAheadRows = 4;
 static_assert(kFewRowStep % kLanes == 0 && kMostFewUnitRows % kFewRowStep == 0);
 
 // p, of which the compiler no longer knows where it points: sums stay in memory from chunk to chunk. GCC kept them in
