@@ -80,8 +80,8 @@ WAYS = [
     Way("NVFP4, codes gathered", NVFP4, BF16, 1.029, amax=True),
     Way("NVFP4, codes gathered, gradients in NVFP4", NVFP4, NVFP4, 1.029, amax=True, rounding=12.5e-12),
 ]
-"""1.029: the recipe ``nvidia`` on an H200, the same file. FP4 tensor cores would have less than 1. 12.5 ps: there 15 ms in
-bfloat16 and 22 by codes, and the 3 that the wire saves, for 1.75 billion weights; the mean of both."""
+"""1.029: the recipe ``nvidia`` on an H200, the same file. FP4 tensor cores would have less than 1. 12.5 ps: there 15 ms
+in bfloat16 and 22 by codes, and the 3 that the wire saves, for 1.75 billion weights; the mean of both."""
 
 
 @dataclasses.dataclass(frozen=True)
