@@ -15,7 +15,7 @@ constexpr int kFewDepth = 64;  // chunks, shared by the rows of a group of x, wh
 // second-level cache reading x (16 rows, two threads: 0.77 -> 0.69 ms), fewer keep many workers busy.
 constexpr int kFewRowStep = 32, kMostFewUnitRows = 128, kFewShare = 8;
 // How far ahead rows are prefetched, in bytes of codes, and at least four rows. 4096^2: with eight, two threads are up
-// to 10 % slower. Rows of 576 come too late by four (SmolLM2 on one thread, with the ends of rows: 8.5 to 7.4 ms).
+// to 10 % slower.
 constexpr int64_t kFewAhead = 4608, kFewAheadRows = 4;
 static_assert(kFewRowStep % kLanes == 0 && kMostFewUnitRows % kFewRowStep == 0);
 
