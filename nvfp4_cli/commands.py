@@ -55,6 +55,7 @@ def nvfp4() -> None:
 @click.option("--head", is_flag=True, help="The output layer too; a copy, where it is the embedding's weight.")
 @click.option("--calibrate", type=TEXT, metavar="TEXT", help="Run the model over a text file to learn its inputs.")
 @click.option("--gptq", is_flag=True, help="With --calibrate: fit the weights to these inputs (W4A16).")
+@click.option("--weighted", is_flag=True, help="With --calibrate: search scales for these inputs (W4A16); sooner.")
 @click.option(
     "--bits",
     type=click.FloatRange(4.5, 16, max_open=True),
@@ -77,16 +78,23 @@ def quantize(dst: Path, json_: bool, quiet: bool, **given: Any) -> None:
     nvfp4 quantize SmolLM2 SmolLM2.gguf --to gguf --scale-search --dense Q8_0
     nvfp4 quantize SmolLM2 SmolLM2-W4A4 --to compressed-tensors --calibrate sample.txt
     nvfp4 quantize SmolLM2 SmolLM2-GPTQ --calibrate sample.txt --gptq
+    nvfp4 quantize SmolLM2 SmolLM2-weighted --calibrate sample.txt --weighted
     nvfp4 quantize SmolLM2 SmolLM2-5-bits --calibrate sample.txt --bits 5 --w4a16 --four-over-six
     nvfp4 quantize SmolLM2.Q4_K_M.gguf SmolLM2-NVFP4 --exclude "*.down_proj"
     """
     if given["gptq"] and given["calibrate"] is None:
         raise click.UsageError("--gptq fits the weights to sample text: give --calibrate TEXT too")
+    if given["weighted"] and (given["calibrate"] is None or given["gptq"] or given["four_over_six"]):
+        raise click.UsageError(
+            "--weighted searches scales by what sample text feeds: give --calibrate TEXT too, and neither --gptq nor "
+            "--four-over-six"
+        )
     if given["bits"] is not None and given["calibrate"] is None:
         raise click.UsageError("--bits weighs layers by what they cost on sample text: give --calibrate TEXT too")
-    if given["w4a16"] and given["calibrate"] is not None and not given["gptq"] and given["bits"] is None:
+    if given["w4a16"] and given["calibrate"] is not None and not (given["gptq"] or given["weighted"] or given["bits"]):
         raise click.UsageError(
-            "--calibrate learns scales of activations, which --w4a16 leaves alone: drop one, or add --gptq or --bits"
+            "--calibrate learns scales of activations, which --w4a16 leaves alone: drop one, or add --gptq, --weighted "
+            "or --bits"
         )
     options.check_ending(dst, given["to"])
     from nvfp4_tensor.cli.quantize import quantize as run

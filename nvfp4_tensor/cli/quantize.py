@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from nvfp4_tensor import FourOverSix, QuantizeSpec, RoundingMode, ScaleSearch, checkpoints
 from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_named
-from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched
+from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
 from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.views import View, WithHead
 from nvfp4_tensor.cli.budget import Budget, spend
@@ -20,6 +21,8 @@ from nvfp4_tensor.cli.convert import Written
 from nvfp4_tensor.cli.models import open_model, open_tokenizer, tokens_of, untie_head, windows_of
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
 from nvfp4_tensor.quantization.hessian.places import Filter
+from nvfp4_tensor.quantization.linear import set_weight
+from nvfp4_tensor.quantization.weighted import quantize_weighted
 
 WINDOW = 512
 """Tokens of a calibration that see each other."""
@@ -39,13 +42,16 @@ def quantize(
     head: bool,
     calibrate: Path | None,
     gptq: bool,
+    weighted: bool,
     bits: float | None,
     tokens: int,
     seed: int,
     progress: bool,
     options: Mapping[str, Any],
 ) -> Written:
-    """As :func:`checkpoints.quantize`; ``calibrate``, a text, makes it W4A4, or with ``gptq`` W4A16 by GPTQ.
+    """As :func:`checkpoints.quantize`; ``calibrate``, a text, makes it W4A4, or W4A16 fitted to it.
+
+    Fitted by GPTQ with ``gptq``, by a scale search weighed by the inputs with ``weighted``.
 
     With ``bits``, those linears stay dense that cost most on the text, as many as the budget has room for.
 
@@ -65,16 +71,16 @@ def quantize(
         model, batches = _model_and_text(src, calibrate, tokens, progress)
         taken = (*include, untie_head(model)) if head else include
         if bits is not None:
-            weight_only = gptq or w4a16
+            weight_only = gptq or weighted or w4a16
             budget = spend(model, batches, bits, _config(spec, weight_only), _filter(exclude, taken), progress)
             exclude = (*exclude, *budget.left_dense)
-        if gptq:
-            fit(model, batches, spec, exclude, taken, progress)
+        if gptq or weighted:
+            (fit if gptq else weigh)(model, batches, spec, exclude, taken, progress)
             with checkpoints.read(src) as source:
                 fitted = Fitted(WithHead(source) if head else source, model)
                 format_named(to).write(fitted, dst, progress=progress, **options)
             return Written.of(src, dst, time.perf_counter() - start, budget)
-        amax = None if w4a16 else input_amax(model, batches, exclude, taken)
+        amax = None if w4a16 else input_amax(model, batches, exclude, taken, progress)
         del model
     checkpoints.quantize(
         src, dst, to=to, spec=spec, exclude=exclude, include=include, head=head, input_amax=amax, seed=seed,
@@ -136,27 +142,51 @@ def is_chosen(module: nn.Module, name: str, exclude: Sequence[str], include: Seq
     )
 
 
-@torch.no_grad()
 def input_amax(
-    model: nn.Module, batches: Sequence[Tensor], exclude: Sequence[str] = (), include: Sequence[str] = ()
+    model: nn.Module, batches: Sequence[Tensor], exclude: Sequence[str], include: Sequence[str], progress: bool
 ) -> dict[str, float]:
-    """By parameter's name: the largest magnitude that each linear is fed over ``batches``, each (1, tokens).
+    """By parameter's name: the largest magnitude that each linear is fed over ``batches``, each (1, tokens)."""
+    observed = _observed(model, batches, NVFP4Config(step="prepare"), _filter(exclude, include), progress)
+    return {name: linear.activation_amax.item() for name, linear in observed.items()}
 
-    The model's linears are observed from then on.
+
+@torch.no_grad()
+def _observed(
+    model: nn.Module, batches: Sequence[Tensor], config: NVFP4WeightOnlyConfig, chosen: Filter, progress: bool
+) -> dict[str, ObservedLinear]:
+    """The chosen linears by their weights' names, observed from then on, after the batches have gone through.
 
     Raises:
         ValueError: a linear was fed nothing.
     """
     from torchao.quantization import quantize_  # after our own import of torchao, which keeps its messages down
 
-    quantize_(model, NVFP4Config(step="prepare"), filter_fn=_filter(exclude, include))
-    for batch in batches:
+    quantize_(model, config, filter_fn=chosen)
+    for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
         model(batch, use_cache=False)
-    observed = {name: module for name, module in model.named_modules() if isinstance(module, ObservedLinear)}
-    found = {f"{name}.weight": module.activation_amax.item() for name, module in observed.items()}
-    if idle := [name for name, value in found.items() if not value]:
+    observed = {
+        f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, ObservedLinear)
+    }
+    if idle := [name.removesuffix(".weight") for name, linear in observed.items() if not linear.activation_amax]:
         raise ValueError(f"the text reached no input of {', '.join(idle[:4])}: give more, or --exclude them")
-    return found
+    return observed
+
+
+@torch.no_grad()
+def weigh(
+    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, exclude: Sequence[str], include: Sequence[str],
+    progress: bool,
+) -> None:  # fmt: skip
+    """A scale search by what the text feeds each column, in place. Linears that servers join share a scale."""
+    spec = spec.replace(scale_search=ScaleSearch.MSE)
+    config = NVFP4WeightOnlyConfig(weight_spec=spec, weighted=True, step="prepare")
+    observed = _observed(model, batches, config, _filter(exclude, include), progress)
+    amax = {name: torch.ops.nvfp4.amax(linear.weight) for name, linear in observed.items()}
+    for name, linear in tqdm(observed.items(), desc="searching scales", unit="weight", disable=not progress):
+        largest = torch.stack([amax[each] for each in joined_with(name, observed)]).amax()
+        squares = linear.activation_squares
+        linear.stop_observing()
+        set_weight(linear, quantize_weighted(linear.weight.detach(), spec, squares, largest))
 
 
 def fit(

@@ -11,11 +11,12 @@ from nvfp4_tensor.tensor.arguments import resolve_rng_state
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
-def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor) -> NVFP4Tensor:
+def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor, amax: Tensor | None = None) -> NVFP4Tensor:
     """weight (N, K) by a spec with a scale search, whose squared errors are weighted (contract, section 2).
 
     squares: (K,), the sum or the mean of the squares that each column is multiplied with; their scale does not matter.
     Columns that met nothing but zeros count as a millionth of the others' mean, so that they still are rounded well.
+    amax: float32 0-d, the largest magnitude that the per-tensor scale allows for; by default the weight's.
 
     Raises:
         ValueError: squares that are not finite.
@@ -26,7 +27,8 @@ def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor) -> NV
     mean = squares.mean()
     # By the mean, so that sums of errors stay where float32 has room.
     weights = (squares / mean).clamp(min=1e-6) if mean > 0 else torch.ones_like(squares)
-    amax = torch.ops.nvfp4.amax(weight, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
+    if amax is None:
+        amax = torch.ops.nvfp4.amax(weight, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
     rng_state = resolve_rng_state(weight, spec, None, None)
     parts = reference.quantize(weight, amax, rng_state, spec, column_weights=weights)
     return NVFP4Tensor(*parts, weight.shape[1], weight.dtype, spec)

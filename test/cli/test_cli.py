@@ -88,6 +88,8 @@ def test_demo_names_the_packages_it_misses(monkeypatch, capsys):
         (["quantize", ".", "dst", "--gptq"], "give --calibrate TEXT"),
         (["quantize", ".", "dst", "--w4a16", "--calibrate", "text"], "add --gptq"),
         (["quantize", ".", "dst", "--bits", "5"], "give --calibrate TEXT"),
+        (["quantize", ".", "dst", "--weighted"], "give --calibrate TEXT"),
+        (["quantize", ".", "dst", "--weighted", "--calibrate", "text", "--gptq"], "neither --gptq nor"),
         (["quantize", ".", "dst", "--shard-size", "nan"], "no number of gigabytes"),
         (["quantize", ".", "dst", "--seed", str(2**63)], "is not in the range"),
         (["quantize", ".", "dst.gguf"], "--to gguf?"),

@@ -77,14 +77,19 @@ def test_calibrate_takes_the_largest_input(dense, text, tmp_path, run):
         assert checkpoint.linear(f"{name}.weight").input_scale.item() == (seen["amax"].float() / 2688).item()
 
 
-def test_gptq_errs_less_on_the_text_than_rounding(dense, text, tmp_path, run):
-    run("quantize", dense, tmp_path / "gptq", "--calibrate", text, "--gptq", "--tokens", 256)
+@pytest.mark.parametrize("how, share", [("--gptq", 0.9), ("--weighted", 0.97)])
+def test_what_is_fitted_errs_less_on_the_text(how, share, dense, text, tmp_path, run):
+    said = run("quantize", dense, tmp_path / "fitted", "--calibrate", text, how, "--tokens", 256, "--json")
+    assert (said["quantized"], said["w4a4"]) == (14, False)
     run("quantize", dense, tmp_path / "searched", "--scale-search")
     errors = []
-    for folder in ("gptq", "searched"):
+    for folder in ("fitted", "searched"):
         said = run("compare", dense, tmp_path / folder, "--text", text, "--tokens", 256, "--json")
         errors.append(sum(output["relative"] ** 2 for output in said["quality"]["outputs"]))
-    assert errors[0] < 0.9 * errors[1]
+    assert errors[0] < share * errors[1]
+    with checkpoints.read(tmp_path / "fitted") as checkpoint:
+        scales = [checkpoint.linear(f"model.layers.0.self_attn.{each}_proj.weight").per_tensor_scale for each in "qkv"]
+    assert scales[0] == scales[1] == scales[2]  # as servers want it, without rounding anything again
 
 
 def test_quantize_takes_them_too(dense, tmp_path, run):
