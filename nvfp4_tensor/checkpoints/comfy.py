@@ -27,8 +27,9 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
-from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat, check_writable
+from nvfp4_tensor.checkpoints.folder import FolderCheckpoint, SafetensorsFormat, check_writable, warn_of_nan
 from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.progress import check_is_new, temporary
 from nvfp4_tensor.checkpoints.shards import Shards
 from nvfp4_tensor.checkpoints.sidecar import check_sidecar, write_factors
 from nvfp4_tensor.checkpoints.views import View
@@ -172,21 +173,21 @@ class ComfyUI(SafetensorsFormat):
         path = Path(path)
         if path.suffix != ".safetensors":
             raise ValueError(f"ComfyUI takes one .safetensors file, and {path.name} has another ending")
-        if path.exists():
-            raise ValueError(f"{path} is there already: remove it first, or write to another place")
+        check_is_new(path, is_file=True)
         sidecar = check_sidecar(path)
         if quantize_activations is not None:
             checkpoint = _Activations(checkpoint, quantize_activations)
         self.check_names(checkpoint)
         self.check(checkpoint)
         (names,) = self._plan(checkpoint, 1 << 62).values()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with tqdm(desc=f"writing {path.name}", unit="B", unit_scale=True, disable=not progress) as bar:
-                _, factors, _ = self._write_shard(checkpoint, path, names, bar)
-            write_factors(sidecar, factors)
-        finally:
-            path.with_name(path.name + ".tmp").unlink(missing_ok=True)
+        with temporary(path), tqdm(desc=f"writing {path.name}", unit="B", unit_scale=True, disable=not progress) as bar:
+            _, factors, with_nan = self._write_shard(checkpoint, path, names, bar)
+            try:
+                write_factors(sidecar, factors)
+            except OSError:
+                path.unlink()  # without them it would not be what it was made of
+                raise
+        warn_of_nan(with_nan)
 
 
 FORMAT = ComfyUI()

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, LinearParts, nan_blocks
 from nvfp4_tensor.checkpoints.names import joined_with, natural, some
-from nvfp4_tensor.checkpoints.progress import Progress, fingerprint
+from nvfp4_tensor.checkpoints.progress import Progress, check_is_new, fingerprint
 from nvfp4_tensor.checkpoints.shards import ShardFile, Shards, read_json, write_json
 from nvfp4_tensor.checkpoints.sidecar import SIDECAR, lost_factors, read_factors, with_factors, write_factors
 
@@ -193,8 +193,7 @@ class SafetensorsFormat(Format):
         path = Path(path)
         self.check_names(checkpoint)
         self.check(checkpoint)
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise ValueError(f"{path} is there already: remove it first, or write to another place")
+        check_is_new(path)
         plan = self._plan(checkpoint, shard_bytes)
         with Progress(path, fingerprint(self.name, checkpoint, shard_bytes)) as state:
             self._write_shards(checkpoint, plan, state, progress)
@@ -276,12 +275,7 @@ class SafetensorsFormat(Format):
         for name, value in self.files_of(checkpoint).items():
             write_json(state.folder / name, value)
         write_factors(state.folder / SIDECAR, state.factors)
-        if state.with_nan:
-            warnings.warn(
-                f"{len(state.with_nan)} weights hold blocks that are NaN, {some(state.with_nan)}: vLLM refuses such a "
-                "checkpoint. Their source holds NaN or infinity there, or is damaged",
-                stacklevel=2,
-            )
+        warn_of_nan(state.with_nan)
 
 
 def _by_source(checkpoint: Checkpoint, laid_out: Mapping[str, dict[str, Tensor]]) -> Plan:
@@ -306,6 +300,16 @@ def _by_size(laid_out: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> Pla
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def warn_of_nan(names: Sequence[str]) -> None:
+    """A warning that names the weights with blocks that are NaN, if there are any."""
+    if names:
+        warnings.warn(
+            f"{len(names)} weights hold blocks that are NaN, {some(names)}: vLLM refuses such a checkpoint. Their "
+            "source holds NaN or infinity there, or is damaged",
+            stacklevel=3,
+        )
 
 
 def folder_says(path: Path, find: Callable[[dict[str, Any]], object]) -> bool:

@@ -34,6 +34,7 @@ from nvfp4_tensor.checkpoints.gguf_names import (
 from nvfp4_tensor.checkpoints.gguf_reading import NEEDS, PLAIN, VECTORS, WRITTEN, GGUFCheckpoint
 from nvfp4_tensor.checkpoints.gguf_tokenizer import add_tokenizer
 from nvfp4_tensor.checkpoints.names import natural, some
+from nvfp4_tensor.checkpoints.progress import check_is_new, temporary
 from nvfp4_tensor.checkpoints.sidecar import check_sidecar, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.views import View
 
@@ -96,8 +97,7 @@ class GGUF(Format):
         if importlib.util.find_spec("gguf") is None:
             raise ImportError(NEEDS)
         path = Path(path)
-        if path.exists():
-            raise ValueError(f"{path} is there already: remove it first, or write to another place")
+        check_is_new(path, is_file=True)
         check_sidecar(path)
         _Writer(checkpoint, path, dense.upper() if dense else None, tokenizer).run(progress)
 
@@ -125,29 +125,30 @@ class _Writer:
     def run(self, progress: bool) -> None:
         import gguf
 
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        writer = gguf.GGUFWriter(temporary, self.architecture.name)
-        try:
-            self._add_settings(writer)
-            add_tokenizer(writer, self.tokenizer, self.settings_int("vocab_size"))
-            plan = list(self._plan(writer))
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            total = sum(size for _, size in plan)
-            bar = tqdm(total=total, desc=f"writing {self.path.name}", unit="B", unit_scale=True, disable=not progress)
-            with bar:
-                for name, size in plan:
-                    for data in self._data(name):
-                        writer.write_tensor_data(data)
-                    bar.update(size)
-            writer.close()
+        with temporary(self.path) as file:
+            writer = gguf.GGUFWriter(file, self.architecture.name)
+            try:
+                self._write(writer, progress)
+            finally:
+                writer.close()
             write_factors(check_sidecar(self.path), self.factors)
-            temporary.replace(self.path)
-        finally:
-            writer.close()
-            temporary.unlink(missing_ok=True)
+            file.replace(self.path)
+
+    def _write(self, writer: gguf.GGUFWriter, progress: bool) -> None:
+        self._add_settings(writer)
+        add_tokenizer(writer, self.tokenizer, self.settings_int("vocab_size"))
+        plan = list(self._plan(writer))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        total = sum(size for _, size in plan)
+        with tqdm(
+            total=total, desc=f"writing {self.path.name}", unit="B", unit_scale=True, disable=not progress
+        ) as bar:
+            for name, size in plan:
+                for data in self._data(name):
+                    writer.write_tensor_data(data)
+                bar.update(size)
 
     def settings_int(self, key: str) -> int:
         """A setting that is a whole number."""

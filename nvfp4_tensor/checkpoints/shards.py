@@ -150,11 +150,12 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     index = read_json(indices[0]).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{indices[0]}: expected a weight_map from tensor to file, found {type(index).__name__}")
-    files = sorted({path / file for file in index.values()})
-    for file in files:
-        if file.parent != path or not file.is_file():
-            raise ValueError(f"{indices[0]} names {file.name}, which is not in {path}")
-    return files, index
+    if not index:
+        raise ValueError(f"{indices[0]}: expected a weight_map from tensor to file, found an empty one")
+    names = sorted(set(index.values()))
+    if absent := set(names) - {each.name for each in path.iterdir() if each.is_file()}:
+        raise ValueError(f"{indices[0]} names {min(absent)[:200]}, which is not in {path}")
+    return [path / name for name in names], index
 
 
 def _header(file: Path, metadata: dict[str, str]) -> dict[str, TensorInfo]:
@@ -280,5 +281,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """As JSON that people can read."""
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    """As JSON that people can read; the file appears, or replaces an older one, when it is whole."""
+    written = file.with_suffix(".tmp")
+    try:
+        written.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        written.replace(file)
+    finally:
+        written.unlink(missing_ok=True)

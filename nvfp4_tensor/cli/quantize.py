@@ -14,6 +14,7 @@ from tqdm import tqdm
 from nvfp4_tensor import FourOverSix, QuantizeSpec, RoundingMode, ScaleSearch, checkpoints
 from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_named
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
+from nvfp4_tensor.checkpoints.progress import check_is_new
 from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.views import View, WithHead
 from nvfp4_tensor.cli.budget import Budget, spend
@@ -67,7 +68,7 @@ def quantize(
     amax: dict[str, float] | None = None
     budget: Budget | None = None
     if calibrate is not None:
-        check_is_new(dst)
+        check_is_new(dst)  # before minutes of calibration
         model, batches = _model_and_text(src, calibrate, tokens, progress)
         taken = (*include, untie_head(model)) if head else include
         if bits is not None:
@@ -119,12 +120,6 @@ class Fitted(View):
 
     def identity(self) -> None:
         """None: nobody can tell whether another run fits the same weights."""
-
-
-def check_is_new(dst: Path) -> None:
-    """Before minutes of calibration."""
-    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
-        raise ValueError(f"{dst} is there already: remove it first, or write to another place")
 
 
 def _model_and_text(src: Path, text: Path, tokens: int, progress: bool) -> tuple[nn.Module, list[Tensor]]:

@@ -1,9 +1,15 @@
 """Interrupted runs go on at their last whole file, and nobody else's folder is touched."""
 
+import contextlib
+import resource
+
 import pytest
+import torch
 from checkpoints.folders import dense_tensors, same_files, write_dense
+from helpers.checkpoints import TINY, InMemory, quantized, tiny_tensors
 
 from nvfp4_tensor import QuantizeSpec, checkpoints
+from nvfp4_tensor.checkpoints.common import format_named
 from nvfp4_tensor.checkpoints.quantizing import Quantized
 
 
@@ -73,3 +79,70 @@ def test_an_interruption_in_the_first_file(tmp_path, monkeypatch):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["dst", "src"]
+
+
+def test_a_run_that_was_killed_before_its_first_manifest(tmp_path):
+    write_dense(tmp_path / "src")
+    (tmp_path / "dst.partial").mkdir()
+    (tmp_path / "dst.partial/progress.tmp").write_text('{"key": ')
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["dst", "src"]
+
+
+@contextlib.contextmanager
+def other_writer(monkeypatch, write):
+    """Inside, every weight that is read makes ``write`` try to write the same destination at the same time."""
+    whole, refused = InMemory.linear, []
+
+    def linear(self, name):
+        if not refused:
+            refused.append(None)
+            with pytest.raises(ValueError, match="is being written by another process"):
+                write()
+            refused[0] = name
+        return whole(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InMemory, "linear", linear)
+        yield
+    assert refused[0] is not None
+
+
+@pytest.mark.parametrize(("format", "name"), [("modelopt", "m"), ("comfy", "m.safetensors"), ("gguf", "m.gguf")])
+def test_two_writers_of_one_destination(tmp_path, monkeypatch, format, name):
+    """The second is refused, and the first one's checkpoint is whole."""
+    if format == "gguf":
+        pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    source = InMemory(quantized(tiny_tensors()), TINY)
+    options = {"tokenizer": None} if format == "gguf" else {}
+    alone, contested = tmp_path / "alone" / name, tmp_path / "contested" / name
+
+    def write(path):
+        format_named(format).write(source, path, progress=False, **options)
+
+    write(alone)
+    with other_writer(monkeypatch, lambda: write(contested)):
+        write(contested)
+    assert [each.name for each in contested.parent.iterdir()] == [name]
+    if alone.is_dir():
+        assert same_files(alone, contested)
+    else:
+        assert alone.read_bytes() == contested.read_bytes()
+
+
+@pytest.mark.parametrize(("format", "name"), [("modelopt", "m"), ("comfy", "m.safetensors"), ("gguf", "m.gguf")])
+def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, format, name):
+    """A limit on the size of files stands in for the disk."""
+    if format == "gguf":
+        pytest.importorskip("gguf")
+    source = InMemory(quantized(tiny_tensors()), TINY)
+    options = {"tokenizer": None} if format == "gguf" else {}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"{tmp_path}/{name}\.(partial|tmp)"):
+            format_named(format).write(source, tmp_path / name, progress=False, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

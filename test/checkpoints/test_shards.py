@@ -102,7 +102,10 @@ def test_an_index_that_does_not_fit(tmp_path):
     raises("says that tensor nothing is in model-00001", weight_map={**index["weight_map"], "nothing": first})
     raises("names none.safetensors, which is not in", weight_map={"x": "none.safetensors"})
     raises("which is not in", weight_map={"x": f"../src/{first}"})
+    raises("which is not in", weight_map={"x": 5000 * "x"})
+    raises("which is not in", weight_map={"x": ""})
     raises("expected a weight_map", weight_map=3)
+    raises("found an empty one", weight_map={})
     file.write_text("{")
     with pytest.raises(ValueError, match=r"index\.json: expected JSON"):
         Shards(tmp_path / "src")
