@@ -39,6 +39,17 @@ class FlatView(NVFP4Tensor):
         """The row itself."""
         return self._view(self.source, (self.source.numel(),))
 
+    def share_memory_(self) -> FlatView:
+        self.source.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.source.is_shared()
+
+    def __deepcopy__(self, memo: dict) -> NVFP4Tensor:
+        """The row itself, which nothing else holds."""
+        return memo.setdefault(id(self), self.read().clone())
+
     def __getattr__(self, name: str) -> Any:
         if name in ("source", "_view") or name.startswith("__"):
             raise AttributeError(name)

@@ -18,6 +18,8 @@ from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 @implements(aten.index_select.default)
 def _index_select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, dim, index = args
+    if not isinstance(t, NVFP4Tensor) or isinstance(index, NVFP4Tensor):
+        raise IndexError("tensors used as indices are integers, not NVFP4")
     stored = stored_dim(t, dim)
     if stored == t.dim() - 1:
         raise unsupported(func, "it would cut blocks of 16 apart")
@@ -27,6 +29,8 @@ def _index_select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 @implements(aten.index.Tensor)
 def _index(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, indices = args
+    if not isinstance(t, NVFP4Tensor) or any(isinstance(index, NVFP4Tensor) for index in indices):
+        raise IndexError("tensors used as indices are integers or booleans, not NVFP4")
     covered = sum(max(index.dim(), 1) if index is not None and index.dtype == torch.bool else 1 for index in indices)
     if t.transposed or covered >= t.dim():
         raise unsupported(func, "it would cut blocks of 16 apart")

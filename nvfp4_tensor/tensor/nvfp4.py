@@ -298,8 +298,10 @@ class NVFP4Tensor(TorchAOBaseTensor):
         return gather.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable, tuple]:
-        # Scales travel as bytes: pickle alone cannot load a float8 storage (torch.save can).
-        fields = {**self._fields(), "scale": self.scale.view(torch.uint8)}
+        # Each part as an object of its own, or pickle alone would let two tensors share some of their parts; it lets
+        # two views of a dense one share nothing. Scales travel as bytes: it cannot load a float8 storage.
+        parts = {name: getattr(self, name).detach() for name in self.__tensor_flatten__()[0]}
+        fields = {**self._fields(), **parts, "scale": self.scale.view(torch.uint8)}
         mark = (int(self.aliasing),) if self.aliasing else ()  # 0.1.0 reads what has none
         return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False), *mark)
 

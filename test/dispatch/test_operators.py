@@ -271,6 +271,14 @@ def test_embedding_of_indices_out_of_range(indices):
         torch.nn.functional.embedding(torch.tensor(indices), quantize(torch.randn(4, 32)))
 
 
+@pytest.mark.parametrize("call", [
+    lambda x, t: x[t], lambda x, t: t[t], lambda x, t: x.index_select(0, t[0]), lambda x, t: t.index_select(0, t[0]),
+])  # fmt: skip
+def test_an_nvfp4_tensor_is_no_index(call):
+    with pytest.raises(IndexError, match="not NVFP4"):
+        call(torch.arange(16), quantize(torch.zeros(16, 16)))
+
+
 def test_embedding_takes_no_masks():
     with pytest.raises(TypeError, match="int32 or int64"):
         torch.nn.functional.embedding(torch.ones(4, dtype=torch.uint8), quantize(torch.randn(4, 32)))

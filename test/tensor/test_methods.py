@@ -45,6 +45,13 @@ def test_share_memory():
     assert all(parameter.is_shared() for parameter in model.parameters())
 
 
+def test_a_flattened_tensor_is_shared_by_its_source():
+    t = matrix()
+    flat = t.view(-1)
+    assert not flat.is_shared() and flat.share_memory_() is flat
+    assert flat.is_shared() and t.is_shared()
+
+
 def test_a_write_of_another_process_arrives():
     t = matrix().share_memory_()
     before = t.dequantize()
@@ -212,6 +219,29 @@ def test_a_part_stays_a_part(way):
     shares = way != "pickle"  # which keeps no two tensors' storage one, of dense ones neither
     rest[0:128] = 0 if shares else before[0:128]
     assert torch.equal(whole.dequantize(), rest)
+
+
+def test_a_copy_of_a_flattened_tensor_alone_is_whole():
+    t = matrix()
+    flat = copy.deepcopy(t.view(-1))
+    assert type(flat) is NVFP4Tensor and torch.equal(flat, t.dequantize().view(-1))
+    flat.fill_(2.0)
+    assert (flat.dequantize() == 2).all() and not (t.dequantize() == 2).any()
+
+
+@pytest.mark.parametrize("way", [*COPIES, "queue"])
+@pytest.mark.parametrize(
+    "view", [lambda t: t.t(), lambda t: t.detach(), lambda t: t[128:256], lambda t: t.t()[:, 0:128]]
+)
+def test_a_view_travels_with_all_of_its_parts_or_none(way, view):
+    """What is written into the one is seen by the other whole, or not at all."""
+    t = matrix()
+    before = t.dequantize()
+    whole, other = ({**COPIES, "queue": _through_a_queue}[way])([t, view(t)])
+    whole.fill_(-7.0)
+    assert torch.equal(whole.dequantize(), torch.full_like(before, -7))
+    values = other.dequantize()
+    assert (values == -7).all() or torch.equal(values, view(before))
 
 
 def test_a_whole_tensor_is_pickled_as_before():
