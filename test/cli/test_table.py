@@ -1,9 +1,12 @@
 """The demo's recipes and their rows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.bigram import Bigram
 
+from nvfp4_tensor.cli import demo
 from nvfp4_tensor.cli.demo import table
 
 
@@ -26,9 +29,24 @@ def test_each_recipe_gives_a_row(name):
     assert len(ticks) == (0 if name == "bf16" else 1) + 1 + 3
 
 
-def test_table_is_aligned_markdown():
-    row = table.Row("bf16", 13.1, 269_000_000, 16.0, 0.0, "Paris")
-    lines = table.format_table([row, table.Row("W4A4, nearest", 1.0, 1, 4.5, 1.5, "Rome")]).splitlines()
-    assert len({len(line) for line in lines[:4]}) == 1
-    assert "13.100 | 269.0 MB |" in lines[2] and lines[3].endswith("1.50 s |")
-    assert lines[-2:] == ["bf16           'Paris'", "W4A4, nearest  'Rome'"]
+def test_rows_are_lines_of_one_aligned_table():
+    rows = [table.Row(name, 13.1, 269_000_000, 16.0, 1.5 * i, "Paris") for i, name in enumerate(table.RECIPES)]
+    lines = [*table.head().splitlines(), *map(str, rows)]
+    assert len({len(line) for line in lines}) == 1 and {line.count("|") for line in lines} == {len(table.HEAD) + 1}
+    cells = [cell.strip() for cell in lines[3].split("|")[1:-1]]
+    assert cells == ["weight-only, nearest", "13.100", "269.0 MB", "16.00", "1.50 s"]
+    assert table.continuations(rows).splitlines()[0].split("  ")[-1] == "'Paris'"
+
+
+def test_each_row_is_printed_before_the_next_is_measured(monkeypatch, capsys):
+    printed = []
+
+    def decode(ids):
+        printed.append(capsys.readouterr().out)
+        return ""
+
+    monkeypatch.setattr(demo, "evaluation_tokens", lambda tokenizer, count: torch.arange(count) % 4)
+    monkeypatch.setattr(demo, "prompt_tokens", lambda tokenizer: torch.tensor([[0]]))
+    rows = demo.measure_all(Bigram().bfloat16(), SimpleNamespace(decode=decode, eos_token_id=3))
+    assert [row.recipe for row in rows] == list(table.RECIPES)
+    assert printed == ["", *(f"{row}\n" for row in rows[:-1])] and capsys.readouterr().out == f"{rows[-1]}\n"

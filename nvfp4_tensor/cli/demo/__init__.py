@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from nvfp4_tensor import checkpoints
 from nvfp4_tensor.cli.demo.measure import perplexity
 from nvfp4_tensor.cli.demo.model import QUESTION, evaluation_tokens, load_model, prompt_tokens
 from nvfp4_tensor.cli.demo.picture import draw_picture, means, sweep
-from nvfp4_tensor.cli.demo.table import RECIPES, Row, format_table, is_quantized_layer, run_recipe
+from nvfp4_tensor.cli.demo.table import RECIPES, Row, continuations, head, is_quantized_layer, run_recipe
 from nvfp4_tensor.cli.models import open_model
 from nvfp4_tensor.imports import quietly
 
@@ -38,11 +39,12 @@ def run(output: Path, device: str = "cpu") -> list[Row]:
     print("loading SmolLM2-135M-Instruct ...", flush=True)
     model, tokenizer = load_model()
     model.to(device)
+    print(f"\nPerplexity of {TOKENS} tokens of Python's help topics, windows of {WINDOW}; {QUESTION!r}\n\n{head()}")
     rows = measure_all(model, tokenizer)
-    table = format_table(rows)
-    (output / "table.md").write_text(table + "\n")
+    said = continuations(rows)
+    (output / "table.md").write_text("\n".join([head(), *map(str, rows), "", said, ""]))
     (output / "table.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
-    print(f"\nPerplexity of {TOKENS} tokens of Python's help topics, windows of {WINDOW}; {QUESTION!r}\n\n{table}\n")
+    print(f"\n{said}\n")
     print(round_trip(model, evaluation_tokens(tokenizer, WINDOW).to(device)), end="\n\n", flush=True)
     picture = output / "stochastic_rounding.png"
     paint(picture, device)
@@ -51,7 +53,7 @@ def run(output: Path, device: str = "cpu") -> list[Row]:
 
 
 def measure_all(model: nn.Module, tokenizer: Any) -> list[Row]:
-    """All recipes of the table, under one progress bar."""
+    """All recipes of the table under one progress bar, each row printed above it as soon as it is known."""
     device = next(model.parameters()).device
     tokens = evaluation_tokens(tokenizer, TOKENS).to(device)
     prompt = prompt_tokens(tokenizer).to(device)
@@ -67,6 +69,8 @@ def measure_all(model: nn.Module, tokenizer: Any) -> list[Row]:
             )  # fmt: skip
             rows.append(row)
             bar.update(sum(steps[: i + 1]) - bar.n)  # a continuation may end early
+            bar.write(str(row))
+            sys.stdout.flush()
     return rows
 
 

@@ -43,13 +43,32 @@ class Row:
     quantization_seconds: float
     continuation: str
 
-    HEAD = ("recipe", "perplexity", "model", "bits/weight", "quantized in")
-
-    def cells(self) -> tuple[str, ...]:
-        """What stands under :attr:`HEAD`."""
+    def __str__(self) -> str:
         seconds = f"{self.quantization_seconds:.2f} s" if self.quantization_seconds else "-"
         size = f"{self.model_bytes / 1e6:.1f} MB"
-        return self.recipe, f"{self.perplexity:.3f}", size, f"{self.bits_per_weight:.2f}", seconds
+        return _line(self.recipe, f"{self.perplexity:.3f}", size, f"{self.bits_per_weight:.2f}", seconds)
+
+
+HEAD = ("recipe", "perplexity", "model", "bits/weight", "quantized in")
+_WIDTHS = (max(map(len, RECIPES)), *(max(len(name), len("1000.0 MB")) for name in HEAD[1:]))
+"""Known before the first row is: rows are printed one by one."""
+
+
+def head() -> str:
+    """The first two lines of the table, which is Markdown that is aligned to be read as text too; rows follow."""
+    rule = ["-" * _WIDTHS[0], *("-" * (width - 1) + ":" for width in _WIDTHS[1:])]
+    return _line(*HEAD) + "\n" + _line(*rule)
+
+
+def continuations(rows: list[Row]) -> str:
+    """How each recipe goes on from the prompt, a line each."""
+    return "\n".join(f"{row.recipe:<{_WIDTHS[0]}}  {row.continuation!r}" for row in rows)
+
+
+def _line(first: str, *numbers: str) -> str:
+    """The first cell to the left, the numbers to the right."""
+    cells = [first.ljust(_WIDTHS[0]), *(cell.rjust(width) for cell, width in zip(numbers, _WIDTHS[1:], strict=True))]
+    return "| " + " | ".join(cells) + " |"
 
 
 def is_quantized_layer(module: nn.Module, name: str) -> bool:
@@ -95,18 +114,3 @@ def run_recipe(
         quantization_seconds=seconds,
         continuation=decode(greedy(model, prompt, new_tokens, end_token, tick)),
     )
-
-
-def format_table(rows: list[Row]) -> str:
-    """The rows as a Markdown table, aligned to be read as text too, and their continuations below it."""
-    cells = [Row.HEAD, *(row.cells() for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["| " + " | ".join(_align(row, widths)) + " |" for row in cells]
-    lines.insert(1, "| " + " | ".join(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]) + " |")
-    said = [f"{row.recipe:<{widths[0]}}  {row.continuation!r}" for row in rows]
-    return "\n".join([*lines, "", *said])
-
-
-def _align(row: tuple[str, ...], widths: list[int]) -> list[str]:
-    """The first cell to the left, the numbers to the right."""
-    return [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
