@@ -1,14 +1,15 @@
 """One training step of the linears of a Llama-8B block against bfloat16: time, memory, each part against its limit.
 
     python -m benchmarks.speed.training_step                       # 8,192 tokens on the GPU
+    python -m benchmarks.speed.training_step --device cpu          # the tutorial's small model, 2,048 tokens
     python -m benchmarks.speed.training_step --device cpu --tokens 512 --width 512
 
 A step is forward, dgrad and wgrad of one linear, captured in a CUDA graph (eager on a CPU); "all" is the block's four
 linears together, "eager" the same launched from Python, its backward in autograd's thread or in the caller's. "On end"
 is one recipe's step again and again, as in training, where the clock is what its own power makes it; in the other
 columns the recipes take turns, at one clock for all. Parts are the ops that the recipe is made of, each with the bytes
-that it has to move. "saved" is what a linear keeps for its backward beside its parameter, the codes of its weight
-included.
+that it has to move. "saved" is what the linears keep for their backward beside their parameters, the codes of their
+weights included; "w again" is nvidia with keep_w=False, which quantizes the weight a second time instead.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks.harness import (
     table,
 )
 from nvfp4_tensor import QuantizeSpec, training
+from tutorials.train_llama import Settings, Trainer
 
 FUSED = {
     "q and o": (4096, 4096),
@@ -42,6 +44,13 @@ FUSED = {
     "down": (4096, 14336),
 }
 """The four products that field measurements of this step were taken of."""
+
+SMALL = {"q, k, v and o": (256, 256), "gate and up": (704, 256), "down": (256, 704)}
+"""The linears of the smaller model of tutorials/train_llama.py, whose whole step is measured on a CPU."""
+
+AGAIN = "w again"
+RECIPES = {**training.RECIPES, AGAIN: training.RECIPES["nvidia"].replace(name=AGAIN, keep_w=False)}
+DEFAULT = ["nvidia", "nvidia_4over6", "unbiased", "accurate", AGAIN]
 
 
 def step_of(linear: nn.Linear, x: Tensor, dy: Tensor) -> Callable[[], object]:
@@ -67,7 +76,7 @@ def linear_by(recipe: str, n: int, k: int, device: torch.device) -> nn.Linear:
     """A bfloat16 linear, dense or trained by a recipe."""
     linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
     if recipe != "bf16":
-        training.NVFP4TrainingLinear.convert(linear, training.RECIPES[recipe])
+        training.NVFP4TrainingLinear.convert(linear, RECIPES[recipe])
     return linear
 
 
@@ -209,7 +218,7 @@ def block_step(recipe: str, tokens: int, device: torch.device, sizes: tuple[int,
     if recipe != "bf16":
         for module in block.modules():
             if type(module) is nn.Linear:
-                training.NVFP4TrainingLinear.convert(module, training.RECIPES[recipe])
+                training.NVFP4TrainingLinear.convert(module, RECIPES[recipe])
     compiled = torch.compile(block, fullgraph=True)
     length = min(tokens, 4096)
     x = torch.randn(tokens // length, length, sizes[0], device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -233,73 +242,91 @@ def block_step(recipe: str, tokens: int, device: torch.device, sizes: tuple[int,
     return {"seconds": timing.median, "peak": peak}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--width", type=int, help="one square linear of this width instead of Llama-8B's")
-    parser.add_argument("--recipes", nargs="+", default=["nvidia", "nvidia_4over6", "unbiased", "accurate"])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--no-block", action="store_true", help="leave the compiled block out")
-    parser.add_argument("--out", help="folder of the results")
-    options = parser.parse_args()
-    device, report = torch.device(options.device), Report()
-    shapes = {f"{options.width} x {options.width}": (options.width,) * 2} if options.width else FUSED
-    torch.manual_seed(0)
-    results = steps(shapes, options.recipes, options.tokens, device, options.repeats)
-    first = options.recipes[0]
-    header = [
-        "linear",
-        "bf16",
-        *(f"{recipe}, of bf16" for recipe in options.recipes),
-        f"{first} on end",
-        "eager of graph",
-        "in one thread",
-        "saved, of bf16",
-    ]
+def model_steps(recipes: list[str], device: torch.device, repeats: int) -> dict:
+    """A step of the tutorial's small model, optimizer and all, by each recipe in turn: seconds."""
+    text = torch.randint(256, (100_000,), dtype=torch.uint8)
+    trainers = {
+        recipe: Trainer(Settings(recipe=recipe, device=str(device)), text, text, RECIPES.get(recipe))
+        for recipe in ("bf16", *recipes)
+    }
+    variants = [Variant(recipe, trainer.train_step, in_graph=False) for recipe, trainer in trainers.items()]
+    timings = measure(variants, device, repeats=repeats)
+    return {recipe: timings[recipe].median for recipe in trainers}
+
+
+def linears_table(results: dict, recipes: list[str]) -> str:
+    """A row a linear, and their sums: times of bfloat16's."""
+    first = recipes[0]
+    header = ["linear", "bf16", *recipes, f"{first} on end", "eager of graph", "in one thread"]
     rows = []
     for name, result in results.items():
         eager = [
             f"{result[f'{first} {how}'] / result[first]:.2f}" if f"{first} {how}" in result else ""
             for how in ("eager", "in one thread")
         ]
-        ratios = [f"{result[recipe] / result['bf16']:.3f}" for recipe in options.recipes]
-        steady = f"{result['on end'][first] / result['on end']['bf16']:.3f}" if "on end" in result else ""
-        saved = f"{result['saved'][first] / result['saved']['bf16']:.3f}"
-        rows.append(
-            [f"{name} ({result['n']} x {result['k']})", seconds(result["bf16"]), *ratios, steady, *eager, saved]
-        )
-    total = {key: sum(result[key] for result in results.values()) for key in ("bf16", *options.recipes)}
-    steady = {key: sum(result.get("on end", {}).get(key, 0) for result in results.values()) for key in ("bf16", first)}
-    rows.append(
-        [
-            "all",
-            seconds(total["bf16"]),
-            *(f"{total[r] / total['bf16']:.3f}" for r in options.recipes),
-            f"{steady[first] / steady['bf16']:.3f}" if steady["bf16"] else "",
-            *[""] * 3,
-        ]
-    )
-    report(table(header, rows))
+        rows.append([f"{name} ({result['n']} x {result['k']})", *_ratios([result], recipes), *eager])
+    rows.append(["all", *_ratios(list(results.values()), recipes), "", ""])
+    return table(header, rows)
+
+
+def _ratios(results: list[dict], recipes: list[str]) -> list[str]:
+    total = {key: sum(result[key] for result in results) for key in ("bf16", *recipes)}
+    cells = [seconds(total["bf16"]), *(f"{total[recipe] / total['bf16']:.3f}" for recipe in recipes)]
+    steady = {key: sum(result.get("on end", {}).get(key, 0) for result in results) for key in ("bf16", recipes[0])}
+    return [*cells, f"{steady[recipes[0]] / steady['bf16']:.3f}" if steady["bf16"] else ""]
+
+
+def saved_table(results: dict, recipes: list[str]) -> str:
+    """What the linears together keep for the backward beside their parameters, of what bfloat16's keep: x."""
+    total = {key: sum(result["saved"][key] for result in results.values()) for key in ("bf16", *recipes)}
+    rows = [[key, f"{total[key] / 2**20:.0f} MiB", f"{total[key] / total['bf16']:.3f}"] for key in total]
+    return table(["saved for the backward", "bytes", "of bf16"], rows)
+
+
+def parts_table(taken: list[dict], n: int, k: int) -> str:
+    """Each op of a step, with its share of the copy bandwidth."""
+    rows = [
+        [row["part"], seconds(row["seconds"]), "" if row["share"] is None else f"{100 * row['share']:.0f} %"]
+        for row in taken
+    ]
+    return table([f"part of {n} x {k}", "time", "of copy"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, help="default: 8,192, on a CPU 2,048")
+    parser.add_argument("--width", type=int, help="one square linear of this width instead of Llama-8B's")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=DEFAULT)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--no-block", action="store_true", help="leave the compiled block out")
+    parser.add_argument("--out", help="folder of the results")
+    options = parser.parse_args()
+    device, report = torch.device(options.device), Report()
+    on_cpu = device.type == "cpu"
+    shapes, sizes = (SMALL, (256, 704, 4, 4)) if on_cpu else (FUSED, (4096, 14336, 32, 8))
+    if options.width:
+        shapes, sizes = {"square": (options.width,) * 2}, (options.width, options.width * 3, 8, 2)
+    tokens = options.tokens or (2048 if on_cpu else 8192)
+    torch.manual_seed(0)
+    results = steps(shapes, options.recipes, tokens, device, options.repeats)
     n, k = next(iter(shapes.values()))
-    taken = parts(n, k, options.tokens, device, options.repeats)
-    share = [["" if row["share"] is None else f"{100 * row['share']:.0f} %"] for row in taken]
-    report("")
-    report(
-        table(
-            [f"part of {n} x {k}", "time", "of copy"],
-            [[r["part"], seconds(r["seconds"]), *s] for r, s in zip(taken, share, strict=True)],
-        )
-    )
+    taken = parts(n, k, tokens, device, options.repeats)
+    for text in (
+        linears_table(results, options.recipes), saved_table(results, options.recipes), parts_table(taken, n, k)
+    ):  # fmt: skip
+        report(text)
+        report("")
     blocks = {}
-    if not options.no_block:
-        sizes = (options.width, options.width * 3, 8, 2) if options.width else (4096, 14336, 32, 8)
-        for recipe in ("bf16", *options.recipes):
-            blocks[recipe] = block_step(recipe, options.tokens, device, sizes, options.repeats)
-            ratio = blocks[recipe]["seconds"] / blocks["bf16"]["seconds"]
-            memory = f", peak {blocks[recipe]['peak'] / 2**30:.2f} GiB" if blocks[recipe]["peak"] else ""
-            report(f"compiled block, {recipe}: {seconds(blocks[recipe]['seconds'])} ({ratio:.3f} of bf16){memory}")
-    content = record(device, tokens=options.tokens, linears=results, parts=taken, blocks=blocks)
+    for recipe in () if options.no_block else ("bf16", *options.recipes):
+        blocks[recipe] = block_step(recipe, tokens, device, sizes, options.repeats)
+        ratio = blocks[recipe]["seconds"] / blocks["bf16"]["seconds"]
+        memory = f", peak {blocks[recipe]['peak'] / 2**30:.2f} GiB" if blocks[recipe]["peak"] else ""
+        report(f"compiled block, {recipe}: {seconds(blocks[recipe]['seconds'])} ({ratio:.3f} of bf16){memory}")
+    models = model_steps(options.recipes, device, options.repeats) if on_cpu and not options.width else {}
+    for recipe, time in models.items():
+        report(f"step of the tutorial's model, {recipe}: {seconds(time)} ({time / models['bf16']:.3f} of bf16)")
+    content = record(device, tokens=tokens, linears=results, parts=taken, blocks=blocks, models=models)
     save(result_path(device, "training_step", options.out), content, report.text)
 
 

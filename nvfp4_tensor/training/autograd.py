@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.pieces import multipliable_at, quantized_at
 from nvfp4_tensor.training.places import Place
 from nvfp4_tensor.training.products import (
@@ -270,7 +271,8 @@ class _Products(torch.autograd.Function):
         x_t, w = _operand(flat[3:6]), _operand(flat[6:])
         assert not isinstance(x_t, Values) and not isinstance(w, Values)
         operands = Operands(_operand(flat[:3]), x_t, w)
-        reads_weight = needs.dx and not _reads_codes(recipe)
+        again = operands.w is not None and not recipe.keep_w and not isinstance(weight, NVFP4Tensor)
+        reads_weight = needs.dx and (again or not _reads_codes(recipe))
         ctx.save_for_backward(
             rng_state,
             x if needs.dw and operands.x_t is None else None,
@@ -298,7 +300,7 @@ class _Products(torch.autograd.Function):
             dy_q, dy_t = multipliable_at(ctx.place.dy, "dy", *operands, codes=beside_dense)
         dx = dw = db = None
         if needs.dx:
-            w = weight if weight is not None else Operand(*flat[3:])
+            w = _weight_for_dx(weight, flat[3:], recipe, rng_state, ctx.place, dy)
             dx = _dgrad(dy if dy_q is None else dy_q, w, recipe, rng_state, ctx.place, ctx.shape, x_dtype)
         if needs.dw:
             x_t = x.t() if x is not None else Operand(*flat[:3])
@@ -306,6 +308,34 @@ class _Products(torch.autograd.Function):
         if needs.db:
             db = dy.sum(0, dtype=bias_dtype)
         return dx, dw, db, None, None, None, None, *[None] * 9
+
+
+def _weight_for_dx(
+    weight: Tensor | None,
+    saved: Sequence[Tensor | None],
+    recipe: Recipe,
+    rng_state: Tensor | None,
+    place: Place | None,
+    dy: Tensor,
+) -> Operand | Tensor:
+    """What dgrad reads: the weight, the codes saved, or codes made of the weight again."""
+    if weight is not None and not _reads_codes(recipe):
+        return weight
+    w = _operand(saved) if weight is None else weight_operand(weight, recipe, _read_after(rng_state, dy), place)
+    assert isinstance(w, Operand)
+    return w
+
+
+def _read_after(rng_state: Tensor | None, dy: Tensor) -> Tensor | None:
+    """The state, which a compiled graph takes for a function of dy, even where there is none.
+
+    A weight that is quantized again by it is so in the backward; else it would be folded with the forward's call, or
+    moved there, and its codes saved after all.
+    """
+    if not torch.compiler.is_compiling():
+        return rng_state
+    state = torch.zeros((2,), dtype=torch.int64, device=dy.device) if rng_state is None else rng_state
+    return torch.where(dy.reshape(-1)[:1].sum() == 0, state, state)
 
 
 def _reads_codes(recipe: Recipe) -> bool:

@@ -129,7 +129,7 @@ class NVFP4TrainingLinear(nn.Linear):
             return None
         if isinstance(weight, NVFP4Tensor):  # gathered as codes
             return Operand(weight.qdata, weight.scale, weight.per_tensor_scale)
-        if spec.is_stochastic or not is_cacheable(weight):
+        if spec.is_stochastic or not self.active_recipe.keep_w or not is_cacheable(weight):
             return weight_operand(weight, self.active_recipe, rng_state, self.place)
         operand = self._weight_codes.get(weight, spec)
         if operand is None:

@@ -236,10 +236,7 @@ def test_a_frozen_side_does_not_change_the_others_bits():
         assert torch.equal(keep.grad, expected)
 
 
-@pytest.mark.parametrize("name", ["nvidia", "nvidia_4over6", "unbiased", "accurate", "accurate_eden"])
-def test_what_is_saved_for_backward_is_nvfp4(name):
-    m, n, k = 256, 384, 256
-    x, w, bias, _ = case(m, n, k)
+def saved_bytes(recipe, x, w, bias):
     sizes = {}
 
     def count(t):
@@ -247,9 +244,79 @@ def test_what_is_saved_for_backward_is_nvfp4(name):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
-        training.linear(x, w, bias, name)
+        training.linear(x, w, bias, recipe)
+    return sizes
+
+
+READ_CODES = ["nvidia", "nvidia_4over6", "unbiased", "accurate", "accurate_eden"]
+
+
+@pytest.mark.parametrize("name", READ_CODES)
+def test_what_is_saved_for_backward_is_nvfp4(name):
+    x, w, bias, _ = case(256, 384, 256)
     dense = 2 * (x.numel() + w.numel())
-    assert sum(sizes.values()) <= 0.30 * dense
+    assert sum(saved_bytes(name, x, w, bias).values()) <= 0.30 * dense
+
+
+@pytest.mark.parametrize("name", READ_CODES)
+def test_a_weight_quantized_again_saves_its_codes(name):
+    x, w, bias, _ = case(256, 384, 256)
+    sizes = saved_bytes(training.RECIPES[name].replace(keep_w=False), x, w, bias)
+    assert sizes.pop(w.untyped_storage().data_ptr()) == w.nbytes  # the parameter, which lives anyway
+    assert sum(sizes.values()) <= 0.30 * 2 * x.numel()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", [*READ_CODES, "forward_only", "weight_only", "stochastic w"])
+def test_a_weight_quantized_again_has_the_same_bits(name, compiled):
+    if name == "stochastic w":
+        nvidia = training.RECIPES["nvidia"]
+        kept = nvidia.replace(w=nvidia.w.replace(round_mode="stochastic"))
+    else:
+        kept = training.RECIPES[name]
+    x, w, _, dy = case()
+    expected = ()
+    for recipe in (kept, kept.replace(keep_w=False)):
+
+        def call(x, w, recipe=recipe):
+            return training.linear(x, w, None, recipe, rng_state=torch.tensor([3, 4]))
+
+        y = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(x, w)
+        results = y.detach(), *torch.autograd.grad(y, (x, w), dy)
+        expected = expected or results
+        assert all(map(torch.equal, results, expected))
+
+
+def test_a_compiled_graph_does_not_save_the_codes_either():
+    """Its partitioner folds equal calls of an op, and would keep the result of the forward's."""
+    x, w, _, dy = case(256, 384, 256)
+    sizes = {}
+    for keep_w in (True, False):
+        recipe, saved = training.RECIPES["nvidia"].replace(keep_w=keep_w), []
+
+        def count(t, saved=saved):
+            saved.append(t)
+            return t
+
+        call = torch.compile(
+            lambda x, w, recipe=recipe: training.linear(x, w, None, recipe),
+            fullgraph=True,
+            backend="aot_eager_decomp_partition",
+        )
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+            call(x, w).backward(dy)
+        sizes[keep_w] = sum(t.nbytes for t in saved if t.data_ptr() != w.data_ptr())
+    assert sizes[True] - sizes[False] >= w.numel() // 2
+    assert sizes[False] <= 0.30 * 2 * x.numel()
+
+
+def test_a_weight_changed_before_its_backward_is_noticed():
+    x, w, _, dy = case()
+    y = training.linear(x, w, None, training.RECIPES["nvidia"].replace(keep_w=False))
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
 
 
 def test_a_second_derivative_is_refused():
