@@ -46,6 +46,18 @@ def _fresh():
     torch._dynamo.reset()  # else the recompilations of all tests count towards one limit
 
 
+@pytest.fixture(params=["bfloat16", "float64", "meta"])
+def other_defaults(request):
+    """Another default dtype, or another default device, than what the package expects: neither may change a bit."""
+    if request.param == "meta":
+        with torch.device("meta"):
+            yield request.param
+        return
+    torch.set_default_dtype(getattr(torch, request.param))
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture
 def blackwell(monkeypatch):
     """Every device says that it has FP4 tensor cores."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -19,10 +22,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         return codes
     if bits == 4:
         return layout.pack(codes)
-    assert bits == 6
-    words = codes.int().unflatten(-1, (-1, 4)) << torch.arange(0, 24, 6, device=codes.device)
-    word = words.sum(dim=-1, keepdim=True)
-    return (word >> torch.arange(0, 24, 8, device=codes.device) & 0xFF).flatten(-2).to(torch.uint8)
+    return _regrouped(codes, bits, 8)
 
 
 def unpack(data: Tensor, bits: int) -> Tensor:
@@ -31,12 +31,18 @@ def unpack(data: Tensor, bits: int) -> Tensor:
         return data
     if bits == 4:
         return layout.unpack(data)
-    assert bits == 6
-    word = (data.int().unflatten(-1, (-1, 3)) << torch.arange(0, 24, 8, device=data.device)).sum(dim=-1, keepdim=True)
-    return (word >> torch.arange(0, 24, 6, device=data.device) & 0x3F).flatten(-2).to(torch.uint8)
+    return _regrouped(data, 8, bits)
 
 
-@dataclasses.dataclass(frozen=True)
+def _regrouped(data: Tensor, bits: int, into: int) -> Tensor:
+    """The same stream of bits, lowest first: from fields of ``bits`` bits each to fields of ``into``; uint8 both."""
+    length = math.lcm(bits, into)  # up to 56: a word that holds whole fields of both
+    places, others = (torch.arange(0, length, step, device=data.device) for step in (bits, into))
+    word = (data.long().unflatten(-1, (-1, len(places))) << places).sum(dim=-1, keepdim=True)
+    return (word >> others & ((1 << into) - 1)).flatten(-2).to(torch.uint8)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Block:
     """One block: its codes (elements,), uint8, the last block's without padding, and the scales that it has."""
 
@@ -51,7 +57,7 @@ class Block:
         return values if self.tensor_scale is None else values * self.tensor_scale
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class BlockTensor:
     """A tensor in a block format: value = element x block scale (x tensor scale).
 
@@ -123,7 +129,7 @@ class BlockTensor:
             values = values * self.tensor_scale
         return values[..., : self.shape[-1]].to(dtype)
 
-    def block(self, *index: int) -> Block:
+    def block(self, *index: SupportsIndex) -> Block:
         """The block at (*leading dimensions, number of the block in its row); negative ones count from the end.
 
         Raises:
@@ -139,7 +145,7 @@ class BlockTensor:
             codes = self.data[tuple(leading)][number * size : (number + 1) * size]
         return Block(self.format, codes[:count], self.scale[tuple(leading)][number], self.tensor_scale)
 
-    def __getitem__(self, index: int | tuple[int, ...]) -> Tensor:
+    def __getitem__(self, index: SupportsIndex | tuple[SupportsIndex, ...]) -> Tensor:
         """One element: float32 0-d.
 
         Raises:
@@ -154,8 +160,12 @@ class BlockTensor:
         return f"BlockTensor({self.format.name}, shape={tuple(self.shape)}, dtype={self.dtype}, {kind})"
 
 
-def _checked(index: tuple[int, ...], shape: torch.Size, what: str) -> list[int]:
+def _checked(index: tuple[SupportsIndex, ...], shape: torch.Size, what: str) -> list[int]:
     """The index with negative numbers counted from the end; an IndexError for one that does not fit the shape."""
-    if len(index) != len(shape) or not all(isinstance(i, int) and -n <= i < n for i, n in zip(index, shape)):  # noqa: B905
+    try:
+        whole = [operator.index(i) for i in index]
+    except TypeError:
+        whole = []
+    if len(whole) != len(shape) or not all(-n <= i < n for i, n in zip(whole, shape, strict=True)):
         raise IndexError(f"an index of one {what} is {len(shape)} whole numbers within {tuple(shape)}, not {index}")
-    return [i % n for i, n in zip(index, shape, strict=True)]
+    return [i % n for i, n in zip(whole, shape, strict=True)]

@@ -132,7 +132,7 @@ def _by_torch(
 def _tensor_scale(x: Tensor, format: BlockFormat, amax: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """What elements are multiplied by before their blocks are scaled, and the tensor scale (contract, section 2)."""
     if amax is None:
-        return torch.ones((), device=x.device), None
+        return torch.ones((), dtype=torch.float32, device=x.device), None
     largest = amax.new_full((), format.largest_value)
     encode = torch.where(amax == 0, 1.0, (largest / amax).clamp(max=FLOAT32_MAX))
     return encode, torch.where(amax == 0, 1.0, amax / largest)

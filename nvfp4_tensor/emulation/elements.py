@@ -32,6 +32,7 @@ class Element:
     """What one code of ``bits`` bits may be.
 
     Attributes:
+        bits: of a code, 2 to 8.
         mantissa: bits of it, without the leading one (of an integer: all bits below the leading one).
         emin, emax: the exponents of the smallest normal and of the largest value.
         largest: the largest magnitude. Codes of larger magnitudes, where the format has them, are Inf and NaN.
@@ -48,12 +49,16 @@ class Element:
     is_integer: bool = False
     dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        if self.bits not in range(2, 9):
+            raise ValueError(f"an element has 2 to 8 bits, not {self.bits!r}: a code is kept in a byte")
+
     @staticmethod
     def of(element: Element | str) -> Element:
         """The element itself, or the one of :data:`ELEMENTS` that a word names; ValueError for any other."""
         if isinstance(element, Element):
             return element
-        if element in ELEMENTS:
+        if isinstance(element, str) and element in ELEMENTS:
             return ELEMENTS[element]
         raise ValueError(f"unknown element {element!r}: use one of {', '.join(map(repr, ELEMENTS))}")
 

@@ -60,7 +60,7 @@ class BlockFormat:
         """The format itself, or the one of :data:`FORMATS` that a word names; ValueError for any other."""
         if isinstance(format, BlockFormat):
             return format
-        if format in FORMATS:
+        if isinstance(format, str) and format in FORMATS:
             return FORMATS[format]
         raise ValueError(f"unknown format {format!r}: use a BlockFormat or one of {', '.join(map(repr, FORMATS))}")
 

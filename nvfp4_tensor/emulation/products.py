@@ -40,8 +40,9 @@ def matmul(a: BlockTensor, b: BlockTensor, dtype: torch.dtype = torch.float32) -
     left, right = a.elements().to(dtype), b.elements().to(dtype)
     left_scale, right_scale = a.scale.to(dtype), b.scale.to(dtype)
     total = left.new_zeros(a.shape[0], b.shape[0])
-    for i in range(a.scale.shape[1]):
-        total += left[:, i] @ right[:, i].t() * left_scale[:, i, None] * right_scale[:, i]
+    with torch.autocast(total.device.type, enabled=False):  # which would take the products in 16 bits
+        for i in range(a.scale.shape[1]):
+            total += left[:, i] @ right[:, i].t() * left_scale[:, i, None] * right_scale[:, i]
     return _scaled(total, a, b)
 
 

@@ -30,7 +30,7 @@ class Scale:
         """The scale format itself, or the one of :data:`SCALES` that a word names; ValueError for any other."""
         if isinstance(scale, Scale):
             return scale
-        if scale in SCALES:
+        if isinstance(scale, str) and scale in SCALES:
             return SCALES[scale]
         raise ValueError(f"unknown scale format {scale!r}: use one of {', '.join(map(repr, SCALES))}")
 
@@ -48,7 +48,7 @@ class Scale:
 
     @property
     def _nan(self) -> int:
-        return int(torch.tensor(float("nan")).to(self.dtype).view(self._bits_dtype))
+        return int(torch.tensor(float("nan"), device="cpu").to(self.dtype).view(self._bits_dtype))
 
     def checked_mode(self, mode: ScaleMode | str | None, element: Element) -> ScaleMode:
         """The mode, or the default for None: floor for powers of two, nearest for scales with a mantissa.

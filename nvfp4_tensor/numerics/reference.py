@@ -136,7 +136,7 @@ def per_tensor_scale(amax: Tensor, spec: QuantizeSpec) -> Tensor:
 
 def block_encode(s_b: Tensor, s_enc: Tensor) -> Tensor:
     """enc = min(1 / (s_b * S_dec), FLT_MAX), and 0 where s_b is 0: what an element of the block is multiplied by."""
-    one = torch.ones((), device=s_b.device)
+    one = s_b.new_ones(())
     enc = (one / (s_b * (one / s_enc))).clamp(max=FLOAT32_MAX)
     return torch.where(s_b == 0, 0.0, enc)
 

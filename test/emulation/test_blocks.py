@@ -12,7 +12,7 @@ def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", range(2, 9))
 def test_packing_is_a_stream_of_bits(bits):
     codes = torch.randint(0, 1 << bits, (5, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     data = pack(codes, bits)
@@ -28,6 +28,7 @@ def test_any_element_and_any_block_is_the_whole_decoded(name, cast_mode):
     x = normal(2, 3, 75)
     t = emulation.cast(x, name, cast_mode=cast_mode)
     whole = t.dequantize()
+    assert t[torch.tensor(1), 2, torch.tensor(74)] == whole[1, 2, 74]
     for i, j, k in [(0, 0, 0), (1, 2, 74), (-1, 0, -1), (0, 1, 40), (1, 1, 31), (1, 1, 32)]:
         assert t[i, j, k] == whole[i, j, k]
     size = t.format.block_size
@@ -80,6 +81,18 @@ def test_matmul_is_the_dot_of_each_pair(name):
     assert emulation.dot(row, column, torch.float64).item() == pytest.approx(
         emulation.matmul(a, b, torch.float64)[2, 3].item(), rel=1e-12
     )
+
+
+def test_autocast_does_not_round_products():
+    a, b = (emulation.cast(normal(n, 150, seed=n), "mxfp8_e4m3", cast_mode="actual") for n in (5, 7))
+    with torch.autocast("cpu", torch.bfloat16):
+        products = emulation.matmul(a, b), emulation.dot(a, a)
+    assert torch.equal(products[0], emulation.matmul(a, b)) and torch.equal(products[1], emulation.dot(a, a))
+
+
+def test_equality_is_identity():
+    t, u = (emulation.cast(normal(2, 64), "mxfp4", cast_mode="actual") for _ in range(2))
+    assert t == t and t != u and len({t, u}) == 2
 
 
 def _amax(t):

@@ -263,6 +263,7 @@ def test_native_without_a_library_warns(monkeypatch):
 @pytest.mark.parametrize(
     "change, error, said",
     [
+        ({"format": ["mxfp4"]}, ValueError, r"unknown format \['mxfp4'\]: use a BlockFormat"),
         ({"format": "mxfp5"}, ValueError, "unknown format 'mxfp5': use a BlockFormat or one of 'nvfp4', 'mxfp4'"),
         ({"scale_mode": "nearest"}, ValueError, "'nearest' does not go with e8m0 scales of e2m1 elements: use 'floor'"),
         ({"scale_mode": "round"}, ValueError, "unknown scale_mode 'round': use a ScaleMode or one of 'floor'"),
@@ -294,6 +295,41 @@ def test_upcast():
         emulation.upcast(x)
     with pytest.raises(TypeError, match=r"not torch\.float64"):
         emulation.upcast(t, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def with_usual_defaults():
+    return {name: _compressed(name) for name in FORMATS}
+
+
+def _compressed(name):
+    how = {"cast_mode": "compressed", "round_mode": "stochastic", "rng_state": STATE}
+    return emulation.cast(_DATA, name, **how)
+
+
+_DATA = sample((9, 40))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_defaults_of_torch_change_nothing(name, with_usual_defaults, other_defaults):
+    usual, t = with_usual_defaults[name], _compressed(name)
+    assert torch.equal(t.data, usual.data) and t.scale.dtype == usual.scale.dtype
+    assert torch.equal(t.dequantize(), usual.dequantize()) and t.dequantize().dtype == torch.float32
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_elements_of_any_width_are_packed(bits):
+    """An own float with two exponent bits: codes come back, and what they mean."""
+    mantissa = bits - 3
+    largest = 4 * (2 - 2.0**-mantissa)
+    element = emulation.Element(f"e2m{mantissa}", bits=bits, mantissa=mantissa, emin=0, emax=2, largest=largest)
+    format = BlockFormat(name="own", element=element, scale="e8m0", block_size=8)
+    x = sample((5, 27))
+    t, plain = (emulation.cast(x, format, cast_mode=mode) for mode in ("compressed", "actual"))
+    assert t.data.shape == (5, 4 * bits) and torch.equal(t.codes(), plain.data)
+    assert torch.equal(t.dequantize(), plain.dequantize()) and (plain.dequantize() - x).norm() < 0.3 * x.norm()
+    with pytest.raises(ValueError, match="2 to 8 bits, not 9"):
+        emulation.Element("e5m3", bits=9, mantissa=3, emin=-14, emax=15, largest=61440.0)
 
 
 def test_formats():
