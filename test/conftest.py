@@ -48,14 +48,27 @@ def _fresh():
 
 @pytest.fixture(params=["bfloat16", "float64", "meta"])
 def other_defaults(request):
-    """Another default dtype, or another default device, than what the package expects: neither may change a bit."""
-    if request.param == "meta":
-        with torch.device("meta"):
-            yield request.param
-        return
-    torch.set_default_dtype(getattr(torch, request.param))
-    yield request.param
-    torch.set_default_dtype(torch.float32)
+    """Another default dtype, or another default device, than what the package expects: neither may change a bit.
+
+    What the fixture gives calls a function under torch's own defaults: for inputs.
+    """
+
+    def under_usual(make):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.device("cpu"):
+                return make()
+        finally:
+            torch.set_default_dtype(before)
+
+    try:
+        with torch.device("meta" if request.param == "meta" else "cpu"):
+            if request.param != "meta":
+                torch.set_default_dtype(getattr(torch, request.param))
+            yield under_usual
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

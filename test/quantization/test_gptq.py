@@ -229,6 +229,123 @@ def test_training_mode_comes_back():
     assert m.training and m.layers[0].training and not m.layers[1].training
 
 
+class InPlace(nn.Module):
+    """A layer that writes to its hidden states, which a linear has read; or one that makes new ones."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
+        self.writes = writes
+
+    def forward(self, x):
+        y = self.down(self.up(x).tanh())
+        return x.add_(y) if self.writes else x + y
+
+
+@pytest.mark.parametrize("options", [{}, {"to_dense": 1.0, "one_by_one": True}], ids=str)
+def test_layers_may_write_to_what_they_are_given(options):
+    made = []
+    for writes in (False, True):
+        m = model()
+        torch.manual_seed(3)
+        m.layers = nn.ModuleList(InPlace(writes) for _ in range(3))
+        m.forward = lambda x, m=m: m.head(m.layers[2](m.layers[1](m.layers[0](1 * x))))
+        gptq(m, batches(), GPTQConfig(**options), filter_fn=_inside, progress=False)
+        made.append(m)
+    assert_same_codes(*made)
+
+
+def assert_same_codes(a, b):
+    a, b = ({name: w for name, w in weights(m).items() if isinstance(w, NVFP4Tensor)} for m in (a, b))
+    assert a and a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name].qdata, b[name].qdata), name
+        assert torch.equal(a[name].scale.view(torch.uint8), b[name].scale.view(torch.uint8)), name
+        assert torch.equal(a[name].per_tensor_scale, b[name].per_tensor_scale), name
+
+
+@pytest.fixture(scope="module")
+def with_usual_defaults():
+    return gptq(_layers_alone(), batches(), _BOTH, filter_fn=_inside, progress=False)
+
+
+_BOTH = GPTQConfig(base_config=NVFP4Config(row_scaled=True), to_dense=0.5)
+
+
+def _inside(module, name):
+    return isinstance(module, nn.Linear) and "layers." in name
+
+
+def _layers_alone():
+    """Whose layers compute in float32 under autocast too."""
+    m = model()
+    for layer in m.layers:
+        layer.forward = torch.autocast("cpu", enabled=False)(layer.forward)
+    m.mix.forward = torch.autocast("cpu", enabled=False)(m.mix.forward)
+    return m
+
+
+def test_defaults_of_torch_change_nothing(with_usual_defaults, other_defaults):
+    m, data = other_defaults(lambda: (_layers_alone(), batches()))
+    assert_same_codes(gptq(m, data, _BOTH, filter_fn=_inside, progress=False), with_usual_defaults)
+
+
+def test_autocast_changes_nothing_but_what_the_model_computes(with_usual_defaults):
+    m, data = _layers_alone(), batches()
+    with torch.autocast("cpu", torch.bfloat16):
+        gptq(m, data, _BOTH, filter_fn=_inside, progress=False)
+    assert_same_codes(m, with_usual_defaults)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(value):
+    m = model()
+    m.layers[1].gate.weight.data[3, 5] = value
+    with pytest.raises(ValueError, match=r"layers\.1\.gate\.weight holds NaN or Inf"):
+        gptq(m, batches(), progress=False)
+    assert all(type(module) is nn.Linear for module in m.modules() if isinstance(module, nn.Linear))
+
+
+def test_a_linear_used_several_times_learns_of_all():
+    """Layers that are one: taken as a whole, by the rows of every use."""
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = InPlace(False)
+            self.layers = nn.ModuleList([layer, layer])
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    torch.manual_seed(0)
+    dense = Again()
+    own = gptq(copy.deepcopy(dense), batches(), progress=False)
+    by_hand = copy.deepcopy(dense)
+    up, layer = by_hand.layers[0].up, by_hand.layers[0]
+    with torch.no_grad():
+        rows = [torch.cat((x, layer(x))).flatten(0, -2) for x in batches()]
+    alone = nn.Sequential(copy.deepcopy(up))
+    gptq(alone, rows, layers=[], progress=False)
+    assert torch.equal(own.layers[1].up.weight.qdata, alone[0].weight.qdata)
+    with pytest.raises(ValueError, match=r"given twice: give layers=\[\]"):
+        gptq(dense, batches(), layers=list(dense.layers), progress=False)
+
+
+def test_a_layers_own_forward_comes_back():
+    """accelerate puts its hooks into the attribute ``forward`` of a module."""
+    m, calls = model(), []
+    forward = m.layers[0].forward
+
+    def hooked(*arguments, **keywords):
+        calls.append(1)
+        return forward(*arguments, **keywords)
+
+    m.layers[0].forward = hooked
+    gptq(m, batches(2), progress=False)
+    assert m.layers[0].forward is hooked and calls and "forward" not in vars(m.layers[1])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

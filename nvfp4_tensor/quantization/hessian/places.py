@@ -104,10 +104,7 @@ class Watch(TorchFunctionMode):
     """While it is entered, it keeps what the dense weights of some places are multiplied with.
 
     Products are recognized by the storage of their weight: ``linear`` of a whole weight or of one expert's slice, and
-    torch's grouped product over all experts.
-
-    Attributes:
-        seen: for each weight the rows it was fed, (tokens, K).
+    torch's grouped product over all experts. Inputs are copied, for a model may write to them later.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -115,7 +112,9 @@ class Watch(TorchFunctionMode):
         self.places: dict[int, list[Place]] = {}
         for place in places:
             self.places.setdefault(place.dense.untyped_storage().data_ptr(), []).append(place)
-        self.seen: dict[Fed, Tensor] = {}
+        self._fed: dict[Fed, list[Tensor]] = {}
+        self._inputs: dict[tuple[Any, ...], Tensor] = {}
+        """The latest copy of what stood at a place in memory, so that one input is kept once."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,24 +127,33 @@ class Watch(TorchFunctionMode):
             self._see_grouped(x, weight, kwargs["offs"] if "offs" in kwargs else args[2])
         return func(*args, **kwargs)
 
+    def rows(self, fed: Fed) -> Tensor | None:
+        """What a weight was fed, (tokens, K), all of its products one behind the other; None where it was not."""
+        if fed not in self._fed:
+            return None
+        every = self._fed[fed]
+        return every[0] if len(every) == 1 else torch.cat(every)
+
     def groups(self) -> list[list[Place]]:
         """The places seen, in the order in which they were fed, those of one input together."""
-        groups: list[tuple[Tensor, list[Place]]] = []
+        groups: dict[tuple[int, ...], list[Place]] = {}
         known: set[Place] = set()
-        for (place, _), x in self.seen.items():
-            if place in known:
-                continue
-            known.add(place)
-            same = [] if place.experts > 1 else [group for other, group in groups if _is_same(other, x)]
-            if same:
-                same[0].append(place)
-            else:
-                groups.append((x, [place]))
-        return [group for _, group in groups]
+        for (place, expert), every in self._fed.items():
+            if place not in known:
+                known.add(place)
+                own = (id(place), expert) if place.experts > 1 else tuple(id(rows) for rows in every)
+                groups.setdefault(own, []).append(place)
+        return list(groups.values())
 
     def _see(self, x: Tensor, weight: Tensor) -> None:
         if (fed := self._find(weight)) is not None:
-            self.seen[fed] = x.detach().reshape(-1, x.shape[-1])
+            self._keep(fed, x.detach())
+
+    def _keep(self, fed: Fed, x: Tensor) -> None:
+        where, rows = (x.data_ptr(), x.shape, x.stride()), x.reshape(-1, x.shape[-1])
+        if where not in self._inputs or not torch.equal(self._inputs[where], rows):
+            self._inputs[where] = rows.clone()
+        self._fed.setdefault(fed, []).append(self._inputs[where])
 
     def _see_grouped(self, x: Tensor, weight: Tensor, offs: Tensor) -> None:
         if (fed := self._find(weight)) is None:
@@ -155,7 +163,7 @@ class Watch(TorchFunctionMode):
             raise ValueError(f"{place.name} holds experts as (E, K, N): NVFP4 takes (E, N, K), blocks along K")
         for expert, end in enumerate(offs.tolist()):
             if end > start:
-                self.seen[place, expert] = x.detach()[start:end]
+                self._keep((place, expert), x.detach()[start:end])
             start = end
 
     def _find(self, weight: Tensor) -> Fed | None:
@@ -178,7 +186,3 @@ _GROUPED = {
 def _two(args: tuple[Any, ...], kwargs: dict[str, Any], first: str, second: str) -> tuple[Tensor, Tensor]:
     x = args[0] if args else kwargs[first]
     return x, args[1] if len(args) > 1 else kwargs[second]
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

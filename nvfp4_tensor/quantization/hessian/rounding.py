@@ -54,7 +54,7 @@ class Factor:
             raise ValueError("the inputs hold NaN or Inf, so nothing can be learned of them")
         unused = diagonal == 0  # never fed anything: rounded to nearest, and in nobody's way
         mean = float(diagonal[~unused].mean()) if not unused.all() else 1.0
-        diagonal.add_(torch.where(unused, mean, damping * mean))
+        diagonal.add_(torch.full_like(diagonal, damping * mean).masked_fill(unused, mean))
         order = _order(diagonal) if by_activation else torch.arange(len(damped), device=damped.device)
         inverse = torch.cholesky_inverse(_cholesky(damped[order][:, order]))
         return cls(_cholesky(inverse, upper=True).float(), order, damped)
@@ -99,7 +99,7 @@ def round_weight(weight: Tensor, factor: Factor, spec: QuantizeSpec, amax: Tenso
     scales = torch.empty((width // BLOCK, rows), dtype=torch.uint8, device=weight.device)
     for first in range(0, width, _LAZY_COLUMNS):
         last = min(first + _LAZY_COLUMNS, width)
-        errors = torch.empty((last - first, rows), device=weight.device)
+        errors = work.new_empty((last - first, rows))
         for start in range(first, last, BLOCK):
             block = slice(start, start + BLOCK)
             candidates = _candidates(work[block], spec, amax)

@@ -93,6 +93,8 @@ def _chain(
     if layers is None:
         return layers_of(model, [place.module for place in places])
     names = {module: name for name, module in model.named_modules()}
+    if len(set(layers)) < len(layers):
+        raise ValueError("one of the layers is given twice: give layers=[] to take the model as a whole")
     if strangers := [layer for layer in layers if layer not in names]:
         raise ValueError(f"layers are modules of the model, and {type(strangers[0]).__name__} is none of it")
     return [(names[layer], layer) for layer in layers]
@@ -202,10 +204,12 @@ class _Run:
     def _quantize(self, collected: Collected) -> None:
         made: dict[Place, list[NVFP4Tensor]] = {}
         for each in collected.statistics():
-            for (place, _), weight in zip(each.fed, self._rounded(each), strict=True):
+            with torch.autocast(each.hessian.device.type, enabled=False):  # the model's own, which would round products
+                weights = self._rounded(each)
+            for (place, _), weight in zip(each.fed, weights, strict=True):
                 made.setdefault(place, []).append(weight)
-        for place, weights in made.items():
-            place.put(_joined(weights) if place.dense.dim() == 3 else weights[0])
+        for place, rounded in made.items():
+            place.put(_joined(rounded) if place.dense.dim() == 3 else rounded[0])
             self.tick()
 
     def _rounded(self, each: Statistics) -> list[NVFP4Tensor]:
@@ -216,6 +220,8 @@ class _Run:
         except ValueError as error:
             raise ValueError(f"{names}: {error}") from None
         weights = [place.matrix(expert).float() for place, expert in each.fed]
+        if bad := [place.name for (place, _), w in zip(each.fed, weights, strict=True) if not w.isfinite().all()]:
+            raise ValueError(f"{', '.join(bad)} holds NaN or Inf, whose error nothing makes up for: mend it first")
         if each.cross is not None:
             weights = [moved_to_inputs(weight, each.cross, each.hessian, factor) for weight in weights]
         amax = torch.stack([torch.ops.nvfp4.amax(weight) for weight in weights])

@@ -28,7 +28,8 @@ class Call:
     """The keyword of the hidden states; None where they are the first argument."""
 
     def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """The hidden states that ``module`` makes of these."""
+        """The hidden states that ``module`` makes of these, which it may write to: they are copied."""
+        hidden = hidden.clone()
         if self.hidden is None:
             return _hidden_of(module(hidden, *self.arguments, **self.keywords))
         return _hidden_of(module(*self.arguments, **{**self.keywords, self.hidden: hidden}))
@@ -41,13 +42,13 @@ class _Recorded(Exception):
 def layers_of(model: nn.Module, chosen: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The names and modules of the model's layers: of the longest nn.ModuleList whose items hold most of ``chosen``.
 
-    Empty where there is none: such a model is taken as a whole.
+    Empty where there is none, or where one stands in it twice: such a model is taken as a whole.
     """
     wanted = set(chosen)
     best: list[tuple[str, nn.Module]] = []
     held = 0
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        if not isinstance(module, nn.ModuleList) or len(module) < 2 or len(set(module)) < len(module):
             continue
         inside = sum(each in wanted for each in module.modules())
         if inside > held:
@@ -99,14 +100,18 @@ class _Recorder:
         self.first: Tensor | None = None
         self.given: Tensor | None = None
         self.calls: list[Call] = []
+        self.own: list[tuple[nn.Module, Any]] = []
 
     def watch(self) -> None:
         for i, (_, layer) in enumerate(self.layers):
+            self.own.append((layer, layer.__dict__.get("forward")))  # of accelerate's hooks, for instance
             layer.forward = self._forward(i, layer.forward)  # type: ignore[method-assign]
 
     def stop(self) -> None:
-        for _, layer in self.layers:
+        for layer, forward in self.own:
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
     def check(self) -> None:
         if len(self.calls) != len(self.layers):
@@ -125,7 +130,7 @@ class _Recorder:
                 )
             self.calls.append(call)
             if place == 0:
-                self.first = hidden
+                self.first = hidden.clone()  # the layer may write to it
                 self.form = forward(*arguments, **keywords)
             if place == len(self.layers) - 1:
                 raise _Recorded

@@ -40,7 +40,7 @@ class Statistics:
         """Of no rows yet."""
         place = fed[0][0]
         width = ceil_to(place.dense.shape[-1], BLOCK)
-        hessian = torch.zeros((width, width), device=place.dense.device)
+        hessian = torch.zeros((width, width), dtype=torch.float32, device=place.dense.device)
         return cls(fed, hessian, hessian.clone() if with_cross else None)
 
     def add(self, x: Tensor, z: Tensor | None) -> None:
@@ -60,7 +60,7 @@ def square_of(x: Tensor) -> Tensor:
 def product_of(z: Tensor, x: Tensor) -> Tensor:
     """Z^T X of two (rows, K), in float32, K rounded up to 16."""
     columns = ceil_to(x.shape[1], BLOCK)
-    total = torch.zeros((columns, columns), device=x.device)
+    total = torch.zeros((columns, columns), dtype=torch.float32, device=x.device)
     for start in range(0, len(x), _CHUNK):
         left, right = (pad(t[start : start + _CHUNK].float(), (0, columns - t.shape[1])) for t in (z, x))
         total.addmm_(left.mT, right)
@@ -109,13 +109,13 @@ class Collected:
         """What ``watch`` saw of one batch; ``dense`` what the dense model fed, used where a weight got all ``rows``."""
         for group in watch.groups():
             for fed in [(group[0], expert) for expert in range(group[0].experts)]:
-                if fed not in watch.seen:
+                x = watch.rows(fed)
+                if x is None:
                     continue
                 if fed not in self.of:
                     together = [fed] if fed[0].experts > 1 else [(place, 0) for place in group]
                     self.of.update(dict.fromkeys(together, self._empty(together)))
-                x = watch.seen[fed]
-                z = None if dense is None or len(x) != rows else dense.seen.get(fed)
+                z = None if dense is None or len(x) != rows else dense.rows(fed)
                 self._add(self.of[fed], x, z)
 
     def _empty(self, together: list[Fed]) -> Statistics:
