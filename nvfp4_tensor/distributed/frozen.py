@@ -12,7 +12,7 @@ from nvfp4_tensor.quantization.linear import NVFP4Linear
 from nvfp4_tensor.tensor.arguments import resolve_rng_state
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.autograd import autocast, flat
-from nvfp4_tensor.training.pieces import quantized_at
+from nvfp4_tensor.training.pieces import compare_tokens, quantized_at
 from nvfp4_tensor.training.places import Place, local
 from nvfp4_tensor.training.sequence import Whole, gathered_operands, whole_in_name, whole_of
 
@@ -56,6 +56,8 @@ def activations(x: Tensor, weight: NVFP4Tensor, spec: QuantizeSpec, place: Place
     rng_state = resolve_rng_state(x, spec, None, None)
     sequence = place.sequence_of(x)
     at = place.at(x.shape[:-1], piece=sequence is not None).x
+    if sequence is not None and (spec.row_scaled or weight.activation_amax is not None):
+        compare_tokens(at, flat(x))  # others compare with their amaxes
     parts = quantized_at(at, "x", flat(x), spec, rng_state, 0, weight.activation_amax)
     if sequence is not None:
         parts, _ = gathered_operands(parts, None, Whole.of(x, sequence))

@@ -15,7 +15,7 @@ from torch import Tensor
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.pieces import multipliable_at, quantized_at
+from nvfp4_tensor.training.pieces import compare_tokens, multipliable_at, quantized_at
 from nvfp4_tensor.training.places import Place
 from nvfp4_tensor.training.products import (
     Left,
@@ -169,16 +169,23 @@ def take(x: Tensor, recipe: Recipe, needs: Needs, place: Place) -> tuple[Tensor,
         piece = Taken(flat(x), place.at(x.shape[:-1], piece=True), Whole.of(x, sequence))
         if _is_read_as_codes(piece, recipe, needs):
             return whole_in_name(x, sequence), piece
+        assert piece.place is not None
+        compare_tokens(piece.place.x, piece.rows, *_input_specs(recipe, needs))
         x = gathered(x, sequence)
     return x, Taken(flat(x), place.at(x.shape[:-1]))
 
 
+def _input_specs(recipe: Recipe, needs: Needs) -> tuple[QuantizeSpec | None, QuantizeSpec | None]:
+    """Of x and, if it is needed, of x^T."""
+    return recipe.x, recipe.x_t if needs.dw else None
+
+
 def _is_read_as_codes(piece: Taken, recipe: Recipe, needs: Needs) -> bool:
     assert piece.place is not None
-    at, x_t = piece.place.x, recipe.x_t if needs.dw else None
-    if recipe.x is None or (needs.dw and x_t is None):
+    at, (x, x_t) = piece.place.x, _input_specs(recipe, needs)
+    if x is None or (needs.dw and x_t is None):
         return False
-    return at.fits(piece.rows, recipe.x) and (x_t is None or at.t.fits(piece.rows.t(), x_t))
+    return at.fits(piece.rows, x) and (x_t is None or at.t.fits(piece.rows.t(), x_t))
 
 
 def input_operands(
@@ -189,9 +196,12 @@ def input_operands(
     rng_state goes in only where it decides something, so that a compiled graph folds equal ones of one x.
     """
     x, place, whole = taken
-    specs = recipe.x, recipe.x_t if needs.dw else None
+    specs = _input_specs(recipe, needs)
     rng_state = rng_state if draws(*specs) else None
     operands, codes = (x.detach(), *specs, rng_state, X_T_STREAM), recipe.w is None or whole is not None
+    if whole is not None and any(spec is not None and spec.row_scaled for spec in specs):
+        assert place is not None
+        compare_tokens(place.x, x, *specs)  # others compare with their amaxes
     if place is None:
         of_x, x_t = multipliable(*operands, codes_t=True, codes=codes)
     else:

@@ -22,7 +22,18 @@ def _agreed(amax: Tensor, x: Tensor, region: Region) -> Tensor:
     rows = amax.new_full((1,), x.shape[0])
     *found, most, fewest = largest(torch.cat([amax, rows, -rows]), region).unbind()
     torch._assert_async(most == -fewest, "ranks that share tokens have unequally many: give each as many rows")
-    return torch.stack(found)
+    return torch.stack(found) if found else amax
+
+
+def compare_tokens(region: Region, x: Tensor, *specs: QuantizeSpec | None) -> None:
+    """An error in the stream where ranks have unequally many rows, before x or its codes are gathered.
+
+    Gathers take unequal pieces for another number of bytes. Where amaxes go over the ranks these compare too, by the
+    same all-reduce as this: a rank whose rows fill no whole blocks, and which gathers values, meets the others there.
+    """
+    given = [spec for spec in specs if spec is not None]
+    amaxes = 0 if any(spec.row_scaled for spec in given) else len(given)
+    _agreed(x.new_zeros(amaxes, dtype=torch.float32), x, region)
 
 
 def _own(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, region: Region) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.training.pieces import compare_tokens
 from nvfp4_tensor.training.places import Place, Share
 from nvfp4_tensor.training.products import Operand
 
@@ -67,9 +68,12 @@ def gathered(x: Tensor, share: Share) -> Tensor:
 
 
 def whole_of(x: Tensor, place: Place | None) -> Tensor:
-    """:func:`gathered`, if x is a piece of a sequence."""
+    """:func:`gathered`, if x is a piece of a sequence; an error in the stream where the ranks' pieces are unequal."""
     sequence = None if place is None else place.sequence_of(x)
-    return x if sequence is None else gathered(x, sequence)
+    if place is None or sequence is None:
+        return x
+    compare_tokens(place.at(x.shape[:-1], piece=True).x, x.reshape(-1, x.shape[-1]))
+    return gathered(x, sequence)
 
 
 def whole_in_name(x: Tensor, share: Share) -> Tensor:

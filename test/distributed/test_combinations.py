@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, distributed
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, distributed
 from nvfp4_tensor.training import NVFP4TrainingConfig
 from nvfp4_tensor.training.places import Place
 
@@ -162,10 +162,27 @@ def test_autocast(kind, sequence):
     run_ranks(autocast, 2, kind, sequence)
 
 
+def _of_edge(case):
+    """A model whose sequences travel in another way for each case."""
+    if case == "weight alone":
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).bfloat16()
+        quantize_(model.requires_grad_(False), NVFP4WeightOnlyConfig())
+        return model
+    if case in ("frozen", "row scaled", "calibrated"):
+        model = frozen(row_scaled=case == "row scaled")
+        if case == "calibrated":
+            for linear in (model[0], model[2]):
+                static = linear.weight._replace(activation_amax=torch.tensor(4.0))
+                linear.weight = nn.Parameter(static, requires_grad=False)
+        return model
+    return trained()
+
+
 def edges(case):
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
-    model = frozen() if case == "frozen" else trained()
+    model = _of_edge(case)
     parallelize_module(model, mesh, sequence_plan())
     x = batch().chunk(world, 1)[rank].contiguous()
     if case == "empty":
@@ -174,8 +191,8 @@ def edges(case):
         return tuple(y.shape)
     if case == "dtensor":
         x = DTensor.from_local(x, mesh, [Shard(1)], shape=torch.Size((4, 95, WIDTH)), stride=(95 * WIDTH, WIDTH, 1))
-    elif rank == 1:
-        x = x[:, :16]
+    elif rank == 1:  # as "cut", not in whole blocks, so that this rank would gather values, and the other codes
+        x = x[:, : 19 if case == "cut" else 16]
     try:
         model(x)
     except (RuntimeError, ValueError) as error:
@@ -188,7 +205,11 @@ def test_no_sequence_at_all():
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    [("trained", "have unequally many"), ("frozen", "have unequally many"), ("dtensor", "has 95 tokens .* 2 ranks")],
+    [
+        *((case, "have unequally many") for case in ("trained", "cut", "frozen", "row scaled", "calibrated")),
+        ("weight alone", "have unequally many"),
+        ("dtensor", "has 95 tokens .* 2 ranks"),
+    ],
 )
 def test_unequal_pieces_are_an_error_before_they_travel(case, message):
     for said in run_ranks(edges, 2, case):
