@@ -1,4 +1,4 @@
-"""The Llamas for torchtitan's command line: their text, what is read from a log, and a run on CPU ranks."""
+"""The Llamas for torchtitan's command line: their text, and a run on CPU ranks."""
 
 import os
 import subprocess
@@ -11,31 +11,7 @@ pytest.importorskip("torchtitan")
 titan = pytest.importorskip("benchmarks.speed.titan_llama")
 from nvfp4_tensor.integrations.torchtitan import NVFP4Linear  # noqa: E402
 
-LINE = (
-    "\x1b[31mstep: {:2}  \x1b[32mloss: {:8.5f}  grad_norm:  1.5000  "
-    "memory: {:5.2f}GiB(9.00%)  \x1b[34mtps: {:,}  mfu: N/A"
-)
 ROOT = Path(__file__).parents[2]
-
-
-def test_steps_are_read_once_in_their_order():
-    lines = [LINE.format(2, 4.5, 20.5, 16_000), LINE.format(1, 12.25, 20.25, 9), LINE.format(1, 12.25, 20.0, 8)]
-    first, second = titan.steps_of("\n".join(lines))
-    assert first == {"step": 1, "loss": 12.25, "grad_norm": 1.5, "memory_gib": 20.25, "tokens_a_second": 9}
-    assert second == {"step": 2, "loss": 4.5, "grad_norm": 1.5, "memory_gib": 20.5, "tokens_a_second": 16_000}
-
-
-def test_a_part_of_a_run_is_summed_up():
-    lines = [LINE.format(step, 10.0 - step, 20.0 + step, 1000 * step) for step in range(1, 10)]
-    part = titan.summary(titan.steps_of("\n".join(lines)), 6000, 3, 9)
-    assert (part["tokens_a_second"], part["seconds"], part["memory_gib"]) == (6000, 1.0, 29.0)
-    assert part["loss"] == 3.0  # of steps 5 to 9
-
-
-@pytest.mark.parametrize(("log", "part"), [("nothing", (1, 2)), (LINE.format(1, 2.0, 3.0, 4), (5, 6))])
-def test_a_log_without_its_steps_is_refused(log, part):
-    with pytest.raises(ValueError, match=r"no (line of the log is torchtitan's|step from 5 to 6)"):
-        titan.summary(titan.steps_of(log), 1, *part)
 
 
 def test_the_text_is_the_librarys(tmp_path):
