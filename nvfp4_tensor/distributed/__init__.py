@@ -5,6 +5,7 @@ from nvfp4_tensor.distributed.agreement import check_ranks
 from nvfp4_tensor.distributed.bits import seed_rounding, set_step, share_tokens
 from nvfp4_tensor.distributed.checkpoint import from_plain, to_plain
 from nvfp4_tensor.distributed.ddp import prepare_ddp
+from nvfp4_tensor.distributed.experts import share_amax
 from nvfp4_tensor.distributed.fsdp import gather_codes, precompute_amaxes
 from nvfp4_tensor.distributed.gradients import NVFP4Reduction, reduce_gradients_in_nvfp4
 from nvfp4_tensor.distributed.tensor_parallel import NVFP4ColwiseParallel, NVFP4RowwiseParallel
@@ -21,6 +22,7 @@ __all__ = [
     "reduce_gradients_in_nvfp4",
     "seed_rounding",
     "set_step",
+    "share_amax",
     "share_tokens",
     "to_plain",
 ]

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize_experts
+from nvfp4_tensor.distributed import share_amax
 from nvfp4_tensor.training import RECIPES, grouped_linear
 
 E, N, K = 6, 48, 64
@@ -60,18 +61,59 @@ def frozen_experts(activation):
     x, chosen = tokens(60)
     expected = by_expert(x, chosen, lambda rows, offs: torch._grouped_mm(rows, whole.mT, offs=offs))
     x, chosen = x.chunk(world)[rank], chosen.chunk(world)[rank]
-    y = over_ranks(x, chosen, lambda rows, offs: torch._grouped_mm(rows, mine.mT, offs=offs), mesh.get_group())
+
+    def product(rows, offs):
+        dynamic = activation is not None and not activation.row_scaled
+        experts = share_amax(mine, rows, offs, mesh) if dynamic else mine
+        return torch._grouped_mm(rows, experts.mT, offs=offs)
+
+    y = over_ranks(x, chosen, product, mesh.get_group())
     assert torch.equal(y, expected.chunk(world)[rank])
 
 
 @on_devices
-@pytest.mark.parametrize("activation", [None, QuantizeSpec(row_scaled=True)], ids=["W4A16", "W4A4"])
+@pytest.mark.parametrize(
+    "activation", [None, QuantizeSpec(row_scaled=True), QuantizeSpec()], ids=["W4A16", "W4A4, row-scaled", "W4A4"]
+)
 def test_each_rank_has_some_experts(activation, device):
     run_ranks(frozen_experts, 2, activation, device=device)
 
 
-def test_three_ranks():
-    run_ranks(frozen_experts, 3, None)
+@pytest.mark.parametrize("activation", [None, QuantizeSpec()], ids=["W4A16", "W4A4"])
+def test_three_ranks(activation):
+    run_ranks(frozen_experts, 3, activation)
+
+
+def amax_refused(activation, calibrated):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    experts = quantize_experts(torch.randn(2, N, K), activation_spec=activation)
+    if calibrated:
+        experts = experts._replace(activation_amax=torch.tensor(3.0))
+    with pytest.raises(ValueError) as raised:
+        share_amax(experts, torch.randn(4, K), ends(torch.tensor([2, 2])), mesh)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("activation", "calibrated", "message"),
+    [(None, False, "have none"), (QuantizeSpec(row_scaled=True), False, "one a row"), (QuantizeSpec(), True, "calibr")],
+)
+def test_experts_without_an_amax_of_each_call_are_refused(activation, calibrated, message):
+    (said,) = run_ranks(amax_refused, 1, activation, calibrated)
+    assert message in said
+
+
+def rows_behind_the_last():
+    """Of another magnitude, on one rank: they decide nothing."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    experts = quantize_experts(torch.randn(2, N, K), activation_spec=QuantizeSpec())
+    rows = torch.full((6, K), 1.0 + dist.get_rank())
+    rows[4:] = 100.0
+    return share_amax(experts, rows, ends(torch.tensor([2, 2])), mesh).activation_amax.item()
+
+
+def test_the_amax_is_that_of_all_ranks_rows():
+    assert run_ranks(rows_behind_the_last, 2) == [2.0, 2.0]
 
 
 def trained_experts(recipe):
