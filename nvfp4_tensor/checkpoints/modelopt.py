@@ -8,12 +8,14 @@
 ====================  ==================================================================
 
 A parameter that is no module's ``weight`` (experts' ``gate_up_proj``) has them as ``gate_up_proj``,
-``gate_up_proj_weight_scale`` and so on. The configuration stands in hf_quant_config.json, in config.json, or in both.
+``gate_up_proj_weight_scale`` and so on. Those of Llama 4 and gpt-oss, whose models multiply by (E, K, N), lie so in
+files too, bytes and block scales alike: uint8 (E, K / 2, N) and float8_e4m3fn (E, K / 16, N). The configuration stands
+in hf_quant_config.json, in config.json, or in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ LAYOUT_VERSION = "0.47.0"
 ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}
 """Those that are read, and whether each quantizes activations."""
 
+TRANSPOSED = ("llama4", "llama4_text", "gpt_oss")
+"""By model_type, those whose experts ModelOpt writes as (E, K / 2, N), and vLLM turns again."""
+
 
 def keys_of(name: str) -> dict[str, str]:
     """The names of a weight's tensors by their part: qdata, scale, per_tensor_scale, input_scale."""
@@ -51,6 +56,10 @@ class ModelOpt(SafetensorsFormat):
 
     name = "modelopt"
     reserved = ("weight_scale", "weight_scale_2")
+
+    def __init__(self, transposes_experts: bool = False) -> None:
+        """transposes_experts: whether it writes experts as (E, K / 2, N); either is read."""
+        self._transposes = transposes_experts
 
     def detect(self, path: Path) -> bool:
         try:
@@ -91,9 +100,11 @@ class ModelOpt(SafetensorsFormat):
 
     def _linear_entry(self, checkpoint: FolderCheckpoint, name: str, activations: bool) -> Entry:
         keys, info = keys_of(name), checkpoint.shards.info
-        *leading, half = info[name].shape
+        stored, transposed = info[name].shape, _are_transposed(info[name].shape, info[keys["scale"]].shape)
+        *leading, half = (stored[0], stored[2], stored[1]) if transposed else stored
         scales = tuple(leading[:-1]) if len(leading) > 1 and info[keys["per_tensor_scale"]].shape else ()
-        checkpoint.expect(keys["scale"], torch.float8_e4m3fn, (*leading, half * 2 // BLOCK), name)
+        scale = (leading[0], half * 2 // BLOCK, leading[1]) if transposed else (*leading, half * 2 // BLOCK)
+        checkpoint.expect(keys["scale"], torch.float8_e4m3fn, scale, name)
         _expect_number(checkpoint, keys["per_tensor_scale"], scales, name)
         has_input_scale = activations and keys["input_scale"] in info
         if has_input_scale:
@@ -110,9 +121,12 @@ class ModelOpt(SafetensorsFormat):
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
         keys = keys_of(name)
+        qdata, scale = tensors[name], tensors[keys["scale"]]
+        if _are_transposed(qdata.shape, scale.shape):
+            qdata, scale = _turned(qdata), _turned(scale)
         return LinearParts(
-            qdata=tensors[name],
-            scale=tensors[keys["scale"]],
+            qdata=qdata,
+            scale=scale,
             per_tensor_scale=tensors[keys["per_tensor_scale"]].reshape(entry.scales),
             columns=entry.shape[-1],
             quantizes_activations=entry.quantizes_activations,
@@ -121,9 +135,10 @@ class ModelOpt(SafetensorsFormat):
 
     def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
         keys = keys_of(name)
+        turn = self._transposes and parts.qdata.dim() == 3
         tensors = {
-            keys["qdata"]: parts.qdata,
-            keys["scale"]: parts.scale,
+            keys["qdata"]: _turned(parts.qdata) if turn else parts.qdata,
+            keys["scale"]: _turned(parts.scale) if turn else parts.scale,
             keys["per_tensor_scale"]: parts.per_tensor_scale.reshape(entry.scales[:1]),
         }
         if parts.input_scale is not None:
@@ -135,6 +150,9 @@ class ModelOpt(SafetensorsFormat):
         check_static(checkpoint, self.name)
         warn_of_mixed_groups(checkpoint)
 
+    def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> None:
+        super(ModelOpt, format_for(checkpoint.config)).write(checkpoint, path, progress=progress, **options)
+
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
         return flat_config(checkpoint)
 
@@ -143,6 +161,22 @@ class ModelOpt(SafetensorsFormat):
 
 
 FORMAT = ModelOpt()
+
+
+def format_for(config: Mapping[str, Any]) -> ModelOpt:
+    """What writes a model of that config.json: experts lie in files as ModelOpt lays those of its kind."""
+    return ModelOpt(config.get("model_type") in TRANSPOSED)
+
+
+def _are_transposed(weight: Sequence[int], scale: Sequence[int]) -> bool:
+    """Whether codes are (E, K / 2, N) and not (E, N, K / 2), by the shape of their block scales."""
+    return len(weight) == len(scale) == 3 and weight[2] == scale[2] and weight[1] * 2 == scale[1] * BLOCK
+
+
+def _turned(data: Tensor) -> Tensor:
+    """(E, a, b) as (E, b, a), laid out anew."""
+    turned: Tensor = data.view(torch.uint8).transpose(-2, -1).contiguous().view(data.dtype)
+    return turned
 
 
 def _is_modelopt(folder: Path) -> bool:

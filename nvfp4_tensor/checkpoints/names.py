@@ -95,18 +95,34 @@ def dense_linears(checkpoint: Checkpoint) -> list[str]:
 
 
 def warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
-    """Linears that servers join to one are all quantized, or all dense."""
-    mixed = []
-    for name, entry in checkpoint.entries.items():
-        group = joined_with(name, checkpoint.entries)
-        if not entry.quantized and any(checkpoint.entries[each].quantized for each in group):
-            mixed.append(name)
-    if mixed:
+    """Linears that servers join to one are all W4A4, all W4A16 or all dense; so are the experts of a layer."""
+    entries = checkpoint.entries
+    groups: dict[object, list[str]] = {}
+    for name in entries:
+        group = joined_with(name, entries)
+        groups.setdefault(_layer_of_expert(name) or group, []).append(name)
+    mixed = [names for names in groups.values() if any(entries[name].quantized for name in names)]
+    dense = [name for names in mixed for name in names if not entries[name].quantized]
+    if dense:
         warnings.warn(
-            f"{some(mixed)} are dense, and what servers join them with is not: vLLM refuses such a checkpoint. "
-            "Leave all of q, k and v dense, or none; gate and up alike",
+            f"{some(dense)} are dense, and what servers join them with is not: vLLM refuses such a checkpoint. "
+            "Leave all of q, k and v dense, or none; gate and up alike, and all weights of a layer's experts",
             stacklevel=2,
         )
+    uneven = [names for names in mixed if len({entries[name].quantizes_activations for name in names}) > 1]
+    weight_only = [name for names in uneven for name in names if not entries[name].quantizes_activations]
+    if set(weight_only) - set(dense):
+        warnings.warn(
+            f"{some(weight_only)} are weight-only (W4A16), and what servers join them with is W4A4: vLLM refuses "
+            "such a checkpoint. Calibrate all of q, k and v, or none; gate and up alike, and all of a layer's experts",
+            stacklevel=2,
+        )
+
+
+def _layer_of_expert(name: str) -> str | None:
+    """ "model.layers.0.mlp.experts" of the weight of one of its experts; None of any other."""
+    found = re.match(r"(.*\bexperts)\.\d+\.\w+\.weight$", name)
+    return None if found is None else found[1]
 
 
 def natural(name: str) -> list[tuple[int, str]]:

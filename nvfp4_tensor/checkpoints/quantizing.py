@@ -19,6 +19,7 @@ from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.gguf import FORMAT as GGUF
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, some
 from nvfp4_tensor.checkpoints.shards import CHUNK
+from nvfp4_tensor.checkpoints.sources import JOINED_AS
 from nvfp4_tensor.checkpoints.views import View, WithHead
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS
@@ -250,9 +251,28 @@ def chosen_linears(source: Checkpoint, exclude: Sequence[str], include: Sequence
             f"left dense, for NVFP4 takes bfloat16, float16, float32 in columns of multiples of {BLOCK}: {some(unfit)}",
             stacklevel=4,
         )
+    _warn_of_experts(source)
     if not chosen:
-        raise ValueError(f"{source.path}: expected linears (*.weight of two dimensions) to quantize, found none")
+        raise ValueError(
+            f"{source.path}: expected linears (*.weight of two dimensions) to quantize, found none"
+            + (f" that NVFP4 takes (bfloat16, float16, float32): {some(unfit)}" if unfit else "")
+        )
     return chosen
+
+
+def _warn_of_experts(source: Checkpoint) -> None:
+    """Those of Llama 4 and gpt-oss are one tensor a layer, and most of the model."""
+    stacked = [
+        f"{name} {list(entry.shape)}"
+        for name, entry in source.entries.items()
+        if len(entry.shape) == 3 and name.rpartition(".")[2] in JOINED_AS
+    ]
+    if stacked:
+        warnings.warn(
+            f"experts that are one tensor stay dense: {some(stacked)}. To quantize them, load the model with "
+            "transformers (quantization_config=NVFP4TensorConfig()) and save it",
+            stacklevel=5,
+        )
 
 
 def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source: Checkpoint) -> dict[str, float]:

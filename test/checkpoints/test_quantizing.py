@@ -102,6 +102,29 @@ def test_half_a_group_is_warned_of(tmp_path):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(exclude=["*.v_proj"]))
 
 
+def test_half_the_experts_are_warned_of(tmp_path):
+    parts = ("gate_proj", "up_proj", "down_proj")
+    names = [f"model.layers.0.mlp.experts.{e}.{part}.weight" for e in range(2) for part in parts]
+    write_dense(tmp_path / "src", {name: torch.randn(32, 32) for name in (*names, "model.layers.0.mlp.gate.weight")})
+    with pytest.warns(UserWarning, match=r"experts\.0\.down_proj\.weight, .*experts\.1\.down_proj\.weight are dense"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(exclude=["*.down_proj"]))
+    checkpoints.quantize(tmp_path / "src", tmp_path / "all", **options())  # the router is no expert
+
+
+def test_half_a_calibrated_group_is_warned_of(tmp_path):
+    write_dense(tmp_path / "src")
+    amax = {"model.layers.0.self_attn.q_proj": 3.0, "model.layers.1.mlp.down_proj": 1.0}
+    with pytest.warns(UserWarning, match=r"0\.self_attn\.k_proj\.weight, .*v_proj\.weight are weight-only .* is W4A4"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", input_amax=amax, **options())
+
+
+def test_experts_in_one_tensor_stay_dense_and_are_named(tmp_path):
+    """As Llama 4 and gpt-oss have them, which would else be left out without a word."""
+    write_dense(tmp_path / "src", {**dense_tensors(1), "model.layers.0.mlp.experts.down_proj": torch.randn(2, 32, 16)})
+    with pytest.warns(UserWarning, match=r"stay dense: model\.layers\.0\.mlp\.experts\.down_proj \[2, 32, 16\]"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+
+
 def test_what_does_not_fit_stays_dense_and_is_named(tmp_path):
     tensors = {"a.weight": torch.randn(8, 32), "b.weight": torch.randn(8, 40), "c.weight": torch.ones(8, 32).int()}
     write_dense(tmp_path / "src", {**tensors, "conv.weight": torch.randn(4, 16, 3)})
@@ -110,6 +133,12 @@ def test_what_does_not_fit_stays_dense_and_is_named(tmp_path):
     with checkpoints.read(tmp_path / "dst") as read:
         assert [name for name, entry in read.entries.items() if entry.quantized] == ["a.weight"]
         assert torch.equal(read.dense("b.weight"), tensors["b.weight"])
+    write_dense(tmp_path / "double", {"a.weight": torch.randn(8, 32).double()})
+    with (
+        pytest.warns(UserWarning, match="left dense"),
+        pytest.raises(ValueError, match=r"found none that NVFP4 takes .*: a\.weight \[8, 32\] float64"),
+    ):
+        checkpoints.quantize(tmp_path / "double", tmp_path / "x", **options())
 
 
 def test_static_activation_scales_make_it_w4a4(tmp_path):

@@ -100,11 +100,12 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     tensors = _dense_tensors(model)
     with_nan = []
     warn_of_mixed_groups(checkpoint)
+    layout = modelopt.format_for({"model_type": model.config.model_type})
     for name, entry in checkpoint.entries.items():
         if not entry.quantized:
             continue  # under the model's names, from which transformers makes those of files
         parts = checkpoint.linear(name)
-        for key, tensor in modelopt.FORMAT.encode(name, parts, entry).items():
+        for key, tensor in layout.encode(name, parts, entry).items():
             # Linears of one scale may share its tensor, which transformers would take for a tied weight.
             tensors[key] = tensor.clone() if tensor.dim() == 0 else tensor
         if nan_blocks(parts):

@@ -14,7 +14,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from nvfp4_tensor.checkpoints.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
-from nvfp4_tensor.checkpoints.sources import JOINED_AS, is_transposed
+from nvfp4_tensor.checkpoints.sources import JOINED_AS, holds_llama4_experts, is_transposed
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
@@ -164,7 +164,9 @@ def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         if type(module) is nn.Linear:
             yield f"{path}.weight", module.weight
-        elif hasattr(module, "is_transposed"):  # what transformers makes of a class of experts
+        elif hasattr(module, "is_transposed") or holds_llama4_experts(
+            module
+        ):  # what transformers makes of a class of experts
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dim() == 3 and name in JOINED_AS:
                     yield f"{path}.{name}", weight.transpose(-2, -1) if is_transposed(module) else weight
