@@ -101,7 +101,10 @@ class NVFP4Reduction(ReduceScatter):
         dist.all_to_all_single(received, sent, group=group)
         self.sent_bytes += sent.numel() // world * (world - 1)
         total = decoded_sum(received, output_tensor.numel())
-        output_tensor.copy_(total / world if op == dist.ReduceOp.AVG else total)
+        if op == dist.ReduceOp.AVG:
+            torch.div(total, world, out=output_tensor)  # and cast, in one pass
+        else:
+            output_tensor.copy_(total)
 
     def encode(self, pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Pieces (P, n) as messages (P, bytes), with fresh random bits."""
@@ -113,7 +116,8 @@ class NVFP4Reduction(ReduceScatter):
 def encode(pieces: Tensor, rng_state: Tensor) -> Tensor:
     """Pieces (P, n) as messages (P, bytes); one amax for all, and random bits by the flat index in whole tiles."""
     count, columns = pieces.shape
-    tiles = pad(pieces, (0, -columns % (ROWS * COLUMNS))).reshape(-1, COLUMNS)
+    missing = -columns % (ROWS * COLUMNS)
+    tiles = (pad(pieces, (0, missing)) if missing else pieces).reshape(-1, COLUMNS)  # pad copies where none is missing
     qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(tiles, None, rng_state, SPEC.pack())
     trailer = pad(per_tensor_scale.reshape(1).view(torch.uint8), (0, TRAILER - 4)).expand(count, TRAILER)
     return torch.cat((qdata.view(count, -1), scale.view(torch.uint8).view(count, -1), trailer), dim=1)
@@ -136,7 +140,7 @@ def decoded_sum(messages: Tensor, columns: int) -> Tensor:
     """The sum (n,) of the pieces in messages (ranks, bytes): float32, in the order of the ranks."""
     total = decode(messages[0], columns)
     for message in messages[1:]:
-        total = total + decode(message, columns)
+        total += decode(message, columns)
     return total
 
 

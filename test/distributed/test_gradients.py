@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from nvfp4_tensor import QuantizeSpec, quantize
-from nvfp4_tensor.distributed import reduce_gradients_in_nvfp4
+from nvfp4_tensor.distributed import NVFP4Reduction, reduce_gradients_in_nvfp4
 from nvfp4_tensor.distributed.gradients import decode, decoded_sum, encode
+from nvfp4_tensor.training.seeds import rng_state_of
 
 UNCLIPPED = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
 
@@ -142,3 +143,28 @@ def refused():
 
 def test_what_cannot_be_reduced_is_refused():
     assert all(run_ranks(refused, 2))
+
+
+def reduced_alone(dtype, columns):
+    """The reduction itself, of whole tiles and of others: its message, decoded, summed, divided and cast."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        everyone = [
+            torch.randn(world, columns, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)
+        ]
+        messages = [
+            encode(x, rng_state_of(4, f"gradients of rank {r}", 0, x.device))[rank] for r, x in enumerate(everyone)
+        ]
+        total = decoded_sum(torch.stack(messages), columns)
+        out = torch.empty(columns, dtype=dtype)
+        NVFP4Reduction(seed=4)(out, everyone[rank].flatten(), dist.group.WORLD, op)
+        divisor = world if op == dist.ReduceOp.AVG else 1
+        assert torch.equal(out, (total / divisor).to(dtype))
+        exact = sum(x[rank].float() for x in everyone) / divisor
+        assert 0 < (out.float() - exact).norm() < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 8192), (torch.float32, 8193)])
+def test_a_piece_is_summed_divided_and_cast(dtype, columns, world):
+    run_ranks(reduced_alone, world, dtype, columns)
