@@ -7,6 +7,7 @@ shards, and the per-tensor scale comes from the amax of all of them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -39,8 +40,8 @@ def gather_codes(model: M) -> M:
         the same model.
 
     Raises:
-        ValueError: no linear trains in NVFP4, a recipe whose backward reads the weight as it was, or a model that
-            ``fully_shard`` has had already.
+        ValueError: no linear trains in NVFP4, a recipe whose backward reads the weight as it was, a model that
+            ``fully_shard`` has had already, or a weight that is tied to a module which does not take its codes.
 
     >>> for layer in gather_codes(model).layers:
     ...     fully_shard(layer)
@@ -49,14 +50,17 @@ def gather_codes(model: M) -> M:
     linears = training_linears(model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("gather_codes comes before fully_shard, which looks once at how a weight is gathered")
-    for name, linear in linears.items():
-        _weight_spec(linear, name)
+    specs = {name: _weight_spec(linear, name) for name, linear in linears.items()}
+    _check_tied(model, linears, specs)
+    made: dict[Tensor, nn.Parameter] = {}  # one for all linears that a weight is tied to
     for linear in linears.values():
         weight = linear.weight
-        if isinstance(weight, DTensor):  # sharded by tensor parallelism
+        if not isinstance(weight, DTensor):
+            if weight not in made:
+                made[weight] = nn.Parameter(MasterShard(weight.detach()), weight.requires_grad)
+            linear.weight = made[weight]
+        elif not isinstance(weight._local_tensor, MasterShard):  # sharded by tensor parallelism
             weight._local_tensor = MasterShard(weight._local_tensor.detach())
-        else:
-            linear.weight = nn.Parameter(MasterShard(weight.detach()), weight.requires_grad)
     return model
 
 
@@ -102,6 +106,28 @@ def _weight_spec(linear: nn.Module, name: object) -> QuantizeSpec:
         f"{name} {what}, by its recipe, and so needs more than the codes of its weight: let FSDP2 gather it as it is, "
         "by a model without gather_codes, or choose another recipe"
     )
+
+
+def _check_tied(
+    model: nn.Module, linears: Mapping[str, NVFP4TrainingLinear], specs: Mapping[str, QuantizeSpec]
+) -> None:
+    """A ValueError where a weight is also that of a module which does not read the same codes."""
+    first: dict[Tensor, str] = {}
+    for name, linear in linears.items():
+        other = first.setdefault(linear.weight, name)
+        if specs[other] != specs[name]:
+            raise ValueError(
+                f"the weight of {other} is that of {name} too, and their recipes quantize it by {specs[other]} and by "
+                f"{specs[name]}: give both one recipe"
+            )
+    for name, module in model.named_modules():
+        for parameter in [] if name in linears else module.parameters(recurse=False):
+            if parameter in first:
+                raise ValueError(
+                    f"the weight of {first[parameter]} is that of {name} ({type(module).__name__}) too, which does not "
+                    "take codes: keep that linear dense, or let FSDP2 gather it as it is, by a model without "
+                    "gather_codes"
+                )
 
 
 class _Codes(NamedTuple):
@@ -195,7 +221,7 @@ class MasterShard(Tensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], _Codes]:
         spec = _weight_spec(module, module)
-        gather.check_shard(self.shape, outer_size, mesh.size(), module)
+        gather.check_shard(self.shape, outer_size, mesh.size(), module, spec.block_rows)
         if self.shape[0] % spec.block_rows:
             raise ValueError(
                 f"the weight of {module} has {self.shape[0]} rows on each of {mesh.size()} ranks, no multiple of the "

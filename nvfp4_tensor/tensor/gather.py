@@ -100,16 +100,18 @@ def pre_all_gather(t: Codes, mesh: Mesh, outer_size: torch.Size, module: nn.Modu
     return (parts, rest) if world > 1 else (parts[:1], rest._replace(beside=parts[1:]))
 
 
-def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: nn.Module) -> None:
+def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: nn.Module, block_rows: int = 1) -> None:
     """Raises the same ValueError on all ranks where FSDP2 does with a parameter what it cannot with codes.
 
     Those are shards that are not even, or not of the first dimension, and shards of a smaller group after the forward.
+    block_rows: what the rows of a shard are quantized in, for what to pad to.
     """
     _check_reshard(world, module)
     if outer_size[0] % world:
+        padded = layout.ceil_to(outer_size[0], world * block_rows)
         raise ValueError(
             f"an NVFP4 weight of {module} has {outer_size[0]} rows, which {world} ranks cannot share evenly: pad "
-            f"them to {-(-outer_size[0] // world) * world}, choose another world size, or leave the weight out with "
+            f"them to {padded}, choose another world size, or leave the weight out with "
             "fully_shard(..., ignored_params={weight})"
         )
     if shape[1:] != outer_size[1:]:
