@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, read, tensor_of
 from nvfp4_tensor.checkpoints.names import CACHE_SCALES, some
+from nvfp4_tensor.checkpoints.renaming import names_in_model
 from nvfp4_tensor.checkpoints.sources import Origin, gather, is_transposed, origin_of, shape_of
 from nvfp4_tensor.checkpoints.views import WeightOnly
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
@@ -64,7 +66,7 @@ def load(
         checkpoint: Checkpoint = WeightOnly(opened) if weight_only else opened
         slots = _slots(model)
         _check_buffers(model)
-        plan = _plan(slots, checkpoint, strict)
+        plan = _plan(slots, checkpoint, strict, names_in_model(model, checkpoint.entries))
         loaded = {}
         for name, origin in tqdm(plan.items(), desc=f"loading {Path(path).name}", unit="tensor", disable=not progress):
             loaded[name] = _read(slots[name], origin, checkpoint)
@@ -122,13 +124,19 @@ def _check_buffers(model: nn.Module) -> None:
                 )
 
 
-def _plan(slots: dict[str, _Slot], checkpoint: Checkpoint, strict: bool) -> dict[str, Origin]:
-    """By slot: what it is loaded from. All that headers and the model tell is checked."""
+def _plan(
+    slots: dict[str, _Slot], checkpoint: Checkpoint, strict: bool, renamed: Mapping[str, str]
+) -> dict[str, Origin]:
+    """By slot: what it is loaded from. All that headers and the model tell is checked.
+
+    renamed: by the model's name, the file's, where they differ.
+    """
     plan: dict[str, Origin] = {}
     used: set[str] = set()
     missing = []
     for first, slot in slots.items():
-        origins = [o for name in slot.holders if (o := origin_of(name, slot.tensor.dim(), checkpoint.entries))]
+        names = [renamed.get(name, name) for name in slot.holders]
+        origins = [o for name in names if (o := origin_of(name, slot.tensor.dim(), checkpoint.entries))]
         used.update(name for origin in origins for name in origin.names)
         if not origins:
             missing.append(first)

@@ -13,9 +13,10 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from nvfp4_tensor.checkpoints import modelopt
 from nvfp4_tensor.checkpoints.common import Checkpoint, nan_blocks
 from nvfp4_tensor.checkpoints.names import some, warn_of_mixed_groups
+from nvfp4_tensor.checkpoints.renaming import names_in_files
 from nvfp4_tensor.checkpoints.saving import Different, ModelCheckpoint
 from nvfp4_tensor.checkpoints.shards import write_json
-from nvfp4_tensor.checkpoints.views import WeightOnly
+from nvfp4_tensor.checkpoints.views import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
 from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -61,7 +62,8 @@ def save(
         model.save_pretrained(folder, **options)
     finally:
         quantizer.weight_only = False
-    checkpoint = checkpoint_of(model, weight_only, different="keep")  # for what it holds; the values are written
+    held = checkpoint_of(model, weight_only, different="keep")  # for what it holds; the values are written
+    checkpoint = _AsInFiles(model, held)
     write_json(folder / modelopt.HF_QUANT_CONFIG, modelopt.hf_quant_config(checkpoint))
     card = model_card(
         model,
@@ -112,8 +114,17 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
             with_nan.append(name)
     if with_nan:
         warnings.warn(f"{some(with_nan)} hold blocks that are NaN: vLLM refuses such a checkpoint", stacklevel=2)
-    model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(checkpoint))
+    model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(_AsInFiles(model, checkpoint)))
     return tensors
+
+
+class _AsInFiles(View):
+    """A model whose tensors have the names that save_pretrained gives them: what its configuration speaks of."""
+
+    def __init__(self, model: PreTrainedModel, source: Checkpoint) -> None:
+        super().__init__(source)
+        names = names_in_files(model, source.entries)
+        self.entries = {names[name]: entry for name, entry in source.entries.items()}
 
 
 def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

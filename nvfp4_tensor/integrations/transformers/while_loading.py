@@ -59,6 +59,11 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
         }
         if self.quantization_config.head:
             self._take_head(model)
+        if not self.weights:
+            raise ValueError(
+                f"{type(model).__name__} has no linear that becomes NVFP4: expected an nn.Linear whose inputs are a "
+                f"multiple of {BLOCK} and that modules_to_not_convert={chosen} does not name (GPT-2's Conv1D is none)"
+            )
         if checkpoint_files and any(name in self.weights for name, weight in quantizable(model) if weight.dim() == 3):
             self._name_experts(model, checkpoint_files[0])
 

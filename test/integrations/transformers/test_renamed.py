@@ -1,0 +1,78 @@
+"""Models whose tensors have other names than in their files, and linears that stand elsewhere than in a Llama."""
+
+import filecmp
+import json
+
+import pytest
+import torch
+import transformers
+
+from nvfp4_tensor import NVFP4Tensor, checkpoints
+from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig
+
+TEXT = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+IMAGE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+IMAGE |= {"image_size": 32, "patch_size": 8}
+
+
+def llava():
+    text = transformers.LlamaConfig(**TEXT, num_key_value_heads=2).to_dict()
+    image = transformers.CLIPVisionConfig(**IMAGE).to_dict()
+    return transformers.LlavaConfig(text_config=text, vision_config=image, image_token_id=95)
+
+
+KINDS = {
+    "neox": (lambda: transformers.GPTNeoXConfig(**TEXT), "AutoModelForCausalLM", {"lm_head"}),
+    "llava": (llava, "AutoModelForImageTextToText", {"lm_head", "vision_tower", "multi_modal_projector"}),
+    "vit": (lambda: transformers.ViTConfig(**IMAGE), "AutoModelForImageClassification", {"classifier"}),
+    "bert": (lambda: transformers.BertConfig(**TEXT), "AutoModelForMaskedLM", {"decoder"}),
+}
+
+
+@pytest.fixture(params=sorted(KINDS))
+def saved(request, tmp_path):
+    """(how to open one, the folder of the dense model, the quantized model, its folder, what is dense in it)."""
+    config, auto, dense = KINDS[request.param]
+    auto = getattr(transformers, auto)
+    torch.manual_seed(0)
+    auto.from_config(config(), dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    model = auto.from_pretrained(tmp_path / "dense", quantization_config=NVFP4TensorConfig())
+    model.save_pretrained(tmp_path / "nvfp4")
+    return auto, tmp_path / "dense", model, tmp_path / "nvfp4", dense
+
+
+def test_only_what_should_is_dense(saved):
+    _, _, model, _, dense = saved
+    linears = {name: each.weight for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    left = {name for name, weight in linears.items() if not isinstance(weight, NVFP4Tensor)}
+    assert left and left < set(linears) and all(dense & set(name.split(".")) for name in left)
+
+
+def test_the_configuration_speaks_of_the_files_names(saved):
+    folder = saved[3]
+    ignored = set(json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"])
+    with checkpoints.read(folder) as checkpoint:
+        names = {name.removesuffix(".weight") for name, entry in checkpoint.entries.items() if not entry.quantized}
+    assert ignored - {"lm_head"} <= names  # an output layer that is the embedding's weight is named, and in no file
+
+
+def test_loaded_without_from_pretrained_and_written_again(saved, tmp_path):
+    auto, dense, model, folder, _ = saved
+    again = checkpoints.load(auto.from_pretrained(dense), folder, progress=False)
+    ours, theirs = dict(again.named_parameters()), dict(model.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        weight = ours[name]
+        assert isinstance(weight, NVFP4Tensor) == isinstance(expected, NVFP4Tensor)
+        if isinstance(weight, NVFP4Tensor):
+            weight, expected = weight.dequantize(), expected.dequantize()
+        assert torch.equal(weight, expected), name
+    checkpoints.save(again, tmp_path / "again", progress=False)
+    assert filecmp.cmp(folder / "model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+
+
+def test_a_model_of_which_nothing_is_quantized_is_refused(tmp_path):
+    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear that becomes NVFP4"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2", quantization_config=NVFP4TensorConfig())
