@@ -58,7 +58,7 @@ def nvfp4() -> None:
 @click.option("--weighted", is_flag=True, help="With --calibrate: search scales for these inputs (W4A16); sooner.")
 @click.option(
     "--bits",
-    type=click.FloatRange(4.5, 16, max_open=True),
+    type=options.Finite(4.5, 16, max_open=True),
     help="With --calibrate: leave dense what costs most on the text, up to so many bits over all linears.",
 )
 @click.option("--tokens", default=4096, show_default=True, type=click.IntRange(2), help="Of the calibration.")
@@ -97,9 +97,9 @@ def quantize(dst: Path, json_: bool, quiet: bool, **given: Any) -> None:
             "or --bits"
         )
     options.check_ending(dst, given["to"])
+    of_format = take_options_of_format(given, given["to"])
     from nvfp4_tensor.cli.quantize import quantize as run
 
-    of_format = take_options_of_format(given)
     with prints_to_stderr(json_):
         result = run(dst=dst, progress=wants_bar(quiet), options=of_format, **given)
     show(result, json_)
@@ -122,9 +122,9 @@ def convert(src: Path, dst: Path, to: str, w4a16: bool, quiet: bool, json_: bool
     nvfp4 convert flux-NVFP4 flux.safetensors --to comfy --quantize-activations
     """
     options.check_ending(dst, to)
+    of_format = take_options_of_format(given, to)
     from nvfp4_tensor.cli.convert import convert as run
 
-    of_format = take_options_of_format(given)
     with prints_to_stderr(json_):
         result = run(src, dst, to=to, weight_only=w4a16, progress=wants_bar(quiet), options=of_format)
     show(result, json_)
@@ -208,7 +208,7 @@ def _writes(command: Any) -> Any:
         ),
         click.option("--seed", default=0, show_default=True, type=options.SEED, help="Of sampling."),
         click.option(
-            "--temperature", default=0.0, show_default=True, type=click.FloatRange(0),
+            "--temperature", default=0.0, show_default=True, type=options.Finite(0),
             help="0 takes the likeliest token.",
         ),
         click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(1)),

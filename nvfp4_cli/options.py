@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,13 +24,33 @@ TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
 SEED = click.IntRange(-(2**63), 2**63 - 1)
 NEW = click.Path(path_type=Path)
 
+
+class Finite(click.FloatRange):
+    """A range of numbers, of which "nan" and "inf" are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number.", param, ctx)
+        return number
+
+
+def _writable(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
+    """A file that can be written, so that minutes of work are not lost at their end."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise click.BadParameter(f"{file} cannot be written: expected a file in a folder that is there")
+    return file
+
+
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object instead of text.")
 quiet = click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
-html = click.option("--html", type=NEW, metavar="FILE", help="Write a report: one HTML file that needs no other.")
+html = click.option(
+    "--html", type=NEW, metavar="FILE", callback=_writable, help="Write a report: one HTML file that needs no other."
+)
 to = click.option("--to", type=click.Choice(FORMATS), default="modelopt", show_default=True, help="The format of DST.")
 dense = click.option("--dense", type=click.Choice(DENSE_TYPES), help="GGUF: what dense matrices are stored as.")
 shard_size = click.option(
-    "--shard-size", metavar="GB", type=click.FloatRange(0, min_open=True),
+    "--shard-size", metavar="GB", type=Finite(0, 1e9, min_open=True),
     help="Files of about so many gigabytes (10^9).",
 )  # fmt: skip
 lossy = click.option("--lossy", is_flag=True, help="MLX: round again what its layers have no place for.")
@@ -89,12 +110,29 @@ def of_format(command: F) -> F:
     return command
 
 
-def take_options_of_format(given: dict[str, Any]) -> dict[str, Any]:
-    """What a format is asked for beyond its defaults, removed from ``given``; it refuses what it does not know."""
+OPTIONS = {
+    "dense": ("gguf",),
+    "quantize_activations": ("comfy",),
+    "global_scale": ("mlx",),
+    "lossy": ("mlx",),
+    "shard_bytes": ("modelopt", "compressed-tensors", "mlx", "torchao"),
+}
+"""Which formats take what; a test asks the formats."""
+
+
+def take_options_of_format(given: dict[str, Any], to: str) -> dict[str, Any]:
+    """What the format ``to`` is asked for beyond its defaults, removed from ``given``.
+
+    Raises:
+        UsageError: it has no such option.
+    """
     size = given.pop("shard_size")
-    if size is not None and not 0 < size < 1e9:
-        raise click.BadParameter(f"{size} is no number of gigabytes", param_hint="--shard-size")
     found = {name: given.pop(name) for name in ("dense", "quantize_activations")}
     found |= {name: given.pop(name) or None for name in ("global_scale", "lossy")}
     found["shard_bytes"] = None if size is None else int(size * 10**9)
-    return {name: value for name, value in found.items() if value is not None}
+    found = {name: value for name, value in found.items() if value is not None}
+    for name in found:
+        if to not in OPTIONS[name]:
+            typed = "--shard-size" if name == "shard_bytes" else f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{typed} is for --to {' or '.join(OPTIONS[name])}, not for {to}")
+    return found

@@ -20,7 +20,7 @@ from nvfp4_tensor.checkpoints.gguf import FORMAT as GGUF
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, some
 from nvfp4_tensor.checkpoints.shards import CHUNK
 from nvfp4_tensor.checkpoints.sources import JOINED_AS
-from nvfp4_tensor.checkpoints.views import View, WithHead
+from nvfp4_tensor.checkpoints.views import HEAD, View, WithHead
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -237,7 +237,14 @@ def chosen_linears(source: Checkpoint, exclude: Sequence[str], include: Sequence
     }
     for pattern in (*exclude, *include):
         if not any(is_matched(name, [pattern]) for name in weights):
-            raise ValueError(f"{pattern!r} matches no linear of {source.path}, as there are {some(list(weights))}")
+            raise ValueError(
+                f"{pattern!r} matches no linear of {source.path}, as there are {some(list(weights))}"
+                + (
+                    ": its output layer is the embedding, of which --head (head=True) quantizes a copy"
+                    if is_matched(HEAD, [pattern])
+                    else ""
+                )
+            )
     chosen, unfit = {}, []
     for name, entry in weights.items():
         if is_matched(name, exclude) or (is_matched(name, LEFT_DENSE) and not is_matched(name, include)):

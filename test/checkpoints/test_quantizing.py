@@ -102,6 +102,16 @@ def test_half_a_group_is_warned_of(tmp_path):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(exclude=["*.v_proj"]))
 
 
+def test_a_tied_output_layer_that_is_asked_for_by_name(tmp_path):
+    tensors = dense_tensors(1)
+    del tensors["lm_head.weight"]
+    write_dense(tmp_path / "src", tensors)
+    with pytest.raises(
+        ValueError, match=r"'lm_head' matches no linear .*: its output layer is the embedding, .* --head"
+    ):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(include=["lm_head"]))
+
+
 def test_half_the_experts_are_warned_of(tmp_path):
     parts = ("gate_proj", "up_proj", "down_proj")
     names = [f"model.layers.0.mlp.experts.{e}.{part}.weight" for e in range(2) for part in parts]

@@ -7,11 +7,13 @@ import sys
 
 import click
 import pytest
+from helpers.checkpoints import TINY, InMemory
 
 import nvfp4_cli
 from nvfp4_cli import options
 from nvfp4_cli.commands import COMPLETION, nvfp4
 from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints.common import format_named
 from nvfp4_tensor.checkpoints.gguf import DENSE_TYPES
 from nvfp4_tensor.testing import selftest
 
@@ -30,6 +32,19 @@ def test_all_commands_are_there():
 def test_choices_are_those_of_the_library():
     assert {*options.FORMATS, "dense", "mxfp4"} == set(checkpoints.FORMATS)  # which are sources
     assert options.DENSE_TYPES == DENSE_TYPES
+
+
+@pytest.mark.parametrize("option", options.OPTIONS)
+@pytest.mark.parametrize("to", options.FORMATS)
+def test_options_are_those_of_the_formats(to, option, tmp_path):
+    """What the command line refuses before it starts is what a format does not know."""
+    given = {option: {"dense": "F32", "shard_bytes": 1 << 20}.get(option, True)}
+    known = True
+    try:
+        format_named(to).write(InMemory({}, TINY), tmp_path / "x.safetensors", progress=False, **given)
+    except ValueError as error:
+        known = "no option" not in str(error)
+    assert known == (to in options.OPTIONS[option])
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -90,7 +105,18 @@ def test_demo_names_the_packages_it_misses(monkeypatch, capsys):
         (["quantize", ".", "dst", "--bits", "5"], "give --calibrate TEXT"),
         (["quantize", ".", "dst", "--weighted"], "give --calibrate TEXT"),
         (["quantize", ".", "dst", "--weighted", "--calibrate", "text", "--gptq"], "neither --gptq nor"),
-        (["quantize", ".", "dst", "--shard-size", "nan"], "no number of gigabytes"),
+        (["quantize", ".", "dst", "--shard-size", "nan"], "is no finite number"),
+        (["quantize", ".", "dst", "--shard-size", "inf"], "is not in the range"),
+        (["generate", ".", "hi", "--temperature", "nan"], "is no finite number"),
+        (["inspect", ".", "--html", "no/report.html"], "cannot be written"),
+        (["compare", ".", ".", "--html", "."], "cannot be written"),
+        (
+            ["quantize", ".", "dst", "--calibrate", "text", "--dense", "Q8_0"],
+            "--dense is for --to gguf, not for modelopt",
+        ),
+        (["convert", ".", "dst", "--global-scale"], "--global-scale is for --to mlx"),
+        (["convert", ".", "a.gguf", "--to", "gguf", "--no-quantize-activations"], "--quantize-activations is for --to"),
+        (["convert", ".", "a.gguf", "--to", "gguf", "--shard-size", "1"], "--shard-size is for --to modelopt or"),
         (["quantize", ".", "dst", "--seed", str(2**63)], "is not in the range"),
         (["quantize", ".", "dst.gguf"], "--to gguf?"),
         (["convert", ".", "dst.safetensors"], "--to comfy?"),
