@@ -242,12 +242,13 @@ def multiply(
 ) -> Tensor:
     """x (M, K) @ weight (N, K)^T + bias, differentiable by the recipe's backward: (M, N) of the dtype of x."""
     if not any(needs):
-        return _fprop(x, weight, bias, operands)
+        return fprop(x, weight, bias, operands)
     flat = [part for operand in operands for part in _parts(operand)]
     return _Products.apply(x, weight, bias, recipe, needs, rng_state, place, *flat)
 
 
-def _fprop(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
+def fprop(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
+    """x (M, K) @ weight (N, K)^T + bias of what is quantized of them."""
     return product(operands.x or x, operands.w or weight, x.dtype, bias)
 
 
@@ -281,58 +282,85 @@ class _Products(torch.autograd.Function):
         x_t, w = _operand(flat[3:6]), _operand(flat[6:])
         assert not isinstance(x_t, Values) and not isinstance(w, Values)
         operands = Operands(_operand(flat[:3]), x_t, w)
-        again = operands.w is not None and not recipe.keep_w and not isinstance(weight, NVFP4Tensor)
-        reads_weight = needs.dx and (again or not _reads_codes(recipe))
-        ctx.save_for_backward(
-            rng_state,
-            x if needs.dw and operands.x_t is None else None,
-            weight if reads_weight else None,
-            *(operands.x_t or (None, None, None)),
-            *(operands.w if operands.w is not None and needs.dx and not reads_weight else (None, None, None)),
-        )
+        saved = saved_of(x, weight, recipe, operands, needs)
+        ctx.save_for_backward(rng_state, saved.x, saved.weight, *_parts(saved.x_t), *_parts(saved.w))
         ctx.recipe, ctx.needs, ctx.place = recipe, needs, place
         ctx.shape, ctx.dtypes = weight.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        y = _fprop(x, weight, bias, operands)
+        y = fprop(x, weight, bias, operands)
         return y if operands.w is not None or rng_state is None else _drawn_with(y, rng_state)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative()
         rng_state, x, weight, *flat = ctx.saved_tensors
-        recipe, needs = ctx.recipe, ctx.needs
-        x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        specs = recipe.dy if needs.dx else None, recipe.dy_t if needs.dw else None
-        beside_dense = (recipe.w_for_dx == WeightForDx.DENSE and not recipe.rotates_dy_back) or recipe.x_t is None
-        operands = dy, *specs, rng_state, DY_T_STREAM
-        if ctx.place is None:
-            dy_q, dy_t = multipliable(*operands, codes=beside_dense)
-        else:
-            dy_q, dy_t = multipliable_at(ctx.place.dy, "dy", *operands, codes=beside_dense)
-        dx = dw = db = None
-        if needs.dx:
-            w = _weight_for_dx(weight, flat[3:], recipe, rng_state, ctx.place, dy)
-            dx = _dgrad(dy if dy_q is None else dy_q, w, recipe, rng_state, ctx.place, ctx.shape, x_dtype)
-        if needs.dw:
-            x_t = x.t() if x is not None else Operand(*flat[:3])
-            dw = product(dy.t() if dy_t is None else dy_t, x_t, w_dtype)
-        if needs.db:
-            db = dy.sum(0, dtype=bias_dtype)
+        x_t, w = _operand(flat[:3]), _operand(flat[3:])
+        assert not isinstance(x_t, Values) and not isinstance(w, Values)
+        saved = Saved(x, weight, x_t, w)
+        dx, dw = gradients(dy, saved, ctx.recipe, ctx.needs, rng_state, ctx.shape, ctx.dtypes[:2], ctx.place)
+        db = dy.sum(0, dtype=ctx.dtypes[2]) if ctx.needs.db else None
         return dx, dw, db, None, None, None, None, *[None] * 9
 
 
-def _weight_for_dx(
-    weight: Tensor | None,
-    saved: Sequence[Tensor | None],
-    recipe: Recipe,
-    rng_state: Tensor | None,
-    place: Place | None,
+class Saved(NamedTuple):
+    """What a backward reads of its forward; None where it reads another."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    x_t: Operand | None
+    w: Operand | None
+
+
+def saved_of(x: Tensor, weight: Tensor, recipe: Recipe, operands: Operands, needs: Needs) -> Saved:
+    """Codes wherever the recipe's backward reads them."""
+    again = operands.w is not None and not recipe.keep_w and not isinstance(weight, NVFP4Tensor)
+    reads_weight = needs.dx and (again or not _reads_codes(recipe))
+    return Saved(
+        x if needs.dw and operands.x_t is None else None,
+        weight if reads_weight else None,
+        operands.x_t,
+        operands.w if needs.dx and not reads_weight else None,
+    )
+
+
+def gradients(
     dy: Tensor,
+    saved: Saved,
+    recipe: Recipe,
+    needs: Needs,
+    rng_state: Tensor | None,
+    shape: torch.Size,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    place: Place | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx (M, K) and dw (N, K) of a linear whose output's gradient is dy (M, N), in these two dtypes; shape: (N, K)."""
+    specs = recipe.dy if needs.dx else None, recipe.dy_t if needs.dw else None
+    beside_dense = (recipe.w_for_dx == WeightForDx.DENSE and not recipe.rotates_dy_back) or recipe.x_t is None
+    operands = dy, *specs, rng_state, DY_T_STREAM
+    if place is None:
+        dy_q, dy_t = multipliable(*operands, codes=beside_dense)
+    else:
+        dy_q, dy_t = multipliable_at(place.dy, "dy", *operands, codes=beside_dense)
+    dx = dw = None
+    if needs.dx:
+        w = _weight_for_dx(saved, recipe, rng_state, place, dy)
+        dx = _dgrad(dy if dy_q is None else dy_q, w, recipe, rng_state, place, shape, dtypes[0])
+    if needs.dw:
+        x_t = saved.x.t() if saved.x is not None else saved.x_t
+        assert x_t is not None
+        dw = product(dy.t() if dy_t is None else dy_t, x_t, dtypes[1])
+    return dx, dw
+
+
+def _weight_for_dx(
+    saved: Saved, recipe: Recipe, rng_state: Tensor | None, place: Place | None, dy: Tensor
 ) -> Operand | Tensor:
     """What dgrad reads: the weight, the codes saved, or codes made of the weight again."""
-    if weight is not None and not _reads_codes(recipe):
-        return weight
-    w = _operand(saved) if weight is None else weight_operand(weight, recipe, _read_after(rng_state, dy), place)
-    assert isinstance(w, Operand)
+    if saved.weight is not None and not _reads_codes(recipe):
+        return saved.weight
+    w = saved.w
+    if saved.weight is not None:
+        w = weight_operand(saved.weight, recipe, _read_after(rng_state, dy), place)
+    assert w is not None
     return w
 
 
@@ -392,7 +420,8 @@ def _dgrad(
     return product_across(*decoded(dy, rows), w, columns, dtype)
 
 
-def _refuse_second_derivative() -> None:
+def refuse_second_derivative() -> None:
+    """For a backward to begin with."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             "an NVFP4 training linear has no second derivative, so backward(create_graph=True) stops here: take it "
