@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple, SupportsIndex
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from nvfp4_tensor.distributed.agreement import M
+from nvfp4_tensor.distributed.agreement import M, check_agreement
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor import gather
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -26,7 +27,7 @@ from nvfp4_tensor.training.caches import optimizer_steps
 from nvfp4_tensor.training.config import training_linears
 from nvfp4_tensor.training.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.places import Axis, largest
-from nvfp4_tensor.training.recipe import WeightForDx
+from nvfp4_tensor.training.recipe import Recipe, WeightForDx
 
 
 def gather_codes(model: M) -> M:
@@ -227,6 +228,7 @@ class MasterShard(Tensor):
                 f"the weight of {module} has {self.shape[0]} rows on each of {mesh.size()} ranks, no multiple of the "
                 f"{spec.block_rows} rows of its blocks: choose another world size, or let FSDP2 gather it as it is"
             )
+        _agree(module, mesh)
         codes = self._codes_for(spec, mp_policy.param_dtype or self.dtype, mesh, module)
         parts, rest = gather.pre_all_gather(codes, mesh, outer_size, module)
         return parts, _Codes(codes, rest)
@@ -264,6 +266,19 @@ class MasterShard(Tensor):
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         return gather.post_all_gather(metadata.shard, all_gather_outputs, metadata.rest, param_dtype, out)
+
+
+_agreed: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
+"""What all ranks quantize a linear's weight by; not at the shard, of which CPU offload makes another in each gather."""
+
+
+def _agree(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Once, before anything travels: a ValueError on all ranks where their recipes differ."""
+    assert isinstance(module, NVFP4TrainingLinear)
+    if mesh.size() > 1 and _agreed.get(module) != module.recipe:
+        name = f"a linear of {module.in_features} inputs and {module.out_features} outputs"
+        check_agreement("the recipe", {name: module.recipe}, mesh.get_group())
+        _agreed[module] = module.recipe
 
 
 def _count_writes(func: Op, args: Args, kwargs: Kwargs) -> None:

@@ -174,7 +174,8 @@ def test_an_amax_out_of_date_is_not_used():
 
 
 def refusal(case):
-    model = make("nvidia", hidden=72 if case == "blocks" else 64)
+    other = case == "ranks" and dist.get_rank() == 1
+    model = make("unbiased" if other else "nvidia", hidden=72 if case == "blocks" else 64)
     if case == "recipe":
         set_recipe(model, forward="bf16")
     try:
@@ -195,6 +196,7 @@ def refusal(case):
         ("twice", "gather_codes comes before fully_shard"),
         ("recipe", "^0 quantizes no weight, by its recipe"),
         ("later", r"NVFP4TrainingLinear\(.* quantizes no weight"),
+        ("ranks", r"the recipe of 'a linear of 64 inputs and 64 outputs' is .*nvidia.* on rank 0 and .*unbiased"),
         ("blocks", r"the weight of \w*NVFP4TrainingLinear\(.*\) has 36 rows on each of 2 ranks, no multiple of the 16"),
     ],
 )
