@@ -8,9 +8,10 @@ One window of the help topics of Python, which the model reads in pieces, each a
 all before it, and of itself: as text is read and written by a server. The model itself is bfloat16. The difference to
 bfloat16's cache is paired by token, with its standard error. Bytes are those of keys and values at the end.
 
-Rows of transformers' own caches (fp8; int4 by optimum-quanto, where installed) differ in two ways: the first piece of a
-prompt is attended to before it is rounded, and quanto's rounds all tokens again whenever its window of 128 dense ones
-is full. Emulated formats are cast along the head dimension and kept dense; their bytes are computed.
+Most rows round every token before it is attended to. Others attend to a piece before they round it: NVFP4 with 128
+dense tokens, which is ``nvfp4_cache``'s default, and transformers' own caches: fp8, of the first piece alone; int4 by
+optimum-quanto and hqq, where installed, which round all tokens again whenever their window of 128 dense ones is full.
+Emulated formats are cast along the head dimension and kept dense; their bytes are computed.
 """
 
 from __future__ import annotations
@@ -56,26 +57,34 @@ def _emulated(config: Any, format: str, scale_mode: str | None = None) -> Cache:
     return Cache(layers=[EmulatedLayer(format, scale_mode) for _ in range(config.num_hidden_layers)])
 
 
+def _int4(backend: str, config: Any, axis: int) -> Cache:
+    """transformers' own, as it makes it, but for the axis, for which each backend has its own number."""
+    return QuantizedCache(backend, config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64)
+
+
 def caches() -> dict[str, Callable[[Any], Cache]]:
     """Cache of a model's config, by name; bfloat16's first."""
     found: dict[str, Callable[[Any], Cache]] = {
         DENSE: lambda config: DynamicCache(config=config),
-        "NVFP4, four-over-six": lambda config: nvfp4_cache(config, QuantizeSpec(four_over_six="mse")),
-        "NVFP4, to nearest": lambda config: nvfp4_cache(config, QuantizeSpec()),
-        "NVFP4, scale search": lambda config: nvfp4_cache(config),
+        "NVFP4, four-over-six": lambda config: nvfp4_cache(config, QuantizeSpec(four_over_six="mse"), recent=0),
+        "NVFP4, to nearest": lambda config: nvfp4_cache(config, QuantizeSpec(), recent=0),
+        "NVFP4, scale search": lambda config: nvfp4_cache(config, recent=0),
+        "NVFP4, the latest 128 dense": lambda config: nvfp4_cache(config),
         "MXFP4, option3 (emulated)": lambda config: _emulated(config, "mxfp4", "option3"),
         "int4, groups of 32 (emulated)": lambda config: _emulated(config, "int4"),
         "fp8 (transformers)": lambda config: QuantizedCache("fp8", config),
     }
     if importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"):
-        found["int4, groups of 64 (quanto)"] = lambda config: QuantizedCache(
-            "quanto", config, nbits=4, axis_key=0, axis_value=0, q_group_size=64
-        )
+        found["int4, groups of 64 (quanto)"] = lambda config: _int4("quanto", config, axis=0)
+    if importlib.util.find_spec("hqq"):
+        found["int4, groups of 64 (hqq)"] = lambda config: _int4("hqq", config, axis=1)
     return found
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The plain tensors in a tuple, or within a tensor subclass that says what it is made of."""
+    """The plain tensors in a tuple or a dict, or within a tensor subclass that says what it is made of."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
     if isinstance(value, tuple):
         return [t for part in value for t in tensors_of(part)]
     if not isinstance(value, Tensor):

@@ -8,8 +8,8 @@ token's head, is first multiplied by a power of two that puts its largest magnit
 range; then no row is too large or too small for its scales, whatever the tokens before it were. The power is kept, one
 byte a row, beside codes and block scales: 4.625 bits a number for heads of 64, 4.5625 for heads of 128.
 
-What a layer returns are the decoded states, those of new tokens too. So the numbers that attention sees depend neither
-on how a prompt was cut into pieces nor on the other rows of a batch.
+The latest tokens, to which attention goes most, stay dense; those that come are seen before they are rounded. With
+``recent=0`` what attention sees is what is stored, so that it does not depend on how a prompt was cut into pieces.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 
 E8M0_BIAS = 127
 
+RECENT = 128
+"""Tokens that stay dense. Attention goes to the latest most: with these, SmolLM2 loses a seventh (docs/guides)."""
+
 
 class Rows:
     """Rows (n, columns) of NVFP4 to which rows are appended; each has a power of two of its own.
 
     Attributes:
         codes: uint8 (n, columns rounded up to 16, halved).
-        scale: e4m3 (row tiles, column tiles, 32, 16), swizzled, as the operators take it.
-        factor: e8m0 (n,): value = code x block scale x factor.
+        scale: the bytes of e4m3 (row tiles, column tiles, 32, 16), swizzled, as the operators take it.
+        factor: the bytes of e8m0 (n,): value = code x block scale x factor.
+
+    Bytes, for autocast does not know how to join e4m3, nor torch.compile's C++ what e8m0 is.
     """
 
     def __init__(self, columns: int, spec: QuantizeSpec, device: torch.device) -> None:
@@ -43,8 +48,8 @@ class Rows:
         padded = layout.ceil_to(columns, BLOCK)
         tiles = layout.scale_tiles(0, padded)
         self.codes = torch.empty((0, padded // 2), dtype=torch.uint8, device=device)
-        self.scale = torch.empty((*tiles, 32, 16), dtype=torch.float8_e4m3fn, device=device)
-        self.factor = torch.empty((0,), dtype=torch.float8_e8m0fnu, device=device)
+        self.scale = torch.empty((*tiles, 32, 16), dtype=torch.uint8, device=device)
+        self.factor = torch.empty((0,), dtype=torch.uint8, device=device)
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -58,13 +63,11 @@ class Rows:
         exponent = self._exponents(x)
         scaled = x.float() * _power(-exponent).unsqueeze(-1)
         # With the amax that makes the per-tensor scale 1, the row's own factor is all there is.
-        amax = torch.full((), self.spec.largest_value, device=x.device)
+        amax = scaled.new_full((), self.spec.largest_value)
         codes, scale, _ = torch.ops.nvfp4.quantize(scaled, amax, None, self.spec.pack())
         first, blocks = len(self), codes.shape[-1] * 2 // BLOCK
         self.codes = torch.cat((self.codes, codes))
-        self.factor = torch.cat((self.factor.view(torch.uint8), (exponent + E8M0_BIAS).to(torch.uint8))).view(
-            torch.float8_e8m0fnu
-        )
+        self.factor = torch.cat((self.factor, (exponent + E8M0_BIAS).to(torch.uint8)))
         self._write_scales(first, layout.unswizzle(scale, len(x), blocks))
 
     def _exponents(self, x: Tensor) -> Tensor:
@@ -84,18 +87,20 @@ class Rows:
         column = torch.arange(scale.shape[1], device=scale.device)
         tile, inside = row // TILE_ROWS, row % TILE_ROWS
         place = tile, column // 4, inside % 32, inside // 32 * 4 + column % 4
-        self.scale.view(torch.uint8)[place] = scale.view(torch.uint8)
+        self.scale = self.scale.index_put(place, scale.view(torch.uint8))
 
     def decode(self, dtype: torch.dtype) -> Tensor:
         """(n, columns) of dtype, by the native operator."""
-        return torch.ops.nvfp4.dequantize(self.codes, self.scale, self.factor.float(), self.columns, dtype)
+        factor = _power(self.factor.int() - E8M0_BIAS)
+        scale = self.scale.view(torch.float8_e4m3fn)
+        return torch.ops.nvfp4.dequantize(self.codes, scale, factor, self.columns, dtype)
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order: int64 (m,)."""
         linear = layout.unswizzle(self.scale, len(self), self.codes.shape[-1] * 2 // BLOCK)
         self.codes = self.codes[rows]
-        self.factor = self.factor.view(torch.uint8)[rows].view(torch.float8_e8m0fnu)
-        self.scale = layout.swizzle(linear.view(torch.uint8)[rows]).view(torch.float8_e4m3fn)
+        self.factor = self.factor[rows]
+        self.scale = layout.swizzle(linear[rows])
 
     def to(self, device: torch.device | str) -> None:
         self.codes, self.scale, self.factor = (
@@ -108,64 +113,117 @@ def _power(exponent: Tensor) -> Tensor:
     return (exponent.int() + E8M0_BIAS << 23).view(torch.float32)
 
 
-class NVFP4CacheLayer(DynamicLayer):
-    """One layer's keys and values in NVFP4, for a ``transformers.Cache``; :func:`nvfp4_cache` makes all of a model's.
+def _numbers(count: int) -> Tensor:
+    """0 to count - 1, on the CPU whatever the default device is: indices are made there."""
+    return torch.arange(count, device="cpu")
+
+
+class States:
+    """The keys, or the values, of one layer: the latest tokens dense, those before them as :class:`Rows`.
 
     Rows lie in the order token, batch, head: a new token's come last.
 
-    Args:
-        spec: how to quantize: to nearest, in 1x16 blocks, without a transform; by a scale search by default.
-
-    Raises:
-        ValueError: a spec that rounds stochastically, shares scales among tokens, or transforms.
+    Attributes:
+        rows: of the older tokens.
+        latest: (batch, heads, up to ``recent`` tokens, head_dim), as they came.
     """
 
-    def __init__(self, spec: QuantizeSpec | None = None) -> None:
+    def __init__(self, x: Tensor, spec: QuantizeSpec, recent: int) -> None:
+        self.rows, self.latest, self.recent = Rows(x.shape[-1], spec, x.device), x[..., :0, :], recent
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.latest.numel() * self.latest.element_size()
+
+    def add(self, x: Tensor) -> Tensor:
+        """Append x (batch, heads, tokens, head_dim); all states, what is quantized decoded to x's dtype."""
+        if not self.recent:
+            self._quantize(x)
+            return self._decoded(x)
+        fresh = torch.cat((self.latest, x), dim=-2)
+        states = torch.cat((self._decoded(x), fresh), dim=-2)
+        older = max(fresh.shape[-2] - self.recent, 0)
+        self._quantize(fresh[..., :older, :])
+        self.latest = fresh[..., older:, :].detach().clone()  # not a view, which would keep all of a prompt
+        return states
+
+    def select(self, tokens: int, entries: Tensor) -> None:
+        """Keep the first tokens, and these entries of the batch in this order: int64 (m,), on the CPU."""
+        batch, heads = self.latest.shape[:2]
+        older = len(self.rows) // (batch * heads)
+        kept = _numbers(min(tokens, older))[:, None, None]
+        row = (kept * batch + entries[:, None]) * heads + _numbers(heads)
+        self.rows.select(row.flatten().to(self.rows.codes.device))
+        self.latest = self.latest[entries.to(self.latest.device), :, : max(tokens - older, 0)]
+
+    def to(self, device: torch.device | str) -> None:
+        self.rows.to(device)
+        self.latest = self.latest.to(device, non_blocking=True)
+
+    def _quantize(self, x: Tensor) -> None:
+        if x.numel():
+            self.rows.append(x.detach().permute(2, 0, 1, 3).reshape(-1, x.shape[-1]))
+
+    def _decoded(self, like: Tensor) -> Tensor:
+        values = self.rows.decode(like.dtype)
+        return values.view(-1, *like.shape[:2], self.rows.columns).permute(1, 2, 0, 3)
+
+
+class NVFP4CacheLayer(DynamicLayer):
+    """One layer's keys and values in NVFP4, for a ``transformers.Cache``; :func:`nvfp4_cache` makes all of a model's.
+
+    No gradient passes what is stored; tokens that stay dense have one in their own call.
+
+    Args:
+        spec: how to quantize: to nearest, in 1x16 blocks, without a transform; by a scale search by default.
+        recent: how many of the latest tokens stay dense.
+
+    Raises:
+        ValueError: a spec that rounds stochastically, shares scales among tokens, or transforms; a negative recent.
+    """
+
+    def __init__(self, spec: QuantizeSpec | None = None, recent: int = RECENT) -> None:
         super().__init__()
         self.spec = QuantizeSpec(scale_search=ScaleSearch.MSE) if spec is None else spec
         if self.spec.is_stochastic or self.spec.block_rows != 1 or self.spec.rotation is not None:
             raise ValueError(
                 f"a cache is quantized to nearest, in 1x16 blocks and without a transform, not by ({self.spec})"
             )
+        if not isinstance(recent, int) or recent < 0:
+            raise ValueError(f"recent is a number of tokens, 0 or more, got {recent!r}")
+        self.recent = recent
         self._reset()
 
     def _reset(self) -> None:
         self.length = 0
-        self._keys: Rows | None = None
-        self._values: Rows | None = None
+        self._states: tuple[States, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Keeps the shape but for tokens, (batch, heads), and makes empty stores."""
         super().lazy_initialization(key_states, value_states)
         self.batch, self.heads = key_states.shape[0], key_states.shape[1]
-        self._keys, self._values = (Rows(x.shape[-1], self.spec, x.device) for x in (key_states, value_states))
+        self._states = tuple(States(x.detach(), self.spec, self.recent) for x in (key_states, value_states))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append (batch, heads, tokens, head_dim) each; all states decoded, (batch, heads, length, head_dim).
+        """Append (batch, heads, tokens, head_dim) each; all states, (batch, heads, length, head_dim).
 
         Raises:
             ValueError: another batch size or number of heads than before.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self._keys is not None and self._values is not None
         if key_states.shape[:2] != (self.batch, self.heads):
             raise ValueError(
                 f"the cache holds {self.batch} x {self.heads} heads (batch x heads), and got {tuple(key_states.shape)}"
             )
         self.length += key_states.shape[-2]
-        for rows, states in ((self._keys, key_states), (self._values, value_states)):
-            rows.append(states.permute(2, 0, 1, 3).reshape(-1, states.shape[-1]))
-        return self._decoded(self._keys), self._decoded(self._values)
-
-    def _decoded(self, rows: Rows) -> Tensor:
-        values = rows.decode(self.dtype)
-        return values.view(self.length, self.batch, self.heads, rows.columns).permute(1, 2, 0, 3)
+        keys, values = self._states
+        return keys.add(key_states), values.add(value_states)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, block scales (padding included) and factors, of keys and values."""
-        return sum(rows.nbytes for rows in (self._keys, self._values) if rows is not None)
+        """Bytes of codes, block scales (padding included) and factors, and of dense tokens; of keys and values."""
+        return sum(states.nbytes for states in self._states)
 
     def get_seq_length(self) -> int:
         """The number of tokens."""
@@ -180,7 +238,7 @@ class NVFP4CacheLayer(DynamicLayer):
         """Remove the last ``-tokens_to_remove`` tokens; of a positive number, transformers' older way, keep so many."""
         kept = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
         if kept < self.length:
-            self._select(torch.arange(max(kept, 0)), torch.arange(self.batch))
+            self._select(max(kept, 0), _numbers(self.batch))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch entries in another order, for beam search."""
@@ -189,55 +247,50 @@ class NVFP4CacheLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these entries of the batch: whole numbers, or a mask."""
         if self.is_initialized:
-            indices = torch.as_tensor(indices).cpu()
+            indices = torch.as_tensor(indices, device="cpu")
             entries = indices.nonzero().flatten() if indices.dtype == torch.bool else indices.long()
-            self._select(torch.arange(self.length), entries)
+            self._select(self.length, entries)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each entry of the batch ``repeats`` times."""
         if self.is_initialized:
-            self._select(torch.arange(self.length), torch.arange(self.batch).repeat_interleave(repeats))
+            self._select(self.length, _numbers(self.batch).repeat_interleave(repeats))
 
-    def _select(self, tokens: Tensor, entries: Tensor) -> None:
-        assert self._keys is not None and self._values is not None
-        row = (tokens[:, None, None] * self.batch + entries[:, None]) * self.heads + torch.arange(self.heads)
-        for rows in (self._keys, self._values):
-            rows.select(row.flatten().to(rows.codes.device))
-        self.length, self.batch = len(tokens), len(entries)
+    def _select(self, tokens: int, entries: Tensor) -> None:
+        for states in self._states:
+            states.select(tokens, entries)
+        self.length, self.batch = tokens, len(entries)
 
     def offload(self) -> None:
         """Move what is stored to the CPU."""
-        self._move("cpu")
+        for states in self._states:
+            states.to("cpu")
 
     def prefetch(self) -> None:
         """Move what is stored back to the device of the states."""
-        if self.is_initialized:
-            self._move(self.device)
-
-    def _move(self, device: torch.device | str) -> None:
-        for rows in (self._keys, self._values):
-            if rows is not None:
-                rows.to(device)
+        for states in self._states:
+            states.to(self.device)
 
 
-def nvfp4_cache(config: PreTrainedConfig, spec: QuantizeSpec | None = None) -> Cache:
+def nvfp4_cache(config: PreTrainedConfig, spec: QuantizeSpec | None = None, *, recent: int = RECENT) -> Cache:
     """A cache for ``model.generate(past_key_values=...)`` or a model's forward, keys and values in NVFP4.
 
     Layers that keep no growing keys and values (sliding windows, linear attention) stay as transformers makes them.
 
     Args:
         config: of the model.
-        spec: as :class:`NVFP4CacheLayer` takes it.
+        spec, recent: as :class:`NVFP4CacheLayer` takes them.
 
     Raises:
-        ValueError: no layer of the model has keys and values that grow; a spec that does not do.
+        ValueError: no layer of the model has keys and values that grow; a spec or number that does not do.
 
     Example:
         >>> cache = nvfp4_cache(model.config)
         >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
     """
     layers = [
-        NVFP4CacheLayer(spec) if type(layer) is DynamicLayer else layer for layer in DynamicCache(config=config).layers
+        NVFP4CacheLayer(spec, recent) if type(layer) is DynamicLayer else layer
+        for layer in DynamicCache(config=config).layers
     ]
     if not any(isinstance(layer, NVFP4CacheLayer) for layer in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no layers"
