@@ -28,6 +28,7 @@ from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConf
 from nvfp4_tensor.integrations.transformers.decoding import decode_natively
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, config_of
 from nvfp4_tensor.integrations.transformers.saving import save
+from nvfp4_tensor.integrations.transformers.training_experts import train_experts
 from nvfp4_tensor.integrations.transformers.while_loading import WhileLoadingQuantizer
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "decode_natively",
     "read_compressed_tensors",
     "save",
+    "train_experts",
 ]
 
 register_quantization_config(METHOD)(NVFP4TensorConfig)

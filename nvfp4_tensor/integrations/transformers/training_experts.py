@@ -1,0 +1,94 @@
+"""Experts of transformers' models that train in NVFP4: an implementation for each recipe, beside "grouped_mm"."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.training import RECIPES, Recipe, grouped_linear
+from nvfp4_tensor.training.recipe import resolve
+
+
+def train_experts(model: PreTrainedModel, recipe: Recipe | str = "nvidia") -> None:
+    """Train a model's experts by a recipe: what ``model.set_experts_implementation("nvfp4_nvidia")`` does for a name.
+
+    Each expert's two products are a :func:`training.grouped_linear`; routers, attention and shared experts are linears,
+    which ``quantize_(model, NVFP4TrainingConfig(...))`` is for. Parameters stay what they are.
+    ``model.set_experts_implementation("grouped_mm")`` goes back.
+
+    Args:
+        model: one of transformers' mixtures of experts: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss, ...
+        recipe: a :class:`training.Recipe`, or the name of one.
+
+    Raises:
+        ValueError: the model has no such experts, an unknown recipe, or another recipe has its name.
+        TypeError: the experts are quantized already.
+
+    >>> train_experts(model, "nvidia")
+    """
+    recipe = resolve(recipe)
+    experts = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    if not experts:
+        raise ValueError(f"{type(model).__name__} has no experts that transformers lets an implementation compute")
+    for name, module in experts.items():
+        if any(isinstance(parameter, NVFP4Tensor) for parameter in module.parameters()):
+            raise TypeError(
+                f"{name} holds weights in NVFP4, which do not train: load the model without quantizing them"
+            )
+    model.set_experts_implementation(_registered(recipe))
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")  # what transformers' decorator gives
+
+
+def _registered(recipe: Recipe) -> str:
+    """The name under which transformers knows it."""
+    name = f"nvfp4_{recipe.name}"
+    known = ALL_EXPERTS_FUNCTIONS.get(name)
+    if known is None:
+        ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(_forward, recipe=recipe))
+    elif known.keywords["recipe"] != recipe:
+        raise ValueError(f"another recipe is called {recipe.name!r}: give this one a name, recipe.replace(name=...)")
+    return name
+
+
+def _forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, recipe: Recipe
+) -> Tensor:
+    """Of tokens (T, H), each by its experts (T, k) and their weights: (T, H). Rows go by experts, and back.
+
+    An index past the last expert is one of another rank, whose rows come out as zero.
+    """
+    tokens, chosen = top_k_index.shape
+    ids, order = torch.sort(top_k_index.flatten(), stable=True)
+    offs = torch.searchsorted(ids, torch.arange(experts.num_experts, device=ids.device), right=True, out_int32=True)
+    rows = hidden_states[order // chosen]
+    names = ("gate_up_proj", "down_proj") if experts.has_gate else ("up_proj", "down_proj")
+    rows = _linear(experts, names[0], rows, ids, offs, recipe)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _linear(experts, names[1], rows, ids, offs, recipe)
+    if experts.has_post_expert_norm:
+        rows = experts.post_expert_norm(rows)
+    here = (ids < experts.num_experts)[:, None]  # a bias or a norm may have written where no expert is
+    rows = torch.where(here, rows * top_k_weights.flatten()[order][:, None], 0)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return rows[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+
+
+def _linear(experts: Any, name: str, rows: Tensor, ids: Tensor, offs: Tensor, recipe: Recipe) -> Tensor:
+    weight = getattr(experts, name)
+    y = grouped_linear(rows, weight.mT if experts.is_transposed else weight, offs, recipe)
+    if experts.has_bias:
+        y = y + getattr(experts, f"{name}_bias")[ids.clamp(max=experts.num_experts - 1)]
+    return y
+
+
+for each in RECIPES.values():
+    _registered(each)
