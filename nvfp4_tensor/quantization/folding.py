@@ -9,7 +9,7 @@ so how finely each is rounded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,7 +72,8 @@ def fold_scales(
 
     Returns:
         What was found, also where the exponent is 0 and nothing was changed. Norms whose output something other than
-        linears reads, and norms of another form than ``weight * x`` (+ bias), are not in it.
+        linears reads, or linears that read something else too, and norms of another form than ``weight * x`` or
+        ``(1 + weight) * x`` (+ bias), are not in it.
 
     Raises:
         ValueError: no batches.
@@ -98,8 +99,9 @@ def fold_scales(
         counted = [linear for name, linear in linears.items() if chosen(linear, name)]
         if counted:
             fold = Fold((names[norm], norm), linears)
-            if _fold(fold, counted, hessian, spec):
-                folds.append(fold)
+            with torch.autocast(hessian.device.type, enabled=False):  # the model's own, which would round products
+                if _fold(fold, counted, hessian, spec):
+                    folds.append(fold)
     return folds
 
 
@@ -113,6 +115,8 @@ class _Readers(TorchFunctionMode):
         self.linears: dict[nn.Module, list[nn.Linear]] = {}
         self.hessians: dict[nn.Module, Tensor] = {}
         self.refused: set[nn.Module] = set()
+        self.fed: dict[nn.Linear, set[nn.Module | None]] = {}
+        """The norms that feed each linear; None where something else does, or reads its weight."""
 
     @classmethod
     @contextmanager
@@ -121,7 +125,7 @@ class _Readers(TorchFunctionMode):
         shared = _held_twice(model)
         norms = [m for m in model.modules() if _is_norm(m) and id(m.weight) not in shared]
         hooks = [norm.register_forward_hook(self._gave) for norm in norms]
-        hooks.append(model.register_forward_hook(lambda *_: self.given.clear()))
+        hooks.append(model.register_forward_hook(self._returned))
         try:
             with self:
                 yield self
@@ -129,10 +133,15 @@ class _Readers(TorchFunctionMode):
             for hook in hooks:
                 hook.remove()
         for norm, linears in self.linears.items():
-            if any(id(linear.weight) in shared for linear in linears):
+            if any(id(linear.weight) in shared or self.fed[linear] != {norm} for linear in linears):
                 self.refused.add(norm)
         for norm in self.refused:
             self.hessians.pop(norm, None)
+
+    def _returned(self, model: nn.Module, arguments: Any, output: Any) -> None:
+        """What the model gives to its caller somebody reads."""
+        self.refused |= {self.given[id(each)][0] for each in _tensors((output,)) if id(each) in self.given}
+        self.given.clear()
 
     def _gave(self, norm: nn.Module, arguments: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.shape[-1] == _width(norm):
@@ -143,16 +152,19 @@ class _Readers(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") != "__get__":  # a shape or a dtype is no reading
-            for argument in _tensors((*args, *kwargs.values())):
-                if id(argument) in self.given:
-                    self._read(func, args, *self.given[id(argument)])
+            read = list(_tensors((*args, *kwargs.values())))
+            norms = [self.given[id(each)] for each in read if id(each) in self.given]
+            weights = [self.by_weight[id(each)] for each in read if id(each) in self.by_weight]
+            product = func is nn.functional.linear and len(weights) == 1 and len(norms) == 1 and norms[0][1] is read[0]
+            for linear in weights:
+                self.fed.setdefault(linear, set()).add(norms[0][0] if product else None)
+            if product:
+                self._feeds(*norms[0], weights[0])
+            else:
+                self.refused |= {norm for norm, _ in norms}
         return func(*args, **kwargs)
 
-    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], norm: nn.Module, x: Tensor) -> None:
-        linear = self.by_weight.get(id(args[1])) if func is nn.functional.linear and len(args) > 1 else None
-        if linear is None or args[0] is not x:
-            self.refused.add(norm)
-            return
+    def _feeds(self, norm: nn.Module, x: Tensor, linear: nn.Linear) -> None:
         linears = self.linears.setdefault(norm, [])
         if not linears or linear is linears[0]:  # once for all that read it
             square = square_of(x.reshape(-1, x.shape[-1]))
@@ -184,6 +196,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+        elif isinstance(value, Mapping):
+            yield from _tensors(value.values())
 
 
 def _fold(fold: Fold, counted: Sequence[nn.Linear], hessian: Tensor, spec: QuantizeSpec) -> bool:
@@ -215,23 +229,37 @@ def _loss(weight: Tensor, scale: Tensor, hessian: Tensor, spec: QuantizeSpec) ->
 
 
 def _apply(norm: nn.Module, linears: Sequence[nn.Linear], scale: Tensor) -> bool:
-    """Divide the norm's weight, and bias, by the scale, and multiply the linears' columns; False, and nothing done,
-    where the norm does not then give its output divided by it."""
+    """Divide what the norm multiplies by, and its bias, by the scale, and multiply the linears' columns; False, and
+    nothing done, where the norm does not then give its output divided by it."""
     parts = {name: p for name in ("weight", "bias") if isinstance(p := getattr(norm, name, None), nn.Parameter)}
     before = {name: p.detach().clone() for name, p in parts.items()}
-    probe = torch.linspace(-2, 3, 4 * len(scale), device=scale.device).view(4, -1).to(parts["weight"].dtype)
-    expected = norm(probe).float()
-    parts["weight"].copy_(before["weight"].float() / scale)
-    # What the rounded weight really divides by; where it is zero nothing comes through, whatever the scale.
-    ratio = before["weight"].float() / parts["weight"].float()
+    probe = torch.linspace(-2, 3, 4 * len(scale), dtype=torch.float32, device=scale.device).view(4, -1)
+    probe = probe.to(parts["weight"].dtype)
+    try:
+        expected = norm(probe).float()
+    except TypeError:  # it takes more than one input
+        return False
+    tolerance = max(2 * torch.finfo(probe.dtype).eps, 1e-5)
+    for offset in (0.0, 1.0):  # Gemma's norms multiply by 1 + weight
+        exact = _divide(parts, before, scale, offset)
+        if torch.allclose(
+            norm(probe).float() * exact, expected, rtol=tolerance, atol=tolerance * float(expected.abs().amax())
+        ):
+            for linear in linears:
+                linear.weight.copy_(linear.weight.float() * exact)
+            return True
+    for name, value in before.items():
+        parts[name].copy_(value)
+    return False
+
+
+def _divide(parts: dict[str, nn.Parameter], before: dict[str, Tensor], scale: Tensor, offset: float) -> Tensor:
+    """Divide offset + weight, and bias; by what it really was, since weights are rounded to their dtype."""
+    factor = before["weight"].float() + offset
+    parts["weight"].copy_(factor / scale - offset)
+    # Where it is zero nothing comes through, whatever the scale.
+    ratio = factor / (parts["weight"].float() + offset)
     exact = torch.where(ratio.isfinite() & (ratio > 0), ratio, scale)
     if "bias" in parts:
         parts["bias"].copy_(before["bias"].float() / exact)
-    tolerance = 2**-6 * expected.abs().amax()
-    if not torch.allclose(norm(probe).float() * exact, expected, rtol=2**-6, atol=float(tolerance)):
-        for name, value in before.items():
-            parts[name].copy_(value)
-        return False
-    for linear in linears:
-        linear.weight.copy_(linear.weight.float() * exact)
-    return True
+    return exact

@@ -141,5 +141,5 @@ def _counts(magnitude: Tensor) -> Tensor:
 def _percentile(histogram: Tensor, percentile: float) -> Tensor:
     """The upper edge of the bin in which that percentage is reached: float32 0-d."""
     counts = histogram.cumsum(0)
-    bin_ = torch.searchsorted(counts, torch.ceil(counts[-1] * (percentile / 100)).long().clamp(min=1))
+    bin_ = torch.searchsorted(counts, torch.ceil(counts[-1].double() * (percentile / 100)).long().clamp(min=1))
     return (((bin_ + 1) << 18).int() - 1).view(torch.float32)

@@ -30,8 +30,26 @@ class Block(nn.Module):
 class ShiftedNorm(nn.RMSNorm):
     """Gemma's: the weight is what is added to 1."""
 
+    def __init__(self, width):
+        super().__init__(width)
+        nn.init.zeros_(self.weight)
+
     def forward(self, x):
         return nn.functional.rms_norm(x, self.normalized_shape) * (1 + self.weight)
+
+
+class SquaredNorm(nn.RMSNorm):
+    """Of a form that nothing is folded into."""
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.normalized_shape) * self.weight.square()
+
+
+class GatedNorm(nn.RMSNorm):
+    """Of two inputs."""
+
+    def forward(self, x, gate):
+        return super().forward(x) * gate
 
 
 def make(norm=nn.RMSNorm, reader=None, dtype=torch.float32):
@@ -39,7 +57,7 @@ def make(norm=nn.RMSNorm, reader=None, dtype=torch.float32):
     m = nn.Sequential(Block(norm(WIDTH), reader), Block(norm(WIDTH))).to(dtype)
     for block in m:
         # a few columns are fed much more than others, as in language models
-        block.norm.weight.data[::16] *= 12
+        block.norm.weight.data[::16] = 12.0 - isinstance(block.norm, ShiftedNorm)
         if isinstance(block.norm, nn.LayerNorm):
             block.norm.bias.data.normal_()
     return m
@@ -56,7 +74,7 @@ def run(m, data):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-5)])
-@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm, ShiftedNorm])
 def test_the_model_computes_what_it_did_and_errs_less(norm, dtype, tolerance):
     dense = make(norm, dtype=dtype)
     folded, plain = copy.deepcopy(dense), copy.deepcopy(dense)
@@ -104,9 +122,35 @@ def test_even_columns_are_left_alone():
             assert all(torch.equal(state[key], value) for key, value in m.state_dict().items() if key[0] == prefix)
 
 
-def _shifted(m):
-    m[0].norm = ShiftedNorm(WIDTH)
-    m[0].norm.weight.data = torch.where(torch.arange(WIDTH) % 16 == 0, 11.0, 0.0)
+def _squared(m):
+    m[0].norm = SquaredNorm(WIDTH)
+    m[0].norm.weight.data[::16] = 3.0
+
+
+def _gated(m):
+    m[0].norm, norm = GatedNorm(WIDTH), m[0].norm
+    m[0].norm.weight = norm.weight
+    m[0].forward = lambda x: x + m[0].q(m[0].norm(x, x)) @ torch.ones(48, WIDTH)
+
+
+def _also_fed_otherwise(m):
+    m[0].reader = lambda y: nn.functional.linear(m[0].q(torch.ones(WIDTH)), torch.ones(WIDTH, 48))
+
+
+def _fed_by_two_norms(m):
+    m[0].q = m[1].q
+
+
+def _weight_read_directly(m):
+    m[0].reader = lambda y: m[0].k.weight.sum(dim=0)
+
+
+def _returned_what_is_read(m):
+    def forward(x):
+        y = m[0].norm(x)
+        return {"states": [y], "out": m[0].q(y)}
+
+    m[0].forward, m[1] = forward, nn.Identity()
 
 
 def _times_a_constant(y):
@@ -119,9 +163,24 @@ def _times_a_constant(y):
         lambda m: setattr(m[0], "reader", torch.tanh),
         lambda m: setattr(m[0], "reader", _times_a_constant),
         lambda m: setattr(m[0].norm, "weight", m[1].norm.weight),
-        _shifted,
+        _squared,
+        _gated,
+        _also_fed_otherwise,
+        _fed_by_two_norms,
+        _weight_read_directly,
+        _returned_what_is_read,
     ],
-    ids=["another reader", "a product of no linear", "a weight of two norms", "another form"],
+    ids=[
+        "another reader",
+        "a product of no linear",
+        "a weight of two norms",
+        "another form",
+        "two inputs",
+        "a linear fed otherwise too",
+        "a linear of two norms",
+        "a weight read directly",
+        "returned",
+    ],
 )
 def test_what_cannot_be_folded_stays_as_it_is(change):
     m = make()
@@ -130,6 +189,25 @@ def test_what_cannot_be_folded_stays_as_it_is(change):
     folds = fold_scales(m, batches(), progress=False)
     assert "0.norm" not in [fold.norm[0] for fold in folds]
     assert all(torch.equal(state[key], m.state_dict()[key]) for key in state if key.startswith("0."))
+
+
+def test_defaults_of_torch_change_nothing(other_defaults):
+    m, data = other_defaults(lambda: (make(), batches()))
+    expected = other_defaults(lambda: make())
+    other_defaults(lambda: fold_scales(expected, data, progress=False))
+    assert fold_scales(m, data, progress=False)[0].exponent > 0
+    with torch.autocast("cpu", enabled=False):
+        assert all(torch.equal(value, expected.state_dict()[key]) for key, value in m.state_dict().items())
+
+
+def test_autocast_changes_nothing_but_what_the_model_computes():
+    """Exponents and losses are taken in float32, of inputs that the first norm gives in float32 too."""
+    folds = []
+    for enabled in (False, True):
+        m, data = make(), batches()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            folds.append(fold_scales(m, data, progress=False)[0])
+    assert folds[0].exponent == folds[1].exponent and folds[0].loss == folds[1].loss
 
 
 def test_linears_that_are_not_chosen_are_scaled_but_do_not_count():

@@ -61,3 +61,15 @@ def test_the_amax_stays_float32():
 def test_a_prepared_model_without_memory_gets_some():
     linear = ObservedLinear.observe(nn.Linear(32, 8, device="meta"), QuantizeSpec()).to_empty(device="cpu")
     assert linear.activation_amax.dtype == torch.float32 and linear.activation_amax.device.type == "cpu"
+
+
+def test_percentiles_do_not_know_the_default_dtype(other_defaults):
+    """Of 100,003 counts bfloat16 would keep eight bits."""
+    observed = other_defaults(lambda: ObservedLinear.observe(nn.Linear(4, 4), QuantizeSpec()))
+    observed.activation_amax.fill_(1e9)
+    observed.activation_histogram[4000:4100] = 1000
+    observed.activation_histogram[4100] = 3
+    reached = [
+        int((observed.amax_at(100 * share / 100_003).view(torch.int32) >> 18).item()) for share in (1000, 1001, 50_000)
+    ]
+    assert reached == [4000, 4001, 4049]
