@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.tensor.callers import locals_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
@@ -32,7 +33,12 @@ def _is_shared(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
 
 @NVFP4Tensor.implements_torch_function(Tensor.data_ptr)
 def _data_ptr(func: Op, types: Types, args: Args, kwargs: Kwargs) -> int:
-    """That of the codes: by it accelerate and others know one tensor from another, which by 0 are all the same."""
+    """That of the codes: by it accelerate and others know one tensor from another, which by 0 are all the same.
+
+    0 for what stages dcp.async_save's tensors: it then copies the parts, and not a storage that is not there.
+    """
+    if locals_of("_offload_tensor", "_state_dict_stager.py") is not None:
+        return 0
     return args[0].qdata.data_ptr()
 
 

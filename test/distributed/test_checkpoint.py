@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, checkpoints, distributed, quantize, quantize_experts
+from nvfp4_tensor.training import NVFP4TrainingConfig
 
 
 def make(seed):
@@ -113,3 +114,38 @@ def reshards_columns(folder, save):
 def test_columns_over_ranks(tmp_path):
     run_ranks(reshards_columns, 2, str(tmp_path), True)
     run_ranks(reshards_columns, 4, str(tmp_path), False)
+
+
+# --- saved beside the training ---------------------------------------------------------------------------------------
+
+
+def saved_asynchronously(kind, folder):
+    """What the model had when the save began, whatever is written to it meanwhile."""
+    if kind == "trained":
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
+        quantize_(model, NVFP4TrainingConfig())
+        distributed.gather_codes(model)
+    else:
+        model = make(seed=1)
+    fully_shard(model)
+    before = {name: t.full_tensor().clone() for name, t in model.state_dict().items()}
+
+    def state():
+        return distributed.to_plain(model.state_dict()) if kind == "plain" else model.state_dict()
+
+    saving = dcp.async_save(state(), checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    saving.result()
+    assert not any(p.full_tensor().any() for p in model.parameters())
+    loaded = state()
+    dcp.load(loaded, checkpoint_id=folder)
+    model.load_state_dict(distributed.from_plain(loaded) if kind == "plain" else loaded)
+    assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("kind", ["plain", "itself", "trained"])
+def test_asynchronously(kind, tmp_path):
+    run_ranks(saved_asynchronously, 2, kind, str(tmp_path))
