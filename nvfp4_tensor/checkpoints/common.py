@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.checkpoints.shards import what_is_in
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -259,6 +260,9 @@ class Checkpoint(abc.ABC):
         """A dense tensor in flat contiguous pieces, in order: what a writer copies, however large it is."""
         yield self.dense(name).contiguous().view(-1)
 
+    def write_others(self, folder: Path) -> None:  # noqa: B027  a model in memory has none
+        """Put into ``folder`` what belongs to the model beside weights and configuration: its tokenizer, above all."""
+
     def identity(self) -> list[Any] | None:
         """What the content follows from, as JSON: names, sizes and times of files, settings. None: nobody can tell."""
         if self.path is None:
@@ -349,7 +353,7 @@ def detect(path: str | Path) -> str:
             return name
     raise ValueError(
         f"{path} is no checkpoint that is read here: expected a folder with *.safetensors (and config.json), a "
-        f".safetensors or a .gguf file; found {_found(path)}"
+        f".safetensors or a .gguf file; found {what_is_in(path)}"
     )
 
 
@@ -366,13 +370,3 @@ def read(path: str | Path, format: str | None = None) -> Checkpoint:
         ValueError: it is none of the formats, or wrong: the message names file, tensor, expected and found.
     """
     return format_named(detect(path) if format is None else format).read(Path(path))
-
-
-def _found(path: Path) -> str:
-    if not path.is_dir():
-        return f"a file of {path.stat().st_size} bytes"
-    names = sorted(each.name for each in path.iterdir())
-    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]
-    if pickles:
-        return f"{', '.join(pickles[:3])}: pickles, which can run code and are never read"
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "an empty folder"

@@ -36,7 +36,7 @@ class FolderCheckpoint(Checkpoint):
     """A folder of safetensors files in some format."""
 
     def __init__(self, format: SafetensorsFormat, path: Path) -> None:
-        self.path = path
+        self.path: Path = path
         self.format = format.name
         self.shards = Shards(path)
         folder = path if path.is_dir() else path.parent
@@ -75,6 +75,12 @@ class FolderCheckpoint(Checkpoint):
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         return self.shards.chunks(self.stored_name(name))
+
+    def write_others(self, folder: Path) -> None:
+        """The files of its folder that are neither weights nor what this package writes anew."""
+        for file in sorted(self.path.iterdir()) if self.path.is_dir() else ():
+            if file.is_file() and not any(file.match(pattern) for pattern in _NOT_COPIED):
+                shutil.copyfile(file, folder / file.name)
 
     def stored_name(self, name: str) -> str:
         """The name that a dense tensor has in the files."""
@@ -256,10 +262,7 @@ class SafetensorsFormat(Format):
 
     def _write_rest(self, checkpoint: Checkpoint, plan: Plan, state: Progress) -> None:
         """Index, configs, sidecar, and the other files of the source's folder."""
-        if checkpoint.path is not None and checkpoint.path.is_dir():
-            for file in sorted(checkpoint.path.iterdir()):
-                if file.is_file() and not any(file.match(pattern) for pattern in _NOT_COPIED):
-                    shutil.copyfile(file, state.folder / file.name)
+        checkpoint.write_others(state.folder)
         where = {key: file for file, names in plan.items() for tensors in names.values() for key in tensors}
         if len(plan) > 1:
             tensors = [tensor for names in plan.values() for laid_out in names.values() for tensor in laid_out.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from nvfp4_tensor.checkpoints.gguf_names import (
     row_order,
     scaling_of,
 )
+from nvfp4_tensor.checkpoints.gguf_tokenizer_reading import tokenizer_of
 from nvfp4_tensor.checkpoints.mxfp4 import parts_of_mxfp4
 from nvfp4_tensor.checkpoints.sidecar import read_factors, with_factors
 
@@ -103,6 +105,20 @@ class GGUFCheckpoint(Checkpoint):
             input_scale=self._sidecar(gguf_name, "input_scale", expert) if entry.has_input_scale else None,
         )
         return with_factors(parts, self._factors.get(name, {}))
+
+    def write_others(self, folder: Path) -> None:
+        """Its tokenizer, as files of transformers; a warning where that cannot be."""
+        try:
+            tokenizer = tokenizer_of(self.path, self.fields)
+        except (ImportError, ValueError, OSError, KeyError) as error:
+            warnings.warn(
+                f"the tokenizer of {self.path.name} is left out, for it cannot be read ({error}): put the model's own "
+                "tokenizer.json and tokenizer_config.json there",
+                stacklevel=2,
+            )
+            return
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
     def per_tensor_scale(self, name: str) -> Tensor:
         gguf_name, expert = self._places[name]

@@ -139,13 +139,16 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if path.is_file():
         return [path], {}
     indices = sorted(path.glob("*.safetensors.index.json"))
+    usual = path / "model.safetensors.index.json"
+    if usual in indices:  # and not consolidated.safetensors.index.json, which is the same model under other names
+        indices = [usual]
     if len(indices) > 1:
         raise ValueError(f"{path} has {len(indices)} indices, expected one: {', '.join(each.name for each in indices)}")
     if not indices:
         single = path / "model.safetensors"
         files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
         if not files:
-            raise ValueError(f"{path}: expected safetensors files, found none")
+            raise ValueError(f"{path}: expected safetensors files, found {what_is_in(path)}")
         return files, {}
     index = read_json(indices[0]).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
@@ -156,6 +159,17 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if absent := set(names) - {each.name for each in path.iterdir() if each.is_file()}:
         raise ValueError(f"{indices[0]} names {min(absent)[:200]}, which is not in {path}")
     return [path / name for name in names], index
+
+
+def what_is_in(path: Path) -> str:
+    """For a message: the first files of a folder, or how large a file is."""
+    if not path.is_dir():
+        return f"a file of {path.stat().st_size} bytes"
+    names = sorted(each.name for each in path.iterdir())
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]
+    if pickles:
+        return f"{', '.join(pickles[:3])}: pickles, which can run code and are never read"
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "an empty folder"
 
 
 def _header(file: Path, metadata: dict[str, str]) -> dict[str, TensorInfo]:

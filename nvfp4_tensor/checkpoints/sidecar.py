@@ -63,7 +63,7 @@ def read_factors(path: Path) -> dict[str, dict[str, Any]]:
 def write_factors(file: Path, factors: Mapping[str, Any]) -> None:
     """Nothing where there are none."""
     if factors:
-        write_json(file, {"version": 1, "factors": factors})
+        write_json(file, {"version": 1, "factors": dict(sorted(factors.items()))})
 
 
 def lost_factors(parts: LinearParts, *, stores_divisors: bool) -> dict[str, Any]:

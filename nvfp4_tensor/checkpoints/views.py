@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +38,9 @@ class View(Checkpoint):
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         return self.source.chunks(name)
+
+    def write_others(self, folder: Path) -> None:
+        self.source.write_others(folder)
 
     def identity(self) -> list[Any] | None:
         inner = self.source.identity()

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints.gguf_reading import GGUFCheckpoint
+from nvfp4_tensor.checkpoints.gguf_tokenizer_reading import tokenizer_of
 from nvfp4_tensor.imports import quietly
 
 _PACKAGES = ("transformers", "accelerate")
@@ -96,7 +98,11 @@ def open_tokenizer(*paths: Path | None) -> Any:
         if path.is_dir() and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
             return transformers.AutoTokenizer.from_pretrained(path)
         if path.is_file() and path.suffix == ".gguf":
-            return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            with checkpoints.read(path, "gguf") as opened:
+                assert isinstance(opened, GGUFCheckpoint)
+                tokenizer = tokenizer_of(path, opened.fields)
+            if tokenizer is not None:
+                return tokenizer
     raise ValueError(
         f"no tokenizer in {', '.join(str(path) for path in paths if path)}: name a folder that has one, --config-from"
     )

@@ -6,6 +6,7 @@ import pytest
 from helpers.checkpoints import TINY, write_gguf
 
 from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints import gguf_tokenizer
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -15,14 +16,18 @@ transformers = pytest.importorskip("transformers")
 def trained(*steps):
     """Of some tokens, the first special; the steps cut the text before it is merged."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not steps)
+    split = any(isinstance(step, tokenizers.pre_tokenizers.Split) for step in steps)
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["<eos>"], show_progress=False)
     tokenizer.train_from_iterator(["the fox and the hen and the dog"], trainer)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-LLAMA_3 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 
 
 def split(pattern):
@@ -53,6 +58,31 @@ def test_what_llama_cpp_needs_is_there(tmp_path, tensors, rule):
     assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
+
+
+TEXTS = ["the fox and 1234567 hens, the dog's", "  then\n\n\tand 3.14 + x!!  ", "<eos>the end<eos>"]
+
+
+@pytest.mark.filterwarnings("ignore:4 groups of linears")
+@pytest.mark.parametrize("rule", RULES)
+def test_a_folder_gets_the_tokenizer_of_a_file(tmp_path, tensors, rule):
+    """It cuts text as the original did, digits too, and comes back into a file byte for byte."""
+    original = trained(*RULES[rule])
+    write_gguf(tmp_path / "a.gguf", tensors, tokenizer=original).close()
+    checkpoints.convert(tmp_path / "a.gguf", tmp_path / "folder", to="modelopt", progress=False)
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert [read(text).input_ids for text in TEXTS] == [original(text).input_ids for text in TEXTS]
+    (tmp_path / "again").mkdir()
+    checkpoints.convert(tmp_path / "folder", tmp_path / "again/a.gguf", to="gguf", progress=False)
+    assert (tmp_path / "again/a.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
+def test_a_tokenizer_that_is_not_known_is_left_out_with_a_warning(tmp_path, tensors, monkeypatch):
+    monkeypatch.setattr(gguf_tokenizer, "_pre_tokenizer", lambda *_: "tekken")
+    write_gguf(tmp_path / "a.gguf", tensors, tokenizer=trained()).close()
+    with pytest.warns(UserWarning, match=r"tokenizer of a\.gguf is left out, .* cut by the rule 'tekken'"):
+        checkpoints.convert(tmp_path / "a.gguf", tmp_path / "folder", to="modelopt", progress=False)
+    assert not (tmp_path / "folder/tokenizer.json").exists()
 
 
 def test_that_of_a_folder_of_another_file_and_none(tmp_path, tensors):

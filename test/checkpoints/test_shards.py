@@ -118,9 +118,21 @@ def test_a_tensor_in_two_files(tmp_path):
         Shards(tmp_path)
 
 
+def test_the_usual_index_counts(tmp_path):
+    """Beside it Mistral's folders have the same model under other names, with an index of its own."""
+    tensors = write_dense(tmp_path / "src", files=2)
+    save_file({"x": torch.zeros(2)}, tmp_path / "src/consolidated.safetensors")
+    other = tmp_path / "src/consolidated.safetensors.index.json"
+    other.write_text(json.dumps({"weight_map": {"x": "consolidated.safetensors"}}))
+    assert set(Shards(tmp_path / "src")) == set(tensors)
+    (tmp_path / "src/model.safetensors.index.json").rename(tmp_path / "src/more.safetensors.index.json")
+    with pytest.raises(ValueError, match="has 2 indices, expected one"):
+        Shards(tmp_path / "src")
+
+
 def test_a_pickle_is_never_read(tmp_path):
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match=r"found pytorch_model\.bin: pickles, which can run code and are never read"):
         Shards(tmp_path)
     from nvfp4_tensor import checkpoints
 
