@@ -8,10 +8,12 @@ from nvfp4_tensor.distributed.ddp import prepare_ddp
 from nvfp4_tensor.distributed.experts import share_amax
 from nvfp4_tensor.distributed.fsdp import gather_codes, precompute_amaxes
 from nvfp4_tensor.distributed.gradients import NVFP4Reduction, reduce_gradients_in_nvfp4
+from nvfp4_tensor.distributed.pipeline import NVFP4PipelineStage
 from nvfp4_tensor.distributed.tensor_parallel import NVFP4ColwiseParallel, NVFP4RowwiseParallel
 
 __all__ = [
     "NVFP4ColwiseParallel",
+    "NVFP4PipelineStage",
     "NVFP4Reduction",
     "NVFP4RowwiseParallel",
     "check_ranks",
