@@ -1,7 +1,9 @@
 """Reports: whole, without a word from elsewhere, and as a real browser draws them."""
 
+import html
 import math
 import re
+import shlex
 import shutil
 from html.parser import HTMLParser
 
@@ -56,6 +58,18 @@ def test_a_report_is_whole_and_needs_nothing_else(reports, name):
     assert not _FETCHING.search(text)
     assert sum("model.layers" in cell for cell in outline.cells) >= 14
     assert outline.rects >= {"inspect": 16 + 14, "compare": 14 + 14}[name]
+
+
+def test_inspect_says_how_to_learn_what_it_cannot_know(reports, quantized, dense, text, tmp_path):
+    """The command in its report, with the names put in, is one that runs."""
+    import nvfp4_cli
+
+    command = html.unescape(re.search(r"<pre>nvfp4 (.*)</pre>", reports["inspect"].read_text())[1])
+    names = {"DENSE": str(dense), "TEXT": str(text), "compare.html": str(tmp_path / "compare.html")}
+    arguments = [names.get(word, word) for word in shlex.split(command)]
+    assert arguments[:3] == ["compare", str(dense), str(quantized)]
+    assert nvfp4_cli.main([*arguments, "--tokens", "16"]) == 0
+    assert "What to leave dense" in (tmp_path / "compare.html").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,11 @@ _SUGGESTED = 5
 _WHAT_TO_LEAVE = (
     "First where each bit more removes most of the squared errors of outputs; linears that servers join, together. To "
     "choose by what the whole model says: nvfp4 quantize SRC DST --calibrate TEXT --bits 5."
+)
+
+_WITH_THE_ORIGINAL = (
+    "No checkpoint says how far it is from what it was made of. Beside that one, DENSE, and on sample text, a report of "
+    "compare has the error of each layer and of its output, which layers to leave dense, and bits against perplexity:"
 )
 
 
@@ -60,6 +66,9 @@ def write_inspection(file: Path, found: Inspection) -> None:
     listed = found.tensors if found.every else found.quantized
     text = "A click on a column's name sorts by it. Clipped are blocks whose scale is 448, the largest there is."
     sections.append(Section("Tensors", text, head=inspect.HEAD, rows=[weight.cells() for weight in listed]))
+    if found.quantized:
+        command = f"nvfp4 compare DENSE {shlex.quote(str(found.path))} --text TEXT --sweep 5 --html compare.html"
+        sections.append(Section("Errors, and what to leave dense", _WITH_THE_ORIGINAL, code=command))
     _write(file, found.path.name, f"{found.architecture or 'unknown architecture'}, {found.path}", facts, sections)
 
 
