@@ -28,8 +28,8 @@ _WHAT_TO_LEAVE = (
 )
 
 _WITH_THE_ORIGINAL = (
-    "No checkpoint says how far it is from what it was made of. Beside that one, DENSE, and on sample text, a report of "
-    "compare has the error of each layer and of its output, which layers to leave dense, and bits against perplexity:"
+    "No checkpoint says how far it is from what it was made of. Beside that one, DENSE, and on sample text, compare's "
+    "report has the error of each layer and of its output, which layers to leave dense, and bits against perplexity:"
 )
 
 
