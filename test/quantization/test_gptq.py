@@ -170,13 +170,18 @@ def test_a_run_goes_on_behind_what_it_finished(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("changed", "named"),
-    [({"data": 3}, "batches"), ({"config": GPTQConfig(damping=0.1)}, "config"), ({"seed": 1}, "weights")],
+    [
+        ({"data": 3}, "batches"),
+        ({"config": GPTQConfig(damping=0.1)}, "config"),
+        ({"weight": "head.weight"}, "weights"),
+        ({"weight": "mix.bias"}, "weights"),
+    ],
 )
 def test_a_folder_belongs_to_one_run(tmp_path, changed, named):
     gptq(model(), batches(2), folder=tmp_path, progress=False)
     m = model()
-    if "seed" in changed:
-        m.head.weight.data += 1
+    if "weight" in changed:
+        m.get_parameter(changed["weight"]).data += 1
     with pytest.raises(ValueError, match=rf"a run with other {named}: .*another folder"):
         gptq(m, batches(changed.get("data", 2)), changed.get("config"), folder=tmp_path, progress=False)
     assert type(m.head) is nn.Linear
@@ -444,6 +449,27 @@ def of_transformers(kind):
     config = transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)
     config._experts_implementation = kind
     return transformers.MixtralForCausalLM(config).eval()
+
+
+def _in_a_layer(module, name):
+    return isinstance(module, nn.Linear) and any(part.isdigit() for part in name.split("."))
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "falcon"])
+def test_a_cache_of_any_name_is_left_out(kind):
+    """Each layer runs several times: with a cache it would attend to its last run's tokens too."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
+    made = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, **sizes, use_cache=use_cache)
+        m = transformers.AutoModelForCausalLM.from_config(config).eval()
+        data = [{"input_ids": torch.randint(64, (2, 30), generator=torch.Generator().manual_seed(1))}]
+        gptq(m, data, filter_fn=_in_a_layer, progress=False)
+        made.append(m)
+    assert sum(isinstance(w, NVFP4Tensor) for w in weights(made[0]).values()) == 8
+    assert_same_codes(*made)
 
 
 @pytest.mark.parametrize("kind", ["llama", "eager", "grouped_mm"])

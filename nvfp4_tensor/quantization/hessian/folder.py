@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nvfp4_tensor.quantization.hessian.config import GPTQConfig
 from nvfp4_tensor.quantization.hessian.places import Place
@@ -25,19 +25,26 @@ class Finished:
         ValueError: the folder holds the layers of another run.
     """
 
-    def __init__(self, folder: str | Path, config: GPTQConfig, places: Sequence[Place], batches: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        config: GPTQConfig,
+        model: nn.Module,
+        places: Sequence[Place],
+        batches: Sequence[Any],
+    ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         weights = hashlib.blake2b(digest_size=16)
-        for place in places:
-            weights.update(place.name.encode())
-            _digest(place.dense.detach(), weights)
+        _digest([place.name for place in places], weights)
+        _digest(dict(model.named_parameters()), weights)  # norms and embeddings too: inputs depend on them
         inputs = hashlib.blake2b(digest_size=16)
         _digest(batches, inputs)
         settings = {"config": str(config), "weights": weights.hexdigest(), "batches": inputs.hexdigest()}
         path = self.folder / _SETTINGS
         if not path.exists():
-            path.write_text(json.dumps(settings, indent=1) + "\n")
+            path.with_suffix(".part").write_text(json.dumps(settings, indent=1) + "\n")
+            path.with_suffix(".part").replace(path)
         found = json.loads(path.read_text())
         if differs := [name for name, value in settings.items() if found.get(name) != value]:
             raise ValueError(
@@ -67,7 +74,11 @@ class Finished:
 
 def _digest(value: Any, into: Any) -> None:
     """Of tensors and what holds them, by value."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, context = value.__tensor_flatten__()
+        into.update(repr(context).encode())
+        _digest([getattr(value, name) for name in names], into)
+    elif isinstance(value, Tensor):
         into.update(repr((value.dtype, tuple(value.shape))).encode())
         into.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):

@@ -103,8 +103,8 @@ Fed = tuple[Place, int]
 class Watch(TorchFunctionMode):
     """While it is entered, it keeps what the dense weights of some places are multiplied with.
 
-    Products are recognized by the storage of their weight: ``linear`` of a whole weight or of one expert's slice, and
-    torch's grouped product over all experts. Inputs are copied, for a model may write to them later.
+    Products are recognized by the storage of their weight: ``linear`` of a whole weight or of one expert's slice,
+    ``x @ weight.T``, and torch's grouped product over all experts. Inputs are copied: a model may write to them later.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -125,6 +125,8 @@ class Watch(TorchFunctionMode):
         elif func in _GROUPED:
             x, weight = _two(args, kwargs, "input" if "input" in kwargs else "self", "mat2")
             self._see_grouped(x, weight, kwargs["offs"] if "offs" in kwargs else args[2])
+        elif func in _MATMUL and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dim() == 2:
+            self._see(args[0], args[1].mT)
         return func(*args, **kwargs)
 
     def rows(self, fed: Fed) -> Tensor | None:
@@ -146,7 +148,8 @@ class Watch(TorchFunctionMode):
         return list(groups.values())
 
     def _see(self, x: Tensor, weight: Tensor) -> None:
-        if (fed := self._find(weight)) is not None:
+        fed = self._find(weight)
+        if fed is not None and weight.stride() == fed[0].dense.stride()[-2:] and x.shape[-1] == weight.shape[-1]:
             self._keep(fed, x.detach())
 
     def _keep(self, fed: Fed, x: Tensor) -> None:
@@ -181,6 +184,9 @@ _GROUPED = {
     for module, name in ((torch, "_grouped_mm"), (nn.functional, "grouped_mm"))
     if hasattr(module, name)
 }
+
+
+_MATMUL = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
 
 def _two(args: tuple[Any, ...], kwargs: dict[str, Any], first: str, second: str) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ def gptq(
         raise ValueError("GPTQ learns from what weights are fed: give at least one batch")
     places = places_of(model, filter_fn)
     chain = _chain(model, places, layers)
-    finished = None if folder is None else Finished(folder, config, places, batches)
+    finished = None if folder is None else Finished(folder, config, model, places, batches)
     bar = tqdm(total=len(places), desc="GPTQ", unit="weight", disable=not progress)
     with torch.no_grad(), _in_eval_mode(model), _all_or_nothing(places), bar:
         run = _Run(config, finished, bar.update)

@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_CACHE = {"past_key_values": None, "past_key_value": None, "use_cache": False}
-"""Arguments that would have a layer remember one run in the next."""
-
 
 @dataclasses.dataclass
 class Call:
@@ -141,7 +138,8 @@ class _Recorder:
 
 
 def _split(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Tensor]:
-    keywords = {name: _CACHE.get(name, value) for name, value in keywords.items()}
+    arguments = tuple(_forgetful(value) for value in arguments)
+    keywords = {name: False if name == "use_cache" else _forgetful(value) for name, value in keywords.items()}
     if arguments and isinstance(arguments[0], Tensor):
         return Call(arguments[1:], keywords, None), arguments[0]
     for name in ("hidden_states", *keywords):
@@ -149,6 +147,11 @@ def _split(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, 
             hidden = keywords.pop(name)
             return Call(arguments, keywords, name), hidden
     raise ValueError("a layer is called with no tensor: give layers=[] to take the model as a whole")
+
+
+def _forgetful(value: Any) -> Any:
+    """None for a cache of transformers, by which a layer would remember one run in the next, whatever its name."""
+    return None if hasattr(value, "get_seq_length") else value
 
 
 def _hidden_of(output: Any) -> Tensor:
