@@ -1,6 +1,7 @@
 """What each weight costs alone, and what a budget of bits leaves dense."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -87,6 +88,24 @@ def test_a_budget_goes_to_the_most_loss_a_bit(bits, expected):
 
 def test_what_does_not_fit_makes_room_for_what_does():
     assert parts((9.0, 300), (0.1, 100)).dense_within(7.0) == ["p1"]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_budget_is_kept(seed):
+    draw = random.Random(seed)
+    found = Sensitivity(
+        tuple(
+            Part(f"p{i}", (f"p{i}",), draw.choice([0.0, draw.random()]), draw.choice([1, 7, draw.randint(1, 10**6)]),
+                 draw.choice([16.0, 32.0]), draw.choice([4.5, 4.53, 5.0]))
+            for i in range(draw.randint(1, 8))
+        )
+    )  # fmt: skip
+    elements = sum(part.elements for part in found.parts)
+    least = sum(part.bits * part.elements for part in found.parts) / elements
+    for more in (0.0, 0.001, draw.random(), 12 * draw.random()):
+        dense = set(found.dense_within(least + more))
+        used = sum((part.dense_bits if part.name in dense else part.bits) * part.elements for part in found.parts)
+        assert used / elements <= (least + more) * (1 + 1e-9)
 
 
 def test_a_budget_below_nvfp4():
