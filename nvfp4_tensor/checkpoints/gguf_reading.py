@@ -36,6 +36,8 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that are no blocks."""
 VECTORS = {torch.bfloat16: "nvfp4_tensor.vectors_bf16", torch.float16: "nvfp4_tensor.vectors_f16"}
 """Keys of ours: the names of tensors that are float32 for llama.cpp alone."""
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
+"""Tokens by transformers' names and llama.cpp's: without the second, models that are read from here would not stop."""
 WRITTEN = "nvfp4_tensor.version"
 """Another, which says that a file is ours."""
 
@@ -73,6 +75,9 @@ class GGUFCheckpoint(Checkpoint):
                 settings.setdefault("vocab_size", int(self._tensors["token_embd.weight"].shape[1]))
             self.config = config_of(settings, self._architecture, "output.weight" not in self._tensors)
             self.config["_name_or_path"] = self._value("general.name", path.stem)
+            for name, key in _SPECIAL.items():
+                if f"tokenizer.ggml.{key}_token_id" in self.fields:
+                    self.config[f"{name}_token_id"] = int(self._value(f"tokenizer.ggml.{key}_token_id"))
             if FREQUENCIES in self._tensors:
                 self.config["rope_scaling"] = scaling_of(self._plain(FREQUENCIES), self.config)
             self._places = self._places_of_names()
@@ -80,6 +85,8 @@ class GGUFCheckpoint(Checkpoint):
             self._a4 = dict(zip(names, self._value("general.tensor_extra.prec_a4", []), strict=True))
             self._factors = read_factors(path)
             self.entries = {name: self._entry(*place) for name, place in self._places.items()}
+            if embedding := self.entries.get("model.embed_tokens.weight"):
+                self.config["dtype"] = str(embedding.dtype).removeprefix("torch.")
             for name, entry in self.entries.items():
                 self._order(name, math.prod(entry.shape[:1]))  # whose rows are those of the heads
 

@@ -72,6 +72,9 @@ def test_a_folder_gets_the_tokenizer_of_a_file(tmp_path, tensors, rule):
     checkpoints.convert(tmp_path / "a.gguf", tmp_path / "folder", to="modelopt", progress=False)
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
     assert [read(text).input_ids for text in TEXTS] == [original(text).input_ids for text in TEXTS]
+    config = json.loads((tmp_path / "folder/config.json").read_text())
+    assert config["eos_token_id"] == original.eos_token_id and "bos_token_id" not in config
+    assert config["dtype"] == "bfloat16"
     (tmp_path / "again").mkdir()
     checkpoints.convert(tmp_path / "folder", tmp_path / "again/a.gguf", to="gguf", progress=False)
     assert (tmp_path / "again/a.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
