@@ -74,13 +74,14 @@ def precompute_amaxes(model: nn.Module) -> None:
     >>> optimizer.step()
     >>> precompute_amaxes(model)
     """
-    by_axes: dict[tuple[Axis, ...], list[MasterShard]] = {}
+    by_axes: dict[tuple[tuple[Axis, ...], str], list[MasterShard]] = {}
     for linear in training_linears(model).values():
         weight = linear.weight
         if isinstance(weight, DTensor) and isinstance(weight._local_tensor, MasterShard):
-            by_axes.setdefault(_axes_of(weight), []).append(weight._local_tensor)
-    for axes, shards in by_axes.items():
-        amaxes = largest(torch.stack([shard.own_amax() for shard in shards]), axes)
+            key = _axes_of(weight), weight.device_mesh.device_type
+            by_axes.setdefault(key, []).append(weight._local_tensor)
+    for (axes, device), shards in by_axes.items():  # of the mesh: shards that CPU offload keeps are elsewhere
+        amaxes = largest(torch.stack([shard.own_amax() for shard in shards]).to(device), axes)
         for shard, amax in zip(shards, amaxes.unbind(), strict=True):
             shard.keep_amax(amax)
 
@@ -177,6 +178,8 @@ class MasterShard(Tensor):
         if func.is_view:
             for t in kept:
                 t._writes = args[0]._writes
+        elif func is torch.ops.aten._to_copy.default:  # as CPU offload does before each gather
+            kept[0]._take_amax(args[0])
         return kept if isinstance(result, tuple | list) else kept[0]
 
     def plain(self) -> Tensor:
@@ -200,6 +203,11 @@ class MasterShard(Tensor):
     def keep_amax(self, amax: Tensor) -> None:
         """That of the whole, until this shard changes."""
         self._amax = self._state(), amax
+
+    def _take_amax(self, source: MasterShard) -> None:
+        """That of the source, of which this is a copy, if it is not out of date."""
+        if source.dtype == self.dtype and source._amax is not None and source._amax[0] == source._state():
+            self.keep_amax(source._amax[1])
 
     def _state(self) -> tuple:
         return self._writes[0], self.data_ptr(), optimizer_steps()

@@ -173,6 +173,23 @@ def test_an_amax_out_of_date_is_not_used():
     run_ranks(a_changed_weight_is_seen, 2)
 
 
+def a_copy_has_the_amax():
+    """Of the shard that it is one of, as long as this does not change: CPU offload makes one for each gather."""
+    model = shard(distributed.gather_codes(make()))
+    distributed.precompute_amaxes(model)
+    for i in (0, 2):
+        mine = model[i].weight._local_tensor
+        copied = mine.to("cpu", copy=True)
+        assert copied._amax[0] == copied._state() and copied._amax[1] is mine._amax[1]
+        assert mine.float()._amax is None  # rounded otherwise
+        mine.mul_(2)
+        assert mine.to("cpu", copy=True)._amax is None
+
+
+def test_a_copy_has_the_amax_of_its_shard():
+    run_ranks(a_copy_has_the_amax, 2)
+
+
 def refusal(case):
     other = case == "ranks" and dist.get_rank() == 1
     model = make("unbiased" if other else "nvidia", hidden=72 if case == "blocks" else 64)

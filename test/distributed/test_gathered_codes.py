@@ -10,6 +10,7 @@ from distributed.launch import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4WeightOnlyConfig, distributed
@@ -87,7 +88,13 @@ def trained(case, codes):
         if codes and case != "not told":
             distributed.precompute_amaxes(model)
         changed(case, model, parameters, average)
-    return [p.full_tensor().detach().cpu() for p in parameters]
+    return [whole(p) for p in parameters]
+
+
+def whole(p):
+    """On the CPU; gathered from the mesh's devices, which CPU offload keeps no shards on."""
+    here_too = DTensor.from_local(p.detach().to_local().to(here()), p.device_mesh, p.placements)
+    return here_too.full_tensor().cpu()
 
 
 @torch.no_grad()
