@@ -67,13 +67,14 @@ def test_losses_of_a_cache_are_those_of_one_forward():
     assert torch.allclose(kv_cache.losses(model, ids, found[kv_cache.DENSE](config), 16), whole, atol=1e-4)
     sizes = {}
     for name, make in found.items():
-        if "quanto" not in name:
+        if "quanto" not in name and "hqq" not in name:
             cache = make(config)
             assert kv_cache.losses(model, ids, cache, 16).shape == (69,), name
             sizes[name] = kv_cache.stored_bytes(cache)
     numbers = 2 * 2 * 2 * 64 * 70
     assert sizes[kv_cache.DENSE] == 4 * numbers  # this model is in float32
     assert sizes["int4, groups of 32 (emulated)"] == numbers * 4.5 / 8
+    assert sizes["NVFP4, the latest 128 dense"] == 4 * numbers
     # 140 rows a store, whose block scales fill tiles of 128; a byte a row for its factor.
     assert sizes["NVFP4, to nearest"] == 4 * (140 * 33 + 256 * 4)
 
