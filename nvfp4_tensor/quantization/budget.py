@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.hessian.places import Filter, Place, places_of
-from nvfp4_tensor.quantization.hessian.stages import call_model, layers_of
+from nvfp4_tensor.quantization.hessian.stages import call_model, in_eval_mode, layers_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 
@@ -134,15 +134,10 @@ def sensitivity(
     if by_layer and group_of is not None:
         raise ValueError("by_layer and group_of each say what is quantized together: give one of them")
     groups = _groups(model, places_of(model, filter_fn), by_layer, group_of)
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with in_eval_mode(model):
         exact = [_log_probabilities(model, batch) for batch in batches]
         bar = tqdm(groups.items(), desc="sensitivity", unit="part", disable=not progress)
         return Sensitivity(tuple(_part(model, name, places, config, batches, exact) for name, places in bar))
-    finally:
-        for module, training in was_training.items():
-            module.training = training
 
 
 def _groups(

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.hessian.places import Filter, is_quantizable
-from nvfp4_tensor.quantization.hessian.stages import call_model
+from nvfp4_tensor.quantization.hessian.stages import call_model, in_eval_mode
 from nvfp4_tensor.quantization.hessian.statistics import square_of
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 
@@ -84,15 +84,9 @@ def fold_scales(
         raise ValueError("fold_scales weighs columns by what they are fed: give at least one batch")
     chosen = filter_fn or (lambda module, name: is_quantizable(module))
     names = {module: name for name, module in model.named_modules()}
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with _Readers.watching(model) as readers:
-            for batch in tqdm(batches, desc="folding", unit="batch", disable=not progress):
-                call_model(model, batch)
-    finally:
-        for module, training in was_training.items():
-            module.training = training
+    with in_eval_mode(model), _Readers.watching(model) as readers:
+        for batch in tqdm(batches, desc="folding", unit="batch", disable=not progress):
+            call_model(model, batch)
     folds = []
     for norm, hessian in readers.hessians.items():
         linears = {names[linear]: linear for linear in readers.linears[norm]}

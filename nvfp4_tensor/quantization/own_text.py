@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor.quantization.hessian.stages import in_eval_mode
+
 
 @torch.no_grad()
 def own_text(model: nn.Module, tokens: int = 4096, *, window: int = 512, seed: int = 0) -> list[Tensor]:
@@ -36,7 +38,7 @@ def own_text(model: nn.Module, tokens: int = 4096, *, window: int = 512, seed: i
         raise ValueError(f"tokens is at least 1 and window at least 2, got {tokens} and {window}")
     device = next(model.parameters()).device
     vocabulary = config.get_text_config().vocab_size
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with in_eval_mode(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         first = torch.randint(vocabulary, (-(-tokens // window), 1)).to(device)
         written = generate(

@@ -39,3 +39,13 @@ def test_sizes(arguments):
 def test_only_language_models_write():
     with pytest.raises(TypeError, match="not from a Linear"):
         own_text(nn.Linear(2, 2))
+
+
+def test_a_model_in_training_writes_without_its_dropout():
+    model = tiny()
+    expected = torch.cat(own_text(model, 60, window=20, seed=7))
+    model.config.attention_dropout = 0.9
+    model.model.layers[0].self_attn.attention_dropout = 0.9
+    model.train()
+    assert torch.equal(torch.cat(own_text(model, 60, window=20, seed=7)), expected)
+    assert all(module.training for module in model.modules())

@@ -17,7 +17,7 @@ from nvfp4_tensor.quantization.hessian.config import GPTQConfig
 from nvfp4_tensor.quantization.hessian.folder import Finished
 from nvfp4_tensor.quantization.hessian.places import Filter, Place, Watch, places_of
 from nvfp4_tensor.quantization.hessian.rounding import Factor, moved_to_inputs, round_weight
-from nvfp4_tensor.quantization.hessian.stages import Call, call_model, layers_of, record
+from nvfp4_tensor.quantization.hessian.stages import Call, call_model, in_eval_mode, layers_of, record
 from nvfp4_tensor.quantization.hessian.statistics import Collected, Statistics, Streams
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -74,7 +74,7 @@ def gptq(
     chain = _chain(model, places, layers)
     finished = None if folder is None else Finished(folder, config, model, places, batches)
     bar = tqdm(total=len(places), desc="GPTQ", unit="weight", disable=not progress)
-    with torch.no_grad(), _in_eval_mode(model), _all_or_nothing(places), bar:
+    with torch.no_grad(), in_eval_mode(model), _all_or_nothing(places), bar:
         run = _Run(config, finished, bar.update)
         rest = run.chain(model, chain, places, batches) if chain else places
         run.whole(model, rest, batches)
@@ -98,17 +98,6 @@ def _chain(
     if strangers := [layer for layer in layers if layer not in names]:
         raise ValueError(f"layers are modules of the model, and {type(strangers[0]).__name__} is none of it")
     return [(names[layer], layer) for layer in layers]
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in training.items():
-            module.training = was
 
 
 @contextmanager

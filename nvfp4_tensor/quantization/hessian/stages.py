@@ -8,7 +8,8 @@ batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,18 @@ def layers_of(model: nn.Module, chosen: Sequence[nn.Module]) -> list[tuple[str, 
         if inside > held:
             held, best = inside, [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
     return best if 2 * held >= len(wanted) else []
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode; afterwards each as it was."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
 
 
 @torch.no_grad()
