@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from nvfp4_tensor.distributed.agreement import check_agreement
 from nvfp4_tensor.training.config import training_linears
@@ -33,14 +34,14 @@ def share_tokens(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chunks: Se
 
     Args:
         model: with NVFP4 training linears, before or after ``fully_shard``.
-        mesh: one dimension; all its ranks call this.
+        mesh: one dimension; all its ranks call this. With HSDP that of all ranks, ``mesh._flatten()``.
         dim: what they share of the linears' inputs (batch, sequence, features), or (tokens, features).
         chunks: of ``len(chunks) * n`` equal chunks of dimension dim those that this rank has, in its order; (i, 2n-1-i)
             is torch's head-tail balance. By default it has the i-th of n.
 
     Raises:
-        ValueError: the mesh has more dimensions, the ranks' chunks are not each of them once, or the ranks' recipes
-            differ; the message names the linear.
+        ValueError: the mesh has more dimensions, the ranks' chunks are not each of them once, the ranks' recipes
+            differ, or other ranks share that dimension already; the message names the linear.
         In a step, ValueError: a rank's tokens, or each of its chunks, do not fill whole blocks of 16 (of 128 for EDEN).
 
     >>> share_tokens(model, mesh["dp"])
@@ -52,11 +53,26 @@ def share_tokens(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chunks: Se
     check_agreement("the recipe", {name: m.active_recipe for name, m in linears.items()}, group)
     if dim < 0:
         raise ValueError(f"dim counts from the first dimension of an input, 0 for its batch, got {dim}")
+    for name, linear in linears.items():
+        _check_shared(name, linear.place or Place(), dim, group)
     _check_chunks(tuple(chunks), group)
     if axis.ranks > 1:
         axis = axis._replace(groups=(_apart(group, torch.device(mesh.device_type)),))
     for linear in linears.values():
         linear.place = (linear.place or Place()).sharing(Share(axis, dim, tuple(chunks)))
+
+
+def _check_shared(name: str, place: Place, dim: int, group: dist.ProcessGroup) -> None:
+    """A second call for a dimension takes the place of the first, and of another mesh would forget its ranks."""
+    for share in place.shares:
+        for before in share.axis.groups if share.dim == dim and share.axis.ranks > 1 else ():
+            named: Any = before  # a GroupName, which torch 2.11 does not have
+            ranks = dist.get_process_group_ranks(_resolve_process_group(named))
+            if ranks != dist.get_process_group_ranks(group):
+                raise ValueError(
+                    f"ranks {ranks} share dimension {dim} of {name}'s tokens already: give one mesh of all ranks that "
+                    "share it, mesh['replicate', 'shard']._flatten() for instance"
+                )
 
 
 def _check_chunks(mine: tuple[int, ...], group: dist.ProcessGroup) -> None:
@@ -73,7 +89,8 @@ def axis_of(mesh: DeviceMesh) -> Axis:
     """This rank's piece of what a mesh of one dimension shares; ValueError for another mesh."""
     if mesh.ndim != 1:
         raise ValueError(
-            f"a mesh of one dimension is needed, and {mesh} has {mesh.ndim}: name one of them, mesh['dp'] for instance"
+            f"a mesh of one dimension is needed, and {mesh} has {mesh.ndim}: name one of them, mesh['dp'] for "
+            "instance, or make them one, mesh._flatten()"
         )
     return Axis(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,))
 

@@ -229,6 +229,12 @@ def refusal(case):
     try:
         if case == "mesh":
             distributed.share_tokens(model, init_device_mesh("cpu", (1, dist.get_world_size())))
+        elif case == "twice":
+            both = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
+            for _ in range(2):  # the same ranks again
+                distributed.share_tokens(model, both["a"])
+            distributed.share_tokens(model, both["b"], dim=1)
+            distributed.share_tokens(model, both["b"])
         elif case == "features":
             plan = {"2": distributed.NVFP4ColwiseParallel()}
             model[2] = quantized_linear(64, 48)
@@ -255,6 +261,7 @@ def quantized_linear(columns, rows):
     [
         ("recipes", "ValueError: the recipe of '0' is nvidia.*on rank 0 and unbiased.*on rank 1"),
         ("mesh", "ValueError: a mesh of one dimension"),
+        ("twice", r"ValueError: ranks \[0, 1\] share dimension 0 of 0's tokens already: give one mesh of all"),
         ("tokens", r"ValueError: x\^T: 2 ranks share 40 each .* 128"),
         ("unequal", "RuntimeError: .*ranks that share tokens have unequally many"),
         ("features", "ValueError: NVFP4TrainingLinear.* has 48 outputs, which 2 ranks"),

@@ -62,7 +62,7 @@ def trained(kind, codes):
         shards, tokens = mesh["dp"], mesh["dp"]
     else:
         shards = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        tokens = init_device_mesh("cpu", (4,))
+        tokens = shards._flatten("tokens")
     if codes:
         distributed.gather_codes(model)
     fully_shard(model, mesh=shards)

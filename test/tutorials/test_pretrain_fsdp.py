@@ -7,27 +7,29 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributed.launch import on_devices
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--length", "64", "--limit", "2000000", "--print-every", "1", "--cpu", "--timeout", "60"]
+SMALL = ["--length", "64", "--limit", "2000000", "--print-every", "1", "--timeout", "60"]
 
 
-def losses(folder, *arguments):
+def losses(folder, *arguments, device="cpu"):
     """By step, as a run of the tutorial prints them."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     script = ROOT / "tutorials" / "pretrain_fsdp.py"
-    command = [sys.executable, script, *SMALL, "--output", folder, *arguments]
+    command = [sys.executable, script, *SMALL, "--output", folder, *arguments, *(["--cpu"] if device == "cpu" else [])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+) on", result.stdout)}
 
 
 @pytest.mark.slow
-def test_two_ranks_and_one_have_the_same_losses_before_and_after_a_resumption(tmp_path):
-    begun = losses(tmp_path / "a", "--steps", "4", "--ranks", "2")
-    resumed = losses(tmp_path / "a", "--steps", "7", "--ranks", "1", "--resume")
-    whole = losses(tmp_path / "b", "--steps", "7", "--ranks", "1")
+@on_devices
+def test_two_ranks_and_one_have_the_same_losses_before_and_after_a_resumption(device, tmp_path):
+    begun = losses(tmp_path / "a", "--steps", "4", "--ranks", "2", device=device)
+    resumed = losses(tmp_path / "a", "--steps", "7", "--ranks", "1", "--resume", device=device)
+    whole = losses(tmp_path / "b", "--steps", "7", "--ranks", "1", device=device)
     assert list(begun) == [1, 2, 3, 4] and list(resumed) == [5, 6, 7]
     assert begun[1] == pytest.approx(whole[1], abs=1e-4)
     # Sums come in another order, and AdamW's first steps are as large for gradients near zero as for others.
