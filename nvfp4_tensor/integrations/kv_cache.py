@@ -179,7 +179,8 @@ class NVFP4CacheLayer(DynamicLayer):
         recent: how many of the latest tokens stay dense.
 
     Raises:
-        ValueError: a spec that rounds stochastically, shares scales among tokens, or transforms; a negative recent.
+        ValueError: a spec that rounds stochastically, shares scales among tokens, transforms, or has row scales; a
+            negative recent.
     """
 
     def __init__(self, spec: QuantizeSpec | None = None, recent: int = RECENT) -> None:
@@ -189,6 +190,8 @@ class NVFP4CacheLayer(DynamicLayer):
             raise ValueError(
                 f"a cache is quantized to nearest, in 1x16 blocks and without a transform, not by ({self.spec})"
             )
+        if self.spec.row_scaled:
+            raise ValueError("each row of a cache has a power of two of its own: give a spec without row_scaled")
         if not isinstance(recent, int) or recent < 0:
             raise ValueError(f"recent is a number of tokens, 0 or more, got {recent!r}")
         self.recent = recent

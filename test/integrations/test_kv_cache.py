@@ -241,6 +241,8 @@ def test_specs_that_are_refused():
     for options in ({"round_mode": "stochastic"}, {"block_rows": 16}, {"hadamard_sign": True}, {"round_mode": "eden"}):
         with pytest.raises(ValueError, match="a cache is quantized to nearest, in 1x16 blocks"):
             NVFP4CacheLayer(QuantizeSpec(**options))
+    with pytest.raises(ValueError, match="give a spec without row_scaled"):
+        NVFP4CacheLayer(QuantizeSpec(row_scaled=True))
 
 
 def test_only_layers_that_grow_are_quantized():
