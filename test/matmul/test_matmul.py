@@ -283,6 +283,7 @@ def test_a_bias_without_a_value(bias, message):
             torch.addmm(bias, x, weight.t())
 
 
+@pytest.mark.slow
 def test_gradient_of_experts():
     w = quantize_experts(torch.randn(3, 32, 48).bfloat16())
     x, offs = torch.randn(10, 48).bfloat16().requires_grad_(), torch.tensor([4, 4, 10], dtype=torch.int32)

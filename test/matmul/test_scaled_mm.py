@@ -133,6 +133,7 @@ def grouped(monkeypatch, blackwell):
 GROUPS = [(3, 3, 11, 18), (0, 0, 0, 0), (300, 300, 300, 300), (0, 130, 131, 300), (128, 256, 257, 290), (0, 0, 0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offs", GROUPS)
 @pytest.mark.parametrize("shape", [(128, 64), (256, 272), (40, 48), (200, 100)])
 def test_grouped_product_by_tensor_cores(grouped, offs, shape):

@@ -233,6 +233,7 @@ def run_with(**environment: str) -> list[str]:
     return run.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_switched_off_plain_torch_serves_the_same_bits():
     off, on = run_with(NVFP4_TENSOR_NATIVE="0"), run_with(NVFP4_TENSOR_NATIVE="1")
     assert off[:2] == ["plain torch (switched off by NVFP4_TENSOR_NATIVE=0)", "torch"]

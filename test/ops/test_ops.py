@@ -89,7 +89,8 @@ def test_no_op_runs_python_for_autograd():
     registered = torch._C._dispatch_get_registrations_for_dispatch_key
     ops = [name for name in registered("CompositeExplicitAutograd") if name.startswith("nvfp4::")]
     assert {"nvfp4::matmul", "nvfp4::fake_quantize", "nvfp4::quantize_activation"} < set(ops)
-    assert not [name for name in registered("Autograd") if name in ops]
+    # Those of training's experts are made for a gradient, and are there where another test has imported them.
+    assert not [name for name in registered("Autograd") if name in ops and not name.startswith("nvfp4::train_")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
