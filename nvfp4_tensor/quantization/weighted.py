@@ -16,7 +16,8 @@ def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor, amax:
 
     squares: (K,), the sum or the mean of the squares that each column is multiplied with; their scale does not matter.
     Columns that met nothing but zeros count as a millionth of the others' mean, so that they still are rounded well.
-    amax: float32 0-d, the largest magnitude that the per-tensor scale allows for; by default the weight's.
+    amax: float32 0-d, the largest magnitude that the per-tensor scale allows for, or (N,) with row_scaled; by default
+    the weight's.
 
     Raises:
         ValueError: squares that are not finite.
@@ -27,7 +28,9 @@ def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor, amax:
     mean = squares.mean()
     # By the mean, so that sums of errors stay where float32 has room.
     weights = (squares / mean).clamp(min=1e-6) if mean > 0 else torch.ones_like(squares)
-    if amax is None:
+    if amax is None and spec.row_scaled:
+        amax = reference.row_amax(weight, spec.hadamard_sign)
+    elif amax is None:
         amax = torch.ops.nvfp4.amax(weight, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
     rng_state = resolve_rng_state(weight, spec, None, None)
     parts = reference.quantize(weight, amax, rng_state, spec, column_weights=weights)

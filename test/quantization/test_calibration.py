@@ -243,6 +243,16 @@ def test_equal_weights_change_nothing(spec):
     assert (own.dequantize() == plain.dequantize()).float().mean() > 0.995
 
 
+def test_weighted_with_row_scales_is_that_of_each_row():
+    spec = QuantizeSpec(scale_search="mse", row_scaled=True)
+    w, squares = torch.randn(5, 100) * torch.logspace(-6, 6, 5).unsqueeze(1), torch.rand(100)
+    own = quantize_weighted(w, spec, squares).dequantize()
+    for i, row in enumerate(w):
+        assert torch.equal(
+            own[i], quantize_weighted(row[None], spec.replace(row_scaled=False), squares).dequantize()[0]
+        )
+
+
 def test_each_block_has_the_candidate_of_least_weighted_error():
     w, squares, spec = torch.randn(20, 64), torch.rand(64) + 0.01, QuantizeSpec(scale_search="mse")
     own = quantize_weighted(w, spec, squares)

@@ -106,6 +106,25 @@ def test_w4a4_makes_up_for_the_activations():
     assert error(own, dense, unseen) < 0.45 * error(nearest, dense, unseen)
 
 
+def test_weights_with_row_scales():
+    """Rows whose sizes differ by 2^40: with one scale a weight the small ones would be zeros."""
+    spec, sizes = QuantizeSpec(scale_search="mse", row_scaled=True), 2.0 ** torch.linspace(-20, 20, 96).unsqueeze(1)
+    m, plain = model(), model()
+    for each in (m, plain):
+        each.layers[0].up.weight.data *= sizes
+
+    def up(module, name):
+        return name == "layers.0.up"
+
+    gptq(m, batches(), NVFP4WeightOnlyConfig(weight_spec=spec), filter_fn=up, progress=False)
+    weight = m.layers[0].up.weight
+    assert weight.per_tensor_scale.shape == (96,) and weight.spec == spec
+    dense = plain.layers[0].up.weight
+    assert ((weight.dequantize() - dense).norm(dim=1) < 0.35 * dense.norm(dim=1)).all()
+    with pytest.raises(ValueError, match="share_scales is for one scale a weight"):
+        GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=spec), share_scales=True)
+
+
 def test_linears_of_one_input_share_a_scale():
     m = model()
     gptq(m, batches(), GPTQConfig(share_scales=True), progress=False)

@@ -68,6 +68,17 @@ def test_correlation_is_made_use_of(spec, by_activation):
     assert loss(w, own, hessian) < 0.55 * loss(w, quantize(w, spec).dequantize(), hessian)
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_row_scales_are_those_of_each_row_alone(spec):
+    torch.manual_seed(0)
+    w, x = torch.randn(6, 80) * torch.logspace(-6, 6, 6).unsqueeze(1), correlated(400, 80)
+    factor = Factor.of(x.T @ x, 0.01, by_activation=True)
+    own = round_weight(w, factor, spec.replace(row_scaled=True), w.abs().amax(dim=1))
+    for i, row in enumerate(w):
+        alone = round_weight(row[None], factor, spec, row.abs().amax())
+        assert torch.equal(own.dequantize()[i], alone.dequantize()[0]) and alone.dequantize().any()
+
+
 def test_it_is_the_textbook_algorithm():
     """Optimal brain quantization in its first form: the inverse of what is left of H, anew for each column."""
     torch.manual_seed(0)

@@ -59,6 +59,8 @@ class GPTQConfig:
                 raise ValueError(
                     f"GPTQ takes a {name} spec of round_mode 'rne' without a Hadamard transform, got {spec}"
                 )
+        if self.share_scales and self.base_config.weight.row_scaled:
+            raise ValueError("share_scales is for one scale a weight: leave it out where the weight has row_scaled")
         if self.base_config.weight.block_rows != 1:
             raise ValueError(f"GPTQ makes 1x16 blocks: give block_rows=1, not {self.base_config.weight.block_rows}")
         if any(getattr(self.base_config, name, None) for name in ("step", "weighted", "percentile", "headroom")):

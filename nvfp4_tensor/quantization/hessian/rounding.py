@@ -88,7 +88,7 @@ def moved_to_inputs(weight: Tensor, cross: Tensor, hessian: Tensor, factor: Fact
 
 
 def round_weight(weight: Tensor, factor: Factor, spec: QuantizeSpec, amax: Tensor) -> NVFP4Tensor:
-    """weight (N, K), quantized by GPTQ with the per-tensor scale of ``amax``.
+    """weight (N, K), quantized by GPTQ with the per-tensor scale of ``amax``, 0-d, or those of its rows, (N,).
 
     Candidates for the scale of a block are the spec's: the usual one; two by four-over-six; those of a scale search.
     """

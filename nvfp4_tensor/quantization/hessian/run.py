@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.hessian.config import GPTQConfig
 from nvfp4_tensor.quantization.hessian.folder import Finished
@@ -213,9 +214,12 @@ class _Run:
             raise ValueError(f"{', '.join(bad)} holds NaN or Inf, whose error nothing makes up for: mend it first")
         if each.cross is not None:
             weights = [moved_to_inputs(weight, each.cross, each.hessian, factor) for weight in weights]
-        amax = torch.stack([torch.ops.nvfp4.amax(weight) for weight in weights])
+        amax: Sequence[Tensor] = [
+            reference.row_amax(weight) if config.weight.row_scaled else torch.ops.nvfp4.amax(weight)
+            for weight in weights
+        ]
         if config.share_scales:
-            amax = amax.amax().expand(len(weights))
+            amax = torch.stack(tuple(amax)).amax().expand(len(weights)).unbind()
         rounded = [round_weight(w, factor, config.weight, own) for w, own in zip(weights, amax, strict=True)]
         fields = {"orig_dtype": each.fed[0][0].dense.dtype, **config.fields}
         return [weight._replace(**fields) for weight in rounded]
@@ -238,5 +242,5 @@ def _joined(experts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
     """Experts (E, N, K), each with its own per-tensor scale."""
     stacked = torch.stack(tuple(experts))
     assert isinstance(stacked, NVFP4Tensor)
-    scales = torch.stack([expert.per_tensor_scale for expert in experts]).unsqueeze(1)
+    scales = torch.stack([expert.per_tensor_scale for expert in experts]).reshape(len(experts), -1)
     return stacked._replace(per_tensor_scale=scales)
