@@ -464,5 +464,5 @@ def quantize_experts(
     experts = torch.stack(parts)
     assert isinstance(experts, NVFP4Tensor)
     # One each, which a stack joins to one where all happen to be equal.
-    scales = torch.stack([part.per_tensor_scale for part in parts]).unsqueeze(1)
+    scales = torch.stack([part.per_tensor_scale for part in parts]).reshape(len(parts), -1)
     return experts._replace(per_tensor_scale=scales, activation_spec=activation_spec)

@@ -206,3 +206,14 @@ def test_training():
         ),
     ):
         assert torch.allclose(actual.detach(), expected, rtol=1e-4, atol=1e-4 * expected.abs().amax())
+
+
+def test_experts_have_a_scale_for_each_of_their_rows():
+    x = torch.randn(3, 8, 32) * torch.logspace(-6, 6, 8).unsqueeze(1)
+    experts = quantize_experts(x, ROWS)
+    assert experts.per_tensor_scale.shape == (3, 8)
+    for expert, dense in zip(experts, x, strict=True):
+        alone = quantize(dense, ROWS)
+        assert torch.equal(expert.dequantize(), alone.dequantize())
+        rows = torch.randn(4, 32)
+        assert torch.equal(nn.functional.linear(rows, expert), nn.functional.linear(rows, alone))
