@@ -87,7 +87,7 @@ def linear(
     check_operands(x, weight, "linear")
     needs = needs_of(x, weight, bias)
     rows = flat(x)
-    rng_state = draw(recipe, any(needs), x, rng_state)
+    rng_state = draw(recipe, trains(x, weight, bias), x, rng_state)
     of_x = input_operands(Taken(rows), recipe, needs, rng_state)
     operands = Operands(*of_x, weight_operand(weight, recipe, rng_state))
     y = multiply(rows, weight, bias, recipe, operands, needs, rng_state)
@@ -111,8 +111,14 @@ def _autocasts(device: torch.device) -> bool:
 
 def check_operands(x: Tensor, weight: Tensor, name: object) -> None:
     """Raises what :func:`linear` says, in the name of a function or module."""
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"{name} takes bfloat16, float16 or float32, not an input of {x.dtype}: cast it first")
+    for kind, dtype in (("an input", x.dtype), ("a weight", weight.dtype)):
+        if dtype not in HIGH_PRECISION_DTYPES:
+            raise TypeError(f"{name} takes bfloat16, float16 or float32, not {kind} of {dtype}: cast it first")
+    if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, (x, weight))):
+        raise RuntimeError(
+            f"{name} takes no tensors of torch.func (vmap, grad, jvp, ...), whose transforms do not know NVFP4: take "
+            'plain tensors, or set_recipe(model, forward="bf16", backward="bf16")'
+        )
     if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"{name} takes an input (..., {weight.shape[-1]}), got {tuple(x.shape)}")
     if x.dtype != weight.dtype and not _autocasts(x.device):
@@ -126,6 +132,14 @@ def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
     grad = torch.is_grad_enabled()
     of_bias = bias is not None and bias.requires_grad
     return Needs(grad and x.requires_grad, grad and weight.requires_grad, grad and of_bias)
+
+
+def trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call draws for a backward: under no_grad too, which the first run of a reentrant checkpoint has.
+
+    It draws as its second run does, or a dropout that follows would have another mask there.
+    """
+    return any(t is not None and t.requires_grad for t in (x, weight, bias))
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------

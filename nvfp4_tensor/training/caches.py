@@ -11,8 +11,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.training.products import Operand, Values
@@ -44,23 +48,28 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
-        self._key: tuple | None = None
-        self._weight: weakref.ref[Tensor] | None = None
-        self._operand: Operand | None = None
+        self._kept: _Weight | None = None  # one attribute: other threads see all of it, or nothing
 
     def get(self, weight: Tensor, spec: QuantizeSpec) -> Operand | None:
         """The codes of the weight as it is now, if they are here."""
-        if self._weight is None or self._weight() is not weight or self._key != _weight_key(weight, spec):
+        kept = self._kept
+        if kept is None or kept.tensor() is not weight or kept.key != _weight_key(weight, spec):
             return None
-        return self._operand
+        return kept.operand
 
     def put(self, weight: Tensor, spec: QuantizeSpec, operand: Operand) -> None:
         """Keep these in place of the last."""
-        self._weight, self._key, self._operand = weakref.ref(weight), _weight_key(weight, spec), operand
+        self._kept = _Weight(weakref.ref(weight), _weight_key(weight, spec), operand)
 
     def clear(self) -> None:
         """Forget them, after a write that no counter shows."""
-        self.__init__()  # type: ignore[misc]
+        self._kept = None
+
+
+class _Weight(NamedTuple):
+    tensor: weakref.ref[Tensor]
+    key: tuple
+    operand: Operand
 
 
 def _weight_key(weight: Tensor, spec: QuantizeSpec) -> tuple:
@@ -69,11 +78,24 @@ def _weight_key(weight: Tensor, spec: QuantizeSpec) -> tuple:
 
 def is_cacheable(weight: Tensor) -> bool:
     """Whether codes may outlive the call: not in a trace, nor in a capture, whose replays see other weights."""
-    return not (torch.compiler.is_compiling() or _is_capturing(weight) or weight.is_inference() or weight.is_meta)
+    return not (_is_tracing() or _is_capturing(weight) or weight.is_inference() or weight.is_meta)
 
 
 def _version(t: Tensor) -> int:
     return t._version
+
+
+_OF_GRAPHS = FakeTensorMode, ProxyTorchDispatchMode, _CachingTorchDispatchMode, _CachedTorchDispatchMode
+"""Modes whose ops have no values, go into a graph, or are counted by a selective checkpoint, which calls all of them
+a second time and takes what it has saved by their order."""
+
+
+def _is_tracing() -> bool:
+    """Whether a call's ops belong to that call alone: codes made there are not for others, nor others' for it."""
+    if torch.compiler.is_compiling():
+        return True
+    stack = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    return any(isinstance(mode, _OF_GRAPHS) for mode in stack)
 
 
 def _is_capturing(t: Tensor) -> bool:
@@ -133,4 +155,4 @@ def _input_key(x: Tensor, key: tuple) -> tuple:
 
 def is_shareable(x: Tensor) -> bool:
     """Whether x says when it changes."""
-    return not (torch.compiler.is_compiling() or x.is_inference() or x.is_meta)
+    return not (_is_tracing() or x.is_inference() or x.is_meta)

@@ -23,6 +23,7 @@ from nvfp4_tensor.training.autograd import DY_T_STREAM, X_T_STREAM, autocast
 from nvfp4_tensor.training.config import training_linears
 from nvfp4_tensor.training.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.products import Operand, quantized
+from nvfp4_tensor.training.recipe import rotation
 
 SIGNAL_LIMIT = math.sqrt(3)
 """Of the gradient's norm over that of its noise: below, quantized training stops helping (arXiv 2505.19115)."""
@@ -203,7 +204,8 @@ def _wide(x: Tensor, spec: QuantizeSpec | None, rng_state: Tensor, stream: int) 
     if spec is None:
         return x.float()
     operand = quantized(x.contiguous(), spec, rng_state, stream)
-    return operand.values().float() * operand.per_tensor_scale
+    columns = x.shape[1] if rotation(spec) is None else None  # padding that a transform has filled is summed, too
+    return operand.values(columns).float() * _factor(operand)
 
 
 def _rounding(x: Tensor, spec: QuantizeSpec, rng_state: Tensor) -> tuple[float, float, float]:
@@ -216,15 +218,21 @@ def _rounding(x: Tensor, spec: QuantizeSpec, rng_state: Tensor) -> tuple[float, 
         basis = torch.ops.nvfp4.hadamard(x, spec.hadamard_sign).float()
     else:
         basis = x.float()
-    decoded = operand.values()[:, : basis.shape[1]].float() * operand.per_tensor_scale
+    decoded = operand.values()[:, : basis.shape[1]].float() * _factor(operand)
     clipped = (basis.abs() > _largest(operand)[:, : basis.shape[1]]).sum()
     vanished = ((decoded == 0) & (basis != 0)).sum() / (basis != 0).sum().clamp(min=1)
     error = (decoded - basis).norm() / basis.norm().clamp(min=torch.finfo(torch.float32).tiny)
     return float(clipped) / max(basis.numel(), 1), float(vanished), float(error)
 
 
+def _factor(operand: Operand) -> Tensor:
+    """Its per-tensor scale, or that of each row as a column."""
+    factor = operand.per_tensor_scale
+    return factor.unsqueeze(1) if factor.dim() else factor
+
+
 def _largest(operand: Operand) -> Tensor:
     """The largest magnitude that each element's block holds, float32 (R, C); a hair more, for its own rounding."""
     blocks = layout.unswizzle(operand.scale, operand.qdata.shape[0], operand.columns // BLOCK)
-    largest = layout.scale_values(blocks) * operand.per_tensor_scale * (E2M1_MAX * (1 + 2**-20))
+    largest = layout.scale_values(blocks) * _factor(operand) * (E2M1_MAX * (1 + 2**-20))
     return largest.repeat_interleave(BLOCK, dim=1)

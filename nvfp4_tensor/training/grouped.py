@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.training.autograd import (
     Needs,
@@ -26,6 +25,7 @@ from nvfp4_tensor.training.autograd import (
     needs_of,
     refuse_second_derivative,
     saved_of,
+    trains,
     weight_operand,
 )
 from nvfp4_tensor.training.recipe import OPERANDS, Recipe, WeightForDx, resolve
@@ -70,7 +70,7 @@ def grouped_linear(
     x = autocast(x)
     _check(x, weight, offs)
     needs = needs_of(x, weight, None)
-    rng_state = draw(recipe, any(needs), x, rng_state)
+    rng_state = draw(recipe, trains(x, weight, None), x, rng_state)
     if torch.compiler.is_compiling():
         return _Opaque.apply(x, weight, offs, rng_state, recipe, first_expert, needs)
     *groups, behind = x.split(_sizes(x, offs))
@@ -94,8 +94,6 @@ def _state_of(rng_state: Tensor | None, expert: int) -> Tensor | None:
 def _check(x: Tensor, weight: Tensor, offs: Tensor) -> None:
     if x.dim() != 2 or weight.dim() != 3 or len(weight) == 0 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"grouped_linear takes (M, K) and (E, N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if weight.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"NVFP4 takes experts of bfloat16, float16 or float32, not {weight.dtype}: cast them first")
     check_operands(x, weight, "grouped_linear")
     if offs.dtype != torch.int32 or offs.shape != weight.shape[:1]:
         raise ValueError(f"offs is int32 ({len(weight)},), where each group ends, not {offs.dtype} {tuple(offs.shape)}")

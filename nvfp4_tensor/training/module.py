@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor.pickles import pin
@@ -114,7 +115,8 @@ class NVFP4TrainingLinear(nn.Linear):
         x_t = recipe.x_t if needs.dw else None
         if draws(recipe.x) or not is_shareable(input):  # values of y are not to depend on who came first
             return input_operands(taken, recipe, needs, rng_state), rng_state
-        key = taken.rows.dtype, recipe.x, x_t, None if taken.place is None else taken.place.x, taken.whole
+        place = None if taken.place is None else taken.place.x
+        key = taken.rows.dtype, recipe.x, x_t, recipe.w is None, place, taken.whole
         shared = shared_input(input, key, self)
         if shared is None:
             shared = input_operands(taken, recipe, needs, rng_state), rng_state
@@ -133,7 +135,8 @@ class NVFP4TrainingLinear(nn.Linear):
             return weight_operand(weight, self.active_recipe, rng_state, self.place)
         operand = self._weight_codes.get(weight, spec)
         if operand is None:
-            operand = weight_operand(weight, self.active_recipe, rng_state, self.place)
+            with torch.inference_mode(False):  # a forward that trains is to find them usable, too
+                operand = weight_operand(weight, self.active_recipe, rng_state, self.place)
             assert operand is not None
             self._weight_codes.put(weight, spec, operand)
         return operand
@@ -146,6 +149,15 @@ class NVFP4TrainingLinear(nn.Linear):
         """As any module's. The codes kept are dropped: between training and evaluation, averages of weights swap in."""
         self._weight_codes.clear()
         return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> NVFP4TrainingLinear:
+        """Without the codes kept: torch.utils.swap_tensors takes no tensor that is weakly referred to."""
+        self._weight_codes.clear()
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._weight_codes.clear()  # as in _apply
+        super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_weight_codes": WeightCache()}

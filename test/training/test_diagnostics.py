@@ -44,6 +44,18 @@ def test_planted_elements_are_counted():
     assert math.isnan(record.w_error)
 
 
+def test_a_scale_a_row_is_that_of_its_row():
+    """Rows of powers of two that only differ by a factor round alike; of a square matrix a column would fit, too."""
+    rows = QuantizeSpec(row_scaled=True)
+    model = nn.Linear(32, 32, bias=False)
+    quantize_(model, NVFP4TrainingConfig(Recipe(x=rows, dy=rows, dy_t=rows)))
+    x = torch.randn(1, 32) * 2.0 ** (torch.arange(32) % 8)[:, None]
+    one, all_rows = (diagnosed(model, t, t).records[0] for t in (x[:1], x))
+    for fact in ("x_clipped", "x_error", "dy_clipped", "dy_vanished", "dy_error"):
+        assert getattr(all_rows, fact) == pytest.approx(getattr(one, fact), rel=1e-5)
+    assert 0.01 < one.x_error < 0.2 and math.isfinite(all_rows.signal)
+
+
 def test_unclipped_scales_do_not_clip_and_stochastic_rounding_keeps_what_nearest_loses():
     x, dy = torch.randn(128, 64), torch.randn(128, 32)
     nvidia, unbiased = (diagnosed(model_of(name), x, dy).means()["2"] for name in ("nvidia", "unbiased"))

@@ -118,7 +118,7 @@ def test_autocast_and_no_rows(experts):
         (dict(offs=[17, 17, 40, 61]), "from 0 to the 60 rows"),
         (dict(offs=[17, 60]), r"offs is int32 \(4,\)"),
         (dict(weight=torch.ones(4, 48, 60)), r"takes \(M, K\) and \(E, N, K\)"),
-        (dict(weight=torch.ones(4, 48, 64, dtype=torch.int8)), "not torch.int8: cast them first"),
+        (dict(weight=torch.ones(4, 48, 64, dtype=torch.int8)), "not a weight of torch.int8: cast it first"),
         (dict(recipe="x"), "unknown recipe"),
     ],
 )

@@ -206,9 +206,11 @@ def test_gradients_that_views_and_expansions_are():
 
 def test_nothing_is_made_for_a_backward_that_will_not_come():
     x, w, bias, _ = case()
-    with torch.no_grad(), Ops() as ops:
-        training.linear(x, w, bias, "nvidia")
-    assert (ops.pairs, ops["quantize_activation"], ops["quantize"], ops["draw_rng_state"]) == (0, 1, 1, 0)
+    for trained in (True, False):  # a checkpoint's first run draws without a gradient, as its second does with one
+        x, w, bias = (t.requires_grad_(trained) for t in (x, w, bias))
+        with torch.no_grad(), Ops() as ops:
+            training.linear(x, w, bias, "nvidia")
+        assert (ops.pairs, ops["quantize_activation"], ops["quantize"], ops["draw_rng_state"]) == (0, 1, 1, trained)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
@@ -376,6 +378,14 @@ def test_the_arguments_on_blackwell_decode_to_the_same_products(size, name, blac
 def test_refused_inputs(x, kind, message):
     with pytest.raises(kind, match=message):
         training.linear(x, torch.ones(8, 16))
+
+
+def test_a_weight_of_another_dtype_is_refused_under_autocast():
+    weight, dy_alone = torch.ones(8, 16).double(), training.Recipe(dy=QuantizeSpec(round_mode="stochastic"))
+    for recipe in ("nvidia", dy_alone):
+        bf16 = torch.autocast("cpu", dtype=torch.bfloat16)
+        with bf16, pytest.raises(TypeError, match="not a weight of torch\\.float64"):
+            training.linear(torch.ones(2, 16), weight, recipe=recipe)
 
 
 def test_unknown_recipes():

@@ -84,6 +84,8 @@ def _forward(
 
 def _linear(experts: Any, name: str, rows: Tensor, ids: Tensor, offs: Tensor, recipe: Recipe) -> Tensor:
     weight = getattr(experts, name)
+    if not (experts.training or torch.is_grad_enabled()):
+        weight = weight.detach()  # an evaluation draws nothing, and what trains after it gets the same bits
     y = grouped_linear(rows, weight.mT if experts.is_transposed else weight, offs, recipe)
     if experts.has_bias:
         y = y + getattr(experts, f"{name}_bias")[ids.clamp(max=experts.num_experts - 1)]

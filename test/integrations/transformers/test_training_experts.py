@@ -85,6 +85,29 @@ def test_one_graph_beside_linears_that_train():
     assert all(torch.equal(got[f"_orig_mod.{key}"], gradient) for key, gradient in gradients.items())
 
 
+def test_an_evaluation_draws_nothing():
+    model, ids = model_of("mixtral")
+    train_experts(model)
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        model.eval()(ids)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_checkpointing_changes_no_bit(name, reentrant):
+    model, ids = model_of(name)
+    model.train().config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda layer, args, y: torch.nn.functional.dropout(y, 0.1))
+    train_experts(model)
+    loss, gradients = step(model, ids)
+    model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    again = step(model, ids)
+    assert again[0] == loss and all(torch.equal(again[1][key], gradients[key]) for key in gradients)
+
+
 def test_rows_of_other_ranks_are_zero():
     model, _ = model_of("gpt_oss")
     experts = model.model.layers[0].mlp.experts
