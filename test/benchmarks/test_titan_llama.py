@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torchtitan")
 titan = pytest.importorskip("benchmarks.speed.titan_llama")
+from benchmarks.speed.titan_runs import steps_of  # noqa: E402
 from nvfp4_tensor.integrations.torchtitan import NVFP4Linear  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -50,4 +51,4 @@ def _trained(*arguments: str) -> list[dict[str, float]]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-4000:]
-    return titan.steps_of(said)
+    return steps_of(said)
