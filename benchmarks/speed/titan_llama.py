@@ -32,6 +32,9 @@ from torchtitan.trainer import Trainer
 
 from nvfp4_tensor.training import set_recipe
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="titan_llama_")
+"""What torchtitan reads and writes, as long as the process lives."""
+
 
 class LateBf16Trainer(Trainer):
     """torchtitan's trainer, that gives the forward back to bfloat16 late in a run."""
@@ -64,7 +67,7 @@ def _config(flavor: str, batch: int, length: int, steps: int, learning_rate: flo
     start, spec = llama3_debugmodel(), model_registry(flavor)
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    folder = tempfile.mkdtemp(prefix="titan_llama_")
+    folder = _FOLDER.name
     _write_tokenizer(Path(folder))
     DATASETS["python_library"] = DatasetConfig(
         path=sysconfig.get_path("stdlib"), loader=_library, sample_processor=lambda sample: sample["text"]
