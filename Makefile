@@ -39,7 +39,7 @@ SLOW := test/benchmarks test/tutorials test/distributed test/emulation test/inte
 	test/tensor/test_methods.py test/testing/test_statistics.py test/test_imports.py test/test_package.py \
 	test/test_pickles.py
 
-.PHONY: help demo test check sanitize lint format build docs sdist wheel clean
+.PHONY: help demo test exhaustive check sanitize lint format build docs sdist wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -52,8 +52,11 @@ demo:  ## a real model in NVFP4 (demo_output/), the libraries built for this mac
 test: $(VENV)/.dev $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries built for every GPU
 	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n $(WORKERS)
 
+exhaustive: $(VENV)/.dev $(VENV)/.demo $(EVERYTHING)  ## the tests that `make test` leaves out, before a release
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n $(WORKERS) -m exhaustive
+
 check: lint $(VENV)/.dev $(VENV)/.demo native-here  ## before a commit: lint and the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow" $(addprefix --ignore=,$(SLOW))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not exhaustive" $(addprefix --ignore=,$(SLOW))
 
 sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
 	.ci/sanitize $(BIN)

@@ -44,8 +44,8 @@ def test_the_header_explains_its_own_times(model):
     "name, factor",
     [
         ("kShareCycles", 1.5),
-        ("stage_cycles:many_rows_sm90:128x64:shared:permuted_before", 0.8),
-        ("stage_cycles:many_rows_sm90:128x256:runs:as_it_lies", 1.2),
+        pytest.param("stage_cycles:many_rows_sm90:128x64:shared:permuted_before", 0.8, marks=pytest.mark.exhaustive),
+        pytest.param("stage_cycles:many_rows_sm90:128x256:runs:as_it_lies", 1.2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_planted_constant_is_found(model, name, factor):

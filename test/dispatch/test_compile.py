@@ -284,6 +284,7 @@ assert torch.allclose(y, torch.nn.functional.linear(x, w.dequantize()) * (1 + NE
 """
 
 
+@pytest.mark.exhaustive
 def test_graphs_cached_by_another_version_are_not_used(tmp_path):
     """torch finds them by what it saw before our code traced: the same linear of an equal tensor."""
     for new in (False, True):

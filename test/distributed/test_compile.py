@@ -54,7 +54,7 @@ def steps(kind, compiled):
 
 
 @on_devices
-@pytest.mark.parametrize("kind", ["frozen", pytest.param("bits", marks=pytest.mark.slow), "codes, bits"])
+@pytest.mark.parametrize("kind", ["frozen", pytest.param("bits", marks=pytest.mark.exhaustive), "codes, bits"])
 def test_compiled_blocks_are_eager_ones(kind, device):
     eager, compiled = (run_ranks(steps, 2, kind, how, device=device)[1] for how in (False, True))
     for step, other in zip(eager, compiled, strict=True):

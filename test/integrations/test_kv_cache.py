@@ -210,7 +210,7 @@ def test_autocast_changes_nothing(with_usual_defaults):
         assert_same_bytes(stored(), with_usual_defaults)
 
 
-@pytest.mark.parametrize("recent", [0, 3])
+@pytest.mark.parametrize("recent", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
 def test_compiled_it_stores_the_same_bytes(recent):
     """Pieces of one token write into tiles of block scales that are there."""
     keys, values = states(tokens=140)

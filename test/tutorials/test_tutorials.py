@@ -27,7 +27,16 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "tutorials").glob("*.py")), ids=lambda path: path.stem)
+EXHAUSTIVE = {"05_lora_on_a_language_model"}
+"""The same as 04_lora on a real model, as qlora_two_ranks is."""
+
+
+def scripts():
+    for path in sorted((ROOT / "tutorials").glob("*.py")):
+        yield pytest.param(path, id=path.stem, marks=pytest.mark.exhaustive if path.stem in EXHAUSTIVE else ())
+
+
+@pytest.mark.parametrize("script", scripts())
 def test_tutorial_runs(script, tmp_path):
     if missing := [name for name in NEEDS.get(script.stem, []) if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
