@@ -24,6 +24,7 @@ ALL = {
     **RECIPES,
     "row scaled": _NVIDIA.replace(x=_NVIDIA.x.replace(row_scaled=True), dy=_NVIDIA.dy.replace(row_scaled=True)),
     "dense forward": _NVIDIA.dense_forward(),
+    "w again": _NVIDIA.replace(keep_w=False),
 }
 
 

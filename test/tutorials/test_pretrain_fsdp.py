@@ -24,7 +24,7 @@ def losses(folder, *arguments, device="cpu"):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+) on", result.stdout)}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @on_devices
 def test_two_ranks_and_one_have_the_same_losses_before_and_after_a_resumption(device, tmp_path):
     begun = losses(tmp_path / "a", "--steps", "4", "--ranks", "2", device=device)

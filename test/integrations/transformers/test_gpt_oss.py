@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from integrations.transformers.models import random_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,11 +23,7 @@ def small():
         num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
         dtype="bfloat16", architectures=["GptOssForCausalLM"],
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    return random_model(config)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import filecmp
 import pytest
 import torch
 import transformers
+from integrations.transformers.models import random_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,11 +23,7 @@ def small():
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=1,
         interleave_moe_layer_step=2, pad_token_id=0, dtype="bfloat16", architectures=["Llama4ForCausalLM"],
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
+    return random_model(config)
 
 
 @pytest.fixture

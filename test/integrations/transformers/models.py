@@ -1,0 +1,13 @@
+"""Small models of transformers with random weights."""
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """In bfloat16, every parameter of a size that shows in the logits; the same at each call."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
