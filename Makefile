@@ -35,9 +35,9 @@ SLOW := test/benchmarks test/tutorials test/distributed test/emulation test/inte
 	test_generate.py test_model.py test_quantize.py test_report.py test_round_trip.py) $(addprefix test/matmul/, \
 	test_cuda_schedule.py test_fbgemm.py test_print_plans.py) $(addprefix test/training/,test_grouped.py test_linear.py \
 	test_module.py test_optimizer.py test_recipe.py test_unbiased.py test_write_back.py) test/dispatch/test_compile.py \
-	test/docs/test_code_blocks.py test/quantization/test_gptq.py test/quantization/test_gptq_models.py test/quantization/test_lora.py \
-	test/tensor/test_methods.py test/testing/test_statistics.py test/test_imports.py test/test_package.py \
-	test/test_pickles.py
+	test/docs/test_code_blocks.py test/quantization/accuracy/gptq/test_run.py test/quantization/accuracy/gptq/test_models.py test/quantization/test_lora.py \
+	test/tensor/test_methods.py test/testing/test_statistics.py test/_compat/test_torchao_import.py test/test_package.py \
+	test/_compat/test_pickles.py
 
 .PHONY: help demo test exhaustive check sanitize lint format build docs sdist wheel clean
 .DELETE_ON_ERROR:

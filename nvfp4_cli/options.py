@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 FORMATS = ("modelopt", "compressed-tensors", "gguf", "mlx", "comfy", "torchao")
 """What is written; a test compares it with ``nvfp4_tensor.checkpoints.FORMATS``."""
 DENSE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-"""What GGUF stores dense matrices as; compared with ``nvfp4_tensor.checkpoints.gguf.DENSE_TYPES``."""
+"""What GGUF stores dense matrices as; compared with ``nvfp4_tensor.checkpoints.formats.gguf.format.DENSE_TYPES``."""
 
 CHECKPOINT = click.Path(exists=True, path_type=Path)
 TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -10,6 +10,7 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from nvfp4_tensor._compat.pickles import _rebuild, keep_earlier_names  # noqa: F401  files name nvfp4_tensor._rebuild
 from nvfp4_tensor.info import info
 from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -22,7 +23,6 @@ from nvfp4_tensor.ops import (  # noqa: F401  they define ops
     row_scaled,
     transpose,
 )
-from nvfp4_tensor.pickles import _rebuild, keep_earlier_names  # noqa: F401  files name nvfp4_tensor._rebuild
 from nvfp4_tensor.sizes import ModelSize, model_size
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _LATER = {
 }
 """Public names, and those that pickles hold, by the room that has them."""
 
-_ROOMS = ("checkpoints", "distributed", "emulation", "quantization", "training")
+_ROOMS = ("checkpoints", "distributed", "emulation", "generation", "quantization", "training")
 """Rooms that are public by their own name, imported at the first use of it."""
 
 try:

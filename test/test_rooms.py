@@ -1,39 +1,31 @@
-"""Rooms import downward only: numerics, ops, tensor, matmul, dispatch, quantization, and what stands on them."""
+"""Rooms import downward only, as the table of docs/design/architecture.md has them."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "nvfp4_tensor"
-FLOORS = [
-    {"imports", "pickles"},
-    {"numerics"},
-    {"ops"},
-    {"tensor"},
-    {"matmul"},
-    {"dispatch"},
-    {"quantization"},
-    {"training"},
-    {"checkpoints"},
-    {"distributed"},
-    {"integrations", "emulation"},
-    {"info", "sizes"},
-    {"testing"},
-    {"cli"},
-    {"__main__"},
-]
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "nvfp4_tensor"
+ROW = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \| [^|]+ \|$", re.MULTILINE)
+ENTRY = {"__init__", "__main__"}
+"""The package itself: what it imports is what it makes public."""
+
+
+def rooms_by_floor(page: str) -> list[set[str]]:
+    """The rooms of each row of the table, the lowest first."""
+    section = page.split("## The rooms\n")[1].split("\n## ")[0]
+    return [set(re.findall(r"`(\w+)`", row)) for row in reversed(ROW.findall(section))]
+
+
+FLOORS = rooms_by_floor((ROOT / "docs/design/architecture.md").read_text())
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-UPWARD = {
-    ("pickles", "tensor"),  # what a pickle names must be importable without torchao
-    ("tensor", "dispatch"),  # the class fills its table of operators when the first one comes
-}
-"""The exceptions, inside functions both."""
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The rooms of this package that a file imports, inside functions too."""
+    """The rooms that a file imports, inside functions too; a public name of the package as it is."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -47,26 +39,39 @@ def imports(path: Path) -> Iterator[str]:
             package, _, rest = name.partition(".")
             if package == "nvfp4_tensor" and rest:
                 yield rest.partition(".")[0]
+            elif package == "nvfp4_cli":
+                yield package
 
 
-def files() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+def room_of(path: Path) -> str:
+    top, *rest = path.relative_to(ROOT).parts
+    return top if top != "nvfp4_tensor" else rest[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "nvfp4_cli").rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down(path):
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert room in FLOOR, f"{room} has no floor: give it one here and in docs/design/architecture.md"
+    room = room_of(path)
+    if room in ENTRY:
+        return
+    assert room in FLOOR, f"{room} is not in the table of docs/design/architecture.md"
     for imported in imports(path):
         if imported not in FLOOR:  # a public name, for rooms above all that define one
-            assert FLOOR[room] > FLOOR["quantization"], f"{path} imports nvfp4_tensor.{imported}"
+            assert FLOOR[room] > FLOOR["dispatch"], f"{path} imports nvfp4_tensor.{imported}"
         elif imported != room:
-            assert FLOOR[imported] < FLOOR[room] or (room, imported) in UPWARD, f"{room} imports {imported}"
+            assert FLOOR[imported] < FLOOR[room], f"{room} imports {imported}"
+
+
+def test_every_room_of_the_table_is_there():
+    found = {room_of(path) for path in FILES} - ENTRY
+    assert set(FLOOR) == found
 
 
 def test_the_check_sees_what_it_must(tmp_path):
     (tmp_path / "x.py").write_text(
         "from nvfp4_tensor.cli.demo import run\ndef f():\n    import nvfp4_tensor.matmul.product\n"
-        "from nvfp4_tensor import quantize\nimport torch\n"
+        "from nvfp4_tensor import quantize\nimport torch\nfrom nvfp4_cli.options import x\n"
     )
-    assert list(imports(tmp_path / "x.py")) == ["cli", "quantize", "matmul"]
+    assert list(imports(tmp_path / "x.py")) == ["cli", "quantize", "nvfp4_cli", "matmul"]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from nvfp4_tensor.checkpoints.shards import CHUNK, ShardFile, write_json
+from nvfp4_tensor.checkpoints.io.safetensors import CHUNK, ShardFile, write_json
 
 HIDDEN, INNER, KEY_VALUE, VOCABULARY = 3072, 8192, 1024, 32000
 SPECS = {"nearest": {}, "four_over_six": {"four_over_six": True}, "scale_search": {"scale_search": True}}

@@ -37,10 +37,10 @@ from torchao.quantization import quantize_
 
 from benchmarks.harness import Report, at_least, record, result_path, save, table
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
-from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
+from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.cli.demo.measure import perplexity
 from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
-from nvfp4_tensor.integrations.transformers.decoding import NativeDecoder, decode_natively
+from nvfp4_tensor.generation.step import NativeDecoder, decode_natively
 
 MODELS = ("smollm2", "llama-1b", "tiny")
 WAYS = ("native", "compiled", "eager")
@@ -232,7 +232,7 @@ def contenders(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
 def bytes_read(thing: nn.Module | Path) -> int:
     """What a token reads: all weights, but of an embedding that is no output layer one row."""
     if isinstance(thing, Path):
-        from nvfp4_tensor.checkpoints.gguf import FORMAT
+        from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT
 
         sizes = {name: int(tensor.n_bytes) for name, tensor in FORMAT.read(thing)._tensors.items()}
         return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)

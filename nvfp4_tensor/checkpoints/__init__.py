@@ -12,10 +12,11 @@ from nvfp4_tensor.checkpoints.common import (
     tensor_of,
 )
 from nvfp4_tensor.checkpoints.convert import convert
-from nvfp4_tensor.checkpoints.loading import load
-from nvfp4_tensor.checkpoints.plain import from_plain, to_plain
+from nvfp4_tensor.checkpoints.formats import mxfp4
+from nvfp4_tensor.checkpoints.models.loading import load
+from nvfp4_tensor.checkpoints.models.saving import save
+from nvfp4_tensor.checkpoints.plain_state_dict import from_plain, to_plain
 from nvfp4_tensor.checkpoints.quantizing import quantize
-from nvfp4_tensor.checkpoints.saving import save
 
 __all__ = [
     "FORMATS",
@@ -27,6 +28,7 @@ __all__ = [
     "detect",
     "from_plain",
     "load",
+    "mxfp4",
     "parts_of",
     "quantize",
     "read",

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.shards import what_is_in
+from nvfp4_tensor.checkpoints.io.safetensors import what_is_in
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -29,14 +29,14 @@ LARGEST = 2688.0
 """6 * 448: an activation's amax over its input scale, by the rule that every reader applies."""
 
 FORMATS = {
-    "gguf": "nvfp4_tensor.checkpoints.gguf",
-    "comfy": "nvfp4_tensor.checkpoints.comfy",
-    "mlx": "nvfp4_tensor.checkpoints.mlx",
-    "mxfp4": "nvfp4_tensor.checkpoints.mxfp4_folder",
-    "modelopt": "nvfp4_tensor.checkpoints.modelopt",
-    "compressed-tensors": "nvfp4_tensor.checkpoints.compressed_tensors",
-    "torchao": "nvfp4_tensor.checkpoints.torchao_keys",
-    "dense": "nvfp4_tensor.checkpoints.dense",
+    "gguf": "nvfp4_tensor.checkpoints.formats.gguf.format",
+    "comfy": "nvfp4_tensor.checkpoints.formats.comfy",
+    "mlx": "nvfp4_tensor.checkpoints.formats.mlx",
+    "mxfp4": "nvfp4_tensor.checkpoints.formats.mxfp4.folder",
+    "modelopt": "nvfp4_tensor.checkpoints.formats.modelopt",
+    "compressed-tensors": "nvfp4_tensor.checkpoints.formats.compressed_tensors",
+    "torchao": "nvfp4_tensor.checkpoints.formats.torchao",
+    "dense": "nvfp4_tensor.checkpoints.formats.dense",
 }
 """The formats by name, each the ``FORMAT`` of a module, imported when it is asked for. ``detect`` asks in this order:
 "dense" takes what is left and stays last."""

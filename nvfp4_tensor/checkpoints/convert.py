@@ -10,7 +10,7 @@ import torch
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, format_named, read
 from nvfp4_tensor.checkpoints.names import CACHE_SCALES, joined_with, some
-from nvfp4_tensor.checkpoints.views import WeightOnly, Without
+from nvfp4_tensor.checkpoints.wrappers import WeightOnly, Without
 
 
 def convert(

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import LARGEST, Checkpoint, Entry, LinearParts, format_named
-from nvfp4_tensor.checkpoints.dense import FORMAT as DENSE
-from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
-from nvfp4_tensor.checkpoints.gguf import FORMAT as GGUF
+from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
+from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT as GGUF
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
+from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
+from nvfp4_tensor.checkpoints.models.origins import JOINED_AS
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, some
-from nvfp4_tensor.checkpoints.shards import CHUNK
-from nvfp4_tensor.checkpoints.sources import JOINED_AS
-from nvfp4_tensor.checkpoints.views import HEAD, View, WithHead
+from nvfp4_tensor.checkpoints.wrappers import HEAD, View, WithHead
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from nvfp4_tensor.checkpoints.names import joined_with, some
 from nvfp4_tensor.cli.results import number
 from nvfp4_tensor.quantization import NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.budget import Sensitivity, sensitivity
-from nvfp4_tensor.quantization.hessian.places import Filter
+from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter
+from nvfp4_tensor.quantization.accuracy.sensitivity import Sensitivity, sensitivity
 
 
 @dataclasses.dataclass(frozen=True)

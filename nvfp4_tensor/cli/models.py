@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor import checkpoints
-from nvfp4_tensor.checkpoints.gguf_reading import GGUFCheckpoint
-from nvfp4_tensor.checkpoints.gguf_tokenizer_reading import tokenizer_of
-from nvfp4_tensor.imports import quietly
+from nvfp4_tensor._compat.torchao_import import quietly
+from nvfp4_tensor.checkpoints.formats.gguf.reading import GGUFCheckpoint
+from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
 
 _PACKAGES = ("transformers", "accelerate")
 

@@ -13,17 +13,17 @@ from tqdm import tqdm
 
 from nvfp4_tensor import FourOverSix, QuantizeSpec, RoundingMode, ScaleSearch, checkpoints
 from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_named
+from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new
+from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
-from nvfp4_tensor.checkpoints.progress import check_is_new
-from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
-from nvfp4_tensor.checkpoints.views import View, WithHead
+from nvfp4_tensor.checkpoints.wrappers import View, WithHead
 from nvfp4_tensor.cli.budget import Budget, spend
 from nvfp4_tensor.cli.convert import Written
 from nvfp4_tensor.cli.models import open_model, open_tokenizer, tokens_of, untie_head, windows_of
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
-from nvfp4_tensor.quantization.hessian.places import Filter
+from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter
+from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.linear import set_weight
-from nvfp4_tensor.quantization.weighted import quantize_weighted
 
 WINDOW = 512
 """Tokens of a calibration that see each other."""

@@ -12,9 +12,9 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
+from nvfp4_tensor._compat.frames import locals_of
 from nvfp4_tensor.dispatch.table import implements, unsupported
-from nvfp4_tensor.tensor import gather
-from nvfp4_tensor.tensor.callers import locals_of
+from nvfp4_tensor.sharding import fsdp_transport as gather
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.module import NVFP4TrainingLinear
+from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 
 M = TypeVar("M", bound=nn.Module)
 

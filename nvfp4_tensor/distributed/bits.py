@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from nvfp4_tensor.distributed.agreement import check_agreement
+from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.sharding.layout import Axis, Place, Share
 from nvfp4_tensor.training.config import training_linears
-from nvfp4_tensor.training.places import Axis, Place, Share
-from nvfp4_tensor.training.seeds import rng_state_of
 
 
 def share_tokens(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chunks: Sequence[int] = ()) -> None:

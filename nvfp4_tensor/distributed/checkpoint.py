@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from nvfp4_tensor import checkpoints
-from nvfp4_tensor.checkpoints.plain import part_names
+from nvfp4_tensor.checkpoints.plain_state_dict import part_names
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nvfp4_tensor.distributed.bits import axis_of
 from nvfp4_tensor.ops.definitions import own_amax
+from nvfp4_tensor.sharding.layout import largest
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.places import largest
 
 
 @torch.no_grad()

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.linear import NVFP4Linear
+from nvfp4_tensor.sharding.layout import Place, local
+from nvfp4_tensor.sharding.sequence import Whole, gathered_operands, whole_in_name, whole_of
 from nvfp4_tensor.tensor.arguments import resolve_rng_state
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.autograd import autocast, flat
-from nvfp4_tensor.training.pieces import compare_tokens, quantized_at
-from nvfp4_tensor.training.places import Place, local
-from nvfp4_tensor.training.sequence import Whole, gathered_operands, whole_in_name, whole_of
+from nvfp4_tensor.training.linear.function import autocast, flat
+from nvfp4_tensor.training.linear.sharded_operands import compare_tokens, quantized_at
 
 
 class NVFP4ParallelLinear(NVFP4Linear):

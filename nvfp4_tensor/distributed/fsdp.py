@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from nvfp4_tensor.distributed.agreement import M, check_agreement
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.tensor import gather
+from nvfp4_tensor.sharding import fsdp_transport as gather
+from nvfp4_tensor.sharding.layout import Axis, largest
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
-from nvfp4_tensor.training.caches import optimizer_steps
 from nvfp4_tensor.training.config import training_linears
-from nvfp4_tensor.training.module import NVFP4TrainingLinear
-from nvfp4_tensor.training.places import Axis, largest
+from nvfp4_tensor.training.linear.cache import optimizer_steps
+from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import Recipe, WeightForDx
 
 

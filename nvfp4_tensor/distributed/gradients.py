@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from nvfp4_tensor.numerics.choices import RoundingMode, ScaleRounding
+from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.training.seeds import rng_state_of
 
 SPEC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC, scale_rounding=ScaleRounding.UP)
 ROWS, COLUMNS = 128, 64

@@ -14,9 +14,9 @@ from nvfp4_tensor.distributed.agreement import check_agreement, kind
 from nvfp4_tensor.distributed.bits import axis_of
 from nvfp4_tensor.distributed.frozen import NVFP4ParallelLinear
 from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.sharding.layout import Place, Share
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.module import NVFP4TrainingLinear
-from nvfp4_tensor.training.places import Place, Share
+from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 
 
 def share_weight(linear: NVFP4TrainingLinear, dim: int, mesh: DeviceMesh) -> None:

@@ -24,7 +24,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig
 
 from nvfp4_tensor.distributed.tensor_parallel import share_weight
-from nvfp4_tensor.training.module import NVFP4TrainingLinear
+from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import resolve
 
 MOST_LINEARS = ("*.attention.*", "*.feed_forward.w[123]", "*.shared_experts.w[123]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from nvfp4_tensor.pickles import pin
+from nvfp4_tensor._compat.pickles import pin
 
 
 class Choice(enum.IntEnum):

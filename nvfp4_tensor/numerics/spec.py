@@ -6,9 +6,9 @@ import dataclasses
 import functools
 from typing import Any
 
+from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.layout import BLOCK, DEFAULT_HADAMARD_SIGN, ROTATION
-from nvfp4_tensor.pickles import pin
 
 
 @pin

@@ -10,9 +10,9 @@ from typing import Any
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 
+from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.pickles import pin
 from nvfp4_tensor.tensor.arguments import stored_spec
 
 _SHARED = ("round_mode", "scale_rounding", "four_over_six", "scale_search", "scale_ceiling", "random_bits")

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 from torchao.quantization.transform_module import register_quantize_module_handler
 
+from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.pickles import pin
+from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observer import ObservedLinear, check_observable
-from nvfp4_tensor.quantization.weighted import quantize_weighted
-from nvfp4_tensor.quantization.whole_model import Plan, plan_of
+from nvfp4_tensor.quantization.plan import Plan, plan_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
 

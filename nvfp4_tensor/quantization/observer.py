@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.numerics.layout import BLOCK, FLOAT32_MAX, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.pickles import pin
 
 MAGNITUDE_BINS = 1 << 13
 """Bins of the histogram of magnitudes: the exponent and five mantissa bits of float32, so 3 % wide at most."""

@@ -14,13 +14,13 @@ import torch
 import torch.compiler.config
 from torch import Tensor
 
-from nvfp4_tensor.imports import quietly
+from nvfp4_tensor._compat.pickles import _rebuild, pin
+from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.choices import ProductBackend, RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.pickles import _rebuild, pin
-from nvfp4_tensor.tensor import gather
+from nvfp4_tensor.sharding import fsdp_transport as gather
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state, stored_spec
 from nvfp4_tensor.tensor.checks import check_fields
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
@@ -283,7 +283,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         module: torch.nn.Module,
         mp_policy: object,
     ) -> tuple[tuple[Tensor, ...], gather.Rest]:
-        """FSDP2's hook: see :mod:`nvfp4_tensor.tensor.gather`."""
+        """FSDP2's hook: see :mod:`nvfp4_tensor.sharding.fsdp_transport`."""
         return gather.pre_all_gather(self, mesh, outer_size, module)
 
     def fsdp_post_all_gather(
@@ -294,7 +294,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """FSDP2's hook: see :mod:`nvfp4_tensor.tensor.gather`."""
+        """FSDP2's hook: see :mod:`nvfp4_tensor.sharding.fsdp_transport`."""
         return gather.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable, tuple]:

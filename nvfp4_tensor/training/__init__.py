@@ -1,19 +1,19 @@
 """Training in NVFP4: recipes, the linear that follows one, and what is built on them."""
 
 import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
-from nvfp4_tensor.training.autograd import linear
 from nvfp4_tensor.training.config import NVFP4TrainingConfig, set_recipe, to_dense, weights_changed
-from nvfp4_tensor.training.diagnostics import Report, diagnose
 from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last
-from nvfp4_tensor.training.grouped import grouped_linear
-from nvfp4_tensor.training.lora import merge_lora, merge_low_rank
-from nvfp4_tensor.training.module import NVFP4TrainingLinear
-from nvfp4_tensor.training.optimizer import NVFP4Optimizer, to_nvfp4_parameters
+from nvfp4_tensor.training.linear.function import linear
+from nvfp4_tensor.training.linear.grouped import grouped_linear
+from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import RECIPES, Recipe, WeightForDx
-from nvfp4_tensor.training.refit import RefitReport, refit_
+from nvfp4_tensor.training.reports.diagnostics import Report, diagnose
+from nvfp4_tensor.training.reports.summary import Summary, summary
 from nvfp4_tensor.training.ste import ste
-from nvfp4_tensor.training.summary import Summary, summary
-from nvfp4_tensor.training.write_back import write_back
+from nvfp4_tensor.training.weights.lora import merge_lora, merge_low_rank
+from nvfp4_tensor.training.weights.optimizer import NVFP4Optimizer, to_nvfp4_parameters
+from nvfp4_tensor.training.weights.refit import RefitReport, refit_
+from nvfp4_tensor.training.weights.write_back import write_back
 
 __all__ = [
     "RECIPES",

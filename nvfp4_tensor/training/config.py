@@ -10,10 +10,10 @@ from torch import nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from nvfp4_tensor.pickles import pin
+from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.quantization.linear import quantizable
-from nvfp4_tensor.quantization.whole_model import plan_of
-from nvfp4_tensor.training.module import NVFP4TrainingLinear
+from nvfp4_tensor.quantization.plan import plan_of
+from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import Recipe, resolve
 
 

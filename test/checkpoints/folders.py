@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nvfp4_tensor import checkpoints
-from nvfp4_tensor.checkpoints.shards import Shards
+from nvfp4_tensor.checkpoints.io.safetensors import Shards
 
 GOLDEN = Path(__file__).parents[1] / "data/checkpoints"
 """ModelOpt's own exports."""

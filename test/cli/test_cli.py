@@ -14,7 +14,7 @@ from nvfp4_cli import options
 from nvfp4_cli.commands import COMPLETION, nvfp4
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints.common import format_named
-from nvfp4_tensor.checkpoints.gguf import DENSE_TYPES
+from nvfp4_tensor.checkpoints.formats.gguf.format import DENSE_TYPES
 from nvfp4_tensor.testing import selftest
 
 COMMANDS = sorted(nvfp4.commands)

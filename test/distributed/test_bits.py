@@ -17,7 +17,8 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import distributed
 from nvfp4_tensor.numerics import layout
-from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, places
+from nvfp4_tensor.sharding import layout as places
+from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig
 
 _NVIDIA = RECIPES["nvidia"]
 ALL = {

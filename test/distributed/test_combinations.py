@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, distributed
+from nvfp4_tensor.sharding.layout import Place
 from nvfp4_tensor.training import NVFP4TrainingConfig
-from nvfp4_tensor.training.places import Place
 
 WIDTH, HIDDEN = 96, 576
 

@@ -15,7 +15,8 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Tensor, distributed
 from nvfp4_tensor.distributed.fsdp import MasterShard
-from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, products, set_recipe
+from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, set_recipe
+from nvfp4_tensor.training.linear import operands as products
 
 
 def make(recipe="nvidia", columns=64, hidden=512, dtype=torch.bfloat16):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor.distributed import NVFP4Reduction, reduce_gradients_in_nvfp4
 from nvfp4_tensor.distributed.gradients import decode, decoded_sum, encode
-from nvfp4_tensor.training.seeds import rng_state_of
+from nvfp4_tensor.numerics.random_state import rng_state_of
 
 UNCLIPPED = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
 

@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, distributed
-from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, autograd, places, set_recipe
-from nvfp4_tensor.training.products import Operand
+from nvfp4_tensor.sharding import layout as places
+from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, set_recipe
+from nvfp4_tensor.training.linear import function as autograd
+from nvfp4_tensor.training.linear.operands import Operand
 
 _NVIDIA = RECIPES["nvidia"]
 ALL = {

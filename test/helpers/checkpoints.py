@@ -116,7 +116,7 @@ def write_gguf(
     path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = TINY, **options: Any
 ) -> Checkpoint:
     """A GGUF of these tensors, open; without a tokenizer unless one is given."""
-    from nvfp4_tensor.checkpoints.gguf import FORMAT
+    from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT
 
     options.setdefault("tokenizer", None)
     FORMAT.write(InMemory(tensors, config), path, progress=False, **options)

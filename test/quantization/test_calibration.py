@@ -8,8 +8,8 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, quantize
 from nvfp4_tensor.numerics.reference import nearest_value
+from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.observer import ObservedLinear
-from nvfp4_tensor.quantization.weighted import quantize_weighted
 
 
 def model():

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nvfp4_tensor import checkpoints
+from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.cli.demo.measure import perplexity
 from nvfp4_tensor.cli.demo.model import QUESTION, evaluation_tokens, load_model, prompt_tokens
 from nvfp4_tensor.cli.demo.picture import draw_picture, means, sweep
 from nvfp4_tensor.cli.demo.table import RECIPES, Row, continuations, head, is_quantized_layer, run_recipe
 from nvfp4_tensor.cli.models import open_model
-from nvfp4_tensor.imports import quietly
 
 with quietly():
     from torchao.quantization import quantize_

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.cli.demo.measure import bits_per_weight, greedy, perplexity
-from nvfp4_tensor.imports import quietly
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.sizes import model_size

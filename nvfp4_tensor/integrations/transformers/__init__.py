@@ -22,10 +22,10 @@ if Version(transformers.__version__) < Version("5.21"):  # whose converters take
 # isort: split
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 
+from nvfp4_tensor.generation.step import decode_natively
 from nvfp4_tensor.integrations.transformers.attach import attach_quantizer
 from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compressed_tensors
 from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
-from nvfp4_tensor.integrations.transformers.decoding import decode_natively
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, config_of
 from nvfp4_tensor.integrations.transformers.saving import save
 from nvfp4_tensor.integrations.transformers.training_experts import train_experts

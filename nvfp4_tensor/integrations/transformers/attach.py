@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from nvfp4_tensor.checkpoints import modelopt
-from nvfp4_tensor.checkpoints.saving import ModelCheckpoint
+from nvfp4_tensor.checkpoints.formats import modelopt
+from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor

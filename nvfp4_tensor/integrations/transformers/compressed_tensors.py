@@ -9,7 +9,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.utils.quantization_config import CompressedTensorsConfig, QuantizationConfigMixin
 
-from nvfp4_tensor.checkpoints import compressed_tensors
+from nvfp4_tensor.checkpoints.formats import compressed_tensors
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nvfp4_tensor.checkpoints import modelopt
-from nvfp4_tensor.checkpoints.folder import SafetensorsFormat
+from nvfp4_tensor.checkpoints.formats import modelopt
+from nvfp4_tensor.checkpoints.io.folder import SafetensorsFormat
 from nvfp4_tensor.numerics.choices import Choice
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig

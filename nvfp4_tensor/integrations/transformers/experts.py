@@ -22,10 +22,10 @@ from transformers.core_model_loading import (
 from transformers.quantizers import HfQuantizer
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, tensor_of
-from nvfp4_tensor.checkpoints.folder import FolderCheckpoint
-from nvfp4_tensor.checkpoints.loading import ORIGINS
-from nvfp4_tensor.checkpoints.sources import Origin, gather, shape_of
-from nvfp4_tensor.checkpoints.views import View
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
+from nvfp4_tensor.checkpoints.models.loading import ORIGINS
+from nvfp4_tensor.checkpoints.models.origins import Origin, gather, shape_of
+from nvfp4_tensor.checkpoints.wrappers import View
 
 
 def origins_in_model(model: PreTrainedModel, names: Iterable[str], checkpoint: Checkpoint) -> dict[str, Origin]:

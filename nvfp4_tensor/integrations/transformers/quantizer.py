@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
-from nvfp4_tensor.checkpoints.sources import is_transposed
+from nvfp4_tensor.checkpoints.models.origins import is_transposed
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.saving import plain_state_dict
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize
-from nvfp4_tensor.checkpoints import modelopt, parts_of
-from nvfp4_tensor.checkpoints.shards import write_json
+from nvfp4_tensor.checkpoints import parts_of
+from nvfp4_tensor.checkpoints.formats import modelopt
+from nvfp4_tensor.checkpoints.io.safetensors import write_json
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig
 
 EXPERTS = "model.layers.1.feed_forward.experts."

@@ -1,0 +1,248 @@
+"""ComfyUI's quantized files: one .safetensors, with a marker for every layer.
+
+====================  ====================================================================================
+``weight``            uint8 (N, K / 2), both rounded up to multiples of 16, the even element in the **high** nibble
+``weight_scale``      float8_e4m3fn, swizzled 128x4: rows rounded up to 128, columns to 4
+``weight_scale_2``    float32 0-d: it multiplies
+``input_scale``       float32 0-d, the activation's amax / 2688; optional
+``comfy_quant``       the marker, JSON as uint8: ``{"format": "nvfp4"}``
+====================  ====================================================================================
+
+The markers stand in the header too, under ``_quantization_metadata``, and some files have them there alone.
+``full_precision_matrix_mult`` in a marker says that activations are not quantized. ``shape`` is ours: that of a weight
+that had to be padded, for ComfyUI takes shapes from its models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from tqdm import tqdm
+
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable, warn_of_nan
+from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
+from nvfp4_tensor.checkpoints.io.safetensors import Shards
+from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
+from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.wrappers import View
+from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
+
+_HEADER, _MARKER = "_quantization_metadata", "comfy_quant"
+_NVFP4, _FULL_PRECISION, _SHAPE = "nvfp4", "full_precision_matrix_mult", "shape"
+_ROWS = 16
+_PARTS = ("weight_scale", "weight_scale_2", "input_scale", _MARKER)
+
+
+def swap_nibbles(codes: Tensor) -> Tensor:
+    """The even element from the low nibble to the high one, or back: uint8 of any shape."""
+    return codes >> 4 | codes << 4
+
+
+class ComfyUI(SafetensorsFormat):
+    """See the module."""
+
+    name = "comfy"
+    is_file = True
+    is_served = False
+    reserved = (f".{_MARKER}",)
+
+    def detect(self, path: Path) -> bool:
+        try:
+            return path.is_file() and path.suffix == ".safetensors" and bool(_markers(Shards(path)))
+        except (ValueError, OSError):
+            return False
+
+    def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+        config.clear()  # a config.json beside the file is another model's
+        return {}
+
+    def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
+        info, markers = checkpoint.shards.info, _markers(checkpoint.shards)
+        checkpoint.quantization = markers
+        others = [f"{layer} ({marker.get('format')})" for layer, marker in markers.items() if not _is_plain(marker)]
+        if others:
+            raise ValueError(f"{checkpoint.path}: expected layers of format {_NVFP4}, found {some(others)}")
+        parts = {f"{layer}.{part}" for layer in markers for part in _PARTS}
+        lost = [layer for layer in markers if f"{layer}.weight" not in info]
+        if lost:
+            raise ValueError(f"{checkpoint.path}: it is marked that {some(lost)} are quantized, and have no weight")
+        entries = {}
+        for name, each in info.items():
+            if name.endswith(".weight") and name.removesuffix(".weight") in markers:
+                entries[name] = self._linear_entry(checkpoint, name)
+            elif name not in parts:
+                entries[name] = Entry(shape=each.shape, dtype=each.dtype, shard=each.file.name)
+        return entries
+
+    def _linear_entry(self, checkpoint: FolderCheckpoint, name: str) -> Entry:
+        layer, info = name.removesuffix(".weight"), checkpoint.shards.info
+        marker = checkpoint.quantization[layer]
+        stored = info[name].shape
+        if len(stored) != 2:
+            raise ValueError(f"{info[name].file}: tensor {name}: expected uint8 (N, K / 2), found {info[name]}")
+        shape = _shape(marker, stored)
+        if (ceil_to(shape[0], _ROWS), ceil_to(shape[1], BLOCK) // 2) != stored and shape != (stored[0], 2 * stored[1]):
+            raise ValueError(f"{info[name].file}: tensor {name}: expected one for {list(shape)}, found {info[name]}")
+        checkpoint.expect(name, torch.uint8, stored, name)
+        checkpoint.expect(f"{layer}.weight_scale", torch.float8_e4m3fn, _scale_shape(*stored), name)
+        checkpoint.expect(f"{layer}.weight_scale_2", torch.float32, (), name)
+        activations = not marker.get(_FULL_PRECISION, False)
+        static = activations and f"{layer}.input_scale" in info
+        if static:
+            checkpoint.expect(f"{layer}.input_scale", torch.float32, (), name)
+        return Entry(
+            shape=shape,
+            dtype=torch.bfloat16,
+            quantized=True,
+            quantizes_activations=activations,
+            has_input_scale=static,
+            shard=info[name].file.name,
+        )
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
+        layer, (rows, columns) = name.removesuffix(".weight"), entry.shape
+        blocks = ceil_to(columns, BLOCK) // BLOCK
+        codes, scale = tensors[name], tensors[f"{layer}.weight_scale"]
+        tiles = scale.view(*layout.scale_tiles(codes.shape[0], blocks * BLOCK), 32, TILE_COLUMNS * 4)
+        return LinearParts(
+            qdata=swap_nibbles(codes)[:rows],
+            scale=layout.unswizzle(tiles, rows, blocks),
+            per_tensor_scale=tensors[f"{layer}.weight_scale_2"],
+            columns=columns,
+            quantizes_activations=entry.quantizes_activations,
+            input_scale=tensors[f"{layer}.input_scale"] if entry.has_input_scale else None,
+        )
+
+    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
+        layer, (rows, half) = name.removesuffix(".weight"), parts.qdata.shape
+        scale = layout.swizzle(parts.scale)
+        marker = json.dumps(_marker(entry)).encode()
+        tensors = {
+            name: swap_nibbles(pad(parts.qdata, (0, 0, 0, ceil_to(rows, _ROWS) - rows))),
+            f"{layer}.weight_scale": scale.view(_scale_shape(rows, half)),
+            f"{layer}.weight_scale_2": parts.per_tensor_scale,
+            f"{layer}.{_MARKER}": torch.frombuffer(bytearray(marker), dtype=torch.uint8),
+        }
+        if parts.input_scale is not None:
+            tensors[f"{layer}.input_scale"] = parts.input_scale
+        return tensors
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        check_writable(checkpoint, self.name, padded=True)
+        quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
+        if odd := [f"{n} {list(e.shape)}" for n, e in quantized.items() if len(e.shape) != 2 or 0 in e.shape]:
+            raise ValueError(f"ComfyUI takes quantized weights (N, K), not {some(odd)}")
+        if bare := [name for name in quantized if not name.endswith(".weight")]:
+            raise ValueError(f"ComfyUI takes quantized weights that are some layer's .weight, not {some(bare)}")
+
+    def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
+        entries = sorted(checkpoint.entries.items())
+        layers = {name.removesuffix(".weight"): _marker(entry) for name, entry in entries if entry.quantized}
+        return {"format": "pt", _HEADER: json.dumps({"format_version": "1.0", "layers": layers})}
+
+    def config_of(self, checkpoint: Checkpoint) -> None:
+        return None
+
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        path: Path,
+        *,
+        progress: bool = True,
+        quantize_activations: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Write ``checkpoint`` to the file ``path``, which appears when it is whole.
+
+        Args:
+            quantize_activations: whether ComfyUI quantizes them too where the GPU multiplies FP4, by the amax of each
+                call where the checkpoint has no static scale: much faster, less accurate. By default as the checkpoint
+                says, layer by layer.
+        """
+        if options:
+            raise ValueError(f"{self.name} has no option {', '.join(options)}: it takes quantize_activations")
+        path = Path(path)
+        if path.suffix != ".safetensors":
+            raise ValueError(f"ComfyUI takes one .safetensors file, and {path.name} has another ending")
+        check_is_new(path, is_file=True)
+        sidecar = check_sidecar(path)
+        if quantize_activations is not None:
+            checkpoint = _Activations(checkpoint, quantize_activations)
+        self.check_names(checkpoint)
+        self.check(checkpoint)
+        (names,) = self._plan(checkpoint, 1 << 62).values()
+        with temporary(path), tqdm(desc=f"writing {path.name}", unit="B", unit_scale=True, disable=not progress) as bar:
+            _, factors, with_nan = self._write_shard(checkpoint, path, names, bar)
+            try:
+                write_factors(sidecar, factors)
+            except OSError:
+                path.unlink()  # without them it would not be what it was made of
+                raise
+        warn_of_nan(with_nan)
+
+
+FORMAT = ComfyUI()
+
+
+class _Activations(View):
+    """The same weights, whose activations are quantized, all or none."""
+
+    def __init__(self, source: Checkpoint, quantizes: bool) -> None:
+        super().__init__(source)
+        for name, entry in source.entries.items():
+            static = quantizes and entry.has_input_scale
+            self.entries[name] = dataclasses.replace(
+                entry, quantizes_activations=quantizes and entry.quantized, has_input_scale=static
+            )
+
+    def linear(self, name: str) -> LinearParts:
+        parts, entry = self.source.linear(name), self.entries[name]
+        kept = parts.input_scale if entry.has_input_scale else None
+        return parts.replace(quantizes_activations=entry.quantizes_activations, input_scale=kept)
+
+
+def _markers(shards: Shards) -> dict[str, dict[str, Any]]:
+    """By layer; those of the header and those beside the weights, which count where both are."""
+    try:
+        found = json.loads(shards.metadata.get(_HEADER, "{}")).get("layers") or {}
+        for name in shards.info:
+            if name.endswith(f".{_MARKER}"):
+                found[name.removesuffix(f".{_MARKER}")] = json.loads(bytes(shards[name].tolist()))
+    except (ValueError, AttributeError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{shards.path}: expected markers of layers in JSON, found {error}") from None
+    return {layer: marker if isinstance(marker, dict) else {"format": marker} for layer, marker in found.items()}
+
+
+def _is_plain(marker: Mapping[str, Any]) -> bool:
+    """NVFP4, and not of rotated weights."""
+    return marker.get("format") == _NVFP4 and not marker.get("convrot")
+
+
+def _marker(entry: Entry) -> dict[str, Any]:
+    marker: dict[str, Any] = {"format": _NVFP4}
+    if not entry.quantizes_activations:
+        marker[_FULL_PRECISION] = True
+    if entry.shape[0] % _ROWS or entry.shape[1] % BLOCK:
+        marker[_SHAPE] = list(entry.shape)
+    return marker
+
+
+def _shape(marker: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
+    shape = marker.get(_SHAPE)
+    if isinstance(shape, list) and len(shape) == 2 and all(isinstance(size, int) for size in shape):
+        return tuple(shape)
+    return stored[0], 2 * stored[1]
+
+
+def _scale_shape(rows: int, half: int) -> tuple[int, int]:
+    """Of the swizzled scales for codes (rows, half)."""
+    return ceil_to(rows, TILE_ROWS), ceil_to(half * 2 // BLOCK, TILE_COLUMNS)

@@ -1,0 +1,55 @@
+"""A folder of safetensors that are not quantized: what there is to quantize, and what a dequantized model becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat
+from nvfp4_tensor.checkpoints.names import some
+
+
+class Dense(SafetensorsFormat):
+    """See the module."""
+
+    name = "dense"
+
+    def detect(self, path: Path) -> bool:
+        return any(path.glob("*.safetensors")) if path.is_dir() else path.suffix == ".safetensors"
+
+    def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+        found = config.get("quantization_config")
+        if found is not None:
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise ValueError(
+                f"{folder / 'config.json'}: expected a dense model, found one quantized by {method}: "
+                "name the folder itself, not a file in it, and convert() what is quantized"
+            )
+        return {}
+
+    def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
+        return {
+            name: Entry(shape=info.shape, dtype=info.dtype, shard=info.file.name)
+            for name, info in checkpoint.shards.info.items()
+        }
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
+        if quantized:
+            raise ValueError(f"a dense checkpoint holds no NVFP4, and {some(quantized)} are: choose another format")
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
+        raise AssertionError(name)
+
+    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
+        raise AssertionError(name)
+
+    def config_of(self, checkpoint: Checkpoint) -> None:
+        return None
+
+
+FORMAT = Dense()

@@ -1,0 +1,1 @@
+"""GGUF, the file format of llama.cpp."""

@@ -1,0 +1,361 @@
+"""GGUF, the one file that llama.cpp runs: NVFP4 as its tensor type 40, written here.
+
+The per-tensor scale of ``blk.0.ffn_up.weight`` is the tensor ``blk.0.ffn_up.scale``. The experts of a layer are one
+tensor, ``blk.0.ffn_up_exps.weight`` (E, N, K), and ``blk.0.ffn_up_exps.scale`` has a scale for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, nan_blocks
+from nvfp4_tensor.checkpoints.formats.gguf.blocks import SUPER_BLOCK, pack_blocks
+from nvfp4_tensor.checkpoints.formats.gguf.names import (
+    FREQUENCIES,
+    architecture_of,
+    expert_of,
+    frequency_factors,
+    place,
+    row_order,
+    settings_of,
+    to_gguf_name,
+)
+from nvfp4_tensor.checkpoints.formats.gguf.reading import NEEDS, PLAIN, VECTORS, WRITTEN, GGUFCheckpoint
+from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_writing import add_tokenizer
+from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
+from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors
+from nvfp4_tensor.checkpoints.names import natural, some
+from nvfp4_tensor.checkpoints.wrappers import View
+
+if TYPE_CHECKING:
+    import gguf
+
+_MAGIC = b"GGUF"
+_STORED = {dtype: name for name, dtype in PLAIN.items()}
+DENSE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+"""What ``write(..., dense=)`` takes: the types that the package gguf rounds to."""
+
+_DENSE_BLOCK = 32
+
+
+class GGUF(Format):
+    """llama.cpp's one file. Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3's experts are written and read."""
+
+    name = "gguf"
+    is_file = True
+    is_served = False
+
+    def detect(self, path: Path) -> bool:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+
+    def read(self, path: Path) -> GGUFCheckpoint:
+        if not self.detect(path):
+            raise ValueError(f"{path}: expected a GGUF file, found one that does not begin with {_MAGIC.decode()}")
+        return GGUFCheckpoint(path)
+
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        path: Path,
+        *,
+        progress: bool = True,
+        dense: str | None = None,
+        tokenizer: Any = "own",
+        **options: Any,
+    ) -> None:
+        """Write ``checkpoint`` to the file ``path``, which appears when it is whole.
+
+        Args:
+            dense: what matrices that are not quantized are stored as, one of :data:`DENSE_TYPES`; by default what
+                they are. Vectors (norms, biases) are float32, as llama.cpp wants them.
+            tokenizer: a tokenizer of transformers, a folder that has one, or None for a file that runs on tokens
+                alone; by default the checkpoint's own, and a warning where it has none.
+
+        Raises:
+            ValueError: an architecture or a rope scaling that is not written; a weight whose columns are no multiple of
+                64, that has a per-tensor scale for each row, is NaN in places, or has another name than transformers'
+                models give it. Nothing is written then.
+        """
+        if options:
+            raise ValueError(f"GGUF has no option {', '.join(options)}: it takes dense and tokenizer")
+        if dense is not None and dense.upper() not in DENSE_TYPES:
+            raise ValueError(f"dense is one of {', '.join(DENSE_TYPES)}, not {dense!r}")
+        if importlib.util.find_spec("gguf") is None:
+            raise ImportError(NEEDS)
+        path = Path(path)
+        check_is_new(path, is_file=True)
+        check_sidecar(path)
+        _Writer(checkpoint, path, dense.upper() if dense else None, tokenizer).run(progress)
+
+
+class _Writer:
+    """One file on its way: the header of all tensors first, then their bytes, one tensor in memory at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, path: Path, dense: str | None, tokenizer: Any) -> None:
+        self.checkpoint, self.path, self.dense = checkpoint, path, dense
+        if not checkpoint.config:
+            raise ValueError(
+                f"a GGUF needs a configuration of transformers, and {checkpoint.path or 'a model'} has none"
+            )
+        self.architecture = architecture_of(checkpoint.config)
+        self.settings = settings_of(checkpoint.config, self.architecture)
+        self.factors: dict[str, dict[str, Any]] = {}
+        self.tensors = self._tensors()
+        for gguf_name, names in self.tensors.items():
+            for name in names:
+                self._check(name, checkpoint.entries[name])
+                self._order(name)
+            self._check_experts(gguf_name, names)
+        self.tokenizer = self._own_tokenizer() if isinstance(tokenizer, str) and tokenizer == "own" else tokenizer
+
+    def run(self, progress: bool) -> None:
+        import gguf
+
+        with temporary(self.path) as file:
+            writer = gguf.GGUFWriter(file, self.architecture.name)
+            try:
+                self._write(writer, progress)
+            finally:
+                writer.close()
+            write_factors(check_sidecar(self.path), self.factors)
+            file.replace(self.path)
+
+    def _write(self, writer: gguf.GGUFWriter, progress: bool) -> None:
+        self._add_settings(writer)
+        add_tokenizer(writer, self.tokenizer, self.settings_int("vocab_size"))
+        plan = list(self._plan(writer))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        total = sum(size for _, size in plan)
+        with tqdm(
+            total=total, desc=f"writing {self.path.name}", unit="B", unit_scale=True, disable=not progress
+        ) as bar:
+            for name, size in plan:
+                for data in self._data(name):
+                    writer.write_tensor_data(data)
+                bar.update(size)
+
+    def settings_int(self, key: str) -> int:
+        """A setting that is a whole number."""
+        return int(self.settings[key])
+
+    def _own_tokenizer(self) -> Any:
+        source = self.checkpoint
+        while isinstance(source, View):
+            source = source.source
+        if isinstance(source, GGUFCheckpoint):
+            return source.fields
+        path = source.path
+        if path is None or not (path / "tokenizer.json").is_file():
+            warnings.warn(
+                f"{self.path.name} gets no tokenizer, for {path or 'a model in memory'} has none: llama.cpp will run "
+                "it on tokens, not on text. tokenizer= takes one; None says that none is wanted",
+                stacklevel=5,
+            )
+            return None
+        return path
+
+    def _tensors(self) -> dict[str, list[str]]:
+        """By the file's name of a tensor: the one weight that it is, or those of all experts, in order."""
+        tensors: dict[str, list[str]] = {}
+        for name, entry in self.checkpoint.entries.items():
+            gguf_name = to_gguf_name(name)
+            if gguf_name is None or (expert_of(name) is not None and not self.architecture.experts):
+                raise ValueError(f"{name} has no name in llama.cpp's {self.architecture.name}: leave it out, or dense")
+            if name == "lm_head.weight" and self.checkpoint.config.get("tie_word_embeddings") and not entry.quantized:
+                continue  # llama.cpp takes the embedding for it
+            tensors.setdefault(gguf_name, []).append(name)
+        in_order = sorted(tensors.items(), key=lambda item: place(item[0]))
+        return {gguf_name: sorted(names, key=natural) for gguf_name, names in in_order}
+
+    def _check_experts(self, gguf_name: str, names: list[str]) -> None:
+        """Raises a ValueError unless all experts of a layer are there, alike: a file has one tensor of them."""
+        experts = [expert_of(name) for name in names]
+        if experts == [None]:
+            return
+        count = self.settings_int("expert_count")
+        if experts != list(range(count)):
+            raise ValueError(f"{gguf_name} needs experts 0 to {count - 1}, as config.json says, found {some(names)}")
+        first = self.checkpoint.entries[names[0]]
+        others = [n for n in names if dataclasses.replace(self.checkpoint.entries[n], shard=first.shard) != first]
+        if others:
+            raise ValueError(
+                f"{gguf_name} holds all experts, in one type: {some(others)} differ from {names[0]} in shape, dtype or "
+                "quantization"
+            )
+
+    def _check(self, name: str, entry: Entry) -> None:
+        if not entry.quantized:
+            if entry.dtype not in _STORED:
+                raise ValueError(f"{name} is {entry.dtype}, and GGUF takes float32, float16 and bfloat16")
+            kind = self._dense_type(entry, to_gguf_name(name) or "")
+            if kind not in PLAIN and entry.shape[-1] % _DENSE_BLOCK:
+                raise ValueError(f"{name} has {entry.shape[-1]} columns, and {kind} needs a multiple of {_DENSE_BLOCK}")
+            return
+        if len(entry.shape) != 2:
+            raise ValueError(f"{name} is {entry.shape}, and NVFP4 in GGUF is of matrices (N, K)")
+        if entry.shape[-1] % SUPER_BLOCK:
+            raise ValueError(
+                f"{name} has {entry.shape[-1]} columns, and NVFP4 in GGUF needs a multiple of {SUPER_BLOCK}: leave it "
+                "dense (exclude it)"
+            )
+        if entry.scales not in ((), (1,)):
+            raise ValueError(f"{name} has per-tensor scales {entry.scales}, and GGUF one: split what was joined")
+        if ".mlp." in name:
+            self._check_ffn(name)
+
+    def _check_ffn(self, name: str) -> None:
+        """Raises a ValueError for what llama.cpp reads and computes wrongly, or aborts at."""
+        bias = name.removesuffix("weight") + "bias"
+        if bias in self.checkpoint.entries:
+            raise ValueError(f"llama.cpp runs no NVFP4 feed-forward weights with a bias, as {name} has: leave it dense")
+        if not self.architecture.scales_ffn and float(self.checkpoint.per_tensor_scale(name)) != 1:
+            raise ValueError(
+                f"llama.cpp leaves out the per-tensor scales of {self.architecture.name}'s feed-forward weights, and "
+                f"{name} has one: quantize with amax=2688 (a scale of 1), or leave it dense (exclude='*.mlp.*')"
+            )
+
+    def _add_settings(self, writer: gguf.GGUFWriter) -> None:
+        import gguf
+
+        config = self.checkpoint.config
+        writer.add_type("model")
+        writer.add_name(str(config.get("_name_or_path") or self.path.stem))
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        quantized = {gguf_name: self._entry(gguf_name) for gguf_name in self.tensors}
+        quantized = {gguf_name: entry for gguf_name, entry in quantized.items() if entry.quantized}
+        writer.add_file_type(self._file_type(bool(quantized)))
+        for key, value in self.settings.items():
+            key = f"{self.architecture.name}.{key}"
+            if isinstance(value, float):
+                writer.add_float32(key, value)
+            else:
+                writer.add_uint32(key, value)
+        for (
+            dtype,
+            kind,
+        ) in VECTORS.items():  # float32 here, and again what they were when they are read
+            if names := [gguf_name for gguf_name in self.tensors if self._is_vector(gguf_name, dtype)]:
+                writer.add_array(kind, names)
+        writer.add_uint32(WRITTEN, 1)
+        if quantized:  # which weights meet 4-bit activations, on hardware that has them
+            values = [entry.quantizes_activations for entry in quantized.values()]
+            writer.add_array("general.tensor_extra.name", list(quantized))
+            writer.add_array("general.tensor_extra.prec_a4", values)
+
+    def _is_vector(self, gguf_name: str, dtype: torch.dtype) -> bool:
+        entry = self._entry(gguf_name)
+        return len(entry.shape) < 2 and entry.dtype == dtype
+
+    def _file_type(self, quantized: bool) -> gguf.LlamaFileType:
+        import gguf
+
+        matrices = (entry for entry in self.checkpoint.entries.values() if len(entry.shape) > 1)
+        kind = "NVFP4" if quantized else next((self._dense_type(entry) for entry in matrices), "F32")
+        return gguf.LlamaFileType.ALL_F32 if kind == "F32" else gguf.LlamaFileType[f"MOSTLY_{kind}"]
+
+    def _plan(self, writer: gguf.GGUFWriter) -> Iterator[tuple[str, int]]:
+        """Announce every tensor; (name, bytes) of all but scales, in the order in which they are written."""
+        import gguf
+
+        float32, types = np.dtype(np.float32), gguf.GGMLQuantizationType
+        factors = frequency_factors(self.checkpoint.config, self.settings_int("rope.dimension_count"))
+        if factors is not None:
+            writer.add_tensor_info(FREQUENCIES, factors.shape, float32, 4 * factors.numel(), types.F32)
+            yield FREQUENCIES, 4 * factors.numel()
+        for gguf_name, names in self.tensors.items():
+            entry = self._entry(gguf_name)
+            kind = types.NVFP4 if entry.quantized else types[self._dense_type(entry, gguf_name)]
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            shape = entry.shape if expert_of(names[0]) is None else (len(names), *entry.shape)
+            nbytes = math.prod(shape) // block * size
+            writer.add_tensor_info(gguf_name, shape, float32, nbytes, kind)
+            for sidecar in self._sidecars(entry):
+                scale, many = f"{gguf_name.rpartition('.')[0]}.{sidecar}", len(names)
+                writer.add_tensor_info(scale, (many,), float32, 4 * many, types.F32)
+            yield gguf_name, nbytes
+
+    def _entry(self, gguf_name: str) -> Entry:
+        """That of the weight, or of each of the experts."""
+        return self.checkpoint.entries[self.tensors[gguf_name][0]]
+
+    def _dense_type(self, entry: Entry, gguf_name: str = "") -> str:
+        """Vectors in float32, as llama.cpp wants them; routers, which are small and choose, are not rounded."""
+        if len(entry.shape) < 2:
+            return "F32"
+        return _STORED[entry.dtype] if self.dense is None or ".ffn_gate_inp." in gguf_name else self.dense
+
+    @staticmethod
+    def _sidecars(entry: Entry) -> list[str]:
+        if not entry.quantized:
+            return []
+        return ["scale", "input_scale"] if entry.has_input_scale else ["scale"]
+
+    def _data(self, gguf_name: str) -> Iterator[np.ndarray]:
+        """A tensor's bytes, then its scales."""
+        if gguf_name == FREQUENCIES:
+            factors = frequency_factors(self.checkpoint.config, self.settings_int("rope.dimension_count"))
+            assert factors is not None
+            yield factors.numpy()
+            return
+        names, entry = self.tensors[gguf_name], self._entry(gguf_name)
+        if not entry.quantized:
+            yield _stacked(self._rounded(name, entry, gguf_name) for name in names)
+            return
+        scales: dict[str, list[Tensor]] = {sidecar: [] for sidecar in self._sidecars(entry)}
+        yield _stacked(self._packed(name, scales) for name in names)
+        for values in scales.values():
+            yield torch.stack(values).view(-1).float().numpy()
+
+    def _packed(self, name: str, scales: dict[str, list[Tensor]]) -> np.ndarray:
+        """The blocks of a weight; its scales go to those given."""
+        parts = self.checkpoint.linear(name)
+        if nan_blocks(parts):
+            raise ValueError(f"{name} has {nan_blocks(parts)} NaN blocks, which llama.cpp would read as zeros")
+        if lost := lost_factors(parts, stores_divisors=False):
+            self.factors[name] = lost
+        for sidecar, values in scales.items():
+            value = parts.per_tensor_scale if sidecar == "scale" else parts.input_scale
+            assert value is not None
+            values.append(value.reshape(1))
+        data, order = pack_blocks(parts.qdata, parts.scale), self._order(name)
+        return (data if order is None else data[order]).numpy()
+
+    def _order(self, name: str) -> Tensor | None:
+        rows = self.checkpoint.entries[name].shape[0]
+        return row_order(name, rows, self.checkpoint.config, self.architecture)
+
+    def _rounded(self, name: str, entry: Entry, gguf_name: str) -> np.ndarray:
+        import gguf
+
+        values, order = self.checkpoint.dense(name), self._order(name)
+        values = values if order is None else values[order]
+        kind = self._dense_type(entry, gguf_name)
+        if kind in PLAIN:
+            values = values.to(PLAIN[kind]).contiguous()
+            return (values.view(torch.int16) if kind == "BF16" else values).numpy()
+        return gguf.quants.quantize(values.float().numpy(), gguf.GGMLQuantizationType[kind])
+
+
+def _stacked(pieces: Iterator[np.ndarray]) -> np.ndarray:
+    """One, or all experts' behind each other."""
+    every = list(pieces)
+    return every[0] if len(every) == 1 else np.concatenate(every)
+
+
+FORMAT = GGUF()

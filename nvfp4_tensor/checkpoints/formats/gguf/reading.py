@@ -1,0 +1,253 @@
+"""A GGUF that is open for reading, of any of llama.cpp's types."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks, unpack_mxfp4
+from nvfp4_tensor.checkpoints.formats.gguf.names import (
+    FREQUENCIES,
+    architecture_named,
+    config_of,
+    from_gguf_name,
+    row_order,
+    scaling_of,
+)
+from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
+from nvfp4_tensor.checkpoints.formats.mxfp4.values import parts_of_mxfp4
+from nvfp4_tensor.checkpoints.io.sidecar import read_factors, with_factors
+
+if TYPE_CHECKING:
+    import gguf
+
+NEEDS = "GGUF needs the package gguf: pip install 'gguf>=0.19'"
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The types that are no blocks."""
+VECTORS = {torch.bfloat16: "nvfp4_tensor.vectors_bf16", torch.float16: "nvfp4_tensor.vectors_f16"}
+"""Keys of ours: the names of tensors that are float32 for llama.cpp alone."""
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
+"""Tokens by transformers' names and llama.cpp's: without the second, models that are read from here would not stop."""
+WRITTEN = "nvfp4_tensor.version"
+"""Another, which says that a file is ours."""
+
+
+class GGUFCheckpoint(Checkpoint):
+    """A GGUF that is open: NVFP4 and MXFP4 are quantized weights, everything else is dense.
+
+    What is stored in another of llama.cpp's types (Q4_K, ...) is decoded to bfloat16. Names, the order of q's and k's
+    rows and the configuration are those of transformers.
+
+    Attributes:
+        fields: keys and values, as the package gguf reads them.
+    """
+
+    format = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path: Path = path
+        self._last: tuple[str, Tensor] | None = None
+        reader = _opened(path)
+        self.fields: dict[str, gguf.ReaderField] = dict(reader.fields)
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        with _naming(path):
+            self._vectors = {name: dtype for dtype, key in VECTORS.items() for name in self._value(key, [])}
+            name = self._value("general.architecture")
+            self._experts = int(self._value(f"{name}.expert_count", 0))
+            self._architecture = architecture_named(name, self._experts > 0)
+            prefix = name + "."
+            settings = {
+                key.removeprefix(prefix): field.contents()
+                for key, field in self.fields.items()
+                if key.startswith(prefix)
+            }
+            if "token_embd.weight" in self._tensors:  # older files leave the number out
+                settings.setdefault("vocab_size", int(self._tensors["token_embd.weight"].shape[1]))
+            self.config = config_of(settings, self._architecture, "output.weight" not in self._tensors)
+            self.config["_name_or_path"] = self._value("general.name", path.stem)
+            for name, key in _SPECIAL.items():
+                if f"tokenizer.ggml.{key}_token_id" in self.fields:
+                    self.config[f"{name}_token_id"] = int(self._value(f"tokenizer.ggml.{key}_token_id"))
+            if FREQUENCIES in self._tensors:
+                self.config["rope_scaling"] = scaling_of(self._plain(FREQUENCIES), self.config)
+            self._places = self._places_of_names()
+            names = self._value("general.tensor_extra.name", [])
+            self._a4 = dict(zip(names, self._value("general.tensor_extra.prec_a4", []), strict=True))
+            self._factors = read_factors(path)
+            self.entries = {name: self._entry(*place) for name, place in self._places.items()}
+            if embedding := self.entries.get("model.embed_tokens.weight"):
+                self.config["dtype"] = str(embedding.dtype).removeprefix("torch.")
+            for name, entry in self.entries.items():
+                self._order(name, math.prod(entry.shape[:1]))  # whose rows are those of the heads
+
+    def linear(self, name: str) -> LinearParts:
+        gguf_name, expert = self._places[name]
+        tensor, entry = self._tensors[gguf_name], self.entries[name]
+        rows = math.prod(entry.shape[:-1])
+        data = torch.from_numpy(np.array(_of_expert(tensor.data, expert))).view(rows, -1)
+        order = self._order(name, rows)
+        if order is not None:
+            data = data[order.argsort()]
+        if tensor.tensor_type.name == "MXFP4":
+            with _naming(self.path, gguf_name):
+                return parts_of_mxfp4(*unpack_mxfp4(data))
+        codes, scale = unpack_blocks(data)
+        per_tensor = self._sidecar(gguf_name, "scale", expert)
+        parts = LinearParts(
+            qdata=codes,
+            scale=scale,
+            per_tensor_scale=torch.ones(()) if per_tensor is None else per_tensor,
+            columns=entry.shape[-1],
+            quantizes_activations=entry.quantizes_activations,
+            input_scale=self._sidecar(gguf_name, "input_scale", expert) if entry.has_input_scale else None,
+        )
+        return with_factors(parts, self._factors.get(name, {}))
+
+    def write_others(self, folder: Path) -> None:
+        """Its tokenizer, as files of transformers; a warning where that cannot be."""
+        try:
+            tokenizer = tokenizer_of(self.path, self.fields)
+        except (ImportError, ValueError, OSError, KeyError) as error:
+            warnings.warn(
+                f"the tokenizer of {self.path.name} is left out, for it cannot be read ({error}): put the model's own "
+                "tokenizer.json and tokenizer_config.json there",
+                stacklevel=2,
+            )
+            return
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    def per_tensor_scale(self, name: str) -> Tensor:
+        gguf_name, expert = self._places[name]
+        if self._tensors[gguf_name].tensor_type.name == "MXFP4":
+            return self.linear(name).per_tensor_scale
+        scale = self._sidecar(gguf_name, "scale", expert)
+        return torch.ones(()) if scale is None else scale
+
+    def dense(self, name: str) -> Tensor:
+        values = self._plain(*self._places[name])
+        order = self._order(name, len(values))
+        return values if order is None else values[order.argsort()]
+
+    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
+        """The tensor whose rows were asked for last is kept: decoding it takes long."""
+        if self._last is None or self._last[0] != name:
+            self._last = name, self.dense(name)
+        return self._last[1][first:last]
+
+    def _plain(self, gguf_name: str, expert: int | None = None) -> Tensor:
+        from gguf import quants
+
+        tensor = self._tensors[gguf_name]
+        kind, data = tensor.tensor_type.name, _of_expert(tensor.data, expert)
+        shape = _shape(tensor, expert)
+        if kind == "BF16":
+            return torch.from_numpy(np.array(data)).view(torch.bfloat16).view(shape)
+        if kind in PLAIN:
+            values = torch.from_numpy(np.array(data)).view(shape)
+            return values.to(self._vectors.get(gguf_name, values.dtype))
+        return torch.from_numpy(quants.dequantize(data, tensor.tensor_type)).to(torch.bfloat16).view(shape)
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        field = self.fields.get(key)
+        if field is None and default is None:
+            raise ValueError(f"the file has no {key}")
+        return default if field is None else field.contents()
+
+    def _places_of_names(self) -> dict[str, tuple[str, int | None]]:
+        """Names of transformers, and what the file has under them: a tensor, and which of its experts.
+
+        The scales that belong to others are left out.
+        """
+        places: dict[str, tuple[str, int | None]] = {}
+        strange = []
+        for name, tensor in self._tensors.items():
+            stem, _, kind = name.rpartition(".")
+            ours = from_gguf_name(name, self._architecture, self._experts)
+            if len(tensor.shape) == 3 and ours and len(ours) != tensor.shape[2]:
+                raise ValueError(f"{name} is of {tensor.shape[2]} experts, and there are {self._experts}")
+            if ours:
+                stacked = len(tensor.shape) == 3
+                places.update((each, (name, i if stacked else None)) for i, each in enumerate(ours))
+            elif name != FREQUENCIES and not (kind in ("scale", "input_scale") and f"{stem}.weight" in self._tensors):
+                strange.append(name)
+        if strange:
+            raise ValueError(f"tensors that no {self._architecture.model_class} has: {', '.join(strange[:5])}")
+        return places
+
+    def _entry(self, gguf_name: str, expert: int | None) -> Entry:
+        tensor = self._tensors[gguf_name]
+        kind, shape = tensor.tensor_type.name, _shape(tensor, expert)
+        if kind not in ("NVFP4", "MXFP4"):
+            return Entry(shape=shape, dtype=self._vectors.get(gguf_name, PLAIN.get(kind, torch.bfloat16)))
+        if len(shape) != 2:
+            raise ValueError(f"{gguf_name} is {shape}: NVFP4 and MXFP4 are read of matrices and of experts")
+        # llama.cpp's converter writes an input scale of 1 where there is none.
+        scale = self._sidecar(gguf_name, "input_scale", expert)
+        static = scale is not None and (float(scale) != 1.0 or WRITTEN in self.fields)
+        quantizes = bool(self._a4.get(gguf_name, static))
+        return Entry(
+            shape=shape,
+            dtype=torch.bfloat16,
+            quantized=True,
+            quantizes_activations=quantizes,
+            has_input_scale=quantizes and static,
+        )
+
+    def _sidecar(self, gguf_name: str, kind: str, expert: int | None) -> Tensor | None:
+        """A weight's .scale or .input_scale, of one expert, float32 0-d."""
+        name = f"{gguf_name.rpartition('.')[0]}.{kind}"
+        if name not in self._tensors:
+            return None
+        values, count = self._plain(name), 1 if expert is None else self._experts
+        if values.numel() != count or values.dtype != torch.float32:
+            raise ValueError(f"{name}: expected {count} of float32, found {values.dtype} {tuple(values.shape)}")
+        return values.reshape(-1)[expert or 0]
+
+    def _order(self, name: str, rows: int) -> Tensor | None:
+        return row_order(name, rows, self.config, self._architecture)
+
+
+def _opened(path: Path) -> gguf.GGUFReader:
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(NEEDS)
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError, MemoryError) as error:
+        size = path.stat().st_size
+        raise ValueError(f"{path}: expected a whole GGUF file, found {size} bytes that are none: {error}") from None
+    for tensor in reader.tensors:
+        if tensor.data.nbytes != tensor.n_bytes:
+            raise ValueError(f"{path}: tensor {tensor.name}: expected {tensor.n_bytes} bytes, the file ends before")
+    return reader
+
+
+@contextlib.contextmanager
+def _naming(path: Path, tensor: str | None = None) -> Iterator[None]:
+    """Errors get the file's name, and the tensor's."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {f'tensor {tensor}: ' if tensor else ''}{error}") from None
+
+
+def _of_expert(data: np.ndarray, expert: int | None) -> np.ndarray:
+    return data if expert is None else data[expert]
+
+
+def _shape(tensor: gguf.ReaderTensor, expert: int | None) -> tuple[int, ...]:
+    """As torch has it, of one expert."""
+    shape = tuple(reversed(tensor.shape.tolist()))
+    return shape if expert is None else shape[1:]

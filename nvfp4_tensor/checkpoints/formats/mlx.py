@@ -1,0 +1,289 @@
+"""MLX's folders, as mlx-lm reads them: mode "nvfp4", groups of 16.
+
+==================  =============================================================================
+``m.weight``        uint32 (N, K / 8), eight codes a word, the first in the lowest nibble
+``m.scales``        uint8 (N, K / 16): the bytes of e4m3
+``m.global_scale``  float32 0-d, the weight's amax: values are code x scale x global_scale / 2688
+==================  =============================================================================
+
+mlx's own layers know no ``global_scale`` (its operators and other programs built on them do), so it is written on
+demand alone. Without it a per-tensor scale has to go into the block scales, which is exact where each product is an
+e4m3 number, as with a per-tensor scale of 1: :data:`AMAX_OF_ONE`. Mode "mxfp4" is read as well.
+"""
+
+from __future__ import annotations
+
+import abc
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.checkpoints.common import LARGEST, Checkpoint, Entry, LinearParts, parts_of, tensor_of
+from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable, folder_says
+from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.wrappers import View
+from nvfp4_tensor.numerics.layout import BLOCK, E4M3_NAN
+from nvfp4_tensor.tensor.nvfp4 import quantize
+
+AMAX_OF_ONE = LARGEST
+"""``quantize(x, amax=AMAX_OF_ONE)`` has a per-tensor scale of 1, with which nothing is rounded on the way to MLX."""
+
+_GROUPS = {"nvfp4": BLOCK, "mxfp4": MX_BLOCK}
+
+
+class MLX(SafetensorsFormat):
+    """See the module."""
+
+    name = "mlx"
+    is_served = False
+    reserved = (".scales", ".biases", ".global_scale")
+
+    def __init__(self, global_scale: bool = False) -> None:
+        """global_scale: whether it writes one; either is read."""
+        self._global_scale = global_scale
+
+    def detect(self, path: Path) -> bool:
+        return folder_says(path, _quantization)
+
+    def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+        found = _quantization(config)
+        if found is None:
+            raise ValueError(
+                f"{folder / 'config.json'}: expected MLX's quantization (group_size, bits, mode), found none"
+            )
+        config.pop("quantization", None)
+        return found
+
+    def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
+        info = checkpoint.shards.info
+        quantized = [name for name in info if name.endswith(".weight") and _key(name, "scales") in info]
+        parts = {_key(name, part) for name in quantized for part in ("scales", "global_scale")}
+        if lonely := [n for n in info if n not in parts and n.endswith((".scales", ".biases", ".global_scale"))]:
+            raise ValueError(f"{checkpoint.path}: {some(lonely)} belong to no weight of mode nvfp4 or mxfp4")
+        return {
+            name: self._linear_entry(checkpoint, name)
+            if name in quantized
+            else Entry(shape=each.shape, dtype=each.dtype, shard=each.file.name)
+            for name, each in info.items()
+            if name not in parts
+        }
+
+    def _linear_entry(self, checkpoint: FolderCheckpoint, name: str) -> Entry:
+        info = checkpoint.shards.info
+        group = _GROUPS[_mode(checkpoint, name)]
+        *leading, words = info[name].shape
+        checkpoint.expect(name, torch.uint32, None, name)
+        checkpoint.expect(_key(name, "scales"), torch.uint8, (*leading, words * 8 // group), name)
+        if _key(name, "global_scale") in info and info[_key(name, "global_scale")].shape != (1,):
+            checkpoint.expect(_key(name, "global_scale"), torch.float32, (), name)
+        experts = len(leading) > 1 and group == MX_BLOCK  # each gets a per-tensor scale
+        return Entry(
+            shape=(*leading, words * 8),
+            dtype=checkpoint.dtype(),
+            quantized=True,
+            scales=(leading[0], 1) if experts else (),
+            shard=info[name].file.name,
+        )
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
+        codes, scales = tensors[name].view(torch.uint8), tensors[_key(name, "scales")]
+        if scales.shape[-1] * MX_BLOCK == entry.shape[-1]:
+            try:
+                return parts_of_mxfp4(codes, scales)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        amax = tensors.get(_key(name, "global_scale"))
+        return LinearParts(
+            qdata=codes,
+            scale=scales.view(torch.float8_e4m3fn),
+            per_tensor_scale=torch.ones(()) if amax is None else amax.reshape(()) / LARGEST,
+            columns=entry.shape[-1],
+        )
+
+    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
+        tensors = {name: parts.qdata.view(torch.uint32), _key(name, "scales"): parts.scale.view(torch.uint8)}
+        if self._global_scale:
+            tensors[_key(name, "global_scale")] = parts.per_tensor_scale * LARGEST
+        return tensors
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        check_writable(checkpoint, self.name, rows=not self._global_scale)
+        quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
+        if bare := [name for name in quantized if not name.endswith(".weight")]:
+            raise ValueError(f"MLX takes quantized weights that are some module's .weight, not {some(bare)}")
+        if self._global_scale and (experts := [name for name, entry in quantized.items() if entry.scales]):
+            raise ValueError(f"MLX takes one global_scale a weight, and experts have one each: {some(experts)}")
+
+    def one_scale(self, options: dict[str, Any]) -> bool:
+        return not options.get("global_scale")
+
+    def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
+        return {"format": "mlx"}
+
+    def config_of(self, checkpoint: Checkpoint) -> None:
+        return None
+
+    def files_of(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+        """config.json once more: mlx-lm reads "quantization", and others the name that transformers gave it."""
+        quantization = {"group_size": BLOCK, "bits": 4, "mode": "nvfp4"}
+        both = {"quantization": quantization, "quantization_config": quantization}
+        return {"config.json": {**checkpoint.config, **both}}
+
+    def write(
+        self,
+        checkpoint: Checkpoint,
+        path: Path,
+        *,
+        progress: bool = True,
+        global_scale: bool = False,
+        lossy: bool = False,
+        **options: Any,
+    ) -> None:
+        """As :meth:`SafetensorsFormat.write`.
+
+        Args:
+            global_scale: keep per-tensor scales, as tensors of that name, which mlx-lm does not load.
+            lossy: where block scales cannot take the per-tensor scale exactly, quantize the decoded values again,
+                and where a global_scale cannot say it exactly, take the nearest, a last bit away.
+
+        Raises:
+            ValueError: that would be needed and is not allowed, by name; or what any format refuses.
+        """
+        if any(entry.quantizes_activations for entry in checkpoint.entries.values()):
+            warnings.warn("MLX's folders say nothing of activations: their quantization is left out", stacklevel=2)
+        target = MLX(global_scale)
+        target.check(checkpoint)
+        view = (_Global if global_scale else _Folded)(checkpoint, lossy)
+        super(MLX, target).write(view, path, progress=progress, **options)
+
+
+FORMAT = MLX()
+
+
+def _key(name: str, part: str) -> str:
+    return f"{name.removesuffix('weight')}{part}"
+
+
+def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """MLX's part of config.json; None where there is none."""
+    found = config.get("quantization", config.get("quantization_config"))
+    return found if isinstance(found, dict) and {"group_size", "bits"} <= set(found) else None
+
+
+def _mode(checkpoint: FolderCheckpoint, name: str) -> str:
+    """That of a weight: the folder's, or its own.
+
+    Raises:
+        ValueError: it is neither nvfp4 nor mxfp4.
+    """
+    own = checkpoint.quantization.get(name.removesuffix(".weight"))
+    settings = own if isinstance(own, dict) else checkpoint.quantization
+    mode = settings.get("mode", "affine")
+    if (
+        mode not in _GROUPS
+        or settings.get("bits", 4) != 4
+        or settings.get("group_size", _GROUPS[mode]) != _GROUPS[mode]
+    ):
+        said = {"mode": mode, "bits": settings.get("bits"), "group_size": settings.get("group_size")}
+        raise ValueError(f"{checkpoint.path}: {name}: expected mode nvfp4 or mxfp4, found {said}")
+    return str(mode)
+
+
+class _View(View):
+    """Weights as MLX can say them; exactly, or as near as it gets."""
+
+    def __init__(self, source: Checkpoint, lossy: bool) -> None:
+        """
+        Raises:
+            ValueError: some cannot be said exactly, and lossy does not allow it.
+        """
+        super().__init__(source)
+        self._lossy = lossy
+        quantized = [name for name, entry in self.entries.items() if entry.quantized]
+        inexact = [] if lossy else [name for name in quantized if not self._is_exact(name)]
+        if inexact:
+            raise ValueError(self._refusal(some(inexact)))
+
+    def identity(self) -> list[Any] | None:
+        inner = super().identity()
+        return None if inner is None else [*inner, self._lossy]
+
+    def linear(self, name: str) -> LinearParts:
+        parts = self.source.linear(name).replace(
+            quantizes_activations=False, input_scale=None, input_divisor=None, input_amax=None
+        )  # fmt: skip
+        return self._said(parts)
+
+    def per_tensor_scale(self, name: str) -> Tensor:
+        return self.linear(name).per_tensor_scale
+
+    @abc.abstractmethod
+    def _is_exact(self, name: str) -> bool:
+        """Whether MLX can say this weight as it is."""
+
+    @abc.abstractmethod
+    def _said(self, parts: LinearParts) -> LinearParts:
+        """The weight as MLX says it, or as near as it gets."""
+
+    @abc.abstractmethod
+    def _refusal(self, names: str) -> str:
+        """What to tell whoever does not allow the latter."""
+
+
+class _Folded(_View):
+    """Per-tensor scales in the block scales."""
+
+    def _is_exact(self, name: str) -> bool:
+        factor = self.source.per_tensor_scale(name)
+        if (factor == 1).all():
+            return True
+        significand = torch.frexp(factor.double()).mantissa * 16
+        if not torch.equal(significand, significand.round()):  # e4m3 has four bits
+            return False
+        return _folded(self.source.linear(name)) is not None
+
+    def _said(self, parts: LinearParts) -> LinearParts:
+        scale = _folded(parts)
+        ones = torch.ones(())
+        if scale is not None:
+            return parts.replace(scale=scale, per_tensor_scale=ones, divisor=None)
+        values = tensor_of(parts, torch.float32).dequantize()
+        return parts_of(quantize(values, amax=AMAX_OF_ONE))
+
+    def _refusal(self, names: str) -> str:
+        return (
+            f"MLX has no per-tensor scale, and the block scales of {names} cannot take theirs exactly: quantize with "
+            "amax=2688 (per-tensor scales of 1), allow lossy=True, or write global_scale=True for what reads it"
+        )
+
+
+def _folded(parts: LinearParts) -> Tensor | None:
+    """The block scales times the per-tensor scale, e4m3; None where a product is no e4m3 number."""
+    factor = parts.per_tensor_scale.double()
+    factor = factor.reshape(*factor.shape, *(1,) * (parts.scale.dim() - factor.dim()))
+    product = parts.scale.double() * factor  # exact: 4 bits times 24
+    folded = product.float().to(torch.float8_e4m3fn)
+    nan = parts.scale.view(torch.uint8) >= E4M3_NAN
+    return folded if ((folded.double() == product) | nan).all() else None
+
+
+class _Global(_View):
+    """Per-tensor scales as they are: those that some float32, divided by 2688, is."""
+
+    def _is_exact(self, name: str) -> bool:
+        scale = self.source.per_tensor_scale(name)
+        return bool((scale * LARGEST / LARGEST == scale).all())
+
+    def _said(self, parts: LinearParts) -> LinearParts:
+        return parts
+
+    def _refusal(self, names: str) -> str:
+        return (
+            f"MLX stores 2688 times the per-tensor scale, which for {names} is no float32: allow lossy=True, which "
+            "changes the last bit"
+        )

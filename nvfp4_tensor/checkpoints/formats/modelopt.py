@@ -1,0 +1,316 @@
+"""NVIDIA ModelOpt's layout of a Hugging Face folder, which vLLM, SGLang and TensorRT-LLM read.
+
+====================  ==================================================================
+``weight``            uint8 (N, K / 2), the even element in the low nibble
+``weight_scale``      float8_e4m3fn (N, K / 16), in the order of the weight
+``weight_scale_2``    float32 0-d, amax / 2688: it multiplies
+``input_scale``       float32 0-d, the activation's amax / 2688; W4A4 only
+====================  ==================================================================
+
+A parameter that is no module's ``weight`` (experts' ``gate_up_proj``) has them as ``gate_up_proj``,
+``gate_up_proj_weight_scale`` and so on. Those of Llama 4 and gpt-oss, whose models multiply by (E, K, N), lie so in
+files too, bytes and block scales alike: uint8 (E, K / 2, N) and float8_e4m3fn (E, K / 16, N). The configuration stands
+in hf_quant_config.json, in config.json, or in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat
+from nvfp4_tensor.checkpoints.io.safetensors import read_json
+from nvfp4_tensor.checkpoints.names import dense_linears, some, warn_of_mixed_groups
+from nvfp4_tensor.numerics.layout import BLOCK
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+LAYOUT_VERSION = "0.47.0"
+"""The release of ModelOpt whose layout this is."""
+
+ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}
+"""Those that are read, and whether each quantizes activations."""
+
+TRANSPOSED = ("llama4", "llama4_text", "gpt_oss")
+"""By model_type, those whose experts ModelOpt writes as (E, K / 2, N), and vLLM turns again."""
+
+
+def keys_of(name: str) -> dict[str, str]:
+    """The names of a weight's tensors by their part: qdata, scale, per_tensor_scale, input_scale."""
+    prefix = name.removesuffix("weight") if name == "weight" or name.endswith(".weight") else f"{name}_"
+    return {
+        "qdata": name,
+        "scale": f"{prefix}weight_scale",
+        "per_tensor_scale": f"{prefix}weight_scale_2",
+        "input_scale": f"{prefix}input_scale",
+    }
+
+
+class ModelOpt(SafetensorsFormat):
+    """See the module."""
+
+    name = "modelopt"
+    reserved = ("weight_scale", "weight_scale_2")
+
+    def __init__(self, transposes_experts: bool = False) -> None:
+        """transposes_experts: whether it writes experts as (E, K / 2, N); either is read."""
+        self._transposes = transposes_experts
+
+    def detect(self, path: Path) -> bool:
+        try:
+            return path.is_dir() and _is_modelopt(path)
+        except (ValueError, OSError):
+            return False
+
+    def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+        found = _configuration(folder, config)
+        if found is None:
+            raise ValueError(
+                f"{folder}: expected ModelOpt's configuration in {HF_QUANT_CONFIG} or in config.json's "
+                "quantization_config, found neither"
+            )
+        return _checked(folder, found)
+
+    def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
+        info = checkpoint.shards.info
+        mixed = checkpoint.quantization["quantized_layers"]
+        quantized = [name for name in info if info[name].dtype == torch.uint8 and keys_of(name)["scale"] in info]
+        parts = {key for name in quantized for key in keys_of(name).values() if key != name}
+        lonely = [name for name in info if name.endswith(("weight_scale", "weight_scale_2")) and name not in parts]
+        if lonely:
+            raise ValueError(
+                f"{info[lonely[0]].file}: {some(lonely)} belong to weights that are not NVFP4 (uint8): no other "
+                "quantization is read here"
+            )
+        entries = {}
+        for name in info:
+            if name in parts:
+                continue
+            if name in quantized:
+                activations = _quantizes_activations(checkpoint, name, mixed)
+                entries[name] = self._linear_entry(checkpoint, name, activations)
+            else:
+                entries[name] = Entry(shape=info[name].shape, dtype=info[name].dtype, shard=info[name].file.name)
+        return entries
+
+    def _linear_entry(self, checkpoint: FolderCheckpoint, name: str, activations: bool) -> Entry:
+        keys, info = keys_of(name), checkpoint.shards.info
+        stored, transposed = info[name].shape, _are_transposed(info[name].shape, info[keys["scale"]].shape)
+        *leading, half = (stored[0], stored[2], stored[1]) if transposed else stored
+        scales = tuple(leading[:-1]) if len(leading) > 1 and info[keys["per_tensor_scale"]].shape else ()
+        scale = (leading[0], half * 2 // BLOCK, leading[1]) if transposed else (*leading, half * 2 // BLOCK)
+        checkpoint.expect(keys["scale"], torch.float8_e4m3fn, scale, name)
+        _expect_number(checkpoint, keys["per_tensor_scale"], scales, name)
+        has_input_scale = activations and keys["input_scale"] in info
+        if has_input_scale:
+            _expect_number(checkpoint, keys["input_scale"], (), name)
+        return Entry(
+            shape=(*leading, half * 2),
+            dtype=checkpoint.dtype(),
+            quantized=True,
+            quantizes_activations=activations,
+            has_input_scale=has_input_scale,
+            scales=(*scales, 1) if scales else (),
+            shard=info[name].file.name,
+        )
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
+        keys = keys_of(name)
+        qdata, scale = tensors[name], tensors[keys["scale"]]
+        if _are_transposed(qdata.shape, scale.shape):
+            qdata, scale = _turned(qdata), _turned(scale)
+        return LinearParts(
+            qdata=qdata,
+            scale=scale,
+            per_tensor_scale=tensors[keys["per_tensor_scale"]].reshape(entry.scales),
+            columns=entry.shape[-1],
+            quantizes_activations=entry.quantizes_activations,
+            input_scale=tensors[keys["input_scale"]].reshape(()) if entry.has_input_scale else None,
+        )
+
+    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
+        keys = keys_of(name)
+        turn = self._transposes and parts.qdata.dim() == 3
+        tensors = {
+            keys["qdata"]: _turned(parts.qdata) if turn else parts.qdata,
+            keys["scale"]: _turned(parts.scale) if turn else parts.scale,
+            keys["per_tensor_scale"]: parts.per_tensor_scale.reshape(entry.scales[:1]),
+        }
+        if parts.input_scale is not None:
+            tensors[keys["input_scale"]] = parts.input_scale
+        return tensors
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        super().check(checkpoint)
+        check_static(checkpoint, self.name)
+        warn_of_mixed_groups(checkpoint)
+
+    def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> None:
+        super(ModelOpt, format_for(checkpoint.config)).write(checkpoint, path, progress=progress, **options)
+
+    def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        return flat_config(checkpoint)
+
+    def files_of(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+        return {HF_QUANT_CONFIG: hf_quant_config(checkpoint)}
+
+
+FORMAT = ModelOpt()
+
+
+def format_for(config: Mapping[str, Any]) -> ModelOpt:
+    """What writes a model of that config.json: experts lie in files as ModelOpt lays those of its kind."""
+    return ModelOpt(config.get("model_type") in TRANSPOSED)
+
+
+def _are_transposed(weight: Sequence[int], scale: Sequence[int]) -> bool:
+    """Whether codes are (E, K / 2, N) and not (E, N, K / 2), by the shape of their block scales."""
+    return len(weight) == len(scale) == 3 and weight[2] == scale[2] and weight[1] * 2 == scale[1] * BLOCK
+
+
+def _turned(data: Tensor) -> Tensor:
+    """(E, a, b) as (E, b, a), laid out anew."""
+    turned: Tensor = data.view(torch.uint8).transpose(-2, -1).contiguous().view(data.dtype)
+    return turned
+
+
+def _is_modelopt(folder: Path) -> bool:
+    file = folder / "config.json"
+    return _configuration(folder, read_json(file) if file.exists() else {}) is not None
+
+
+def _configuration(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The configuration in one form, the flat one; None where there is none of ModelOpt."""
+    flat = config.get("quantization_config")
+    if isinstance(flat, dict) and str(flat.get("quant_method", "")).startswith("modelopt"):
+        return _flattened(flat)
+    file = folder / HF_QUANT_CONFIG
+    if not file.exists():
+        return None
+    return _flattened(read_json(file))
+
+
+def _flattened(found: Mapping[str, Any]) -> dict[str, Any]:
+    """hf_quant_config.json puts all under "quantization", and so do some config.json."""
+    inner = found.get("quantization")
+    flat = {**found, **inner} if isinstance(inner, dict) else dict(found)
+    flat.setdefault("ignore", flat.get("exclude_modules") or [])
+    return flat
+
+
+def _checked(folder: Path, flat: dict[str, Any]) -> dict[str, Any]:
+    """The configuration, if all that it names is NVFP4."""
+    algorithm = flat.get("quant_algo")
+    layers = flat.get("quantized_layers") or {}
+    if algorithm == "MIXED_PRECISION":
+        others = [
+            f"{name} ({layer.get('quant_algo')})"
+            for name, layer in layers.items()
+            if layer.get("quant_algo") not in ALGORITHMS
+        ]
+        if others:
+            raise ValueError(
+                f"{folder}: expected layers of {' or '.join(ALGORITHMS)} in MIXED_PRECISION, found {some(others)}"
+            )
+    elif algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"{folder}: expected ModelOpt's quant_algo {', '.join(ALGORITHMS)} or MIXED_PRECISION, found {algorithm}"
+        )
+    sizes = {flat.get("group_size"), *(layer.get("group_size") for layer in layers.values())} - {None}
+    if sizes - {BLOCK}:
+        raise ValueError(f"{folder}: expected group_size {BLOCK}, found {sorted(sizes)}")
+    return {**flat, "quantized_layers": layers}
+
+
+def _quantizes_activations(checkpoint: FolderCheckpoint, name: str, mixed: Mapping[str, Any]) -> bool:
+    algorithm = checkpoint.quantization["quant_algo"]
+    if algorithm == "MIXED_PRECISION":
+        layer = mixed.get(name.removesuffix(".weight"))
+        if layer is None:
+            raise ValueError(
+                f"{checkpoint.path}: tensor {name} is NVFP4 (uint8, with weight_scale), and quantized_layers of the "
+                "MIXED_PRECISION configuration does not name it"
+            )
+        algorithm = layer["quant_algo"]
+    groups = checkpoint.quantization.get("config_groups") or {}
+    # NVFP4 of which no group quantizes activations is weight-only, and so servers take it.
+    if algorithm == "NVFP4" and groups and all(not group.get("input_activations") for group in groups.values()):
+        return False
+    return ALGORITHMS[algorithm]
+
+
+def _expect_number(checkpoint: FolderCheckpoint, key: str, shape: tuple[int, ...], beside: str) -> None:
+    """A scale of that shape, float32; where it is one number, as (1,) too."""
+    info = checkpoint.shards.info.get(key)
+    checkpoint.expect(
+        key, torch.float32, (1,) if info is not None and not shape and info.shape == (1,) else shape, beside
+    )
+
+
+def check_static(checkpoint: Checkpoint, format: str) -> None:
+    """Raises a ValueError where activations are quantized by scales of each call: servers want static ones."""
+    dynamic = [
+        name for name, entry in checkpoint.entries.items() if entry.quantizes_activations and not entry.has_input_scale
+    ]
+    if dynamic:
+        raise ValueError(
+            f"{some(dynamic)} quantize activations by the amax of each call, and {format} needs a static input scale: "
+            "calibrate(model, batches) gives it, or write the weights alone with weight_only=True"
+        )
+
+
+def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """quant_algo, group_size and, where linears differ, quantized_layers."""
+    entries = {name.removesuffix(".weight"): entry for name, entry in checkpoint.entries.items() if entry.quantized}
+    algorithms = {
+        module: "NVFP4" if entry.quantizes_activations else "W4A16_NVFP4" for module, entry in entries.items()
+    }
+    if len(set(algorithms.values())) < 2:
+        return {"quant_algo": next(iter(algorithms.values()), "W4A16_NVFP4"), "group_size": BLOCK}
+    layers = {module: {"quant_algo": algorithm, "group_size": BLOCK} for module, algorithm in algorithms.items()}
+    return {"quant_algo": "MIXED_PRECISION", "group_size": BLOCK, "quantized_layers": layers}
+
+
+def hf_quant_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """hf_quant_config.json: servers ask for all three of group_size, kv_cache_quant_algo and exclude_modules."""
+    quantization = {**quantization_of(checkpoint), "kv_cache_quant_algo": None}
+    return {"producer": _producer(), "quantization": {**quantization, "exclude_modules": dense_linears(checkpoint)}}
+
+
+def flat_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """config.json's quantization_config."""
+    quantization = quantization_of(checkpoint)
+    groups: dict[str, list[str]] = {}
+    for module, layer in quantization.get("quantized_layers", {}).items():
+        groups.setdefault(layer["quant_algo"], []).append(module)
+    if not groups:
+        groups = {quantization["quant_algo"]: ["Linear"]}
+    return {
+        "quant_method": "modelopt",
+        **quantization,
+        "ignore": dense_linears(checkpoint),
+        "config_groups": {
+            f"group_{i}": _group(algorithm, sorted(targets)) for i, (algorithm, targets) in enumerate(groups.items())
+        },
+        "producer": _producer(),
+    }
+
+
+def _group(algorithm: str, targets: list[str]) -> dict[str, Any]:
+    arguments = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+    activations = {"input_activations": dict(arguments)} if ALGORITHMS[algorithm] else {}
+    return {**activations, "weights": arguments, "targets": targets}
+
+
+def _producer() -> dict[str, str]:
+    """Servers take hf_quant_config.json only from a producer of this name."""
+    try:
+        ours = version("nvfp4-tensor")
+    except PackageNotFoundError:
+        ours = "unknown"
+    return {"name": "modelopt", "version": LAYOUT_VERSION, "written_by": f"nvfp4_tensor {ours}"}

@@ -1,0 +1,1 @@
+"""Files: safetensors, folders, sidecars, and writes that can be resumed."""

@@ -1,0 +1,110 @@
+"""A JSON file beside the weights with the scales that a format cannot hold: 1 / x taken twice is another number.
+
+In a folder it is ``nvfp4_tensor.json``, beside ``model.gguf`` it is ``model.nvfp4_tensor.json``. Other readers pass it
+by, and what no longer fits the weights is not used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.checkpoints.common import LARGEST, LinearParts
+from nvfp4_tensor.checkpoints.io.safetensors import read_json, write_json
+
+SIDECAR = "nvfp4_tensor.json"
+_MAY_BE_SET = ("divisor", "input_divisor", "per_tensor_scale", "input_scale", "input_amax")
+
+
+def sidecar_of(path: Path) -> Path:
+    """Where it is, of a checkpoint that is a folder or a file."""
+    return path / SIDECAR if path.is_dir() else path.with_suffix(f".{SIDECAR}")
+
+
+def check_sidecar(path: Path) -> Path:
+    """Where the sidecar of a file that is going to be written will be.
+
+    Raises:
+        ValueError: something is there already.
+    """
+    file = path.with_suffix(f".{SIDECAR}")
+    if file.exists():
+        raise ValueError(f"{file} is there already, and belongs to another {path.name}: remove it first")
+    return file
+
+
+def read_factors(path: Path) -> dict[str, dict[str, Any]]:
+    """By weight, what the sidecar of a checkpoint says; {} where there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    file = sidecar_of(path)
+    if not file.exists() and not path.is_dir():
+        file = path.parent / SIDECAR
+    if not file.exists():
+        return {}
+    factors = read_json(file).get("factors")
+    fits = isinstance(factors, dict) and all(
+        isinstance(each, dict) and set(each) <= set(_MAY_BE_SET) and all(_is_numbers(v) for v in each.values())
+        for each in factors.values()
+    )
+    if not fits:
+        raise ValueError(f"{file}: expected factors by tensor's name, found {json.dumps(factors)[:80]}")
+    assert isinstance(factors, dict)
+    return factors
+
+
+def write_factors(file: Path, factors: Mapping[str, Any]) -> None:
+    """Nothing where there are none."""
+    if factors:
+        write_json(file, {"version": 1, "factors": dict(sorted(factors.items()))})
+
+
+def lost_factors(parts: LinearParts, *, stores_divisors: bool) -> dict[str, Any]:
+    """The scales that reading the file would not give back bit for bit.
+
+    stores_divisors: whether per-tensor scales are written as what values are divided by.
+    """
+    if not stores_divisors:
+        lost = {
+            "divisor": _unless_inverse(parts.divisor, parts.per_tensor_scale),
+            "input_divisor": _unless_inverse(parts.input_divisor, parts.input_scale),
+        }
+    else:
+        lost = {
+            "per_tensor_scale": _unless_inverse(parts.per_tensor_scale, parts.weight_divisor()),
+            "input_scale": _unless_inverse(parts.input_scale, parts.activation_divisor()),
+        }
+    amax = parts.activation_amax()
+    if amax is not None and parts.input_scale is not None and not torch.equal(parts.input_scale * LARGEST, amax):
+        lost["input_amax"] = amax
+    return {key: value.tolist() for key, value in lost.items() if value is not None}
+
+
+def with_factors(parts: LinearParts, said: Mapping[str, Any]) -> LinearParts:
+    """The parts with what the sidecar says of them, as far as it still fits the files."""
+    factors = {key: torch.tensor(value) for key, value in said.items()}
+    pairs = [("per_tensor_scale", "divisor"), ("input_scale", "input_divisor")]
+    for scale, divisor in pairs:
+        kept, stored = factors.get(scale), getattr(parts, divisor)
+        if kept is not None and stored is not None and torch.equal(kept.reciprocal(), stored):
+            parts = parts.replace(**{scale: kept})
+        kept, stored = factors.get(divisor), getattr(parts, scale)
+        if kept is not None and stored is not None and torch.equal(kept.reciprocal(), stored):
+            parts = parts.replace(**{divisor: kept})
+    return parts.replace(input_amax=factors["input_amax"]) if "input_amax" in factors else parts
+
+
+def _unless_inverse(value: Tensor | None, stored: Tensor | None) -> Tensor | None:
+    """The value, unless it is the inverse of what is stored."""
+    return None if value is None or stored is None or torch.equal(stored.reciprocal(), value) else value
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, list) and all(_is_numbers(each) for each in value))

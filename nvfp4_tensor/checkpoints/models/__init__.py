@@ -1,0 +1,1 @@
+"""Checkpoints and models in memory: loading, saving, and how parameter names map."""

@@ -1,0 +1,208 @@
+"""Loading a checkpoint into a model that is there already, its linears quantized as the file has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, read, tensor_of
+from nvfp4_tensor.checkpoints.models.hf_names import names_in_model
+from nvfp4_tensor.checkpoints.models.origins import Origin, gather, is_transposed, origin_of, shape_of
+from nvfp4_tensor.checkpoints.names import CACHE_SCALES, some
+from nvfp4_tensor.checkpoints.wrappers import WeightOnly
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.quantization import NVFP4Linear
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+ORIGINS = "_nvfp4_origins"
+"""An attribute of modules: by parameter's name, the fields of its :class:`Origin`; :func:`save` writes that again."""
+
+_PASSED_BY = (*CACHE_SCALES, ".inv_freq")
+"""Ends of names that a model need not have: scales of a quantized key-value cache, tables that are computed."""
+
+
+def load(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    format: str | None = None,
+    weight_only: bool = False,
+    strict: bool = True,
+    progress: bool = True,
+) -> nn.Module:
+    """Load a checkpoint into ``model``, in place: NVFP4 weights stay NVFP4, the rest is dense. Returns the model.
+
+    The model may be on the meta device (``accelerate.init_empty_weights(include_buffers=False)``), dense or quantized.
+    Its parameters keep their dtypes and devices (a CPU for meta); an NVFP4 weight decodes to the dtype of the
+    parameter that it replaces. Parameters that share a tensor go on sharing one. A ``qkv_proj`` or ``gate_up_proj`` of
+    the model, and experts (E, N, K), are joined of the parts that a file keeps apart. Everything is read and checked
+    before the model changes: after any error it is as it was.
+
+    Args:
+        path: a folder or file of any format that :func:`detect` knows.
+        format: its name; detected by default.
+        weight_only: do not quantize activations although the checkpoint does (W4A4 becomes W4A16): more accurate, and
+            faster where no FP4 tensor cores are.
+        strict: raise where the checkpoint holds tensors that the model does not, or lacks some. Without it the first
+            are passed by and parameters that it lacks stay as they are.
+        progress: show a bar.
+
+    Example::
+
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+        checkpoints.load(model, path)
+
+    Raises:
+        ValueError: the file is wrong, or is not of this model: the message names file, tensor, expected and found.
+    """
+    with read(path, format) as opened:
+        checkpoint: Checkpoint = WeightOnly(opened) if weight_only else opened
+        slots = _slots(model)
+        _check_buffers(model)
+        plan = _plan(slots, checkpoint, strict, names_in_model(model, checkpoint.entries))
+        loaded = {}
+        for name, origin in tqdm(plan.items(), desc=f"loading {Path(path).name}", unit="tensor", disable=not progress):
+            loaded[name] = _read(slots[name], origin, checkpoint)
+    for name, (tensor, origin) in loaded.items():
+        _assign(slots[name], tensor, origin)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """A parameter or persistent buffer, and the modules that hold it (several share one), by names in the model."""
+
+    tensor: Tensor
+    holders: dict[str, tuple[nn.Module, str]]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether it is the experts' weights as (E, K, N): what is NVFP4 has blocks along K, and lies as (E, N, K)."""
+        return self.tensor.dim() == 3 and any(is_transposed(module) for module, _ in self.holders.values())
+
+
+def _slots(model: nn.Module) -> dict[str, _Slot]:
+    """By the first name of each tensor."""
+    by_id: dict[int, _Slot] = {}
+    for path, module in model.named_modules():
+        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for attribute, tensor in itertools.chain(module._parameters.items(), buffers.items()):
+            if tensor is not None:
+                slot = by_id.setdefault(id(tensor), _Slot(tensor, {}))
+                slot.holders[f"{path}.{attribute}" if path else attribute] = (module, attribute)
+    _tie(model, by_id)
+    return {next(iter(slot.holders)): slot for slot in by_id.values()}
+
+
+def _tie(model: nn.Module, by_id: dict[int, _Slot]) -> None:
+    """Parameters that transformers says are one: on the meta device they are apart until somebody ties them."""
+    by_name = {name: slot for slot in by_id.values() for name in slot.holders}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in tied.items():
+        one, other = by_name.get(source), by_name.get(target)
+        if one is not None and other is not None and one is not other and one.tensor.is_meta and other.tensor.is_meta:
+            one.holders.update(other.holders)
+            del by_id[id(other.tensor)]
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Buffers that no checkpoint holds have no values on meta, and nothing would give them any."""
+    for path, module in model.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                raise ValueError(
+                    f"{path}.{name} is on the meta device and in no checkpoint: make the model with "
+                    "accelerate.init_empty_weights(include_buffers=False), which leaves such tables computed"
+                )
+
+
+def _plan(
+    slots: dict[str, _Slot], checkpoint: Checkpoint, strict: bool, renamed: Mapping[str, str]
+) -> dict[str, Origin]:
+    """By slot: what it is loaded from. All that headers and the model tell is checked.
+
+    renamed: by the model's name, the file's, where they differ.
+    """
+    plan: dict[str, Origin] = {}
+    used: set[str] = set()
+    missing = []
+    for first, slot in slots.items():
+        names = [renamed.get(name, name) for name in slot.holders]
+        origins = [o for name in names if (o := origin_of(name, slot.tensor.dim(), checkpoint.entries))]
+        used.update(name for origin in origins for name in origin.names)
+        if not origins:
+            missing.append(first)
+            continue
+        plan[first] = origins[0]
+        for origin in origins:
+            _check_slot(slot, origin, checkpoint)
+    unexpected = [name for name in checkpoint.entries if name not in used and not name.endswith(_PASSED_BY)]
+    wanted = missing if strict else [name for name in missing if slots[name].tensor.is_meta]
+    if wanted or (strict and unexpected):
+        raise ValueError(
+            f"{checkpoint.path} is not of this model: expected tensors for {some(wanted) or 'all its parameters'}; "
+            f"found {some(unexpected) or 'none'} that the model does not have. The model is as it was"
+        )
+    return plan
+
+
+def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
+    name, entry = next(iter(slot.holders)), checkpoint.entries[origin.names[0]]
+    file = entry.shard or checkpoint.path
+    try:
+        shape = shape_of(origin, checkpoint.entries)
+    except ValueError as error:
+        raise ValueError(f"{file}: {name}: {error}") from None
+    if entry.quantized and slot.is_transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    if shape != tuple(slot.tensor.shape):
+        raise ValueError(f"{file}: tensor {origin.names[0]}: expected {list(slot.tensor.shape)}, found {list(shape)}")
+    if not entry.quantized:
+        return
+    for holder, (module, _) in slot.holders.items():
+        if not isinstance(module, nn.Linear) and slot.tensor.dim() != 3:
+            raise ValueError(
+                f"{file}: tensor {origin.names[0]}: expected a dense tensor for {holder}, of a "
+                f"{type(module).__name__}, found NVFP4, which linears and experts (E, N, K) take"
+                + (": give the output layer a weight of its own first" if len(slot.holders) > 1 else "")
+            )
+
+
+def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, Origin]:
+    """The tensor as it will stand in the model, on its device."""
+    device = torch.device("cpu") if slot.tensor.is_meta else slot.tensor.device
+    value, origin = gather(origin, checkpoint)
+    if isinstance(value, LinearParts):
+        dtype = slot.tensor.dtype
+        if dtype not in HIGH_PRECISION_DTYPES:
+            dtype = checkpoint.entries[origin.names[0]].dtype
+        weight = tensor_of(value, dtype).to(device)
+        return weight.transpose(-2, -1) if slot.is_transposed else weight, origin
+    floating = slot.tensor.dtype.is_floating_point and value.dtype.is_floating_point
+    return value.to(device, slot.tensor.dtype if floating else None), origin
+
+
+def _assign(slot: _Slot, tensor: Tensor, origin: Origin) -> None:
+    """Into every module that holds it; nothing here can fail."""
+    quantized = isinstance(tensor, NVFP4Tensor)
+    value = tensor
+    if isinstance(slot.tensor, nn.Parameter):
+        value = nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad and not quantized)
+    for module, attribute in slot.holders.values():
+        setattr(module, attribute, value)
+        origins = dict(getattr(module, ORIGINS, {}))
+        origins.pop(attribute, None)
+        if origin.factors or not origin.is_whole or origin.names[0] not in slot.holders:
+            origins[attribute] = dataclasses.asdict(origin)
+        if origins or hasattr(module, ORIGINS):
+            setattr(module, ORIGINS, origins)
+        if quantized and type(module) is nn.Linear:
+            module.__class__ = NVFP4Linear

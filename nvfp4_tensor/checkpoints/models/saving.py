@@ -1,0 +1,251 @@
+"""A model in memory as a checkpoint, and saving it in any format."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts, format_named, parts_of, tensor_of
+from nvfp4_tensor.checkpoints.convert import different_scales
+from nvfp4_tensor.checkpoints.models.loading import ORIGINS
+from nvfp4_tensor.checkpoints.models.origins import (
+    JOINED_AS,
+    MIXTRAL,
+    MIXTRAL_TYPES,
+    Origin,
+    expert_group,
+    in_mixtral,
+    split,
+)
+from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.wrappers import WeightOnly
+from nvfp4_tensor.numerics.choices import RoundingMode
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.nvfp4 import quantize as quantize_tensor
+
+Different = Literal["requantize", "keep", "refuse"]
+
+
+def save(
+    model: nn.Module | Mapping[str, Tensor],
+    path: str | Path,
+    *,
+    format: str = "modelopt",
+    weight_only: bool = False,
+    different: Different = "requantize",
+    config: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> None:
+    """Save a model with NVFP4 weights in the layout ``format``. What :func:`load` read is written again, byte for byte.
+
+    A tensor that several modules share is written once, under its first name. Experts (E, N, K) and joined linears that
+    :func:`load` put together are taken apart again; so are the experts of transformers' models.
+
+    Args:
+        model: a module, or a state dict.
+        path: is not there yet; it appears when it is whole.
+        format: a name of :data:`FORMATS`.
+        weight_only: leave out the quantization of activations (W4A4 becomes W4A16).
+        different: what becomes of linears that servers join to one (q, k, v; gate and up) and that have different
+            per-tensor scales, with which vLLM computes wrong numbers. "requantize" gives them the largest, with a
+            warning: their block scales and codes are rounded anew, which adds 3 to 4 % to their error. "keep" writes
+            them as they are, "refuse" raises.
+        config: what config.json says; by default ``model.config`` of a transformers model, else none is written.
+        progress: show a bar.
+        options: of the format.
+
+    Example::
+
+        quantize_(model.model, NVFP4WeightOnlyConfig(four_over_six=True))
+        checkpoints.save(model, "SmolLM2-135M-NVFP4", format="compressed-tensors")
+
+    Raises:
+        ValueError: the model holds what the format cannot, by name. Then nothing is written.
+    """
+    if different not in ("requantize", "keep", "refuse"):
+        raise ValueError(f"different is 'requantize', 'keep' or 'refuse', not {different!r}")
+    target = format_named(format)
+    checkpoint: Checkpoint = ModelCheckpoint(model, config, different)
+    target.write(WeightOnly(checkpoint) if weight_only else checkpoint, Path(path), progress=progress, **options)
+
+
+class ModelCheckpoint(Checkpoint):
+    """A model, or a state dict, as a checkpoint that can be written."""
+
+    format = "memory"
+    path = None
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        config: Mapping[str, Any] | None = None,
+        different: Different = "keep",
+    ) -> None:
+        """
+        Raises:
+            ValueError: a weight that no layout can hold, or on the meta device; different scales to be refused.
+        """
+        self._tensors = {name: _upright(tensor) for name, tensor in _named_tensors(model)}
+        self._origins = _origins(model, self._tensors) if isinstance(model, nn.Module) else {}
+        self._shared: dict[str, Tensor] = {}
+        self._parameter: dict[str, str] = {}
+        self._last: tuple[str, dict[str, LinearParts]] = ("", {})
+        self.config = _config(model) if config is None else dict(config)
+        self.config.pop("quantization_config", None)
+        self.entries = {}
+        for name, tensor in self._tensors.items():
+            for each, entry in self._entries_of(name, tensor).items():
+                self.entries[each], self._parameter[each] = entry, name
+        if different != "keep" and (groups := different_scales(self)):
+            self._share_scales(groups, different)
+
+    def _entries_of(self, name: str, tensor: Tensor) -> dict[str, Entry]:
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values: load or initialize the model first")
+        origin = self._origins.get(name, Origin(((name,),)))
+        if not isinstance(tensor, NVFP4Tensor):
+            if origin.is_whole:
+                return {origin.names[0]: Entry(shape=tuple(tensor.shape), dtype=tensor.dtype)}
+            return {n: Entry(shape=tuple(p.shape), dtype=p.dtype) for n, p in _dense_pieces(tensor, origin).items()}
+        try:
+            pieces = split(parts_of(tensor), origin)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return {
+            each: Entry(
+                shape=parts.shape,
+                dtype=tensor.orig_dtype,
+                quantized=True,
+                quantizes_activations=parts.quantizes_activations,
+                has_input_scale=parts.input_scale is not None,
+                scales=tuple(parts.per_tensor_scale.shape),
+            )
+            for each, parts in pieces.items()
+        }
+
+    def linear(self, name: str) -> LinearParts:
+        parameter = self._parameter[name]
+        if self._last[0] != parameter:  # the pieces of one parameter are asked for one after the other
+            weight = self._tensors[parameter]
+            assert isinstance(weight, NVFP4Tensor)
+            origin = self._origins.get(parameter, Origin(((parameter,),)))
+            self._last = parameter, split(parts_of(weight.detach().cpu()), origin)
+        parts = self._last[1][name]
+        return self._requantized(name, parts) if name in self._shared else parts
+
+    def dense(self, name: str) -> Tensor:
+        parameter = self._parameter[name]
+        tensor = self._tensors[parameter].detach()
+        if parameter in self._origins and not self._origins[parameter].is_whole:
+            tensor = _dense_pieces(tensor, self._origins[parameter])[name]
+        return tensor.cpu()
+
+    def per_tensor_scale(self, name: str) -> Tensor:
+        return self.linear(name).per_tensor_scale
+
+    def _share_scales(self, groups: list[tuple[str, ...]], different: Different) -> None:
+        """From now on, the linears of each group have the largest of their per-tensor scales."""
+        names = some([" and ".join(group) for group in groups])
+        if different == "refuse":
+            raise ValueError(
+                f"{len(groups)} groups of linears that servers join have different per-tensor scales: {names}. "
+                "different='requantize' gives them one"
+            )
+        warnings.warn(
+            f"requantizing {len(groups)} groups of linears that servers join to one, for they need one per-tensor "
+            f"scale: {names}. checkpoints.quantize gives them one from the start, which loses nothing",
+            stacklevel=4,
+        )
+        for group in groups:
+            # A weight of zeros has a scale of 1 that says nothing.
+            scales = [
+                parts.per_tensor_scale for name in group if (parts := self.linear(name)).qdata.bitwise_and(0x77).any()
+            ]
+            largest = torch.stack(scales or [self.per_tensor_scale(group[0])]).amax()
+            self._shared.update(dict.fromkeys(group, largest))
+
+    def _requantized(self, name: str, parts: LinearParts) -> LinearParts:
+        """With the shared scale; the weight that has it already, and one of zeros, keep their codes."""
+        shared = self._shared[name]
+        if torch.equal(parts.per_tensor_scale, shared):
+            return parts
+        if not parts.qdata.bitwise_and(0x77).any():
+            return parts.replace(per_tensor_scale=shared, divisor=None)
+        weight = self._tensors[self._parameter[name]]
+        assert isinstance(weight, NVFP4Tensor)
+        spec = weight.spec.replace(round_mode=RoundingMode.RNE) if weight.spec.is_stochastic else weight.spec
+        dense = tensor_of(parts, torch.float32).dequantize()
+        again = parts_of(quantize_tensor(dense, spec, amax=shared * spec.largest_value))
+        return parts.replace(qdata=again.qdata, scale=again.scale, per_tensor_scale=shared, divisor=None)
+
+
+def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers; what several names share comes once, under the first."""
+    if isinstance(model, nn.Module):
+        model = model.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    for name, tensor in model.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: checkpoints hold tensors alone")
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _upright(tensor: Tensor) -> Tensor:
+    """Experts that a model holds as (E, K, N) are (E, N, K) in files, as they lie."""
+    transposed = isinstance(tensor, NVFP4Tensor) and tensor.transposed and tensor.dim() == 3
+    return tensor.detach().transpose(-2, -1) if transposed else tensor
+
+
+def _origins(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Origin]:
+    """What parameters were loaded from, and how experts of transformers' models stand in files."""
+    origins = {}
+    mixtral = getattr(getattr(model, "config", None), "model_type", None) in MIXTRAL_TYPES
+    for path, module in model.named_modules():
+        kept = getattr(module, ORIGINS, {})
+        for attribute in module._parameters:
+            name = f"{path}.{attribute}" if path else attribute
+            if name not in tensors:
+                continue
+            origin = Origin(**kept[attribute]) if attribute in kept else None
+            if origin is None or not origin.fits(tensors[name].shape):
+                origin = _of_experts(name, module, tensors[name], mixtral)
+            if origin is not None:
+                origins[name] = origin
+    return origins
+
+
+def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> Origin | None:
+    """transformers joins experts to one parameter (E, N, K), gate above up, which files keep apart."""
+    last = name.rpartition(".")[2]
+    stored = in_mixtral(name) if mixtral else name
+    if tensor.dim() != 3 or last not in JOINED_AS or getattr(module, "is_transposed", None) is not False:
+        return None if stored == name else Origin(((stored,),))
+    if last == "gate_up_proj" and not (getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)):
+        return None
+    groups = tuple(expert_group(stored, e, MIXTRAL if mixtral else None) for e in range(len(tensor)))
+    parts = len(groups[0])
+    return Origin(groups, (tensor.shape[1] // parts,) * parts, stacked=True)
+
+
+def _dense_pieces(tensor: Tensor, origin: Origin) -> dict[str, Tensor]:
+    matrices = tensor if origin.stacked else tensor[None]
+    pieces: dict[str, Tensor] = {}
+    for matrix, group in zip(matrices, origin.groups, strict=True):
+        pieces.update(zip(group, matrix.split(list(origin.rows)), strict=True))
+    return pieces
+
+
+def _config(model: object) -> dict[str, Any]:
+    """config.json of a transformers model."""
+    config = getattr(model, "config", None)
+    to_json = getattr(config, "to_json_string", None)
+    return {} if to_json is None else json.loads(to_json())

@@ -1,0 +1,138 @@
+"""A state dict in plain tensors alone, and back: for distributed checkpoints, safetensors, and whoever knows no NVFP4.
+
+Names and bytes are ModelOpt's: ``weight`` (uint8), ``weight_scale`` (float8_e4m3fn, in the order of the weight) and
+``weight_scale_2`` (float32). Two more say what ModelOpt has no name for: ``weight_settings`` (JSON as uint8) how the
+tensor was made and what it decodes to, and ``input_amax`` (float32 0-d) a static activation amax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.checkpoints.common import LARGEST, LinearParts, tensor_of
+from nvfp4_tensor.checkpoints.formats.modelopt import keys_of
+from nvfp4_tensor.numerics.choices import ProductBackend
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+
+def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with every NVFP4Tensor replaced by plain tensors; :func:`from_plain` gives it back bit for bit.
+
+    Everything else is passed on as it is. Codes are shared, not copied.
+
+    Example::
+
+        safetensors.torch.save_file(checkpoints.to_plain(model.state_dict()), "model.safetensors")
+        state = checkpoints.from_plain(safetensors.torch.load_file("model.safetensors"))
+        model.load_state_dict(state, assign=True)
+    """
+    plain: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, NVFP4Tensor):
+            plain.update(_plain(name, value))
+        else:
+            plain[name] = value
+    return plain
+
+
+def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`to_plain`; a ModelOpt state dict, without settings, becomes one of plain specs in bfloat16.
+
+    Raises:
+        ValueError: parts that are missing or do not fit together; the message names the tensor.
+    """
+    weights = [name for name in state_dict if keys_of(name)["scale"] in state_dict]
+    parts = {key for name in weights for key in part_names(name).values()}
+    state = {}
+    for name, value in state_dict.items():
+        if name in weights:
+            try:
+                state[name] = _nvfp4(name, state_dict)
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{name}: expected the parts of an NVFP4 weight, found {error}") from None
+        elif name not in parts:
+            state[name] = value
+    return state
+
+
+def part_names(name: str) -> dict[str, str]:
+    """The names of a weight's parts beside its codes, which have its own."""
+    keys = keys_of(name)
+    stem = keys["scale"].removesuffix("weight_scale")
+    return {**keys, "settings": f"{stem}weight_settings", "input_amax": f"{stem}input_amax"}
+
+
+def _plain(name: str, weight: NVFP4Tensor) -> dict[str, Tensor]:
+    keys = part_names(name)
+    weight = weight.detach()
+    settings = json.dumps(_settings(weight)).encode()
+    plain = {
+        name: weight.qdata,
+        keys["scale"]: weight.unswizzled_scale(),
+        keys["per_tensor_scale"]: weight.per_tensor_scale,
+        keys["settings"]: torch.frombuffer(bytearray(settings), dtype=torch.uint8),
+    }
+    if weight.activation_amax is not None:
+        plain[keys["input_amax"]] = weight.activation_amax
+    return plain
+
+
+def _settings(weight: NVFP4Tensor) -> dict[str, Any]:
+    return {
+        "columns": weight.columns,
+        "dtype": str(weight.orig_dtype).removeprefix("torch."),
+        "spec": _spec_fields(weight.spec),
+        "activation_spec": None if weight.activation_spec is None else _spec_fields(weight.activation_spec),
+        "product_backend": weight.product_backend.name,
+        "transposed": weight.transposed,
+    }
+
+
+def _spec_fields(spec: QuantizeSpec) -> dict[str, Any]:
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    return {name: value.name if isinstance(value, enum.Enum) else value for name, value in values.items()}
+
+
+def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
+    keys = part_names(name)
+    settings = _read_settings(state_dict.get(keys["settings"]))
+    input_scale, activation = state_dict.get(keys["input_scale"]), settings.get("activation_spec")
+    activation_spec = QuantizeSpec(**activation) if activation else QuantizeSpec() if input_scale is not None else None
+    dtype = getattr(torch, settings.get("dtype", "bfloat16"))
+    if dtype not in HIGH_PRECISION_DTYPES:
+        raise ValueError(f"dtype {dtype}")
+    qdata, per_tensor_scale = state_dict[name], state_dict[keys["per_tensor_scale"]]
+    parts = LinearParts(
+        qdata=qdata,
+        scale=state_dict[keys["scale"]],
+        per_tensor_scale=per_tensor_scale.reshape(()) if per_tensor_scale.numel() == 1 else per_tensor_scale,
+        columns=settings.get("columns", qdata.shape[-1] * 2),
+        quantizes_activations=activation_spec is not None,
+    )
+    spec = QuantizeSpec(**settings["spec"]) if "spec" in settings else None
+    weight = tensor_of(parts, dtype, spec=spec, activation_spec=activation_spec)
+    amax = state_dict.get(keys["input_amax"])
+    return weight._replace(
+        per_tensor_scale=per_tensor_scale if "spec" in settings else weight.per_tensor_scale,
+        activation_amax=input_scale.reshape(()) * LARGEST if amax is None and input_scale is not None else amax,
+        product_backend=ProductBackend[settings.get("product_backend", "AUTO")],
+        transposed=bool(settings.get("transposed", False)),
+    )
+
+
+def _read_settings(data: Tensor | None) -> dict[str, Any]:
+    if data is None:
+        return {}
+    settings = json.loads(bytes(data.cpu().tolist()))
+    if not isinstance(settings, dict):
+        raise ValueError(f"settings {settings!r}")
+    return settings

@@ -1,0 +1,190 @@
+"""Which weights cost a model most in NVFP4, and which of them to leave dense for a budget of bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div
+from tqdm import tqdm
+
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of
+from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, Place, places_of
+from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What is quantized together, and what that alone costs.
+
+    Attributes:
+        name: of the weight, or of the layer.
+        weights: the names of its weights.
+        loss: Kullback-Leibler divergence of the model's output from the dense one's, nats a token.
+        elements: of the weights.
+        dense_bits, bits: an element takes, as it was and in NVFP4.
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    loss: float
+    elements: int
+    dense_bits: float
+    bits: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """What :func:`sensitivity` found; ``str`` is a table, the most sensitive first."""
+
+    parts: tuple[Part, ...]
+
+    def dense_within(self, bits: float) -> list[str]:
+        """The weights to leave dense so that all take at most ``bits`` an element together.
+
+        Those come first whose loss is largest for the bits that they save; losses are taken to add up.
+
+        Raises:
+            ValueError: bits are fewer than NVFP4 alone takes.
+        """
+        elements = sum(part.elements for part in self.parts)
+        left = bits * elements - sum(part.bits * part.elements for part in self.parts)
+        if left < -1e-9 * bits * elements:  # the average that all take, given back as a budget, may be rounded
+            least = bits - left / elements
+            raise ValueError(f"a budget of {bits} bits is below the {least:.3f} that everything takes in NVFP4")
+        chosen: list[str] = []
+        for part in sorted(self.parts, key=lambda part: part.loss / self._extra(part), reverse=True):
+            if self._extra(part) <= left:
+                left -= self._extra(part)
+                chosen += part.weights
+        return chosen
+
+    def filter_within(self, bits: float, filter_fn: Filter | None = None) -> Filter:
+        """A filter for ``quantize_``, :func:`calibrate` or :func:`gptq` that leaves :meth:`dense_within` out.
+
+        filter_fn: what else is left out; the one that :func:`sensitivity` was given.
+        """
+        dense = set(self.dense_within(bits))
+        known = {name for part in self.parts for name in part.weights}
+
+        def take(module: nn.Module, name: str) -> bool:
+            if filter_fn is not None and not filter_fn(module, name):
+                return False
+            own = {f"{name}.{parameter}".lstrip(".") for parameter in module._parameters} & known
+            return bool(own) and not own & dense
+
+        return take
+
+    def __str__(self) -> str:
+        width = max([len(part.name) for part in self.parts], default=0)
+        ordered = sorted(self.parts, key=lambda part: part.loss, reverse=True)
+        return "\n".join(
+            f"{part.name:<{width}}  {part.loss:.3e} nats  {part.elements:>12,} elements" for part in ordered
+        )
+
+    @staticmethod
+    def _extra(part: Part) -> float:
+        return max((part.dense_bits - part.bits) * part.elements, 1e-9)
+
+
+@torch.no_grad()
+def sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    config: NVFP4WeightOnlyConfig | None = None,
+    *,
+    filter_fn: Filter | None = None,
+    by_layer: bool = False,
+    group_of: Callable[[str], str] | None = None,
+    progress: bool = True,
+) -> Sensitivity:
+    """What each weight costs in NVFP4 while all others are dense; the model stays as it is.
+
+    It runs the model once for each weight and batch, so a few hundred tokens are a good start: divergences from the
+    model's own output need far fewer than a perplexity does. The logits of all batches are kept.
+
+    Args:
+        model: gives logits (..., classes), or something with ``.logits``; it runs in eval mode.
+        batches: what it is called with, as :func:`calibrate` takes them.
+        config: how weights, or weights and activations, are quantized; NVFP4WeightOnlyConfig() by default.
+        filter_fn: which modules, as :func:`gptq` takes it.
+        by_layer: quantize all weights of a layer (of the longest nn.ModuleList) together: fewer runs.
+        group_of: the part that a weight, by its name, belongs to; those of one part are quantized together.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: no batches, a config with a calibration, or by_layer and group_of both.
+
+    Example::
+
+        found = sensitivity(model, batches, filter_fn=linears)
+        quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=found.filter_within(5.0, linears))
+    """
+    config = NVFP4WeightOnlyConfig() if config is None else config
+    config._check_calibrated()
+    if config.step is not None:
+        raise ValueError("sensitivity takes a config without steps: what a calibration finds is not looked at")
+    batches = list(batches)
+    if not batches:
+        raise ValueError("sensitivity compares outputs: give at least one batch")
+    if by_layer and group_of is not None:
+        raise ValueError("by_layer and group_of each say what is quantized together: give one of them")
+    groups = _groups(model, places_of(model, filter_fn), by_layer, group_of)
+    with in_eval_mode(model):
+        exact = [_log_probabilities(model, batch) for batch in batches]
+        bar = tqdm(groups.items(), desc="sensitivity", unit="part", disable=not progress)
+        return Sensitivity(tuple(_part(model, name, places, config, batches, exact) for name, places in bar))
+
+
+def _groups(
+    model: nn.Module, places: Sequence[Place], by_layer: bool, group_of: Callable[[str], str] | None
+) -> dict[str, list[Place]]:
+    layers = layers_of(model, [place.module for place in places]) if by_layer else []
+    layer_of = {module: name for name, layer in layers for module in layer.modules()}
+    groups: dict[str, list[Place]] = {}
+    for place in places:
+        name = layer_of.get(place.module, place.name) if group_of is None else group_of(place.name)
+        groups.setdefault(name, []).append(place)
+    return groups
+
+
+def _part(
+    model: nn.Module,
+    name: str,
+    places: Sequence[Place],
+    config: NVFP4WeightOnlyConfig,
+    batches: Sequence[Any],
+    exact: Sequence[Tensor],
+) -> Part:
+    bits = 0
+    try:
+        for place in places:
+            weight = quantized(place, config)
+            bits += 8 * weight.stored_bytes
+            place.put(weight)
+        pairs = [(_log_probabilities(model, batch), own) for batch, own in zip(batches, exact, strict=True)]
+    finally:
+        for place in places:
+            place.restore()
+    loss = sum(kl_div(found, own, reduction="sum", log_target=True).item() for found, own in pairs)
+    elements = sum(place.dense.numel() for place in places)
+    dense_bits = 8 * sum(place.dense.nbytes for place in places) / elements
+    tokens = sum(own.shape[:-1].numel() for own in exact)
+    names = tuple(place.name for place in places)
+    return Part(name, names, loss / tokens, elements, dense_bits, bits / elements)
+
+
+def quantized(place: Place, config: NVFP4WeightOnlyConfig) -> NVFP4Tensor:
+    """The weight of a place by a config without a calibration."""
+    make: Callable[..., NVFP4Tensor] = quantize_experts if place.dense.dim() == 3 else quantize
+    return make(place.dense.detach(), config.weight)._replace(activation_spec=config.activation)
+
+
+def _log_probabilities(model: nn.Module, batch: Any) -> Tensor:
+    output = call_model(model, batch)
+    logits: Tensor = getattr(output, "logits", output)
+    return logits.float().log_softmax(dim=-1)

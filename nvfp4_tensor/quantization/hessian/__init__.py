@@ -1,6 +1,0 @@
-"""What is learned from the Hessian of a linear's output, X^T X of its inputs: GPTQ."""
-
-from nvfp4_tensor.quantization.hessian.config import GPTQConfig
-from nvfp4_tensor.quantization.hessian.run import gptq
-
-__all__ = ["GPTQConfig", "gptq"]

@@ -1,0 +1,158 @@
+"""What an eager linear need not quantize again: a weight that has not changed, an input that a neighbour has had.
+
+Compiled graphs use neither: there AOTAutograd folds equal ops of one graph into one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.training.linear.operands import Operand, Values
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+_optimizer_steps = 0
+
+
+def _count_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Fused optimizers write through raw pointers, and FSDP keeps version counters: a step is what changes weights."""
+    global _optimizer_steps
+    if not torch.compiler.is_compiling():  # a compiled step counts up the versions of what it writes
+        _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def optimizer_steps() -> int:
+    """How many steps optimizers have taken in this process."""
+    return _optimizer_steps
+
+
+class WeightCache:
+    """The codes of one weight, until it changes: its version, its address, or any optimizer's step says so.
+
+    A write through ``weight.data`` shows in none of these, but for the next step: see :meth:`clear`.
+    """
+
+    def __init__(self) -> None:
+        self._kept: _Weight | None = None  # one attribute: other threads see all of it, or nothing
+
+    def get(self, weight: Tensor, spec: QuantizeSpec) -> Operand | None:
+        """The codes of the weight as it is now, if they are here."""
+        kept = self._kept
+        if kept is None or kept.tensor() is not weight or kept.key != _weight_key(weight, spec):
+            return None
+        return kept.operand
+
+    def put(self, weight: Tensor, spec: QuantizeSpec, operand: Operand) -> None:
+        """Keep these in place of the last."""
+        self._kept = _Weight(weakref.ref(weight), _weight_key(weight, spec), operand)
+
+    def clear(self) -> None:
+        """Forget them, after a write that no counter shows."""
+        self._kept = None
+
+
+class _Weight(NamedTuple):
+    tensor: weakref.ref[Tensor]
+    key: tuple
+    operand: Operand
+
+
+def _weight_key(weight: Tensor, spec: QuantizeSpec) -> tuple:
+    return _version(weight), weight.data_ptr(), weight.dtype, spec, _optimizer_steps
+
+
+def is_cacheable(weight: Tensor) -> bool:
+    """Whether codes may outlive the call: not in a trace, nor in a capture, whose replays see other weights."""
+    return not (_is_tracing() or _is_capturing(weight) or weight.is_inference() or weight.is_meta)
+
+
+def _version(t: Tensor) -> int:
+    return t._version
+
+
+_OF_GRAPHS = FakeTensorMode, ProxyTorchDispatchMode, _CachingTorchDispatchMode, _CachedTorchDispatchMode
+"""Modes whose ops have no values, go into a graph, or are counted by a selective checkpoint, which calls all of them
+a second time and takes what it has saved by their order."""
+
+
+def _is_tracing() -> bool:
+    """Whether a call's ops belong to that call alone: codes made there are not for others, nor others' for it."""
+    if torch.compiler.is_compiling():
+        return True
+    stack = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    return any(isinstance(mode, _OF_GRAPHS) for mode in stack)
+
+
+def _is_capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+Pair: TypeAlias = "tuple[Operand | Values | None, Operand | None]"
+"""x and x^T."""
+
+
+class _Input(NamedTuple):
+    tensor: weakref.ref[Tensor]
+    key: tuple
+    users: weakref.WeakSet
+    operands: Pair
+    rng_state: Tensor | None
+
+
+class _Last(threading.local):
+    entry: _Input | None = None
+
+
+_last = _Last()
+"""The last input quantized, as q, k and v get one tensor one after the other. It goes with that tensor."""
+
+
+def shared_input(x: Tensor, key: tuple, user: object) -> tuple[Pair, Tensor | None] | None:
+    """What another linear made of the same x, unchanged since, by the same ``key``, and its random state.
+
+    Each user takes it once. The second call of one with the same tensor is another step, and between steps a CUDA
+    graph's replay may have written the tensor without a trace.
+    """
+    entry = _last.entry
+    if entry is None or entry.tensor() is not x or entry.key != _input_key(x, key) or user in entry.users:
+        return None
+    entry.users.add(user)
+    return entry.operands, entry.rng_state
+
+
+def share_input(x: Tensor, key: tuple, user: object, operands: Pair, rng_state: Tensor | None) -> None:
+    """Keep what was made of x for the linears that come next, as long as x lives."""
+    users: weakref.WeakSet = weakref.WeakSet([user])
+    _last.entry = _Input(weakref.ref(x, _forget), _input_key(x, key), users, operands, rng_state)
+
+
+def _forget(ref: weakref.ref) -> None:
+    if _last.entry is not None and _last.entry.tensor is ref:
+        _last.entry = None
+
+
+def _input_key(x: Tensor, key: tuple) -> tuple:
+    return _version(x), x.data_ptr(), _is_capturing(x), *key
+
+
+def is_shareable(x: Tensor) -> bool:
+    """Whether x says when it changes."""
+    return not (_is_tracing() or x.is_inference() or x.is_meta)

@@ -1,0 +1,166 @@
+"""NVFP4TrainingLinear: an nn.Linear whose products are quantized while it trains."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_tensor._compat.pickles import pin
+from nvfp4_tensor.sharding.layout import Place, local
+from nvfp4_tensor.sharding.sequence import whole_of
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.training.linear.cache import Pair, WeightCache, is_cacheable, is_shareable, share_input, shared_input
+from nvfp4_tensor.training.linear.function import (
+    Needs,
+    Operands,
+    Taken,
+    autocast,
+    check_operands,
+    draw,
+    flat,
+    input_operands,
+    multiply,
+    needs_of,
+    take,
+    weight_operand,
+)
+from nvfp4_tensor.training.linear.operands import Operand
+from nvfp4_tensor.training.recipe import Recipe, draws
+
+
+@functools.partial(pin, loadable=False)
+class NVFP4TrainingLinear(nn.Linear):
+    """An nn.Linear that trains by a recipe. Its weight stays a plain parameter, and its state_dict a plain one.
+
+    Made by ``quantize_(model, NVFP4TrainingConfig(...))``; changed by :func:`set_recipe`.
+
+    Attributes:
+        recipe: the :class:`Recipe` that it was given.
+        bf16_forward, bf16_backward: whether that half is dense for now.
+        active_recipe: what these three come to, and what it does.
+    """
+
+    recipe: Recipe
+    active_recipe: Recipe
+    bf16_forward: bool
+    bf16_backward: bool
+    hadamard_sign: int | None
+    place: Place | None = None
+    """Which pieces of a step this rank has: see :mod:`nvfp4_tensor.distributed`."""
+    rounding_state: Tensor | None
+    """A buffer that no state_dict has, int64 (seed, step): what a call draws by, in place of torch's generator."""
+    _weight_codes: WeightCache
+
+    @classmethod
+    def convert(cls, linear: nn.Linear, recipe: Recipe, hadamard_sign: int | None = None) -> NVFP4TrainingLinear:
+        """The same module, trained by a recipe from now on; with a Hadamard sign of its own, if given."""
+        linear.__class__ = cls
+        assert isinstance(linear, NVFP4TrainingLinear)
+        linear.hadamard_sign = hadamard_sign
+        linear._weight_codes = WeightCache()
+        linear.register_buffer("rounding_state", None, persistent=False)
+        linear.set_recipe(recipe, False, False)
+        return linear
+
+    def to_dense(self) -> nn.Linear:
+        """The same module, a plain nn.Linear again."""
+        for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign", "_weight_codes"):
+            delattr(self, name)
+        del self.rounding_state
+        self.__dict__.pop("place", None)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        return self
+
+    def set_recipe(self, recipe: Recipe, bf16_forward: bool, bf16_backward: bool) -> None:
+        """Do this from now on; see :func:`training.set_recipe`."""
+        active = recipe if self.hadamard_sign is None else recipe.with_hadamard_sign(self.hadamard_sign)
+        active = active.dense_forward() if bf16_forward else active
+        active = active.dense_backward() if bf16_backward else active
+        self.recipe, self.bf16_forward, self.bf16_backward, self.active_recipe = (
+            recipe, bf16_forward, bf16_backward, active,
+        )  # fmt: skip
+        self._weight_codes.clear()
+
+    def forward(self, input: Tensor) -> Tensor:
+        recipe, place = self.active_recipe, self.place
+        weight, bias = (self.weight, self.bias) if place is None else self._pieces(place)
+        if recipe.is_dense:
+            return nn.functional.linear(whole_of(input, place), weight, bias)
+        x = autocast(input)
+        check_operands(x, weight, self)
+        needs = needs_of(x, weight, bias)
+        # Without gradients too: the first run of a reentrant checkpoint has none, and later draws must come out alike.
+        rng_state = draw(recipe, self.training or any(needs), x, self.rounding_state)
+        x, taken = (x, Taken(flat(x))) if place is None else take(x, recipe, needs, place)
+        of_x, rng_state = self._input(input, taken, needs, rng_state)
+        operands = Operands(*of_x, self._weight(weight, rng_state))
+        place = None if place is None else place.at(x.shape[:-1])
+        y = multiply(flat(x), weight, bias, recipe, operands, needs, rng_state, place)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+    def _pieces(self, place: Place) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as this rank has them. Where ranks share the inputs, the bias is added to their sum."""
+        bias = self.bias if place.inputs.ranks == 1 else None
+        return local(self.weight), None if bias is None else local(bias)
+
+    def _input(self, input: Tensor, taken: Taken, needs: Needs, rng_state: Tensor | None) -> tuple[Pair, Tensor | None]:
+        """That of a neighbour with the same input, or what is quantized now; and the random state to go on with.
+
+        That is the neighbour's where x^T drew from it: dy^T has to be rotated as x^T was.
+        """
+        recipe = self.active_recipe
+        x_t = recipe.x_t if needs.dw else None
+        if draws(recipe.x) or not is_shareable(input):  # values of y are not to depend on who came first
+            return input_operands(taken, recipe, needs, rng_state), rng_state
+        place = None if taken.place is None else taken.place.x
+        key = taken.rows.dtype, recipe.x, x_t, recipe.w is None, place, taken.whole
+        shared = shared_input(input, key, self)
+        if shared is None:
+            shared = input_operands(taken, recipe, needs, rng_state), rng_state
+            share_input(input, key, self, *shared)
+        operands, drawn = shared
+        return operands, drawn if draws(x_t) else rng_state
+
+    def _weight(self, weight: Tensor, rng_state: Tensor | None) -> Operand | None:
+        """The codes kept since the weight last changed, or those made now."""
+        spec = self.active_recipe.w
+        if spec is None:
+            return None
+        if isinstance(weight, NVFP4Tensor):  # gathered as codes
+            return Operand(weight.qdata, weight.scale, weight.per_tensor_scale)
+        if spec.is_stochastic or not self.active_recipe.keep_w or not is_cacheable(weight):
+            return weight_operand(weight, self.active_recipe, rng_state, self.place)
+        operand = self._weight_codes.get(weight, spec)
+        if operand is None:
+            with torch.inference_mode(False):  # a forward that trains is to find them usable, too
+                operand = weight_operand(weight, self.active_recipe, rng_state, self.place)
+            assert operand is not None
+            self._weight_codes.put(weight, spec, operand)
+        return operand
+
+    def forget_codes(self) -> None:
+        """Quantize the weight anew at the next call."""
+        self._weight_codes.clear()
+
+    def train(self, mode: bool = True) -> NVFP4TrainingLinear:
+        """As any module's. The codes kept are dropped: between training and evaluation, averages of weights swap in."""
+        self._weight_codes.clear()
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> NVFP4TrainingLinear:
+        """Without the codes kept: torch.utils.swap_tensors takes no tensor that is weakly referred to."""
+        self._weight_codes.clear()
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._weight_codes.clear()  # as in _apply
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_weight_codes": WeightCache()}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.active_recipe.name}"

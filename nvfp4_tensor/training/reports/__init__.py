@@ -1,0 +1,1 @@
+"""Reports about a model that trains: what each linear does, and what quantization does to it."""

@@ -1,0 +1,72 @@
+"""Files of earlier versions load, and what is written now names nothing but the package."""
+
+import pickle
+import pickletools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, ProductBackend, QuantizeSpec, quantize
+
+RELEASES = sorted(path for path in (Path(__file__).parents[1] / "data").glob("v*") if path.is_dir())
+VALUES = {release.name: np.load(release / "values.npz") for release in RELEASES}
+
+
+def assert_values(release, loaded, prefix=""):
+    for name, t in loaded.items():
+        values = t.dequantize(torch.float32) if isinstance(t, NVFP4Tensor) else t.float()
+        expected = torch.from_numpy(VALUES[release.name][prefix + name])
+        assert torch.equal(values.detach(), expected), name
+
+
+def read(path):
+    if path.suffix == ".pickle":
+        return pickle.loads(path.read_bytes())
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
+@pytest.mark.parametrize("name", ["tensors.pt", "tensors.pickle"])
+def test_tensors_of_earlier_versions(release, name):
+    loaded = read(release / name)
+    assert len(loaded) == 12
+    assert_values(release, loaded)
+    assert loaded["stochastic_fp32"].spec == QuantizeSpec(round_mode="stochastic", random_bits=8)
+    w4a4 = loaded["w4a4"]
+    assert w4a4.activation_amax == 2.5 and w4a4.product_backend is ProductBackend.FBGEMM
+    assert loaded["transposed"].transposed and isinstance(loaded["parameter"], torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
+def test_models_of_earlier_versions(release):
+    state = torch.load(release / "state_dict.pt", weights_only=True)
+    assert_values(release, state, "state_dict/")
+    model = torch.load(release / "model.pt", weights_only=False)
+    assert_values(release, model.state_dict(), "state_dict/")
+    config = pickle.loads((release / "config.pickle").read_bytes())
+    assert config == NVFP4Config(round_mode="stochastic", percentile=99.9, step="convert")
+
+
+@pytest.mark.parametrize("name", ["tensors.pt", "model.pt"])
+def test_a_fresh_interpreter_loads_them(name):
+    """With no name of the package touched before: what the import registers is enough."""
+    path = RELEASES[0] / name
+    weights_only = name == "tensors.pt"
+    code = f"import torch, nvfp4_tensor; print(len(torch.load({str(path)!r}, weights_only={weights_only})))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(printed) == (12 if weights_only else 2)
+
+
+@pytest.mark.parametrize("what", ["tensor", "config", "model"])
+def test_what_is_written_names_the_package_alone(what):
+    t = quantize(torch.randn(4, 32), QuantizeSpec(round_mode="stochastic"), rng_state=torch.tensor([1, 2]))
+    linear = torch.nn.Linear(16, 16)
+    linear.weight = torch.nn.Parameter(quantize(linear.weight.detach()), requires_grad=False)
+    held = {"tensor": t, "config": NVFP4Config(four_over_six=True), "model": linear}[what]
+    named = {argument for opcode, argument, _ in pickletools.genops(pickle.dumps(held, 2)) if opcode.name == "GLOBAL"}
+    ours = {name for name in named if name.startswith("nvfp4_tensor")}
+    assert ours and all(name.startswith("nvfp4_tensor ") for name in ours), ours

@@ -1,0 +1,125 @@
+"""Experts in GGUF: one tensor a layer, a scale for each expert, by the package gguf and there and back."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from helpers.checkpoints import EXPERTS, expert_tensors, same_parts, write_gguf
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, checkpoints, quantize
+from nvfp4_tensor.checkpoints import parts_of, tensor_of
+from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+UP = {"mixtral": "model.layers.1.block_sparse_moe.experts.{}.w3.weight",
+      "qwen3_moe": "model.layers.1.mlp.experts.{}.up_proj.weight"}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=EXPERTS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def tensors(kind):
+    torch.manual_seed(0)
+    return expert_tensors(kind)
+
+
+def write(path, tensors, kind, config=None, **options):
+    return write_gguf(path, tensors, EXPERTS[kind] if config is None else config, **options)
+
+
+def test_there_and_back(tmp_path, kind, tensors):
+    with write(tmp_path / "a.gguf", tensors, kind) as checkpoint:
+        assert set(checkpoint.entries) == set(tensors)
+        assert sum(entry.quantized for entry in checkpoint.entries.values()) == 2 * (4 + 3 * 4)
+        for name, want in tensors.items():
+            if isinstance(want, NVFP4Tensor):
+                assert same_parts(checkpoint.linear(name), parts_of(want)), name
+                assert torch.equal(checkpoint.per_tensor_scale(name), want.per_tensor_scale)
+            else:
+                assert torch.equal(checkpoint.dense(name).to(want.dtype), want), name
+        for key, value in EXPERTS[kind].items():
+            assert checkpoint.config[key] == value, key
+        FORMAT.write(checkpoint, tmp_path / "b.gguf", progress=False)
+    assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
+def test_the_package_decodes_them(tmp_path, kind, tensors):
+    write(tmp_path / "a.gguf", tensors, kind)
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    stacked, scales = found["blk.1.ffn_up_exps.weight"], found["blk.1.ffn_up_exps.scale"]
+    assert tuple(stacked.shape) == (128, 192, 4) and stacked.tensor_type.name == "NVFP4" and tuple(scales.shape) == (4,)
+    values = gguf.quants.dequantize(stacked.data, stacked.tensor_type) * scales.data[:, None, None]
+    for expert in range(4):
+        want = tensor_of(parts_of(tensors[UP[kind].format(expert)]), torch.float32).dequantize()
+        torch.testing.assert_close(torch.from_numpy(np.array(values[expert])), want, rtol=1e-6, atol=0)
+    assert len(set(scales.data.tolist())) == 4
+
+
+def test_static_activation_scales_of_each(tmp_path, kind, tensors):
+    changes = {}
+    for expert in range(4):
+        weight = tensors[UP[kind].format(expert)]
+        amax = torch.tensor(2688.0 * (expert + 2))
+        changes[UP[kind].format(expert)] = weight._replace(activation_spec=QuantizeSpec(), activation_amax=amax)
+    with write(tmp_path / "a.gguf", tensors | changes, kind) as checkpoint:
+        found = [checkpoint.linear(UP[kind].format(expert)).input_scale.item() for expert in range(4)]
+    assert found == [2.0, 3.0, 4.0, 5.0]
+
+
+def test_dense_experts_and_routers(tmp_path, kind, tensors):
+    dense = {name: t.dequantize() if isinstance(t, NVFP4Tensor) else t for name, t in tensors.items()}
+    with write(tmp_path / "a.gguf", dense, kind, dense="Q8_0") as checkpoint:
+        name, router = UP[kind].format(2), UP[kind].partition("experts")[0] + "gate.weight"
+        got = checkpoint.dense(name).float()
+        assert 0 < (got - dense[name].float()).abs().max() < 0.01 * dense[name].float().abs().max()
+        assert torch.equal(checkpoint.dense(router), dense[router])  # what chooses is not rounded
+    checkpoints.quantize(tmp_path / "a.gguf", tmp_path / "b.gguf", to="gguf", tokenizer=None, progress=False)
+    with FORMAT.read(tmp_path / "b.gguf") as checkpoint:
+        assert {n for n, e in checkpoint.entries.items() if e.quantized} == {
+            n for n, t in tensors.items() if isinstance(t, NVFP4Tensor)
+        }
+        assert same_parts(checkpoint.linear(name), parts_of(quantize(got.bfloat16(), amax=_amax(dense, name, kind))))
+
+
+def _amax(dense, name, kind):
+    """What gate and up share, of the values in eight bits."""
+    other = name.replace("w3", "w1") if kind == "mixtral" else name.replace("up_proj", "gate_proj")
+    as_8_bits = gguf.GGMLQuantizationType.Q8_0
+    values = [
+        gguf.quants.dequantize(gguf.quants.quantize(dense[each].float().numpy(), as_8_bits), as_8_bits)
+        for each in (name, other)
+    ]
+    return torch.from_numpy(np.stack(values)).bfloat16().abs().max().float()
+
+
+@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors"])
+def test_to_servers_and_back(tmp_path, kind, tensors, to):
+    write(tmp_path / "a.gguf", tensors, kind)
+    with pytest.warns(UserWarning, match="10 groups of linears that servers join"):
+        checkpoints.convert(tmp_path / "a.gguf", tmp_path / "b", to=to, progress=False)
+    checkpoints.convert(tmp_path / "b", tmp_path / "c.gguf", to="gguf", progress=False, tokenizer=None)
+    assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
+def test_what_cannot_be_written(tmp_path, kind, tensors):
+    first, last = UP[kind].format(0), UP[kind].format(3)
+    odd = dataclasses.replace(tensors[last].spec)
+    cases = [
+        ({last: None}, {}, r"blk\.1\.ffn_up_exps\.weight needs experts 0 to 3"),
+        ({last: tensors[last].dequantize()}, {}, f"{last} differ from {first}"),
+        ({last: quantize(torch.randn(64, 128), odd)}, {}, f"{last} differ from {first}"),
+        ({}, {"num_experts_per_tok": None}, "no num_experts_per_tok"),
+    ]
+    if kind == "qwen3_moe":
+        cases.append(({}, {"norm_topk_prob": False}, "not with norm_topk_prob False"))
+        cases.append(({}, {"mlp_only_layers": [0]}, r"not with mlp_only_layers \[0\]"))
+    for changes, settings, message in cases:
+        changed = {name: t for name, t in (tensors | changes).items() if t is not None}
+        with pytest.raises(ValueError, match=message):
+            write(tmp_path / "a.gguf", changed, kind, EXPERTS[kind] | settings)
+        assert list(tmp_path.iterdir()) == [], message

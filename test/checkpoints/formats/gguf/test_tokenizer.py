@@ -1,0 +1,122 @@
+"""Tokenizers in GGUF, as the package gguf reads them: tokens, merges, kinds, and which rule cuts the text."""
+
+import json
+
+import pytest
+from helpers.checkpoints import TINY, write_gguf
+
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints.formats.gguf import tokenizer_writing as gguf_tokenizer
+
+gguf = pytest.importorskip("gguf")
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+
+def trained(*steps):
+    """Of some tokens, the first special; the steps cut the text before it is merged."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = any(isinstance(step, tokenizers.pre_tokenizers.Split) for step in steps)
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["<eos>"], show_progress=False)
+    tokenizer.train_from_iterator(["the fox and the hen and the dog"], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern):
+    return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+
+
+RULES = {
+    "gpt-2": [],
+    "smollm": [tokenizers.pre_tokenizers.Digits(individual_digits=True)],
+    "llama-bpe": [split(LLAMA_3)],
+    "qwen2": [split(LLAMA_3.replace("{1,3}", ""))],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_llama_cpp_needs_is_there(tmp_path, tensors, rule):
+    tokenizer = trained(*RULES[rule])
+    with write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tokenizer) as checkpoint:
+        fields = {name: field.contents() for name, field in checkpoint.fields.items() if name.startswith("tokenizer.")}
+    assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]) == ("gpt2", rule)
+    vocabulary = tokenizer.get_vocab()
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert len(tokens) == TINY["vocab_size"] and all(tokens[i] == token for token, i in vocabulary.items())
+    assert tokens[len(vocabulary)] == f"[PAD{len(vocabulary)}]"
+    kinds, unused = gguf.TokenType, TINY["vocab_size"] - len(vocabulary)
+    expected = [kinds.CONTROL] + [kinds.NORMAL] * (len(vocabulary) - 1) + [kinds.UNUSED] * unused
+    assert fields["tokenizer.ggml.token_type"] == expected
+    assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
+
+
+TEXTS = ["the fox and 1234567 hens, the dog's", "  then\n\n\tand 3.14 + x!!  ", "<eos>the end<eos>"]
+
+
+@pytest.mark.filterwarnings("ignore:4 groups of linears")
+@pytest.mark.parametrize("rule", RULES)
+def test_a_folder_gets_the_tokenizer_of_a_file(tmp_path, tensors, rule):
+    """It cuts text as the original did, digits too, and comes back into a file byte for byte."""
+    original = trained(*RULES[rule])
+    write_gguf(tmp_path / "a.gguf", tensors, tokenizer=original).close()
+    checkpoints.convert(tmp_path / "a.gguf", tmp_path / "folder", to="modelopt", progress=False)
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert [read(text).input_ids for text in TEXTS] == [original(text).input_ids for text in TEXTS]
+    config = json.loads((tmp_path / "folder/config.json").read_text())
+    assert config["eos_token_id"] == original.eos_token_id and "bos_token_id" not in config
+    assert config["dtype"] == "bfloat16"
+    (tmp_path / "again").mkdir()
+    checkpoints.convert(tmp_path / "folder", tmp_path / "again/a.gguf", to="gguf", progress=False)
+    assert (tmp_path / "again/a.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+
+
+def test_a_tokenizer_that_is_not_known_is_left_out_with_a_warning(tmp_path, tensors, monkeypatch):
+    monkeypatch.setattr(gguf_tokenizer, "_pre_tokenizer", lambda *_: "tekken")
+    write_gguf(tmp_path / "a.gguf", tensors, tokenizer=trained()).close()
+    with pytest.warns(UserWarning, match=r"tokenizer of a\.gguf is left out, .* cut by the rule 'tekken'"):
+        checkpoints.convert(tmp_path / "a.gguf", tmp_path / "folder", to="modelopt", progress=False)
+    assert not (tmp_path / "folder/tokenizer.json").exists()
+
+
+def test_that_of_a_folder_of_another_file_and_none(tmp_path, tensors):
+    trained().save_pretrained(tmp_path / "tokenizer")
+    with write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tmp_path / "tokenizer") as a:
+        checkpoints.convert(tmp_path / "a.gguf", tmp_path / "b.gguf", to="gguf", progress=False)
+        names = [name for name in a.fields if name.startswith("tokenizer.")]
+        with checkpoints.read(tmp_path / "b.gguf") as b:
+            assert len(names) > 5 and all(a.fields[n].contents() == b.fields[n].contents() for n in names)
+    none = write_gguf(tmp_path / "c.gguf", tensors, tokenizer=None)
+    assert none.fields["tokenizer.ggml.model"].contents() == "no_vocab"
+    with pytest.warns(UserWarning, match="gets no tokenizer"):
+        write_gguf(tmp_path / "d.gguf", tensors, tokenizer="own")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (lambda: trained(tokenizers.pre_tokenizers.Whitespace()), "cuts text by Whitespace [+] ByteLevel"),
+        (lambda: trained(split("[a-z]+")), "cuts text by Split [+] ByteLevel"),
+        (lambda: "nowhere", r"nowhere has no tokenizer\.json"),
+    ],
+)
+def test_what_is_refused(tmp_path, tensors, tokenizer, message):
+    with pytest.raises(ValueError, match=message):
+        write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tokenizer())
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_kinds_of_tokenizers_are_refused(tmp_path, tensors):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
+    with pytest.raises(ValueError, match="is a tokenizer of type WordLevel: BPE is written"):
+        write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tmp_path / "words")

@@ -1,0 +1,284 @@
+"""ModelOpt's folders: its own exports, all forms of its configuration, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from checkpoints.folders import GOLDEN, assert_refused, content, dense_tensors, edit, edit_json, write_dense
+from safetensors.torch import load_file, save_file
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, checkpoints, quantize, quantize_experts
+from nvfp4_tensor.checkpoints import tensor_of
+from nvfp4_tensor.checkpoints.formats.modelopt import keys_of
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(params=["modelopt_nvfp4", "modelopt_w4a16"])
+def golden(request, tmp_path):
+    """A copy of one of ModelOpt's exports."""
+    return shutil.copytree(GOLDEN / request.param, tmp_path / request.param)
+
+
+@pytest.fixture
+def w4a4(tmp_path):
+    return shutil.copytree(GOLDEN / "modelopt_nvfp4", tmp_path / "src")
+
+
+def decoded(tensors, module):
+    """As ModelOpt's NVFP4QTensor.dequantize computes it: bytes by a table, times the product of both scales."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    data = tensors[f"{module}.weight"].long()
+    values = torch.stack((table[data & 15], table[data >> 4]), -1).flatten(-2)
+    scale = tensors[f"{module}.weight_scale"].float() * tensors[f"{module}.weight_scale_2"]
+    return values * scale.repeat_interleave(16, -1)
+
+
+def test_read_what_modelopt_wrote(golden):
+    tensors = load_file(golden / "model.safetensors")
+    assert checkpoints.detect(golden) == "modelopt"
+    with checkpoints.read(golden) as read:
+        linears = {name for name, entry in read.entries.items() if entry.quantized}
+        assert linears == {f"{name.removesuffix('_scale')}" for name in tensors if name.endswith("weight_scale")}
+        for name in linears:
+            weight = tensor_of(read.linear(name), torch.float32)
+            assert torch.allclose(weight.dequantize(), decoded(tensors, name.removesuffix(".weight")), rtol=2**-22)
+            static = tensors.get(f"{name.removesuffix('weight')}input_scale")
+            assert (weight.activation_amax is None) == (static is None) == (weight.activation_spec is None)
+            assert static is None or weight.activation_amax == static * 2688
+        assert torch.equal(read.dense("model.norm.weight"), tensors["model.norm.weight"])
+
+
+def test_modelopts_own_decoder(golden):
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    tensors = load_file(golden / "model.safetensors")
+    with checkpoints.read(golden) as read:
+        parts = read.linear(f"{Q_PROJ}.weight")
+    theirs = qtensor.NVFP4QTensor(torch.Size(parts.shape), torch.float32, parts.qdata).dequantize(
+        torch.float32, scale=parts.scale, double_scale=parts.per_tensor_scale, block_sizes={-1: 16}
+    )
+    assert torch.equal(theirs, decoded(tensors, Q_PROJ))
+
+
+def test_modelopts_codes_are_ours(w4a4):
+    """Its rule with our arithmetic: quantizing what it decodes to gives its codes and scales again."""
+    with checkpoints.read(w4a4) as read:
+        parts = read.linear("model.layers.0.mlp.down_proj.weight")
+    again = quantize(tensor_of(parts, torch.float32).dequantize(), amax=parts.per_tensor_scale * 2688)
+    changed = (again.qdata != parts.qdata).sum() + (again.unswizzled_scale().float() != parts.scale.float()).sum()
+    assert changed <= parts.qdata.numel() // 50  # a block whose largest element was rounded down chooses anew
+
+
+def test_written_again_byte_for_byte(golden, tmp_path):
+    checkpoints.convert(golden, tmp_path / "again", to="modelopt", progress=False)
+    file = "model.safetensors"
+    assert (golden / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+
+
+def flat(folder):
+    """config.json alone."""
+    (folder / "hf_quant_config.json").unlink()
+
+
+def legacy(folder):
+    """hf_quant_config.json alone, as older releases wrote it."""
+    edit_json(folder / "config.json", lambda config: config.pop("quantization_config"))
+
+
+def nested(folder):
+    """config.json with the other file's form in it."""
+    flat = json.loads((folder / "hf_quant_config.json").read_text())
+    edit_json(
+        folder / "config.json", lambda config: config.update(quantization_config={"quant_method": "modelopt", **flat})
+    )
+    (folder / "hf_quant_config.json").unlink()
+
+
+@pytest.mark.parametrize("form", [flat, legacy, nested])
+def test_forms_of_the_configuration(golden, tmp_path, form):
+    before = checkpoints.read(golden).entries
+    form(golden)
+    assert checkpoints.detect(golden) == "modelopt"
+    assert checkpoints.read(golden).entries == before
+
+
+def test_nvfp4_without_activations_in_any_group_is_weight_only(w4a4):
+    def change(config):
+        config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+
+    edit_json(w4a4 / "config.json", change)
+    entries = checkpoints.read(w4a4).entries
+    assert entries[f"{Q_PROJ}.weight"].quantized and not any(entry.quantizes_activations for entry in entries.values())
+
+
+def mixed(folder, **layers):
+    """MIXED_PRECISION in config.json, with those layers in place of what they are."""
+    names = [
+        name.removesuffix(".weight") for name, entry in checkpoints.read(folder).entries.items() if entry.quantized
+    ]
+    quantized = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in names} | layers
+
+    def change(config):
+        config["quantization_config"].update(quant_algo="MIXED_PRECISION", quantized_layers=quantized, config_groups={})
+
+    edit_json(folder / "config.json", change)
+    return names
+
+
+def test_mixed_precision(w4a4):
+    mixed(w4a4, **{Q_PROJ: {"quant_algo": "W4A16_NVFP4", "group_size": 16}})
+    entries = checkpoints.read(w4a4).entries
+    weight_only = [name for name, entry in entries.items() if entry.quantized and not entry.quantizes_activations]
+    assert weight_only == [f"{Q_PROJ}.weight"]
+    assert not entries["lm_head.weight"].quantized
+
+
+def test_mixed_precision_of_other_formats_is_refused_by_name(w4a4):
+    mixed(w4a4, **{Q_PROJ: {"quant_algo": "FP8"}})
+    with pytest.raises(ValueError, match=r"q_proj \(FP8\)"):
+        checkpoints.read(w4a4)
+
+
+def test_mixed_precision_has_to_name_every_layer(w4a4):
+    mixed(w4a4)
+    edit_json(w4a4 / "config.json", lambda config: config["quantization_config"]["quantized_layers"].pop(Q_PROJ))
+    with pytest.raises(ValueError, match=rf"tensor {Q_PROJ}\.weight is NVFP4 .* does not name it"):
+        checkpoints.read(w4a4)
+
+
+def test_mixed_precision_is_written(w4a4, tmp_path):
+    mixed(w4a4, **{Q_PROJ: {"quant_algo": "W4A16_NVFP4", "group_size": 16}})
+    checkpoints.convert(w4a4, tmp_path / "dst", to="modelopt", progress=False)
+    config = json.loads((tmp_path / "dst/hf_quant_config.json").read_text())["quantization"]
+    assert config["quant_algo"] == "MIXED_PRECISION"
+    assert config["quantized_layers"][Q_PROJ] == {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    assert checkpoints.read(tmp_path / "dst").entries == checkpoints.read(w4a4).entries
+
+
+def change_algorithm(folder, **changes):
+    edit_json(folder / "config.json", lambda config: config["quantization_config"].update(changes))
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4_AWQ", "NVFP4_SVD", None])
+def test_other_algorithms_are_refused(w4a4, algorithm):
+    change_algorithm(w4a4, quant_algo=algorithm)
+    with pytest.raises(ValueError, match=f"expected ModelOpt's quant_algo NVFP4.* found {algorithm}"):
+        checkpoints.read(w4a4)
+
+
+def test_other_group_sizes_are_refused(w4a4):
+    change_algorithm(w4a4, group_size=32)
+    with pytest.raises(ValueError, match=r"expected group_size 16, found \[32\]"):
+        checkpoints.read(w4a4)
+
+
+DAMAGES = {
+    "missing": (
+        lambda t: t.pop(f"{Q_PROJ}.weight_scale_2"),
+        rf"tensor {Q_PROJ}\.weight_scale_2 \(float32 \[\]\) is missing",
+    ),
+    "shape": (
+        lambda t: t.update({f"{Q_PROJ}.weight_scale": t[f"{Q_PROJ}.weight_scale"][:, :3].clone()}),
+        rf"safetensors: tensor {Q_PROJ}\.weight_scale: expected float8_e4m3fn \[64, 4\], found F8_E4M3 \[64, 3\]",
+    ),
+    "dtype": (
+        lambda t: t.update({f"{Q_PROJ}.weight_scale": t[f"{Q_PROJ}.weight_scale"].float()}),
+        r"weight_scale: expected float8_e4m3fn \[64, 4\], found F32",
+    ),
+    "input": (
+        lambda t: t.update({f"{Q_PROJ}.input_scale": torch.ones(3)}),
+        r"input_scale: expected float32 \[\], found F32 \[3\]",
+    ),
+    "fp8": (
+        lambda t: t.update({f"{Q_PROJ}.weight": torch.zeros(64, 64).to(torch.float8_e4m3fn)}),
+        r"q_proj\.weight_scale.*belong to weights that are not NVFP4",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_tensors_are_named(w4a4, damage):
+    assert_refused(w4a4, *DAMAGES[damage])
+
+
+def test_one_number_may_have_a_dimension(w4a4):
+    edit(w4a4, lambda t: t.update({f"{Q_PROJ}.weight_scale_2": t[f"{Q_PROJ}.weight_scale_2"][None].clone()}))
+    with checkpoints.read(w4a4) as read:
+        assert read.linear(f"{Q_PROJ}.weight").per_tensor_scale.shape == ()
+
+
+def test_what_servers_ask_for_is_there(tmp_path):
+    """vLLM: three keys, a list of what is dense with the output layer in it, one scale a joined group, no NaN."""
+    tensors = dense_tensors()
+    del tensors["lm_head.weight"]  # the embedding's
+    write_dense(tmp_path / "src", {**tensors, "model.layers.0.mlp.gate.weight": torch.randn(4, 64)})
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
+    written = json.loads((tmp_path / "dst/hf_quant_config.json").read_text())
+    assert written["producer"]["name"] == "modelopt"
+    assert written["quantization"] == {
+        "quant_algo": "W4A16_NVFP4", "group_size": 16, "kv_cache_quant_algo": None,
+        "exclude_modules": ["lm_head", "model.layers.0.mlp.gate"],
+    }  # fmt: skip
+    flat = json.loads((tmp_path / "dst/config.json").read_text())["quantization_config"]
+    assert flat["quant_method"] == "modelopt" and flat["ignore"] == ["lm_head", "model.layers.0.mlp.gate"]
+    assert flat["config_groups"]["group_0"]["weights"]["num_bits"] == 4
+    assert (tmp_path / "dst/tokenizer.json").exists()
+    stored = load_file(tmp_path / "dst/model.safetensors")
+    scales = [stored[f"model.layers.0.self_attn.{name}_proj.weight_scale_2"] for name in "qkv"]
+    assert scales[0] == scales[1] == scales[2] and scales[0].shape == ()
+    assert not any(tensor.float().isnan().any() for name, tensor in stored.items() if name.endswith("weight_scale"))
+
+
+def test_experts_in_one_parameter(tmp_path):
+    experts = quantize_experts(torch.randn(3, 32, 64) * torch.tensor([1.0, 9.0, 2.0])[:, None, None])
+    checkpoints.save({"experts.gate_up_proj": experts}, tmp_path / "dst", progress=False)
+    stored = load_file(tmp_path / "dst/model.safetensors")
+    assert {name: tuple(t.shape) for name, t in stored.items()} == {
+        "experts.gate_up_proj": (3, 32, 32), "experts.gate_up_proj_weight_scale": (3, 32, 4),
+        "experts.gate_up_proj_weight_scale_2": (3,),
+    }  # fmt: skip
+    with checkpoints.read(tmp_path / "dst") as read:
+        again = tensor_of(read.linear("experts.gate_up_proj"), torch.float32)
+    assert torch.equal(again.dequantize(), experts.dequantize())
+
+
+def test_keys():
+    assert keys_of("a.weight")["per_tensor_scale"] == "a.weight_scale_2"
+    assert keys_of("weight")["scale"] == "weight_scale"
+    assert keys_of("experts.down_proj")["input_scale"] == "experts.down_proj_input_scale"
+
+
+def state(**changes):
+    weight = quantize(torch.randn(32, 64).bfloat16())
+    return {"a.weight": weight._replace(**changes)}
+
+
+def test_what_it_cannot_hold_is_named_and_nothing_is_written(tmp_path):
+    joined = torch.cat([quantize(torch.randn(16, 64)), quantize(torch.randn(16, 64) * 9)])
+    cases = {
+        "one per-tensor scale a weight, and a.weight have one a row": {"a.weight": joined},
+        r"columns that are a multiple of 16, not a.weight \[8, 40\]": {"a.weight": quantize(torch.randn(8, 40))},
+        "a.weight quantize activations by the amax of each call": state(activation_spec=QuantizeSpec()),
+        "a.weight: a transposed": {"a.weight": quantize(torch.randn(32, 64)).t()},
+    }
+    for message, tensors in cases.items():
+        with pytest.raises(ValueError, match=message):
+            checkpoints.save(tensors, tmp_path / "dst", progress=False)
+    assert not list(tmp_path.iterdir())
+    checkpoints.save(state(activation_spec=QuantizeSpec()), tmp_path / "dst", weight_only=True, progress=False)
+    assert isinstance(tensor_of(checkpoints.read(tmp_path / "dst").linear("a.weight")), NVFP4Tensor)
+
+
+def test_a_folder_of_others_is_not_taken_for_it(tmp_path):
+    write_dense(tmp_path / "src")
+    assert checkpoints.detect(tmp_path / "src") == "dense"
+    save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
+    assert checkpoints.detect(tmp_path / "x.safetensors") == "dense"
+    with pytest.raises(ValueError, match="expected ModelOpt's configuration"):
+        checkpoints.read(tmp_path / "src", "modelopt")
+    with pytest.raises(FileNotFoundError, match="is not there"):
+        checkpoints.detect(tmp_path / "none")
+    with pytest.raises(ValueError, match=r"no checkpoint format .awq.: there are .*modelopt"):
+        checkpoints.convert(tmp_path / "src", tmp_path / "dst", to="awq")
+    assert content(tmp_path / "src")

@@ -1,0 +1,140 @@
+"""safetensors files: the bytes that the library writes, read by offsets; and files that are wrong."""
+
+import json
+
+import pytest
+import torch
+from checkpoints.folders import dense_tensors, write_dense
+from safetensors.torch import save_file
+
+from nvfp4_tensor.checkpoints.io import safetensors as shards
+from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards
+
+
+def tensors_of_all_kinds():
+    return {
+        "b": torch.randn(3, 5).bfloat16(),
+        "number": torch.tensor(2.5),
+        "codes": torch.randint(256, (4, 7), dtype=torch.uint8),
+        "scale": torch.randn(4, 3).to(torch.float8_e4m3fn),
+        "e8m0": torch.full((2,), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "mask": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 4),
+        "ids": torch.arange(5),
+    }
+
+
+def written(path, tensors, metadata, pieces=1):
+    file = ShardFile(path, {name: tensor.to("meta") for name, tensor in tensors.items()}, metadata)
+    assert not path.exists()
+    for name in reversed(tensors):  # in any order
+        for piece in tensors[name].reshape(-1).chunk(pieces):
+            file.write(name, piece)
+    file.finish()
+    return path
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_written_as_the_library_writes(tmp_path, pieces):
+    tensors = tensors_of_all_kinds()
+    written(tmp_path / "ours", tensors, {"format": "pt"}, pieces)
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_an_unfinished_file_does_not_have_its_name(tmp_path):
+    file = ShardFile(tmp_path / "x", {"a": torch.zeros(4)}, {})
+    with pytest.raises(AssertionError, match="a"):
+        file.finish()
+    file.close()
+    assert [each.name for each in tmp_path.iterdir()] == ["x.tmp"]
+
+
+def test_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "CHUNK", 8)
+    tensors = tensors_of_all_kinds()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"x": "y"})
+    read = Shards(tmp_path)
+    assert read.metadata == {"x": "y"} and set(read) == set(tensors) and len(read) == len(tensors)
+    for name, tensor in tensors.items():
+        expected = tensor.reshape(-1).view(torch.uint8)
+        assert read[name].shape == tensor.shape and read[name].dtype == tensor.dtype
+        assert torch.equal(read[name].reshape(-1).view(torch.uint8), expected)
+        assert torch.equal(
+            torch.cat([torch.empty(0, dtype=torch.uint8), *map(torch.clone, read.chunks(name))]), expected
+        )
+    assert torch.equal(read.rows("b", 1, 3), tensors["b"][1:3])
+    read.close()
+    assert torch.equal(read["ids"], tensors["ids"])  # opened again
+
+
+def test_several_files(tmp_path):
+    tensors = write_dense(tmp_path / "src", files=3)
+    read = Shards(tmp_path / "src")
+    assert [file.name for file in read.files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert set(read) == set(tensors) and all(torch.equal(read[name], tensors[name]) for name in tensors)
+    (tmp_path / "src/model.safetensors.index.json").unlink()
+    assert set(Shards(tmp_path / "src")) == set(tensors)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-3], lambda b: b[:20], lambda b: b"", lambda b: b + b"x", lambda b: b"GGUF" + b[4:]]
+)
+def test_files_that_are_none(tmp_path, damage):
+    file = tmp_path / "model.safetensors"
+    save_file(dense_tensors(1), file)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"model\.safetensors: expected a whole safetensors file, found \d+ bytes"):
+        Shards(tmp_path)
+
+
+def test_an_index_that_does_not_fit(tmp_path):
+    write_dense(tmp_path / "src", files=2)
+    file = tmp_path / "src/model.safetensors.index.json"
+    index = json.loads(file.read_text())
+
+    def raises(message, **changes):
+        file.write_text(json.dumps({**index, **changes}))
+        with pytest.raises(ValueError, match=message):
+            Shards(tmp_path / "src")
+
+    first = "model-00001-of-00002.safetensors"
+    raises("says that tensor nothing is in model-00001", weight_map={**index["weight_map"], "nothing": first})
+    raises("names none.safetensors, which is not in", weight_map={"x": "none.safetensors"})
+    raises("which is not in", weight_map={"x": f"../src/{first}"})
+    raises("which is not in", weight_map={"x": 5000 * "x"})
+    raises("which is not in", weight_map={"x": ""})
+    raises("expected a weight_map", weight_map=3)
+    raises("found an empty one", weight_map={})
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"index\.json: expected JSON"):
+        Shards(tmp_path / "src")
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
+    save_file({"a": torch.zeros(2)}, tmp_path / "y.safetensors")
+    with pytest.raises(ValueError, match=r"tensor a is in x\.safetensors and in y\.safetensors"):
+        Shards(tmp_path)
+
+
+def test_the_usual_index_counts(tmp_path):
+    """Beside it Mistral's folders have the same model under other names, with an index of its own."""
+    tensors = write_dense(tmp_path / "src", files=2)
+    save_file({"x": torch.zeros(2)}, tmp_path / "src/consolidated.safetensors")
+    other = tmp_path / "src/consolidated.safetensors.index.json"
+    other.write_text(json.dumps({"weight_map": {"x": "consolidated.safetensors"}}))
+    assert set(Shards(tmp_path / "src")) == set(tensors)
+    (tmp_path / "src/model.safetensors.index.json").rename(tmp_path / "src/more.safetensors.index.json")
+    with pytest.raises(ValueError, match="has 2 indices, expected one"):
+        Shards(tmp_path / "src")
+
+
+def test_a_pickle_is_never_read(tmp_path):
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"found pytorch_model\.bin: pickles, which can run code and are never read"):
+        Shards(tmp_path)
+    from nvfp4_tensor import checkpoints
+
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: pickles, which can run code"):
+        checkpoints.detect(tmp_path)

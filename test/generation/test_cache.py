@@ -1,0 +1,366 @@
+"""The NVFP4 cache of transformers: its bits, appending, and generation by it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
+
+from nvfp4_tensor import QuantizeSpec, quantize  # noqa: E402
+from nvfp4_tensor.generation.cache import NVFP4CacheLayer, Rows, nvfp4_cache  # noqa: E402
+
+RECENTS = [0, 20, 128]
+
+SPECS = [QuantizeSpec(), QuantizeSpec(four_over_six="mse"), QuantizeSpec(scale_search="mse")]
+
+
+def states(batch=2, heads=3, tokens=50, head_dim=64, seed=0, dtype=torch.bfloat16):
+    """Keys and values whose tokens differ in size by up to 2^20."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 2.0 ** torch.randint(-10, 11, (batch, heads, tokens, 1), generator=generator)
+    x = torch.randn((2, batch, heads, tokens, head_dim), generator=generator) * sizes
+    return x[0].to(dtype), x[1].to(dtype)
+
+
+def tiny_model(layers=2, **changes):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, **changes,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def factor_of(rows):
+    return rows.factor.view(torch.float8_e8m0fnu).float()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_row_is_quantized_by_itself(spec, dtype):
+    """Each row is quantize() of it times a power of two, with the amax that makes the per-tensor scale 1."""
+    x = states(dtype=dtype)[0].reshape(-1, 64)
+    x[3] = 0
+    rows = Rows(64, spec, x.device)
+    rows.append(x)
+    got = rows.decode(torch.float32)
+    for row, value, factor in zip(x, got, factor_of(rows), strict=True):
+        alone = quantize(row.float() / factor, spec, amax=spec.largest_value)
+        assert torch.equal(value, alone.dequantize() * factor)
+    scaled = x.float().abs().amax(-1) / factor_of(rows)
+    assert ((scaled < spec.largest_value) & ((scaled > spec.largest_value / 4) | (scaled == 0))).all()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_error_does_not_depend_on_the_size_of_a_token(spec):
+    x = states(tokens=400)[0].float()
+    rows = Rows(64, spec, x.device)
+    rows.append(x.reshape(-1, 64))
+    error = (rows.decode(torch.float32).view_as(x) - x).norm(dim=-1) / x.norm(dim=-1)
+    assert error.max() < 0.15 and error.mean() < 0.1
+
+
+def test_rows_of_any_magnitude():
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    sizes = torch.tensor([2.0**-126, 2.0**-100, 2.0**-20, 1.0, 2.0**100, 2.0**124]).unsqueeze(1)
+    rows = Rows(32, QuantizeSpec(), x.device)
+    rows.append(x * sizes)
+    got = rows.decode(torch.float32) / sizes
+    assert ((got - x).norm(dim=-1) < 0.15 * x.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 24])
+def test_one_token_at_a_time_or_all_at_once(head_dim):
+    """The same bytes, whatever the pieces, and so the same numbers."""
+    keys, values = states(tokens=200, head_dim=head_dim)
+    whole, pieces = NVFP4CacheLayer(recent=0), NVFP4CacheLayer(recent=0)
+    all_keys, all_values = whole.update(keys, values)
+    start = 0
+    for size in (1, 1, 7, 120, 1, 70):
+        got_keys, got_values = pieces.update(keys[..., start : start + size, :], values[..., start : start + size, :])
+        start += size
+        assert pieces.get_seq_length() == start
+        assert torch.equal(got_keys, all_keys[..., :start, :]) and torch.equal(got_values, all_values[..., :start, :])
+    assert got_keys.shape == keys.shape and got_keys.dtype == keys.dtype
+    for a, b in zip((s.rows for s in whole._states), (s.rows for s in pieces._states), strict=True):
+        assert torch.equal(a.codes, b.codes) and torch.equal(a.scale.view(torch.uint8), b.scale.view(torch.uint8))
+    assert (all_keys.float() - keys.float()).norm() < 0.1 * keys.float().norm()
+
+
+@pytest.mark.parametrize("sizes", [(200,), (1,) * 60, (30, 1, 1, 50, 7)], ids=str)
+@pytest.mark.parametrize("recent", RECENTS[1:])
+def test_the_latest_tokens_stay_dense(recent, sizes):
+    """What is older is what a cache without them holds; a piece is seen before it is rounded."""
+    keys, values = states(tokens=sum(sizes))
+    layer, rounded, start = NVFP4CacheLayer(recent=recent), NVFP4CacheLayer(recent=0), 0
+    all_keys, all_values = rounded.update(keys, values)
+    for size in sizes:
+        end, dense_from = start + size, max(start - recent, 0)
+        got = layer.update(keys[..., start:end, :], values[..., start:end, :])
+        for x, dense, stored in zip(got, (keys, values), (all_keys, all_values), strict=True):
+            assert torch.equal(x[..., :dense_from, :], stored[..., :dense_from, :])
+            assert torch.equal(x[..., dense_from:, :], dense[..., dense_from:end, :])
+        start = end
+    assert layer._states[0].latest.shape[-2] == min(recent, start)
+    dense_bytes = 2 * 2 * 2 * 3 * min(recent, start) * 64
+    older = NVFP4CacheLayer(recent=0)
+    if start > recent:
+        older.update(keys[..., : start - recent, :], values[..., : start - recent, :])
+    assert layer.nbytes == dense_bytes + older.nbytes
+
+
+def test_bytes():
+    layer = NVFP4CacheLayer(recent=0)
+    layer.update(*states(batch=1, heads=4, tokens=256, head_dim=128))
+    numbers = 2 * 4 * 256 * 128
+    assert 8 * layer.nbytes / numbers == 4.5 + 8 / 128
+
+
+def test_a_value_that_is_not_finite_stays_in_its_block():
+    keys, values = states()
+    layer, clean = NVFP4CacheLayer(recent=0), NVFP4CacheLayer(recent=0)
+    expected = clean.update(keys, values)[0].clone()
+    keys = keys.clone()
+    keys[1, 2, 7, 20] = torch.inf
+    got = layer.update(keys, values)[0]
+    assert got[1, 2, 7, 16:32].isnan().all()
+    got[1, 2, 7, 16:32] = expected[1, 2, 7, 16:32] = 0
+    others = torch.ones(got.shape, dtype=torch.bool)
+    others[1, 2, 7] = False
+    assert torch.equal(got[others], expected[others]) and got.isfinite().all()
+
+
+# --- what a cache must be able to do ---------------------------------------------------------------------------------
+
+
+def both(recent=0):
+    """Our layer, and transformers' own that holds what ours decodes to."""
+    keys, values = states(batch=3)
+    ours, dense = NVFP4CacheLayer(recent=recent), DynamicLayer()
+    ours.update(keys, values)
+    dense.update(*(torch.cat((each._decoded(keys), each.latest), dim=-2) for each in ours._states))
+    return ours, dense
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.crop(-13),
+        lambda layer: layer.crop(-37),
+        lambda layer: (layer.crop(-1), layer.reorder_cache(torch.tensor([1, 0, 2])), layer.crop(-22)),
+        lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])),
+        lambda layer: layer.batch_repeat_interleave(2),
+        lambda layer: layer.batch_select_indices(torch.tensor([0, 2])),
+        lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])),
+        lambda layer: (layer.offload(), layer.prefetch()),
+    ],
+    ids=["crop", "crop more", "crop and reorder", "reorder", "repeat", "select", "select by a mask", "offload"],
+)
+@pytest.mark.parametrize("recent", RECENTS)
+def test_it_changes_as_transformers_own_layer_does(change, recent):
+    ours, dense = both(recent)
+    change(ours)
+    change(dense)
+    assert ours.get_seq_length() == dense.get_seq_length()
+    assert ours.get_mask_sizes(4) == dense.get_mask_sizes(4)
+    keys, values = states(batch=dense.keys.shape[0], tokens=4, seed=9)
+    got, expected = ours.update(keys, values), dense.update(keys, values)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a[..., :-4, :], b[..., :-4, :])
+        assert (a[..., -4:, :].float() - b[..., -4:, :].float()).norm() < 0.1 * b[..., -4:, :].float().norm()
+
+
+def stored(recent=20):
+    """A layer that was appended to, cropped and reordered."""
+    keys, values = states()
+    layer = NVFP4CacheLayer(recent=recent)
+    for start, end in ((0, 30), (30, 31), (31, 50)):
+        layer.update(keys[..., start:end, :], values[..., start:end, :])
+    layer.crop(-3)
+    layer.reorder_cache(torch.tensor([1, 0], device="cpu"))
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0, 3], device="cpu"))
+    return layer
+
+
+@pytest.fixture(scope="module")
+def with_usual_defaults():
+    return stored()
+
+
+def assert_same_bytes(a, b):
+    for one, other in zip(a._states, b._states, strict=True):
+        assert torch.equal(one.latest, other.latest) and len(one.rows) == len(other.rows) > 0
+        for name in ("codes", "scale", "factor"):
+            assert torch.equal(getattr(one.rows, name), getattr(other.rows, name)), name
+
+
+def test_defaults_of_torch_change_nothing(with_usual_defaults, other_defaults, monkeypatch):
+    made = other_defaults(states)
+    monkeypatch.setitem(globals(), "states", lambda: made)
+    assert_same_bytes(stored(), with_usual_defaults)
+
+
+def test_autocast_changes_nothing(with_usual_defaults):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bytes(stored(), with_usual_defaults)
+
+
+@pytest.mark.parametrize("recent", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
+def test_compiled_it_stores_the_same_bytes(recent):
+    """Pieces of one token write into tiles of block scales that are there."""
+    keys, values = states(tokens=140)
+    plain, compiled = NVFP4CacheLayer(recent=recent), NVFP4CacheLayer(recent=recent)
+    update = torch.compile(lambda layer, k, v: layer.update(k, v), backend="aot_eager")
+    start = 0
+    for size in (6, 1, 1, 1, 130, 1):
+        k, v = (x[..., start : start + size, :] for x in (keys, values))
+        start += size
+        for a, b in zip(plain.update(k, v), update(compiled, k, v), strict=True):
+            assert torch.equal(a, b)
+    assert_same_bytes(plain, compiled)
+
+
+def test_reset_and_another_batch():
+    ours, _ = both()
+    with pytest.raises(ValueError, match="the cache holds 3 x 3 heads"):
+        ours.update(*states(batch=2))
+    ours.reset()
+    assert ours.get_seq_length() == 0 and ours.nbytes == 0 and NVFP4CacheLayer(recent=5).nbytes == 0
+    for recent in (-1, 1.0, None):
+        with pytest.raises(ValueError, match="recent is a number of tokens"):
+            NVFP4CacheLayer(recent=recent)
+    assert ours.update(*states(batch=2))[0].shape == (2, 3, 50, 64)
+
+
+def test_specs_that_are_refused():
+    for options in ({"round_mode": "stochastic"}, {"block_rows": 16}, {"hadamard_sign": True}, {"round_mode": "eden"}):
+        with pytest.raises(ValueError, match="a cache is quantized to nearest, in 1x16 blocks"):
+            NVFP4CacheLayer(QuantizeSpec(**options))
+    with pytest.raises(ValueError, match="give a spec without row_scaled"):
+        NVFP4CacheLayer(QuantizeSpec(row_scaled=True))
+
+
+def test_only_layers_that_grow_are_quantized():
+    config = transformers.Gemma2Config(num_hidden_layers=4, sliding_window=32)
+    kinds = [type(layer).__name__ for layer in nvfp4_cache(config).layers]
+    assert kinds == ["DynamicSlidingWindowLayer", "NVFP4CacheLayer"] * 2
+    config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=32)
+    with pytest.raises(ValueError, match=r"no layer whose keys and values grow \(DynamicSlidingWindowLayer\)"):
+        nvfp4_cache(config)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_logits_do_not_depend_on_the_pieces_of_a_prompt():
+    model, ids = tiny_model(), torch.arange(40).unsqueeze(0) * 3 % 128
+    with torch.no_grad():
+        whole = model(ids, past_key_values=nvfp4_cache(model.config, recent=0)).logits
+        cache = nvfp4_cache(model.config, recent=0)
+        pieces = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(9, dim=1)], dim=1)
+        dense = model(ids).logits
+    assert torch.allclose(whole, pieces, atol=1e-5)
+    assert 1e-4 < (whole - dense).norm() / dense.norm() < 0.1
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+def test_generate(how):
+    """Greedy, by beams, and several samples: what the model says with a cache that holds the same decoded states."""
+    model, ids = tiny_model(), torch.arange(24).view(2, 12)
+
+    class Dense(NVFP4CacheLayer):
+        """Keeps what ours decodes to in torch tensors, through transformers' own methods."""
+
+        def __init__(self):
+            DynamicLayer.__init__(self)
+
+        lazy_initialization = DynamicLayer.lazy_initialization
+        get_seq_length, reset, crop = DynamicLayer.get_seq_length, DynamicLayer.reset, DynamicLayer.crop
+        reorder_cache, batch_select_indices = DynamicLayer.reorder_cache, DynamicLayer.batch_select_indices
+        batch_repeat_interleave = DynamicLayer.batch_repeat_interleave
+
+        def update(self, keys, values, *args, **kwargs):
+            return DynamicLayer.update(self, *NVFP4CacheLayer(recent=0).update(keys, values))
+
+    outputs = []
+    for cache in (nvfp4_cache(model.config, recent=0), transformers.Cache(layers=[Dense(), Dense()])):
+        torch.manual_seed(1)
+        options = {"past_key_values": cache, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
+        outputs.append(model.generate(ids, **{"do_sample": False, **how}, **options))
+    assert outputs[0].shape[1] == 32 and torch.equal(*outputs)
+
+
+GREEDY = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+
+
+@pytest.mark.parametrize("recent", [0, 8])
+def test_prompts_of_other_lengths_and_their_padding_change_nothing(recent):
+    model, short, long = tiny_model(), torch.arange(60, 72).view(1, 12), torch.arange(90, 107).view(1, 17)
+
+    def written(ids, **options):
+        return model.generate(ids, past_key_values=nvfp4_cache(model.config, recent=recent), **GREEDY, **options)
+
+    padded = torch.nn.functional.pad(short, (5, 0))
+    both = written(torch.cat((padded, long)), attention_mask=torch.cat((padded, long)).ne(0).long())
+    assert torch.equal(both[0, 5:], written(short)[0]) and torch.equal(both[1], written(long)[0])
+
+
+@pytest.mark.parametrize("recent", [0, 8])
+@pytest.mark.parametrize("how", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_what_an_assistant_proposed_in_vain_is_forgotten(how, recent):
+    model, ids = tiny_model(), torch.arange(60, 72).view(1, 12)
+    option = {how: tiny_model(layers=1) if how == "assistant_model" else 3}
+    made = [
+        model.generate(ids, past_key_values=nvfp4_cache(model.config, recent=recent), **GREEDY, **more)
+        for more in ({}, option)
+    ]
+    assert torch.equal(*made)
+
+
+def test_a_prefix_is_used_again():
+    """By a copy of its cache, as transformers' guide has it; bits do not depend on pieces where nothing stays dense."""
+    model, prefix = tiny_model(), torch.arange(60, 72).view(1, 12)
+    cache = nvfp4_cache(model.config, recent=0)
+    with torch.no_grad():
+        model(prefix, past_key_values=cache)
+    for ending in ([50, 3], [51, 3]):
+        ids = torch.cat((prefix, torch.tensor([ending])), dim=1)
+        again = model.generate(ids, past_key_values=copy.deepcopy(cache), **GREEDY)
+        assert torch.equal(again, model.generate(ids, past_key_values=nvfp4_cache(model.config, recent=0), **GREEDY))
+    assert cache.get_seq_length() == 12
+    assert pickle.loads(pickle.dumps(cache)).get_seq_length() == 12
+
+
+def test_the_cache_of_a_model_is_as_small_as_it_says():
+    model, ids = tiny_model(), torch.arange(128).view(1, 128)
+    cache, dense = nvfp4_cache(model.config, recent=0), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids, past_key_values=dense)
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in dense.layers)
+    # Heads of 32 take half of a tile of block scales, which is 64 wide.
+    assert sum(layer.nbytes for layer in cache.layers) == numbers * (4 + 1 + 8 / 32) / 8
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_with_the_same_bytes():
+    keys, values = states(tokens=300)
+    here, there = NVFP4CacheLayer(recent=100), NVFP4CacheLayer(recent=100)
+    for start, end in ((0, 250), (250, 300)):
+        expected, got = (
+            layer.update(keys[..., start:end, :].to(device), values[..., start:end, :].to(device))
+            for layer, device in ((here, "cpu"), (there, "cuda"))
+        )
+    for layer in (here, there):
+        layer.reorder_cache(torch.tensor([1, 0]))
+        layer.crop(-120)
+    a, b = here._states[0].rows, there._states[0].rows
+    assert torch.equal(a.codes, b.codes.cpu()) and len(a) == 180 * 6
+    assert torch.equal(a.scale.view(torch.uint8), b.scale.view(torch.uint8).cpu())
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a, b.cpu())

@@ -1,0 +1,165 @@
+"""GPTQ's rounding of one weight: against nearest where nothing is correlated, against the textbook where all is."""
+
+import itertools
+
+import pytest
+import torch
+
+from nvfp4_tensor import QuantizeSpec, quantize
+from nvfp4_tensor.numerics import reference
+from nvfp4_tensor.numerics.choices import RoundingMode
+from nvfp4_tensor.numerics.layout import BLOCK, code_values
+from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_inputs, round_weight
+
+SPECS = [
+    QuantizeSpec(),
+    QuantizeSpec(scale_rounding="up"),
+    QuantizeSpec(scale_ceiling=256),
+    QuantizeSpec(four_over_six=True),
+    QuantizeSpec(scale_search="mse"),
+    QuantizeSpec(scale_search="mse", scale_ceiling=448),
+]
+
+
+def correlated(rows, columns, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns // 4, columns, generator=generator)
+    return torch.randn(rows, columns // 4, generator=generator) @ mix + 0.3 * torch.randn(
+        rows, columns, generator=generator
+    )
+
+
+def loss(weight, quantized, hessian):
+    difference = (weight - quantized).double()
+    return (difference @ hessian.double() * difference).sum().item()
+
+
+def test_nearest_is_that_of_the_codes():
+    u = torch.cat((torch.linspace(-7, 7, 20_001), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.0, 1e30])))
+    codes = reference.round_e2m1(u, RoundingMode.RNE)
+    assert torch.equal(reference.nearest_value(u), code_values(codes))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("columns", [64, 256, 40])
+def test_without_correlation_it_is_the_spec(spec, columns):
+    torch.manual_seed(0)
+    w = torch.randn(33, columns)
+    w[3, :16] = 0
+    width = -(-columns // BLOCK) * BLOCK
+    factor = Factor.of(torch.eye(width), 0.01, by_activation=True)
+    own, plain = round_weight(w, factor, spec, w.abs().amax()), quantize(w, spec)
+    assert torch.equal(own.per_tensor_scale, plain.per_tensor_scale)
+    same = (own.unswizzled_scale().view(torch.uint8) == plain.unswizzled_scale().view(torch.uint8)).float().mean()
+    assert same > 0.995  # two candidates of all but equal error may be told apart by the order of a sum
+    decoded, expected = own.dequantize(), plain.dequantize()
+    assert (decoded == expected).float().mean() > 0.99
+    assert (decoded - w).square().sum() == pytest.approx((expected - w).square().sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("by_activation", [False, True])
+def test_correlation_is_made_use_of(spec, by_activation):
+    torch.manual_seed(0)
+    w, x = torch.randn(32, 320), correlated(2000, 320)
+    hessian = x.T @ x
+    factor = Factor.of(hessian, 0.01, by_activation=by_activation)
+    own = round_weight(w, factor, spec, w.abs().amax()).dequantize()
+    assert loss(w, own, hessian) < 0.55 * loss(w, quantize(w, spec).dequantize(), hessian)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_row_scales_are_those_of_each_row_alone(spec):
+    torch.manual_seed(0)
+    w, x = torch.randn(6, 80) * torch.logspace(-6, 6, 6).unsqueeze(1), correlated(400, 80)
+    factor = Factor.of(x.T @ x, 0.01, by_activation=True)
+    own = round_weight(w, factor, spec.replace(row_scaled=True), w.abs().amax(dim=1))
+    for i, row in enumerate(w):
+        alone = round_weight(row[None], factor, spec, row.abs().amax())
+        assert torch.equal(own.dequantize()[i], alone.dequantize()[0]) and alone.dequantize().any()
+
+
+def test_it_is_the_textbook_algorithm():
+    """Optimal brain quantization in its first form: the inverse of what is left of H, anew for each column."""
+    torch.manual_seed(0)
+    w, x = torch.randn(4, 48), correlated(400, 48)
+    hessian = x.T @ x
+    spec, amax = QuantizeSpec(), w.abs().amax()
+    factor = Factor.of(hessian, 0.01, by_activation=True)
+    own = round_weight(w, factor, spec, amax)
+    damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(48, dtype=torch.float64)
+    left, decoded = w.double().clone(), torch.empty(4, 48, dtype=torch.float64)
+    scale = own.unswizzled_scale().float().double() * own.per_tensor_scale.double()
+    order = factor.order.tolist()
+    for i, column in enumerate(order):
+        rest = order[i:]
+        inverse = torch.linalg.inv(damped[rest][:, rest])
+        s = scale[:, column // BLOCK]
+        decoded[:, column] = reference.nearest_value((left[:, column] / s).float()).double() * s
+        error = (left[:, column] - decoded[:, column]) / inverse[0, 0]
+        left[:, rest] -= error[:, None] * inverse[0]
+    assert torch.allclose(own.dequantize().double(), decoded, rtol=1e-5, atol=1e-7)
+
+
+def test_heavy_blocks_come_first():
+    hessian = torch.eye(64) * torch.tensor([1.0, 9.0, 4.0, 2.0]).repeat_interleave(16)
+    hessian[20, 20] = 100
+    order = Factor.of(hessian, 0.01, by_activation=True).order
+    assert order[::16].tolist() == [20, 32, 48, 0]
+    assert sorted(order.tolist()) == list(range(64))
+    for block in order.view(-1, 16):
+        assert len(set((block // 16).tolist())) == 1
+    assert Factor.of(hessian, 0.01, by_activation=False).order.tolist() == list(range(64))
+
+
+def test_the_scale_chosen_is_the_best_of_its_candidates():
+    """One block: every candidate tried by hand, with the feedback inside the block."""
+    torch.manual_seed(0)
+    w, x = torch.randn(8, 16), correlated(200, 16)
+    hessian, spec = x.T @ x, QuantizeSpec(scale_search="mse")
+    amax = w.abs().amax()
+    factor = Factor.of(hessian, 0.01, by_activation=False)
+    own = round_weight(w, factor, spec, amax)
+    upper = factor.upper.double()
+    unit = reference.per_tensor_scale(amax, spec).double()
+    for row, step in itertools.product(range(8), range(-1, 6)):
+        base = reference.to_e4m3(
+            w[row].abs().amax() * reference.encode_scale(amax, spec) * (1 / 6), spec.scale_rounding, w[row].abs().amax()
+        )
+        s = (base.int() + step).to(torch.uint8).view(torch.float8_e4m3fn).double() * unit
+        left, cost = w[row].double().clone(), 0.0
+        for i in range(16):
+            q = reference.nearest_value((left[i] / s).float()).double() * s
+            e = (left[i] - q) / upper[i, i]
+            cost += float(e * e)
+            left[i:] -= e * upper[i, i:]
+        chosen = (w[row].double() - own.dequantize()[row].double()) @ torch.linalg.inv(upper.T @ upper)
+        assert float(chosen @ (w[row] - own.dequantize()[row]).double()) <= cost * (1 + 1e-4)
+
+
+def test_weights_move_to_the_inputs_they_meet():
+    """With inputs Z = X M the weight that gives W Z of X is W M^T."""
+    torch.manual_seed(0)
+    x, mix = torch.randn(4000, 32), torch.eye(32) + 0.2 * torch.randn(32, 32)
+    z, w = x @ mix, torch.randn(8, 32)
+    factor = Factor.of(x.T @ x, 1e-6, by_activation=True)
+    moved = moved_to_inputs(w, z.T @ x, x.T @ x, factor)
+    assert torch.allclose(moved, w @ mix.T, atol=1e-3)
+    assert torch.equal(moved_to_inputs(w, x.T @ x, x.T @ x, factor), w)
+
+
+def test_columns_that_were_never_fed():
+    torch.manual_seed(0)
+    x = correlated(300, 64)
+    x[:, 5] = 0
+    x[:, 16:32] = 0
+    w = torch.randn(4, 64)
+    own = round_weight(w, Factor.of(x.T @ x, 0.01, by_activation=True), QuantizeSpec(), w.abs().amax())
+    assert torch.equal(own.dequantize()[:, 16:32], quantize(w).dequantize()[:, 16:32])
+
+
+def test_a_hessian_that_cannot_be_used():
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        Factor.of(torch.full((16, 16), float("nan")), 0.01, by_activation=True)
+    with pytest.raises(ValueError, match="larger damping"):
+        Factor.of(torch.eye(16) - 2 * torch.ones(16, 16) + 3 * torch.eye(16) * 0, 0.01, by_activation=True)

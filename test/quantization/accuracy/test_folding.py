@@ -1,0 +1,223 @@
+"""AWQ's scaling: the model computes what it did, and what is quantized after it errs less."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization import fold_scales
+from nvfp4_tensor.quantization.accuracy.folding import EXPONENTS
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self, norm, reader=None):
+        super().__init__()
+        self.norm, self.reader = norm, reader
+        self.q, self.k = nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 32, bias=False)
+        self.out = nn.Linear(80, WIDTH)
+
+    def forward(self, x):
+        y = self.norm(x)
+        inner = torch.cat((self.q(y), self.k(y)), dim=-1).tanh()
+        return x + self.out(inner) + (self.reader(y) if self.reader else 0)
+
+
+class ShiftedNorm(nn.RMSNorm):
+    """Gemma's: the weight is what is added to 1."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.normalized_shape) * (1 + self.weight)
+
+
+class SquaredNorm(nn.RMSNorm):
+    """Of a form that nothing is folded into."""
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.normalized_shape) * self.weight.square()
+
+
+class GatedNorm(nn.RMSNorm):
+    """Of two inputs."""
+
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+def make(norm=nn.RMSNorm, reader=None, dtype=torch.float32):
+    torch.manual_seed(0)
+    m = nn.Sequential(Block(norm(WIDTH), reader), Block(norm(WIDTH))).to(dtype)
+    for block in m:
+        # a few columns are fed much more than others, as in language models
+        block.norm.weight.data[::16] = 12.0 - isinstance(block.norm, ShiftedNorm)
+        if isinstance(block.norm, nn.LayerNorm):
+            block.norm.bias.data.normal_()
+    return m
+
+
+def batches(dtype=torch.float32, count=2):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 40, WIDTH, generator=generator).to(dtype) for _ in range(count)]
+
+
+def run(m, data):
+    with torch.no_grad():
+        return torch.cat([m(x).float() for x in data])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-5)])
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm, ShiftedNorm])
+def test_the_model_computes_what_it_did_and_errs_less(norm, dtype, tolerance):
+    dense = make(norm, dtype=dtype)
+    folded, plain = copy.deepcopy(dense), copy.deepcopy(dense)
+    folds = fold_scales(folded, batches(dtype), progress=False)
+    assert [(fold.norm[0], list(fold.linears)) for fold in folds] == [
+        ("0.norm", ["0.q", "0.k"]),
+        ("1.norm", ["1.q", "1.k"]),
+    ]
+    assert all(fold.exponent in EXPONENTS and 0 < fold.loss < 0.8 * fold.before for fold in folds)
+    unseen = batches(dtype, 4)[2:]
+    expected = run(dense, unseen)
+    assert torch.allclose(run(folded, unseen), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+    for m in (folded, plain):
+        quantize_(m, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith((".q", ".k")))
+    errors = [(run(m, unseen) - expected).square().sum() for m in (folded, plain)]
+    assert errors[0] < 0.85 * errors[1]
+
+
+def test_a_loss_is_that_of_the_outputs():
+    m = make()
+    x = batches()
+    before = copy.deepcopy(m)
+    fold = fold_scales(m, x, progress=False)[0]
+    for model, expected in ((before, fold.before), (m, fold.loss)):
+        quantized = copy.deepcopy(model)
+        quantize_(quantized, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name in ("0.q", "0.k"))
+        found = 0.0
+        for name in ("q", "k"):
+            for batch in x:
+                y = model[0].norm(batch)
+                difference = getattr(quantized[0], name)(y) - getattr(model[0], name)(y)
+                found += difference.square().sum().item()
+        assert found == pytest.approx(expected, rel=1e-2)
+
+
+def test_even_columns_are_left_alone():
+    m = make()
+    for block in m:
+        block.norm.weight.data[::16] /= 12
+    state = copy.deepcopy(m.state_dict())
+    for fold in fold_scales(m, batches(count=1), progress=False):
+        assert fold.loss > 0.9 * fold.before
+        if fold.exponent == 0:
+            prefix = fold.norm[0].split(".")[0]
+            assert all(torch.equal(state[key], value) for key, value in m.state_dict().items() if key[0] == prefix)
+
+
+def _squared(m):
+    m[0].norm = SquaredNorm(WIDTH)
+    m[0].norm.weight.data[::16] = 3.0
+
+
+def _gated(m):
+    m[0].norm, norm = GatedNorm(WIDTH), m[0].norm
+    m[0].norm.weight = norm.weight
+    m[0].forward = lambda x: x + m[0].q(m[0].norm(x, x)) @ torch.ones(48, WIDTH)
+
+
+def _also_fed_otherwise(m):
+    m[0].reader = lambda y: nn.functional.linear(m[0].q(torch.ones(WIDTH)), torch.ones(WIDTH, 48))
+
+
+def _fed_by_two_norms(m):
+    m[0].q = m[1].q
+
+
+def _weight_read_directly(m):
+    m[0].reader = lambda y: m[0].k.weight.sum(dim=0)
+
+
+def _returned_what_is_read(m):
+    def forward(x):
+        y = m[0].norm(x)
+        return {"states": [y], "out": m[0].q(y)}
+
+    m[0].forward, m[1] = forward, nn.Identity()
+
+
+def _times_a_constant(y):
+    return nn.functional.linear(y, torch.ones(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m[0], "reader", torch.tanh),
+        lambda m: setattr(m[0], "reader", _times_a_constant),
+        lambda m: setattr(m[0].norm, "weight", m[1].norm.weight),
+        _squared,
+        _gated,
+        _also_fed_otherwise,
+        _fed_by_two_norms,
+        _weight_read_directly,
+        _returned_what_is_read,
+    ],
+    ids=[
+        "another reader",
+        "a product of no linear",
+        "a weight of two norms",
+        "another form",
+        "two inputs",
+        "a linear fed otherwise too",
+        "a linear of two norms",
+        "a weight read directly",
+        "returned",
+    ],
+)
+def test_what_cannot_be_folded_stays_as_it_is(change):
+    m = make()
+    change(m)
+    state = copy.deepcopy(m.state_dict())
+    folds = fold_scales(m, batches(), progress=False)
+    assert "0.norm" not in [fold.norm[0] for fold in folds]
+    assert all(torch.equal(state[key], m.state_dict()[key]) for key in state if key.startswith("0."))
+
+
+def test_defaults_of_torch_change_nothing(other_defaults):
+    m, data = other_defaults(lambda: (make(), batches()))
+    expected = other_defaults(lambda: make())
+    other_defaults(lambda: fold_scales(expected, data, progress=False))
+    assert fold_scales(m, data, progress=False)[0].exponent > 0
+    with torch.autocast("cpu", enabled=False):
+        assert all(torch.equal(value, expected.state_dict()[key]) for key, value in m.state_dict().items())
+
+
+def test_autocast_changes_nothing_but_what_the_model_computes():
+    """Exponents and losses are taken in float32, of inputs that the first norm gives in float32 too."""
+    folds = []
+    for enabled in (False, True):
+        m, data = make(), batches()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            folds.append(fold_scales(m, data, progress=False)[0])
+    assert folds[0].exponent == folds[1].exponent and folds[0].loss == folds[1].loss
+
+
+def test_linears_that_are_not_chosen_are_scaled_but_do_not_count():
+    m = make()
+    dense = copy.deepcopy(m)
+    folds = fold_scales(m, batches(), filter_fn=lambda module, name: name == "0.k", progress=False)
+    assert len(folds) == 1 and set(folds[0].linears) == {"0.q", "0.k"}
+    assert torch.allclose(run(m, batches()), run(dense, batches()), atol=1e-4)
+
+
+def test_there_must_be_batches():
+    with pytest.raises(ValueError, match="at least one batch"):
+        fold_scales(make(), [], progress=False)

@@ -1,0 +1,170 @@
+"""What each weight costs alone, and what a budget of bits leaves dense."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec
+from nvfp4_tensor.quantization.accuracy.sensitivity import Part, Sensitivity, sensitivity
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(3))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def model():
+    torch.manual_seed(0)
+    return Model().bfloat16()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(3, 8, 32, generator=generator).bfloat16() for _ in range(2)]
+
+
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config(four_over_six=True)], ids=["w", "w and x"])
+def test_a_loss_is_that_of_the_weight_alone(config):
+    m = model()
+    before = copy.deepcopy(m.state_dict())
+    m.train()
+    found = sensitivity(m, batches(), config, progress=False)
+    assert m.training and all(torch.equal(before[name], value) for name, value in m.state_dict().items())
+    assert all(type(each) is nn.Linear for each in m.modules() if isinstance(each, nn.Linear))
+    assert len(found.parts) == 7
+    for part in found.parts:
+        own = copy.deepcopy(m).eval()
+        quantize_(own, config, filter_fn=lambda module, name, part=part: f"{name}.weight" == part.name)
+        with torch.no_grad():
+            p, q = (torch.cat([each(x).float() for x in batches()]).log_softmax(-1) for each in (m, own))
+        assert part.loss == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-3)
+        assert part.loss > 0 and part.weights == (part.name,) and part.dense_bits == 16
+        assert part.elements == own.get_parameter(part.name).numel()
+        assert part.bits == own.get_parameter(part.name).bits_per_element
+
+
+def test_what_feeds_more_costs_more():
+    m = model()
+    m.layers[1][2].weight.data *= 20
+    found = sensitivity(m, batches(), progress=False)
+    worst = max(found.parts[:-1], key=lambda part: part.loss)
+    assert worst.name == "layers.1.2.weight"
+    assert str(found).splitlines()[0].split()[:2] in ([p.name, f"{p.loss:.3e}"] for p in (worst, found.parts[-1]))
+    layers = sensitivity(m, batches(), by_layer=True, progress=False)
+    assert [part.name for part in layers.parts] == ["layers.0", "layers.1", "layers.2", "head.weight"]
+    assert layers.parts[1].weights == ("layers.1.0.weight", "layers.1.2.weight")
+
+
+def parts(*losses_and_elements):
+    return Sensitivity(
+        tuple(Part(f"p{i}", (f"p{i}",), loss, n, 16.0, 4.0) for i, (loss, n) in enumerate(losses_and_elements))
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [
+        (4.0, []),
+        (7.0, ["p1"]),  # a quarter of the elements
+        (9.9, ["p1"]),
+        (10.0, ["p1", "p0"]),
+        (16.0, ["p1", "p0", "p2"]),
+    ],
+)
+def test_a_budget_goes_to_the_most_loss_a_bit(bits, expected):
+    assert parts((2.0, 100), (3.0, 100), (2.5, 200)).dense_within(bits) == expected
+
+
+def test_what_does_not_fit_makes_room_for_what_does():
+    assert parts((9.0, 300), (0.1, 100)).dense_within(7.0) == ["p1"]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_budget_is_kept(seed):
+    draw = random.Random(seed)
+    found = Sensitivity(
+        tuple(
+            Part(f"p{i}", (f"p{i}",), draw.choice([0.0, draw.random()]), draw.choice([1, 7, draw.randint(1, 10**6)]),
+                 draw.choice([16.0, 32.0]), draw.choice([4.5, 4.53, 5.0]))
+            for i in range(draw.randint(1, 8))
+        )
+    )  # fmt: skip
+    elements = sum(part.elements for part in found.parts)
+    least = sum(part.bits * part.elements for part in found.parts) / elements
+    for more in (0.0, 0.001, draw.random(), 12 * draw.random()):
+        dense = set(found.dense_within(least + more))
+        used = sum((part.dense_bits if part.name in dense else part.bits) * part.elements for part in found.parts)
+        assert used / elements <= (least + more) * (1 + 1e-9)
+
+
+def test_a_budget_below_nvfp4():
+    with pytest.raises(ValueError, match=r"3 bits is below the 4\.000"):
+        parts((1.0, 100)).dense_within(3)
+
+
+def test_the_filter_leaves_them_dense():
+    m = model()
+
+    def linears(module, name):
+        return isinstance(module, nn.Linear) and name != "head"
+
+    found = sensitivity(m, batches(), filter_fn=linears, progress=False)
+    nvfp4 = sum(part.bits * part.elements for part in found.parts) / sum(part.elements for part in found.parts)
+    take = found.filter_within(nvfp4 + 12 * 0.4, linears)
+    quantize_(m, NVFP4WeightOnlyConfig(), filter_fn=take)
+    dense = {f"{name}.weight" for name, module in m.named_modules() if type(module) is nn.Linear} - {"head.weight"}
+    assert dense == set(found.dense_within(nvfp4 + 12 * 0.4)) and 0 < len(dense) < 6
+    assert isinstance(m.layers[0][0].weight, NVFP4Tensor) or "layers.0.0.weight" in dense
+    assert type(m.head) is nn.Linear
+
+
+def test_experts():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(2, 16, 32))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.up[0]) + nn.functional.linear(x, self.up[1])
+
+    torch.manual_seed(0)
+    m = nn.Sequential(Experts())
+    found = sensitivity(m, [torch.randn(4, 32)], progress=False)
+    assert [part.name for part in found.parts] == ["0.up"] and found.parts[0].loss > 0
+    assert type(m[0].up.data) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([],), "at least one batch"),
+        (([1], NVFP4WeightOnlyConfig(scale_search="mse", weighted=True)), "weighted needs inputs"),
+        (([1], NVFP4Config(step="convert")), "without steps"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sensitivity(model(), *arguments, progress=False)
+    assert QuantizeSpec() == NVFP4WeightOnlyConfig().weight
+
+
+def test_what_is_grouped_is_quantized_together():
+    found = sensitivity(model(), batches(), group_of=lambda name: "head" if "head" in name else "rest", progress=False)
+    alone = sensitivity(model(), batches(), progress=False)
+    assert [part.name for part in found.parts] == ["rest", "head"]
+    assert found.parts[0].weights == tuple(part.name for part in alone.parts[:-1])
+    assert found.parts[1].loss == alone.parts[-1].loss
+    assert found.parts[0].loss > max(part.loss for part in alone.parts[:-1])
+    with pytest.raises(ValueError, match="give one of them"):
+        sensitivity(model(), batches(), group_of=str, by_layer=True, progress=False)

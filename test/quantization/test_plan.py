@@ -1,0 +1,176 @@
+"""quantize_ on a whole model: all checked before one changes, and tied weights stay tied."""
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import FqnToConfig, quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate
+from nvfp4_tensor.quantization import NVFP4Linear, ObservedLinear
+from nvfp4_tensor.quantization.plan import _plans
+
+CONFIGS = [NVFP4WeightOnlyConfig(), NVFP4Config(), NVFP4Config(step="prepare")]
+
+
+class Own(nn.Linear):
+    """A linear of another library."""
+
+
+class Tied(nn.Module):
+    """Of ``tied``: two linears, or an embedding and the linear behind all."""
+
+    def __init__(self, tied: str):
+        super().__init__()
+        self.embedding = nn.Embedding(48, 32)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+        self.head = nn.Linear(32, 48, bias=False)
+        if tied == "linears":
+            self.second.weight = self.first.weight
+        if tied == "embedding":
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.second(torch.relu(self.first(self.embedding(ids)))))
+
+
+def state_of(model: nn.Module) -> list:
+    return [(type(module), *map(id, module._parameters.values())) for module in model.modules()]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["weights", "w4a4", "prepare"])
+@pytest.mark.parametrize("last", ["float64", "parametrized", "quantized"])
+def test_a_later_linear_that_does_not_fit_leaves_all_as_they_were(config, last):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32))
+    if last == "float64":
+        model[2].double()
+    elif last == "parametrized":
+        torch.nn.utils.parametrizations.weight_norm(model[2])
+    else:
+        quantize_(model[2], NVFP4WeightOnlyConfig())
+    before = state_of(model)
+    with pytest.raises((TypeError, ValueError), match={"quantized": "NVFP4 already"}.get(last, last)):
+        quantize_(model, config)
+    assert state_of(model) == before and not _plans.get(model)
+    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "2")
+    assert type(model[0]) is type(model[1][0]) is not nn.Linear
+
+
+def test_prepare_checks_kinds_and_convert_transforms_first():
+    model = nn.Sequential(nn.Linear(32, 32), Own(32, 32))
+    before = state_of(model)
+    with pytest.raises(TypeError, match=r"only a plain nn.Linear is observed"):
+        quantize_(model, NVFP4Config(step="prepare"))
+    assert state_of(model) == before
+    sign = QuantizeSpec(hadamard_sign=True)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    quantize_(model[0], NVFP4Config(step="prepare"))
+    quantize_(model[1], NVFP4Config(step="prepare", weight_spec=sign, activation_spec=sign))
+    model(torch.randn(2, 32))
+    with pytest.raises(ValueError, match="was prepared with hadamard_sign"):
+        quantize_(model, NVFP4Config(step="convert"))
+    assert all(isinstance(module, ObservedLinear) for module in model)
+
+
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(round_mode="stochastic"), NVFP4Config()])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_linears_that_share_a_weight_share_its_codes(config, device):
+    model = Tied("linears")
+    dense = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_(model, config, device=device)
+    assert isinstance(model.first.weight, NVFP4Tensor) and model.second.weight is model.first.weight
+    assert type(model.first) is type(model.second) is type(model.head) is NVFP4Linear
+    assert len(list(model.parameters())) == len(list(dense.parameters()))
+    assert torch.equal(model(torch.arange(4)), copy.deepcopy(model)(torch.arange(4)))
+    assert model not in _plans
+    with pytest.raises(ValueError, match="NVFP4 already"):
+        quantize_(model, config)
+
+
+def test_a_static_amax_of_two_linears_is_the_larger():
+    model = Tied("linears")
+    ids = [torch.arange(16)]
+    apart = copy.deepcopy(model)
+    apart.second.weight = nn.Parameter(apart.second.weight.detach().clone())
+    calibrate(model, ids, progress=False)
+    calibrate(apart, ids, progress=False)
+    amaxes = [linear.weight.activation_amax for linear in (apart.first, apart.second)]
+    assert amaxes[0] != amaxes[1]
+    assert model.first.weight is model.second.weight and model.first.weight.activation_amax == max(amaxes)
+    assert not dict(model.named_buffers()) and model.head.weight.activation_amax is not None
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["weights", "w4a4", "prepare"])
+def test_a_head_tied_to_an_embedding_stays_dense_and_says_so_once(config):
+    model = Tied("embedding")
+    with pytest.warns(UserWarning, match=r"left dense.*embedding.weight = head.weight\. .*detach\(\)\.clone") as seen:
+        quantize_(model, config)
+    assert len(seen) == 1
+    assert model.head.weight is model.embedding.weight and type(model.head) is nn.Linear
+    assert type(model.first) is type(model.second) is not nn.Linear
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = Tied("embedding")
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        quantize_(model, config)
+    assert type(model.head) is type(model.first)
+
+
+def test_calibration_leaves_a_tied_head_dense():
+    model = Tied("embedding")
+    with pytest.warns(UserWarning, match="embedding.weight = head.weight"):
+        calibrate(model, [torch.arange(16)], progress=False)
+    assert model.head.weight is model.embedding.weight and isinstance(model.second.weight, NVFP4Tensor)
+
+
+def test_one_of_two_that_share_a_weight_alone_stays_dense():
+    model = Tied("linears")
+    with pytest.warns(UserWarning, match=r"first.weight = second.weight"):
+        quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name == "first")
+    assert model.first.weight is model.second.weight and not isinstance(model.first.weight, NVFP4Tensor)
+
+
+def test_configs_by_name_and_a_handler_called_alone():
+    model = Tied("embedding")
+    configs = {"first": NVFP4WeightOnlyConfig(), "second": NVFP4Config(), "head": NVFP4WeightOnlyConfig()}
+    with pytest.warns(UserWarning, match="embedding.weight = head.weight"):
+        quantize_(model, FqnToConfig(configs), filter_fn=None)
+    assert isinstance(model.first.weight, NVFP4Tensor) and model.second.weight.activation_spec is not None
+    assert model.head.weight is model.embedding.weight
+    from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
+
+    alone = _QUANTIZE_CONFIG_HANDLER[NVFP4WeightOnlyConfig](nn.Linear(32, 32), NVFP4WeightOnlyConfig())
+    assert type(alone) is NVFP4Linear
+
+
+def test_a_module_at_two_places_is_quantized_once():
+    linear = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": nn.Sequential(linear), "b": nn.Sequential(linear), "c": nn.Linear(32, 32)})
+    quantize_(model, NVFP4WeightOnlyConfig())
+    assert model["a"][0] is model["b"][0] and type(linear) is type(model["c"]) is NVFP4Linear
+    assert model not in _plans
+
+
+def test_nothing_keeps_a_model_alive():
+    """An interrupted call leaves its plan behind, which must die with the model."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+    def interrupted(module, name, asked=[0]):  # noqa: B006  counts over all calls
+        asked[0] += 1
+        if asked[0] > 5:  # behind the check, when torchao asks again
+            raise KeyboardInterrupt
+        return isinstance(module, nn.Linear)
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=interrupted)
+    assert model in _plans
+    dead = weakref.ref(model)
+    del model
+    gc.collect()
+    assert dead() is None

@@ -1,0 +1,130 @@
+"""Experts: each group is a linear of its own."""
+
+import pytest
+import torch
+from training.linear.test_linear import check_products
+
+from nvfp4_tensor import training
+from nvfp4_tensor.training.linear.grouped import _state_of
+
+
+@pytest.fixture
+def experts():
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(4, 48, 64, generator=generator).requires_grad_()
+    return (
+        torch.randn(60, 64, generator=generator).requires_grad_(),
+        w,
+        torch.tensor([17, 17, 40, 57], dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("recipe", ["nvidia", "accurate_eden", "forward_only"])
+def test_groups_are_linears(experts, recipe):
+    x, w, offs = experts
+    dy = torch.randn(60, 48)
+    state = torch.tensor([1, 2])
+    y = training.grouped_linear(x, w, offs, recipe, rng_state=state)
+    y.backward(dy)
+    gradients = x.grad, w.grad
+    begins = [0, *offs.tolist()]
+    for e, (begin, end) in enumerate(zip(begins, offs.tolist(), strict=False)):
+        if begin == end:
+            assert (gradients[1][e] == 0).all()
+            continue
+        own_x, own_w = x.detach()[begin:end].requires_grad_(), w.detach()[e].requires_grad_()
+        own = training.linear(own_x, own_w, None, recipe, rng_state=_state_of(state, e))
+        own.backward(dy[begin:end])
+        assert torch.equal(y[begin:end], own)
+        assert torch.equal(gradients[0][begin:end], own_x.grad) and torch.equal(gradients[1][e], own_w.grad)
+    assert (y[57:] == 0).all() and (gradients[0][57:] == 0).all()
+
+
+def test_a_group_has_the_references_bits(experts):
+    x, w, _ = experts
+    check_products(x.detach().requires_grad_(), w.detach()[0].requires_grad_(), None, torch.randn(60, 48),
+                   training.RECIPES["nvidia"])  # fmt: skip
+
+
+def test_it_is_the_product_of_grouped_mm(experts):
+    x, w, offs = (t.detach() for t in experts)
+    dense = training.Recipe(name="dense")
+    expected = torch._grouped_mm(x.bfloat16(), w.bfloat16().mT, offs)
+    got = training.grouped_linear(x.bfloat16(), w.bfloat16(), offs, dense)
+    torch.testing.assert_close(got[:57], expected[:57], rtol=2**-7, atol=2**-4)
+
+
+def step(call, x, w, offs, dy):
+    torch.manual_seed(1)
+    y = call(x, w, offs)
+    return y.detach(), *torch.autograd.grad(y, (x, w), dy)
+
+
+MIXED = training.RECIPES["nvidia"].replace(w_for_dx=training.RECIPES["nvidia"].dy, x_t=None, dy_t=None)
+
+
+@pytest.mark.parametrize("recipe", [*training.RECIPES, MIXED, training.Recipe(name="dense")], ids=str)
+def test_one_graph_has_the_same_bits(experts, recipe):
+    x, w, offs = experts
+    dy = torch.randn(60, 48)
+
+    def call(x, w, offs):
+        return training.grouped_linear(x * 2, w, offs, recipe)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for ends in (offs, torch.tensor([0, 5, 5, 60], dtype=torch.int32)):
+        assert all(map(torch.equal, step(compiled, x, w, ends, dy), step(call, x, w, ends, dy)))
+
+
+@pytest.mark.parametrize("trained", ["x", "w"])
+def test_one_graph_of_one_gradient_and_numbers_of_rows(experts, trained):
+    x, w, offs = experts
+    x, w = (x, w.detach()) if trained == "x" else (x.detach(), w)
+    compiled = torch.compile(training.grouped_linear, fullgraph=True, backend="aot_eager")
+    for rows in (60, 70):
+        gradients = []
+        for call in (compiled, training.grouped_linear):
+            torch.manual_seed(2)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = call(torch.cat((x, x[: rows - 60])), w, offs)
+            gradients += torch.autograd.grad(y.float().square().sum(), x if trained == "x" else w)
+        assert torch.equal(*gradients) and gradients[0].dtype == torch.float32 and y.shape == (rows, 48)
+
+
+def test_one_graph_reads_offs_when_it_runs(experts):
+    x, w, offs = experts
+    compiled = torch.compile(training.grouped_linear, fullgraph=True, backend="aot_eager")
+    compiled(x, w, offs)
+    with pytest.raises(ValueError, match="ends of groups in order"):
+        compiled(x, w, offs.flip(0))
+
+
+def test_autocast_and_no_rows(experts):
+    x, w, offs = experts
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = training.grouped_linear(x, w, offs)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and w.grad.dtype == torch.float32
+    w.grad = None
+    y = training.grouped_linear(x[:0], w, offs * 0)
+    y.sum().backward()
+    assert y.shape == (0, 48) and (w.grad == 0).all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(offs=[17, 16, 40, 57]), "ends of groups in order"),
+        (dict(offs=[17, 17, 40, 61]), "from 0 to the 60 rows"),
+        (dict(offs=[17, 60]), r"offs is int32 \(4,\)"),
+        (dict(weight=torch.ones(4, 48, 60)), r"takes \(M, K\) and \(E, N, K\)"),
+        (dict(weight=torch.ones(4, 48, 64, dtype=torch.int8)), "not a weight of torch.int8: cast it first"),
+        (dict(recipe="x"), "unknown recipe"),
+    ],
+)
+def test_refused(experts, change, message):
+    x, w, offs = experts
+    offs = torch.tensor(change.pop("offs"), dtype=torch.int32) if "offs" in change else offs
+    arguments = dict(x=x, weight=w, offs=offs) | change
+    with pytest.raises((ValueError, TypeError), match=message):
+        training.grouped_linear(**arguments)

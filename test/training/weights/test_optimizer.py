@@ -1,0 +1,295 @@
+"""NVFP4Optimizer: what it trains, what it keeps, what it refuses."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, training
+from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.training import NVFP4Optimizer, to_nvfp4_parameters
+from nvfp4_tensor.training.weights import write_back
+
+STEPS = 200
+
+
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 48, generator=generator)
+    return x, x @ torch.randn(48, 40, generator=generator) / 7
+
+
+def model(dtype=torch.float32, spec=None):
+    torch.manual_seed(1)
+    return to_nvfp4_parameters(nn.Linear(48, 40).to(dtype), spec)
+
+
+def train(net, optimizer, steps, scheduler=None):
+    x, y = problem()
+    dtype = net.bias.dtype
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(x.to(dtype)).float(), y)
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def final(losses):
+    return sum(losses[-20:]) / 20 / losses[0]
+
+
+def adamw(net, **options):
+    return NVFP4Optimizer(net.parameters(), torch.optim.AdamW, **{"lr": 1e-3, "weight_decay": 0.0, **options})
+
+
+@pytest.mark.parametrize("spec", [QuantizeSpec(), QuantizeSpec(block_rows=16)])
+def test_stochastic_writes_train_and_nearest_stalls(spec):
+    """Steps of 1e-3 on weights whose codes are 0.01 to 0.05 apart: to nearest they vanish, all of them."""
+    net = model(spec=spec)
+    before = net.weight.dequantize()
+    nearest = final(train(net, adamw(net, round_mode="rne"), STEPS))
+    moved = (net.weight.dequantize() != before).float().mean()
+    net = model(spec=spec)
+    stochastic = final(train(net, adamw(net), STEPS))
+    assert nearest > 0.95 and moved < 0.05
+    assert stochastic < 0.35
+
+
+def test_error_feedback_trains_too_where_writes_are_to_nearest():
+    net = model()
+    assert final(train(net, adamw(net, error_feedback="momentum", round_mode="rne"), STEPS)) < 0.6
+    net = model()
+    plain = final(train(net, adamw(net, lr=3e-4), STEPS))
+    net = model()
+    assert final(train(net, adamw(net, lr=3e-4, error_feedback="momentum"), STEPS)) < plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "inner, options",
+    [
+        (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9}),
+        (torch.optim.Adam, {"lr": 2e-3, "amsgrad": True}),
+        (torch.optim.RMSprop, {"lr": 1e-3}),
+        (torch.optim.Adagrad, {"lr": 1e-2}),
+    ],
+)
+def test_inner_optimizers(inner, options, dtype):
+    net = model(dtype)
+    optimizer = NVFP4Optimizer(net.parameters(), inner, **options)
+    assert final(train(net, optimizer, STEPS)) < 0.6
+    assert isinstance(net.weight, NVFP4Tensor) and net.weight.dtype == dtype
+    states = [value for value in optimizer.state[net.weight].values() if isinstance(value, torch.Tensor)]
+    assert all(type(value) is torch.Tensor and value.dtype == torch.float32 for value in states)
+
+
+def test_a_step_is_the_inner_step_written_back():
+    """Against AdamW on the decoded weight and write_back with the random state that the docstring promises."""
+    net = model()
+    dense = nn.Linear(48, 40)
+    with torch.no_grad():
+        dense.weight.copy_(net.weight.dequantize())
+        dense.bias.copy_(net.bias)
+    x, y = problem()
+    optimizer, expected = adamw(net, seed=7), torch.optim.AdamW(dense.parameters(), lr=1e-3, weight_decay=0.0)
+    nn.functional.mse_loss(net(x), y).backward()
+    for ours, theirs in zip(net.parameters(), dense.parameters(), strict=True):
+        theirs.grad = ours.grad.clone()
+    addresses = [part.data_ptr() for part in (net.weight.qdata, net.weight.scale, net.weight.per_tensor_scale)]
+    old, version = net.weight.detach().clone(), net.weight._version
+    optimizer.step()
+    expected.step()
+    update = dense.weight.detach() - old.dequantize()
+    written = write_back(old, update, rng_state=rng_state_of(7, "0", 1, torch.device("cpu")))
+    assert torch.equal(net.weight.qdata, written.qdata) and torch.equal(net.weight.dequantize(), written.dequantize())
+    assert torch.equal(net.bias, dense.bias)
+    assert addresses == [part.data_ptr() for part in (net.weight.qdata, net.weight.scale, net.weight.per_tensor_scale)]
+    assert net.weight._version > version  # autograd notices
+
+
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_error_feedback_follows_its_formula(inner):
+    """One SGD or Adam step by hand: m + (1 - 1 / beta) * error / (step size of m)."""
+    net = model()
+    options = {"lr": 0.01, "momentum": 0.8} if inner is torch.optim.SGD else {"lr": 0.01, "betas": (0.8, 0.95)}
+    options["weight_decay"] = 0.0
+    optimizer = NVFP4Optimizer(net.parameters(), inner, error_feedback="momentum", **options)
+    before = net.weight.dequantize()
+    x, y = problem()
+    nn.functional.mse_loss(net(x), y).backward()
+    g = net.weight.grad.clone()
+    optimizer.step()
+    if inner is torch.optim.SGD:
+        m, h, name = g, torch.tensor(0.01), "momentum_buffer"
+    else:  # t = 1: m / (1 - beta1) = g, v / (1 - beta2) = g^2
+        m, h, name = 0.2 * g, 0.01 / 0.2 / (g.abs() + 1e-8), "exp_avg"
+    error = before - h * m - net.weight.dequantize()
+    torch.testing.assert_close(optimizer.state[net.weight][name], m + (1 - 1 / 0.8) * error / h, rtol=1e-4, atol=1e-5)
+    assert error.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"error_feedback": "momentum"}])
+def test_resumes_bit_for_bit(dtype, options):
+    def start():
+        net = model(dtype)
+        optimizer = adamw(net, seed=3, **options)
+        return net, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+
+    whole = start()
+    train(*whole[:2], 12, whole[2])
+    first = start()
+    train(*first[:2], 5, first[2])
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in first], file)
+    file.seek(0)
+    second = start()
+    for part, state in zip(second, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    train(*second[:2], 7, second[2])
+    for name in ("qdata", "per_tensor_scale"):
+        assert torch.equal(getattr(whole[0].weight, name), getattr(second[0].weight, name))
+    assert torch.equal(whole[0].weight.scale.view(torch.uint8), second[0].weight.scale.view(torch.uint8))
+    assert torch.equal(whole[0].bias, second[0].bias)
+    assert whole[1].param_groups[0]["lr"] == second[1].param_groups[0]["lr"] < 1e-3
+    for name, value in whole[1].state[whole[0].weight].items():
+        assert torch.equal(value, second[1].state[second[0].weight][name]) and value.dtype == torch.float32
+
+
+def test_runs_repeat_by_seed_alone():
+    weights = []
+    for seed, noise in ((0, 1), (0, 2), (1, 1)):
+        net = model()
+        optimizer = adamw(net, seed=seed)
+        torch.manual_seed(noise)
+        train(net, optimizer, 3)
+        weights.append(net.weight.qdata.clone())
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_a_copy_goes_on_alike():
+    net = model()
+    optimizer = adamw(net)
+    train(net, optimizer, 2)
+    both = copy.deepcopy((net, optimizer))
+    train(net, optimizer, 2)
+    train(*both, 2)
+    assert both[0].weight is not net.weight and torch.equal(both[0].weight.qdata, net.weight.qdata)
+
+
+def test_groups_closures_and_parameters_without_gradient():
+    net = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 40))
+    to_nvfp4_parameters(net)
+    groups = [{"params": [net[0].weight], "lr": 0.0}, {"params": [net[1].weight], "round_mode": "rne"}]
+    optimizer = NVFP4Optimizer(groups, torch.optim.AdamW, lr=0.05, weight_decay=0.0)
+    optimizer.add_param_group({"params": [net[0].bias, net[1].bias], "lr": 0.01})
+    before = copy.deepcopy(net.state_dict())
+    x, y = problem()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(x), y)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > optimizer.step(closure).item()
+    assert torch.equal(before["0.weight"].dequantize(), net[0].weight.dequantize())  # lr 0: nothing moves
+    assert not torch.equal(before["1.weight"].qdata, net[1].weight.qdata)
+    assert [group["writes"] for group in optimizer.param_groups] == [2, 2, 2]
+    optimizer.zero_grad()
+    codes = net[1].weight.qdata.clone()
+    optimizer.step()
+    assert torch.equal(codes, net[1].weight.qdata)
+
+
+def bad(**options):
+    net = model()
+    return lambda: adamw(net, **options)
+
+
+def hadamard():
+    weight = nn.Parameter(quantize(torch.randn(4, 32), QuantizeSpec(hadamard_sign=True)))
+    NVFP4Optimizer([("layer.weight", weight)], torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: NVFP4Optimizer(model().parameters(), "adamw"), "class of optimizer"),
+        (lambda: NVFP4Optimizer(model().parameters(), torch.optim.LBFGS), "LBFGS does not update"),
+        (bad(round_mode="away"), "'stochastic' or 'rne'"),
+        (bad(round_mode="bogus"), "bogus"),
+        (bad(error_feedback="gradient"), "False or 'momentum'"),
+        (bad(error_feedback="momentum", amsgrad=True), "without amsgrad"),
+        (bad(seed=0.5), "seed is an integer"),
+        (bad(lr=-1.0), "Invalid learning rate"),
+        (hadamard, "layer.weight holds Hadamard"),
+        (
+            lambda: NVFP4Optimizer(model().parameters(), torch.optim.SGD, lr=0.1, error_feedback="momentum"),
+            "momentum above 0",
+        ),
+        (
+            lambda: NVFP4Optimizer(model().parameters(), torch.optim.Adagrad, error_feedback="momentum"),
+            "not Adagrad's",
+        ),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_a_group_that_is_refused_is_not_added():
+    net = model()
+    optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="momentum above 0"):
+        optimizer.add_param_group({"params": [net.bias], "error_feedback": "momentum"})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [net.bias]})
+
+
+def test_to_nvfp4_parameters():
+    net = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 40), nn.Linear(40, 8))
+    net[1].weight.requires_grad_(False)
+    assert to_nvfp4_parameters(net) is net
+    assert [isinstance(layer.weight, NVFP4Tensor) for layer in net] == [True, False, True]
+    assert [layer.weight.requires_grad for layer in net] == [True, False, True]
+    net(torch.randn(4, 48)).sum().backward()
+    assert type(net[0].weight.grad) is torch.Tensor and net[0].weight.grad.shape == (32, 48)
+    with pytest.raises(ValueError, match="no linear"):
+        to_nvfp4_parameters(nn.Sequential(nn.ReLU()))
+    named = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 40))
+    to_nvfp4_parameters(named, QuantizeSpec(block_rows=16), training.keep_dense("1"))
+    assert named[0].weight.spec.block_rows == 16 and not isinstance(named[1].weight, NVFP4Tensor)
+
+
+@pytest.mark.gpu
+def test_a_gpu_writes_the_same_bits():
+    """One step on equal gradients."""
+    weights = []
+    for device in ("cpu", "cuda"):
+        net = model().to(device)
+        optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.25)
+        net.weight.grad = torch.arange(40 * 48.0).view(40, 48).sub(900).to(device) / 2**14
+        optimizer.step()
+        weights.append(net.weight.qdata.cpu())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.gpu
+def test_a_step_refuses_to_be_captured():
+    net = model().cuda()
+    optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.25)
+    net.weight.grad = torch.ones(40, 48, device="cuda")
+    optimizer.step()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="after each replay"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    assert optimizer.param_groups[0]["writes"] == 1

@@ -1,0 +1,196 @@
+"""refit_: the bits of a fresh quantize at the old addresses, or an error and nothing changed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
+from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.training import RefitReport, refit_
+
+
+def trainer(dtype=torch.float32):
+    return nn.Sequential(nn.Linear(72, 48), nn.BatchNorm1d(48), nn.Linear(48, 24)).to(dtype)
+
+
+def server(config=None, dtype=torch.float32, device="cpu"):
+    model = trainer(dtype).to(device).eval()
+    quantize_(model, NVFP4WeightOnlyConfig() if config is None else config)
+    return model
+
+
+def parts(model):
+    """(address, bytes) of all that is stored."""
+    tensors = []
+    for p in [*model.parameters(), *model.buffers()]:
+        tensors += [p.qdata, p.scale, p.per_tensor_scale] if isinstance(p, NVFP4Tensor) else [p.detach()]
+    return [(t.data_ptr(), t.clone().reshape(-1).view(torch.uint8)) for t in tensors]
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "config", [NVFP4WeightOnlyConfig(), NVFP4WeightOnlyConfig(block_rows=16, four_over_six=True), NVFP4Config()]
+)
+def test_equals_a_fresh_quantize_at_the_old_addresses(config, dtype, given, device):
+    model, weights = server(config, dtype, device), trainer(given).state_dict()
+    before = parts(model)
+    report = refit_(model, weights)
+    after = parts(model)
+    assert [address for address, _ in before] == [address for address, _ in after]
+    for i in (0, 2):
+        fresh = quantize(weights[f"{i}.weight"].to(device), config.weight)
+        held = model[i].weight
+        assert torch.equal(held.qdata, fresh.qdata) and torch.equal(held.per_tensor_scale, fresh.per_tensor_scale)
+        assert torch.equal(held.scale.view(torch.uint8), fresh.scale.view(torch.uint8))
+        assert held.dtype == dtype and held.activation_spec == getattr(config, "activation", None)
+    assert torch.equal(model[1].weight.cpu(), weights["1.weight"].to(dtype))
+    assert (report.quantized, report.dense) == (2, 4 + 3)
+    assert report.source_bytes == sum(w.nbytes for w in weights.values())
+    assert report.seconds > 0 and "2 NVFP4 and 7 dense" in str(report)
+
+
+def test_static_activation_scales_stay():
+    model = server(NVFP4Config())
+    model[0].weight.activation_amax = torch.tensor(3.5)
+    refit_(model, trainer().state_dict())
+    assert model[0].weight.activation_amax.item() == 3.5 and model[2].weight.activation_amax is None
+
+
+def test_stochastic_noise_is_a_function_of_seed_and_step():
+    weights, model = trainer().state_dict(), server()
+    codes = {}
+    for step in (0, 1, 0):
+        refit_(model, weights, round_mode="stochastic", seed=4, step=step)
+        codes.setdefault(step, []).append(model[0].weight.qdata.clone())
+    assert torch.equal(*codes[0]) and not torch.equal(codes[0][0], codes[1][0])
+    rng_state = rng_state_of(4, "0.weight", 0, torch.device("cpu"))
+    fresh = quantize(weights["0.weight"], QuantizeSpec(round_mode="stochastic"), rng_state=rng_state)
+    assert torch.equal(codes[0][0], fresh.qdata)
+    assert model[0].weight.spec == QuantizeSpec()
+
+
+class Served(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 80, bias=False)
+        self.out = nn.Linear(32, 16)
+
+
+def test_fused_weights_by_a_function():
+    torch.manual_seed(0)
+    model = Served()
+    quantize_(model, NVFP4WeightOnlyConfig())
+    given = {"q": torch.randn(48, 32), "v": torch.randn(16, 32), "k": torch.randn(16, 32)}
+    rest = {"out.weight": torch.randn(16, 32), "out.bias": torch.randn(16), "rotary": torch.randn(3)}
+
+    def place(name):
+        if name in given:
+            return "qkv.weight", "qkv".index(name)
+        return None if name == "rotary" else name
+
+    refit_(model, iter([*given.items(), *rest.items()]), place=place)
+    fresh = quantize(torch.cat([given["q"], given["k"], given["v"]]))
+    assert torch.equal(model.qkv.weight.qdata, fresh.qdata)
+    assert torch.equal(model.out.bias, rest["out.bias"])
+    before = parts(model)
+    del given["k"]
+    with pytest.raises(KeyError, match="pieces"):
+        refit_(model, {**given, **rest}, place=lambda n: ("qkv.weight", 2) if n == "v" else place(n))
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(before, parts(model), strict=True))
+
+
+def test_experts_and_transposed_parameters():
+    model = nn.Module()
+    model.experts = nn.Parameter(quantize_experts(torch.randn(3, 20, 40)), requires_grad=False)
+    model.turned = nn.Parameter(quantize(torch.randn(24, 40)).mT, requires_grad=False)
+    new = {"experts": torch.randn(3, 20, 40) * 7, "turned": torch.randn(40, 24)}
+    refit_(model, new)
+    assert torch.equal(model.experts.qdata, quantize_experts(new["experts"]).qdata)
+    assert torch.equal(model.experts.dequantize(), quantize_experts(new["experts"]).dequantize())
+    assert torch.equal(model.turned.dequantize(), quantize(new["turned"].mT).dequantize().mT)
+
+
+def test_tied_parameters_need_one_name():
+    model = server()
+    model.again = model[0]
+    weights = trainer().state_dict()
+    assert isinstance(refit_(model, weights), RefitReport)
+
+
+def test_not_strict_takes_what_there_is():
+    model = server()
+    old = model[2].weight.qdata.clone()
+    report = refit_(model, {"0.weight": torch.randn(48, 72), "other": torch.randn(2)}, strict=False)
+    assert (report.quantized, report.dense) == (1, 0)
+    assert torch.equal(model[2].weight.qdata, old)
+
+
+def changed(**changes):
+    def make():
+        weights = trainer().state_dict()
+        for name, value in changes.items():
+            weights[name.replace("_", ".", 1)] = value
+        return weights
+
+    return make
+
+
+def without(name):
+    def make():
+        weights = trainer().state_dict()
+        del weights[name]
+        return weights
+
+    return make
+
+
+def twice():
+    return [*trainer().state_dict().items(), ("2.bias", torch.zeros(24))]
+
+
+@pytest.mark.parametrize(
+    "weights, options, error, message",
+    [
+        (without("2.bias"), {}, KeyError, "missing: 2.bias"),
+        (changed(other=torch.zeros(3)), {}, KeyError, "unexpected: other"),
+        (changed(**{"2_weight": torch.zeros(48, 24)}), {}, ValueError, r"2.weight is \(24, 48\) .* and \(48, 24\)"),
+        (changed(**{"2_bias": torch.zeros(1)}), {}, ValueError, r"2.bias is \(24,\)"),
+        (changed(**{"2_weight": torch.zeros(24, 48, dtype=torch.int8)}), {}, TypeError, "not torch.int8"),
+        (changed(**{"2_weight": quantize(torch.zeros(24, 48))}), {}, TypeError, "dense tensor, not a NVFP4Tensor"),
+        (changed(**{"2_weight": 3.0}), {}, TypeError, "dense tensor, not a float"),
+        (twice, {}, KeyError, "given twice"),
+        (changed(), {"round_mode": "eden"}, ValueError, "EDEN"),
+        (changed(), {"round_mode": "bogus"}, ValueError, "bogus"),
+    ],
+)
+def test_errors_leave_all_as_it_was(weights, options, error, message):
+    model = server()
+    before = copy.deepcopy(parts(model))
+    with pytest.raises(error, match=message):
+        refit_(model, weights(), **options)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(before, parts(model), strict=True))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_sees_the_new_weights():
+    model = server(dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(8, 72, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        graph.replay()
+        old = y.clone()
+        refit_(model, trainer(torch.bfloat16).state_dict())
+        graph.replay()
+        assert not torch.equal(y, old)
+        assert torch.equal(y, model(x))

@@ -1,0 +1,196 @@
+"""A write into an NVFP4 tensor: unbiased, still where nothing is updated, the same bits everywhere."""
+
+import math
+
+import pytest
+import torch
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
+from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.training.weights import write_back
+
+SPECS = {
+    "1x16": QuantizeSpec(),
+    "16x16": QuantizeSpec(block_rows=16),
+    "up": QuantizeSpec(scale_rounding="up"),
+    "4/6": QuantizeSpec(four_over_six=True),
+}
+SHAPE = 33, 50
+
+
+def case(spec, dtype=torch.float32, device="cpu"):
+    """w with rows of zeros, and updates from far below a step to far above the block's largest element."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SHAPE, generator=generator)
+    x[:3] = 0
+    update = torch.randn(SHAPE, generator=generator) * 0.05
+    update[10:20] *= 20
+    return quantize(x.to(device, dtype), spec), update.to(device)
+
+
+def rng(seed, offset=0, device="cpu"):
+    return torch.tensor([seed, offset], device=device)
+
+
+def values(w):
+    return w.dequantize(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["stochastic", "rne"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_nothing_moves_without_an_update(spec, mode, dtype):
+    """Quantizing anew does not keep to that: it is what the held grid is for."""
+    w, update = case(SPECS[spec], dtype)
+    w = write_back(w, update, rng_state=rng(1))  # blocks of every kind: grown, shrunk, filled
+    for i in range(4):
+        again = write_back(w, torch.zeros(SHAPE), round_mode=mode, rng_state=rng(i))
+        assert torch.equal(values(again), values(w))
+
+
+def test_quantizing_anew_moves_what_has_no_update():
+    w = write_back(*case(QuantizeSpec()), rng_state=rng(1))
+    anew = quantize(values(w), QuantizeSpec(round_mode="stochastic", scale_rounding="up"), rng_state=rng(2))
+    assert (values(anew) != values(w)).float().mean() > 0.1
+
+
+def units(w):
+    """Block scale times per-tensor scale, for each element."""
+    scale = layout.unswizzle(w.scale, SHAPE[0], -(-SHAPE[1] // 16)).float() * w.per_tensor_scale
+    return scale.repeat_interleave(16, dim=1)[:, : SHAPE[1]]
+
+
+DRAWS = 800
+LIMIT = 5.5
+"""Standard errors: of 1,650 elements and four specs, a normal deviate beyond it comes once in 4,000 runs."""
+
+
+def bias_in_errors(w, update, writer):
+    """(largest, pooled) deviation of the mean of DRAWS writes from w + update, in standard errors.
+
+    A draw more, off by the longest step of its block, is counted into each variance: elements that hardly ever move
+    have none observed.
+    """
+    steps = 2 * units(write_back(w, update, rng_state=rng(1))).double()
+    total = torch.zeros(SHAPE, dtype=torch.float64)
+    squares = torch.zeros_like(total)
+    target = values(w).double() + update.double()
+    for i in range(DRAWS):
+        error = values(writer(w, update, rng(7919 * i + 13, i))).double() - target
+        total += error
+        squares += error * error
+    mean = total / DRAWS
+    errors = ((squares + steps.square()) / DRAWS**2).sqrt()
+    return (mean / errors).abs().max().item(), (mean.sum() / errors.square().sum().sqrt()).abs().item()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_mean_of_writes_is_the_updated_value(spec):
+    largest, pooled = bias_in_errors(*case(SPECS[spec]), lambda w, u, r: write_back(w, u, rng_state=r))
+    assert largest < LIMIT and pooled < 4
+
+
+PLANTED = {
+    "nearest": lambda w, u, r: write_back(w, u, round_mode="rne"),
+    "largest elements clipped": lambda w, u, r: quantize(
+        values(w) + u, QuantizeSpec(round_mode="stochastic"), rng_state=r
+    ),
+    "a tenth of the update lost": lambda w, u, r: write_back(w, u * 0.9, rng_state=r),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_bias_is_caught(fault):
+    largest, _ = bias_in_errors(*case(QuantizeSpec()), PLANTED[fault])
+    assert largest > 2 * LIMIT
+
+
+def test_noise_is_in_proportion_to_the_update():
+    """Of an element between two points, step * |update| at most; quantizing anew has step^2 / 4 whatever the update."""
+    w, _ = case(QuantizeSpec())
+    update = torch.full(SHAPE, 1e-4)
+    moved = torch.stack([(values(write_back(w, update, rng_state=rng(i))) - values(w)) for i in range(50)])
+    assert moved[:, 3:].square().mean() < 1e-4  # step ~ 0.3
+    assert 0.5e-4 < moved[:, 3:].mean() < 1.5e-4
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_to_nearest_is_within_half_a_step(spec):
+    w, update = case(SPECS[spec])
+    new = write_back(w, update, round_mode="rne")
+    target = values(w) + update
+    # a step is 2 units at most, and a block grows only where its largest is nearer to 8 than to 6
+    assert ((values(new) - target).abs() <= units(new) * 1.001).all()
+
+
+def test_tiles_keep_one_scale():
+    w, update = case(QuantizeSpec(block_rows=16))
+    new = write_back(w, update, rng_state=rng(3))
+    scale = layout.unswizzle(new.scale, 33, 4).view(torch.uint8)
+    for start in (0, 16):
+        assert torch.equal(scale[start : start + 16], scale[start].expand(16, -1))
+
+
+def test_per_tensor_scale_follows_by_powers_of_two():
+    """A thousandfold growth and back keep block scales within e4m3 and lose nothing beyond a step."""
+    w, _ = case(QuantizeSpec())
+    large = write_back(w, values(w) * 1023, rng_state=rng(1))
+    ratio = math.log2((large.per_tensor_scale / w.per_tensor_scale).item())
+    assert ratio == round(ratio) and 9 <= ratio <= 11
+    assert large.scale.float().max() <= 448
+    small = write_back(large, values(large) * (1 / 1024 - 1), rng_state=rng(2))
+    assert (values(small) - values(w))[3:].norm() < 0.2 * values(w).norm()
+
+
+def test_not_finite_updates_make_their_blocks_nan():
+    w, update = case(QuantizeSpec())
+    update[5, 0], update[6, 17] = torch.nan, torch.inf
+    new = values(write_back(w, update, rng_state=rng(1)))
+    expected = torch.zeros(SHAPE, dtype=torch.bool)
+    expected[5, :16] = expected[6, 16:32] = True
+    assert torch.equal(new.isnan(), expected)
+
+
+def test_experts_and_joined_rows_keep_their_own_scales():
+    x = torch.randn(3, 20, 40) * torch.tensor([1.0, 100.0, 1e-3]).view(3, 1, 1)
+    experts = quantize_experts(x)
+    update = x * 0.01
+    new = write_back(experts, update, rng_state=rng(1))
+    for e in range(3):
+        alone = write_back(quantize(x[e]), torch.zeros(20, 40), rng_state=rng(1))
+        assert torch.equal(values(experts)[e], values(alone))
+        step = x[e].abs().max() / 3
+        assert ((values(new)[e] - values(experts)[e] - update[e]).abs() <= step).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_same_bits_on_a_gpu(spec):
+    results = []
+    for device in ("cpu", "cuda"):
+        w, update = case(SPECS[spec], device=device)
+        new = write_back(w, update, rng_state=rng(5, 6, device))
+        results.append([part.cpu().view(-1).view(torch.uint8) for part in (new.qdata, new.scale)])
+        results[-1].append(new.per_tensor_scale.cpu())
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    "w, options, message",
+    [
+        (lambda: quantize(torch.randn(4, 32), QuantizeSpec(hadamard_sign=True)), {}, "Hadamard"),
+        (lambda: quantize(torch.randn(32, 4)).mT, {}, "transposed"),
+        (lambda: quantize(torch.randn(260, 32))[:4], {}, "part or a copy"),
+        (lambda: quantize(torch.randn(4, 32)), {"rng_state": None}, "rng_state"),
+        (lambda: quantize(torch.randn(4, 32)), {"round_mode": "away"}, "'stochastic' or 'rne'"),
+        (lambda: quantize(torch.randn(4, 33)), {}, r"\(4, 32\) and w \(4, 33\)"),
+    ],
+)
+def test_errors(w, options, message):
+    with pytest.raises(ValueError, match=message):
+        write_back(w(), torch.zeros(4, 32), **{"rng_state": rng(1), **options})
+
+
+def test_empty():
+    w = quantize(torch.empty(0, 32))
+    assert isinstance(write_back(w, torch.empty(0, 32), rng_state=rng(1)), NVFP4Tensor)
