@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from nvfp4_tensor.distributed.agreement import check_agreement
 from nvfp4_tensor.numerics.random_state import rng_state_of
-from nvfp4_tensor.sharding.layout import Axis, Place, Share
+from nvfp4_tensor.sharding.layout import LinearSharding, ShardedDim, TokenSharding
 from nvfp4_tensor.training.config import training_linears
 
 
@@ -54,17 +54,17 @@ def share_tokens(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chunks: Se
     if dim < 0:
         raise ValueError(f"dim counts from the first dimension of an input, 0 for its batch, got {dim}")
     for name, linear in linears.items():
-        _check_shared(name, linear.place or Place(), dim, group)
+        _check_shared(name, linear.sharding, dim, group)
     _check_chunks(tuple(chunks), group)
     if axis.ranks > 1:
         axis = axis._replace(groups=(_apart(group, torch.device(mesh.device_type)),))
     for linear in linears.values():
-        linear.place = (linear.place or Place()).sharing(Share(axis, dim, tuple(chunks)))
+        linear.sharding = linear.sharding.with_tokens(TokenSharding(axis, dim, tuple(chunks)))
 
 
-def _check_shared(name: str, place: Place, dim: int, group: dist.ProcessGroup) -> None:
+def _check_shared(name: str, sharding: LinearSharding, dim: int, group: dist.ProcessGroup) -> None:
     """A second call for a dimension takes the place of the first, and of another mesh would forget its ranks."""
-    for share in place.shares:
+    for share in sharding.token_shardings:
         for before in share.axis.groups if share.dim == dim and share.axis.ranks > 1 else ():
             named: Any = before  # a GroupName, which torch 2.11 does not have
             ranks = dist.get_process_group_ranks(_resolve_process_group(named))
@@ -85,14 +85,14 @@ def _check_chunks(mine: tuple[int, ...], group: dist.ProcessGroup) -> None:
         )
 
 
-def axis_of(mesh: DeviceMesh) -> Axis:
+def axis_of(mesh: DeviceMesh) -> ShardedDim:
     """This rank's piece of what a mesh of one dimension shares; ValueError for another mesh."""
     if mesh.ndim != 1:
         raise ValueError(
             f"a mesh of one dimension is needed, and {mesh} has {mesh.ndim}: name one of them, mesh['dp'] for "
             "instance, or make them one, mesh._flatten()"
         )
-    return Axis(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,))
+    return ShardedDim(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,))
 
 
 def _apart(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nvfp4_tensor.distributed.bits import axis_of
 from nvfp4_tensor.ops.definitions import own_amax
-from nvfp4_tensor.sharding.layout import largest
+from nvfp4_tensor.sharding.layout import all_reduce_amax
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -41,4 +41,4 @@ def share_amax(experts: NVFP4Tensor, rows: Tensor, offs: Tensor, mesh: DeviceMes
         raise ValueError(f"these experts' activations have {what}, no amax of each call: multiply by them as they are")
     live = torch.arange(len(rows), device=rows.device)[:, None] < offs[-1:]
     amax = own_amax(torch.where(live, rows, 0), spec, None)
-    return experts._replace(activation_amax=largest(amax, (axis,)))
+    return experts._replace(activation_amax=all_reduce_amax(amax, (axis,)))

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.linear import NVFP4Linear
-from nvfp4_tensor.sharding.layout import Place, local
-from nvfp4_tensor.sharding.sequence import Whole, gathered_operands, whole_in_name, whole_of
+from nvfp4_tensor.sharding.layout import LinearSharding, compare_token_counts, local_shard
+from nvfp4_tensor.sharding.sequence import GatheredShape, gather_if_sharded, gather_operands, gather_shape_only
 from nvfp4_tensor.tensor.arguments import resolve_rng_state
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.linear.function import autocast, flat
-from nvfp4_tensor.training.linear.sharded_operands import compare_tokens, quantized_at
+from nvfp4_tensor.training.linear.operands import quantize_operand
 
 
 class NVFP4ParallelLinear(NVFP4Linear):
@@ -23,44 +23,46 @@ class NVFP4ParallelLinear(NVFP4Linear):
     Where products quantize activations (W4A4), the ranks agree on the amax of what they share.
     """
 
-    place: Place
+    sharding: LinearSharding
     """Which piece of the weight this rank has."""
 
     @classmethod
-    def convert(cls, linear: nn.Linear, place: Place) -> NVFP4ParallelLinear:
+    def convert(cls, linear: nn.Linear, sharding: LinearSharding) -> NVFP4ParallelLinear:
         """The same module, with products of its own."""
         linear.__class__ = cls
         assert isinstance(linear, NVFP4ParallelLinear)
-        linear.place = place
+        linear.sharding = sharding
         return linear
 
     def forward(self, input: Tensor) -> Tensor:
-        weight: Any = local(self.weight)
-        bias = None if self.bias is None or self.place.inputs.ranks > 1 else local(self.bias)  # once, after the sum
+        weight: Any = local_shard(self.weight)
+        bias = (
+            None if self.bias is None or self.sharding.inputs.ranks > 1 else local_shard(self.bias)
+        )  # once, after the sum
         stored: Any = getattr(self.weight, "_local_tensor", self.weight)  # dynamo reads the fields of a parameter alone
         spec = getattr(stored, "activation_spec", None)  # a dense weight, loaded since, has none
         if spec is None:
-            return nn.functional.linear(whole_of(input, self.place), weight, bias)
+            return nn.functional.linear(gather_if_sharded(input, self.sharding), weight, bias)
         x = autocast(input)
-        codes, sequence = activations(x.detach(), weight, spec, self.place), self.place.sequence_of(x)
+        codes, sequence = activations(x.detach(), weight, spec, self.sharding), self.sharding.sequence_of(x)
         if sequence is not None:
-            x = whole_in_name(x, sequence)
+            x = gather_shape_only(x, sequence)
         return _Product.apply(flat(x), weight, bias, codes).view(*x.shape[:-1], weight.shape[0])
 
 
-def activations(x: Tensor, weight: NVFP4Tensor, spec: QuantizeSpec, place: Place) -> NVFP4Tensor:
+def activations(x: Tensor, weight: NVFP4Tensor, spec: QuantizeSpec, sharding: LinearSharding) -> NVFP4Tensor:
     """x (..., K), this rank's piece, as the codes (M, K) that one rank would make of it for a product with the weight.
 
     Pieces of a sequence are gathered as codes.
     """
     rng_state = resolve_rng_state(x, spec, None, None)
-    sequence = place.sequence_of(x)
-    at = place.at(x.shape[:-1], piece=sequence is not None).x
+    sequence = sharding.sequence_of(x)
+    at = sharding.for_input(x.shape[:-1], local=sequence is not None).x
     if sequence is not None and (spec.row_scaled or weight.activation_amax is not None):
-        compare_tokens(at, flat(x))  # others compare with their amaxes
-    parts = quantized_at(at, "x", flat(x), spec, rng_state, 0, weight.activation_amax)
+        compare_token_counts(at, flat(x))  # others compare with their amaxes
+    parts = quantize_operand(flat(x), spec, rng_state, 0, at, amax=weight.activation_amax)
     if sequence is not None:
-        parts, _ = gathered_operands(parts, None, Whole.of(x, sequence))
+        parts, _ = gather_operands(parts, None, GatheredShape.of(x, sequence))
     return weight._replace(
         **parts._asdict(),
         columns=x.shape[-1],

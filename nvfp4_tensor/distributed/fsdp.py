@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from nvfp4_tensor.distributed.agreement import M, check_agreement
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.sharding import fsdp_transport as gather
-from nvfp4_tensor.sharding.layout import Axis, largest
+from nvfp4_tensor.sharding.layout import ShardedDim, all_reduce_amax
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.training.config import training_linears
@@ -74,25 +74,27 @@ def precompute_amaxes(model: nn.Module) -> None:
     >>> optimizer.step()
     >>> precompute_amaxes(model)
     """
-    by_axes: dict[tuple[tuple[Axis, ...], str], list[MasterShard]] = {}
+    by_axes: dict[tuple[tuple[ShardedDim, ...], str], list[MasterShard]] = {}
     for linear in training_linears(model).values():
         weight = linear.weight
         if isinstance(weight, DTensor) and isinstance(weight._local_tensor, MasterShard):
             key = _axes_of(weight), weight.device_mesh.device_type
             by_axes.setdefault(key, []).append(weight._local_tensor)
     for (axes, device), shards in by_axes.items():  # of the mesh: shards that CPU offload keeps are elsewhere
-        amaxes = largest(torch.stack([shard.own_amax() for shard in shards]).to(device), axes)
+        amaxes = all_reduce_amax(torch.stack([shard.own_amax() for shard in shards]).to(device), axes)
         for shard, amax in zip(shards, amaxes.unbind(), strict=True):
             shard.keep_amax(amax)
 
 
-def _axes_of(weight: DTensor) -> tuple[Axis, ...]:
+def _axes_of(weight: DTensor) -> tuple[ShardedDim, ...]:
     """The dimensions of the mesh that share the weight."""
     mesh = weight.device_mesh
     shared = [
         dim for dim, placement in enumerate(weight.placements) if placement.is_shard() or not placement.is_replicate()
     ]
-    return tuple(Axis(mesh.get_local_rank(dim), mesh.size(dim), (mesh.get_group(dim).group_name,)) for dim in shared)
+    return tuple(
+        ShardedDim(mesh.get_local_rank(dim), mesh.size(dim), (mesh.get_group(dim).group_name,)) for dim in shared
+    )
 
 
 def _weight_spec(linear: nn.Module, name: object) -> QuantizeSpec:
@@ -212,9 +214,9 @@ class MasterShard(Tensor):
     def _state(self) -> tuple:
         return self._writes[0], self.data_ptr(), optimizer_steps()
 
-    def _whole_amax(self, axes: tuple[Axis, ...]) -> Tensor:
+    def _whole_amax(self, axes: tuple[ShardedDim, ...]) -> Tensor:
         if self._amax is None or self._amax[0] != self._state():
-            self.keep_amax(largest(self.own_amax(), axes))
+            self.keep_amax(all_reduce_amax(self.own_amax(), axes))
         assert self._amax is not None
         return self._amax[1]
 
@@ -258,9 +260,9 @@ class MasterShard(Tensor):
         return kept[1]
 
     def _quantized(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:
-        place = getattr(module, "place", None)
-        axes = (Axis(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,)),)
-        amax = self._whole_amax(axes if place is None else (*axes, *place.w))
+        sharding = getattr(module, "sharding", None)
+        axes = (ShardedDim(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,)),)
+        amax = self._whole_amax(axes if sharding is None else (*axes, *sharding.w))
         amax = amax.to(dtype).float()  # that of the weight in the dtype of the products, for rounding is monotonic
         qdata, scale, factor = torch.ops.nvfp4.quantize(self.plain().to(dtype), amax, None, spec.pack())
         return NVFP4Tensor._of_parts(qdata, scale, factor, self.shape[1], dtype, spec)

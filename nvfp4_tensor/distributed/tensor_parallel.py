@@ -14,7 +14,7 @@ from nvfp4_tensor.distributed.agreement import check_agreement, kind
 from nvfp4_tensor.distributed.bits import axis_of
 from nvfp4_tensor.distributed.frozen import NVFP4ParallelLinear
 from nvfp4_tensor.numerics.layout import BLOCK
-from nvfp4_tensor.sharding.layout import Place, Share
+from nvfp4_tensor.sharding.layout import LinearSharding, TokenSharding
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 
@@ -25,16 +25,16 @@ def share_weight(linear: NVFP4TrainingLinear, dim: int, mesh: DeviceMesh) -> Non
     Raises:
         ValueError: the whole weight, which the linear still has, does not divide into whole blocks a rank.
     """
-    linear.place = _share(linear, linear.place or Place(), dim, mesh, BLOCK)
+    linear.sharding = _share(linear, linear.sharding, dim, mesh, BLOCK)
 
 
-def _share(linear: nn.Linear, place: Place, dim: int, mesh: DeviceMesh, blocks: int) -> Place:
+def _share(linear: nn.Linear, sharding: LinearSharding, dim: int, mesh: DeviceMesh, blocks: int) -> LinearSharding:
     axis = axis_of(mesh)
     size, features = linear.weight.shape[dim], ("outputs", "inputs")[dim]
     if size % (blocks * axis.ranks):
         pieces = f"in whole blocks of {blocks}" if blocks > 1 else "evenly"
         raise ValueError(f"{linear} has {size} {features}, which {axis.ranks} ranks cannot share {pieces}")
-    return dataclasses.replace(place, outputs=axis) if dim == 0 else dataclasses.replace(place, inputs=axis)
+    return dataclasses.replace(sharding, outputs=axis) if dim == 0 else dataclasses.replace(sharding, inputs=axis)
 
 
 class _Parallel(ParallelStyle):
@@ -62,7 +62,9 @@ class _Parallel(ParallelStyle):
             share_weight(module, self.weight_dim, device_mesh)
         elif isinstance(module, nn.Linear) and isinstance(module.weight, NVFP4Tensor):
             blocks = BLOCK if self.weight_dim == 1 else 1
-            linear = NVFP4ParallelLinear.convert(module, _share(module, Place(), self.weight_dim, device_mesh, blocks))
+            linear = NVFP4ParallelLinear.convert(
+                module, _share(module, LinearSharding(), self.weight_dim, device_mesh, blocks)
+            )
         else:
             raise TypeError(
                 f"{type(self).__name__} is for linears that train in NVFP4, or have an NVFP4 weight, not {module}: "
@@ -70,8 +72,8 @@ class _Parallel(ParallelStyle):
             )
         layout = self.input_layout
         if self.weight_dim == 0 and isinstance(layout, Shard) and layout.dim >= 0:
-            sequence = Share(axis_of(device_mesh), layout.dim)
-            linear.place = dataclasses.replace(linear.place or Place(), sequence=sequence)
+            sequence = TokenSharding(axis_of(device_mesh), layout.dim)
+            linear.sharding = dataclasses.replace(linear.sharding, sequence=sequence)
         if self.src_data_rank is not None:  # else nothing travels here
             _check_alike(linear, device_mesh)
         self._distribute(module, "weight", Shard(self.weight_dim), device_mesh)

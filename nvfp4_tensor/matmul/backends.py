@@ -1,4 +1,4 @@
-"""Which way a product goes: chosen here, once for each product, and nowhere else.
+"""Choose the backend of a product: once for each product, and nowhere else.
 
 ``NVFP4_TENSOR_PRINT_PLANS=1`` in the environment prints each choice to stderr, once, with its reason; the native
 kernels then print theirs too.
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from nvfp4_tensor.matmul import fbgemm
 from nvfp4_tensor.numerics.choices import ProductBackend
+from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.layout import FP4_CAPABILITY
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
-class Way(enum.Enum):
+class Backend(enum.Enum):
     """How a product with an NVFP4 operand w is computed."""
 
     DECODED = "dense rows x decoded codes, by the op nvfp4.matmul"
@@ -34,28 +35,28 @@ class Way(enum.Enum):
     @property
     def on_codes(self) -> bool:
         """Whether both operands are NVFP4 there, so that a dense one has to be quantized."""
-        return self in (Way.SCALED_MM, Way.FBGEMM, Way.GROUPED_FP4)
+        return self in (Backend.SCALED_MM, Backend.FBGEMM, Backend.GROUPED_FP4)
 
 
-def choose(x: Tensor, w: NVFP4Tensor, along_blocks: bool) -> Way:
-    """The way of x (M, K) or (E, M, K) times what w stores, transposed if the sum runs along its blocks.
+def choose(x: Tensor, w: NVFP4Tensor, along_blocks: bool) -> Backend:
+    """The backend of x (M, K) or (E, M, K) times what w stores, transposed if the sum runs along its blocks.
 
     Raises:
         RuntimeError: w names a backend that cannot multiply here; the message says what to do.
     """
-    way, why = _choose(x, w, along_blocks)
+    backend, why = _choose(x, w, along_blocks)
     if PRINTS_PLANS:
-        _print_plan(tuple(x.shape), tuple(w.shape), str(x.dtype), str(x.device), way, why)
-    return way
+        _print_plan(tuple(x.shape), tuple(w.shape), str(x.dtype), str(x.device), backend, why)
+    return backend
 
 
-def _choose(x: Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Way, str]:
+def _choose(x: Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Backend, str]:
     quantized = isinstance(x, NVFP4Tensor)
     if not along_blocks:
-        return Way.DECODED, "the sum runs across the blocks of w, as a gradient's does"
+        return Backend.DECODED, "the sum runs across the blocks of w, as a gradient's does"
     if not quantized and w.activation_spec is None:
-        return Way.DECODED, "activations stay as they are (W4A16)"
-    otherwise = Way.DECODED if quantized else Way.QUANTIZED_VALUES
+        return Backend.DECODED, "activations stay as they are (W4A16)"
+    otherwise = Backend.DECODED if quantized else Backend.QUANTIZED_VALUES
     if not quantized:
         check_backend(w.product_backend, x.device, x.dtype)
     if not has_fp4_tensor_cores(x.device):
@@ -63,22 +64,22 @@ def _choose(x: Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Way, str]:
     if not fits_tensor_cores(x, w):
         return otherwise, "FP4 tensor cores take matrices with one per-tensor scale each, not transposed, not empty"
     check_backend(w.product_backend, x.device, x.dtype)
-    return (Way.FBGEMM if w.product_backend == ProductBackend.FBGEMM else Way.SCALED_MM), "w's product_backend"
+    return (Backend.FBGEMM if w.product_backend == ProductBackend.FBGEMM else Backend.SCALED_MM), "w's product_backend"
 
 
-def choose_grouped(x: Tensor, w: NVFP4Tensor) -> Way:
-    """The way of rows x (M, K) by groups times experts w (E, K, N); RuntimeError as :func:`choose`."""
+def choose_grouped(x: Tensor, w: NVFP4Tensor) -> Backend:
+    """The backend of rows x (M, K) by groups times experts w (E, K, N); RuntimeError as :func:`choose`."""
     if not w.transposed or w.activation_spec is None:
-        way, why = Way.DECODED, "activations stay as they are, or the sum runs across the blocks"
+        backend, why = Backend.DECODED, "activations stay as they are, or the sum runs across the blocks"
     else:
         check_backend(w.product_backend, x.device, x.dtype)
         if has_grouped_fp4(x.device) and _fits_grouped_tensor_cores(x, w):
-            way, why = Way.GROUPED_FP4, "compute capability 10, bfloat16 rows"
+            backend, why = Backend.GROUPED_FP4, "compute capability 10, bfloat16 rows"
         else:
-            way, why = Way.QUANTIZED_VALUES, f"{x.device} has no grouped FP4 product of such operands"
+            backend, why = Backend.QUANTIZED_VALUES, f"{x.device} has no grouped FP4 product of such operands"
     if PRINTS_PLANS:
-        _print_plan(tuple(x.shape), tuple(w.shape), str(x.dtype), str(x.device), way, why)
-    return way
+        _print_plan(tuple(x.shape), tuple(w.shape), str(x.dtype), str(x.device), backend, why)
+    return backend
 
 
 # --- what is printed -------------------------------------------------------------------------------------------------
@@ -87,8 +88,8 @@ PRINTS_PLANS = os.environ.get("NVFP4_TENSOR_PRINT_PLANS") == "1"
 
 
 @functools.cache  # each problem once
-def _print_plan(x: tuple, w: tuple, dtype: str, device: str, way: Way, why: str) -> None:
-    print(f"nvfp4_tensor: {x} x {w} {dtype} on {device}: {way.value} ({why})", file=sys.stderr)
+def _print_plan(x: tuple, w: tuple, dtype: str, device: str, backend: Backend, why: str) -> None:
+    print(f"nvfp4_tensor: {x} x {w} {dtype} on {device}: {backend.value} ({why})", file=sys.stderr)
 
 
 # --- what a device has -----------------------------------------------------------------------------------------------
@@ -109,6 +110,30 @@ def _cuda_capability(device: torch.device) -> tuple[int, int]:
 def has_fp4_tensor_cores(device: torch.device) -> bool:
     """Whether scaled_mm takes FP4 there."""
     return capability(device) >= FP4_CAPABILITY
+
+
+@torch.compiler.assume_constant_result
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether a product of two quantized operands reads codes there; elsewhere the left one is decoded."""
+    return has_fp4_tensor_cores(device)
+
+
+@torch.compiler.assume_constant_result
+def reads_transposed(device: torch.device) -> bool:
+    """Whether dgrad multiplies the codes of w^T there, instead of summing across the blocks of decoded w.
+
+    FP4 tensor cores require it, and Hopper's kernels decode as they multiply: moved codes are 9/16 bytes per element
+    to write, decoded ones 2.
+    """
+    return has_fp4_tensor_cores(device) or capability(device) == (9, 0)
+
+
+def choose_for_codes(a: Codes, b: Codes) -> Backend:
+    """The backend of a (M, K) @ b (N, K)^T of plain codes."""
+    one_scale = a.per_tensor_scale.dim() == b.per_tensor_scale.dim() == 0
+    if multiplies_codes(a.qdata.device) and one_scale and a.qdata.numel() > 0 and b.qdata.numel() > 0:
+        return Backend.SCALED_MM
+    return Backend.DECODED
 
 
 def has_grouped_fp4(device: torch.device) -> bool:
@@ -136,7 +161,7 @@ def _fits_grouped_tensor_cores(x: Tensor, w: NVFP4Tensor) -> bool:
 
 
 def check_backend(backend: ProductBackend, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises a RuntimeError that says what to do where products of that dtype cannot go the way that was chosen."""
+    """Raises a RuntimeError that says what to do where the chosen backend cannot multiply that dtype here."""
     if backend == ProductBackend.AUTO or device.type == "meta":
         return
     check_installed(backend)

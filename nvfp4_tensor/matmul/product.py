@@ -1,7 +1,12 @@
-"""Which product runs where: FP4 tensor cores (``scaled_mm.py``), or the op ``nvfp4.matmul`` everywhere else.
+"""Products with quantized operands: on FP4 tensor cores (``scaled_mm.py``), or by the op ``nvfp4.matmul`` elsewhere.
 
-One function, :func:`product`, is behind mm, addmm, bmm, baddbmm, linear and matmul on an :class:`NVFP4Tensor`. The
-result is ``round_once(alpha * sum + bias)`` with a float32 sum (numerics contract, section 6), whichever way it goes.
+:func:`product` is behind mm, addmm, bmm, baddbmm, linear and matmul on an :class:`NVFP4Tensor`; :func:`multiply` is
+behind the products of training, whose operands are plain :class:`Codes`. Both end in the same two calls. The result is
+``round_once(alpha * sum + bias)`` with a float32 sum (numerics contract, section 6) on every backend.
+
+On FP4 tensor cores two quantized operands are multiplied as codes. Elsewhere the left one is decoded to ``code x block
+scale``, exact in bfloat16, and the op multiplies it by the codes of the right one: the same sum, up to its order, with
+both per-tensor scales applied in float32 before the one rounding.
 
 With an ``activation_spec`` on the NVFP4 operand (W4A4), the dense one is quantized first, but only where the sum runs
 along the NVFP4 operand's blocks: that is the forward product. Its gradient sums across the blocks and stays dense.
@@ -9,16 +14,64 @@ along the NVFP4 operand's blocks: that is the forward product. Its gradient sums
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from nvfp4_tensor.matmul import scaled_mm
-from nvfp4_tensor.matmul.backends import Way, choose, choose_grouped
+from nvfp4_tensor.matmul.backends import Backend, choose, choose_for_codes, choose_grouped
+from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.hadamard import inverse_hadamard
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.tensor.arguments import resolve_amax, resolve_rng_state
 from nvfp4_tensor.tensor.fake_quantize import row_scaled_values
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
+
+Left: TypeAlias = "Codes | Decoded | Tensor"
+"""The left operand of a product: quantized, or dense."""
+
+
+# --- products of plain operands --------------------------------------------------------------------------------------
+
+
+def multiply(a: Left, b: Codes | Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a (M, K) @ b (N, K)^T + bias (N,), rounded once: (M, N). A dense operand is not quantized."""
+    if isinstance(a, Codes) and isinstance(b, Codes) and choose_for_codes(a, b).on_codes:
+        return scaled_mm.scaled_mm_product(a, b, bias, 1, out_dtype)
+    if isinstance(b, Codes):
+        x, factor = (a, None) if isinstance(a, Tensor) else decode_values(a)
+        return _decoded_product(x, factor, b, bias, x.shape[-1], False, out_dtype)
+    assert not isinstance(a, Decoded)
+    if isinstance(a, Codes):  # (b a^T)^T: the op reads codes on the right
+        y = _decoded_product(b, None, a, None if bias is None else bias.unsqueeze(-1), b.shape[-1], False, out_dtype)
+        return y.t().contiguous()
+    y = torch.mm(a, b.t().to(a.dtype)) if bias is None else torch.addmm(bias.to(a.dtype), a, b.t().to(a.dtype))
+    # Under torch 2.11's compiler a cast that changes nothing, as an autograd.Function's output, cuts the gradient.
+    return y if y.dtype == out_dtype else y.to(out_dtype)
+
+
+def multiply_across_blocks(a: Tensor, factor: Tensor | None, b: Codes, columns: int, out_dtype: torch.dtype) -> Tensor:
+    """factor * a (M, N) @ b (N, K), summed across the blocks of b, whose values are decoded: (M, columns)."""
+    return _decoded_product(a, factor, b, None, columns, True, out_dtype)
+
+
+def decode_values(a: Codes | Decoded, columns: int | None = None) -> tuple[Tensor, Tensor]:
+    """code x block scale in bfloat16, exact: (R, C) or the first columns; and the per-tensor scale, not applied."""
+    if isinstance(a, Decoded):
+        return a.values if columns is None else a.values[:, :columns], a.per_tensor_scale
+    width = a.columns if columns is None else columns
+    return torch.ops.nvfp4.dequantize(a.qdata, a.scale, None, width, torch.bfloat16), a.per_tensor_scale
+
+
+def _decoded_product(
+    x: Tensor, factor: Tensor | None, w: Codes, bias: Tensor | None, columns: int, across_blocks: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return torch.ops.nvfp4.matmul.default(x, factor, *w, bias, columns, across_blocks, out_dtype)
+
+
+# --- products of tensors ---------------------------------------------------------------------------------------------
 
 
 def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
@@ -68,7 +121,7 @@ def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
     if w.transposed and w.activation_spec is not None:
         if w.activation_amax is None:  # it is that of the groups: rows behind the last are not to decide it
             x = torch.where(torch.arange(len(x), device=x.device)[:, None] < offs[-1:], x, 0)
-        if choose_grouped(x, w) == Way.GROUPED_FP4:
+        if choose_grouped(x, w) == Backend.GROUPED_FP4:
             return scaled_mm.scaled_grouped_product(quantize(x, w.activation_spec, amax=w.activation_amax), w, offs)
         x, x_scale = _quantized_values(x, w)
     weight = w.qdata.contiguous(), w.scale.contiguous(), w.per_tensor_scale
@@ -107,21 +160,21 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | N
     """x (M, K) or (E, M, K) times what w stores, transposed if the sum runs along its blocks."""
     if bias is not None:
         _check_bias(bias, x)
-    out_dtype, way = x.dtype, choose(x, w, along_blocks)
-    if way.on_codes:
+    out_dtype, backend = x.dtype, choose(x, w, along_blocks)
+    if backend.on_codes:
         a = x if isinstance(x, NVFP4Tensor) else quantize(x, w.activation_spec, amax=w.activation_amax)
-        multiply = scaled_mm.fbgemm_product if way == Way.FBGEMM else scaled_mm.scaled_mm_product
-        return multiply(a, w, bias, alpha, out_dtype)
-    if way == Way.QUANTIZED_VALUES:
+        multiply_codes = scaled_mm.fbgemm_product if backend == Backend.FBGEMM else scaled_mm.scaled_mm_product
+        return multiply_codes(_codes(a), _codes(w), bias, alpha, out_dtype)
+    if backend == Backend.QUANTIZED_VALUES:
         values, factor = _quantized_values(x, w)
-        return _decoded_product(values, factor, w, along_blocks, bias, alpha, out_dtype)
+        return _times_decoded(values, factor, w, along_blocks, bias, alpha, out_dtype)
     if isinstance(x, NVFP4Tensor):
-        return _decoded_product(*_decoded(x, w, along_blocks), w, along_blocks, bias, alpha, out_dtype)
+        return _times_decoded(*_decoded(x, w, along_blocks), w, along_blocks, bias, alpha, out_dtype)
     if (sign := _sign_to_undo(w, along_blocks)) is not None:
-        y = _decoded_product(x, None, w, along_blocks, None, alpha, torch.float32, ceil_to(w.columns, BLOCK))
+        y = _times_decoded(x, None, w, along_blocks, None, alpha, torch.float32, ceil_to(w.columns, BLOCK))
         y = inverse_hadamard(y, sign)[..., : w.columns]
         return (y if bias is None else y + bias).to(out_dtype)
-    return _decoded_product(x, None, w, along_blocks, bias, alpha, out_dtype)
+    return _times_decoded(x, None, w, along_blocks, bias, alpha, out_dtype)
 
 
 def _sign_to_undo(w: NVFP4Tensor, along_blocks: bool) -> int | None:
@@ -132,7 +185,7 @@ def _sign_to_undo(w: NVFP4Tensor, along_blocks: bool) -> int | None:
     return None if along_blocks or w.activation_spec is None else w.activation_spec.hadamard_sign
 
 
-def _decoded_product(
+def _times_decoded(
     x: Tensor,
     x_scale: Tensor | None,
     w: NVFP4Tensor,
@@ -145,11 +198,11 @@ def _decoded_product(
     if alpha != 1:
         x_scale = torch.full((), alpha, dtype=torch.float32, device=x.device) if x_scale is None else x_scale * alpha
     columns = columns or (x.shape[-1] if along_blocks else w.columns)
-    return torch.ops.nvfp4.matmul.default(x, x_scale, *_weight(w), bias, columns, not along_blocks, out_dtype)
+    return _decoded_product(x, x_scale, _codes(w), bias, columns, not along_blocks, out_dtype)
 
 
-def _weight(w: NVFP4Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return w.qdata.contiguous(), w.scale.contiguous(), w.row_scale()
+def _codes(w: NVFP4Tensor) -> Codes:
+    return Codes(w.qdata.contiguous(), w.scale.contiguous(), w.row_scale())
 
 
 def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:

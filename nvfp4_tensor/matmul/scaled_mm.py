@@ -8,14 +8,13 @@ have the right values (test_scaled_mm.py).
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from nvfp4_tensor.matmul import fbgemm
 from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -28,19 +27,8 @@ _SWIZZLE = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
 # --- one product -----------------------------------------------------------------------------------------------------
 
 
-class Matrix(Protocol):
-    """What an NVFP4Tensor (R, C) of one per-tensor scale stores."""
-
-    @property
-    def qdata(self) -> Tensor: ...
-    @property
-    def scale(self) -> Tensor: ...
-    @property
-    def per_tensor_scale(self) -> Tensor: ...
-
-
-def scaled_mm_product(a: Matrix, b: Matrix, bias: Tensor | None, alpha: float, out_dtype: torch.dtype) -> Tensor:
-    """alpha * a @ b^T + bias by cuBLASLt, of what a (M, K) and b (N, K) store.
+def scaled_mm_product(a: Codes, b: Codes, bias: Tensor | None, alpha: float, out_dtype: torch.dtype) -> Tensor:
+    """alpha * a (M, K) @ b (N, K)^T + bias by cuBLASLt; a and b have one per-tensor scale each.
 
     It adds a bias (N,) of a 16-bit out_dtype itself. With any other bias, or an alpha, the product leaves the tensor
     cores in float32, so that it is rounded once.
@@ -69,8 +57,8 @@ def scaled_mm_product(a: Matrix, b: Matrix, bias: Tensor | None, alpha: float, o
     return y.to(out_dtype).contiguous()
 
 
-def fbgemm_product(a: NVFP4Tensor, b: NVFP4Tensor, bias: Tensor | None, alpha: float, out_dtype: torch.dtype) -> Tensor:
-    """alpha * a @ b^T + bias by fbgemm, of what a (M, K) and b (N, K) store.
+def fbgemm_product(a: Codes, b: Codes, bias: Tensor | None, alpha: float, out_dtype: torch.dtype) -> Tensor:
+    """alpha * a (M, K) @ b (N, K)^T + bias by fbgemm; a and b have one per-tensor scale each.
 
     alpha multiplies the float32 sums; the op gives bfloat16, so a bias, added afterwards, rounds a second time.
     """

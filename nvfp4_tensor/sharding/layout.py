@@ -1,11 +1,9 @@
-"""Where a rank's tensors lie in those of the whole step, so that codes and random bits do not know the ranks.
+"""Map local operands to their global offsets, so that quantization does not depend on the number of ranks.
 
-A step has three dimensions: tokens, and the output and input features of each linear. Each can be shared by a group of
-ranks. An operand lies along two of them: x (tokens, input), dy (tokens, output), w (output, input), and their
-transposes. Its amax is the largest over the ranks that share it, and its blocks draw the bits of their place in the
-whole (contract, section 4).
-
-A rank has one range of the features. Its tokens can be several: some sequences of a batch, and some chunks of each.
+Tokens, output features and input features may each be sharded over process groups. x is (tokens, input), dy (tokens,
+output), w (output, input). Amaxes are reduced over all ranks that share an operand, and random bits use global offsets
+(contract, section 4). A rank has one range of the features. Its tokens may be several ranges: some sequences of a
+batch, and some chunks of each. What is not sharded is the ordinary case: one rank, one range.
 """
 
 from __future__ import annotations
@@ -20,59 +18,65 @@ from torch import Tensor
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 
-Runs: TypeAlias = "tuple[tuple[int, int], ...]"
-"""Ranges of the whole, (first, count), in the order in which a rank has them."""
+IndexRanges: TypeAlias = "tuple[tuple[int, int], ...]"
+"""(start, length) ranges of the global dimension, in local order."""
 
 
-class Axis(NamedTuple):
-    """One dimension, of which this rank has piece ``rank`` of ``ranks`` equal ones; or ``runs``, if there are."""
+class ShardedDim(NamedTuple):
+    """One dimension, split into ``ranks`` equal shards of which this rank has ``rank``, or else ``ranges``."""
 
     rank: int = 0
     ranks: int = 1
     groups: tuple[str, ...] = ()
-    """The names of the groups whose ranks share it."""
-    runs: Runs = ()
+    """Names of the process groups whose ranks share the dimension."""
+    ranges: IndexRanges = ()
+
+    def local_sizes(self, size: int) -> list[int]:
+        """The sizes of this rank's ranges, ``size`` in total; none where the dimension is not sharded."""
+        return [length for _, length in self.ranges] or ([size] if self.ranks > 1 else [])
 
 
-WHOLE = Axis()
-"""All of it."""
+UNSHARDED_DIM = ShardedDim()
 
 
-class Share(NamedTuple):
-    """What ranks share of the tokens: dimension ``dim`` of (batch, sequence), of which this rank has some chunks."""
+class TokenSharding(NamedTuple):
+    """How tokens are sharded along ``dim`` of (batch, sequence); ``chunks`` lists the local chunks."""
 
-    axis: Axis
+    axis: ShardedDim
     dim: int = 0
     chunks: tuple[int, ...] = ()
-    """Of ``len(chunks) * ranks`` equal ones, in the order in which this rank has them; by default one."""
+    """Of ``len(chunks) * ranks`` equal chunks, in local order; by default the one of this rank."""
 
-    def within(self, size: int, parent: Runs) -> Runs:
-        """The runs of this rank, of which it has ``size`` in all, where those that share them have the parent's."""
+    def within(self, size: int, parent: IndexRanges) -> IndexRanges:
+        """This rank's ranges, ``size`` in total, of the ranges that all sharing ranks have together.
+
+        Raises:
+            ValueError: the chunks do not divide the size.
+        """
         chunks = self.chunks or (self.axis.rank,)
         if size % len(chunks):
             raise ValueError(
-                f"dimension {self.dim} of an input has {size} tokens on this rank, which are not {len(chunks)} equal "
-                "chunks, as share_tokens was told: give it a multiple of that"
+                f"dimension {self.dim} of an input has {size} tokens on this rank, which {len(chunks)} equal chunks "
+                "do not divide: give it a multiple of the number of chunks"
             )
-        part = size // len(chunks)
-        return tuple([run for chunk in chunks for run in _cut(parent, chunk * part, part)])
+        length = size // len(chunks)
+        return tuple([found for chunk in chunks for found in _slice(parent, chunk * length, length)])
 
 
-def _cut(runs: Runs, first: int, count: int) -> Runs:
-    """``count`` from ``first`` on of what the runs have, one behind the other."""
+def _slice(ranges: IndexRanges, start: int, length: int) -> IndexRanges:
+    """``length`` indices from ``start`` on of the concatenated ranges."""
     found = []
-    for start, length in runs:
-        begin, end = max(first, 0), min(first + count, length)
+    for first, count in ranges:
+        begin, end = max(start, 0), min(start + length, count)
         if begin < end:
-            found.append((start + begin, end - begin))
-        first -= length
+            found.append((first + begin, end - begin))
+        start -= count
     return tuple(found)
 
 
-def _merged(runs: Sequence[tuple[int, int]]) -> Runs:
-    """The same, where one run goes on as the next does as one."""
+def _merge_adjacent(ranges: Sequence[tuple[int, int]]) -> IndexRanges:
     found: list[tuple[int, int]] = []
-    for first, count in runs:
+    for first, count in ranges:
         if found and sum(found[-1]) == first:
             found[-1] = found[-1][0], found[-1][1] + count
         else:
@@ -80,157 +84,195 @@ def _merged(runs: Sequence[tuple[int, int]]) -> Runs:
     return tuple(found)
 
 
-def tokens_of(leading: Sequence[int], shares: Sequence[Share]) -> Axis:
-    """The rows of an input (*leading, features), flattened, in those of the whole that ranks share.
+def flatten_token_shardings(leading: Sequence[int], shardings: Sequence[TokenSharding]) -> ShardedDim:
+    """The sharding of the rows of an input (*leading, features), flattened to (tokens, features).
 
-    shares: of one dimension, those that stand first are cut by those behind them.
+    Several shardings of one dimension nest: those that come first are split by those that follow.
 
     Raises:
-        ValueError: an input without the dimension that is shared, or one that its chunks do not divide.
+        ValueError: the input lacks a dimension that is sharded, or chunks do not divide one.
     """
-    ranks = math.prod([share.axis.ranks for share in shares])  # no generators: dynamo reads this
-    groups = tuple([group for share in shares for group in share.axis.groups])
-    if len(shares) == 1 and shares[0].dim == 0 and not shares[0].chunks:
-        return shares[0].axis
-    runs: Runs = ((0, 1),)
+    ranks = math.prod([sharding.axis.ranks for sharding in shardings])  # no generators: dynamo traces this
+    groups = tuple([group for sharding in shardings for group in sharding.axis.groups])
+    if len(shardings) == 1 and shardings[0].dim == 0 and not shardings[0].chunks:
+        return shardings[0].axis
+    ranges: IndexRanges = ((0, 1),)
     for dim, size in enumerate(leading):
-        of_dim = [share for share in shares if share.dim == dim]
-        sizes = [size * math.prod([share.axis.ranks for share in of_dim[i:]]) for i in range(len(of_dim) + 1)]
-        inner: Runs = ((0, sizes[0]),)
-        for share, part in zip(of_dim, sizes[1:], strict=True):
-            inner = share.within(part, inner)
-        rows = [row for first, count in runs for row in range(first, first + count)]
-        runs = _merged([(row * sizes[0] + first, count) for row in rows for first, count in inner])
-    missing = [share.dim for share in shares if share.dim >= len(leading)]
+        of_dim = [sharding for sharding in shardings if sharding.dim == dim]
+        sizes = [size * math.prod([sharding.axis.ranks for sharding in of_dim[i:]]) for i in range(len(of_dim) + 1)]
+        inner: IndexRanges = ((0, sizes[0]),)
+        for sharding, local_size in zip(of_dim, sizes[1:], strict=True):
+            inner = sharding.within(local_size, inner)
+        rows = [row for first, count in ranges for row in range(first, first + count)]
+        ranges = _merge_adjacent([(row * sizes[0] + first, count) for row in rows for first, count in inner])
+    missing = [sharding.dim for sharding in shardings if sharding.dim >= len(leading)]
     if missing:
         raise ValueError(
-            f"share_tokens was told that ranks share dimension {missing[0]}, and an input has tokens {tuple(leading)}: "
-            "give inputs (batch, sequence, features)"
+            f"set_token_sharding sharded dimension {missing[0]}, but an input has tokens {tuple(leading)}: give inputs "
+            "(batch, sequence, features)"
         )
-    return Axis(0, ranks, groups, runs) if ranks > 1 or len(runs) > 1 else WHOLE
+    return ShardedDim(0, ranks, groups, ranges) if ranks > 1 or len(ranges) > 1 else UNSHARDED_DIM
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Which pieces of the tokens, and of a linear's output and input features, this rank has."""
+class LinearSharding:
+    """How a linear's tokens, outputs and inputs are sharded on this rank."""
 
-    shares: tuple[Share, ...] = ()
-    """Of the tokens: what they come to is known with the shape of an input, see :meth:`at`."""
-    outputs: Axis = WHOLE
-    inputs: Axis = WHOLE
-    sequence: Share | None = None
-    """What an input is a piece of, which is gathered before its product (sequence parallelism)."""
-    tokens: Axis = WHOLE
+    token_shardings: tuple[TokenSharding, ...] = ()
+    """They become ``tokens`` once the shape of an input is known: see :meth:`for_input`."""
+    outputs: ShardedDim = UNSHARDED_DIM
+    inputs: ShardedDim = UNSHARDED_DIM
+    sequence: TokenSharding | None = None
+    """Set where inputs are sharded along the sequence, and gathered before the product (sequence parallelism)."""
+    tokens: ShardedDim = UNSHARDED_DIM
 
-    def at(self, leading: Sequence[int], piece: bool = False) -> Place:
-        """The same for an input (*leading, features); ``piece``: as it comes, before it is gathered."""
-        shares = (*self.shares, self.sequence) if piece and self.sequence is not None else self.shares
-        return dataclasses.replace(self, tokens=tokens_of(leading, shares)) if shares else self
+    def for_input(self, leading: Sequence[int], local: bool = False) -> LinearSharding:
+        """The same with ``tokens`` of an input (*leading, features); ``local``: before the sequence is gathered."""
+        shardings = self.token_shardings
+        if local and self.sequence is not None:
+            shardings = (*shardings, self.sequence)
+        if not shardings:
+            return self
+        return dataclasses.replace(self, tokens=flatten_token_shardings(leading, shardings))
 
-    def sequence_of(self, x: Tensor) -> Share | None:
-        """What x (*leading, features) is a piece of: nothing where the dimension that is shared is its features."""
+    def sequence_of(self, x: Tensor) -> TokenSharding | None:
+        """The sequence sharding of x (*leading, features), if it has the dimension that is sharded."""
         return self.sequence if self.sequence is not None and self.sequence.dim < x.dim() - 1 else None
 
-    def sharing(self, share: Share) -> Place:
-        """With one share more, in place of that of the same dimension."""
-        others = tuple(other for other in self.shares if other.dim != share.dim)
-        return dataclasses.replace(self, shares=(*others, share))
+    def with_tokens(self, sharding: TokenSharding) -> LinearSharding:
+        """With this sharding of tokens, in place of the one of the same dimension."""
+        others = tuple(other for other in self.token_shardings if other.dim != sharding.dim)
+        return dataclasses.replace(self, token_shardings=(*others, sharding))
 
     @property
-    def x(self) -> Region:
+    def x(self) -> MatrixSharding:
         """Of the input."""
-        return Region(self.tokens, self.inputs)
+        return MatrixSharding(self.tokens, self.inputs)
 
     @property
-    def dy(self) -> Region:
+    def dy(self) -> MatrixSharding:
         """Of the output's gradient."""
-        return Region(self.tokens, self.outputs)
+        return MatrixSharding(self.tokens, self.outputs)
 
     @property
-    def w(self) -> Region:
+    def w(self) -> MatrixSharding:
         """Of the weight."""
-        return Region(self.outputs, self.inputs)
+        return MatrixSharding(self.outputs, self.inputs)
 
 
-class Piece(NamedTuple):
-    """One range of rows and one of columns, and where it lies."""
+class Tile(NamedTuple):
+    """One range of rows and one of columns, with its offset in the global matrix."""
 
     x: Tensor
     row0: int
     col0: int
     full_rows: int
+    """Rows of the global matrix; 0 where it has those of ``x``."""
     full_width: int
+    """Columns of the global matrix; 0 where it has those of ``x``."""
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """As most ops take it."""
+    def origin(self) -> tuple[int, int, int]:
+        """The arguments (row0, col0, full_width) of most ops."""
         return self.row0, self.col0, self.full_width
 
 
-class Region(NamedTuple):
-    """Where a matrix lies: the axis of its rows, and that of its columns."""
+class MatrixSharding(NamedTuple):
+    """Row and column sharding of one matrix."""
 
-    rows: Axis
-    columns: Axis
+    rows: ShardedDim
+    columns: ShardedDim
 
     @property
-    def t(self) -> Region:
+    def t(self) -> MatrixSharding:
         """Of the transpose."""
-        return Region(self.columns, self.rows)
+        return MatrixSharding(self.columns, self.rows)
 
     @property
-    def cut(self) -> int | None:
-        """The dimension of which a matrix has several ranges here, if there is one."""
-        return 0 if self.rows.runs else 1 if self.columns.runs else None
+    def is_sharded(self) -> bool:
+        """Whether other ranks have other parts of the matrix, or its ranges are not contiguous."""
+        return any([dim.ranks > 1 or dim.ranges for dim in self])
 
-    def pieces(self, x: Tensor, *specs: QuantizeSpec) -> list[Piece]:
-        """x (R, C) in its ranges; in one, where the specs draw no bits by place."""
+    @property
+    def split_dim(self) -> int | None:
+        """The dimension of which this rank has several ranges, if there is one."""
+        return 0 if self.rows.ranges else 1 if self.columns.ranges else None
+
+    def tiles(self, x: Tensor, *specs: QuantizeSpec) -> list[Tile]:
+        """x (R, C) by ranges; as one tile where the specs draw no random bits, which depend on the offset."""
+        if not self.is_sharded:
+            return [Tile(x, 0, 0, 0, 0)]
         rows, columns = x.shape
         full = self.rows.ranks * rows, self.columns.ranks * columns
         row0, col0 = self.rows.rank * rows, self.columns.rank * columns
-        if self.cut is None or not any(spec.is_stochastic for spec in specs):
-            return [Piece(x, row0, col0, *full)]
-        runs = self.rows.runs or self.columns.runs
-        parts = x.split([count for _, count in runs], self.cut)
-        firsts = [first for first, _ in runs]
-        if self.cut == 0:
-            return [Piece(part, first, col0, *full) for part, first in zip(parts, firsts, strict=True)]
-        return [Piece(part.contiguous(), row0, first, *full) for part, first in zip(parts, firsts, strict=True)]
+        if self.split_dim is None or not any([spec.is_stochastic for spec in specs]):
+            return [Tile(x, row0, col0, *full)]
+        ranges = self.rows.ranges or self.columns.ranges
+        parts = x.split([length for _, length in ranges], self.split_dim)
+        starts = [start for start, _ in ranges]
+        if self.split_dim == 0:
+            return [Tile(part, start, col0, *full) for part, start in zip(parts, starts, strict=True)]
+        return [Tile(part.contiguous(), row0, start, *full) for part, start in zip(parts, starts, strict=True)]
 
     def fits(self, x: Tensor, spec: QuantizeSpec) -> bool:
-        """Whether every piece begins with a block."""
-        columns, rows = _sizes(self.columns, x.shape[1]), _sizes(self.rows, x.shape[0])
+        """Whether every range begins with a block."""
+        columns, rows = self.columns.local_sizes(x.shape[1]), self.rows.local_sizes(x.shape[0])
         return not any([size % spec.column_multiple for size in columns] + [size % spec.block_rows for size in rows])
 
     def check(self, x: Tensor, spec: QuantizeSpec, name: str) -> None:
-        """Raises a ValueError where a piece would begin within a block."""
-        for size in _sizes(self.columns, x.shape[1]):
+        """Raises a ValueError where a range would begin inside a block."""
+        for size in self.columns.local_sizes(x.shape[1]):
             if size % spec.column_multiple:
                 raise ValueError(
-                    f"{name}: {self.columns.ranks} ranks share {size} each of what is quantized in groups of "
-                    f"{spec.column_multiple} ({spec}), which cannot be cut: give each rank a multiple of that"
+                    f"{name}: each of {self.columns.ranks} ranks has {size} columns, but {spec} quantizes groups of "
+                    f"{spec.column_multiple}: give each rank a multiple of it"
                 )
-        for size in _sizes(self.rows, x.shape[0]):
+        for size in self.rows.local_sizes(x.shape[0]):
             if size % spec.block_rows:
-                raise ValueError(f"{name}: {size} rows a rank are no multiple of {spec.block_rows}, its blocks' rows")
+                raise ValueError(
+                    f"{name}: {size} rows per rank are not a multiple of {spec.block_rows}, the rows of a block"
+                )
 
 
-def _sizes(axis: Axis, size: int) -> list[int]:
-    """What pieces there are of an axis that is shared, of which this rank has ``size``."""
-    return [count for _, count in axis.runs] or ([size] if axis.ranks > 1 else [])
+UNSHARDED = MatrixSharding(UNSHARDED_DIM, UNSHARDED_DIM)
+UNSHARDED_LINEAR = LinearSharding()
 
 
-def local(t: Tensor) -> Tensor:
-    """This rank's piece of a DTensor, differentiable; any other tensor as it is."""
-    from torch.distributed.tensor import DTensor  # whoever has a place has imported it; others need not
+def local_shard(t: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, differentiable; any other tensor unchanged."""
+    from torch.distributed.tensor import DTensor  # slow to import, and loaded already where a linear is sharded
 
     return t.to_local() if isinstance(t, DTensor) else t  # dynamo does not see the method of a DTensor of NVFP4
 
 
-def largest(amax: Tensor, axes: tuple[Axis, ...]) -> Tensor:
-    """amax (any shape) over all ranks that share the axes."""
-    for axis in axes:
-        for group in axis.groups if axis.ranks > 1 else ():
+def all_reduce_amax(amax: Tensor, dims: tuple[ShardedDim, ...]) -> Tensor:
+    """The maximum of amax (any shape) over all ranks that share the dimensions."""
+    for dim in dims:
+        for group in dim.groups if dim.ranks > 1 else ():
             collectives = torch.ops._c10d_functional
             amax = collectives.wait_tensor(collectives.all_reduce(amax, "max", group))
     return amax
+
+
+def agree_on_amax(amax: Tensor, x: Tensor, sharding: MatrixSharding) -> Tensor:
+    """amax (n,) over the ranks; an asynchronous device-side assertion fails where ranks have unequal numbers of tokens.
+
+    Their offsets would overlap.
+    """
+    if sharding.rows.ranks == 1:
+        return all_reduce_amax(amax, sharding)
+    rows = amax.new_full((1,), x.shape[0])
+    *found, most, fewest = all_reduce_amax(torch.cat([amax, rows, -rows]), sharding).unbind()
+    torch._assert_async(most == -fewest, "ranks have unequal numbers of tokens: give each rank as many rows")
+    return torch.stack(found) if found else amax
+
+
+def compare_token_counts(sharding: MatrixSharding, x: Tensor, *specs: QuantizeSpec | None) -> None:
+    """Assert, before a gather, that all ranks have equally many rows: otherwise it would receive wrong bytes.
+
+    A rank that quantizes compares by the all-reduce of its amaxes; this one reduces as many numbers, so that a rank
+    whose rows fill no complete blocks, and which gathers dense values, takes part in the same collective.
+    """
+    given = [spec for spec in specs if spec is not None]
+    amaxes = 0 if any([spec.row_scaled for spec in given]) else len(given)
+    agree_on_amax(x.new_zeros(amaxes, dtype=torch.float32), x, sharding)

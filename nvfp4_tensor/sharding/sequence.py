@@ -1,6 +1,7 @@
-"""Sequence parallelism: tokens that ranks have pieces of, gathered for a product that takes all of them.
+"""Sequence parallelism: tokens sharded over ranks, gathered for a product that needs all of them.
 
-They travel as codes and block scales where that is less: 0.28 of bfloat16's bytes for x, as much again for x^T.
+They are sent as codes and block scales where a product reads nothing else: 0.28 of bfloat16's bytes for x, as much
+again for x^T.
 """
 
 from __future__ import annotations
@@ -13,99 +14,102 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.layout import BLOCK
-from nvfp4_tensor.sharding.layout import Place, Share
-from nvfp4_tensor.training.linear.operands import Operand
-from nvfp4_tensor.training.linear.sharded_operands import compare_tokens
+from nvfp4_tensor.sharding.layout import LinearSharding, TokenSharding, compare_token_counts
 
 _functional = torch.ops._c10d_functional
 
 
-class Whole(NamedTuple):
-    """What the pieces of an input come to."""
+class GatheredShape(NamedTuple):
+    """The shape that an input has once all ranks' shards are joined."""
 
     leading: tuple[int, ...]
     """(batch, sequence) of all ranks."""
-    share: Share
+    sharding: TokenSharding
 
     @classmethod
-    def of(cls, x: Tensor, share: Share) -> Whole:
-        """Of x (*leading, features), one rank's piece."""
+    def of(cls, x: Tensor, sharding: TokenSharding) -> GatheredShape:
+        """Of x (*leading, features), one rank's shard."""
         leading = list(x.shape[:-1])
-        leading[share.dim] *= share.axis.ranks
-        return cls(tuple(leading), share)
+        leading[sharding.dim] *= sharding.axis.ranks
+        return cls(tuple(leading), sharding)
 
-    def join(self, pieces: Sequence[Tensor], tokens: int) -> Tensor:
-        """Of all ranks' pieces, whose dimension ``tokens`` flattens (batch, sequence), in tokens, pairs or blocks."""
-        shape, outer = pieces[0].shape, math.prod(self.leading[: self.share.dim])
-        apart = (*shape[:tokens], outer, shape[tokens] // max(outer, 1), *shape[tokens + 1 :])
-        return torch.cat([piece.reshape(apart) for piece in pieces], tokens + 1).flatten(tokens, tokens + 1)
+    def join(self, shards: Sequence[Tensor], tokens: int) -> Tensor:
+        """Join all ranks' shards; their dimension ``tokens`` flattens (batch, sequence), in tokens, pairs or blocks."""
+        shape, outer = shards[0].shape, math.prod(self.leading[: self.sharding.dim])
+        unflattened = (*shape[:tokens], outer, shape[tokens] // max(outer, 1), *shape[tokens + 1 :])
+        return torch.cat([shard.reshape(unflattened) for shard in shards], tokens + 1).flatten(tokens, tokens + 1)
 
 
-class _Gathered(torch.autograd.Function):
-    """All ranks' pieces, whose gradient is the sum of what all ranks have for each; or no more than its shape."""
+class _Gather(torch.autograd.Function):
+    """All-gather along a token dimension, whose backward is a reduce-scatter; or a tensor of that shape alone."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, shape_alone: bool) -> Tensor:
-        ctx.share = share
-        dim, (_, ranks, groups, _) = share.dim, share.axis
-        if shape_alone:
+    def forward(ctx: Any, x: Tensor, sharding: TokenSharding, shape_only: bool) -> Tensor:
+        ctx.sharding = sharding
+        dim, (_, ranks, groups, _) = sharding.dim, sharding.axis
+        if shape_only:
             shape = [size * ranks if i == dim else size for i, size in enumerate(x.shape)]
             return x.new_zeros(()).expand(shape)
-        pieces = _functional.wait_tensor(_functional.all_gather_into_tensor(x.contiguous(), ranks, groups[0]))
-        return pieces if dim == 0 else torch.cat(pieces.chunk(ranks), dim)
+        shards = _functional.wait_tensor(_functional.all_gather_into_tensor(x.contiguous(), ranks, groups[0]))
+        return shards if dim == 0 else torch.cat(shards.chunk(ranks), dim)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        dim, (_, ranks, groups, _) = ctx.share.dim, ctx.share.axis
-        pieces = dx.contiguous() if dim == 0 else torch.cat(dx.chunk(ranks, dim))
-        return _functional.wait_tensor(_functional.reduce_scatter_tensor(pieces, "sum", ranks, groups[0])), None, None
+        dim, (_, ranks, groups, _) = ctx.sharding.dim, ctx.sharding.axis
+        shards = dx.contiguous() if dim == 0 else torch.cat(dx.chunk(ranks, dim))
+        return _functional.wait_tensor(_functional.reduce_scatter_tensor(shards, "sum", ranks, groups[0])), None, None
 
 
-def gathered(x: Tensor, share: Share) -> Tensor:
-    """The whole of x (*leading, features), this rank's piece; differentiable."""
-    return _Gathered.apply(x, share, False)
+def gather_tokens(x: Tensor, sharding: TokenSharding) -> Tensor:
+    """All ranks' shards of x (*leading, features), joined; differentiable."""
+    return _Gather.apply(x, sharding, False)
 
 
-def whole_of(x: Tensor, place: Place | None) -> Tensor:
-    """:func:`gathered`, if x is a piece of a sequence; an error in the stream where the ranks' pieces are unequal."""
-    sequence = None if place is None else place.sequence_of(x)
-    if place is None or sequence is None:
+def gather_if_sharded(x: Tensor, sharding: LinearSharding) -> Tensor:
+    """:func:`gather_tokens` where x is sharded along its sequence, after comparing the ranks' numbers of tokens."""
+    sequence = sharding.sequence_of(x)
+    if sequence is None:
         return x
-    compare_tokens(place.at(x.shape[:-1], piece=True).x, x.reshape(-1, x.shape[-1]))
-    return gathered(x, sequence)
+    compare_token_counts(sharding.for_input(x.shape[:-1], local=True).x, x.reshape(-1, x.shape[-1]))
+    return gather_tokens(x, sequence)
 
 
-def whole_in_name(x: Tensor, share: Share) -> Tensor:
-    """The same in shape and gradient, without its values and without memory: for products that take the operands."""
-    return _Gathered.apply(x, share, True)
+def gather_shape_only(x: Tensor, sharding: TokenSharding) -> Tensor:
+    """A tensor with the shape and the gradient of :func:`gather_tokens`, without values or memory.
+
+    For products that read quantized operands instead.
+    """
+    return _Gather.apply(x, sharding, True)
 
 
-def gathered_operands(x: Operand, x_t: Operand | None, whole: Whole) -> tuple[Operand, Operand | None]:
-    """The whole of x (tokens, C) and x^T (C, tokens), this rank's pieces by amaxes that all have: in one collective."""
-    of_x = _linear(x)
-    if x.per_tensor_scale.dim():  # one a row
+def gather_operands(x: Codes, x_t: Codes | None, gathered: GatheredShape) -> tuple[Codes, Codes | None]:
+    """Gather x (tokens, C) and x^T (C, tokens), quantized by amaxes that all ranks share, in one collective."""
+    of_x = _unswizzled_bytes(x)
+    if x.per_tensor_scale.dim():  # one per row
         of_x.append(x.per_tensor_scale.view(torch.uint8))
-    sent = of_x if x_t is None else [*of_x, *_linear(x_t)]
+    sent = of_x if x_t is None else [*of_x, *_unswizzled_bytes(x_t)]
     message = torch.cat([part.flatten() for part in sent])
-    ranks, group = whole.share.axis.ranks, whole.share.axis.groups[0]
+    ranks, group = gathered.sharding.axis.ranks, gathered.sharding.axis.groups[0]
     received = _functional.wait_tensor(_functional.all_gather_into_tensor(message, ranks, group)).view(ranks, -1)
     parts = received.split([part.numel() for part in sent], dim=1)
-    found = [[piece.view(like.shape) for piece in part] for part, like in zip(parts, sent, strict=True)]
+    found = [[shard.view(like.shape) for shard in part] for part, like in zip(parts, sent, strict=True)]
     factor = x.per_tensor_scale
     if factor.dim():
-        factor = whole.join([piece.clone().view(torch.float32) for piece in found[2]], 0)
-    first = Operand(whole.join(found[0], 0), _swizzled(whole.join(found[1], 0)), factor)
+        factor = gathered.join([shard.clone().view(torch.float32) for shard in found[2]], 0)
+    of_x_gathered = Codes(gathered.join(found[0], 0), _swizzled(gathered.join(found[1], 0)), factor)
     if x_t is None:
-        return first, None
+        return of_x_gathered, None
     codes, scales = found[-2:]
-    return first, Operand(whole.join(codes, 1), _swizzled(whole.join(scales, 1)), x_t.per_tensor_scale)
+    of_t = Codes(gathered.join(codes, 1), _swizzled(gathered.join(scales, 1)), x_t.per_tensor_scale)
+    return of_x_gathered, of_t
 
 
-def _linear(operand: Operand) -> list[Tensor]:
-    """Codes, and block scales in the order of the rows; bytes."""
-    rows, blocks = operand.qdata.shape[0], operand.columns // BLOCK
-    return [operand.qdata, layout.unswizzle(operand.scale, rows, blocks).view(torch.uint8)]
+def _unswizzled_bytes(codes: Codes) -> list[Tensor]:
+    """Codes, and block scales in row order."""
+    rows, blocks = codes.qdata.shape[0], codes.columns // BLOCK
+    return [codes.qdata, layout.unswizzle(codes.scale, rows, blocks).view(torch.uint8)]
 
 
 def _swizzled(scale: Tensor) -> Tensor:

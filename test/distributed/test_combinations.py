@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, distributed
-from nvfp4_tensor.sharding.layout import Place
 from nvfp4_tensor.training import NVFP4TrainingConfig
 
 WIDTH, HIDDEN = 96, 576
@@ -36,14 +35,6 @@ def frozen(row_scaled=False):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).bfloat16()
     quantize_(model.requires_grad_(False), NVFP4Config(row_scaled=row_scaled))
-    return model
-
-
-def one_process(model):
-    """The same, by the ops of a rank's piece."""
-    for linear in (model[0], model[2]):
-        if hasattr(linear, "recipe"):
-            linear.place = Place()
     return model
 
 
@@ -89,7 +80,7 @@ def checkpointed():
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     x = batch()
-    expected = step(one_process(trained()), x.clone())
+    expected = step((trained()), x.clone())
     calls = {
         "plain": None,
         "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
@@ -116,7 +107,7 @@ def over_both(kind):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
     make = trained if kind == "trained" else frozen
-    alone, model = one_process(make()), make()
+    alone, model = (make()), make()
     parallelize_module(model, mesh["tp"], sequence_plan())
     model.requires_grad_(kind == "trained")
     if kind == "trained":
@@ -149,7 +140,7 @@ def autocast(kind, sequence):
     parallelize_module(model, mesh, sequence_plan() if sequence else plan)
     x = batch().float()
     found = []
-    for m, given in ((one_process(alone), x), (model, x.chunk(world, 1)[rank] if sequence else x)):
+    for m, given in (((alone), x), (model, x.chunk(world, 1)[rank] if sequence else x)):
         with torch.autocast("cpu", torch.bfloat16):
             found.append(step(m, given.clone())[:2])
         assert found[-1][0].dtype == torch.bfloat16
@@ -206,8 +197,8 @@ def test_no_sequence_at_all():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        *((case, "have unequally many") for case in ("trained", "cut", "frozen", "row scaled", "calibrated")),
-        ("weight alone", "have unequally many"),
+        *((case, "have unequal numbers of tokens") for case in ("trained", "cut", "frozen", "row scaled", "calibrated")),
+        ("weight alone", "have unequal numbers of tokens"),
         ("dtensor", "has 95 tokens .* 2 ranks"),
     ],
 )

@@ -16,7 +16,7 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Tensor, distributed
 from nvfp4_tensor.distributed.fsdp import MasterShard
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, set_recipe
-from nvfp4_tensor.training.linear import operands as products
+from nvfp4_tensor.training.linear import operands
 
 
 def make(recipe="nvidia", columns=64, hidden=512, dtype=torch.bfloat16):
@@ -39,7 +39,7 @@ def gathered_codes_are_those_of_the_whole(recipe):
             model[i].unshard()
             weight, linear = model[i].weight, alone[i]
             assert isinstance(weight, NVFP4Tensor) and weight.requires_grad
-            whole = products.quantized(linear.weight.detach(), linear.active_recipe.w)
+            whole = operands.quantize_operand(linear.weight.detach(), linear.active_recipe.w)
             for mine, theirs in zip((weight.qdata, weight.scale, weight.per_tensor_scale), whole, strict=True):
                 assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
 

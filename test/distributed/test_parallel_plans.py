@@ -62,7 +62,7 @@ def rowwise_codes(config, compiled):
     torch.manual_seed(3)  # the draws of stochastic rounding
     whole = quantize(hidden, spec)
     torch.manual_seed(3)
-    found = frozen.activations(mine, model[2].weight.to_local(), spec, model[2].place)
+    found = frozen.activations(mine, model[2].weight.to_local(), spec, model[2].sharding)
     width = 256 // world
     assert same(found, whole[:, rank * width : (rank + 1) * width])
     apply = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model

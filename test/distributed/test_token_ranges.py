@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, distributed
-from nvfp4_tensor.sharding import layout as places
+from nvfp4_tensor.matmul.product import decode_values
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, set_recipe
-from nvfp4_tensor.training.linear import function as autograd
-from nvfp4_tensor.training.linear.operands import Operand
+from nvfp4_tensor.training.linear import function
 
 _NVIDIA = RECIPES["nvidia"]
 ALL = {
@@ -49,13 +48,13 @@ class Recorded:
     """The operands of a step in the order in which they are made: factors, and values without them."""
 
     def __enter__(self):
-        self.found, self._real = [], (autograd.multipliable_at, autograd.gathered_operands)
-        autograd.multipliable_at = lambda *args, **how: self._record(self._real[0](*args, **how))
-        autograd.gathered_operands = lambda *args: self._record(self._real[1](*args), instead=True)
+        self.found, self._real = [], (function.quantize_left_operands, function.gather_operands)
+        function.quantize_left_operands = lambda *args, **how: self._record(self._real[0](*args, **how))
+        function.gather_operands = lambda *args: self._record(self._real[1](*args), instead=True)
         return self
 
     def __exit__(self, *error):
-        autograd.multipliable_at, autograd.gathered_operands = self._real
+        function.quantize_left_operands, function.gather_operands = self._real
 
     def _record(self, pair, instead=False):
         if instead:
@@ -64,8 +63,8 @@ class Recorded:
         return pair
 
     def _values(self, operand):
-        values = operand.values() if isinstance(operand, Operand) else operand.values
-        return operand.per_tensor_scale, values.float()
+        values, factor = decode_values(operand)
+        return factor, values.float()
 
 
 def step(model, x, dy):
@@ -109,7 +108,6 @@ def context_parallel():
     for name, recipe in ALL.items():
         x, dy = whole_step(batch, sequence)
         alone, model = linear(recipe), linear(recipe)
-        alone[0].place = places.Place()
         expected, y, dx, dw = step(alone, x, dy)
         distributed.share_tokens(model, mesh, dim=1, chunks=chunks)
         found, y_, dx_, dw_ = step(model, x[:, of_sequence], dy[:, of_sequence])
@@ -117,7 +115,7 @@ def context_parallel():
         dist.all_reduce(dw_)
         for mine, theirs in ((y_, y[:, of_sequence]), (dx_, dx[:, of_sequence]), (dw_, dw)):
             close(mine, theirs, name)
-    return len(model[0].place.at((batch, sequence // world)).tokens.runs)
+    return len(model[0].sharding.for_input((batch, sequence // world)).tokens.ranges)
 
 
 @on_devices
@@ -135,13 +133,12 @@ def batch_and_sequence():
     tokens = (rows[:, None] * 64 + of_sequence).flatten()
     x, dy = whole_step(4, 64)
     alone, model = linear("nvidia"), linear("nvidia")
-    alone[0].place = places.Place()
     expected, *_ = step(alone, x, dy)
     distributed.share_tokens(model, mesh["cp"], dim=1, chunks=chunks)
     distributed.share_tokens(model, mesh["dp"])
     found, *_ = step(model, x[rows][:, of_sequence], dy[rows][:, of_sequence])
     equal_at(found, expected, tokens, "nvidia")
-    return model[0].place.at((2, 32)).tokens.runs
+    return model[0].sharding.for_input((2, 32)).tokens.ranges
 
 
 def test_a_batch_and_its_sequences():
@@ -164,7 +161,6 @@ def sequences_travel_as_codes():
     for name, recipe in ALL.items():
         x, dy = whole_step(batch, sequence)
         alone, model = linear(recipe), linear(recipe)
-        alone[0].place = places.Place()
         expected, y, dx, dw = step(alone, x, dy)
         parallelize_module(model, mesh, plan())
         found, y_, dx_, dw_ = step(model, x.chunk(world, 1)[rank], dy.chunk(world, 2)[rank].contiguous())
@@ -298,9 +294,9 @@ def refusal(case):
     ("case", "message"),
     [
         ("chunks", r"the ranks have the chunks \[\(0, 3\), \(0, 3\)\], which are not each of 4 once"),
-        ("rows", r"ranks share dimension 1, and an input has tokens \(64,\)"),
-        ("odd", "has 63 tokens on this rank, which are not 2 equal chunks"),
-        ("blocks", r"x\^T: 2 ranks share (32|64) each .* 128"),
+        ("rows", r"sharded dimension 1, but an input has tokens \(64,\)"),
+        ("odd", "has 63 tokens on this rank, which 2 equal chunks"),
+        ("blocks", r"x\^T: each of 2 ranks has (32|64) columns.* 128"),
     ],
 )
 def test_refused_on_every_rank(case, message):

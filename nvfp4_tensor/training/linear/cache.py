@@ -18,8 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.training.linear.operands import Operand, Values
+from nvfp4_tensor.training.linear.operands import Quantized
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
@@ -50,14 +51,14 @@ class WeightCache:
     def __init__(self) -> None:
         self._kept: _Weight | None = None  # one attribute: other threads see all of it, or nothing
 
-    def get(self, weight: Tensor, spec: QuantizeSpec) -> Operand | None:
+    def get(self, weight: Tensor, spec: QuantizeSpec) -> Codes | None:
         """The codes of the weight as it is now, if they are here."""
         kept = self._kept
         if kept is None or kept.tensor() is not weight or kept.key != _weight_key(weight, spec):
             return None
         return kept.operand
 
-    def put(self, weight: Tensor, spec: QuantizeSpec, operand: Operand) -> None:
+    def put(self, weight: Tensor, spec: QuantizeSpec, operand: Codes) -> None:
         """Keep these in place of the last."""
         self._kept = _Weight(weakref.ref(weight), _weight_key(weight, spec), operand)
 
@@ -69,7 +70,7 @@ class WeightCache:
 class _Weight(NamedTuple):
     tensor: weakref.ref[Tensor]
     key: tuple
-    operand: Operand
+    operand: Codes
 
 
 def _weight_key(weight: Tensor, spec: QuantizeSpec) -> tuple:
@@ -105,7 +106,7 @@ def _is_capturing(t: Tensor) -> bool:
 # --- inputs ----------------------------------------------------------------------------------------------------------
 
 
-Pair: TypeAlias = "tuple[Operand | Values | None, Operand | None]"
+Pair: TypeAlias = "tuple[Quantized | None, Codes | None]"
 """x and x^T."""
 
 

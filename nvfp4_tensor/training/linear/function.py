@@ -1,7 +1,12 @@
-"""One linear that trains in NVFP4: three products, each operand quantized as a recipe says.
+"""Forward and backward of one linear that trains in NVFP4: three products, each operand quantized by a recipe.
 
-What is quantized comes first (:func:`operands_of`), then the product with its derivative (:class:`_Products`): autograd
-and torch.compile see plain tensors, and codes are what is saved for the backward.
+    y_MN  = x_MK    @ w_NK^T   fprop
+    dx_MK = dy_MN   @ w_NK     dgrad
+    dw_NK = dy_MN^T @ x_MK     wgrad
+
+The forward's operands are quantized first (:func:`input_operands`, :func:`weight_operand`), outside of autograd.
+:class:`_Products` then multiplies them, saves codes, and quantizes dy in its backward: autograd and torch.compile see
+plain tensors. ``operands.py`` has how one operand is quantized, on one rank or several.
 """
 
 from __future__ import annotations
@@ -12,30 +17,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.matmul.backends import reads_transposed
+from nvfp4_tensor.matmul.product import Left, decode_values, multiply, multiply_across_blocks
+from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.sharding.layout import Place
-from nvfp4_tensor.sharding.sequence import Whole, gathered, gathered_operands, whole_in_name
+from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, compare_token_counts
+from nvfp4_tensor.sharding.sequence import GatheredShape, gather_operands, gather_shape_only, gather_tokens
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.linear.operands import (
-    Left,
-    Operand,
-    Values,
-    decoded,
-    multipliable,
-    product,
-    product_across,
-    quantized,
-    reads_transposed,
-    rotated_back,
-    transposed,
+    Quantized,
+    quantize_left_operands,
+    quantize_operand,
+    rotate_back,
+    transpose,
 )
-from nvfp4_tensor.training.linear.sharded_operands import compare_tokens, multipliable_at, quantized_at
 from nvfp4_tensor.training.recipe import Recipe, WeightForDx, draws, resolve
 
 DY_T_STREAM, W_FOR_DX_STREAM, X_T_STREAM, W_STREAM = 1, 2, 3, 4
-"""Streams of random bits (contract, section 4) beside 0, which x and dy have. A call has one rng_state, because EDEN's
-rotations have to be alike to cancel; no product has two operands of one stream."""
+"""Streams of random bits (contract, section 4); x and dy use stream 0. All operands of a call share one rng_state,
+because EDEN's rotations must be equal to cancel; no product has two operands of one stream."""
 
 
 class Needs(NamedTuple):
@@ -47,11 +48,11 @@ class Needs(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the forward quantizes; None where the recipe leaves it dense, or nobody needs it."""
+    """What the forward quantizes; None where the recipe leaves an operand dense, or nothing reads it."""
 
-    x: Operand | Values | None
-    x_t: Operand | None
-    w: Operand | None
+    x: Quantized | None
+    x_t: Codes | None
+    w: Codes | None
 
 
 def linear(
@@ -62,22 +63,22 @@ def linear(
     *,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """``x @ weight^T + bias`` with the three products of training quantized by a recipe.
+    """``x @ weight^T + bias``, with the three products of training quantized by a recipe.
 
     Args:
         x: (..., K).
-        weight: (N, K), of the dtype of x (any of the three under autocast); its gradient has its dtype.
+        weight: (N, K), in the dtype of x (under autocast, bfloat16, float16 or float32); its gradient has its dtype.
         bias: (N,), or None.
         recipe: a :class:`Recipe`, or the name of one.
-        rng_state: int64 (seed, offset) on the device of x, the source of the random bits; drawn from torch's generator
-            where a recipe takes some.
+        rng_state: int64 (seed, offset) on the device of x, the source of the random bits. By default, torch's generator
+            provides one if the recipe uses random bits.
 
     Returns:
-        (..., N) in the dtype of x, or of autocast where that is on.
+        (..., N) in the dtype of x, or of autocast if it is enabled.
 
     Raises:
-        ValueError: an unknown recipe, shapes that do not fit.
-        TypeError: dtypes that do not go together, or that NVFP4 does not take.
+        ValueError: if the recipe is unknown or the shapes do not fit.
+        TypeError: if the dtypes differ or NVFP4 does not support them.
 
     >>> w = torch.randn(32, 64, requires_grad=True)
     >>> linear(torch.randn(8, 64), w).sum().backward()
@@ -86,19 +87,19 @@ def linear(
     x = autocast(x)
     check_operands(x, weight, "linear")
     needs = needs_of(x, weight, bias)
-    rows = flat(x)
+    x_MK = flat(x)
     rng_state = draw(recipe, trains(x, weight, bias), x, rng_state)
-    of_x = input_operands(Taken(rows), recipe, needs, rng_state)
-    operands = Operands(*of_x, weight_operand(weight, recipe, rng_state))
-    y = multiply(rows, weight, bias, recipe, operands, needs, rng_state)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    of_x, x_t = input_operands(InputShard(x_MK), recipe, needs, rng_state)
+    operands = Operands(of_x, x_t, weight_operand(weight, recipe, rng_state))
+    y_MN = multiply_operands(x_MK, weight, bias, recipe, operands, needs, rng_state)
+    return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
 def autocast(x: Tensor) -> Tensor:
-    """x in the dtype of autocast, where that is on for its device."""
+    """x in autocast's dtype, if autocast is enabled for its device."""
     device = x.device.type
     if not x.is_floating_point() or device == "meta" or not torch.is_autocast_enabled(device):
         return x
@@ -110,14 +111,14 @@ def _autocasts(device: torch.device) -> bool:
 
 
 def check_operands(x: Tensor, weight: Tensor, name: object) -> None:
-    """Raises what :func:`linear` says, in the name of a function or module."""
+    """Raise the errors that :func:`linear` documents, in the name of a function or module."""
     for kind, dtype in (("an input", x.dtype), ("a weight", weight.dtype)):
         if dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"{name} takes bfloat16, float16 or float32, not {kind} of {dtype}: cast it first")
     if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, (x, weight))):
         raise RuntimeError(
-            f"{name} takes no tensors of torch.func (vmap, grad, jvp, ...), whose transforms do not know NVFP4: take "
-            'plain tensors, or set_recipe(model, forward="bf16", backward="bf16")'
+            f"{name} does not support transforms of torch.func (vmap, grad, jvp, ...): call it with plain tensors, or "
+            'use set_recipe(model, forward="bf16", backward="bf16")'
         )
     if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"{name} takes an input (..., {weight.shape[-1]}), got {tuple(x.shape)}")
@@ -135,254 +136,264 @@ def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
 
 
 def trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call draws for a backward: under no_grad too, which the first run of a reentrant checkpoint has.
+    """Whether a call draws random bits for a backward, under no_grad too.
 
-    It draws as its second run does, or a dropout that follows would have another mask there.
+    The first run of a reentrant checkpoint is under no_grad, and must draw as its second run does: otherwise a dropout
+    that follows would have another mask there.
     """
     return any(t is not None and t.requires_grad for t in (x, weight, bias))
+
+
+def flat(x: Tensor) -> Tensor:
+    """x (..., K) as (M, K)."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def draw(recipe: Recipe, backward: bool, like: Tensor, given: Tensor | None = None) -> Tensor | None:
+    """A fresh (seed, offset) from torch's generator for one call, or the given one; None if no random bits are used.
+
+    It serves the backward too, so that a forward recomputed by a checkpoint draws the same bits.
+    """
+    if not (recipe.draws_in_forward or (backward and recipe.draws_in_backward)):
+        return None
+    if given is not None:
+        return given.clone()  # its owner counts steps in place
+    # A new tensor for each draw: no compiler pass merges two ops with different arguments.
+    return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=like.device))
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
 
 
-def draw(recipe: Recipe, backward: bool, like: Tensor, given: Tensor | None = None) -> Tensor | None:
-    """A fresh (seed, offset) from torch's generator for one call, or the one given, where it takes random bits.
-
-    The backward's are drawn here too, so that a forward recomputed by a checkpoint draws the same.
-    """
-    if not (recipe.draws_in_forward or (backward and recipe.draws_in_backward)):
-        return None
-    if given is not None:
-        return given.clone()  # it counts the steps in place
-    # A tensor of its own for each draw: no compiler pass folds two ops with different arguments.
-    return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=like.device))
-
-
-class Taken(NamedTuple):
+class InputShard(NamedTuple):
     """What a call quantizes of its input."""
 
-    rows: Tensor  # (M, K)
-    place: Place | None = None
-    """Of what they are a piece."""
-    whole: Whole | None = None
-    """What their codes are gathered to."""
+    x_MK: Tensor
+    sharding: LinearSharding = UNSHARDED_LINEAR
+    gathered: GatheredShape | None = None
+    """The shape that the codes of a sequence shard are gathered to."""
 
 
-def flat(x: Tensor) -> Tensor:
-    """x (..., K) as rows (M, K)."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+def prepare_input(x: Tensor, recipe: Recipe, needs: Needs, sharding: LinearSharding) -> tuple[Tensor, InputShard]:
+    """x as the products take it, and what is quantized of it.
 
-
-def take(x: Tensor, recipe: Recipe, needs: Needs, place: Place) -> tuple[Tensor, Taken]:
-    """x as the products take it, and what is quantized: of one piece of a sequence the whole, and that piece.
-
-    Pieces travel as codes where these are all that the recipe's products read of x; elsewhere as they are.
+    A sequence shard is gathered as codes if the recipe's products read nothing else of x, and dense otherwise.
     """
-    sequence = place.sequence_of(x)
+    sequence = sharding.sequence_of(x)
     if sequence is not None:
-        piece = Taken(flat(x), place.at(x.shape[:-1], piece=True), Whole.of(x, sequence))
-        if _is_read_as_codes(piece, recipe, needs):
-            return whole_in_name(x, sequence), piece
-        assert piece.place is not None
-        compare_tokens(piece.place.x, piece.rows, *_input_specs(recipe, needs))
-        x = gathered(x, sequence)
-    return x, Taken(flat(x), place.at(x.shape[:-1]))
+        local = sharding.for_input(x.shape[:-1], local=True)
+        specs = _input_specs(recipe, needs)
+        if _is_read_as_codes(flat(x), local, needs, *specs):
+            return gather_shape_only(x, sequence), InputShard(flat(x), local, GatheredShape.of(x, sequence))
+        compare_token_counts(local.x, flat(x), *specs)
+        x = gather_tokens(x, sequence)
+    return x, InputShard(flat(x), sharding.for_input(x.shape[:-1]))
 
 
 def _input_specs(recipe: Recipe, needs: Needs) -> tuple[QuantizeSpec | None, QuantizeSpec | None]:
-    """Of x and, if it is needed, of x^T."""
+    """The specs of x and, if it is needed, of x^T."""
     return recipe.x, recipe.x_t if needs.dw else None
 
 
-def _is_read_as_codes(piece: Taken, recipe: Recipe, needs: Needs) -> bool:
-    assert piece.place is not None
-    at, (x, x_t) = piece.place.x, _input_specs(recipe, needs)
-    if x is None or (needs.dw and x_t is None):
+def _is_read_as_codes(
+    x_MK: Tensor, sharding: LinearSharding, needs: Needs, spec: QuantizeSpec | None, spec_t: QuantizeSpec | None
+) -> bool:
+    if spec is None or (needs.dw and spec_t is None):
         return False
-    return at.fits(piece.rows, x) and (x_t is None or at.t.fits(piece.rows.t(), x_t))
+    return sharding.x.fits(x_MK, spec) and (spec_t is None or sharding.x.t.fits(x_MK.t(), spec_t))
 
 
 def input_operands(
-    taken: Taken, recipe: Recipe, needs: Needs, rng_state: Tensor | None
-) -> tuple[Operand | Values | None, Operand | None]:
-    """x (M, K) for fprop and, if it is needed, x^T for wgrad: in one pass over x.
+    shard: InputShard, recipe: Recipe, needs: Needs, rng_state: Tensor | None
+) -> tuple[Quantized | None, Codes | None]:
+    """x (M, K) for fprop and, if it is needed, x^T (K, M) for wgrad, in one pass over x.
 
-    rng_state goes in only where it decides something, so that a compiled graph folds equal ones of one x.
+    rng_state is passed on only where it matters, so that a compiled graph merges equal quantizations of one x.
     """
-    x, place, whole = taken
-    specs = _input_specs(recipe, needs)
-    rng_state = rng_state if draws(*specs) else None
-    operands, codes = (x.detach(), *specs, rng_state, X_T_STREAM), recipe.w is None or whole is not None
-    if whole is not None and any(spec is not None and spec.row_scaled for spec in specs):
-        assert place is not None
-        compare_tokens(place.x, x, *specs)  # others compare with their amaxes
-    if place is None:
-        of_x, x_t = multipliable(*operands, codes_t=True, codes=codes)
-    else:
-        of_x, x_t = multipliable_at(place.x, "x", *operands, codes_t=True, codes=codes)
-    assert not isinstance(x_t, Values)
-    if whole is not None:
-        assert isinstance(of_x, Operand)
-        return gathered_operands(of_x, x_t, whole)
+    x_MK, sharding, gathered = shard
+    spec, spec_t = _input_specs(recipe, needs)
+    rng_state = rng_state if draws(spec, spec_t) else None
+    if gathered is not None and any([each is not None and each.row_scaled for each in (spec, spec_t)]):
+        compare_token_counts(sharding.x, x_MK, spec, spec_t)  # other specs compare with their amaxes
+    of_x, x_t = quantize_left_operands(
+        x_MK.detach(), spec, spec_t, rng_state, X_T_STREAM, sharding.x, name="x", codes_t=True,
+        codes=recipe.w is None or gathered is not None,
+    )  # fmt: skip
+    assert not isinstance(x_t, Decoded)
+    if gathered is not None:
+        assert isinstance(of_x, Codes)
+        return gather_operands(of_x, x_t, gathered)
     return of_x, x_t
 
 
 def weight_operand(
-    weight: Tensor, recipe: Recipe, rng_state: Tensor | None, place: Place | None = None
-) -> Operand | None:
+    w_NK: Tensor, recipe: Recipe, rng_state: Tensor | None, sharding: LinearSharding = UNSHARDED_LINEAR
+) -> Codes | None:
     """The weight's codes, for fprop and for dgrad.
 
-    rng_state goes into the op even where it decides nothing there: so a compiled graph cannot put its draw off until
-    the backward, where the layers come in the other order and would get other bits than in eager mode.
+    rng_state is an argument of the op even where it does not matter. Otherwise a compiled graph could move its draw to
+    the backward, where layers run in reverse order and would get other random bits than in eager mode.
     """
     if recipe.w is None:
         return None
-    operand = weight.detach(), recipe.w, rng_state, W_STREAM
-    return quantized(*operand) if place is None else quantized_at(place.w, "w", *operand)
+    return quantize_operand(w_NK.detach(), recipe.w, rng_state, W_STREAM, sharding.w, name="w")
 
 
 # --- multiply --------------------------------------------------------------------------------------------------------
 
 
-def multiply(
-    x: Tensor,
-    weight: Tensor,
+def multiply_operands(
+    x_MK: Tensor,
+    w_NK: Tensor,
     bias: Tensor | None,
     recipe: Recipe,
     operands: Operands,
     needs: Needs,
     rng_state: Tensor | None,
-    place: Place | None = None,
+    sharding: LinearSharding = UNSHARDED_LINEAR,
 ) -> Tensor:
-    """x (M, K) @ weight (N, K)^T + bias, differentiable by the recipe's backward: (M, N) of the dtype of x."""
+    """y (M, N) = x @ w^T + bias in the dtype of x; its backward is the recipe's."""
     if not any(needs):
-        return fprop(x, weight, bias, operands)
-    flat = [part for operand in operands for part in _parts(operand)]
-    return _Products.apply(x, weight, bias, recipe, needs, rng_state, place, *flat)
+        return fprop(x_MK, w_NK, bias, operands)
+    flattened = [part for operand in operands for part in _flatten(operand)]
+    return _Products.apply(x_MK, w_NK, bias, recipe, needs, rng_state, sharding, *flattened)
 
 
-def fprop(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
-    """x (M, K) @ weight (N, K)^T + bias of what is quantized of them."""
-    return product(operands.x or x, operands.w or weight, x.dtype, bias)
-
-
-def _drawn_with(y: Tensor, rng_state: Tensor) -> Tensor:
-    """y, which a compiled graph takes for a function of the draw: so it draws in the forward, as eager mode does.
-
-    A draw that only the backward reads would move there, where the layers come in the other order (as in
-    :func:`weight_operand`).
-    """
-    return torch.where(rng_state[0] == rng_state[0], y, y) if torch.compiler.is_compiling() else y
+def fprop(x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
+    """y (M, N) = x @ w^T + bias, of the quantized operands where there are any."""
+    return multiply(operands.x or x_MK, operands.w or w_NK, x_MK.dtype, bias)
 
 
 class _Products(torch.autograd.Function):
-    """fprop, whose derivative is the recipe's dgrad and wgrad.
+    """fprop, with the recipe's dgrad and wgrad as its derivative.
 
-    Not for torch.func's transforms: they want a ``setup_context``, which torch.compile does not take (2.13).
+    It does not support torch.func's transforms, which need ``setup_context``; torch.compile rejects that (2.13).
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weight: Tensor,
+        x_MK: Tensor,
+        w_NK: Tensor,
         bias: Tensor | None,
         recipe: Recipe,
         needs: Needs,
         rng_state: Tensor | None,
-        place: Place | None,
-        *flat: Tensor | None,
+        sharding: LinearSharding,
+        *flattened: Tensor | None,
     ) -> Tensor:
-        x_t, w = _operand(flat[3:6]), _operand(flat[6:])
-        assert not isinstance(x_t, Values) and not isinstance(w, Values)
-        operands = Operands(_operand(flat[:3]), x_t, w)
-        saved = saved_of(x, weight, recipe, operands, needs)
-        ctx.save_for_backward(rng_state, saved.x, saved.weight, *_parts(saved.x_t), *_parts(saved.w))
-        ctx.recipe, ctx.needs, ctx.place = recipe, needs, place
-        ctx.shape, ctx.dtypes = weight.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        y = fprop(x, weight, bias, operands)
-        return y if operands.w is not None or rng_state is None else _drawn_with(y, rng_state)
+        x_t, w = _unflatten(flattened[3:6]), _unflatten(flattened[6:])
+        assert not isinstance(x_t, Decoded) and not isinstance(w, Decoded)
+        operands = Operands(_unflatten(flattened[:3]), x_t, w)
+        saved = saved_of(x_MK, w_NK, recipe, operands, needs)
+        ctx.save_for_backward(rng_state, saved.x, saved.weight, *_flatten(saved.x_t), *_flatten(saved.w))
+        ctx.recipe, ctx.needs, ctx.sharding = recipe, needs, sharding
+        ctx.shape, ctx.dtypes = w_NK.shape, (x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype)
+        y_MN = fprop(x_MK, w_NK, bias, operands)
+        return y_MN if operands.w is not None or rng_state is None else _keep_draw_in_forward(y_MN, rng_state)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        rng_state, x, weight, *flat = ctx.saved_tensors
-        x_t, w = _operand(flat[:3]), _operand(flat[3:])
-        assert not isinstance(x_t, Values) and not isinstance(w, Values)
+        rng_state, x, weight, *flattened = ctx.saved_tensors
+        x_t, w = _unflatten(flattened[:3]), _unflatten(flattened[3:])
+        assert not isinstance(x_t, Decoded) and not isinstance(w, Decoded)
         saved = Saved(x, weight, x_t, w)
-        dx, dw = gradients(dy, saved, ctx.recipe, ctx.needs, rng_state, ctx.shape, ctx.dtypes[:2], ctx.place)
-        db = dy.sum(0, dtype=ctx.dtypes[2]) if ctx.needs.db else None
+        dx, dw = gradients(dy_MN, saved, ctx.recipe, ctx.needs, rng_state, ctx.shape, ctx.dtypes[:2], ctx.sharding)
+        db = dy_MN.sum(0, dtype=ctx.dtypes[2]) if ctx.needs.db else None
         return dx, dw, db, None, None, None, None, *[None] * 9
 
 
+def _keep_draw_in_forward(y: Tensor, rng_state: Tensor) -> Tensor:
+    """y, made to depend on the draw in a compiled graph.
+
+    A draw that only the backward reads would move there, where layers run in reverse order (:func:`weight_operand`).
+    """
+    return torch.where(rng_state[0] == rng_state[0], y, y) if torch.compiler.is_compiling() else y
+
+
 class Saved(NamedTuple):
-    """What a backward reads of its forward; None where it reads another."""
+    """What a backward reads of its forward; None where it reads something else."""
 
     x: Tensor | None
     weight: Tensor | None
-    x_t: Operand | None
-    w: Operand | None
+    x_t: Codes | None
+    w: Codes | None
 
 
-def saved_of(x: Tensor, weight: Tensor, recipe: Recipe, operands: Operands, needs: Needs) -> Saved:
-    """Codes wherever the recipe's backward reads them."""
-    again = operands.w is not None and not recipe.keep_w and not isinstance(weight, NVFP4Tensor)
-    reads_weight = needs.dx and (again or not _reads_codes(recipe))
+def saved_of(x_MK: Tensor, w_NK: Tensor, recipe: Recipe, operands: Operands, needs: Needs) -> Saved:
+    """Codes wherever the recipe's backward reads codes, dense tensors elsewhere."""
+    quantizes_again = operands.w is not None and not recipe.keep_w and not isinstance(w_NK, NVFP4Tensor)
+    reads_weight = needs.dx and (quantizes_again or not _reads_codes(recipe))
     return Saved(
-        x if needs.dw and operands.x_t is None else None,
-        weight if reads_weight else None,
+        x_MK if needs.dw and operands.x_t is None else None,
+        w_NK if reads_weight else None,
         operands.x_t,
         operands.w if needs.dx and not reads_weight else None,
     )
 
 
+def _flatten(operand: Quantized | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if operand is None:
+        return None, None, None
+    return (operand.values, None, operand.per_tensor_scale) if isinstance(operand, Decoded) else operand
+
+
+def _unflatten(parts: Sequence[Tensor | None]) -> Quantized | None:
+    data, scale, per_tensor_scale = parts
+    if data is None or per_tensor_scale is None:
+        return None
+    return Decoded(data, per_tensor_scale) if scale is None else Codes(data, scale, per_tensor_scale)
+
+
+# --- backward --------------------------------------------------------------------------------------------------------
+
+
 def gradients(
-    dy: Tensor,
+    dy_MN: Tensor,
     saved: Saved,
     recipe: Recipe,
     needs: Needs,
     rng_state: Tensor | None,
     shape: torch.Size,
     dtypes: tuple[torch.dtype, torch.dtype],
-    place: Place | None = None,
+    sharding: LinearSharding = UNSHARDED_LINEAR,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx (M, K) and dw (N, K) of a linear whose output's gradient is dy (M, N), in these two dtypes; shape: (N, K)."""
-    specs = recipe.dy if needs.dx else None, recipe.dy_t if needs.dw else None
+    """dx (M, K) and dw (N, K), in these two dtypes, of dy (M, N); ``shape`` is (N, K)."""
+    spec, spec_t = recipe.dy if needs.dx else None, recipe.dy_t if needs.dw else None
     beside_dense = (recipe.w_for_dx == WeightForDx.DENSE and not recipe.rotates_dy_back) or recipe.x_t is None
-    operands = dy, *specs, rng_state, DY_T_STREAM
-    if place is None:
-        dy_q, dy_t = multipliable(*operands, codes=beside_dense)
-    else:
-        dy_q, dy_t = multipliable_at(place.dy, "dy", *operands, codes=beside_dense)
+    dy, dy_t = quantize_left_operands(
+        dy_MN, spec, spec_t, rng_state, DY_T_STREAM, sharding.dy, name="dy", codes=beside_dense
+    )
     dx = dw = None
     if needs.dx:
-        w = _weight_for_dx(saved, recipe, rng_state, place, dy)
-        dx = _dgrad(dy if dy_q is None else dy_q, w, recipe, rng_state, place, shape, dtypes[0])
+        w = _weight_for_dx(saved, recipe, rng_state, sharding, dy_MN)
+        dx = _dgrad(dy_MN if dy is None else dy, w, recipe, rng_state, sharding, shape, dtypes[0])
     if needs.dw:
-        x_t = saved.x.t() if saved.x is not None else saved.x_t
-        assert x_t is not None
-        dw = product(dy.t() if dy_t is None else dy_t, x_t, dtypes[1])
+        x_KM = saved.x.t() if saved.x is not None else saved.x_t
+        assert x_KM is not None
+        dw = multiply(dy_MN.t() if dy_t is None else dy_t, x_KM, dtypes[1])
     return dx, dw
 
 
 def _weight_for_dx(
-    saved: Saved, recipe: Recipe, rng_state: Tensor | None, place: Place | None, dy: Tensor
-) -> Operand | Tensor:
-    """What dgrad reads: the weight, the codes saved, or codes made of the weight again."""
+    saved: Saved, recipe: Recipe, rng_state: Tensor | None, sharding: LinearSharding, dy_MN: Tensor
+) -> Codes | Tensor:
+    """What dgrad reads: the dense weight, the saved codes, or codes quantized again."""
     if saved.weight is not None and not _reads_codes(recipe):
         return saved.weight
     w = saved.w
     if saved.weight is not None:
-        w = weight_operand(saved.weight, recipe, _read_after(rng_state, dy), place)
+        w = weight_operand(saved.weight, recipe, _read_after(rng_state, dy_MN), sharding)
     assert w is not None
     return w
 
 
 def _read_after(rng_state: Tensor | None, dy: Tensor) -> Tensor | None:
-    """The state, which a compiled graph takes for a function of dy, even where there is none.
+    """rng_state, made to depend on dy in a compiled graph, even where there is none.
 
-    A weight that is quantized again by it is so in the backward; else it would be folded with the forward's call, or
-    moved there, and its codes saved after all.
+    This keeps the second quantization of a weight in the backward: otherwise the compiler would merge it with the
+    forward's, and save its codes after all.
     """
     if not torch.compiler.is_compiling():
         return rng_state
@@ -394,50 +405,38 @@ def _reads_codes(recipe: Recipe) -> bool:
     return recipe.w_for_dx in (WeightForDx.CODES, WeightForDx.EXACT)
 
 
-def _parts(operand: Operand | Values | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if operand is None:
-        return None, None, None
-    return (operand.values, None, operand.per_tensor_scale) if isinstance(operand, Values) else operand
-
-
-def _operand(parts: Sequence[Tensor | None]) -> Operand | Values | None:
-    data, scale, per_tensor_scale = parts
-    if data is None or per_tensor_scale is None:
-        return None
-    return Values(data, per_tensor_scale) if scale is None else Operand(data, scale, per_tensor_scale)
-
-
 def _dgrad(
     dy: Left,
-    w: Operand | Tensor,
+    w: Codes | Tensor,
     recipe: Recipe,
     rng_state: Tensor | None,
-    place: Place | None,
+    sharding: LinearSharding,
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> Tensor:
-    """dy (M, N) times w of shape (N, K), read as the recipe says: (M, K)."""
+    """dx (M, K) = dy (M, N) @ w (N, K), with w read as the recipe says; ``shape`` is (N, K)."""
     rows, columns = shape
     if isinstance(recipe.w_for_dx, QuantizeSpec):
         assert isinstance(w, Tensor)
-        operand = w.t().contiguous(), recipe.w_for_dx, rng_state, W_FOR_DX_STREAM
-        of_w = quantized(*operand) if place is None else quantized_at(place.w.t, "w", *operand)
-        return product(dy, of_w, dtype)
+        w_KN = w.t().contiguous()
+        return multiply(
+            dy, quantize_operand(w_KN, recipe.w_for_dx, rng_state, W_FOR_DX_STREAM, sharding.w.t, name="w"), dtype
+        )
     if recipe.rotates_dy_back:
         assert not isinstance(dy, Tensor)
-        col0 = 0 if place is None else place.outputs.rank * rows
-        dy = rotated_back(dy, rows, rng_state, w.dtype if isinstance(w, Tensor) else None, col0)
+        dy = rotate_back(dy, rows, rng_state, w.dtype if isinstance(w, Tensor) else None, sharding.outputs.rank * rows)
     if isinstance(w, Tensor):
-        return product(dy, w.t(), dtype)
+        return multiply(dy, w.t(), dtype)
     if recipe.w_for_dx == WeightForDx.CODES and not isinstance(dy, Tensor) and reads_transposed(w.qdata.device):
-        return product(dy, transposed(w), dtype)[:, :columns]
-    return product_across(*decoded(dy, rows), w, columns, dtype)
+        return multiply(dy, transpose(w), dtype)[:, :columns]
+    values, factor = (dy, None) if isinstance(dy, Tensor) else decode_values(dy, rows)
+    return multiply_across_blocks(values, factor, w, columns, dtype)
 
 
 def refuse_second_derivative() -> None:
-    """For a backward to begin with."""
+    """Raise in a backward that builds a graph of its own."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
-            "an NVFP4 training linear has no second derivative, so backward(create_graph=True) stops here: take it "
-            'with set_recipe(model, forward="bf16", backward="bf16")'
+            "an NVFP4 training linear has no second derivative, so backward(create_graph=True) is not supported: use "
+            'set_recipe(model, forward="bf16", backward="bf16") for it'
         )

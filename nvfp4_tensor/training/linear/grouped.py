@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.training.linear.function import (
+    InputShard,
     Needs,
     Operands,
-    Taken,
     autocast,
     check_operands,
     draw,
@@ -148,7 +148,7 @@ def _train_grouped(
     y = x.new_zeros((len(x), weight.shape[1]))
     how = _unpacked(*recipe)
     for rows, w, state, of_y in _groups(x, weight, offs, rng_state, first_expert, y):
-        of_x, _ = input_operands(Taken(rows), how, Needs(False, False, False), state)
+        of_x, _ = input_operands(InputShard(rows), how, Needs(False, False, False), state)
         of_y.copy_(fprop(rows, w, None, Operands(of_x, None, weight_operand(w, how, state))))
     return y
 
@@ -178,7 +178,7 @@ def _train_grouped_backward(
     how, needs, dtypes = _unpacked(*recipe), Needs(needs_dx, needs_dw, False), (x.dtype, weight.dtype)
     outputs = (dx if needs_dx else x, dw if needs_dw else weight)
     for rows, w, state, of_dy, of_dx, of_dw in _groups(x, weight, offs, rng_state, first_expert, dy, *outputs):
-        operands = Operands(*input_operands(Taken(rows), how, needs, state), weight_operand(w, how, state))
+        operands = Operands(*input_operands(InputShard(rows), how, needs, state), weight_operand(w, how, state))
         saved = saved_of(rows, w, how, operands, needs)
         for out, gradient in zip(
             (of_dx, of_dw), gradients(of_dy, saved, how, needs, state, w.shape, dtypes), strict=True

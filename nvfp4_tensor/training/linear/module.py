@@ -9,25 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.pickles import pin
-from nvfp4_tensor.sharding.layout import Place, local
-from nvfp4_tensor.sharding.sequence import whole_of
+from nvfp4_tensor.numerics.codes import Codes
+from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, local_shard
+from nvfp4_tensor.sharding.sequence import gather_if_sharded
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.linear.cache import Pair, WeightCache, is_cacheable, is_shareable, share_input, shared_input
 from nvfp4_tensor.training.linear.function import (
+    InputShard,
     Needs,
     Operands,
-    Taken,
     autocast,
     check_operands,
     draw,
     flat,
     input_operands,
-    multiply,
+    multiply_operands,
     needs_of,
-    take,
+    prepare_input,
     weight_operand,
 )
-from nvfp4_tensor.training.linear.operands import Operand
 from nvfp4_tensor.training.recipe import Recipe, draws
 
 
@@ -48,7 +48,7 @@ class NVFP4TrainingLinear(nn.Linear):
     bf16_forward: bool
     bf16_backward: bool
     hadamard_sign: int | None
-    place: Place | None = None
+    sharding: LinearSharding = UNSHARDED_LINEAR
     """Which pieces of a step this rank has: see :mod:`nvfp4_tensor.distributed`."""
     rounding_state: Tensor | None
     """A buffer that no state_dict has, int64 (seed, step): what a call draws by, in place of torch's generator."""
@@ -70,7 +70,7 @@ class NVFP4TrainingLinear(nn.Linear):
         for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign", "_weight_codes"):
             delattr(self, name)
         del self.rounding_state
-        self.__dict__.pop("place", None)
+        self.__dict__.pop("sharding", None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
@@ -85,28 +85,31 @@ class NVFP4TrainingLinear(nn.Linear):
         self._weight_codes.clear()
 
     def forward(self, input: Tensor) -> Tensor:
-        recipe, place = self.active_recipe, self.place
-        weight, bias = (self.weight, self.bias) if place is None else self._pieces(place)
+        recipe, sharding = self.active_recipe, self.sharding
+        weight, bias = (self.weight, self.bias) if sharding is UNSHARDED_LINEAR else self._local_parameters(sharding)
         if recipe.is_dense:
-            return nn.functional.linear(whole_of(input, place), weight, bias)
+            return nn.functional.linear(gather_if_sharded(input, sharding), weight, bias)
         x = autocast(input)
         check_operands(x, weight, self)
         needs = needs_of(x, weight, bias)
         # Without gradients too: the first run of a reentrant checkpoint has none, and later draws must come out alike.
         rng_state = draw(recipe, self.training or any(needs), x, self.rounding_state)
-        x, taken = (x, Taken(flat(x))) if place is None else take(x, recipe, needs, place)
-        of_x, rng_state = self._input(input, taken, needs, rng_state)
+        x, shard = prepare_input(x, recipe, needs, sharding)
+        of_x, rng_state = self._input(input, shard, needs, rng_state)
         operands = Operands(*of_x, self._weight(weight, rng_state))
-        place = None if place is None else place.at(x.shape[:-1])
-        y = multiply(flat(x), weight, bias, recipe, operands, needs, rng_state, place)
+        y = multiply_operands(
+            flat(x), weight, bias, recipe, operands, needs, rng_state, sharding.for_input(x.shape[:-1])
+        )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
-    def _pieces(self, place: Place) -> tuple[Tensor, Tensor | None]:
+    def _local_parameters(self, sharding: LinearSharding) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as this rank has them. Where ranks share the inputs, the bias is added to their sum."""
-        bias = self.bias if place.inputs.ranks == 1 else None
-        return local(self.weight), None if bias is None else local(bias)
+        bias = self.bias if sharding.inputs.ranks == 1 else None
+        return local_shard(self.weight), None if bias is None else local_shard(bias)
 
-    def _input(self, input: Tensor, taken: Taken, needs: Needs, rng_state: Tensor | None) -> tuple[Pair, Tensor | None]:
+    def _input(
+        self, input: Tensor, shard: InputShard, needs: Needs, rng_state: Tensor | None
+    ) -> tuple[Pair, Tensor | None]:
         """That of a neighbour with the same input, or what is quantized now; and the random state to go on with.
 
         That is the neighbour's where x^T drew from it: dy^T has to be rotated as x^T was.
@@ -114,29 +117,28 @@ class NVFP4TrainingLinear(nn.Linear):
         recipe = self.active_recipe
         x_t = recipe.x_t if needs.dw else None
         if draws(recipe.x) or not is_shareable(input):  # values of y are not to depend on who came first
-            return input_operands(taken, recipe, needs, rng_state), rng_state
-        place = None if taken.place is None else taken.place.x
-        key = taken.rows.dtype, recipe.x, x_t, recipe.w is None, place, taken.whole
+            return input_operands(shard, recipe, needs, rng_state), rng_state
+        key = shard.x_MK.dtype, recipe.x, x_t, recipe.w is None, shard.sharding.x, shard.gathered
         shared = shared_input(input, key, self)
         if shared is None:
-            shared = input_operands(taken, recipe, needs, rng_state), rng_state
+            shared = input_operands(shard, recipe, needs, rng_state), rng_state
             share_input(input, key, self, *shared)
         operands, drawn = shared
         return operands, drawn if draws(x_t) else rng_state
 
-    def _weight(self, weight: Tensor, rng_state: Tensor | None) -> Operand | None:
+    def _weight(self, weight: Tensor, rng_state: Tensor | None) -> Codes | None:
         """The codes kept since the weight last changed, or those made now."""
         spec = self.active_recipe.w
         if spec is None:
             return None
         if isinstance(weight, NVFP4Tensor):  # gathered as codes
-            return Operand(weight.qdata, weight.scale, weight.per_tensor_scale)
+            return Codes(weight.qdata, weight.scale, weight.per_tensor_scale)
         if spec.is_stochastic or not self.active_recipe.keep_w or not is_cacheable(weight):
-            return weight_operand(weight, self.active_recipe, rng_state, self.place)
+            return weight_operand(weight, self.active_recipe, rng_state, self.sharding)
         operand = self._weight_codes.get(weight, spec)
         if operand is None:
             with torch.inference_mode(False):  # a forward that trains is to find them usable, too
-                operand = weight_operand(weight, self.active_recipe, rng_state, self.place)
+                operand = weight_operand(weight, self.active_recipe, rng_state, self.sharding)
             assert operand is not None
             self._weight_codes.put(weight, spec, operand)
         return operand

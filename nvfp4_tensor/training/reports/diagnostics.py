@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor.matmul.product import decode_values
 from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.training.config import training_linears
 from nvfp4_tensor.training.linear.function import DY_T_STREAM, X_T_STREAM, autocast
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
-from nvfp4_tensor.training.linear.operands import Operand, quantized
+from nvfp4_tensor.training.linear.operands import quantize_operand
 from nvfp4_tensor.training.recipe import rotation
 
 SIGNAL_LIMIT = math.sqrt(3)
@@ -203,35 +205,35 @@ def _wide(x: Tensor, spec: QuantizeSpec | None, rng_state: Tensor, stream: int) 
     """x as wgrad multiplies it, float32."""
     if spec is None:
         return x.float()
-    operand = quantized(x.contiguous(), spec, rng_state, stream)
+    operand = quantize_operand(x.contiguous(), spec, rng_state, stream)
     columns = x.shape[1] if rotation(spec) is None else None  # padding that a transform has filled is summed, too
-    return operand.values(columns).float() * _factor(operand)
+    return decode_values(operand, columns)[0].float() * _factor(operand)
 
 
 def _rounding(x: Tensor, spec: QuantizeSpec, rng_state: Tensor) -> tuple[float, float, float]:
     """(share clipped, share of the nonzero vanished, relative error) of x (R, C), in the basis that spec rounds in."""
     x = x.contiguous()
-    operand = quantized(x, spec, rng_state)
+    operand = quantize_operand(x, spec, rng_state)
     if spec.is_eden:
         basis = torch.ops.nvfp4.rotate(x, rng_state)
     elif spec.hadamard_sign is not None:
         basis = torch.ops.nvfp4.hadamard(x, spec.hadamard_sign).float()
     else:
         basis = x.float()
-    decoded = operand.values()[:, : basis.shape[1]].float() * _factor(operand)
+    decoded = decode_values(operand)[0][:, : basis.shape[1]].float() * _factor(operand)
     clipped = (basis.abs() > _largest(operand)[:, : basis.shape[1]]).sum()
     vanished = ((decoded == 0) & (basis != 0)).sum() / (basis != 0).sum().clamp(min=1)
     error = (decoded - basis).norm() / basis.norm().clamp(min=torch.finfo(torch.float32).tiny)
     return float(clipped) / max(basis.numel(), 1), float(vanished), float(error)
 
 
-def _factor(operand: Operand) -> Tensor:
+def _factor(operand: Codes) -> Tensor:
     """Its per-tensor scale, or that of each row as a column."""
     factor = operand.per_tensor_scale
     return factor.unsqueeze(1) if factor.dim() else factor
 
 
-def _largest(operand: Operand) -> Tensor:
+def _largest(operand: Codes) -> Tensor:
     """The largest magnitude that each element's block holds, float32 (R, C); a hair more, for its own rounding."""
     blocks = layout.unswizzle(operand.scale, operand.qdata.shape[0], operand.columns // BLOCK)
     largest = layout.scale_values(blocks) * _factor(operand) * (E2M1_MAX * (1 + 2**-20))

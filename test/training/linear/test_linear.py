@@ -13,7 +13,7 @@ from nvfp4_tensor import QuantizeSpec, training
 from nvfp4_tensor.matmul import scaled_mm
 from nvfp4_tensor.numerics import eden
 from nvfp4_tensor.training import RECIPES, Recipe, WeightForDx
-from nvfp4_tensor.training.linear import function as autograd
+from nvfp4_tensor.training.linear import function
 
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")
 EDEN = QuantizeSpec(round_mode="eden")
@@ -62,7 +62,7 @@ def bytes_equal(a, b):
 def captured(monkeypatch):
     """Arguments of the products, in the order in which they ran."""
     seen = []
-    product, across = autograd.product, autograd.product_across
+    product, across = function.multiply, function.multiply_across_blocks
 
     def spy(left, right, *rest, **more):
         seen.append((left, right))
@@ -72,8 +72,8 @@ def captured(monkeypatch):
         seen.append((left if factor is None else (left, factor), right))
         return across(left, factor, right, *rest)
 
-    monkeypatch.setattr("nvfp4_tensor.training.linear.function.product", spy)
-    monkeypatch.setattr("nvfp4_tensor.training.linear.function.product_across", spy_across)
+    monkeypatch.setattr(function, "multiply", spy)
+    monkeypatch.setattr(function, "multiply_across_blocks", spy_across)
     return seen
 
 

@@ -13,7 +13,7 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import QuantizeSpec, training
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig
 from nvfp4_tensor.training.linear.cache import WeightCache
-from nvfp4_tensor.training.linear.operands import quantized
+from nvfp4_tensor.training.linear.operands import quantize_operand
 
 
 def linear_of(recipe="nvidia", seed=0):
@@ -82,7 +82,7 @@ def test_parameters_are_swapped(operation):
 
 def test_a_thread_never_sees_the_key_of_new_codes_beside_old_ones():
     weight, spec = torch.randn(16, 16), QuantizeSpec()
-    old = quantized(weight, spec)
+    old = quantize_operand(weight, spec)
     seen = []
 
     class Watched(WeightCache):
@@ -95,7 +95,7 @@ def test_a_thread_never_sees_the_key_of_new_codes_beside_old_ones():
     cache = WeightCache()
     cache.put(weight, spec, old)
     weight.mul_(2)
-    new = quantized(weight, spec)
+    new = quantize_operand(weight, spec)
     cache.__class__ = Watched
     cache.put(weight, spec, new)
     assert seen and seen[-1] is new and not any(operand is old for operand in seen)
