@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _LATER = {
-    **dict.fromkeys(("NVFP4Tensor", "fake_quantize", "quantize", "quantize_experts"), "tensor"),
+    **dict.fromkeys(("NVFP4Tensor", "fake_quantize", "quantize", "quantize_experts"), "dispatch"),
     **dict.fromkeys(("NVFP4TrainingConfig", "NVFP4TrainingLinear", "Recipe", "WeightForDx"), "training"),
     **dict.fromkeys(
         ("NVFP4Config", "NVFP4Linear", "NVFP4WeightOnlyConfig", "ObservedLinear", "calibrate"), "quantization"

@@ -1,5 +1,6 @@
 """Checkpoints that others made, and checkpoints that others take: read, written, converted, byte for byte."""
 
+import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 from nvfp4_tensor.checkpoints.common import (
     FORMATS,
     Checkpoint,

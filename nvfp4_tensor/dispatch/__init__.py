@@ -1,16 +1,13 @@
-"""What torch's operators mean on an NVFP4Tensor."""
-
-import functools
+"""What torch's operators mean on an NVFP4Tensor; importing this package registers them."""
 
 import torch
 
+from nvfp4_tensor.tensor import NVFP4Tensor, fake_quantize, quantize, quantize_experts  # first: it silences torchao
 
-@functools.cache
-def register() -> None:
-    """Fill the table of operators, once; the class calls it before its first one."""
-    from nvfp4_tensor.dispatch import joins, products, storage, table, views  # noqa: F401  each registers its own
+# isort: split
+from nvfp4_tensor.dispatch import joins, products, storage, table, views  # noqa: F401
 
-    if torch.distributed.is_available():
-        from nvfp4_tensor.dispatch import collectives  # noqa: F401
+if torch.distributed.is_available():
+    from nvfp4_tensor.dispatch import collectives  # noqa: F401
 
-    table.install()
+__all__ = ["NVFP4Tensor", "fake_quantize", "quantize", "quantize_experts"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
+from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, register_operators
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 aten = torch.ops.aten
@@ -52,9 +52,7 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
     return result
 
 
-def install() -> None:
-    """Let NVFP4Tensor ask this table."""
-    NVFP4Tensor.__torch_dispatch__ = classmethod(_dispatch)  # type: ignore[method-assign, assignment]
+register_operators(_dispatch)
 
 
 # --- reads by decoding -----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """NVFP4 over several ranks: FSDP2, DDP, tensor parallelism and sharded checkpoints, by PyTorch's own engine."""
 
-import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
+import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 from nvfp4_tensor.distributed.agreement import check_ranks
 from nvfp4_tensor.distributed.bits import seed_rounding, set_step, share_tokens
 from nvfp4_tensor.distributed.checkpoint import from_plain, to_plain

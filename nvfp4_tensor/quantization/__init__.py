@@ -1,6 +1,6 @@
 """What torchao's quantize_ takes, and calibration."""
 
-import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
+import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 from nvfp4_tensor.quantization import linear  # registers what quantize_ does by our configs
 from nvfp4_tensor.quantization.accuracy.folding import fold_scales
 from nvfp4_tensor.quantization.accuracy.gptq import GPTQConfig, gptq

@@ -47,6 +47,19 @@ with quietly():
     from torchao.utils import TorchAOBaseTensor
 
 
+def _no_operators(cls: type, func: Op, types: Types, args: Args, kwargs: Kwargs | None) -> Any:
+    raise RuntimeError(f"{func} needs the operators of NVFP4Tensor: import nvfp4_tensor.dispatch first")
+
+
+_operators: Callable[..., Any] = _no_operators
+
+
+def register_operators(operators: Callable[..., Any]) -> None:
+    """Let ``__torch_dispatch__`` call this function; :mod:`nvfp4_tensor.dispatch` does so when it is imported."""
+    global _operators
+    _operators = operators
+
+
 @pin
 class NVFP4Tensor(TorchAOBaseTensor):
     """A tensor of any shape (not 0-d) stored as NVFP4: 4.5 bits an element, behaving as one of dtype ``orig_dtype``.
@@ -170,11 +183,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        # The first operator fills the table, which takes this method's place.
-        from nvfp4_tensor import dispatch
-
-        dispatch.register()
-        return cls.__torch_dispatch__(func, types, args, kwargs)
+        return _operators(cls, func, types, args, kwargs)
 
     @classmethod
     def to_nvfp4(

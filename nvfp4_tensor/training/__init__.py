@@ -1,6 +1,6 @@
 """Training in NVFP4: recipes, the linear that follows one, and what is built on them."""
 
-import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
+import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 from nvfp4_tensor.training.config import NVFP4TrainingConfig, set_recipe, to_dense, weights_changed
 from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last
 from nvfp4_tensor.training.linear.function import linear

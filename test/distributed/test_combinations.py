@@ -197,7 +197,10 @@ def test_no_sequence_at_all():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        *((case, "have unequal numbers of tokens") for case in ("trained", "cut", "frozen", "row scaled", "calibrated")),
+        *(
+            (case, "have unequal numbers of tokens")
+            for case in ("trained", "cut", "frozen", "row scaled", "calibrated")
+        ),
         ("weight alone", "have unequal numbers of tokens"),
         ("dtensor", "has 95 tokens .* 2 ranks"),
     ],

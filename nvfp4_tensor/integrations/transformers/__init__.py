@@ -5,7 +5,7 @@ checkpoints in ModelOpt's layout (``quant_method`` "modelopt") load on any devic
 that layout, which vLLM, SGLang and TensorRT-LLM read.
 """
 
-import nvfp4_tensor.tensor  # noqa: F401  first, for it imports torchao without the lines that torchao prints
+import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 
 # isort: split
 import warnings
