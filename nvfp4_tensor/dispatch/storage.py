@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from nvfp4_tensor.dispatch.parts import make_room, same_place, write_through
+from nvfp4_tensor.dispatch.parts import same_place, write_codes
 from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
@@ -93,20 +93,7 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         raise unsupported(func, "the Hadamard transforms of source and destination differ")
     if source.shape != t.shape or source.transposed != t.transposed:
         raise unsupported(func, f"source {_layout(source)} and destination {_layout(t)} are stored differently")
-    if source.per_tensor_scale.dim() > t.per_tensor_scale.dim() == 0 or (
-        source.per_tensor_scale.dim() == 1 and t.per_tensor_scale.dim() == 2
-    ):
-        raise unsupported(
-            func,
-            "the source has more per-tensor scales (one a row, or one a matrix) than the destination",
-            "load_state_dict(..., assign=True) takes it as it is, else dequantize() it first",
-        )
-    if source.per_tensor_scale.dim() > t.per_tensor_scale.dim():
-        source = source._replace(per_tensor_scale=source.row_scale())
-    make_room(func, t, source)
-    for name in t.tensor_data_names:
-        getattr(t, name).copy_(getattr(source, name))
-    write_through(t)
+    write_codes(func, t, source)
     if t.activation_spec is not None and source.activation_spec is not None:
         amax = source.activation_amax  # none where the source takes each call's own: another's would clip
         t.activation_amax = None if amax is None else amax.to(t.device, copy=True)

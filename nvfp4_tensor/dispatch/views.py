@@ -3,8 +3,8 @@
 The leading dimensions behave as those of any tensor; the stored last dimension comes in blocks of 16 that share a
 scale, and scales lie in tiles of 128 rows by 64 columns. So an operator on leading dimensions is that operator on the
 codes, on the plain matrix of scales and on the scales per row. Where the result can share the tiles it is a view;
-where it cannot, everything is copied, and the copy refuses to be written to (the write would not reach the original),
-but for codes and scales of another NVFP4Tensor, which ``parts.py`` carries there.
+where it cannot, everything is copied, and the copy refuses to be written to (the write would not reach the original).
+Only codes of another NVFP4Tensor are written to it: ``parts.py`` writes them to the original too.
 What would cut a block apart raises a RuntimeError.
 """
 
@@ -129,25 +129,39 @@ def _with_shape(func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, shape: Seq
         if shape[-2:] != list(t.shape[-2:]):
             raise unsupported(func, "a transposed NVFP4Tensor keeps its last two dimensions")
         shape[-2:] = shape[:-3:-1]
+    if t.numel() == 0 and shape:
+        return _empty(t, shape)
     if shape and shape[-1] == t.columns:
         qdata = t.qdata.view(*shape[:-1], t.qdata.shape[-1])
         factor = _scale_of_shape(t, shape)
-        scale = t.scale
-        if t.columns == 0:  # of no elements, so that there may be more rows than before, or fewer
-            scale = scale.new_empty((*layout.scale_tiles(math.prod(shape[:-1]), 0), 32, 16))
-        view = t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor)
+        view = t._replace(qdata=qdata, per_tensor_scale=factor)
         if factor.dim() < t.per_tensor_scale.dim() and factor.numel() > 1:  # those scales are copies, one a row
             return view.clone()._marked(Aliasing.COPY)
         return _share(func, args, kwargs, view)
     return FlatView(t, _in_other_rows) if is_lazy(t, shape) else _in_other_rows(t, shape)
 
 
+def _empty(t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
+    """Of no elements, so that there may be more rows than in t, or fewer."""
+    rows, columns, factor = math.prod(shape[:-1]), shape[-1], t.per_tensor_scale
+    return t._replace(
+        qdata=t.qdata.new_empty((*shape[:-1], layout.ceil_to(columns, BLOCK) // 2)),
+        scale=t.scale.new_empty((*layout.scale_tiles(rows, columns), 32, 16)),
+        per_tensor_scale=factor.new_ones(rows) if factor.dim() else factor.clone(),
+        columns=columns,
+    )._marked(Aliasing.COPY)
+
+
 def _in_other_rows(t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
     """A copy of the same blocks, not transposed, in rows of another length."""
     columns = shape[-1] if shape else 0
     if columns % BLOCK or t.columns % BLOCK:
-        why = f"rows of {t.columns} and of {columns} elements do not consist of the same blocks of 16"
-        raise unsupported(aten.view.default, why)
+        ragged = t.columns if t.columns % BLOCK else columns
+        raise unsupported(
+            aten.view.default,
+            f"rows of {t.columns} elements cannot become rows of {columns}, because {ragged} is no multiple of {BLOCK} "
+            "and a block would be cut",
+        )
     if t.per_tensor_scale.dim() and t.columns % columns:
         raise unsupported(aten.view.default, "the new rows would have more than one per-tensor scale each")
     qdata, scale, row_scale = parts_of(t)
@@ -347,11 +361,11 @@ def _unbind(func: Op, types: Types, args: Args, kwargs: Kwargs) -> list[NVFP4Ten
 
 
 def _with_one_scale(t: NVFP4Tensor, pieces: list[NVFP4Tensor]) -> list[NVFP4Tensor]:
-    """The pieces of t, with its one scale copied once for all copies: a join knows by it that it is the same.
+    """The pieces of t; copies that cannot be written to, as those in a trace, share one copy of its one scale.
 
-    No copy can be written to.
+    A join knows by it that the scale is the same.
     """
-    copies = [piece for piece in pieces if piece.aliasing == Aliasing.COPY]
+    copies = [piece for piece in pieces if piece.aliasing == Aliasing.COPY and piece.place is None]
     if t.per_tensor_scale.dim() == 0:
         for copy in copies:
             copy.per_tensor_scale = copies[0].per_tensor_scale

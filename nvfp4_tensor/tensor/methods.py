@@ -55,7 +55,7 @@ def _set_data(func: Op, types: Types, args: Args, kwargs: Kwargs) -> None:
         func(t, new)  # shape, strides, dtype and device
     for name, value in new._fields().items():
         setattr(t, name, value)
-    t.aliasing = new.aliasing
+    t.aliasing, t.place = new.aliasing, new.place
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.tolist)

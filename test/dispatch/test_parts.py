@@ -68,6 +68,120 @@ def test_slices_of_slices():
     assert torch.equal(t.dequantize(), values)
 
 
+NESTED = {
+    "rows and columns": (lambda t: t, lambda t: t[10:30, 16:48]),
+    "columns, then rows": (lambda t: t, lambda t: t[:, 16:48][10:30]),
+    "rows of a view": (lambda t: t[0:128], lambda t: t[10:30]),
+    "rows of a copy": (lambda t: t[3:200], lambda t: t[10:30]),
+    "columns of rows of a copy": (lambda t: t[3:200, 16:], lambda t: t[5:25][:, 16:48]),
+}
+
+
+@pytest.mark.parametrize("row_scaled", [False, True])
+@pytest.mark.parametrize("first, then", NESTED.values(), ids=NESTED)
+def test_a_larger_scale_in_a_slice_of_a_slice_rounds_the_rest_once(first, then, row_scaled):
+    t = quantize(matrix(4), QuantizeSpec(row_scaled=row_scaled))
+    outer = first(t)
+    inner = then(outer)
+    before, scales = t.dequantize(torch.float32), t.per_tensor_scale.clone().expand(300).clone()
+    source = quantize(matrix(5, 9.0, *inner.shape), QuantizeSpec(row_scaled=row_scaled))
+    written = torch.zeros(t.shape, dtype=torch.bool)
+    then(first(written)).fill_(True)
+    inner.copy_(source)
+    after = t.dequantize(torch.float32)
+    assert torch.equal(inner.dequantize(), source.dequantize())
+    assert torch.equal(after[written].view(inner.shape), source.dequantize(torch.float32))
+    assert torch.equal(outer.dequantize(torch.float32), first(after))
+    rows = written.any(-1) if row_scaled else torch.ones(300, dtype=torch.bool)
+    scales[rows] = source.per_tensor_scale
+    assert torch.equal(t.per_tensor_scale.expand(300), scales)
+    amax = scales * 2688
+    once = quantize(before.masked_fill(written, 0), QuantizeSpec(row_scaled=True), amax=amax).dequantize(torch.float32)
+    expected = torch.where(rows.view(-1, 1), once, before)
+    assert torch.allclose(after[~written], expected[~written], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(300, 150), (150,)])
+@pytest.mark.parametrize("factor", [1.0, 9.0, 0.1])
+def test_columns_of_rows_with_a_scale_each(shape, factor):
+    """The scale of a row serves all of its columns: it changes with those, or not at all."""
+    spec = QuantizeSpec(row_scaled=True)
+    t = quantize(matrix(7).view(-1)[: torch.Size(shape).numel()].view(shape), spec)
+    source = quantize(matrix(8, factor)[: len(t), :16] if len(shape) == 2 else matrix(8, factor)[0, :16], spec)
+    before = t.dequantize()
+    try:
+        t[..., :16] = source
+    except RuntimeError as error:
+        assert factor < 9 and "may not fit" in str(error) and torch.equal(t.dequantize(), before)
+        return
+    assert factor > 0.1 and torch.equal(t[..., :16].dequantize(), source.dequantize())
+    rest = (t.dequantize() - before).abs()[..., 16:].amax(-1)
+    assert (rest <= 0.2 * before.abs().amax(-1)).all()
+
+
+def test_rows_of_experts_keep_to_the_scale_of_their_expert():
+    t = quantize_experts(torch.randn(3, 40, 64) * torch.tensor([1.0, 8, 64]).view(3, 1, 1))
+    before, scales = t.dequantize(), t.per_tensor_scale.clone()
+    source = quantize(torch.ones(1, 4, 64) * 90, amax=2688.0)
+    t[1:2, 5:9] = source
+    assert torch.equal(t.dequantize()[1, 5:9], source.dequantize()[0])
+    scales[1] = 1
+    assert torch.equal(t.dequantize()[::2], before[::2]) and torch.equal(t.per_tensor_scale, scales)
+    with pytest.raises(RuntimeError, match="more per-tensor scales"):
+        t[:, 5:9] = quantize(torch.randn(3, 4, 64) * 1000, QuantizeSpec(row_scaled=True))
+
+
+@pytest.mark.parametrize("write", [
+    lambda w: w[256:].copy_(quantize(torch.zeros(0, 128))), lambda w: w[:, :0].copy_(quantize(torch.zeros(256, 0))),
+    lambda w: w.__setitem__(slice(256, None), torch.zeros(0, 128)), lambda w: w[:0].mul_(3),
+    lambda w: w[3:3].fill_(2.0), lambda w: w[:128].copy_(quantize(torch.zeros(128, 128))),
+], ids=["rows", "columns", "dense", "*=", "fill_", "zeros"])  # fmt: skip
+@pytest.mark.parametrize("row_scaled", [False, True])
+def test_what_is_empty_or_zero_needs_no_scale(write, row_scaled):
+    w = quantize(torch.randn(256, 128) * 1e-4, QuantizeSpec(row_scaled=row_scaled))
+    before = w.dequantize()
+    write(w)
+    zeros = (w.dequantize() == 0).all(-1).sum()
+    assert zeros in (0, 128) and torch.equal(w.dequantize()[128:], before[128:])
+
+
+def test_a_block_of_nan_stays_one_when_others_are_rounded():
+    x = torch.randn(32, 64)
+    x[3, 20] = torch.nan
+    t = quantize(torch.randn(32, 64), QuantizeSpec(block_rows=16), amax=4.0)
+    t[3:4] = quantize(x, amax=4.0)[3:4]
+    t[20:21] = quantize(torch.randn(1, 64), amax=8.0)
+    assert torch.allclose(t.per_tensor_scale, torch.tensor(8 / 2688), rtol=1e-6)
+    assert t.dequantize().isnan().sum() == 16 and t.dequantize()[3, 16:32].isnan().all()
+    with pytest.raises(RuntimeError, match="NVFP4Tensor"):
+        t[5:7] = quantize(torch.ones(2, 64)).fill_(torch.nan)
+
+
+def test_a_write_does_not_bring_back_what_a_copy_held():
+    t, other = (quantize(matrix(seed), amax=6.0) for seed in (1, 2))
+    older = t[3:40]
+    t.zero_()
+    older[10:].copy_(other[:27])
+    assert (t.dequantize()[:13] == 0).all() and torch.equal(t.dequantize()[13:40], other.dequantize()[:27])
+    assert torch.equal(older.dequantize(), t.dequantize()[3:40])
+
+
+def test_a_write_into_one_of_several_chunks_leaves_the_others():
+    t = quantize(matrix())
+    chunks = t.split(40)
+    held = [chunk.dequantize() for chunk in chunks[1:]]
+    chunks[0].copy_(quantize(matrix(1, 5.0))[:40])
+    assert all(torch.equal(chunk.dequantize(), value) for chunk, value in zip(chunks[1:], held, strict=True))
+
+
+def test_data_set_to_a_slice_leads_to_what_that_was_cut_from():
+    a, b, other = (quantize(matrix(seed), amax=6.0) for seed in (1, 2, 3))
+    kept, t = a.dequantize(), a[3:40]
+    t.data = b[50:87]
+    t.copy_(other[:37])
+    assert torch.equal(a.dequantize(), kept) and torch.equal(b[50:87].dequantize(), other[:37].dequantize())
+
+
 @torch.inference_mode()  # elsewhere autograd keeps the base of a view
 def test_a_copy_does_not_keep_the_whole_and_says_that_a_write_would_be_lost():
     t = quantize(matrix())

@@ -193,10 +193,17 @@ def test_peers_defects_of_shape():
     a swizzled 3-D tensor with rows not a multiple of 128 crashes."""
     t = quantize(torch.randn(64, 64))
     assert torch.equal(t.view(32, 128).dequantize(), t.dequantize().view(32, 128))
-    with pytest.raises(RuntimeError, match="same blocks"):
+    with pytest.raises(RuntimeError, match="block would be cut"):
         t.view(512, 8)
+    with pytest.raises(
+        RuntimeError, match="rows of 100 elements cannot become rows of 400, because 100 is no multiple"
+    ):
+        quantize(torch.randn(4, 100)).flatten().dequantize()
     for shape in ((32, 0), (0, 64)):
         assert quantize(torch.empty(shape)).dequantize().shape == shape
+        for spec in (QuantizeSpec(), QuantizeSpec(row_scaled=True)):
+            for other in ((0,), (5, 0), (0, 3), (2, 0, 16)):
+                assert quantize(torch.empty(shape), spec).view(other).dequantize().shape == other
     assert quantize(torch.randn(3, 20, 32))[2].shape == (20, 32)
 
 

@@ -353,8 +353,8 @@ def test_a_write_into_any_view_changes_that_view_alone(tensor, views, write, n, 
     take(inside).fill_(True)
     try:
         function(view, *other)
-    except RuntimeError as error:
-        assert "clone() it" in str(error)
+    except (IndexError, RuntimeError) as error:
+        assert "clone() it" in str(error) or not view.numel()  # of no elements: torch's own error
         assert torch.equal(t.dequantize(), before)
         return
     function(expected, *other)
