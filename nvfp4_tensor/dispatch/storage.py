@@ -179,11 +179,14 @@ def _new_of_shape(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 @implements([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default])
 def _like(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    """A dense tensor: an optimizer keeps its state in ``zeros_like`` of a parameter, and 4 bits cannot hold a state.
+
+    ``empty_like`` and ``new_zeros``, by which modules and FSDP2 allocate a parameter, give NVFP4.
+    """
     fill = args[1] if func is aten.full_like.default else 1 if func is aten.ones_like.default else 0
     t = args[0]
-    shape = (*t.qdata.shape[:-1], t.columns)
-    new = _new(t, shape, kwargs, fill)
-    return new.mT if t.transposed else new
+    given = {name: value for name, value in kwargs.items() if value is not None and name != "memory_format"}
+    return torch.full(t.shape, fill, **{"dtype": t.dtype, "device": t.device, **given})
 
 
 @implements(aten.empty_like.default)
