@@ -1,7 +1,7 @@
 """Training in NVFP4: recipes, the linear that follows one, and what is built on them."""
 
 import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
-from nvfp4_tensor.training.config import NVFP4TrainingConfig, set_recipe, to_dense, weights_changed
+from nvfp4_tensor.training.config import NVFP4TrainingConfig, reuse_weight_codes, set_recipe, to_dense
 from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last
 from nvfp4_tensor.training.linear.function import linear
 from nvfp4_tensor.training.linear.grouped import grouped_linear
@@ -34,11 +34,11 @@ __all__ = [
     "merge_lora",
     "merge_low_rank",
     "refit_",
+    "reuse_weight_codes",
     "set_recipe",
     "ste",
     "summary",
     "to_dense",
     "to_nvfp4_parameters",
-    "weights_changed",
     "write_back",
 ]

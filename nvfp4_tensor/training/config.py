@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Iterator
 
 from torch import nn
 from torchao.core.config import AOBaseConfig
@@ -13,6 +15,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.quantization.linear import quantizable
 from nvfp4_tensor.quantization.plan import plan_of
+from nvfp4_tensor.training.linear.cache import WeightCodes
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import Recipe, resolve
 
@@ -142,10 +145,33 @@ def to_dense(model: nn.Module) -> nn.Module:
     return model
 
 
-def weights_changed(model: nn.Module) -> None:
-    """Say that weights were written in a way that shows nowhere (``weight.data``), so that they are quantized anew.
+@contextlib.contextmanager
+def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
+    """Within it, each weight is quantized once, for the caller says that no weight changes there.
 
-    In-place operators, ``load_state_dict`` and every step of a torch.optim.Optimizer show; a step is enough, too.
+    For several micro-batches of one optimizer step, for activation checkpointing (around the forward and the backward),
+    and for evaluation with few tokens a call. Elsewhere every eager forward quantizes the weights as they are.
+
+    In-place operators, a new tensor and the steps of optimizers are noticed even so; a write through ``weight.data``,
+    ``weight.numpy()`` or another view of the storage is not.
+
+    Args:
+        model: with NVFP4 training linears. Compiled graphs, and recipes with ``keep_w=False`` or random bits in w, go
+            on as they do.
+
+    Raises:
+        ValueError: the model has no such linear.
+
+    >>> with training.reuse_weight_codes(model):
+    ...     for x in micro_batches:
+    ...         model(x).square().mean().backward()
+    >>> optimizer.step()
     """
-    for linear in training_linears(model).values():
-        linear.forget_codes()
+    linears = [linear for linear in training_linears(model).values() if linear._weight_codes is None]
+    for linear in linears:
+        linear._weight_codes = WeightCodes()
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear._weight_codes = None

@@ -45,8 +45,8 @@ class Recipe:
         dy: of dgrad, ``dx = dy @ w``.
         w_for_dx: how dgrad reads w, or a spec by which w^T is quantized anew for it.
         dy_t, x_t: of wgrad, ``dw = dy^T @ x``: both in blocks along the tokens.
-        keep_w: whether the forward's codes of w live on until dgrad has read them, and in eager mode until w changes;
-            False: dgrad quantizes w again, to the same bits. Saves 0.56 bytes a weight, costs a pass over it.
+        keep_w: whether the forward's codes of w live on until dgrad has read them; False: dgrad quantizes w again, to
+            the same bits. Saves 0.56 bytes a weight, costs a pass over it.
 
     EDEN, which rotates, goes into both operands of a product, or into ``dy`` alone beside w_for_dx=EXACT or DENSE: its
     values are then rotated back, rounded to bfloat16.

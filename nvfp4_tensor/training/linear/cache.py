@@ -1,4 +1,8 @@
-"""What an eager linear need not quantize again: a weight that has not changed, an input that a neighbour has had.
+"""What an eager linear need not quantize again: an input that a neighbour has had, and weights on request.
+
+No counter of torch shows every write: ``t.data``, ``t.numpy()``, DLPack and kernels of others pass all of them. So an
+input is shared only within an autograd graph, which relies on the same tensor not changing (its backward reads it), and
+a weight's codes are kept only within :func:`reuse_weight_codes`, where the caller says that weights do not change.
 
 Compiled graphs use neither: there AOTAutograd folds equal ops of one graph into one.
 """
@@ -10,7 +14,7 @@ import weakref
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.optim import Optimizer
@@ -42,39 +46,33 @@ def optimizer_steps() -> int:
     return _optimizer_steps
 
 
-class WeightCache:
-    """The codes of one weight, until it changes: its version, its address, or any optimizer's step says so.
-
-    A write through ``weight.data`` shows in none of these, but for the next step: see :meth:`clear`.
-    """
+class WeightCodes:
+    """The codes of one weight, within :func:`reuse_weight_codes`."""
 
     def __init__(self) -> None:
         self._kept: _Weight | None = None  # one attribute: other threads see all of it, or nothing
 
     def get(self, weight: Tensor, spec: QuantizeSpec) -> Codes | None:
-        """The codes of the weight as it is now, if they are here."""
+        """The codes of this weight, if they are here, and nothing shows that it has changed."""
         kept = self._kept
-        if kept is None or kept.tensor() is not weight or kept.key != _weight_key(weight, spec):
+        if kept is None or kept.tensor is not weight or kept.key != _weight_key(weight, spec):
             return None
         return kept.operand
 
     def put(self, weight: Tensor, spec: QuantizeSpec, operand: Codes) -> None:
         """Keep these in place of the last."""
-        self._kept = _Weight(weakref.ref(weight), _weight_key(weight, spec), operand)
-
-    def clear(self) -> None:
-        """Forget them, after a write that no counter shows."""
-        self._kept = None
+        self._kept = _Weight(weight, _weight_key(weight, spec), operand)
 
 
 class _Weight(NamedTuple):
-    tensor: weakref.ref[Tensor]
+    tensor: Tensor
     key: tuple
     operand: Codes
 
 
 def _weight_key(weight: Tensor, spec: QuantizeSpec) -> tuple:
-    return _version(weight), weight.data_ptr(), weight.dtype, spec, _optimizer_steps
+    """What of a weight shows a change: an error of the caller, but one that costs nothing to see."""
+    return _version(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, spec, _optimizer_steps
 
 
 def is_cacheable(weight: Tensor) -> bool:
@@ -112,10 +110,11 @@ Pair: TypeAlias = "tuple[Quantized | None, Codes | None]"
 
 class _Input(NamedTuple):
     tensor: weakref.ref[Tensor]
+    storage: UntypedStorage
+    """Held, so that another tensor cannot get the same address."""
     key: tuple
     users: weakref.WeakSet
     operands: Pair
-    rng_state: Tensor | None
 
 
 class _Last(threading.local):
@@ -126,23 +125,22 @@ _last = _Last()
 """The last input quantized, as q, k and v get one tensor one after the other. It goes with that tensor."""
 
 
-def shared_input(x: Tensor, key: tuple, user: object) -> tuple[Pair, Tensor | None] | None:
-    """What another linear made of the same x, unchanged since, by the same ``key``, and its random state.
+def shared_input(x: Tensor, key: tuple, user: object) -> Pair | None:
+    """What another linear made of the same x, unchanged since, by the same ``key``.
 
-    Each user takes it once. The second call of one with the same tensor is another step, and between steps a CUDA
-    graph's replay may have written the tensor without a trace.
+    Each user takes it once: the second call of one with the same tensor is another step.
     """
     entry = _last.entry
     if entry is None or entry.tensor() is not x or entry.key != _input_key(x, key) or user in entry.users:
         return None
     entry.users.add(user)
-    return entry.operands, entry.rng_state
+    return entry.operands
 
 
-def share_input(x: Tensor, key: tuple, user: object, operands: Pair, rng_state: Tensor | None) -> None:
+def share_input(x: Tensor, key: tuple, user: object, operands: Pair) -> None:
     """Keep what was made of x for the linears that come next, as long as x lives."""
     users: weakref.WeakSet = weakref.WeakSet([user])
-    _last.entry = _Input(weakref.ref(x, _forget), _input_key(x, key), users, operands, rng_state)
+    _last.entry = _Input(weakref.ref(x, _forget), x.untyped_storage(), _input_key(x, key), users, operands)
 
 
 def _forget(ref: weakref.ref) -> None:
@@ -151,9 +149,14 @@ def _forget(ref: weakref.ref) -> None:
 
 
 def _input_key(x: Tensor, key: tuple) -> tuple:
-    return _version(x), x.data_ptr(), _is_capturing(x), *key
+    return _version(x), x.data_ptr(), x.shape, x.stride(), _optimizer_steps, _is_capturing(x), *key
 
 
 def is_shareable(x: Tensor) -> bool:
-    """Whether x says when it changes."""
-    return not (_is_tracing() or x.is_inference() or x.is_meta)
+    """Whether x is what an autograd graph has computed, and relies on until its backward.
+
+    A leaf is its owner's, who may write it in ways that no counter shows: as an environment fills its one buffer.
+    """
+    if _is_tracing() or x.is_meta or type(x) is not Tensor:
+        return False
+    return torch.is_grad_enabled() and x.grad_fn is not None

@@ -13,7 +13,7 @@ from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, local_shard
 from nvfp4_tensor.sharding.sequence import gather_if_sharded
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.linear.cache import Pair, WeightCache, is_cacheable, is_shareable, share_input, shared_input
+from nvfp4_tensor.training.linear.cache import Pair, WeightCodes, is_cacheable, is_shareable, share_input, shared_input
 from nvfp4_tensor.training.linear.function import (
     InputShard,
     Needs,
@@ -52,7 +52,8 @@ class NVFP4TrainingLinear(nn.Linear):
     """Which pieces of a step this rank has: see :mod:`nvfp4_tensor.distributed`."""
     rounding_state: Tensor | None
     """A buffer that no state_dict has, int64 (seed, step): what a call draws by, in place of torch's generator."""
-    _weight_codes: WeightCache
+    _weight_codes: WeightCodes | None = None
+    """Of the weight, within :func:`training.reuse_weight_codes`."""
 
     @classmethod
     def convert(cls, linear: nn.Linear, recipe: Recipe, hadamard_sign: int | None = None) -> NVFP4TrainingLinear:
@@ -60,17 +61,17 @@ class NVFP4TrainingLinear(nn.Linear):
         linear.__class__ = cls
         assert isinstance(linear, NVFP4TrainingLinear)
         linear.hadamard_sign = hadamard_sign
-        linear._weight_codes = WeightCache()
         linear.register_buffer("rounding_state", None, persistent=False)
         linear.set_recipe(recipe, False, False)
         return linear
 
     def to_dense(self) -> nn.Linear:
         """The same module, a plain nn.Linear again."""
-        for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign", "_weight_codes"):
+        for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign"):
             delattr(self, name)
         del self.rounding_state
-        self.__dict__.pop("sharding", None)
+        for name in ("sharding", "_weight_codes"):
+            self.__dict__.pop(name, None)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
@@ -82,7 +83,6 @@ class NVFP4TrainingLinear(nn.Linear):
         self.recipe, self.bf16_forward, self.bf16_backward, self.active_recipe = (
             recipe, bf16_forward, bf16_backward, active,
         )  # fmt: skip
-        self._weight_codes.clear()
 
     def forward(self, input: Tensor) -> Tensor:
         recipe, sharding = self.active_recipe, self.sharding
@@ -95,8 +95,7 @@ class NVFP4TrainingLinear(nn.Linear):
         # Without gradients too: the first run of a reentrant checkpoint has none, and later draws must come out alike.
         rng_state = draw(recipe, self.training or any(needs), x, self.rounding_state)
         x, shard = prepare_input(x, recipe, needs, sharding)
-        of_x, rng_state = self._input(input, shard, needs, rng_state)
-        operands = Operands(*of_x, self._weight(weight, rng_state))
+        operands = Operands(*self._input(input, shard, needs, rng_state), self._weight(weight, rng_state))
         y = multiply_operands(
             flat(x), weight, bias, recipe, operands, needs, rng_state, sharding.for_input(x.shape[:-1])
         )
@@ -107,62 +106,41 @@ class NVFP4TrainingLinear(nn.Linear):
         bias = self.bias if sharding.inputs.ranks == 1 else None
         return local_shard(self.weight), None if bias is None else local_shard(bias)
 
-    def _input(
-        self, input: Tensor, shard: InputShard, needs: Needs, rng_state: Tensor | None
-    ) -> tuple[Pair, Tensor | None]:
-        """That of a neighbour with the same input, or what is quantized now; and the random state to go on with.
+    def _input(self, input: Tensor, shard: InputShard, needs: Needs, rng_state: Tensor | None) -> Pair:
+        """That of a neighbour with the same input, or what is quantized now: so too where it draws random bits.
 
-        That is the neighbour's where x^T drew from it: dy^T has to be rotated as x^T was.
+        They are this linear's own in a compiled graph and on another number of ranks, which do not know of neighbours.
         """
         recipe = self.active_recipe
         x_t = recipe.x_t if needs.dw else None
-        if draws(recipe.x) or not is_shareable(input):  # values of y are not to depend on who came first
-            return input_operands(shard, recipe, needs, rng_state), rng_state
+        if draws(recipe.x, x_t) or not is_shareable(input):
+            return input_operands(shard, recipe, needs, rng_state)
         key = shard.x_MK.dtype, recipe.x, x_t, recipe.w is None, shard.sharding.x, shard.gathered
-        shared = shared_input(input, key, self)
-        if shared is None:
-            shared = input_operands(shard, recipe, needs, rng_state), rng_state
-            share_input(input, key, self, *shared)
-        operands, drawn = shared
-        return operands, drawn if draws(x_t) else rng_state
+        operands = shared_input(input, key, self)
+        if operands is None:
+            operands = input_operands(shard, recipe, needs, rng_state)
+            share_input(input, key, self, operands)
+        return operands
 
     def _weight(self, weight: Tensor, rng_state: Tensor | None) -> Codes | None:
-        """The codes kept since the weight last changed, or those made now."""
-        spec = self.active_recipe.w
-        if spec is None:
+        """The codes of the weight as it is now, or those kept where the caller says that it does not change."""
+        recipe, kept = self.active_recipe, self._weight_codes
+        if recipe.w is None:
             return None
         if isinstance(weight, NVFP4Tensor):  # gathered as codes
             return Codes(weight.qdata, weight.scale, weight.per_tensor_scale)
-        if spec.is_stochastic or not self.active_recipe.keep_w or not is_cacheable(weight):
-            return weight_operand(weight, self.active_recipe, rng_state, self.sharding)
-        operand = self._weight_codes.get(weight, spec)
+        if kept is None or recipe.w.is_stochastic or not recipe.keep_w or not is_cacheable(weight):
+            return weight_operand(weight, recipe, rng_state, self.sharding)
+        operand = kept.get(weight, recipe.w)
         if operand is None:
             with torch.inference_mode(False):  # a forward that trains is to find them usable, too
-                operand = weight_operand(weight, self.active_recipe, rng_state, self.sharding)
+                operand = weight_operand(weight, recipe, rng_state, self.sharding)
             assert operand is not None
-            self._weight_codes.put(weight, spec, operand)
+            kept.put(weight, recipe.w, operand)
         return operand
 
-    def forget_codes(self) -> None:
-        """Quantize the weight anew at the next call."""
-        self._weight_codes.clear()
-
-    def train(self, mode: bool = True) -> NVFP4TrainingLinear:
-        """As any module's. The codes kept are dropped: between training and evaluation, averages of weights swap in."""
-        self._weight_codes.clear()
-        return super().train(mode)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> NVFP4TrainingLinear:
-        """Without the codes kept: torch.utils.swap_tensors takes no tensor that is weakly referred to."""
-        self._weight_codes.clear()
-        return super()._apply(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._weight_codes.clear()  # as in _apply
-        super()._load_from_state_dict(*args, **kwargs)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_weight_codes": WeightCache()}
+        return {name: value for name, value in self.__dict__.items() if name != "_weight_codes"}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.active_recipe.name}"

@@ -1,0 +1,244 @@
+"""What a training linear multiplies is what its weight and its input are now, by whatever way they were written."""
+
+import copy
+import ctypes
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import training
+from nvfp4_tensor.training import NVFP4TrainingConfig
+
+
+def linear_of(weight=None):
+    linear = nn.Linear(32, 32, bias=False)
+    quantize_(linear, NVFP4TrainingConfig())
+    if weight is not None:
+        linear.weight = nn.Parameter(weight.detach().clone())
+    return linear
+
+
+def raw_copy(t, new):
+    """As a kernel that torch knows nothing of."""
+    ctypes.memmove(t.data_ptr(), new.contiguous().data_ptr(), t.numel() * t.element_size())
+
+
+def through_resize(t, new):
+    """As FSDP frees and fills what it has gathered."""
+    storage = t.untyped_storage()
+    size = storage.size()
+    storage.resize_(0)
+    storage.resize_(size)
+    raw_copy(t, new)
+
+
+def on_another_thread(t, new):
+    thread = threading.Thread(target=lambda: t.data.copy_(new))
+    thread.start()
+    thread.join()
+
+
+def twice(t, new):
+    """The first new storage frees the address of the old one, and the second may get it."""
+    t.data = torch.zeros_like(t)
+    t.data = new.clone()
+
+
+@torch.no_grad()
+def transposed_in_data(t, new):
+    t.copy_(new.t())
+    t.data = t.data.t()
+
+
+WRITES = {
+    "copy_": torch.no_grad()(lambda t, new: t.copy_(new)),
+    "index": torch.no_grad()(lambda t, new: t.__setitem__(slice(None), new)),
+    "view.copy_": torch.no_grad()(lambda t, new: t.view(-1).copy_(new.flatten())),
+    "foreach": torch.no_grad()(lambda t, new: torch._foreach_copy_([t], [new])),
+    "out=": torch.no_grad()(lambda t, new: torch.mul(new, 1, out=t)),
+    "detach().copy_": lambda t, new: t.detach().copy_(new),
+    "data =": lambda t, new: setattr(t, "data", new.clone()),
+    "data = twice": twice,
+    "data = data.t()": transposed_in_data,
+    "set_": torch.no_grad()(lambda t, new: t.set_(new.clone())),
+}
+"""Those that a tensor shows: a version, an address, a shape."""
+UNSEEN = {
+    "data.copy_": lambda t, new: t.data.copy_(new),
+    "numpy": lambda t, new: t.detach().numpy().__setitem__(slice(None), new.numpy()),
+    "dlpack": lambda t, new: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t.detach())).copy_(new),
+    "untyped_storage": lambda t, new: t.untyped_storage().copy_(new.untyped_storage()),
+    "resize": through_resize,
+    "raw": raw_copy,
+    "another thread": on_another_thread,
+}
+"""Those that it does not show."""
+
+
+def y_and_gradients(linear, x):
+    torch.manual_seed(3)
+    y = linear(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [linear.weight])]
+
+
+def same(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def by_optimizer(**how):
+    def write(linear, new):
+        linear.weight.grad = linear.weight.detach() - new
+        torch.optim.SGD([linear.weight], lr=1.0, **how).step()
+
+    return write
+
+
+class _Plus(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def forward(self, w):
+        return w + self.step
+
+
+def parametrized(linear, new):
+    nn.utils.parametrize.register_parametrization(linear, "weight", _Plus(new - linear.weight.detach()))
+
+
+def swapped(linear, new):
+    torch.utils.swap_tensors(linear.weight, nn.Parameter(new.clone()))
+
+
+OF_MODULES = {
+    "load_state_dict": lambda linear, new: linear.load_state_dict({"weight": new}),
+    "assign": lambda linear, new: linear.load_state_dict({"weight": new.clone()}, assign=True),
+    "new parameter": lambda linear, new: setattr(linear, "weight", nn.Parameter(new.clone())),
+    "vector_to_parameters": lambda linear, new: nn.utils.vector_to_parameters(new.flatten(), linear.parameters()),
+    "swap_tensors": swapped,
+    "apply": lambda linear, new: linear._apply(lambda t: new.clone()),
+    "SGD": by_optimizer(foreach=False),
+    "foreach SGD": by_optimizer(foreach=True),
+    "fused SGD": by_optimizer(fused=True),
+    "parametrization": parametrized,
+}
+WEIGHT_WRITES = {
+    **OF_MODULES,
+    **{name: lambda linear, new, w=write: w(linear.weight, new) for name, write in (WRITES | UNSEEN).items()},
+}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+@pytest.mark.parametrize("write", WEIGHT_WRITES.values(), ids=WEIGHT_WRITES)
+def test_weights_as_they_are_now(write, mode):
+    torch.manual_seed(0)
+    linear, x = linear_of(), torch.randn(16, 32)
+    linear.train(mode == "train")
+    for _ in range(3):
+        with torch.set_grad_enabled(mode != "no_grad"):
+            linear(x)
+        write(linear, torch.randn(32, 32))
+        fresh = linear_of(linear.weight)
+        if mode == "no_grad":
+            with torch.no_grad():
+                assert torch.equal(linear(x), fresh(x))
+        elif nn.utils.parametrize.is_parametrized(linear):
+            assert torch.equal(linear(x), fresh(x))
+            return
+        else:
+            assert same(y_and_gradients(linear, x), y_and_gradients(fresh, x))
+
+
+def test_an_average_of_weights_swaps_in_and_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(linear_of(), nn.ReLU(), linear_of())
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    x = torch.randn(16, 32)
+    for step in range(4):
+        for p in model.parameters():
+            p.data.add_(torch.randn_like(p))
+        average.update_parameters(model)
+        for now in (average.module, model):
+            expected = nn.Sequential(linear_of(now[0].weight), nn.ReLU(), linear_of(now[2].weight))(x)
+            assert torch.equal(now(x), expected), step
+        for p, q in zip(model.parameters(), average.module.parameters(), strict=True):
+            p.data, q.data = q.data, p.data
+
+
+def test_functional_call_by_weights_that_come_and_go():
+    torch.manual_seed(0)
+    linear, x = linear_of(), torch.randn(16, 32)
+    for _ in range(5):
+        w = torch.randn(32, 32)
+        assert torch.equal(torch.func.functional_call(linear, {"weight": w}, (x,)), linear_of(w)(x))
+        del w
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("write", (WRITES | UNSEEN).values(), ids=WRITES | UNSEEN)
+def test_one_buffer_for_actor_and_critic(write, grad):
+    torch.manual_seed(0)
+    actor, critic = linear_of(), linear_of()
+    x = torch.randn(32, 32)
+    for _ in range(3):
+        with torch.set_grad_enabled(grad):
+            actor(x)
+            write(x, torch.randn(32, 32))
+            assert torch.equal(critic(x), copy.deepcopy(critic)(x.clone()))
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_an_activation_written_between_two_linears(write):
+    torch.manual_seed(0)
+    first, second = linear_of(), linear_of()
+    x = torch.randn(32, 32, requires_grad=True) * 1
+    for _ in range(3):
+        first(x)
+        write(x, torch.randn(32, 32))
+        assert torch.equal(second(x), second(x.detach().clone()))
+
+
+@pytest.mark.parametrize("write", UNSEEN.values(), ids=UNSEEN)
+def test_the_remedy_for_what_an_activation_does_not_show(write):
+    """The guide's: another tensor object. A dense layer before such a write has a wrong gradient, unnoticed."""
+    torch.manual_seed(0)
+    first, second = linear_of(), linear_of()
+    x = torch.randn(32, 32, requires_grad=True) * 1
+    first(x)
+    write(x, torch.randn(32, 32))
+    assert torch.equal(second(x.view_as(x)), second(x.detach().clone()))
+
+
+@pytest.mark.parametrize("write", (WRITES | UNSEEN).values(), ids=WRITES | UNSEEN)
+def test_compiled_on_a_buffer(write):
+    torch.manual_seed(0)
+    linear, x = linear_of(), torch.randn(32, 32)
+    compiled = torch.compile(linear, backend="aot_eager")
+    for _ in range(2):
+        compiled(x)
+        write(x, torch.randn(32, 32))
+        write(linear.weight, torch.randn(32, 32))
+        assert torch.equal(compiled(x), linear_of(linear.weight)(x))
+
+
+# --- where the caller says that nothing changes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", (OF_MODULES | WRITES).values(), ids=OF_MODULES | WRITES)
+def test_writes_that_show_even_where_the_caller_says_that_there_are_none(write):
+    torch.manual_seed(0)
+    linear, x = linear_of(), torch.randn(16, 32)
+    write = write if write in OF_MODULES.values() else lambda linear, new, w=write: w(linear.weight, new)
+    with training.reuse_weight_codes(linear):
+        linear(x)
+        write(linear, torch.randn(32, 32))
+        assert torch.equal(linear(x), linear_of(linear.weight)(x))
