@@ -9,7 +9,7 @@ from distributed.launch import here, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +25,7 @@ ALL = {
     "row scaled": _NVIDIA.replace(x=_NVIDIA.x.replace(row_scaled=True), dy=_NVIDIA.dy.replace(row_scaled=True)),
     "dense forward": _NVIDIA.dense_forward(),
     "w again": _NVIDIA.replace(keep_w=False),
+    "stochastic forward": _NVIDIA.replace(x=_NVIDIA.dy, w=_NVIDIA.w.replace(round_mode="stochastic"), x_t=_NVIDIA.dy_t),
 }
 
 
@@ -124,6 +125,66 @@ def codes_are_those_of_one_rank(how):
 def test_codes_are_those_of_one_rank(how, world):
     """Every operand of every product, bit for bit; y, dx and dw up to the order of sums."""
     run_ranks(codes_are_those_of_one_rank, world, how)
+
+
+class Pair(nn.Module):
+    """Two linears of one input, computed in the graph: eager mode on one rank shares it."""
+
+    def __init__(self, columns, rows):
+        super().__init__()
+        self.q, self.k = nn.Linear(columns, rows, bias=False), nn.Linear(columns, rows, bias=False)
+
+    def forward(self, x):
+        x = x * 1
+        return torch.cat([self.q(x), self.k(x)], -1)
+
+
+def pair_of(recipe, seeded):
+    torch.manual_seed(7)
+    model = Pair(256, 256)
+    quantize_(model, NVFP4TrainingConfig(ALL[recipe]))
+    if seeded:
+        distributed.seed_rounding(model, seed=5, step=3)
+    return model
+
+
+def gradients_of(model, x, dy):
+    torch.manual_seed(9)
+    x = x.clone().requires_grad_()
+    model(x).backward(dy)
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return x.grad, *grads
+
+
+def gradients_of_a_shared_input(how, seeded):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(here().type, (world,))
+    x, dy = torch.randn(256, 256), torch.randn(256, 512)
+    x, dy = (t.to(here()) for t in (x, dy))
+    dist.broadcast(x, 0)
+    dist.broadcast(dy, 0)
+    for name in ALL:
+        dx, *dw = gradients_of(pair_of(name, seeded), x, dy)
+        model = pair_of(name, seeded)
+        x_, dy_ = x, dy
+        if how == "tokens":
+            distributed.share_tokens(model, mesh)
+            x_, dy_, dx = (piece(t, 0, rank, world) for t in (x, dy, dx))
+        else:
+            plan = distributed.NVFP4ColwiseParallel(output_layouts=Replicate())
+            plan = plan if how == "outputs" else distributed.NVFP4RowwiseParallel(input_layouts=Replicate())
+            parallelize_module(model, mesh, {"q": plan, "k": plan})
+            dw = [piece(t, 0 if how == "outputs" else 1, rank, world) for t in dw]
+        dx_, *dw_ = gradients_of(model, x_, dy_)
+        for t in dw_ if how == "tokens" else ():
+            dist.all_reduce(t)
+        for mine, theirs in zip((dx_, *dw_), (dx, *dw), strict=True):
+            assert (mine - theirs).norm() <= 0.01 * theirs.norm(), (name, how)
+
+
+@pytest.mark.parametrize("how, seeded", [("outputs", True), ("outputs", False), ("inputs", True), ("tokens", True)])
+def test_linears_of_one_input_draw_as_on_one_rank(how, seeded):
+    run_ranks(gradients_of_a_shared_input, 2, how, seeded)
 
 
 @pytest.mark.gpu
