@@ -55,6 +55,7 @@ _LATER = {
     **dict.fromkeys(
         ("NVFP4Config", "NVFP4Linear", "NVFP4WeightOnlyConfig", "ObservedLinear", "calibrate"), "quantization"
     ),
+    "_no_fast_path": "quantization.fast_path",
 }
 """Public names, and those that pickles hold, by the room that has them."""
 

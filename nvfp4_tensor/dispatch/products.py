@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torchao.utils import fill_defaults
 
+from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.dispatch.table import UnsupportedError, aten, dense, implements, unsupported
 from nvfp4_tensor.matmul.product import grouped_product, linear_product, product
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
@@ -67,6 +68,8 @@ def _einsum(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input @ weight^T + bias as one product, rounded once (aten's own linear adds some biases after rounding)."""
+    if is_nested(input):
+        return over_nested(lambda rows: linear(rows, weight, bias), input)
     dims, weight_dims = input.dim(), weight.dim()
     if dims == 0 or weight_dims not in (1, 2):
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.pickles import pin
+from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.numerics.layout import BLOCK, FLOAT32_MAX, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization.fast_path import keep_called, release
 
 MAGNITUDE_BINS = 1 << 13
 """Bins of the histogram of magnitudes: the exponent and five mantissa bits of float32, so 3 % wide at most."""
@@ -51,6 +53,7 @@ class ObservedLinear(nn.Linear):
         check_observable(linear)
         linear.__class__ = cls
         assert isinstance(linear, ObservedLinear)
+        keep_called(linear)
         device = linear.weight.device
         linear.hadamard_sign = spec.hadamard_sign
         columns = linear.in_features if spec.hadamard_sign is None else ceil_to(linear.in_features, BLOCK)
@@ -73,6 +76,8 @@ class ObservedLinear(nn.Linear):
         return self
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_nested(input):
+            return over_nested(self.forward, input)
         with torch.no_grad():
             x = input.detach()
             if self.hadamard_sign is not None:
@@ -129,6 +134,7 @@ class ObservedLinear(nn.Linear):
         for name in ("amax", "histogram", "block_histogram", "squares"):
             delattr(self, f"activation_{name}")
         del self.hadamard_sign
+        release(self)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 

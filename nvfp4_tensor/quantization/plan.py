@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
 
@@ -51,30 +51,32 @@ def plan_of(module: nn.Module, config: AOBaseConfig, check: Callable[[nn.Module]
 
     ``check`` says whether a module will be quantized, or raises what is wrong with it: then nothing has changed yet.
     """
-    model, whole, modules = _call(module, config)
+    model, whole, filter_fn = _call(module, config)
     plan = _plans.get(model)
     if plan is None or plan.config is not whole or module not in plan.chosen:
-        chosen = list(modules)
+        chosen = [module] if filter_fn is None else list(_selected(model, filter_fn))
         to_quantize = [each for each in chosen if check(each)]
         plan = Plan(whole, len(chosen), weakref.WeakSet(chosen), *_ties(model, to_quantize))
         _plans[model] = plan
+        if filter_fn is not None:
+            _name_attention(model, filter_fn)
     plan.left -= 1
     if not plan.left:
         del _plans[model]
     return plan
 
 
-def _call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, AOBaseConfig, Iterator[nn.Module]]:
-    """(model, config, the modules that the config will get) of the call under way."""
+def _call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, AOBaseConfig, Filter | None]:
+    """(model, config, filter_fn) of the call under way; no filter where the config gets this module alone."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not quantize_.__code__:
         frame = frame.f_back  # type: ignore[assignment]
     given: dict[str, Any] = {} if frame is None else frame.f_locals
     if not isinstance(given.get("model"), nn.Module):
-        return module, config, iter((module,))
+        return module, config, None
     if given.get("config") is not config:  # it is one of several, by modules' names
-        return given["model"], config, iter((module,))
-    return given["model"], config, _selected(given["model"], given["filter_fn"])
+        return given["model"], config, None
+    return given["model"], config, given["filter_fn"]
 
 
 def _selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[nn.Module]:
@@ -84,6 +86,28 @@ def _selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[
         return
     for child_name, child in module.named_children():
         yield from _selected(child, filter_fn, f"{name}.{child_name}" if name else child_name)
+
+
+def _name_attention(model: nn.Module, filter_fn: Filter) -> None:
+    """Warns of attention that stays dense, where the filter would take a plain linear in place of its last one.
+
+    It hands its weights to one function, and calls no linear; torchao's own filter leaves that linear out.
+    """
+    found = {
+        name: module.out_proj for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+    }
+    dense: list[str] = []
+    for name, last in found.items():
+        path, plain = f"{name}.out_proj".lstrip("."), nn.Linear(last.in_features, last.out_features, device="meta")
+        if type(last.weight.data) is Tensor and filter_fn(plain, path) and not filter_fn(last, path):
+            dense.append(name or type(model).__name__)
+    if dense:
+        warnings.warn(
+            f"left dense, for nn.MultiheadAttention calls no nn.Linear: all weights of {', '.join(dense)}. To quantize "
+            "them write attention with an nn.Linear for each projection; a filter_fn that leaves them out by name "
+            "silences this",
+            stacklevel=2,
+        )
 
 
 def _ties(

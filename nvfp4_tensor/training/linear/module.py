@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.pickles import pin
+from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.numerics.codes import Codes
+from nvfp4_tensor.quantization.fast_path import keep_called, release
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, local_shard
 from nvfp4_tensor.sharding.sequence import gather_if_sharded
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -61,6 +63,7 @@ class NVFP4TrainingLinear(nn.Linear):
         linear.__class__ = cls
         assert isinstance(linear, NVFP4TrainingLinear)
         linear.hadamard_sign = hadamard_sign
+        keep_called(linear)
         linear.register_buffer("rounding_state", None, persistent=False)
         linear.set_recipe(recipe, False, False)
         return linear
@@ -72,6 +75,7 @@ class NVFP4TrainingLinear(nn.Linear):
         del self.rounding_state
         for name in ("sharding", "_weight_codes"):
             self.__dict__.pop(name, None)
+        release(self)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
@@ -85,6 +89,8 @@ class NVFP4TrainingLinear(nn.Linear):
         )  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_nested(input):
+            return over_nested(self.forward, input)
         recipe, sharding = self.active_recipe, self.sharding
         weight, bias = (self.weight, self.bias) if sharding is UNSHARDED_LINEAR else self._local_parameters(sharding)
         if recipe.is_dense:

@@ -1,0 +1,131 @@
+"""Linears in torch's own transformer layers: called where a fast path would read their weights; attention by name."""
+
+import contextlib
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, training
+from nvfp4_tensor.quantization.observer import ObservedLinear
+
+CONFIGS = {
+    "training": training.NVFP4TrainingConfig(),
+    "weight only": NVFP4WeightOnlyConfig(),
+    "w4a4": NVFP4Config(),
+    "prepared": NVFP4Config(step="prepare"),
+}
+quiet = pytest.mark.filterwarnings("ignore:left dense, for nn.MultiheadAttention", "ignore:The PyTorch API of nested")
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu")
+    return nn.TransformerEncoder(layer, 2).eval()
+
+
+def padding():
+    mask = torch.zeros(3, 10, dtype=torch.bool)
+    mask[1, 6:] = True
+    return mask
+
+
+@contextlib.contextmanager
+def slow_path():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def feed_forward(module, name):
+    return type(module) is nn.Linear
+
+
+def later_layers(module, name):
+    return type(module) is nn.Linear and name.startswith("layers.1")
+
+
+@quiet
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("filter_fn", [feed_forward, later_layers])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_encoder_calls_its_linears_in_evaluation(config, filter_fn, padded):
+    model, x = encoder(), torch.randn(3, 10, 64)
+    mask = padding() if padded else None
+    dense = model(x, src_key_padding_mask=mask)
+    quantize_(model, copy.deepcopy(CONFIGS[config]), filter_fn=filter_fn)
+    y = model(x, src_key_padding_mask=mask)
+    with slow_path():
+        expected = model(x, src_key_padding_mask=mask)
+    if padded:  # rows of padding are zero, or computed; and an amax is of those that there are
+        y, expected, dense = (t[~mask] for t in (y, expected, dense))
+    error = (y - dense).norm() / dense.norm()
+    if config == "prepared":
+        assert error < 1e-5 and all(m.activation_amax > 0 for m in model.modules() if isinstance(m, ObservedLinear))
+    else:
+        torch.testing.assert_close(y, expected, rtol=0, atol=0.15 if padded else 1e-5)
+        assert 0.02 < error < 0.1
+
+
+@quiet
+@pytest.mark.parametrize("padded", [False, True])
+def test_calibrate_reaches_an_encoder(padded):
+    model, x = encoder(), torch.randn(3, 10, 64)
+    batch = {"src": x, "src_key_padding_mask": padding() if padded else None}
+    with torch.no_grad():
+        dense = model(**batch)
+    calibrate(model, [batch], progress=False)
+    with torch.no_grad():
+        y = model(**batch)
+    kept = ~padding() if padded else slice(None)
+    assert 0.02 < (y[kept] - dense[kept]).norm() / dense[kept].norm() < 0.1
+
+
+@quiet
+def test_the_hook_lives_as_long_as_the_linear_trains():
+    model, x = encoder(), torch.randn(3, 10, 64)
+    with torch.no_grad():
+        dense = model(x)
+    quantize_(model, training.NVFP4TrainingConfig())
+    with torch.no_grad():
+        y = model(x)
+        for other in (
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.compile(model, backend="aot_eager"),
+        ):
+            torch.testing.assert_close(other(x), y, rtol=0, atol=1e-5)
+        assert torch.equal(training.to_dense(pickle.loads(pickle.dumps(model)))(x), dense)
+    assert not training.to_dense(model).layers[0].linear1._forward_pre_hooks
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_attention_that_stays_dense_is_named(config):
+    with pytest.warns(
+        UserWarning, match=r"nn.MultiheadAttention.*: all weights of layers.0.self_attn, layers.1.self_attn\."
+    ):
+        quantize_(encoder(), copy.deepcopy(CONFIGS[config]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quantize_(encoder(), copy.deepcopy(CONFIGS[config]), filter_fn=training.keep_dense("*self_attn*"))
+        quantize_(nn.Sequential(nn.Linear(32, 32)), copy.deepcopy(CONFIGS[config]))
+    assert not [each for each in caught if "MultiheadAttention" in str(each.message)]
+
+
+@quiet
+def test_attention_quantized_by_name_is_quantized():
+    attention, x = nn.MultiheadAttention(64, 4, batch_first=True).eval(), torch.randn(2, 5, 64)
+    with torch.no_grad():
+        dense, _ = attention(x, x, x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            quantize_(attention, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name == "out_proj")
+        y, _ = attention(x, x, x)
+    assert 0.02 < (y - dense).norm() / dense.norm() < 0.2
