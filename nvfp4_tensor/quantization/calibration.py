@@ -7,6 +7,7 @@ by hand and ``quantize_(model, NVFP4Config(step="convert"))`` is torchao's two-s
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -48,7 +49,7 @@ def calibrate(
 
     Raises:
         TypeError: config is of another kind, or a module that the filter selects is no plain nn.Linear.
-        RuntimeError: a module that the filter selects saw no input.
+        RuntimeError: a module that the filter selects saw no input, or nothing but NaN and infinities.
     """
     config = NVFP4Config() if config is None else config
     if not isinstance(config, NVFP4Config) and not getattr(config, "weighted", False):
@@ -86,9 +87,23 @@ def _run(model: nn.Module, batches: Iterable[Any], progress: bool) -> None:
 
 
 def _check_all_observed(linears: dict[str, nn.Module]) -> None:
+    """A linear without a finite input is an error; one that had others beside them is worth a warning."""
     observed = {name: module for name, module in linears.items() if isinstance(module, ObservedLinear)}
-    if unseen := [name for name, module in observed.items() if module.activation_histogram.sum() == 0]:
+    unseen = [name for name, module in observed.items() if module.activation_histogram.sum() == 0]
+    nonfinite = [name for name, module in observed.items() if module.activation_nonfinite > 0]
+    if broken := [name for name in unseen if name in nonfinite]:
+        raise RuntimeError(
+            f"the batches gave {', '.join(broken)} nothing but NaN and infinities: the model is as it was; look for "
+            "NaN in the batches and in the dense model's weights, and for an overflow where it runs in float16"
+        )
+    if unseen:
         raise RuntimeError(
             f"no batch reached {', '.join(unseen)}: the model is as it was; leave them out with filter_fn, "
             "or calibrate on batches that use them"
+        )
+    if nonfinite:
+        warnings.warn(
+            f"some inputs of {', '.join(nonfinite)} were NaN or infinite, and were left out of the calibration: look "
+            "for them in the batches",
+            stacklevel=3,
         )

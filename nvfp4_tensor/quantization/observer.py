@@ -39,12 +39,15 @@ class ObservedLinear(nn.Linear):
         activation_histogram: int64 (8192,), how many magnitudes fell into each bin.
         activation_block_histogram: int64 (8192,), how many blocks of 16 have their largest magnitude in each bin.
         activation_squares: float32 (K,), the sum of the squares of each column's finite inputs.
+        activation_nonfinite: int64 0-d, how many inputs were NaN or infinite, which no other buffer counts. For
+            messages; no state_dict has it.
     """
 
     activation_amax: Tensor
     activation_histogram: Tensor
     activation_block_histogram: Tensor
     activation_squares: Tensor
+    activation_nonfinite: Tensor
     hadamard_sign: int | None
 
     @classmethod
@@ -64,6 +67,8 @@ class ObservedLinear(nn.Linear):
             ("activation_squares", (columns,), torch.float32),
         ):
             linear.register_buffer(name, torch.zeros(size, dtype=dtype, device=device))
+        nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        linear.register_buffer("activation_nonfinite", nonfinite, persistent=False)
         return linear
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ObservedLinear:
@@ -84,7 +89,9 @@ class ObservedLinear(nn.Linear):
                 x = torch.ops.nvfp4.hadamard(x, self.hadamard_sign)
             self.activation_amax.copy_(torch.maximum(self.activation_amax, torch.ops.nvfp4.amax(x)))
             magnitude = x.reshape(-1, x.shape[-1]).float().abs()
-            magnitude = torch.where(magnitude.isfinite(), magnitude, -1.0)
+            finite = magnitude.isfinite()
+            self.activation_nonfinite += (~finite).sum()
+            magnitude = torch.where(finite, magnitude, -1.0)
             blocks = nn.functional.pad(magnitude, (0, -magnitude.shape[-1] % BLOCK), value=-1.0).unflatten(
                 -1, (-1, BLOCK)
             )
@@ -96,8 +103,9 @@ class ObservedLinear(nn.Linear):
     def check_observed(self) -> None:
         """Raises a RuntimeError where nothing has been observed."""
         if self.activation_histogram.sum() == 0:
+            seen = "nothing but NaN and infinities" if self.activation_nonfinite else "no input"
             raise RuntimeError(
-                f"{self} has seen no input, so nothing was converted: run the model on data that reach it, or leave it "
+                f"{self} has seen {seen}, so nothing was converted: run the model on data that reach it, or leave it "
                 "dense with its stop_observing(), then convert"
             )
 
@@ -131,7 +139,7 @@ class ObservedLinear(nn.Linear):
 
     def stop_observing(self) -> nn.Linear:
         """The same module, a plain nn.Linear again."""
-        for name in ("amax", "histogram", "block_histogram", "squares"):
+        for name in ("amax", "histogram", "block_histogram", "squares", "nonfinite"):
             delattr(self, f"activation_{name}")
         del self.hadamard_sign
         release(self)

@@ -129,6 +129,29 @@ def test_nothing_is_half_changed():
     assert isinstance(m["used"].weight, NVFP4Tensor) and type(m["unused"]) is nn.Linear
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_batches_without_a_finite_number_are_named(value):
+    m = model()
+    before = copy.deepcopy(m.state_dict())
+    batch = torch.full_like(batches(1)[0], value)
+    with pytest.raises(RuntimeError, match=r"batches gave 0.* nothing but NaN and infinities: the model is as it was"):
+        calibrate(m, [batch], progress=False)
+    assert all(torch.equal(m.state_dict()[name], value) for name, value in before.items())
+    quantize_(m, NVFP4Config(step="prepare"))
+    m(batch)
+    with pytest.raises(RuntimeError, match="has seen nothing but NaN and infinities, so nothing was converted"):
+        quantize_(m, NVFP4Config(step="convert"))
+
+
+def test_a_nan_beside_others_is_left_out_by_name():
+    m, other, (first, *rest) = model(), model(), batches()
+    other.load_state_dict(m.state_dict())
+    with pytest.warns(UserWarning, match="some inputs of 0.* were NaN or infinite, and were left out"):
+        calibrate(m, [torch.full_like(first, float("nan")), *rest], progress=False)
+    calibrate(other, rest, progress=False)
+    assert torch.equal(m[0].weight.activation_amax, other[0].weight.activation_amax)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_convert_changes_nothing_before_all_are_observed(dense):
     m = nn.ModuleDict({"used": nn.Linear(16, 16), "unused": nn.Linear(16, 16), "last": nn.Linear(16, 16)})
