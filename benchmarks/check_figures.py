@@ -36,9 +36,7 @@ PAGES = [
 ]
 NO_FILE = "no result file"
 _NUMBER = r"(?<![\w.^/-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w|\.\d)"
-_UNIT = (
-    r"%|x|ns|us|ms|s|min|minutes?|seconds?|hours?|[KMGT]i?B|[KMGT]B/s|[GT]FLOP/s|tokens/s|dB|nats|cycles|times"
-)  # fmt: skip
+_UNIT = r"%|x|ns|us|ms|s|min|minutes?|seconds?|hours?|[KMGT]i?B|[KMGT]B/s|[GT]FLOP/s|tokens/s|dB|nats|cycles|times"
 _FIGURE = re.compile(rf"{_NUMBER}(?=(?: (?:to|and|or) {_NUMBER})? ?(?:{_UNIT})(?![\w])(?! \d))|{_NUMBER}(?<=\.\d)|"
                      rf"{_NUMBER}(?<=\.\d\d)|{_NUMBER}(?<=\.\d\d\d)|{_NUMBER}(?<=\.\d\d\d\d)")  # fmt: skip
 _COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
@@ -172,9 +170,12 @@ def main() -> None:
     for page in PAGES:
         found, without = problems(page.read_text(), allowed())
         name = page.relative_to(ROOT)
-        print("\n".join([*(f"{name}: {each}" for each in found), *[f"{name}: {without} without a file"] * bool(without)]))
+        for each in found:
+            print(f"{name}: {each}")
+        if without:
+            print(f"{name}: {without} without a file")
         wrong += len(found)
-    sys.exit(f"{wrong} figures to mend" if wrong else 0)
+    sys.exit(f"{wrong} to correct" if wrong else 0)
 
 
 if __name__ == "__main__":

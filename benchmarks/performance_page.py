@@ -87,7 +87,7 @@ def rows_of_x(result: dict, title: str = "times as fast; rows of x") -> list[str
 def products(kind: str) -> str:
     result = load("h200", "matmul")
     rows = [
-        [name_of(run["shape"]) if way == "nvfp4" else way, *map(times, ratios(run, kind, way))]
+        [name_of(run["shape"]) + ("" if way == "nvfp4" else f", {way}"), *map(times, ratios(run, kind, way))]
         for run in result["runs"]
         for way in ("nvfp4", *PEERS)
     ]
@@ -184,11 +184,16 @@ def prompt_from_python() -> str:
     return ", ".join(f"{times(row['first_token_times'])} ({row['recipe']})" for row in rows)
 
 
+def peak_memory() -> str:
+    peaks = {row["recipe"]: f"{row['peak_bytes'] / 1e9:.2f} GB" for row in load("h200", "generate")["runs"][0]["rows"]}
+    return f"{peaks['weight-only']} instead of bfloat16's {peaks['bf16']}"
+
+
 # --- quantize, rounding ----------------------------------------------------------------------------------------------
 
 
-def quantize(machine: str) -> str:
-    result = load(machine, "quantize")
+def quantize(machine: str, subject: str = "quantize") -> str:
+    result = load(machine, subject)
     tables = []
     for run in result["runs"]:
         threads = f", threads: {run['threads']}" if machine == "cpu" else ""
@@ -245,10 +250,11 @@ def figure() -> str:
     lines = [Line("nvfp4_tensor", rows, mean_of("nvfp4")), *(Line(peer, rows, mean_of(peer)) for peer in PEERS)]
     shapes = ", ".join(name_of(run["shape"]) for run in runs)
     gpu = Panel("One NVIDIA H200", f"products in a chain, mean of {shapes}", lines)
-    run = load("cpu", "matmul")["runs"][0]
+    result = load("cpu", "matmul")
+    run, processor = result["runs"][0], result["machine"]["processor"]
     cases = [case for case in run["cases"] if case["shape"] == [4096, 4096]]
     line = Line("nvfp4_tensor", [case["rows"] for case in cases], [case["speedup"] for case in cases])
-    cpu = Panel(f"{run['threads']} cores of an AMD Zen 5", "4096 x 4096", [line])
+    cpu = Panel(f"{run['threads']} cores of an {processor}", "4096 x 4096", [line])
     return draw([gpu, cpu], x_title="rows of x (tokens)", y_title="times as fast as torch's bfloat16")
 
 
@@ -269,10 +275,13 @@ def page() -> str:
         source_generate=source(load("h200", "generate")),
         generate=generate("h200"),
         prompt_from_python=prompt_from_python(),
+        peak_memory=peak_memory(),
         source_quantize=source(load("h200", "quantize")),
         quantize=quantize("h200"),
         source_quantize_cpu=source(load("cpu", "quantize")),
         quantize_cpu=quantize("cpu"),
+        source_search_cpu=source(load("cpu", "quantize_search_eden")),
+        search_cpu=quantize("cpu", "quantize_search_eden"),
         source_products_cpu=source(load("cpu", "matmul")),
         products_cpu=products_cpu(),
         source_generate_cpu=source(load("cpu", "generate")),

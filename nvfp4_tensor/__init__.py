@@ -1,4 +1,4 @@
-"""NVFP4 for PyTorch on the hardware people have: one tensor, the same bits on a CPU, on Hopper and on Blackwell.
+"""NVFP4 for PyTorch: identical bits on CPU and Hopper; Blackwell and Ampere kernels compile but have not been run.
 
 ``import nvfp4_tensor`` registers the operators ``torch.ops.nvfp4.*`` and loads their kernels. The tensor and the
 configs are imported where they are first used, because torchao, which they build on, takes longer than torch.

@@ -11,7 +11,7 @@ recipe; the embedding and the output layer stay dense. Everything random follows
 was interrupted and resumed gives the bits of one that was not.
 
 The first line ends at 1.903 nats a byte, where a trigram model counted on all 20 million bytes has 1.994, after three
-minutes of processor time (AMD Zen 4, CPython 3.11.7).
+minutes of processor time (AMD EPYC, CPython 3.11.7).
 """
 
 from __future__ import annotations
