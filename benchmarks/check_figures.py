@@ -2,9 +2,9 @@
 
 A figure is a number with a decimal point, or one with a unit of measurement. Each needs one of these:
 
-- A comment before its paragraph, list or table, which a reader does not see. Files are of benchmarks/results, or of the
-  repository. A .txt or .md file: the number, and how the line that has it begins. A .json file: the number, and a Python
-  expression over the file's keys that gives it. A table whose rows stand in a text file, each in one line:
+- A comment before its paragraph, list or table, which readers do not see. Files are in benchmarks/results or in the
+  repository. For a .txt or .md file it has the number and the beginning of the line with it, for a .json file the
+  number and a Python expression of the file's keys. "rows" is for a table whose rows each stand in one line of a file:
 
     <!-- figures h200/fsdp_step.txt: 179 [train nvidia, codes]; 174 [train bf16] -->
     <!-- figures h200/generate.json: 5.41 = runs[0]["rows"][1]["peak_bytes"] / 1e9 -->
