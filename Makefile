@@ -31,7 +31,7 @@ ENOUGH_HERE = $(or $(wildcard $(EVERYTHING)),$(call stamp,$(or $(GPUS_HERE),cpu)
 # What `make check` leaves to `make test`, with the tests marked slow: what compiles, runs models or starts interpreters,
 # and whatever took more than ten seconds and has nothing standing on it.
 SLOW := test/benchmarks test/tutorials test/distributed test/emulation test/integrations $(addprefix test/checkpoints/, \
-	test_convert.py test_damaged.py test_pairs.py) $(addprefix test/cli/,test_budget.py test_commands.py test_compare.py \
+	test_convert.py test_damaged.py test_pairs.py) $(addprefix test/nvfp4_cli/,test_budget.py test_commands.py test_compare.py \
 	test_generate.py test_model.py test_quantize.py test_report.py test_round_trip.py) $(addprefix test/matmul/, \
 	test_cuda_schedule.py test_fbgemm.py test_print_plans.py) $(addprefix test/training/,test_grouped.py test_linear.py \
 	test_module.py test_optimizer.py test_recipe.py test_unbiased.py test_write_back.py) test/dispatch/test_compile.py \

@@ -181,7 +181,7 @@ def random_model(
 
 def smollm2(config: AOBaseConfig | None, length: int, device: torch.device) -> tuple[Llama, Tensor]:
     """SmolLM2-135M-Instruct with its own weights, and the first ``length`` tokens of a text, int64."""
-    from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
+    from nvfp4_cli.demo.model import evaluation_tokens, load_model
 
     source, tokenizer = load_model()
     model = from_transformers(source, SMOLLM2_135M).to(device)

@@ -1,13 +1,14 @@
-"""The command line ``nvfp4``: what may be typed. What the commands do is in ``nvfp4_tensor.cli``.
+"""The command line ``nvfp4``, one module per command.
 
-It stands beside nvfp4_tensor, which imports torch, so that help, completion and wrong arguments take a tenth of a
-second and not some: a command imports what it needs when it runs.
+The package stands beside nvfp4_tensor because importing that imports torch. A command imports nvfp4_tensor when it
+runs, so help, completion and errors about arguments take a tenth of a second.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,19 +16,42 @@ from pathlib import Path
 
 import click
 
-from nvfp4_cli.commands import nvfp4
+from nvfp4_cli import compare, completion, convert, demo, generate, info, inspect, quantize
 
 TRACEBACK = "NVFP4_TRACEBACK"
-"""Set in the environment, it lets errors through with their traceback."""
+"""An environment variable: if it is set, errors are raised with their traceback."""
 
-FAILED, WRONG_ARGUMENTS, BROKEN_PIPE, INTERRUPTED = 1, 2, 141, 130
+FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, no_args_is_help=True)
+@click.version_option(package_name="nvfp4-tensor", prog_name="nvfp4")
+def nvfp4() -> None:
+    """Quantize, convert, inspect, compare and run NVFP4 checkpoints.
+
+    \b
+    nvfp4 quantize Llama-3.2-1B Llama-3.2-1B-NVFP4 --four-over-six
+    nvfp4 inspect Llama-3.2-1B-NVFP4 --html report.html
+    nvfp4 compare Llama-3.2-1B Llama-3.2-1B-NVFP4 --text sample.txt
+    nvfp4 convert Llama-3.2-1B-NVFP4 model.gguf --to gguf
+    nvfp4 generate Llama-3.2-1B-NVFP4 "Why is the sky blue?"
+
+    Exit status: 0 success, 1 failure (stderr says why), 2 wrong arguments, 130 interrupted.
+    """
+
+
+for command in (
+    quantize.quantize, convert.convert, inspect.inspect, compare.compare, generate.generate, generate.chat, info.info,
+    info.selftest, demo.demo, completion.completion,
+):  # fmt: skip
+    nvfp4.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 0 done, 1 it could not be done, 2 wrong arguments, 130 interrupted.
+    """Run a command and return its exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.
 
-    Errors that a user can mend (ValueError, TypeError, RuntimeError, OSError, ImportError) are one line on stderr, with
-    ``--json`` a JSON object; anything else is a fault of ours and keeps its traceback.
+    ValueError, TypeError, RuntimeError, OSError and ImportError, which a user can fix, are printed as one line on
+    stderr, or with ``--json`` as a JSON object. Any other exception is a bug and keeps its traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = _show_warning
@@ -40,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo("nvfp4: interrupted", err=True)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit fails again
         return BROKEN_PIPE
     except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
         if os.environ.get(TRACEBACK):
@@ -51,17 +75,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_error(error: Exception, as_json: bool) -> None:
-    text = " ".join(str(error).split()) or type(error).__name__
-    if as_json:
-        click.echo(json.dumps({"error": text, "type": type(error).__name__}), err=True)
-    else:
-        click.echo(f"nvfp4: {text}", err=True)
+    kind = type(error).__name__
+    text = _with_options(" ".join(str(error).split())) or kind
+    click.echo(json.dumps({"error": text, "type": kind}) if as_json else f"nvfp4: {text}", err=True)
 
 
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: object = None,
     line: str | None = None,
 ) -> None:  # fmt: skip
-    """What a user should know; warnings of libraries to their callers are kept back."""
+    """Print our own warnings; drop those that libraries address to their callers."""
     if issubclass(category, UserWarning) and {"nvfp4_tensor", "nvfp4_cli"} & set(Path(filename).parts):
-        click.echo(f"nvfp4: warning: {message}", err=True)
+        click.echo(f"nvfp4: warning: {_with_options(str(message))}", err=True)
+
+
+def _with_options(text: str) -> str:
+    """Put options where a message of the library names Python arguments: ``--lossy`` for ``lossy=True``."""
+    parameters = [parameter for each in nvfp4.commands.values() for parameter in each.params]
+    options = {each.name: each.opts[-1] for each in parameters if isinstance(each, click.Option)}
+    options["weight_only"] = "--w4a16"
+
+    def replace(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in options:
+            return found[0]
+        return options[name] if value == "True" else f"{options[name]} {value}"
+
+    return re.sub(r"\b([a-z_]+)=(True|PATH)\b", replace, text)

@@ -1,23 +1,21 @@
-"""Arguments that several commands take, and how a result is shown."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 FORMATS = ("modelopt", "compressed-tensors", "gguf", "mlx", "comfy", "torchao")
-"""What is written; a test compares it with ``nvfp4_tensor.checkpoints.FORMATS``."""
+"""The formats that are written; a test compares them with ``nvfp4_tensor.checkpoints.FORMATS``."""
 DENSE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-"""What GGUF stores dense matrices as; compared with ``nvfp4_tensor.checkpoints.formats.gguf.format.DENSE_TYPES``."""
+"""GGUF's types for dense matrices; a test compares them with ``...formats.gguf.format.DENSE_TYPES``."""
 
 CHECKPOINT = click.Path(exists=True, path_type=Path)
 TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -26,90 +24,49 @@ NEW = click.Path(path_type=Path)
 
 
 class Finite(click.FloatRange):
-    """A range of numbers, of which "nan" and "inf" are none."""
+    """A range of numbers without "nan" and "inf"."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value!r} is no finite number.", param, ctx)
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
 
 
 def _writable(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
-    """A file that can be written, so that minutes of work are not lost at their end."""
+    """Check that a file can be written before the work whose result it gets."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise click.BadParameter(f"{file} cannot be written: expected a file in a folder that is there")
+        raise click.BadParameter(f"{file} cannot be written: expected a file in an existing folder")
     return file
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object instead of text.")
-quiet = click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
+quiet = click.option(
+    "-q", "--quiet", "progress", is_flag=True, callback=lambda context, parameter, off: not off and sys.stderr.isatty(),
+    help="Show no progress bar.",
+)  # fmt: skip
 html = click.option(
-    "--html", type=NEW, metavar="FILE", callback=_writable, help="Write a report: one HTML file that needs no other."
+    "--html", type=NEW, metavar="FILE", callback=_writable, help="Write a report: one self-contained HTML file."
 )
 to = click.option("--to", type=click.Choice(FORMATS), default="modelopt", show_default=True, help="The format of DST.")
-dense = click.option("--dense", type=click.Choice(DENSE_TYPES), help="GGUF: what dense matrices are stored as.")
-shard_size = click.option(
-    "--shard-size", metavar="GB", type=Finite(0, 1e9, min_open=True),
-    help="Files of about so many gigabytes (10^9).",
-)  # fmt: skip
-lossy = click.option("--lossy", is_flag=True, help="MLX: round again what its layers have no place for.")
-global_scale = click.option(
-    "--global-scale", is_flag=True, help="MLX: keep per-tensor scales, in tensors that mlx-lm does not load."
-)
-quantize_activations = click.option(
-    "--quantize-activations/--no-quantize-activations", default=None,
-    help="ComfyUI: whether it quantizes activations too; by default as SRC says.",
-)  # fmt: skip
 config_from = click.option(
-    "--config-from", type=CHECKPOINT, metavar="PATH", help="Where config and tokenizer are, if not in the checkpoint."
-)
+    "--config-from", type=CHECKPOINT, metavar="PATH",
+    help="A checkpoint with the configuration and the tokenizer, if this one has none.",
+)  # fmt: skip
 
-
-class Result(Protocol):
-    """What a command gives: ``str`` is for a person, ``as_json`` for a program."""
-
-    def as_json(self) -> Any: ...
-
-
-def show(result: Result, json_: bool) -> None:
-    """Print a result."""
-    click.echo(json.dumps(result.as_json(), indent=2, allow_nan=False) if json_ else str(result))
-
-
-def wants_bar(quiet: bool) -> bool:
-    """A bar is for who looks at a terminal."""
-    return not quiet and sys.stderr.isatty()
-
-
-@contextlib.contextmanager
-def prints_to_stderr(json_: bool) -> Iterator[None]:
-    """With --json, stdout is for one JSON object alone."""
-    with contextlib.redirect_stdout(sys.stderr) if json_ else contextlib.nullcontext():
-        yield
-
-
-def check_ending(dst: Path, to: str) -> None:
-    """A folder is not called like a file, and a file is called like what it is.
-
-    Raises:
-        BadParameter: otherwise.
-    """
-    expected = {"gguf": ".gguf", "comfy": ".safetensors"}.get(to)
-    if expected is not None and dst.suffix != expected:
-        raise click.BadParameter(f"{to} is one file, called *{expected}, and not {dst.name}", param_hint="DST")
-    if expected is None and dst.suffix in (".gguf", ".safetensors"):
-        wanted = {".gguf": "gguf", ".safetensors": "comfy"}[dst.suffix]
-        raise click.BadParameter(f"{to} is a folder, and {dst.name} a file: --to {wanted}?", param_hint="DST")
-
-
-def of_format(command: F) -> F:
-    """The options of formats, each of one or some; :func:`take_options_of_format` takes them out of what was given."""
-    for decorator in (quantize_activations, lossy, global_scale, shard_size, dense):
-        command = decorator(command)
-    return command
-
-
+_OF_FORMATS = (
+    click.option("--dense", type=click.Choice(DENSE_TYPES), help="GGUF: the type of dense matrices."),
+    click.option(
+        "--shard-size", metavar="GB", type=Finite(0, 1e9, min_open=True),
+        help="Folders: the size of a file, in gigabytes (10^9).",
+    ),
+    click.option("--global-scale", is_flag=True, help="MLX: keep per-tensor scales, in tensors that mlx-lm ignores."),
+    click.option("--lossy", is_flag=True, help="MLX: round again what its layers cannot hold."),
+    click.option(
+        "--quantize-activations/--no-quantize-activations", default=None,
+        help="ComfyUI: whether it quantizes activations; by default as in SRC.",
+    ),
+)  # fmt: skip
 OPTIONS = {
     "dense": ("gguf",),
     "quantize_activations": ("comfy",),
@@ -117,15 +74,24 @@ OPTIONS = {
     "lossy": ("mlx",),
     "shard_bytes": ("modelopt", "compressed-tensors", "mlx", "torchao"),
 }
-"""Which formats take what; a test asks the formats."""
+"""The formats that have each option; a test asks the formats."""
 
 
-def take_options_of_format(given: dict[str, Any], to: str) -> dict[str, Any]:
-    """What the format ``to`` is asked for beyond its defaults, removed from ``given``.
+def of_format(command: F) -> F:
+    """Add the options that only some formats have; :func:`take_options_of_format` reads them."""
+    for option in reversed(_OF_FORMATS):
+        command = option(command)
+    return command
+
+
+def take_options_of_format(given: dict[str, Any], to: str, dst: Path) -> dict[str, Any]:
+    """Check ``dst``, and remove from ``given`` the options of formats; return those that are set.
 
     Raises:
-        UsageError: it has no such option.
+        BadParameter: the name of ``dst`` is not one of the format ``to``.
+        UsageError: the format does not have one of the options.
     """
+    _check_name(dst, to)
     size = given.pop("shard_size")
     found = {name: given.pop(name) for name in ("dense", "quantize_activations")}
     found |= {name: given.pop(name) or None for name in ("global_scale", "lossy")}
@@ -133,6 +99,16 @@ def take_options_of_format(given: dict[str, Any], to: str) -> dict[str, Any]:
     found = {name: value for name, value in found.items() if value is not None}
     for name in found:
         if to not in OPTIONS[name]:
-            typed = "--shard-size" if name == "shard_bytes" else f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{typed} is for --to {' or '.join(OPTIONS[name])}, not for {to}")
+            option = "--shard-size" if name == "shard_bytes" else f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} is for --to {' or '.join(OPTIONS[name])}, not for {to}")
     return found
+
+
+def _check_name(dst: Path, to: str) -> None:
+    endings = {"gguf": ".gguf", "comfy": ".safetensors"}
+    ending = endings.get(to)
+    if ending is not None and dst.suffix != ending:
+        raise click.BadParameter(f"--to {to} writes one file: expected *{ending}, got {dst.name}", param_hint="DST")
+    for other, name in endings.items():
+        if ending is None and dst.suffix == name:
+            raise click.BadParameter(f"--to {to} writes a folder, not a {name}: use --to {other}?", param_hint="DST")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
@@ -66,6 +66,12 @@ def model_size(model: nn.Module) -> ModelSize:
 def stored_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor, or of all the parts of a tensor subclass (ours or another library's)."""
     return sum(part.nbytes for _, part in _parts(tensor))
+
+
+def bits_per_weight(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool]) -> float:
+    """Stored bits per element, padding included, of the weights of the modules that ``filter_fn`` chooses."""
+    weights = [module.weight for name, module in model.named_modules() if filter_fn(module, name)]
+    return 8 * sum(map(stored_bytes, weights)) / sum(weight.numel() for weight in weights)
 
 
 def _parts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -28,7 +28,7 @@ def build(kind: str, source: Path, target: Path, settings: dict[str, str]) -> Pa
 
 
 def package_files(folder: Path) -> set[str]:
-    files = (path.relative_to(folder) for path in (folder / "nvfp4_tensor").rglob("*") if path.is_file())
+    files = (path.relative_to(folder) for path in folder.glob("nvfp4_*/**/*") if path.is_file())
     return {path.as_posix() for path in files if not BUILT & set(path.parts)}
 
 
@@ -58,7 +58,7 @@ def test_the_sdist_holds_the_sources_and_nothing_built(unpacked: Path) -> None:
 
 def test_the_wheel_holds_the_python_sources_and_the_mark_of_types(unpacked: Path, wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        shipped = {name for name in archive.namelist() if name.startswith("nvfp4_tensor/") and name[-1] != "/"}
+        shipped = {name for name in archive.namelist() if ".dist-info/" not in name and name[-1] != "/"}
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         facts = email.message_from_bytes(archive.read(metadata))
     assert shipped == {name for name in package_files(unpacked) if not name.startswith("nvfp4_tensor/csrc/")}

@@ -71,7 +71,7 @@ def test_every_room_of_the_table_is_there():
 
 def test_the_check_sees_what_it_must(tmp_path):
     (tmp_path / "x.py").write_text(
-        "from nvfp4_tensor.cli.demo import run\ndef f():\n    import nvfp4_tensor.matmul.product\n"
+        "from nvfp4_tensor.training import linear\ndef f():\n    import nvfp4_tensor.matmul.product\n"
         "from nvfp4_tensor import quantize\nimport torch\nfrom nvfp4_cli.options import x\n"
     )
-    assert list(imports(tmp_path / "x.py")) == ["cli", "quantize", "nvfp4_cli", "matmul"]
+    assert list(imports(tmp_path / "x.py")) == ["training", "quantize", "nvfp4_cli", "matmul"]

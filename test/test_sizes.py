@@ -6,7 +6,8 @@ from torch import nn
 from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchaoConfig
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import ModelSize, NVFP4Config, NVFP4WeightOnlyConfig, model_size, quantize
+from nvfp4_tensor import ModelSize, NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, model_size, quantize
+from nvfp4_tensor.sizes import bits_per_weight
 
 CODES, SCALES = 128 * 32, 128 * 4 + 4
 """Bytes of a weight of 128 x 64."""
@@ -89,3 +90,11 @@ def test_memory_footprint_of_transformers():
     after = model.get_memory_footprint()
     assert after == pytest.approx(model_size(model).total, abs=0.5) and after < before
     assert before == model_size(model).unquantized
+
+
+def test_bits_of_a_weight_count_its_scales_and_their_padding():
+    net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(64, 8, bias=False))
+    assert bits_per_weight(net, lambda module, name: name == "0") == 32
+    t = NVFP4Tensor.to_nvfp4(torch.ones(128, 64))
+    net[0].weight = nn.Parameter(t, requires_grad=False)
+    assert bits_per_weight(net, lambda module, name: name == "0") == t.bits_per_element

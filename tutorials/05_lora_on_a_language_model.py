@@ -15,7 +15,7 @@ from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig
 try:
     import peft
 
-    from nvfp4_tensor.cli.demo.model import evaluation_tokens, gguf_path, load_model
+    from nvfp4_cli.demo.model import evaluation_tokens, gguf_path, load_model
 
     gguf_path()
 except (ImportError, FileNotFoundError) as missing:

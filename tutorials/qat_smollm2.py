@@ -34,8 +34,8 @@ from torchao.quantization.qat import QATConfig
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, model_size
 
 try:
-    from nvfp4_tensor.cli.demo.measure import perplexity
-    from nvfp4_tensor.cli.demo.model import evaluation_tokens, gguf_path, load_model
+    from nvfp4_cli.demo.model import evaluation_tokens, gguf_path, load_model
+    from nvfp4_tensor.testing.model_quality import perplexity
 
     gguf_path()
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

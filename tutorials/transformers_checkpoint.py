@@ -16,8 +16,8 @@ from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, model_size
 try:
     import peft
 
-    from nvfp4_tensor.cli.demo.measure import perplexity
-    from nvfp4_tensor.cli.demo.model import evaluation_tokens, gguf_path, load_model, prompt_tokens
+    from nvfp4_cli.demo.model import evaluation_tokens, gguf_path, load_model, prompt_tokens
+    from nvfp4_tensor.testing.model_quality import perplexity
 
     gguf_path()
     dense, tokenizer = load_model()  # before transformers is imported: it reads once that nothing is to be downloaded

@@ -85,7 +85,7 @@ def drawn(name: str, rows: int, columns: int = 1024) -> Tensor:
 
 def model_tensors() -> dict[str, list[Tensor]]:
     """{"weights": [...], "activations": [...]} of every fifth decoder block; an input that linears share comes once."""
-    from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
+    from nvfp4_cli.demo.model import evaluation_tokens, load_model
 
     model, tokenizer = load_model()
     found: dict[str, list[Tensor]] = {name: [] for name in REAL}

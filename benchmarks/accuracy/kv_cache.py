@@ -30,8 +30,8 @@ from transformers import Cache, QuantizedCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from benchmarks.harness import Report, at_least, record, result_path, save, table, with_earlier
+from nvfp4_cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor import QuantizeSpec, emulation
-from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor.generation import nvfp4_cache
 
 DENSE = "bfloat16"

@@ -20,9 +20,9 @@ from torch.nn.functional import cross_entropy
 from torchao.quantization import quantize_
 from tqdm import tqdm
 
+from nvfp4_cli.demo.model import evaluation_tokens, gguf_path, load_model
+from nvfp4_cli.demo.table import is_quantized_layer
 from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
-from nvfp4_tensor.cli.demo.model import evaluation_tokens, gguf_path, load_model
-from nvfp4_tensor.cli.demo.table import is_quantized_layer
 
 OWN_NVFP4 = "LLAMA_FTYPE_MOSTLY_Q8_0 with NVFP4 in blk."
 

@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from torchao.quantization import quantize_
 
 from benchmarks.harness import Report, at_least, record, result_path, save, table
+from nvfp4_cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
-from nvfp4_tensor.cli.demo.measure import perplexity
-from nvfp4_tensor.cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor.generation.step import NativeDecoder, decode_natively
+from nvfp4_tensor.testing.model_quality import perplexity
 
 MODELS = ("smollm2", "llama-1b", "tiny")
 WAYS = ("native", "compiled", "eager")

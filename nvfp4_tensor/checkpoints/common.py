@@ -76,6 +76,12 @@ class LinearParts:
         """The logical shape, (*leading, N, K)."""
         return (*self.qdata.shape[:-1], self.columns)
 
+    @property
+    def bits(self) -> float:
+        """Stored bits per element: codes, block scales and per-tensor scales."""
+        stored = self.qdata.nbytes + self.scale.nbytes + self.per_tensor_scale.nbytes
+        return 8 * stored / max(math.prod(self.shape), 1)
+
     def replace(self, **changes: Any) -> LinearParts:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)

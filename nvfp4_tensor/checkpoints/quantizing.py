@@ -240,7 +240,7 @@ def chosen_linears(source: Checkpoint, exclude: Sequence[str], include: Sequence
             raise ValueError(
                 f"{pattern!r} matches no linear of {source.path}, as there are {some(list(weights))}"
                 + (
-                    ": its output layer is the embedding, of which --head (head=True) quantizes a copy"
+                    ": its output layer is the embedding, of which head=True quantizes a copy"
                     if is_matched(HEAD, [pattern])
                     else ""
                 )

@@ -17,7 +17,7 @@ USES = {
     "config": "nvfp4_tensor.NVFP4Config()",
     "room": "import nvfp4_tensor.quantization",
     "observer": "import nvfp4_tensor.quantization.observer",
-    "demo": "import nvfp4_tensor.cli.demo.table",
+    "demo": "import nvfp4_cli.demo.table",
     "training": "nvfp4_tensor.training",
     "quantize_": (
         "from nvfp4_tensor import NVFP4WeightOnlyConfig; from torchao.quantization import quantize_;"

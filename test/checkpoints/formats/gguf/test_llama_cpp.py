@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers.checkpoints import EXPERTS, TINY, InMemory, expert_tensors, tiny_tensors
 
+from nvfp4_cli.demo.model import evaluation_tokens, gguf_path, load_model
 from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize
 from nvfp4_tensor.checkpoints.formats.gguf import format as gguf
-from nvfp4_tensor.cli.demo.model import evaluation_tokens, gguf_path, load_model
 
 llama_cpp = pytest.importorskip("llama_cpp")
 pytestmark = [

@@ -1,0 +1,111 @@
+"""``nvfp4 convert``: one format to another, without rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nvfp4_cli import options
+from nvfp4_cli.options import CHECKPOINT, NEW
+from nvfp4_cli.results import megabytes, number, prints_to_stderr, show, size_of
+
+if TYPE_CHECKING:
+    from nvfp4_tensor.quantization.accuracy.budget import Budget
+
+
+@click.command(short_help="Write an NVFP4 checkpoint in another format.")
+@click.argument("src", type=CHECKPOINT)
+@click.argument("dst", type=NEW)
+@options.to
+@click.option("--w4a16", is_flag=True, help="Leave out the quantization of activations.")
+@options.of_format
+@options.quiet
+@options.as_json
+def convert(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
+    """Write the NVFP4 checkpoint SRC in another format, with the same codes and scales.
+
+    \b
+    nvfp4 convert SmolLM2-NVFP4 SmolLM2.gguf --to gguf
+    nvfp4 convert nvidia-NVFP4 for-mlx --to mlx --w4a16 --lossy
+    nvfp4 convert flux-NVFP4 flux.safetensors --to comfy --quantize-activations
+    """
+    of_format = options.take_options_of_format(given, to, dst)
+    with prints_to_stderr(json_):
+        result = run(src, dst, to=to, of_format=of_format, **given)
+    show(result, json_)
+
+
+def run(src: Path, dst: Path, *, to: str, w4a16: bool, progress: bool, of_format: Mapping[str, Any]) -> Written:
+    """Convert ``src`` into ``dst``.
+
+    Raises:
+        ValueError: ``src`` has no NVFP4 weights, or what :func:`checkpoints.convert` raises.
+    """
+    from nvfp4_tensor import checkpoints
+
+    start = time.perf_counter()
+    with checkpoints.read(src) as checkpoint:
+        if not any(entry.quantized for entry in checkpoint.entries.values()):
+            raise ValueError(f"{src} holds no NVFP4 weights, only dense ones: use `nvfp4 quantize`")
+    checkpoints.convert(src, dst, to=to, weight_only=w4a16, progress=progress, **of_format)
+    return Written.of(src, dst, time.perf_counter() - start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A checkpoint that ``quantize`` or ``convert`` wrote.
+
+    Attributes:
+        quantized: how many weights are NVFP4; dense: how many tensors are not.
+        w4a4: whether activations are quantized.
+        bits_per_weight: stored bits per element of the quantized weights, scales included.
+        source_bytes, bytes: sizes of the files of weights.
+        budget: what was left dense for ``--bits``.
+    """
+
+    src: Path
+    dst: Path
+    format: str
+    quantized: int
+    dense: int
+    w4a4: bool
+    bits_per_weight: float
+    source_bytes: int
+    bytes: int
+    seconds: float
+    budget: Budget | None = None
+
+    @classmethod
+    def of(cls, src: Path, dst: Path, seconds: float, budget: Budget | None = None) -> Written:
+        """Read what ``dst`` has."""
+        from nvfp4_tensor import checkpoints
+
+        with checkpoints.read(dst) as checkpoint:
+            quantized = [entry for entry in checkpoint.entries.values() if entry.quantized]
+            numbers = [math.prod(entry.shape) for entry in quantized]
+            bits = sum(entry.meta().bits * count for entry, count in zip(quantized, numbers, strict=True))
+            return cls(
+                src, dst, checkpoint.format, len(quantized), len(checkpoint.entries) - len(quantized),
+                any(entry.quantizes_activations for entry in quantized), bits / max(sum(numbers), 1), size_of(src),
+                size_of(dst), seconds, budget,
+            )  # fmt: skip
+
+    def __str__(self) -> str:
+        kind = "W4A4" if self.w4a4 else "W4A16"
+        text = (
+            f"{self.dst}: {self.format}, {self.quantized} weights {kind} of {self.bits_per_weight:.2f} bits, "
+            f"{self.dense} tensors dense; {megabytes(self.source_bytes)} -> {megabytes(self.bytes)} in "
+            f"{self.seconds:.1f} s"
+        )
+        if self.budget is None:
+            return text
+        from nvfp4_tensor.checkpoints.names import some
+
+        dense = [f"{some(cost.weights)} ({number(cost.loss, 2)} nats)" for cost in self.budget.costs if cost.dense]
+        return f"{text}\n{self.budget.bits:.2f} bits over all linears; left dense: {some(dense) or 'none'}"

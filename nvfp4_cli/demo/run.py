@@ -1,0 +1,130 @@
+"""Run the demo: the table, a checkpoint saved and loaded again, the picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from nvfp4_cli.demo.model import QUESTION, evaluation_tokens, load_model, prompt_tokens
+from nvfp4_cli.demo.picture import draw_picture, means, sweep
+from nvfp4_cli.demo.table import RECIPES, Row, continuations, head, is_quantized_layer, run_recipe, work_of
+from nvfp4_cli.results import size_of
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor._compat.torchao_import import quietly
+from nvfp4_tensor.checkpoints.models.opening import open_model
+from nvfp4_tensor.testing.model_quality import perplexity
+
+with quietly():
+    from torchao.quantization import quantize_
+
+TOKENS, WINDOW = 4096, 1024
+NEW_TOKENS = 16
+DRAWS = 4096
+SWEEP_BLOCKS = 64
+ROUND_TRIP = "weight-only, four-over-six"
+"""The recipe of the checkpoint that is saved and loaded again."""
+BITS = (
+    "bits/weight counts all weights of the model; in linears, those of the linears that are quantized. The embedding, "
+    "which is the output layer too, stays dense."
+)
+
+
+def run(output: Path, device: str = "cpu") -> list[Row]:
+    """Measure every recipe, draw the picture, print the table, and write all of it to ``output``."""
+    output.mkdir(parents=True, exist_ok=True)
+    print("loading SmolLM2-135M-Instruct ...", flush=True)
+    model, tokenizer = load_model()
+    model.to(device)
+    print(f"\nPerplexity of {TOKENS} tokens of Python's help topics, windows of {WINDOW}; {QUESTION!r}\n\n{head()}")
+    rows = measure_all(model, tokenizer)
+    notes = f"{BITS}\n\n{continuations(rows)}"
+    (output / "table.md").write_text("\n".join([head(), *map(str, rows), "", notes, ""]))
+    (output / "table.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+    print(f"\n{notes}\n\nsaving {ROUND_TRIP} as a checkpoint, and loading it again ...", flush=True)
+    print(round_trip(model, evaluation_tokens(tokenizer, WINDOW).to(device)), end="\n\n", flush=True)
+    picture = output / "stochastic_rounding.png"
+    paint(picture, device)
+    print(f"written: {output / 'table.md'}, {output / 'table.json'}, {picture}")
+    return rows
+
+
+def measure_all(model: nn.Module, tokenizer: Any) -> list[Row]:
+    """Measure all recipes under one progress bar, and print each row above the bar as soon as it is known.
+
+    The bar counts work, in units of the time that a window takes: see :func:`work_of`. Its estimate is the time so far
+    over the work done, so there is none before the first window.
+    """
+    device = next(model.parameters()).device
+    tokens = evaluation_tokens(tokenizer, TOKENS).to(device)
+    prompt = prompt_tokens(tokenizer).to(device)
+    work = {name: sum(work_of(name, TOKENS // WINDOW, NEW_TOKENS)) for name in RECIPES}
+    rows: list[Row] = []
+    form = "{desc}{percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left"
+    with tqdm(total=sum(work.values()), bar_format=form, smoothing=0, mininterval=0.5, miniters=0) as bar:
+        for name in RECIPES:
+            bar.set_description(name)
+            end = bar.n + work[name]
+            row = run_recipe(
+                name, model, tokens, prompt, tokenizer.decode,
+                window=WINDOW, new_tokens=NEW_TOKENS, end_token=tokenizer.eos_token_id, advance=bar.update,
+            )  # fmt: skip
+            rows.append(row)
+            bar.update(end - bar.n)  # a continuation may end early
+            bar.write(str(row))
+            sys.stdout.flush()
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTrip:
+    """A model saved as a checkpoint and loaded again: the perplexity of some tokens before and after."""
+
+    nbytes: int
+    seconds: float
+    tokens: int
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        verdict = "the same" if self.before == self.after else "NOT THE SAME"
+        return (
+            f"{ROUND_TRIP}, saved as modelopt ({self.nbytes / 1e6:.1f} MB) and loaded again in "
+            f"{self.seconds:.1f} s: perplexity of {self.tokens} tokens "
+            f"{self.before:.4f} and {self.after:.4f}, {verdict}"
+        )
+
+
+def round_trip(model: nn.Module, tokens: Tensor) -> RoundTrip:
+    """Save a model as a ModelOpt folder, which servers read, and load it again. Quantizes ``model`` in place.
+
+    ``different="keep"`` keeps the codes. For a server, :func:`checkpoints.quantize` gives q, k and v one per-tensor
+    scale.
+    """
+    quantize_(model, RECIPES[ROUND_TRIP], filter_fn=is_quantized_layer)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "SmolLM2-NVFP4"
+        start = time.perf_counter()
+        checkpoints.save(model, path, different="keep", progress=False)
+        again = open_model(path).to(tokens.device)
+        seconds = time.perf_counter() - start
+        nbytes = size_of(path)
+    before, after = (perplexity(each, tokens, WINDOW) for each in (model, again))
+    return RoundTrip(nbytes, seconds, len(tokens), before, after)
+
+
+def paint(path: Path, device: str) -> None:
+    """Draw the picture; its random draws have a progress bar."""
+    torch.manual_seed(0)
+    x = sweep(SWEEP_BLOCKS).to(device)
+    with tqdm(total=DRAWS, desc="stochastic draws", unit="draw", mininterval=0.5) as bar:
+        mean_of = means(x, DRAWS, bar.update)
+    draw_picture(path, x.cpu(), {n: mean.cpu() for n, mean in mean_of.items()})

@@ -1,0 +1,138 @@
+"""``nvfp4 quantize``: dense weights to NVFP4, calibrated on text where that is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nvfp4_cli import options
+from nvfp4_cli.convert import Written
+from nvfp4_cli.options import CHECKPOINT, NEW, TEXT
+from nvfp4_cli.results import prints_to_stderr, show
+
+WINDOW = 512
+"""Tokens of the calibration text that see each other."""
+
+
+@click.command(short_help="Quantize a folder of safetensors, or a GGUF.")
+@click.argument("src", type=CHECKPOINT)
+@click.argument("dst", type=NEW)
+@options.to
+@click.option(
+    "--round-mode", type=click.Choice(["rne", "away", "zero", "stochastic"]), default="rne", show_default=True,
+    help="To nearest with ties to even, away from zero or toward zero; or stochastically.",
+)  # fmt: skip
+@click.option(
+    "--four-over-six", type=click.Choice(["mse", "mae"]), is_flag=False, flag_value="mse",
+    help="Map each block's largest number to 6 or to 4, whichever has the smaller error.",
+)  # fmt: skip
+@click.option("--scale-search", is_flag=True, help="Search each block's scale: smallest error, slower.")
+@click.option("--w4a16", is_flag=True, help="Quantize weights only. This is the default without --calibrate.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help='Leave dense: "*.down_proj", "re:.*layers.0.*".')
+@click.option("--include", multiple=True, metavar="PATTERN", help='Quantize what is dense by default: "lm_head".')
+@click.option("--head", is_flag=True, help="Quantize the output layer too, or a copy if it is the embedding's weight.")
+@click.option("--calibrate", type=TEXT, metavar="TEXT", help="Run the model on a text file to find its inputs.")
+@click.option("--gptq", is_flag=True, help="With --calibrate: fit the weights to these inputs (W4A16).")
+@click.option("--weighted", is_flag=True, help="With --calibrate: search scales for these inputs (W4A16); faster.")
+@click.option(
+    "--bits", type=options.Finite(4.5, 16, max_open=True),
+    help="With --calibrate: leave the most sensitive linears dense, for this average over all linears.",
+)  # fmt: skip
+@click.option("--tokens", default=4096, show_default=True, type=click.IntRange(2), help="Tokens of TEXT to use.")
+@click.option("--seed", default=0, show_default=True, type=options.SEED, help="Seed of stochastic rounding.")
+@options.of_format
+@options.quiet
+@options.as_json
+def quantize(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
+    """Quantize SRC, a folder of safetensors or a GGUF, into DST.
+
+    By default only weights are quantized (W4A16). --calibrate quantizes activations too (W4A4), with fixed scales for
+    the inputs that the model has on TEXT. Without it no model is built, and memory stays under 2 GB. Embeddings, output
+    layers and routers stay dense. To resume an interrupted run, give the same command again.
+
+    \b
+    nvfp4 quantize SmolLM2 SmolLM2-NVFP4 --four-over-six
+    nvfp4 quantize SmolLM2 SmolLM2.gguf --to gguf --scale-search --dense Q8_0
+    nvfp4 quantize SmolLM2 SmolLM2-W4A4 --to compressed-tensors --calibrate sample.txt
+    nvfp4 quantize SmolLM2 SmolLM2-GPTQ --calibrate sample.txt --gptq
+    nvfp4 quantize SmolLM2 SmolLM2-weighted --calibrate sample.txt --weighted
+    nvfp4 quantize SmolLM2 SmolLM2-5-bits --calibrate sample.txt --bits 5 --w4a16 --four-over-six
+    nvfp4 quantize SmolLM2.Q4_K_M.gguf SmolLM2-NVFP4 --exclude "*.down_proj"
+    """
+    _check_together(**given)
+    of_format = options.take_options_of_format(given, to, dst)
+    with prints_to_stderr(json_):
+        result = run(src, dst, to=to, of_format=of_format, **given)
+    show(result, json_)
+
+
+def _check_together(
+    *, calibrate: Path | None, gptq: bool, weighted: bool, bits: float | None, four_over_six: str | None, w4a16: bool,
+    **others: Any,
+) -> None:  # fmt: skip
+    if calibrate is None:
+        for option, is_given in (("--gptq", gptq), ("--weighted", weighted), ("--bits", bits is not None)):
+            if is_given:
+                raise click.UsageError(f"{option} needs sample text: give --calibrate TEXT too")
+    elif w4a16 and not (gptq or weighted or bits):
+        raise click.UsageError(
+            "--calibrate finds scales for activations, and --w4a16 leaves activations dense: give one of them, or add "
+            "--gptq, --weighted or --bits"
+        )
+    if weighted and (gptq or four_over_six):
+        raise click.UsageError("--weighted chooses the scales itself: give neither --gptq nor --four-over-six with it")
+
+
+def run(
+    src: Path, dst: Path, *, to: str, round_mode: str, four_over_six: str | None, scale_search: bool, w4a16: bool,
+    exclude: Sequence[str], include: Sequence[str], head: bool, calibrate: Path | None, gptq: bool, weighted: bool,
+    bits: float | None, tokens: int, seed: int, progress: bool, of_format: Mapping[str, Any],
+) -> Written:  # fmt: skip
+    """Quantize ``src`` into ``dst``; the arguments are the options of the command."""
+    from nvfp4_tensor import (
+        FourOverSix,
+        NVFP4Config,
+        NVFP4WeightOnlyConfig,
+        QuantizeSpec,
+        RoundingMode,
+        ScaleSearch,
+        checkpoints,
+    )
+    from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new
+    from nvfp4_tensor.checkpoints.models import fitting
+    from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer, read_tokens, untie_head, windows_of
+
+    spec = QuantizeSpec(
+        round_mode=RoundingMode.of(round_mode),
+        four_over_six=None if four_over_six is None else FourOverSix[four_over_six.upper()],
+        scale_search=ScaleSearch.MSE if scale_search else None,
+    )
+    start = time.perf_counter()
+    amax = budget = None
+    if calibrate is not None:
+        check_is_new(dst)  # before minutes of calibration
+        batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens), WINDOW)
+        model = open_model(src, progress=progress)
+        included = (*include, untie_head(model)) if head else include
+        if bits is not None:
+            config = (NVFP4WeightOnlyConfig if gptq or weighted or w4a16 else NVFP4Config)(weight_spec=spec)
+            chosen = fitting.quantized_linears(exclude, included)
+            budget = fitting.spend_bits(model, batches, bits, config, chosen, progress=progress)
+            exclude = (*exclude, *budget.left_dense)
+        chosen = fitting.quantized_linears(exclude, included)
+        if gptq or weighted:
+            fit = fitting.fit_by_gptq if gptq else fitting.fit_by_scale_search
+            fit(model, batches, spec, chosen, progress=progress)
+            fitting.write_fitted(src, model, dst, to=to, head=head, progress=progress, **of_format)
+            return Written.of(src, dst, time.perf_counter() - start, budget)
+        amax = None if w4a16 else fitting.find_input_amax(model, batches, chosen, progress=progress)
+        del model
+    checkpoints.quantize(
+        src, dst, to=to, spec=spec, exclude=exclude, include=include, head=head, input_amax=amax, seed=seed,
+        progress=progress, **of_format,
+    )  # fmt: skip
+    return Written.of(src, dst, time.perf_counter() - start, budget)

@@ -1,0 +1,123 @@
+"""Open a checkpoint of any format as a transformers model with its tokenizer, and read text as tokens."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_tensor._compat.torchao_import import quietly
+from nvfp4_tensor.checkpoints.common import read
+from nvfp4_tensor.checkpoints.formats.gguf.reading import GGUFCheckpoint
+from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
+from nvfp4_tensor.checkpoints.models.loading import load
+
+
+def _transformers() -> Any:
+    missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"running a model needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # checkpoints are paths; transformers reads this at import
+    with quietly():  # transformers imports it later, and its messages would be printed
+        importlib.import_module("torchao.prototype.mx_formats")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def open_model(path: Path, config_from: Path | None = None, *, progress: bool = False) -> nn.Module:
+    """Return the model of a checkpoint in eval mode on the CPU. Quantized weights stay quantized.
+
+    Args:
+        config_from: a checkpoint that has the configuration; a single .safetensors file has none.
+
+    Raises:
+        ImportError: transformers or accelerate is missing.
+        ValueError: there is no configuration, or transformers does not know the architecture.
+    """
+    transformers = _transformers()
+    from accelerate import init_empty_weights
+
+    config = _config(transformers, path if config_from is None else config_from)
+    dtype = config.dtype if config.dtype in (torch.float16, torch.float32) else torch.bfloat16
+    with init_empty_weights(include_buffers=False):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    load(model, path, progress=progress)
+    return model.eval()
+
+
+def _config(transformers: Any, path: Path) -> Any:
+    with read(path) as checkpoint:
+        settings = dict(checkpoint.config)
+    kind = settings.pop("model_type", None)
+    if kind is None:
+        raise ValueError(f"{path} has no config.json to make a model from: give config_from=PATH, which has one")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"{path}: transformers {transformers.__version__} has no model of type {kind!r}")
+    return transformers.CONFIG_MAPPING[kind].from_dict(settings)
+
+
+def untie_head(model: Any) -> str:
+    """Give a model's output layer a weight of its own, and return the layer's name.
+
+    Raises:
+        ValueError: it has no such layer.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module is head and isinstance(module, nn.Linear)]
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no output layer that is a linear: leave out head=True")
+    if head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    return names[0]
+
+
+def open_tokenizer(*paths: Path | None) -> Any:
+    """Return the tokenizer of the first path that has one: a folder, or a GGUF.
+
+    Raises:
+        ImportError: transformers or accelerate is missing.
+        ValueError: no path has a tokenizer.
+    """
+    transformers = _transformers()
+    given = [path for path in paths if path is not None]
+    for path in given:
+        if path.is_dir() and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+            return transformers.AutoTokenizer.from_pretrained(path)
+        if path.is_file() and path.suffix == ".gguf":
+            with read(path, "gguf") as opened:
+                assert isinstance(opened, GGUFCheckpoint)
+                tokenizer = tokenizer_of(path, opened.fields)
+            if tokenizer is not None:
+                return tokenizer
+    raise ValueError(f"no tokenizer in {', '.join(map(str, given))}: give config_from=PATH, which has one")
+
+
+def read_tokens(text: Path, tokenizer: Any, count: int) -> Tensor:
+    """Return the first ``count`` tokens of a text file, int64 (count,), or all of a shorter text.
+
+    Raises:
+        ValueError: the text has fewer than two tokens, or is not UTF-8.
+    """
+    try:
+        with text.open(encoding="utf-8") as file:
+            content = file.read(32 * count)  # a token has a few characters
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text} is not text in UTF-8: {error}") from None
+    ids: Tensor = tokenizer(content, return_tensors="pt", add_special_tokens=False).input_ids[0][:count].long()
+    if len(ids) < 2:
+        raise ValueError(f"{text} has {len(ids)} tokens: expected two at least, better a few thousand")
+    return ids
+
+
+def windows_of(tokens: Tensor, window: int) -> list[Tensor]:
+    """Split tokens (count,) into windows (1, window). The last one may be shorter; a single last token is dropped."""
+    return [ids.unsqueeze(0) for ids in tokens.split(window) if len(ids) > 1]

@@ -1,0 +1,200 @@
+"""The commands' arguments, exit statuses and errors, as a shell sees them."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+from helpers.checkpoints import TINY, InMemory
+
+import nvfp4_cli
+from nvfp4_cli import nvfp4, options
+from nvfp4_cli.completion import COMPLETION
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints.common import format_named
+from nvfp4_tensor.checkpoints.formats.gguf.format import DENSE_TYPES
+from nvfp4_tensor.testing import selftest
+
+COMMANDS = sorted(nvfp4.commands)
+
+
+def test_all_commands_are_there():
+    assert " ".join(COMMANDS) == "chat compare completion convert demo generate info inspect quantize selftest"
+
+
+def test_choices_are_those_of_the_library():
+    assert {*options.FORMATS, "dense", "mxfp4"} == set(checkpoints.FORMATS)  # which are sources
+    assert options.DENSE_TYPES == DENSE_TYPES
+
+
+@pytest.mark.parametrize("option", options.OPTIONS)
+@pytest.mark.parametrize("to", options.FORMATS)
+def test_options_are_those_of_the_formats(to, option, tmp_path):
+    """What the command line refuses before it starts is what a format does not know."""
+    given = {option: {"dense": "F32", "shard_bytes": 1 << 20}.get(option, True)}
+    known = True
+    try:
+        format_named(to).write(InMemory({}, TINY), tmp_path / "x.safetensors", progress=False, **given)
+    except ValueError as error:
+        known = "no option" not in str(error)
+    assert known == (to in options.OPTIONS[option])
+
+
+def test_help_and_wrong_arguments_import_no_torch():
+    """Its import takes more than a second, the rest a tenth of one."""
+    helps = [[*command.split(), "--help"] for command in ("", *COMMANDS)]
+    wrong = [["nonsense"], ["quantize", "not_there", "dst"], ["quantize", ".", "dst", "--gptq"], ["compare", "."]]
+    code = (
+        "import sys, nvfp4_cli\n"
+        f"assert all(nvfp4_cli.main(each) == 0 for each in {helps})\n"
+        f"assert all(nvfp4_cli.main(each) == 2 for each in {wrong})\n"
+        "assert not {'torch', 'nvfp4_tensor', 'jinja2', 'tqdm'} & set(sys.modules), 'they import what commands need'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["", "quantize", "convert", "inspect", "compare", "generate", "chat"])
+def test_help_has_an_example(command, capsys):
+    assert nvfp4_cli.main([*command.split(), "--help"]) == 0
+    assert f"nvfp4 {command}" in capsys.readouterr().out.partition("Options:")[0].split("\n", 1)[1]
+
+
+@pytest.mark.parametrize(
+    "said, wanted",
+    [
+        ("allow lossy=True, or write global_scale=True", "allow --lossy, or write --global-scale"),
+        ("write the weights alone with weight_only=True", "write the weights alone with --w4a16"),
+        ("give config_from=PATH, which has one", "give --config-from PATH, which has one"),
+        ("load_state_dict(state, assign=True)", "load_state_dict(state, assign=True)"),
+    ],
+)
+def test_errors_name_options_and_not_arguments_of_python(said, wanted, monkeypatch, capsys):
+    def run(*args, **kwargs):
+        raise ValueError(said)
+
+    monkeypatch.setattr(nvfp4, "main", run)
+    assert nvfp4_cli.main(["info"]) == 1
+    assert capsys.readouterr().err == f"nvfp4: {wanted}\n"
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "completion"])
+def test_every_command_takes_json(command):
+    assert any("--json" in parameter.opts for parameter in nvfp4.commands[command].params)
+
+
+def test_info_names_versions_and_what_serves_each_device(capsys):
+    assert nvfp4_cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "torch" in out and "CPU ops" in out and "CUDA ops" in out
+    assert nvfp4_cli.main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"]["torch"] in out
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_selftest_gives_its_exit_status(monkeypatch, capsys, status):
+    monkeypatch.setattr(selftest, "main", lambda: status)
+    assert nvfp4_cli.main(["selftest"]) == status
+    check = selftest.Check("quantize", "rne", "cpu", 10, 3 * status)
+    monkeypatch.setattr(selftest, "run", lambda: iter([check]))
+    assert nvfp4_cli.main(["selftest", "--json"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["agree"] == (not status) and found["checks"][0]["differing"] == 3 * status
+
+
+def test_demo_names_the_packages_it_misses(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert nvfp4_cli.main(["demo"]) == 1
+    error = capsys.readouterr().err
+    assert "transformers" in error and "nvfp4-tensor[demo]" in error
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["quantise", "a", "b"], "Did you mean 'quantize'"),
+        (["demo", "--nonsense"], "No such option"),
+        (["quantize", "not_there", "dst"], "'not_there' does not exist"),
+        (["quantize", ".", "dst", "--to", "onnx"], "'onnx' is not one of"),
+        (["quantize", ".", "dst", "--round-mode", "up"], "'up' is not one of"),
+        (["quantize", ".", "dst", "--gptq"], "give --calibrate TEXT"),
+        (["quantize", ".", "dst", "--w4a16", "--calibrate", "text"], "add --gptq"),
+        (["quantize", ".", "dst", "--bits", "5"], "give --calibrate TEXT"),
+        (["quantize", ".", "dst", "--weighted"], "give --calibrate TEXT"),
+        (["quantize", ".", "dst", "--weighted", "--calibrate", "text", "--gptq"], "neither --gptq nor"),
+        (["quantize", ".", "dst", "--shard-size", "nan"], "is not a finite number"),
+        (["quantize", ".", "dst", "--shard-size", "inf"], "is not in the range"),
+        (["generate", ".", "hi", "--temperature", "nan"], "is not a finite number"),
+        (["inspect", ".", "--html", "no/report.html"], "cannot be written"),
+        (["compare", ".", ".", "--html", "."], "cannot be written"),
+        (
+            ["quantize", ".", "dst", "--calibrate", "text", "--dense", "Q8_0"],
+            "--dense is for --to gguf, not for modelopt",
+        ),
+        (["convert", ".", "dst", "--global-scale"], "--global-scale is for --to mlx"),
+        (["convert", ".", "a.gguf", "--to", "gguf", "--no-quantize-activations"], "--quantize-activations is for --to"),
+        (["convert", ".", "a.gguf", "--to", "gguf", "--shard-size", "1"], "--shard-size is for --to modelopt or"),
+        (["quantize", ".", "dst", "--seed", str(2**63)], "is not in the range"),
+        (["quantize", ".", "dst.gguf"], "--to gguf?"),
+        (["convert", ".", "dst.safetensors"], "--to comfy?"),
+        (["convert", ".", "dst", "--to", "gguf"], "--to gguf writes one file: expected *.gguf, got dst"),
+        (["compare", ".", ".", "--sweep", "3"], "give --text FILE"),
+        (["compare", "."], "Missing argument 'B'"),
+        (["completion", "csh"], "'csh' is not one of"),
+    ],
+)
+def test_wrong_arguments_exit_2_and_say_how(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("some words")
+    assert nvfp4_cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and not captured.out
+
+
+@pytest.mark.parametrize("error", [click.Abort, KeyboardInterrupt])
+def test_an_interrupt_exits_130(monkeypatch, capsys, error):
+    def run(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(nvfp4, "main", run)
+    assert nvfp4_cli.main(["info"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_faults_of_ours_keep_their_traceback(monkeypatch):
+    def run(*args, **kwargs):
+        raise KeyError("x")
+
+    monkeypatch.setattr(nvfp4, "main", run)
+    with pytest.raises(KeyError):
+        nvfp4_cli.main(["info"])
+
+
+def test_the_environment_asks_for_a_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv(nvfp4_cli.TRACEBACK, "1")
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        nvfp4_cli.main(["inspect", str(tmp_path)])
+
+
+@pytest.mark.parametrize("shell", sorted(COMPLETION))
+def test_the_shells_lines_name_what_click_answers(shell, capsys):
+    from click.shell_completion import get_completion_class
+
+    assert nvfp4_cli.main(["completion", shell]) == 0
+    assert f"_NVFP4_COMPLETE={shell}_source nvfp4" in capsys.readouterr().out
+    assert get_completion_class(shell) is not None
+
+
+@pytest.mark.parametrize(
+    "words, wanted",
+    [("nvfp4 qu", "quantize"), ("nvfp4 quantize --fo", "--four-over-six"), ("nvfp4 quantize a b --to mod", "modelopt")],
+)
+def test_completion_offers(words, wanted):
+    from click.shell_completion import ShellComplete
+
+    given = words.split()[1:]
+    offered = ShellComplete(nvfp4, {}, "nvfp4", "_NVFP4_COMPLETE").get_completions(given[:-1], given[-1])
+    assert wanted in [item.value for item in offered]

@@ -1,0 +1,52 @@
+"""``nvfp4 compare``: its errors against those of the tensors."""
+
+import math
+
+import pytest
+import torch
+
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints.comparison import compare
+
+
+def test_compare_says_what_the_tensors_say(dense, quantized, run):
+    said = run("compare", dense, quantized, "--json")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with checkpoints.read(dense) as a, checkpoints.read(quantized) as b:
+        x = a.dense(name).float()
+        y = checkpoints.tensor_of(b.linear(name), torch.float32).dequantize()
+    layer = next(layer for layer in said["layers"] if layer["name"] == name)
+    assert layer["relative"] == pytest.approx(((y - x).norm() / x.norm()).item(), rel=1e-5)
+    assert layer["snr"] == pytest.approx(-20 * math.log10(layer["relative"]))
+    assert layer["largest"] == (y - x).abs().max().item()
+    worst = said["worst"][0]
+    with checkpoints.read(dense) as a, checkpoints.read(quantized) as b:
+        x = a.dense(worst["name"]).float()
+        y = checkpoints.tensor_of(b.linear(worst["name"]), torch.float32).dequantize()
+    errors = (y - x).view(len(x), -1, 16).norm(dim=-1)
+    assert errors[worst["row"], worst["column"] // 16].item() == pytest.approx(worst["error"])
+    assert worst["error"] == pytest.approx(errors.max().item())
+
+
+def test_a_checkpoint_is_identical_to_itself(dense, quantized):
+    for path in (dense, quantized):
+        found = compare(path, path)
+        assert found.snr is None and all(layer.relative == 0 for layer in found.layers)
+        assert not found.only_in_a and not found.only_in_b
+
+
+def test_compare_runs_both_over_a_text(dense, quantized, text, run):
+    said = run("compare", dense, quantized, "--text", text, "--tokens", 96, "--window", 32, "--sweep", 2, "--json")
+    quality = said["quality"]
+    assert quality["tokens"] == 96 and quality["divergence"] > 0 and 0 < quality["agreement"] <= 1
+    assert len(quality["outputs"]) == 14 and all(0 < output["relative"] < 0.5 for output in quality["outputs"])
+    names = [output["name"].rpartition(".")[2] for output in quality["outputs"]]
+    for first in ("q_proj", "gate_proj"):  # what servers join stands together
+        for i in (i for i, name in enumerate(names) if name == first):
+            assert names[i : i + 3] == ["q_proj", "k_proj", "v_proj"] or names[i : i + 2] == ["gate_proj", "up_proj"]
+    none, _, everything = quality["sweep"]
+    assert (none["dense_layers"], everything["dense_layers"]) == (0, 14)
+    assert none["perplexity"] == quality["perplexity"][1]
+    assert everything["perplexity"] == pytest.approx(quality["perplexity"][0]) and everything["bits"] == 16
+    same = run("compare", dense, dense, "--text", text, "--tokens", 96, "--json")["quality"]
+    assert same["divergence"] == pytest.approx(0, abs=1e-7) and same["agreement"] == 1

@@ -1,0 +1,17 @@
+"""Perplexity of a model whose odds are known; compare_models is tested with ``nvfp4 compare``."""
+
+import pytest
+import torch
+from helpers.bigram import Bigram
+
+from nvfp4_tensor.testing.model_quality import perplexity
+
+
+def test_perplexity_is_that_of_the_known_odds_and_windows_are_apart():
+    ticks = []
+    right = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])  # every next token has probability 5/8
+    assert perplexity(Bigram(), right, 4, lambda: ticks.append(1)) == pytest.approx(8 / 5)
+    assert len(ticks) == 2
+    # Between the windows the sequence breaks; a window's first token is not predicted, so nothing is lost.
+    assert perplexity(Bigram(), torch.tensor([0, 1, 2, 1, 2, 3]), 3) == pytest.approx(8 / 5)
+    assert perplexity(Bigram(), torch.tensor([0, 2, 0, 2]), 4) == pytest.approx(8)
