@@ -24,7 +24,7 @@ WINDOW = 512
 @options.to
 @click.option(
     "--round-mode", type=click.Choice(["rne", "away", "zero", "stochastic"]), default="rne", show_default=True,
-    help="To nearest with ties to even, away from zero or toward zero; or stochastically.",
+    help="To nearest, with ties to even, away from zero or toward zero; or stochastically.",
 )  # fmt: skip
 @click.option(
     "--four-over-six", type=click.Choice(["mse", "mae"]), is_flag=False, flag_value="mse",
