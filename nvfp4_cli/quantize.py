@@ -71,9 +71,13 @@ def quantize(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
 
 
 def _check_together(
-    *, calibrate: Path | None, gptq: bool, weighted: bool, bits: float | None, four_over_six: str | None, w4a16: bool,
-    **others: Any,
+    *, calibrate: Path | None, gptq: bool, weighted: bool, bits: float | None, w4a16: bool, four_over_six: str | None,
+    scale_search: bool, round_mode: str, **others: Any,
 ) -> None:  # fmt: skip
+    if gptq and round_mode != "rne":
+        raise click.UsageError(f"--gptq rounds to nearest: leave out --round-mode {round_mode}")
+    if scale_search and four_over_six:
+        raise click.UsageError("--scale-search has the choices of --four-over-six and more: give one of them")
     if calibrate is None:
         for option, is_given in (("--gptq", gptq), ("--weighted", weighted), ("--bits", bits is not None)):
             if is_given:
@@ -93,24 +97,13 @@ def run(
     bits: float | None, tokens: int, seed: int, progress: bool, of_format: Mapping[str, Any],
 ) -> Written:  # fmt: skip
     """Quantize ``src`` into ``dst``; the arguments are the options of the command."""
-    from nvfp4_tensor import (
-        FourOverSix,
-        NVFP4Config,
-        NVFP4WeightOnlyConfig,
-        QuantizeSpec,
-        RoundingMode,
-        ScaleSearch,
-        checkpoints,
-    )
+    from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
     from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new
     from nvfp4_tensor.checkpoints.models import fitting
     from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer, read_tokens, untie_head, windows_of
 
-    spec = QuantizeSpec(
-        round_mode=RoundingMode.of(round_mode),
-        four_over_six=None if four_over_six is None else FourOverSix[four_over_six.upper()],
-        scale_search=ScaleSearch.MSE if scale_search else None,
-    )
+    how: dict[str, Any] = {"round_mode": round_mode, "four_over_six": four_over_six, "scale_search": scale_search}
+    spec = QuantizeSpec(**how)
     start = time.perf_counter()
     amax = budget = None
     if calibrate is not None:

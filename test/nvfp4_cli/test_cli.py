@@ -123,6 +123,8 @@ def test_demo_names_the_packages_it_misses(monkeypatch, capsys):
         (["quantize", ".", "dst", "--gptq"], "give --calibrate TEXT"),
         (["quantize", ".", "dst", "--w4a16", "--calibrate", "text"], "add --gptq"),
         (["quantize", ".", "dst", "--bits", "5"], "give --calibrate TEXT"),
+        (["quantize", ".", "dst", "--gptq", "--calibrate", "text", "--round-mode", "zero"], "leave out --round-mode"),
+        (["quantize", ".", "dst", "--scale-search", "--four-over-six"], "give one of them"),
         (["quantize", ".", "dst", "--weighted"], "give --calibrate TEXT"),
         (["quantize", ".", "dst", "--weighted", "--calibrate", "text", "--gptq"], "neither --gptq nor"),
         (["quantize", ".", "dst", "--shard-size", "nan"], "is not a finite number"),
