@@ -20,6 +20,8 @@ from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
 
 _BETWEEN_6_AND_8 = 2.0
 _SMALLEST_NORMAL = 2.0**-126
+_CELLS = 1 << 16
+"""How many values of floor(frac * 2^16) the rounding by 16 random bits tells apart in a step (contract, section 3)."""
 
 
 def check_writable(w: NVFP4Tensor, name: str) -> None:
@@ -41,7 +43,10 @@ def write_back(
     round_mode: RoundingMode | str = RoundingMode.STOCHASTIC,
     rng_state: Tensor | None = None,
 ) -> NVFP4Tensor:
-    """w + update as a new NVFP4Tensor with the layout of w. Stochastic: its expectation is w + update, everywhere.
+    """w + update as a new NVFP4Tensor with the layout of w. Stochastic: its expectation is w + update in float32.
+
+    That is w + update rounded once or twice to float32, to nearest, as a dense float32 weight rounds its updates: the
+    expectation is off by less than 2^-21 of a step between codes. The draws add no more than 2^-32 of a step.
 
     Each block is rounded on the grid of its own scale s. Where its largest element leaves 6 s, the block moves to the
     grid of 2 s with the probability that makes 6 s the right mean otherwise; where 3 s would do, to that of s / 2,
@@ -51,8 +56,9 @@ def write_back(
         w: not transposed, no Hadamard transform, the whole of its storage.
         update: dense, the shape of w; float32.
         round_mode: "stochastic", or "rne" (nearest, even), where updates of less than half a step vanish.
-        rng_state: int64 (seed, offset) on the device of w; needed where stochastic. Stream 0 rounds codes and stream
-            1 decides for blocks (contract, section 4).
+        rng_state: int64 (seed, offset) on the device of w; needed where stochastic. Codes are rounded by 32 bits, the
+            upper 16 from stream 0 and the lower 16, one draw per block, from stream 2; stream 1 decides whether blocks
+            grow (contract, sections 3 and 4).
 
     Raises:
         ValueError: a w outside these, another shape, a mode that is neither, stochastic without rng_state.
@@ -145,6 +151,9 @@ def _codes(values: Tensor, scale: Tensor, mode: RoundingMode, rng_state: Tensor 
     The op takes a scale from the largest element of a block, so that one element stands in for it: first element 0,
     whose own code then comes from a second call where element 1 does. Random bits go by place, so both calls agree.
     """
+    if mode == RoundingMode.STOCHASTIC:
+        assert rng_state is not None
+        values = _dithered(values, scale, rng_state)
     spec = QuantizeSpec(round_mode=mode)
     unit = torch.full((), spec.largest_value, device=values.device)  # of this amax, the per-tensor scale is 1
     qdata = []
@@ -156,3 +165,20 @@ def _codes(values: Tensor, scale: Tensor, mode: RoundingMode, rng_state: Tensor 
     first, second = qdata
     first[..., 0] = (first[..., 0] & 0xF0) | (second[..., 0] & 0x0F)
     return first.flatten(1)
+
+
+def _dithered(values: Tensor, scale: Tensor, rng_state: Tensor) -> Tensor:
+    """values in the middle of their cell of 2^-16 step or of the next: the lower 16 of 32 random bits.
+
+    Rounding by 16 bits, the op cuts a cell to its lower end, which is the value in the mean of the choice made here.
+    The elements of a block share one draw: it decides about a code only where the upper bits tie, once in 65,536 times.
+    The middle stays in its cell when the op multiplies by a rounded 1 / scale.
+    """
+    scale = scale.unsqueeze(-1)
+    draw = reference.random16(len(scale), scale.shape[1], rng_state, stream=2)[:, : scale.shape[1], None]
+    cells = values.abs().div_(scale.clamp(min=_SMALLEST_NORMAL))
+    per_step = torch.where(cells < 2, 2.0 * _CELLS, torch.where(cells < 4, 1.0 * _CELLS, 0.5 * _CELLS))
+    cells.mul_(per_step)
+    cell = cells.floor()
+    cell += draw < cells.sub_(cell).mul_(_CELLS)
+    return cell.add_(0.5).div_(per_step).mul_(scale).copysign_(values)
