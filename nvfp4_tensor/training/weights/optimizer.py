@@ -17,6 +17,12 @@ from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.weights.write_back import check_writable, write_back
 
+_MOMENTUM = ("momentum_buffer", "exp_avg")
+"""The state that is the momentum: SGD's, and that of optimizers with betas."""
+_FED_AT = "error_feedback_lr"
+"""The state that is the learning rate of the last error in the momentum, 0-d as "step" is."""
+_SMALLEST_LR = 1e-24
+
 _OWN = ("round_mode", "seed", "error_feedback", "writes")
 """Options of a parameter group that are this optimizer's, and not the inner one's."""
 
@@ -33,7 +39,8 @@ class NVFP4Optimizer(torch.optim.Optimizer):
 
     Dense parameters may stand among them, and are the inner optimizer's as usual. Learning rate schedulers, parameter
     groups, hooks and closures work as with any torch.optim.Optimizer. Parameters are updated one at a time, so the
-    inner optimizer has to be one whose update of a parameter depends on that parameter alone: not LBFGS.
+    inner optimizer has to be one whose update of a parameter depends on that parameter alone: not LBFGS. Muon updates
+    matrices alone, so biases and norms need another optimizer.
 
     **Error feedback** (``error_feedback="momentum"``; ECO, arXiv 2601.22101) keeps what a write lost. With the error
     e = updated value - what was written, and the step size h of the momentum m (update = -h m; for SGD the learning
@@ -42,7 +49,9 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         m += (1 - 1 / beta) / h * e
 
     so that the next steps carry e out, beta (1/beta - 1) of it at first and all of it in the end. It takes the error
-    of one step for that of the one before, which needs no memory of its own, and a step size that changes slowly.
+    of one step for that of the one before, which needs no memory of its own. Where the learning rate rises, the
+    momentum is first multiplied by old / new, since its errors would come out as much larger: after a warm restart the
+    momentum builds up anew.
 
     Args:
         params: an iterable of parameters, of (name, parameter), or of groups, as every optimizer takes them. NVFP4
@@ -75,7 +84,9 @@ class NVFP4Optimizer(torch.optim.Optimizer):
             raise TypeError(f"inner is a class of optimizer, torch.optim.AdamW for instance, not {inner!r}")
         if issubclass(inner, torch.optim.LBFGS | NVFP4Optimizer):
             raise ValueError(f"{inner.__name__} does not update parameters one at a time: use AdamW or SGD, say")
-        like = nn.Parameter(torch.zeros(1))
+        if issubclass(inner, torch.optim.SparseAdam):
+            raise ValueError("SparseAdam needs sparse gradients, and those of NVFP4 weights are dense: use Adam")
+        like = nn.Parameter(torch.zeros(1, 1))
         self._engine = inner([like], **options)
         self._first_state = dict(self._engine.state[like])
         own = {"round_mode": round_mode, "error_feedback": error_feedback, "seed": seed, "writes": 0}
@@ -113,6 +124,9 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for parameter in self._parameters():
+            if isinstance(parameter, NVFP4Tensor) and parameter.grad is not None:
+                _check_dense(parameter.grad)
         place = 0
         for group in self.param_groups:
             group["writes"] += 1
@@ -128,7 +142,10 @@ class NVFP4Optimizer(torch.optim.Optimizer):
             return
         before = parameter.dequantize(torch.float32)
         after = nn.Parameter(before.clone())
-        after.grad = _dense(parameter.grad).float()
+        assert parameter.grad is not None
+        after.grad = parameter.grad.float()
+        if group["error_feedback"]:
+            _shrink_momentum(self.state[parameter], group)
         self._inner_step(parameter, after, group)
         written = write_back(
             parameter,
@@ -158,17 +175,18 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         engine.param_groups, engine.state = [], defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer's; the state of NVFP4 parameters keeps its own dtype, where torch casts to theirs."""
+        """As every optimizer's; scalars keep their dtype and the state of NVFP4 parameters is float32, where torch
+        casts both to the parameter's dtype."""
         super().load_state_dict(state_dict)
         saved = (i for group in state_dict["param_groups"] for i in group["params"])
         for i, parameter in zip(saved, self._parameters(), strict=True):
-            if isinstance(parameter, NVFP4Tensor) and i in state_dict["state"]:
-                self.state[parameter] = {
-                    name: value.detach().clone().to(value.device if name == "step" else parameter.device)
-                    if isinstance(value, Tensor)
-                    else value
-                    for name, value in state_dict["state"][i].items()
-                }
+            state = self.state[parameter] if i in state_dict["state"] else {}
+            for name, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    cast = state[name]
+                    dense_dtype = torch.float32 if isinstance(parameter, NVFP4Tensor) else cast.dtype
+                    dtype = dense_dtype if value.dim() else value.dtype
+                    state[name] = value.detach().clone().to(cast.device, dtype)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for group in self.param_groups for parameter in group["params"])
@@ -190,6 +208,10 @@ def _check_group(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -> N
             )
         if isinstance(parameter, NVFP4Tensor):
             check_writable(parameter, name)
+        if issubclass(inner, torch.optim.Muon) and parameter.dim() != 2:
+            raise ValueError(
+                f"{name} has {parameter.dim()} dimensions, and Muon updates matrices: give it to another optimizer"
+            )
     if group["error_feedback"] not in (False, "momentum"):
         raise ValueError(f"error_feedback is False or 'momentum', got {group['error_feedback']!r}")
     if group["error_feedback"]:
@@ -207,11 +229,21 @@ def _check_momentum(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -
         raise ValueError(f"error_feedback='momentum' knows the momentum of SGD, Adam and AdamW, not {inner.__name__}'s")
 
 
-def _feed_back(state: dict[str, Any], error: Tensor, group: dict[str, Any]) -> None:
-    """m += (1 - 1 / beta) / h * error; nothing where the learning rate is 0."""
-    lr = float(group["lr"])
-    if lr == 0:
+def _shrink_momentum(state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Multiplies the momentum by old / new learning rate where it has risen, so that no error comes out larger."""
+    if _FED_AT not in state:
         return
+    fed_at, lr = float(state[_FED_AT]), torch.tensor(float(group["lr"])).item()  # both rounded to float32
+    if fed_at < lr:
+        state[_MOMENTUM["betas" in group]].mul_(fed_at / lr)
+
+
+def _feed_back(state: dict[str, Any], error: Tensor, group: dict[str, Any]) -> None:
+    """m += (1 - 1 / beta) / h * error; nothing where the learning rate is 0, or so small that this would overflow."""
+    lr = float(group["lr"])
+    if lr < _SMALLEST_LR:
+        return
+    state[_FED_AT] = torch.tensor(lr)
     if "betas" not in group:
         state["momentum_buffer"] += error * ((1 - 1 / group["momentum"]) / lr)
         return
@@ -221,10 +253,9 @@ def _feed_back(state: dict[str, Any], error: Tensor, group: dict[str, Any]) -> N
     state["exp_avg"] += error * per_update * (1 - 1 / beta1)
 
 
-def _dense(grad: Tensor | None) -> Tensor:
-    if grad is None or isinstance(grad, NVFP4Tensor) or grad.layout != torch.strided:
+def _check_dense(grad: Tensor) -> None:
+    if isinstance(grad, NVFP4Tensor) or grad.layout != torch.strided:
         raise RuntimeError("the gradient of an NVFP4 parameter is a dense tensor: what F.linear's backward leaves")
-    return grad
 
 
 def to_nvfp4_parameters(

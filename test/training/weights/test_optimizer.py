@@ -163,6 +163,49 @@ def test_resumes_bit_for_bit(dtype, options):
         assert torch.equal(value, second[1].state[second[0].weight][name]) and value.dtype == torch.float32
 
 
+RESUMED = {
+    torch.optim.Adadelta: {}, torch.optim.Adafactor: {}, torch.optim.Adagrad: {}, torch.optim.Adam: {"amsgrad": True},
+    torch.optim.AdamW: {}, torch.optim.Adamax: {}, torch.optim.ASGD: {"t0": 2.0, "lambd": 0.1}, torch.optim.Muon: {},
+    torch.optim.NAdam: {}, torch.optim.RAdam: {}, torch.optim.RMSprop: {"centered": True}, torch.optim.Rprop: {},
+    torch.optim.SGD: {"momentum": 0.9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", RESUMED, ids=lambda inner: inner.__name__)
+def test_every_optimizer_resumes_bit_for_bit(inner, dtype):
+    """Its scalars, too: torch casts NAdam's mu_product and ASGD's eta and mu to the dtype of a dense parameter."""
+
+    def start():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(48, 32, bias=False), nn.Linear(32, 40, bias=inner is not torch.optim.Muon))
+        to_nvfp4_parameters(net.to(dtype), filter_fn=lambda module, name: name == "0")
+        return net, NVFP4Optimizer(net.parameters(), inner, lr=0.03, **RESUMED[inner])
+
+    def run(net, optimizer, steps):
+        generator = torch.Generator().manual_seed(steps)
+        for _ in range(steps):
+            for p in net.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            optimizer.step()
+
+    net, optimizer = start()
+    run(net, optimizer, 5)
+    again, resumed = start()
+    again.load_state_dict(copy.deepcopy(net.state_dict()))
+    resumed.load_state_dict(optimizer.state_dict())
+    for one in ((net, optimizer), (again, resumed)):
+        run(*one, 6)
+    for p, q in zip(net.parameters(), again.parameters(), strict=True):
+        values = [(t.dequantize() if isinstance(t, NVFP4Tensor) else t) for t in (p, q)]
+        assert torch.equal(*values)
+        assert optimizer.state[p].keys() == resumed.state[q].keys()
+        for name, value in optimizer.state[p].items():
+            other = resumed.state[q][name]
+            assert value.dtype == other.dtype and torch.equal(value, other)
+            assert value.data_ptr() != other.data_ptr()
+
+
 def test_runs_repeat_by_seed_alone():
     weights = []
     for seed, noise in ((0, 1), (0, 2), (1, 1)):
@@ -224,6 +267,11 @@ def hadamard():
     [
         (lambda: NVFP4Optimizer(model().parameters(), "adamw"), "class of optimizer"),
         (lambda: NVFP4Optimizer(model().parameters(), torch.optim.LBFGS), "LBFGS does not update"),
+        (lambda: NVFP4Optimizer(model().parameters(), torch.optim.SparseAdam), "needs sparse gradients"),
+        (
+            lambda: NVFP4Optimizer(model().named_parameters(), torch.optim.Muon),
+            "bias has 1 dimensions",
+        ),
         (bad(round_mode="away"), "'stochastic' or 'rne'"),
         (bad(round_mode="bogus"), "bogus"),
         (bad(error_feedback="gradient"), "False or 'momentum'"),
@@ -244,6 +292,16 @@ def hadamard():
 def test_errors(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def test_a_step_with_a_sparse_gradient_writes_nothing():
+    first, second = model(), model()
+    optimizer = adamw(nn.ModuleList([first, second]))
+    before = first.weight.qdata.clone()
+    first.weight.grad, second.weight.grad = torch.ones(40, 48), torch.ones(40, 48).to_sparse()
+    with pytest.raises(RuntimeError, match="dense tensor"):
+        optimizer.step()
+    assert torch.equal(first.weight.qdata, before) and optimizer.param_groups[0]["writes"] == 0
 
 
 def test_a_group_that_is_refused_is_not_added():
