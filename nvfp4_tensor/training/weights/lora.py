@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,7 +56,8 @@ def merge_lora(
     """peft's active LoRA adapters folded into the weights, and the model without them.
 
     NVFP4 weights become Q(decode(W) + sum of the adapters' deltas), rounded once, in place; specs, static activation
-    scales and backends stay. Dense weights are merged by peft. Where ``merge_and_unload()`` of peft is told how to
+    scales and backends stay. peft merges the dense weights (linears, embeddings, convolutions, attention, DoRA and the
+    like), trainable tokens and modules_to_save. Where ``merge_and_unload()`` of peft is told how to
     quantize (``get_apply_tensor_subclass``), it rounds by that config, once an adapter, in the weight's dtype.
 
     Args:
@@ -65,8 +68,9 @@ def merge_lora(
     Raises:
         ImportError: peft is not installed.
         TypeError: the model is not peft's.
-        ValueError: no LoRA layer, one merged already, one that is not plain LoRA (DoRA, a bias of its own), a weight
-            that cannot be merged into, an adapter that is not finite. Nothing has changed then.
+        ValueError: adapters that are not LoRA's, an NVFP4 weight with other adapters than plain LoRA of a linear (DoRA,
+            a bias of its own), a weight that cannot be merged into or that another module shares, an adapter that is
+            merged, disabled or not finite, or that peft cannot merge. Nothing has changed then.
 
     >>> model = merge_lora(model, seed=0)
     """
@@ -77,23 +81,23 @@ def merge_lora(
             f"merge_lora takes a peft.PeftModel, not a {type(model).__name__}: see merge_low_rank for a pair"
         )
     mode = RoundingMode.of(round_mode)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no LoRA layer to merge")
-    for name, layer in layers.items():
-        _check_layer(name, layer, mode)
+    layers = _checked_layers(model, mode)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
     for name, layer in layers.items():
-        weight = layer.get_base_layer().weight
-        adapters = _adapters(layer)
+        weight = getattr(layer.get_base_layer(), "weight", None)
         if isinstance(weight, NVFP4Tensor):
-            rng_state = rng_state_of(seed, name, 0, weight.device)
+            adapters = _adapters(layer)
             if adapters:
+                rng_state = rng_state_of(seed, name, 0, weight.device)
                 weight.copy_(_requantized(weight, _delta(layer, adapters), mode, rng_state, None))
-        else:
-            layer.merge(adapter_names=adapters)
-    return model.unload()
+            layer.merge = _merged_here
+    merged = model.merge_and_unload()
+    return merged
+
+
+def _merged_here(**_: Any) -> None:
+    """In place of an NVFP4 layer's own merge, when peft merges the others."""
 
 
 def _adapters(layer: Any) -> list[str]:
@@ -109,25 +113,107 @@ def _delta(layer: Any, adapters: list[str]) -> Tensor:
     return torch.stack(products).sum(dim=0) if len(products) > 1 else products[0]
 
 
-def _check_layer(name: str, layer: Any, mode: RoundingMode) -> None:
+def _checked_layers(model: nn.Module, mode: RoundingMode) -> dict[str, Any]:
+    """The LoRA layers by name, or a ValueError that names what cannot be merged."""
+    from peft.tuners.lora import LoraLayer, LoraModel
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if type(model.base_model) is not LoraModel:
+        raise ValueError(
+            f"merge_lora merges LoRA, not {type(model.base_model).__name__}: its own merge_and_unload() merges dense "
+            "weights, so dequantize NVFP4 ones before"
+        )
+    model.base_model._check_merge_allowed()
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    lora = {name: m for name, m in layers.items() if isinstance(m, LoraLayer)}
+    if not lora:
+        raise ValueError(f"{type(model).__name__} has no LoRA layer to merge")
+    tokens = {name: m for name, m in layers.items() if isinstance(m, TrainableTokensLayer)}
+    for name, layer in layers.items():
+        _check_adapters(name, layer)
+        if name in lora:
+            _check_lora(name, layer, mode)
+        elif name in tokens:
+            tokens[name]._check_overlapping_tokens(layer.active_adapters)
+        else:
+            raise ValueError(f"{name} is a {type(layer).__name__} and not LoRA: unload it, or merge by peft")
+    _check_shared(model, lora, tokens)
+    return lora
+
+
+def _check_adapters(name: str, layer: Any) -> None:
+    """What holds for adapters of every kind."""
+    from peft.tuners.lora.layer import Linear
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
     if layer.merged:
         raise ValueError(f"{name} is merged already, by peft: unmerge it, or unload() the model")
-    weight = getattr(layer.get_base_layer(), "weight", None)
-    adapters = _adapters(layer)
-    for adapter in adapters:
-        if any(not p.isfinite().all() for m in (layer.lora_A, layer.lora_B) for p in m[adapter].parameters()):
-            raise ValueError(f"adapter {adapter!r} of {name} has NaN or infinity")
+    if layer.disable_adapters:
+        raise ValueError(f"the adapters of {name} are disabled: enable_adapter_layers() of the model enables them")
+    for parameter_name, parameter in layer.named_parameters():
+        parts = parameter_name.split(".")
+        active = "base_layer" not in parts and set(parts) & set(layer.active_adapters)
+        if active and not parameter.isfinite().all():
+            raise ValueError(f"adapter {parameter_name!r} of {name} has NaN or infinity")
+    base = layer.get_base_layer()
+    if isinstance(base, AuxiliaryTrainingWrapper):
+        raise ValueError(f"{name} is an adapter on a {type(base).__name__}, which peft does not merge: give up one")
+    if any(isinstance(p, NVFP4Tensor) for p in base.parameters()) and not isinstance(layer, Linear):
+        raise ValueError(
+            f"{name} is a {type(layer).__name__} on an NVFP4 weight, and merge_lora merges linears: dequantize its "
+            "weight and merge by peft"
+        )
+
+
+def _check_lora(name: str, layer: Any, mode: RoundingMode) -> None:
+    base, variants = layer.get_base_layer(), layer.lora_variant
+    weight = getattr(base, "weight", None)
     if not isinstance(weight, NVFP4Tensor):
+        _check_dense(name, layer)
         return
     _check_weight(weight, f"the weight of {name}")
     if mode == RoundingMode.EDEN:
         raise ValueError("EDEN makes no weight that is kept: merge by 'stochastic' or 'rne'")
-    for adapter in adapters:
-        variant = layer.lora_variant.get(adapter) if hasattr(layer, "lora_variant") else None
-        if variant is not None:
-            raise ValueError(f"{name} is not plain LoRA but {type(variant).__name__}: dequantize its weight and merge")
+    for adapter in _adapters(layer):
+        if adapter in variants:
+            kind = type(variants[adapter]).__name__
+            raise ValueError(f"{name} is not plain LoRA but {kind}: dequantize its weight and merge")
         if layer.lora_bias.get(adapter) or getattr(layer, "fan_in_fan_out", False):
             raise ValueError(f"{name} has a lora_bias or a transposed weight: dequantize its weight and merge by peft")
+
+
+def _check_dense(name: str, layer: Any) -> None:
+    """Whether peft merges it, tried on a copy of the weight where there is no other way to know."""
+    if not type(layer).__module__.endswith("lora.layer"):
+        raise ValueError(f"{name} is a {type(layer).__name__}, neither dense nor NVFP4: merge by peft")
+    base = layer.get_base_layer()
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_variant:
+            variant = layer.lora_variant[adapter]
+            try:
+                variant.merge_safe(layer, adapter, base.weight.detach().clone())
+            except (NotImplementedError, RuntimeError, ValueError) as error:
+                raise ValueError(f"{name} is {type(variant).__name__}, which peft does not merge: {error}") from error
+        if layer.lora_bias.get(adapter) and getattr(base, "bias", None) is None:
+            raise ValueError(f"{name} has a lora_bias, but no bias to merge it into: give the linear one of zeros")
+
+
+def _check_shared(model: nn.Module, lora: Iterable[str], tokens: Iterable[str]) -> None:
+    """A ValueError where a merge would change what another module reads of a tied weight.
+
+    Trained tokens replace rows, so all modules that share a weight may have them: peft ties them.
+    """
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    owners = [(f"{name}.",) for name in lora] + [tuple(name.removesuffix("token_adapter") for name in tokens)]
+    for owner in owners:
+        for shared in names.values():
+            others = [name for name in shared if not name.startswith(owner)]
+            if others and len(others) < len(shared):
+                own = next(name for name in shared if name.startswith(owner))
+                raise ValueError(f"{own} is also {others[0]}, which the merge would change: untie them")
 
 
 def _check_weight(w: Any, name: str) -> None:

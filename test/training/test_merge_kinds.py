@@ -1,0 +1,302 @@
+"""Every kind of adapter that peft has: merged as it was apart, within rounding, or refused by name, unchanged."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, quantize_experts
+from nvfp4_tensor.training import NVFP4TrainingConfig, merge_lora
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 32, 48) / 6)
+        self.down = nn.Parameter(torch.randn(3, 48, 32) / 6)
+
+    def forward(self, x):
+        return sum(torch.relu(x @ up) @ down for up, down in zip(self.up, self.down, strict=True))
+
+
+class Network(nn.Module):
+    """One module of each kind; the linears "q" and "o" are NVFP4, "dense" and "head" are not."""
+
+    def __init__(self, tied=False, dtype=torch.float32):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.q = nn.Linear(32, 48)
+        self.o = nn.Linear(48, 32, bias=False)
+        self.conv = nn.Conv1d(32, 32, 3, padding=1)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.experts = Experts()
+        self.dense = nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.to(dtype)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.o(torch.relu(self.q(x)))
+        x = x + self.conv(x.mT).mT
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.experts(x)
+        return self.head(self.norm(x + torch.relu(self.dense(x))))
+
+
+def network(nvfp4=("q", "o"), **options):
+    torch.manual_seed(0)
+    model = Network(**options)
+    if nvfp4:
+        quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name in nvfp4)
+    return model
+
+
+def randomize(model):
+    """Adapters as training leaves them: every parameter that trains has moved."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and not isinstance(parameter, NVFP4Tensor):
+                parameter += torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.1
+    return model.eval()
+
+
+def lora(targets, base=None, **options):
+    config = peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": targets, "init_lora_weights": False, **options}
+    )
+    return randomize(peft.get_peft_model(network() if base is None else base, config))
+
+
+def several(combined=True, **options):
+    model = lora(["q", "o", "dense"])
+    model.add_adapter(
+        "second", peft.LoraConfig(r=2, target_modules=["q", "dense", "embed"], init_lora_weights=False, **options)
+    )
+    model.base_model.set_adapter(["default", "second"] if combined else "second")
+    return randomize(model)
+
+
+def with_training_linear():
+    """A dense linear that trains in NVFP4, with the codes of its weight in its cache."""
+    base = network(nvfp4=())
+    quantize_(base, NVFP4TrainingConfig(), filter_fn=lambda module, name: name == "q")
+    model = lora(["q"], base)
+    model(TOKENS)
+    return model
+
+
+def adapter_on_a_saved_module():
+    model = lora(["q"], network(("q", "head")), modules_to_save=["head"])
+    model.add_adapter("second", peft.LoraConfig(target_modules=["head"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    return randomize(model)
+
+
+def experts_in_nvfp4():
+    base = network()
+    base.experts.up = nn.Parameter(quantize_experts(base.experts.up.detach()), requires_grad=False)
+    return lora(["dense"], base, target_parameters=["experts.up"])
+
+
+def disabled():
+    model = lora(["q"])
+    model.disable_adapter_layers()
+    return model
+
+
+ALL = ["q", "o", "dense", "embed", "conv", "head"]
+TOKENS = torch.arange(40).view(4, 10) % 50
+
+MERGED = {
+    "plain": lambda: lora(["q", "o", "dense"]),
+    "rslora": lambda: lora(["q", "dense"], use_rslora=True),
+    "rank pattern": lambda: lora(["q", "o"], rank_pattern={"q": 8}, alpha_pattern={"o": 3}),
+    "embedding": lambda: lora(["q", "embed"]),
+    "embedding alone": lambda: lora(["embed"]),
+    "conv": lambda: lora(["q", "conv"]),
+    "all": lambda: lora(ALL),
+    "all bfloat16": lambda: lora(ALL, network(dtype=torch.bfloat16)),
+    "dora of dense weights": lambda: lora(["dense", "embed", "conv"], use_dora=True),
+    "trainable tokens": lambda: lora(["q"], trainable_token_indices={"embed": [1, 5, 7]}),
+    "modules to save": lambda: lora(["q", "o"], modules_to_save=["norm", "head", "embed"]),
+    "bias all": lambda: lora(["q", "dense"], bias="all"),
+    "bias lora only": lambda: lora(["q", "dense"], bias="lora_only"),
+    "lora bias of a dense weight": lambda: lora(["dense", "conv"], lora_bias=True),
+    "parameters": lambda: lora(["q"], target_parameters=["experts.up"]),
+    "the parameter of an NVFP4 linear": lambda: lora(["dense"], target_parameters=["q.weight"]),
+    "two parameters": lambda: lora([], target_parameters=["experts.up", "experts.down"]),
+    "several": several,
+    "one of several": lambda: several(combined=False),
+    "several with rslora": lambda: several(use_rslora=True),
+    "tied, others targeted": lambda: lora(["q"], network(tied=True)),
+    "pissa": lambda: lora(["dense"], init_lora_weights="pissa"),
+    "olora": lambda: lora(["dense"], init_lora_weights="olora"),
+    "dense alone": lambda: lora(ALL, network(nvfp4=())),
+    "attention": lambda: lora(["q", "attention"]),
+}  # fmt: skip
+
+
+def of(name, base=None, **options):
+    return lambda: randomize(peft.get_peft_model(network() if base is None else base(), getattr(peft, name)(**options)))
+
+
+REFUSED = {
+    "dora": (lambda: lora(["dense", "q"], use_dora=True), "q is not plain LoRA but Dora"),
+    "attention in NVFP4": (
+        lambda: lora(["q", "attention"], network(("q", "attention.out_proj"))),
+        "MultiheadAttention on an NVFP4",
+    ),
+    "a parameter in NVFP4": (experts_in_nvfp4, "ParamWrapper on an NVFP4"),
+    "tied embedding": (lambda: lora(["q", "embed"], network(tied=True)), "embed.base_layer.weight is also .*head"),
+    "tied head": (lambda: lora(["q", "head"], network(tied=True)), "head.base_layer.weight is also .*embed"),
+    "tied tokens": (
+        lambda: lora(["q"], network(tied=True), trainable_token_indices={"embed": [3]}),
+        "embed.*weight is also base_model.model.head.weight",
+    ),
+    "an adapter on modules to save": (adapter_on_a_saved_module, "an adapter on a ModulesToSaveWrapper"),
+    "alora": (lambda: lora(["dense"], alora_invocation_tokens=[1]), "ALoraLinearVariant, which peft does not merge"),
+    "lora bias without a bias": (lambda: lora(["head"], lora_bias=True), "no bias to merge it into"),
+    "disabled": (disabled, "are disabled"),
+    "AdaLora": (of("AdaLoraConfig", target_modules=["dense"], total_step=10), "not AdaLoraModel"),
+    "LoHa": (of("LoHaConfig", target_modules=["dense"]), "not LoHaModel"),
+    "LoKr": (of("LoKrConfig", target_modules=["dense"]), "not LoKrModel"),
+    "IA3": (of("IA3Config", target_modules=["dense"], feedforward_modules=[]), "not IA3Model"),
+    "OFT": (of("OFTConfig", target_modules=["dense"], oft_block_size=8), "not OFTModel"),
+    "BOFT": (of("BOFTConfig", target_modules=["dense"], boft_block_size=8), "not BOFTModel"),
+    "Vera": (of("VeraConfig", target_modules=["dense"]), "not VeraModel"),
+    "tokens": (of("TrainableTokensConfig", target_modules=["embed"], token_indices=[1]), "not TrainableTokensModel"),
+    "LayerNorm": (of("LNTuningConfig", target_modules=["norm"]), "not LNTuningModel"),
+}  # fmt: skip
+
+
+def sums(model):
+    """Decoded weight plus deltas, by the names that the merged model has."""
+    found = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, peft.tuners.lora.LoraLayer):
+            continue
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if isinstance(weight, NVFP4Tensor):
+            active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+            deltas = [layer.get_delta_weight(adapter).float() for adapter in active]
+            found[name.removeprefix("base_model.model.")] = weight.dequantize(torch.float32) + sum(deltas)
+    return found
+
+
+def outputs(model):
+    """Of a copy, because the forward of peft's MultiheadAttention merges, and unmerges to a dense weight."""
+    with torch.no_grad():
+        return copy.deepcopy(model)(TOKENS).float()
+
+
+def check_merged(model):
+    """NVFP4 weights are the sum within their rounding; with the sums in their place, the outputs are equal."""
+    with torch.no_grad():
+        apart, expected = outputs(model), sums(model)
+    merged = merge_lora(model, seed=0)
+    assert isinstance(merged, Network)
+    assert not any(isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer) for m in merged.modules())
+    for name, total in expected.items():
+        linear = merged.get_submodule(name)
+        assert isinstance(linear.weight, NVFP4Tensor)
+        assert (linear.weight.dequantize(torch.float32) - total).norm() < 0.2 * total.norm()
+        linear.weight = nn.Parameter(total.to(linear.weight.dtype))
+    tolerance = 1e-4 if merged.norm.weight.dtype == torch.float32 else 8e-2
+    assert (outputs(merged) - apart).norm() < tolerance * apart.norm()
+
+
+def check_refused(model, message):
+    apart, state = outputs(model), copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        merge_lora(model, seed=0)
+    now = model.state_dict()
+    assert now.keys() == state.keys()
+    for name, value in state.items():
+        pair = [t.dequantize() if isinstance(t, NVFP4Tensor) else t for t in (value, now[name])]
+        assert torch.equal(*pair)
+    assert torch.equal(outputs(model), apart)
+
+
+@pytest.mark.parametrize("kind", MERGED)
+def test_merged(kind):
+    check_merged(MERGED[kind]())
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind):
+    make, message = REFUSED[kind]
+    check_refused(make(), message)
+
+
+def test_a_cache_of_codes_sees_the_merge():
+    model = with_training_linear()
+    apart = outputs(model)
+    merged = merge_lora(model, seed=0)
+    cached = outputs(merged)
+    merged.q.forget_codes()
+    assert torch.equal(outputs(merged), cached)
+    assert 0 < (cached - apart).norm() < 0.3 * apart.norm()
+
+
+def drawn(seed):
+    """A model with adapters of any kinds together; peft's error, if it refuses them."""
+    draw = random.Random(seed)
+
+    def some(values, least=0):
+        return draw.sample(values, draw.randint(least, min(len(values), 4)))
+
+    def options():
+        one = {"target_modules": some([*ALL, "attention"], 1), "r": draw.choice([1, 4]), "init_lora_weights": False}
+        one |= draw.choice([{}, {}, {"use_rslora": True}, {"use_dora": True}, {"lora_bias": True}])
+        one |= draw.choice([{}, {}, {"alora_invocation_tokens": [1]}, {"bias": "all"}, {"bias": "lora_only"}])
+        one |= draw.choice([{}, {"trainable_token_indices": {"embed": some(range(50), 1)}}])
+        one |= draw.choice([{}, {"modules_to_save": some(["norm", "head", "dense", "embed"], 1)}])
+        one |= draw.choice([{}, {}, {"target_parameters": some(["experts.up", "experts.down", "q.weight"], 1)}])
+        return one
+
+    dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16])
+    base = network(some(["q", "o", "dense", "head"]), tied=draw.random() < 0.2, dtype=dtype)
+    try:
+        model = peft.get_peft_model(base, peft.LoraConfig(**options()))
+        if draw.random() < 0.4:
+            model.add_adapter("second", peft.LoraConfig(**options()))
+            model.base_model.set_adapter(draw.choice([["default", "second"], ["second"], ["second", "default"]]))
+        randomize(model)
+        outputs(model)
+    except Exception as error:
+        return error
+    return model
+
+
+def check_drawn(seed):
+    """Whether the model was merged, and not refused."""
+    model = drawn(seed)
+    if isinstance(model, Exception):
+        return False
+    try:
+        merge_lora(copy.deepcopy(model), seed=0)
+    except ValueError:
+        check_refused(model, "")
+        return False
+    check_merged(model)
+    return True
+
+
+def test_some_mixtures():
+    assert sum(check_drawn(seed) for seed in range(40)) >= 5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("start", range(1000, 3000, 100))
+def test_mixtures(start):
+    assert sum(check_drawn(seed) for seed in range(start, start + 100)) >= 10
