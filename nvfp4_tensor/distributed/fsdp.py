@@ -34,7 +34,8 @@ def gather_codes(model: M) -> M:
     """Let FSDP2 gather the weights of a model's NVFP4 training linears as codes: 0.28 of bfloat16's bytes.
 
     Call it before ``fully_shard``. The shards stay what they were, bfloat16 or float32, for the optimizer and for
-    checkpoints; without this call FSDP2 gathers them as they are. :func:`precompute_amaxes` after each step of the
+    checkpoints, and are what ``parameters()`` yields, also while reshard_after_forward=False keeps the codes; without
+    this call FSDP2 gathers them as they are. :func:`precompute_amaxes` after each step of the
     optimizer makes one all-reduce of what is one a weight otherwise.
 
     Returns:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4WeightOnlyConfig, distributed
+from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, distributed
 from nvfp4_tensor.training import NVFP4TrainingConfig
 
 WIDTH, HIDDEN, ROWS = 192, 384, 32
@@ -184,3 +184,44 @@ def sixty_four_rows():
 def test_what_to_pad_to_has_whole_blocks_on_each_rank():
     for said in run_ranks(sixty_four_rows, 3):
         assert "has 64 rows, which 3 ranks cannot share evenly: pad them to 96" in said
+
+
+def parameters_stay_dense():
+    """After a forward without gradients, whose codes reshard_after_forward=False keeps, and between two halves."""
+    dense, model = blocks("kept", False), blocks("kept", True)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16().to(here())
+    weights = [name for name, p in model.named_parameters() if "weight" in name]
+    before = {name: whole(p) for name, p in model.named_parameters()}
+
+    def check(factor):
+        own = dict(model.named_parameters())
+        for name in weights:
+            assert isinstance(own[name], DTensor) and torch.equal(whole(own[name]), before[name] * factor)
+
+    with torch.no_grad():
+        model(x)
+        assert isinstance(model[0].up.weight, NVFP4Tensor)
+        check(1)
+        copy.deepcopy(model[0].up)
+        for p in (*model.parameters(), *dense.parameters()):
+            if p.dim() == 2:
+                p.mul_(2)
+        check(2)
+        for block in model:
+            block.reshard()
+        assert torch.equal(model(x), dense(x))
+    loss = model(x).float().square().mean()
+    check(2)
+    loss.backward()
+    check(2)
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.no_grad():
+        model(x)
+        dict(model.named_parameters())[weights[0]].mul_(2)
+        with pytest.raises(RuntimeError, match=r"written to after FSDP2 had gathered its codes.*reshard"):
+            model(x)
+
+
+@on_devices
+def test_parameters_are_dense_while_codes_are_kept(device):
+    run_ranks(parameters_stay_dense, 2, device=device)

@@ -32,6 +32,9 @@ from nvfp4_tensor.training.linear.function import (
 )
 from nvfp4_tensor.training.recipe import Recipe, draws
 
+_OF_A_GATHER = "weight", "_writes_before"
+"""What is in an instance's __dict__ while FSDP2 has gathered the codes of its weight."""
+
 
 @functools.partial(pin, loadable=False)
 class NVFP4TrainingLinear(nn.Linear):
@@ -56,6 +59,7 @@ class NVFP4TrainingLinear(nn.Linear):
     """A buffer that no state_dict has, int64 (seed, step): what a call draws by, in place of torch's generator."""
     _weight_codes: WeightCodes | None = None
     """Of the weight, within :func:`training.reuse_weight_codes`."""
+    _writes_before: int
 
     @classmethod
     def convert(cls, linear: nn.Linear, recipe: Recipe, hadamard_sign: int | None = None) -> NVFP4TrainingLinear:
@@ -73,7 +77,7 @@ class NVFP4TrainingLinear(nn.Linear):
         for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign"):
             delattr(self, name)
         del self.rounding_state
-        for name in ("sharding", "_weight_codes"):
+        for name in ("sharding", "_weight_codes", *_OF_A_GATHER):
             self.__dict__.pop(name, None)
         release(self)
         self.__class__ = nn.Linear  # type: ignore[assignment]
@@ -91,6 +95,8 @@ class NVFP4TrainingLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if is_nested(input):
             return over_nested(self.forward, input)
+        if not torch.compiler.is_compiling():
+            self._check_gathered()
         recipe, sharding = self.active_recipe, self.sharding
         weight, bias = (self.weight, self.bias) if sharding is UNSHARDED_LINEAR else self._local_parameters(sharding)
         if recipe.is_dense:
@@ -145,8 +151,33 @@ class NVFP4TrainingLinear(nn.Linear):
             kept.put(weight, recipe.w, operand)
         return operand
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """FSDP2 sets the codes that it has gathered as the weight. They are an attribute beside the parameter, which
+        stays the shard: averages of parameters() and the like never read rounded values."""
+        if name == "weight" and self._is_gathered(value):
+            self.__dict__.update(weight=value, _writes_before=self._writes())
+        else:
+            super().__setattr__(name, value)
+
+    def _is_gathered(self, weight: Any) -> bool:
+        shard = getattr(self._parameters.get("weight"), "_local_tensor", None)
+        gathered = isinstance(getattr(weight, "_local_tensor", weight), NVFP4Tensor)
+        return gathered and shard is not None and not isinstance(shard, NVFP4Tensor)
+
+    def _writes(self) -> int:
+        """How often the shard was written to, of which FSDP2 gathers codes."""
+        return getattr(getattr(self._parameters["weight"], "_local_tensor", None), "_writes", [0])[0]
+
+    def _check_gathered(self) -> None:
+        if "weight" in self.__dict__ and self._writes() != self._writes_before:
+            raise RuntimeError(
+                f"the weight of {self} was written to after FSDP2 had gathered its codes, which it keeps with "
+                "reshard_after_forward=False: call reshard() of its FSDP module before the next forward"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_weight_codes"}
+        not_saved = ("_weight_codes", *_OF_A_GATHER)
+        return {name: value for name, value in self.__dict__.items() if name not in not_saved}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.active_recipe.name}"
