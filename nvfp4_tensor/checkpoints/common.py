@@ -195,6 +195,32 @@ def nan_blocks(parts: LinearParts) -> int:
     return int((data >= layout.E4M3_NAN).sum()) if data.numel() and data.max() >= layout.E4M3_NAN else 0
 
 
+def check_scales(parts: LinearParts) -> LinearParts:
+    """The parts, if their scales can be those of some tensor.
+
+    A per-tensor scale of 0 is right where all that it multiplies is zero: ModelOpt and torchao write it for a weight of
+    zeros. NaN block scales are right too, they mean NaN. Block scales on the meta device are not looked at.
+
+    Raises:
+        ValueError: a per-tensor scale that is negative, infinite, NaN, or 0 beside codes that are not zero; a negative
+            block scale; an input scale that is not above zero, or infinite.
+    """
+    factor, static = parts.per_tensor_scale, parts.input_scale
+    if (wrong := ~(factor.isfinite() & (factor >= 0))).any():
+        raise ValueError(f"expected a per-tensor scale that is finite and not negative, found {factor[wrong][0]}")
+    if static is not None and not ((static * LARGEST).isfinite() & (static > 0)):
+        raise ValueError(f"expected an input scale that is finite and above zero, found {static}")
+    if parts.scale.is_meta:
+        return parts
+    rows = factor.view(parts.qdata.shape[:-1]) if factor.dim() == 1 else factor
+    if not factor.all() and ((rows == 0) & (parts.qdata & 0x77).any(-1)).any():
+        raise ValueError("expected a per-tensor scale above zero, found 0 for codes that are not all zero")
+    data = parts.scale.view(torch.uint8)
+    if data.numel() and data.max() > layout.E4M3_NAN and (negative := (data > layout.E4M3_NAN) & (data != 0xFF)).any():
+        raise ValueError(f"expected block scales that are not negative, found {int(negative.sum())} that are")
+    return parts
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
     """What stands under a parameter's name, known from headers alone.

@@ -6,9 +6,10 @@ import fnmatch
 import functools
 import re
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
 
-from nvfp4_tensor.checkpoints.common import Checkpoint
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry
 
 JOINED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -116,6 +117,23 @@ def warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
             f"{some(weight_only)} are weight-only (W4A16), and what servers join them with is W4A4: vLLM refuses "
             "such a checkpoint. Calibrate all of q, k and v, or none; gate and up alike, and all of a layer's experts",
             stacklevel=2,
+        )
+
+
+def without_input_scale(entries: Mapping[str, Entry]) -> list[str]:
+    """The weights that quantize activations by the amax of each call, where others of the checkpoint have a scale."""
+    names = [name for name, entry in entries.items() if entry.quantizes_activations]
+    missing = [name for name in names if not entries[name].has_input_scale]
+    return missing if len(missing) < len(names) else []
+
+
+def warn_of_missing_input_scales(path: Path, entries: Mapping[str, Entry]) -> None:
+    """A warning where some weights have an input scale, of a format in which each may have one or not."""
+    if missing := without_input_scale(entries):
+        warnings.warn(
+            f"{path}: {some(missing)} have no input scale, as others do: their activations are quantized by the amax "
+            "of each call",
+            stacklevel=5,
         )
 
 

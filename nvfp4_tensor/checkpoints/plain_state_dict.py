@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import LARGEST, LinearParts, tensor_of
+from nvfp4_tensor.checkpoints.common import LARGEST, LinearParts, check_scales, tensor_of
 from nvfp4_tensor.checkpoints.formats.modelopt import keys_of
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
@@ -118,6 +118,8 @@ def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
         columns=settings.get("columns", qdata.shape[-1] * 2),
         quantizes_activations=activation_spec is not None,
     )
+    if not settings:  # ours may be NaN, as a tensor filled with it is
+        check_scales(parts.replace(input_scale=None if input_scale is None else input_scale.reshape(())))
     spec = QuantizeSpec(**settings["spec"]) if "spec" in settings else None
     weight = tensor_of(parts, dtype, spec=spec, activation_spec=activation_spec)
     amax = state_dict.get(keys["input_amax"])

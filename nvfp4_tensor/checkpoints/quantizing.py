@@ -287,8 +287,9 @@ def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source
     named = {name if name in chosen else f"{name}.weight": float(value) for name, value in amax.items()}
     if unknown := [name for name in named if name not in chosen]:
         raise ValueError(f"input_amax names {some(unknown)}, which {source.path} does not have or which stay dense")
-    if bad := [name for name, value in named.items() if not 0 < value < math.inf]:
-        raise ValueError(f"input_amax is a finite number above zero, and not for {some(bad)}")
+    scales = {name: torch.tensor(value) / LARGEST for name, value in named.items()}  # as they will be stored
+    if bad := [name for name, scale in scales.items() if not 0 < scale < math.inf]:
+        raise ValueError(f"input_amax is a finite number above zero in float32, and not for {some(bad)}")
     return {name: max(named[each] for each in joined_with(name, named)) for name in named}
 
 

@@ -31,7 +31,7 @@ from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsForm
 from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.safetensors import Shards
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
-from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.names import some, warn_of_missing_input_scales
 from nvfp4_tensor.checkpoints.wrappers import View
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
@@ -53,7 +53,7 @@ class ComfyUI(SafetensorsFormat):
     name = "comfy"
     is_file = True
     is_served = False
-    reserved = (f".{_MARKER}",)
+    reserved = (f".{_MARKER}", ".weight_scale_2")
 
     def detect(self, path: Path) -> bool:
         try:
@@ -81,6 +81,9 @@ class ComfyUI(SafetensorsFormat):
                 entries[name] = self._linear_entry(checkpoint, name)
             elif name not in parts:
                 entries[name] = Entry(shape=each.shape, dtype=each.dtype, shard=each.file.name)
+        if lonely := [name for name in entries if name.endswith(".weight_scale_2")]:
+            raise ValueError(f"{checkpoint.path}: {some(lonely)} belong to layers of which no marker says {_NVFP4}")
+        warn_of_missing_input_scales(checkpoint.path, entries)
         return entries
 
     def _linear_entry(self, checkpoint: FolderCheckpoint, name: str) -> Entry:

@@ -22,7 +22,7 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.formats.modelopt import check_static
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, folder_says
-from nvfp4_tensor.checkpoints.names import dense_linears, is_matched, some, warn_of_mixed_groups
+from nvfp4_tensor.checkpoints.names import dense_linears, is_matched, some, warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.numerics.layout import BLOCK
 
 PACKED = "nvfp4-pack-quantized"
@@ -70,6 +70,10 @@ class CompressedTensors(SafetensorsFormat):
                 entries[f"{name.removesuffix('_packed')}"] = self._linear_entry(checkpoint, name)
             elif name not in parts:
                 entries[name] = Entry(shape=tensor.shape, dtype=tensor.dtype, shard=tensor.file.name)
+        if missing := without_input_scale(entries):
+            raise ValueError(
+                f"{checkpoint.path}: {some(missing)} have no input_global_scale, as other weights do: it is missing"
+            )
         return entries
 
     def _linear_entry(self, checkpoint: FolderCheckpoint, packed: str) -> Entry:
@@ -81,15 +85,18 @@ class CompressedTensors(SafetensorsFormat):
         scheme = _scheme(checkpoint, packed.removesuffix(".weight_packed"))
         if f"{module}weight_global_scale" in info or scheme["weights"].get("strategy") != "group":
             _expect_divisor(checkpoint, f"{module}weight_global_scale", packed)
-        activations = bool(scheme.get("input_activations"))
-        has_input_scale = activations and f"{module}input_global_scale" in info
+        activations = scheme.get("input_activations") or {}
+        # "dynamic" is True where each call takes its own amax; "local" is of block scales alone.
+        has_input_scale = bool(activations) and (
+            activations.get("dynamic") is not True or f"{module}input_global_scale" in info
+        )
         if has_input_scale:
             _expect_divisor(checkpoint, f"{module}input_global_scale", packed)
         return Entry(
             shape=(rows, half * 2),
             dtype=checkpoint.dtype(),
             quantized=True,
-            quantizes_activations=activations,
+            quantizes_activations=bool(activations),
             has_input_scale=has_input_scale,
             shard=info[packed].file.name,
         )

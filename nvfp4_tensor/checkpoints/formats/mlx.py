@@ -65,6 +65,9 @@ class MLX(SafetensorsFormat):
         parts = {_key(name, part) for name in quantized for part in ("scales", "global_scale")}
         if lonely := [n for n in info if n not in parts and n.endswith((".scales", ".biases", ".global_scale"))]:
             raise ValueError(f"{checkpoint.path}: {some(lonely)} belong to no weight of mode nvfp4 or mxfp4")
+        own = [name for name in quantized if _key(name, "global_scale") in info]
+        if own and (missing := [name for name in quantized if name not in own]):
+            raise ValueError(f"{checkpoint.path}: {some(missing)} have no global_scale, as other weights do")
         return {
             name: self._linear_entry(checkpoint, name)
             if name in quantized
@@ -93,10 +96,7 @@ class MLX(SafetensorsFormat):
     def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
         codes, scales = tensors[name].view(torch.uint8), tensors[_key(name, "scales")]
         if scales.shape[-1] * MX_BLOCK == entry.shape[-1]:
-            try:
-                return parts_of_mxfp4(codes, scales)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+            return parts_of_mxfp4(codes, scales)
         amax = tensors.get(_key(name, "global_scale"))
         return LinearParts(
             qdata=codes,

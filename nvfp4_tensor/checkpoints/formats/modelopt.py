@@ -26,7 +26,7 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat
 from nvfp4_tensor.checkpoints.io.safetensors import read_json
-from nvfp4_tensor.checkpoints.names import dense_linears, some, warn_of_mixed_groups
+from nvfp4_tensor.checkpoints.names import dense_linears, some, warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.numerics.layout import BLOCK
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -87,6 +87,9 @@ class ModelOpt(SafetensorsFormat):
                 f"{info[lonely[0]].file}: {some(lonely)} belong to weights that are not NVFP4 (uint8): no other "
                 "quantization is read here"
             )
+        for name, each in info.items():
+            if each.dtype == torch.uint8 and name.endswith("weight") and name not in quantized:
+                checkpoint.expect(keys_of(name)["scale"], torch.float8_e4m3fn, None, name)
         entries = {}
         for name in info:
             if name in parts:
@@ -96,13 +99,19 @@ class ModelOpt(SafetensorsFormat):
                 entries[name] = self._linear_entry(checkpoint, name, activations)
             else:
                 entries[name] = Entry(shape=info[name].shape, dtype=info[name].dtype, shard=info[name].file.name)
+        if missing := without_input_scale(entries):
+            raise ValueError(
+                f"{checkpoint.path}: tensor {keys_of(missing[0])['input_scale']} is missing, as others have one: the "
+                f"input scales of {some(missing)}"
+            )
         return entries
 
     def _linear_entry(self, checkpoint: FolderCheckpoint, name: str, activations: bool) -> Entry:
         keys, info = keys_of(name), checkpoint.shards.info
         stored, transposed = info[name].shape, _are_transposed(info[name].shape, info[keys["scale"]].shape)
         *leading, half = (stored[0], stored[2], stored[1]) if transposed else stored
-        scales = tuple(leading[:-1]) if len(leading) > 1 and info[keys["per_tensor_scale"]].shape else ()
+        factor = info.get(keys["per_tensor_scale"])
+        scales = tuple(leading[:-1]) if len(leading) > 1 and factor is not None and factor.shape else ()
         scale = (leading[0], half * 2 // BLOCK, leading[1]) if transposed else (*leading, half * 2 // BLOCK)
         checkpoint.expect(keys["scale"], torch.float8_e4m3fn, scale, name)
         _expect_number(checkpoint, keys["per_tensor_scale"], scales, name)

@@ -60,7 +60,7 @@ class TorchAO(SafetensorsFormat):
         if others:
             raise ValueError(f"{checkpoint.path}: expected tensors of torchao's NVFP4Tensor, found {some(others)}")
         entries = {
-            name: _linear_entry(checkpoint, name, fields["_data"])
+            name: _linear_entry(checkpoint, name, fields)
             for name, fields in described.items()
             if fields["_type"] == _CLASS
         }
@@ -170,12 +170,15 @@ def _description(entry: Entry) -> dict[str, Any]:
     return {"_type": _CLASS, "_data": attributes, "_tensor_data_names": ["per_tensor_scale", *static, "qdata", "scale"]}
 
 
-def _linear_entry(checkpoint: FolderCheckpoint, name: str, attributes: Mapping[str, Any]) -> Entry:
+def _linear_entry(checkpoint: FolderCheckpoint, name: str, fields: Mapping[str, Any]) -> Entry:
     """The entry of an NVFP4 weight whose tensors fit what the header says of it."""
-    info, qdata = checkpoint.shards.info, key_of(name, "qdata")
+    info, qdata, attributes = checkpoint.shards.info, key_of(name, "qdata"), fields["_data"]
     if qdata not in info or info[qdata].dtype != torch.uint8 or len(info[qdata].shape) < 2:
         found = info.get(qdata, "none")
         raise ValueError(f"{checkpoint.path}: tensor {qdata}: expected uint8 (N, K / 2), found {found}")
+    said, stored = fields["_tensor_data_names"], [part for part in _PARTS if key_of(name, part) in info]
+    if sorted(said) != sorted(stored):
+        raise ValueError(f"{checkpoint.path}: {name}: expected {said}, as its header says, found {stored}")
     if attributes.get("block_size") != BLOCK:
         raise ValueError(
             f"{checkpoint.path}: {name}: expected block_size {BLOCK}, found {attributes.get('block_size')}"
@@ -187,7 +190,7 @@ def _linear_entry(checkpoint: FolderCheckpoint, name: str, attributes: Mapping[s
     swizzled = _swizzled_shape(leading, half * 2) if attributes.get("is_swizzled_scales") else (*leading, half // 8)
     checkpoint.expect(key_of(name, "scale"), torch.float8_e4m3fn, swizzled, qdata)
     activations = attributes.get("act_quant_kwargs") is not None
-    has_input_scale = activations and key_of(name, "act_per_tensor_scale") in info
+    has_input_scale = activations and "act_per_tensor_scale" in stored
     if has_input_scale:
         checkpoint.expect(key_of(name, "act_per_tensor_scale"), torch.float32, (), qdata)
     scales: tuple[int, ...] = ()

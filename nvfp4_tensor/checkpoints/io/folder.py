@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, LinearParts, nan_blocks
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, LinearParts, check_scales, nan_blocks
 from nvfp4_tensor.checkpoints.io.resumable_write import Progress, check_is_new, fingerprint
 from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards, read_json, write_json
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, read_factors, with_factors, write_factors
@@ -63,8 +63,13 @@ class FolderCheckpoint(Checkpoint):
 
     def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> LinearParts:
         """The parts of a linear out of the tensors that it has in the files, wherever these are now."""
-        parts = self._format.decode(name, tensors, self.entries[name])
-        return with_factors(parts, self._factors.get(name, {}))
+        entry = self.entries[name]
+        try:
+            parts = check_scales(self._format.decode(name, tensors, entry))
+            return with_factors(parts, self._factors.get(name, {}))
+        except ValueError as error:
+            file = self.path / str(entry.shard) if self.path.is_dir() else self.path
+            raise ValueError(f"{file}: tensor {name}: {error}") from None
 
     def dense(self, name: str) -> Tensor:
         return self.shards[self.stored_name(name)]

@@ -11,7 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts, format_named, parts_of, tensor_of
+from nvfp4_tensor.checkpoints.common import (
+    Checkpoint,
+    Entry,
+    LinearParts,
+    check_scales,
+    format_named,
+    parts_of,
+    tensor_of,
+)
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
 from nvfp4_tensor.checkpoints.models.origins import (
@@ -115,7 +123,7 @@ class ModelCheckpoint(Checkpoint):
                 return {origin.names[0]: Entry(shape=tuple(tensor.shape), dtype=tensor.dtype)}
             return {n: Entry(shape=tuple(p.shape), dtype=p.dtype) for n, p in _dense_pieces(tensor, origin).items()}
         try:
-            pieces = split(parts_of(tensor), origin)
+            pieces = split(check_scales(parts_of(tensor)), origin)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return {

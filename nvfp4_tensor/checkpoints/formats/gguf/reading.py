@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts, check_scales
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks, unpack_mxfp4
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
     FREQUENCIES,
@@ -27,6 +27,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import parts_of_mxfp4
 from nvfp4_tensor.checkpoints.io.sidecar import read_factors, with_factors
+from nvfp4_tensor.checkpoints.names import warn_of_missing_input_scales
 
 if TYPE_CHECKING:
     import gguf
@@ -85,6 +86,7 @@ class GGUFCheckpoint(Checkpoint):
             self._a4 = dict(zip(names, self._value("general.tensor_extra.prec_a4", []), strict=True))
             self._factors = read_factors(path)
             self.entries = {name: self._entry(*place) for name, place in self._places.items()}
+            warn_of_missing_input_scales(path, self.entries)
             if embedding := self.entries.get("model.embed_tokens.weight"):
                 self.config["dtype"] = str(embedding.dtype).removeprefix("torch.")
             for name, entry in self.entries.items():
@@ -94,7 +96,7 @@ class GGUFCheckpoint(Checkpoint):
         gguf_name, expert = self._places[name]
         tensor, entry = self._tensors[gguf_name], self.entries[name]
         rows = math.prod(entry.shape[:-1])
-        data = torch.from_numpy(np.array(_of_expert(tensor.data, expert))).view(rows, -1)
+        data = torch.from_numpy(self._data(tensor, expert)).view(rows, -1)
         order = self._order(name, rows)
         if order is not None:
             data = data[order.argsort()]
@@ -102,16 +104,16 @@ class GGUFCheckpoint(Checkpoint):
             with _naming(self.path, gguf_name):
                 return parts_of_mxfp4(*unpack_mxfp4(data))
         codes, scale = unpack_blocks(data)
-        per_tensor = self._sidecar(gguf_name, "scale", expert)
         parts = LinearParts(
             qdata=codes,
             scale=scale,
-            per_tensor_scale=torch.ones(()) if per_tensor is None else per_tensor,
+            per_tensor_scale=self._factor(gguf_name, expert),
             columns=entry.shape[-1],
             quantizes_activations=entry.quantizes_activations,
             input_scale=self._sidecar(gguf_name, "input_scale", expert) if entry.has_input_scale else None,
         )
-        return with_factors(parts, self._factors.get(name, {}))
+        with _naming(self.path, gguf_name):
+            return with_factors(check_scales(parts), self._factors.get(name, {}))
 
     def write_others(self, folder: Path) -> None:
         """Its tokenizer, as files of transformers; a warning where that cannot be."""
@@ -131,8 +133,7 @@ class GGUFCheckpoint(Checkpoint):
         gguf_name, expert = self._places[name]
         if self._tensors[gguf_name].tensor_type.name == "MXFP4":
             return self.linear(name).per_tensor_scale
-        scale = self._sidecar(gguf_name, "scale", expert)
-        return torch.ones(()) if scale is None else scale
+        return self._factor(gguf_name, expert)
 
     def dense(self, name: str) -> Tensor:
         values = self._plain(*self._places[name])
@@ -149,14 +150,23 @@ class GGUFCheckpoint(Checkpoint):
         from gguf import quants
 
         tensor = self._tensors[gguf_name]
-        kind, data = tensor.tensor_type.name, _of_expert(tensor.data, expert)
+        kind, data = tensor.tensor_type.name, self._data(tensor, expert)
         shape = _shape(tensor, expert)
         if kind == "BF16":
-            return torch.from_numpy(np.array(data)).view(torch.bfloat16).view(shape)
+            return torch.from_numpy(data).view(torch.bfloat16).view(shape)
         if kind in PLAIN:
-            values = torch.from_numpy(np.array(data)).view(shape)
+            values = torch.from_numpy(data).view(shape)
             return values.to(self._vectors.get(gguf_name, values.dtype))
         return torch.from_numpy(quants.dequantize(data, tensor.tensor_type)).to(torch.bfloat16).view(shape)
+
+    def _data(self, tensor: gguf.ReaderTensor, expert: int | None) -> np.ndarray:
+        """A tensor's blocks or numbers, or those of one expert; not by the memory map, which a cut file would crash."""
+        like = tensor.data if expert is None else tensor.data[expert]
+        start = tensor.data_offset + (expert or 0) * like.nbytes
+        data = np.fromfile(self.path, like.dtype, like.size, offset=start)
+        if data.size != like.size:
+            raise ValueError(f"{self.path} became shorter while it was read")
+        return data.reshape(like.shape)
 
     def _value(self, key: str, default: Any = None) -> Any:
         field = self.fields.get(key)
@@ -204,6 +214,13 @@ class GGUFCheckpoint(Checkpoint):
             has_input_scale=quantizes and static,
         )
 
+    def _factor(self, gguf_name: str, expert: int | None) -> Tensor:
+        """A weight's per-tensor scale: 1 where a file of others has none."""
+        scale = self._sidecar(gguf_name, "scale", expert)
+        if scale is None and WRITTEN in self.fields:
+            raise ValueError(f"{self.path}: tensor {gguf_name}: its scale is missing, which this file had when written")
+        return torch.ones(()) if scale is None else scale
+
     def _sidecar(self, gguf_name: str, kind: str, expert: int | None) -> Tensor | None:
         """A weight's .scale or .input_scale, of one expert, float32 0-d."""
         name = f"{gguf_name.rpartition('.')[0]}.{kind}"
@@ -228,10 +245,24 @@ def _opened(path: Path) -> gguf.GGUFReader:
     except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError, MemoryError) as error:
         size = path.stat().st_size
         raise ValueError(f"{path}: expected a whole GGUF file, found {size} bytes that are none: {error}") from None
-    for tensor in reader.tensors:
-        if tensor.data.nbytes != tensor.n_bytes:
-            raise ValueError(f"{path}: tensor {tensor.name}: expected {tensor.n_bytes} bytes, the file ends before")
+    _check_layout(path, reader)
     return reader
+
+
+def _check_layout(path: Path, reader: gguf.GGUFReader) -> None:
+    """Raises a ValueError unless each tensor has bytes of its own, where llama.cpp looks for them too."""
+    end, before = 0, ""
+    for tensor in sorted(reader.tensors, key=lambda each: each.data_offset):
+        where = f"{path}: tensor {tensor.name}"
+        if 0 in tensor.shape:
+            raise ValueError(f"{where}: expected rows and columns, found a shape of {tensor.shape.tolist()[::-1]}")
+        if tensor.data.nbytes != tensor.n_bytes:
+            raise ValueError(f"{where}: expected {tensor.n_bytes} bytes, the file ends before")
+        if tensor.data_offset % reader.alignment:
+            raise ValueError(f"{where}: expected an offset in multiples of {reader.alignment}, found another")
+        if tensor.data_offset < end:
+            raise ValueError(f"{where}: expected bytes of its own, found some that belong to {before} too")
+        end, before = tensor.data_offset + tensor.n_bytes, tensor.name
 
 
 @contextlib.contextmanager
@@ -241,10 +272,6 @@ def _naming(path: Path, tensor: str | None = None) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{path}: {f'tensor {tensor}: ' if tensor else ''}{error}") from None
-
-
-def _of_expert(data: np.ndarray, expert: int | None) -> np.ndarray:
-    return data if expert is None else data[expert]
 
 
 def _shape(tensor: gguf.ReaderTensor, expert: int | None) -> tuple[int, ...]:

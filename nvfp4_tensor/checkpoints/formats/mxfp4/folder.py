@@ -55,10 +55,7 @@ class MXFP4(SafetensorsFormat):
         return entries | {n: Entry(shape=e.shape, dtype=e.dtype, shard=e.file.name) for n, e in dense.items()}
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
-        try:
-            return parts_of_mxfp4(tensors[name + _BLOCKS], tensors[name + _SCALES])
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        return parts_of_mxfp4(tensors[name + _BLOCKS], tensors[name + _SCALES])
 
     def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> NoReturn:
         """Raises a ValueError: NVFP4's scales are no powers of two."""

@@ -1,0 +1,304 @@
+"""A scale that is damaged in a file is an error that names file and tensor, or is read as what it says."""
+
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from checkpoints.folders import GOLDEN, edit, edit_json
+from helpers.checkpoints import write_gguf
+from safetensors.torch import load_file, save_file
+
+from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
+from nvfp4_tensor.checkpoints import tensor_of
+from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks
+from nvfp4_tensor.checkpoints.io.safetensors import Shards
+from nvfp4_tensor.numerics import layout
+
+FACTOR, INPUT, BLOCKS = "per-tensor scale", "input scale", "block scales"
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+STEM = WEIGHT.removesuffix(".weight")
+KEYS = {
+    "modelopt": (f"{STEM}.weight_scale_2", f"{STEM}.input_scale", f"{STEM}.weight_scale"),
+    "compressed-tensors": (f"{STEM}.weight_global_scale", f"{STEM}.input_global_scale", f"{STEM}.weight_scale"),
+    "torchao": tuple(f"{STEM}._weight_{part}" for part in ("per_tensor_scale", "act_per_tensor_scale", "scale")),
+    "comfy": (f"{STEM}.weight_scale_2", f"{STEM}.input_scale", f"{STEM}.weight_scale"),
+    "mlx": (f"{STEM}.global_scale", None, f"{STEM}.scales"),
+    "gguf": ("blk.0.attn_q.scale", "blk.0.attn_q.input_scale", "blk.0.attn_q.weight"),
+}
+VALUES = [-1.0, 0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3e38, 2.5, -1e-40]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    golden = GOLDEN / "modelopt_nvfp4"
+    for format in ("modelopt", "compressed-tensors", "torchao"):
+        checkpoints.convert(golden, folder / format, to=format, progress=False)
+    checkpoints.convert(
+        GOLDEN / "modelopt_w4a16", folder / "mlx", to="mlx", progress=False, global_scale=True, lossy=True
+    )
+    (folder / "comfy").mkdir()
+    checkpoints.convert(golden, folder / "comfy/model.safetensors", to="comfy", progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gguf_source(tmp_path_factory, tensors):
+    pytest.importorskip("gguf")
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    static = {"activation_spec": QuantizeSpec(), "activation_amax": torch.tensor(5.0)}
+    write_gguf(path, {n: t._replace(**static) if "_proj.weight" in n else t for n, t in tensors.items()})
+    return path
+
+
+def places_in_gguf(path):
+    """By tensor's name: its first byte, its bytes."""
+    import gguf
+
+    return {t.name: (t.data_offset, t.n_bytes) for t in gguf.GGUFReader(path).tensors}
+
+
+def said(format, path):
+    """What a file says of the weight: (values in float64, input scale or None), by the layouts' own definitions."""
+    factor_key, input_key, scale_key = KEYS[format]
+    if format == "gguf":
+        data, places = path.read_bytes(), places_in_gguf(path)
+        floats = {key: np.frombuffer(data, "<f4", 1, places[key][0]).item() for key in (factor_key, input_key)}
+        start, size = places[scale_key]
+        codes, scale = unpack_blocks(
+            torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8).view(128, -1)
+        )
+        rows = torch.arange(128).view(4, 2, 16).transpose(1, 2).reshape(-1).argsort()
+        codes, scale, factor, static = codes[rows], scale[rows], floats[factor_key], floats[input_key]
+    else:
+        stored = load_file(path if path.is_file() else path / "model.safetensors")
+        factor, scale = stored[factor_key].item(), stored[scale_key].view(torch.float8_e4m3fn)
+        static = None if input_key not in stored else stored[input_key].item()
+        names = {"compressed-tensors": f"{STEM}.weight_packed", "torchao": f"{STEM}._weight_qdata"}
+        codes = stored[names.get(format, WEIGHT)].view(torch.uint8)
+        codes = codes >> 4 | codes << 4 if format == "comfy" else codes
+        if format in ("torchao", "comfy"):
+            scale = layout.unswizzle(scale.view(-1, 1, 32, 16), len(codes), codes.shape[1] // 8)
+    with np.errstate(all="ignore"):
+        if format == "compressed-tensors":
+            factor, static = (np.float32(1) / np.float32(each) for each in (factor, static))
+    if format == "mlx":
+        factor = np.float32(factor) / np.float32(2688)
+    values = layout.code_values(layout.unpack(codes)).double().unflatten(1, (-1, 16))
+    return (values * scale.double().unsqueeze(-1) * float(factor)).flatten(1), static
+
+
+def damage(format, path, kind, rng):
+    """One scale gets another value."""
+    key = KEYS[format][[FACTOR, INPUT, BLOCKS].index(kind)]
+    value, byte = rng.choice(VALUES), rng.randrange(256)
+    if format == "gguf":
+        start, size = places_in_gguf(path)[key]
+        data = bytearray(path.read_bytes())
+        at = start + rng.randrange(size // 36) * 36 + rng.randrange(4) if kind == BLOCKS else start
+        data[at : at + (1 if kind == BLOCKS else 4)] = bytes([byte]) if kind == BLOCKS else np.float32(value).tobytes()
+        path.write_bytes(data)
+        return
+
+    def change(tensors):
+        if kind == BLOCKS:
+            flat = tensors[key].view(torch.uint8).view(-1)
+            flat[rng.choice(flat.nonzero().flatten().tolist())] = byte  # the padding stays zero
+        else:
+            tensors[key].fill_(value)
+
+    edit(path.parent if path.is_file() else path, change)
+
+
+def assert_right_or_refused(format, path):
+    want, static = said(format, path)
+    try:
+        with checkpoints.read(path) as read:
+            parts = read.linear(WEIGHT)
+    except ValueError as error:
+        assert path.name in str(error) and ("q_proj" in str(error) or "attn_q" in str(error)), error
+        return False
+    got = tensor_of(parts, torch.float32).dequantize().double()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.allclose(got, want.float().double(), rtol=1e-6, atol=0, equal_nan=True)
+    assert not want.isinf().any() or parts.per_tensor_scale > 1e30
+    assert static is None or (parts.input_scale == np.float32(static) and 0 < parts.activation_amax() < float("inf"))
+    return True
+
+
+@pytest.mark.parametrize("format", KEYS)
+def test_random_scales(sources, tmp_path, format, request):
+    rng, counts = random.Random(format), {True: 0, False: 0}
+    source = request.getfixturevalue("gguf_source") if format == "gguf" else sources / format
+    kinds = [kind for kind, key in zip((FACTOR, INPUT, BLOCKS), KEYS[format], strict=True) if key]
+    for i in range(60):
+        if format == "gguf":
+            path = shutil.copyfile(source, tmp_path / f"{i}.gguf")
+        else:
+            path = shutil.copytree(source, tmp_path / str(i))
+        path = path / "model.safetensors" if format == "comfy" else path
+        damage(format, path, kinds[i % len(kinds)], rng)
+        counts[assert_right_or_refused(format, path)] += 1
+        shutil.rmtree(path.parent if format == "comfy" else path) if format != "gguf" else path.unlink()
+    assert min(counts.values()) > 8, counts
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "comfy", "mlx"])
+def test_factors_and_input_scales_that_cannot_be(sources, tmp_path, format, value):
+    for kind, key in zip((FACTOR, INPUT), KEYS[format], strict=False):
+        if key is None:
+            continue
+        folder = shutil.copytree(sources / format, tmp_path / kind)
+        edit(folder, lambda tensors, key=key: tensors[key].fill_(value))
+        path = folder / "model.safetensors" if format == "comfy" else folder
+        with (
+            pytest.raises(ValueError, match=rf"model\.safetensors: tensor {WEIGHT}: expected an? {kind}"),
+            checkpoints.read(path) as read,
+        ):
+            read.linear(WEIGHT)
+        with pytest.raises(ValueError, match=rf"tensor {WEIGHT}: expected an? {kind}"):
+            checkpoints.convert(path, tmp_path / "out", to="modelopt", progress=False)
+        assert not (tmp_path / "out").exists()
+        shutil.rmtree(tmp_path / "out.partial", ignore_errors=True)
+
+
+@pytest.mark.parametrize("format", ["modelopt", "torchao", "comfy", "mlx"])
+def test_a_weight_of_zeros_may_have_a_factor_of_zero(sources, tmp_path, format):
+    """ModelOpt and torchao write amax / 2688 of it."""
+    folder = shutil.copytree(sources / format, tmp_path / "x")
+    codes = f"{STEM}._weight_qdata" if format == "torchao" else WEIGHT
+    edit(folder, lambda t: (t[KEYS[format][0]].fill_(0), t[codes].view(torch.uint8).fill_(0x88)))
+    with checkpoints.read(folder / "model.safetensors" if format == "comfy" else folder) as read:
+        assert not tensor_of(read.linear(WEIGHT)).dequantize().any()
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "mlx"])
+@pytest.mark.parametrize("which", range(3), ids=[FACTOR, INPUT, BLOCKS])
+def test_a_scale_that_is_missing(sources, tmp_path, format, which):
+    key = KEYS[format][which]
+    if key is None:
+        pytest.skip("MLX has no input scales")
+    folder = shutil.copytree(sources / format, tmp_path / "x")
+    edit(folder, lambda tensors: tensors.pop(key))
+    with pytest.raises(ValueError, match=r"x.*q_proj"):
+        checkpoints.read(folder)
+
+
+def test_comfy_names_weights_without_input_scale(sources, tmp_path):
+    """There each layer may have one or not: a warning."""
+    folder = shutil.copytree(sources / "comfy", tmp_path / "x")
+    edit(folder, lambda tensors: tensors.pop(f"{STEM}.input_scale"))
+    with pytest.warns(UserWarning, match=rf"model\.safetensors: {WEIGHT} have no input scale, as others do"):
+        checkpoints.read(folder / "model.safetensors")
+    edit(folder, lambda tensors: tensors.pop(f"{STEM}.weight_scale_2"))
+    with pytest.raises(ValueError, match=r"weight_scale_2 \(float32 \[\]\) is missing"):
+        checkpoints.read(folder / "model.safetensors")
+
+
+def test_all_scales_of_a_weight_missing(sources, tmp_path):
+    """It is no dense tensor of bytes."""
+    folder = shutil.copytree(sources / "modelopt", tmp_path / "x")
+    edit(folder, lambda t: [t.pop(f"{STEM}.{part}") for part in ("weight_scale", "weight_scale_2", "input_scale")])
+    with pytest.raises(ValueError, match=rf"{STEM}\.weight_scale \(float8_e4m3fn\) is missing"):
+        checkpoints.read(folder)
+
+
+@pytest.mark.parametrize("dynamic", [True, "local", False])
+def test_compressed_tensors_that_are_dynamic(sources, tmp_path, dynamic):
+    """Without one input scale the configuration says whether any was wanted."""
+    folder = shutil.copytree(sources / "compressed-tensors", tmp_path / "x")
+    edit(folder, lambda t: [t.pop(name) for name in list(t) if name.endswith("input_global_scale")])
+
+    def change(config):
+        for group in config["quantization_config"]["config_groups"].values():
+            group["input_activations"]["dynamic"] = dynamic
+
+    edit_json(folder / "config.json", change)
+    if dynamic is True:
+        with checkpoints.read(folder) as read:
+            entry = read.entries[WEIGHT]
+            assert entry.quantizes_activations and not entry.has_input_scale
+    else:
+        with pytest.raises(ValueError, match=r"input_global_scale.*is missing"):
+            checkpoints.read(folder)
+
+
+def test_scales_of_a_model_are_checked_when_it_is_saved(tmp_path):
+    weight = quantize(torch.randn(32, 64))
+    nan = weight.clone().fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"a\.weight: expected a per-tensor scale that is finite"):
+        checkpoints.save({"a.weight": nan}, tmp_path / "x", progress=False)
+    idle = weight._replace(activation_spec=QuantizeSpec(), activation_amax=torch.zeros(()))
+    with pytest.raises(ValueError, match=r"a\.weight: expected an input scale that is finite and above zero"):
+        checkpoints.save({"a.weight": idle}, tmp_path / "x", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("amax", [1e39, 1e-45, 0.0, -1.0, float("nan")])
+def test_input_amax_that_float32_does_not_hold(tmp_path, amax):
+    save_file({"up_proj.weight": torch.randn(32, 64)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="finite number above zero in float32"):
+        checkpoints.quantize(tmp_path, tmp_path / "x", input_amax={"up_proj": amax}, progress=False)
+
+
+# --- where the bytes of a GGUF lie -----------------------------------------------------------------------------------
+
+
+def with_offset(path, name, offset):
+    """The same file, with another offset of that tensor in its header."""
+    import gguf
+
+    field = next(t.field for t in gguf.GGUFReader(path).tensors if t.name == name)
+    at = field.offset + sum(part.nbytes for part in field.parts[:-1])
+    data = bytearray(path.read_bytes())
+    data[at : at + 8] = int(offset(int.from_bytes(data[at : at + 8], "little"))).to_bytes(8, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (lambda o: o - 32, r"bytes of its own, found some that belong to blk\.0\."),
+        (lambda o: 0, "bytes of its own, found some that belong to"),
+        (lambda o: o + 4, "offset in multiples of 32"),
+        (lambda o: o + 2**40, "the file ends before"),
+    ],
+)
+def test_offsets_of_a_gguf(gguf_source, tmp_path, offset, message):
+    path = shutil.copyfile(gguf_source, tmp_path / "a.gguf")
+    with_offset(path, "blk.0.ffn_up.weight", offset)
+    with pytest.raises(ValueError, match=rf"a\.gguf: .*{message}|a\.gguf.*none"):
+        checkpoints.read(path)
+
+
+def test_a_gguf_of_no_rows(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("output_norm.weight", np.zeros(4, np.float32))
+    writer.add_tensor("token_embd.weight", np.zeros((0, 64), np.float32))
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"a\.gguf: tensor token_embd\.weight: expected rows and columns, found .*0"):
+        checkpoints.read(tmp_path / "a.gguf")
+
+
+def test_a_gguf_of_ours_without_a_scale(gguf_source, tmp_path):
+    """Others leave out a scale of 1; we write it."""
+    path = tmp_path / "a.gguf"
+    path.write_bytes(gguf_source.read_bytes().replace(b"blk.0.attn_q.scale", b"blk.7.attn_q.scale"))
+    with pytest.raises(ValueError, match=re.escape("a.gguf: ")), checkpoints.read(path) as read:
+        read.linear(WEIGHT)
+
+
+def test_a_header_that_says_nothing_of_a_scale(sources, tmp_path):
+    """torchao's headers name the parts of each weight."""
+    folder = shutil.copytree(sources / "torchao", tmp_path / "x")
+    file = folder / "model.safetensors"
+    metadata = {k: v.replace('"act_per_tensor_scale", ', "") for k, v in Shards(file).metadata.items()}
+    save_file(load_file(file), file, metadata=metadata)
+    with pytest.raises(ValueError, match="as its header says, found"):
+        checkpoints.read(folder)
