@@ -98,6 +98,7 @@ def run(
 ) -> Written:  # fmt: skip
     """Quantize ``src`` into ``dst``; the arguments are the options of the command."""
     from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
+    from nvfp4_tensor.checkpoints.common import format_named
     from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new
     from nvfp4_tensor.checkpoints.models import fitting
     from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer, read_tokens, untie_head, windows_of
@@ -107,7 +108,8 @@ def run(
     start = time.perf_counter()
     amax = budget = None
     if calibrate is not None:
-        check_is_new(dst)  # before minutes of calibration
+        check_is_new(dst, is_file=format_named(to).is_file)  # before minutes of calibration
+        source = checkpoints.read(src)
         batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens), WINDOW)
         model = open_model(src, progress=progress)
         included = (*include, untie_head(model)) if head else include
@@ -120,9 +122,10 @@ def run(
         if gptq or weighted:
             fit = fitting.fit_by_gptq if gptq else fitting.fit_by_scale_search
             fit(model, batches, spec, chosen, progress=progress)
-            fitting.write_fitted(src, model, dst, to=to, head=head, progress=progress, **of_format)
+            fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
             return Written.of(src, dst, time.perf_counter() - start, budget)
         amax = None if w4a16 else fitting.find_input_amax(model, batches, chosen, progress=progress)
+        source.check_unchanged()  # since the model was loaded
         del model
     checkpoints.quantize(
         src, dst, to=to, spec=spec, exclude=exclude, include=include, head=head, input_amax=amax, seed=seed,

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.checkpoints.files import Files
 from nvfp4_tensor.checkpoints.io.safetensors import what_is_in
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
@@ -264,12 +265,14 @@ class Checkpoint(abc.ABC):
         path: its folder or file; None where it is a model in memory.
         config: of config.json, without ``quantization_config``; {} where there is none.
         entries: by parameter's name ("model.layers.0.mlp.up_proj.weight"), in the order of the files.
+        files: those that it is read from, None where there are none.
     """
 
     format: str
     path: Path | None
     config: dict[str, Any]
     entries: dict[str, Entry]
+    files: Files | None = None
 
     @abc.abstractmethod
     def linear(self, name: str) -> LinearParts:
@@ -297,11 +300,18 @@ class Checkpoint(abc.ABC):
 
     def identity(self) -> list[Any] | None:
         """What the content follows from, as JSON: names, sizes and times of files, settings. None: nobody can tell."""
-        if self.path is None:
+        if self.path is None or self.files is None:
             return None
-        files = sorted(self.path.iterdir()) if self.path.is_dir() else [self.path]
-        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-        return [str(self.path.resolve()), self.format, stats]
+        return [str(self.path.resolve()), self.format, self.files.identity()]
+
+    def check_unchanged(self) -> None:
+        """What is to be called after all has been read, and before anything that was made of it counts.
+
+        Raises:
+            ValueError: a file of the checkpoint has been written or replaced since it was opened.
+        """
+        if self.files is not None:
+            self.files.check_unchanged()
 
     def close(self) -> None:  # noqa: B027  nothing to do for a model in memory
         """Closes what is open."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import LARGEST, LinearParts, check_scales, tensor_of
 from nvfp4_tensor.checkpoints.formats.modelopt import keys_of
+from nvfp4_tensor.checkpoints.io.safetensors import parse_json
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -134,7 +135,7 @@ def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
 def _read_settings(data: Tensor | None) -> dict[str, Any]:
     if data is None:
         return {}
-    settings = json.loads(bytes(data.cpu().tolist()))
+    settings = parse_json(bytes(data.cpu().tolist()))
     if not isinstance(settings, dict):
         raise ValueError(f"settings {settings!r}")
     return settings

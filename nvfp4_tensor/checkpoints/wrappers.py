@@ -46,6 +46,9 @@ class View(Checkpoint):
         inner = self.source.identity()
         return None if inner is None else [type(self).__name__, *inner]
 
+    def check_unchanged(self) -> None:
+        self.source.check_unchanged()
+
     def close(self) -> None:
         self.source.close()
 

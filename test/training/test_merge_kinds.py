@@ -238,8 +238,6 @@ def test_refused(kind):
     check_refused(make(), message)
 
 
-
-
 def drawn(seed):
     """A model with adapters of any kinds together; peft's error, if it refuses them."""
     draw = random.Random(seed)

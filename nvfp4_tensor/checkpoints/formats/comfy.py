@@ -29,7 +29,7 @@ from tqdm import tqdm
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable, warn_of_nan
 from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
-from nvfp4_tensor.checkpoints.io.safetensors import Shards
+from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
 from nvfp4_tensor.checkpoints.names import some, warn_of_missing_input_scales
 from nvfp4_tensor.checkpoints.wrappers import View
@@ -216,10 +216,10 @@ class _Activations(View):
 def _markers(shards: Shards) -> dict[str, dict[str, Any]]:
     """By layer; those of the header and those beside the weights, which count where both are."""
     try:
-        found = json.loads(shards.metadata.get(_HEADER, "{}")).get("layers") or {}
+        found = parse_json(shards.metadata.get(_HEADER, "{}")).get("layers") or {}
         for name in shards.info:
             if name.endswith(f".{_MARKER}"):
-                found[name.removesuffix(f".{_MARKER}")] = json.loads(bytes(shards[name].tolist()))
+                found[name.removesuffix(f".{_MARKER}")] = parse_json(bytes(shards[name].tolist()))
     except (ValueError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"{shards.path}: expected markers of layers in JSON, found {error}") from None
     return {layer: marker if isinstance(marker, dict) else {"format": marker} for layer, marker in found.items()}

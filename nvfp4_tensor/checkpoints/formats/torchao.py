@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable
-from nvfp4_tensor.checkpoints.io.safetensors import Shards, read_json
+from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_json
 from nvfp4_tensor.checkpoints.names import natural, some
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
@@ -141,9 +141,9 @@ def _method(config: Mapping[str, Any]) -> object:
 def _described(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """What headers say of each tensor; {} where they say nothing as torchao does."""
     try:
-        names = json.loads(metadata.get("tensor_names", "[]"))
-        described = {name: json.loads(metadata[name]) for name in names}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        names = parse_json(metadata.get("tensor_names", "[]"))
+        described = {name: parse_json(metadata[name]) for name in names}
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"expected torchao's metadata in the headers, found some that is damaged: {error}") from None
     return {name: fields for name, fields in described.items() if isinstance(fields, dict) and "_type" in fields}
 

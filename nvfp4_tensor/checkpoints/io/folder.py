@@ -18,9 +18,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, LinearParts, check_scales, nan_blocks
+from nvfp4_tensor.checkpoints.files import Files
 from nvfp4_tensor.checkpoints.io.resumable_write import Progress, check_is_new, fingerprint
 from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards, read_json, write_json
-from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, read_factors, with_factors, write_factors
+from nvfp4_tensor.checkpoints.io.sidecar import (
+    SIDECAR,
+    lost_factors,
+    read_factors,
+    sidecars_of,
+    with_factors,
+    write_factors,
+)
 from nvfp4_tensor.checkpoints.names import joined_with, natural, some
 
 SHARD_BYTES = 4 << 30
@@ -38,9 +46,10 @@ class FolderCheckpoint(Checkpoint):
     def __init__(self, format: SafetensorsFormat, path: Path) -> None:
         self.path: Path = path
         self.format = format.name
-        self.shards = Shards(path)
         folder = path if path.is_dir() else path.parent
         config = folder / "config.json"
+        self.files: Files = Files(path, [config, *sidecars_of(path)])
+        self.shards = Shards(path)
         self.config = read_json(config) if config.exists() else {}
         self._format = format
         self._factors = read_factors(path)
@@ -83,8 +92,8 @@ class FolderCheckpoint(Checkpoint):
 
     def write_others(self, folder: Path) -> None:
         """The files of its folder that are neither weights nor what this package writes anew."""
-        for file in sorted(self.path.iterdir()) if self.path.is_dir() else ():
-            if file.is_file() and not any(file.match(pattern) for pattern in _NOT_COPIED):
+        for file in self.files.stats if self.path.is_dir() else ():
+            if not any(file.match(pattern) for pattern in _NOT_COPIED):
                 shutil.copyfile(file, folder / file.name)
 
     def stored_name(self, name: str) -> str:
@@ -209,6 +218,7 @@ class SafetensorsFormat(Format):
         with Progress(path, fingerprint(self.name, checkpoint, shard_bytes)) as state:
             self._write_shards(checkpoint, plan, state, progress)
             self._write_rest(checkpoint, plan, state)
+            checkpoint.check_unchanged()
             state.finish()
 
     def _plan(self, checkpoint: Checkpoint, shard_bytes: int | None) -> Plan:
@@ -262,6 +272,7 @@ class SafetensorsFormat(Format):
                     for piece in checkpoint.chunks(name):
                         shard.write(name, piece)
                 bar.update(_source_bytes(entry))
+            checkpoint.check_unchanged()
             shard.finish()
         return shard.nbytes, factors, with_nan
 

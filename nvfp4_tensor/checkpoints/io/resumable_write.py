@@ -23,9 +23,26 @@ MANIFEST = "progress.json"
 
 
 def check_is_new(path: Path, *, is_file: bool = False) -> None:
-    """Raises a ValueError where something is already, but for an empty folder that is to be filled."""
-    if path.exists() and (is_file or not path.is_dir() or any(path.iterdir())):
+    """Raises a ValueError where something is already, but for an empty folder that what is written can replace."""
+    if os.path.lexists(path) and (is_file or not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is there already: remove it first, or write to another place")
+    if path.is_dir():
+        _check_replaceable(path)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raises a ValueError for an empty folder that has to stay, before hours of work: it is removed and made again."""
+    try:
+        if path.samefile(Path.cwd()) or os.path.ismount(path):
+            raise OSError("it is in use")
+        path.resolve().rmdir()
+    except OSError as error:
+        inside = path / "model"
+        raise ValueError(
+            f"{path} cannot be replaced by the folder that is written, as a mount point or the current folder cannot "
+            f"({error.strerror or error}): write to a new folder in it, such as {inside}"
+        ) from None
+    path.resolve().mkdir(exist_ok=True)
 
 
 @contextlib.contextmanager
@@ -101,7 +118,7 @@ class Progress:
         Raises:
             ValueError: a folder of that name is there that no such run made, or another process writes it.
         """
-        self.path = path
+        self.path = path = path.resolve() if path.is_dir() else path  # an empty folder that a link leads to
         self.folder = path.with_name(path.name + ".partial")
         self._manifest: dict[str, Any] = {"key": key, "shards": {}}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -143,11 +160,15 @@ class Progress:
         return [name for shard in self._shards.values() for name in shard["with_nan"]]
 
     def finish(self) -> None:
-        """The folder is whole, and gets its name."""
-        (self.folder / MANIFEST).unlink(missing_ok=True)
+        """The folder is whole, and gets its name; where it cannot, the manifest stays, for the next run."""
         if self.path.is_dir():
             self.path.rmdir()  # an empty one
-        self.folder.replace(self.path)
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        try:
+            self.folder.replace(self.path)
+        except OSError:
+            self._write_manifest()
+            raise
 
     def __enter__(self) -> Progress:
         return self

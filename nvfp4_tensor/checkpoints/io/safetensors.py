@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -16,6 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from nvfp4_tensor.checkpoints.files import check_regular, check_same
 
 DTYPES = {
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "U32": torch.uint32,
@@ -26,6 +29,9 @@ DTYPES = {
 """By the name that headers have for them, in the order in which the library of safetensors lays out a file."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+DEPTH = 100
+"""How deep JSON may be nested: what is deeper reads, or writes, by recursion beyond Python's limit."""
 
 CHUNK = 32 << 20
 """Bytes of a piece that is read, quantized or copied at once."""
@@ -68,8 +74,11 @@ class Shards(Mapping[str, Tensor]):
         self.info: dict[str, TensorInfo] = {}
         self.metadata: dict[str, str] = {}
         self._open: dict[Path, BinaryIO] = {}
+        self._stats: dict[Path, os.stat_result] = {}
         self.files, index = _files(path)
         for file in self.files:
+            check_regular(file)
+            self._stats[file] = file.stat()
             for name, info in _header(file, self.metadata).items():
                 if name in self.info:
                     raise ValueError(f"{path}: tensor {name} is in {self.info[name].file.name} and in {file.name}")
@@ -111,6 +120,7 @@ class Shards(Mapping[str, Tensor]):
         file = self._open.get(info.file)
         if file is None:
             file = self._open[info.file] = info.file.open("rb", buffering=0)
+            check_same(info.file, self._stats[info.file], os.fstat(file.fileno()))
         file.seek(info.offset + start)
         view = data.numpy().data
         while view:
@@ -285,13 +295,36 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is none; the message names the file.
     """
+    check_regular(file)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = parse_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{file}: expected JSON, found {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON.
+
+    Raises:
+        ValueError: it is none, or nested deeper than :data:`DEPTH`.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"some that is nested deeper than {DEPTH}") from None
+    level, depth = [value], 0
+    while level := [inner for each in level if isinstance(each, dict | list) for inner in _inside(each)]:
+        depth += 1
+        if depth > DEPTH:
+            raise ValueError(f"some that is nested deeper than {DEPTH}")
+    return value
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:

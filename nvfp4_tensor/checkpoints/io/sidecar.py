@@ -21,9 +21,9 @@ SIDECAR = "nvfp4_tensor.json"
 _MAY_BE_SET = ("divisor", "input_divisor", "per_tensor_scale", "input_scale", "input_amax")
 
 
-def sidecar_of(path: Path) -> Path:
-    """Where it is, of a checkpoint that is a folder or a file."""
-    return path / SIDECAR if path.is_dir() else path.with_suffix(f".{SIDECAR}")
+def sidecars_of(path: Path) -> list[Path]:
+    """Where it may be, of a checkpoint that is a folder or a file; the first that there is counts."""
+    return [path / SIDECAR] if path.is_dir() else [path.with_suffix(f".{SIDECAR}"), path.parent / SIDECAR]
 
 
 def check_sidecar(path: Path) -> Path:
@@ -44,10 +44,8 @@ def read_factors(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: it is damaged.
     """
-    file = sidecar_of(path)
-    if not file.exists() and not path.is_dir():
-        file = path.parent / SIDECAR
-    if not file.exists():
+    file = next((file for file in sidecars_of(path) if file.exists()), None)
+    if file is None:
         return {}
     factors = read_json(file).get("factors")
     fits = isinstance(factors, dict) and all(
@@ -107,4 +105,8 @@ def _unless_inverse(value: Tensor | None, stored: Tensor | None) -> Tensor | Non
 
 
 def _is_numbers(value: object) -> bool:
-    return isinstance(value, float) or (isinstance(value, list) and all(_is_numbers(each) for each in value))
+    """Whether it is a number, or an array of them."""
+    try:
+        return torch.tensor(value).is_floating_point()
+    except (TypeError, ValueError, RuntimeError):  # of other things, or ragged
+        return False

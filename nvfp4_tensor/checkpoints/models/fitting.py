@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_named, read
+from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_named
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
 from nvfp4_tensor.checkpoints.wrappers import View, WithHead
@@ -109,13 +109,13 @@ def _observe(
 
 
 def write_fitted(
-    src: Path, model: nn.Module, dst: Path, *, to: str, head: bool, progress: bool = True, **options: Any
+    source: Checkpoint, model: nn.Module, dst: Path, *, to: str, head: bool, progress: bool = True, **options: Any
 ) -> None:
-    """Write the checkpoint ``src`` with the weights of the model that was made from it.
+    """Write the checkpoint ``source``, and close it, with the weights of the model that was made from it.
 
     head: whether the model's output layer has a weight of its own where the checkpoint's has none.
     """
-    with read(src) as source:
+    with source:
         fitted = Fitted(WithHead(source) if head else source, model)
         format_named(to).write(fitted, dst, progress=progress, **options)
 

@@ -70,6 +70,7 @@ def load(
         loaded = {}
         for name, origin in tqdm(plan.items(), desc=f"loading {Path(path).name}", unit="tensor", disable=not progress):
             loaded[name] = _read(slots[name], origin, checkpoint)
+        checkpoint.check_unchanged()
     for name, (tensor, origin) in loaded.items():
         _assign(slots[name], tensor, origin)
     return model

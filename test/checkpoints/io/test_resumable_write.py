@@ -1,7 +1,10 @@
 """Interrupted runs go on at their last whole file, and nobody else's folder is touched."""
 
 import contextlib
+import errno
+import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,3 +149,75 @@ def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, format, name):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
+
+
+# --- destinations that are there -------------------------------------------------------------------------------------
+
+
+def never(*arguments):
+    raise AssertionError("no work before it is known that the destination can be written")
+
+
+def test_an_empty_folder_that_cannot_be_replaced(tmp_path, monkeypatch):
+    """A mount point, by what the system says of one."""
+    write_dense(tmp_path / "src")
+    (tmp_path / "dst").mkdir()
+    remove = Path.rmdir
+
+    def rmdir(self):
+        if self.name == "dst":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(self))
+        remove(self)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    monkeypatch.setattr(Quantized, "linear", never)
+    with pytest.raises(ValueError, match=r"dst cannot be replaced .*busy\): write to a new folder in it, .*dst/model$"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["dst", "src"]
+
+
+def test_the_current_folder(tmp_path, monkeypatch):
+    write_dense(tmp_path / "src")
+    (tmp_path / "dst").mkdir()
+    monkeypatch.chdir(tmp_path / "dst")
+    with pytest.raises(ValueError, match=r"^\. cannot be replaced .*: write to a new folder in it, such as model$"):
+        checkpoints.quantize("../src", ".", progress=False)
+    checkpoints.quantize("../src", "model", progress=False)
+    assert checkpoints.detect("model") == "modelopt"
+
+
+def test_a_link_to_an_empty_folder(tmp_path):
+    write_dense(tmp_path / "src")
+    (tmp_path / "elsewhere/real").mkdir(parents=True)
+    (tmp_path / "dst").symlink_to(tmp_path / "elsewhere/real")
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
+    assert (tmp_path / "dst").is_symlink() and checkpoints.detect(tmp_path / "elsewhere/real") == "modelopt"
+    assert [each.name for each in (tmp_path / "elsewhere").iterdir()] == ["real"]
+
+
+@pytest.mark.parametrize("to", ["modelopt", "comfy"])
+def test_a_link_to_nothing(tmp_path, to):
+    write_dense(tmp_path / "src")
+    dst = tmp_path / ("dst.safetensors" if to == "comfy" else "dst")
+    dst.symlink_to(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"dst.* is there already"):
+        checkpoints.quantize(tmp_path / "src", dst, to=to, progress=False)
+
+
+def test_a_destination_that_is_taken_meanwhile_loses_no_work(tmp_path, monkeypatch):
+    """The manifest stays: the next call has nothing to quantize."""
+    write_dense(tmp_path / "src")
+    (tmp_path / "dst").mkdir()
+    whole = Quantized.linear
+
+    def linear(self, name):
+        (tmp_path / "dst/thesis.txt").write_text("x")
+        return whole(self, name)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"dst"):
+        patch.setattr(Quantized, "linear", linear)
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
+    (tmp_path / "dst/thesis.txt").unlink()
+    monkeypatch.setattr(Quantized, "linear", never)
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
+    assert checkpoints.detect(tmp_path / "dst") == "modelopt"

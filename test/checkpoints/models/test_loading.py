@@ -182,7 +182,7 @@ def test_a_file_that_shrinks_while_it_is_read_changes_nothing(w4a4, monkeypatch)
         return whole(self, name)
 
     monkeypatch.setattr(Shards, "__getitem__", cut)
-    with pytest.raises(ValueError, match=r"model\.safetensors became shorter"):
+    with pytest.raises(ValueError, match=r"model\.safetensors (became shorter|changed while it was read)"):
         checkpoints.load(model, w4a4, progress=False)
     assert torch.equal(logits(model), before)
 

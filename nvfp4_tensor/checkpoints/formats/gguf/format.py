@@ -131,6 +131,7 @@ class _Writer:
                 self._write(writer, progress)
             finally:
                 writer.close()
+            self.checkpoint.check_unchanged()
             write_factors(check_sidecar(self.path), self.factors)
             file.replace(self.path)
 

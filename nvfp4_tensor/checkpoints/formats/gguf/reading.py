@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts, check_scales
+from nvfp4_tensor.checkpoints.files import Files
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks, unpack_mxfp4
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
     FREQUENCIES,
@@ -26,7 +27,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
 )
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import parts_of_mxfp4
-from nvfp4_tensor.checkpoints.io.sidecar import read_factors, with_factors
+from nvfp4_tensor.checkpoints.io.sidecar import read_factors, sidecars_of, with_factors
 from nvfp4_tensor.checkpoints.names import warn_of_missing_input_scales
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path: Path = path
+        self.files: Files = Files(path, sidecars_of(path))
         self._last: tuple[str, Tensor] | None = None
         reader = _opened(path)
         self.fields: dict[str, gguf.ReaderField] = dict(reader.fields)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from nvfp4_tensor.checkpoints.io.safetensors import read_json
 
 if TYPE_CHECKING:
     import gguf
@@ -64,7 +65,7 @@ def _add_folder(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no tokenizer.json: give the GGUF another tokenizer, or tokenizer=None")
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     if content["model"].get("type") != "BPE":
         raise ValueError(f"{path} is a tokenizer of type {content['model'].get('type')}: BPE is written to GGUF")
     if content["model"].get("byte_fallback"):
