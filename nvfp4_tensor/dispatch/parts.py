@@ -97,7 +97,7 @@ def write_codes(func: Op, t: NVFP4Tensor, source: NVFP4Tensor) -> None:
         t.scale.copy_(source.scale)
         t.per_tensor_scale.copy_(factor)
         return
-    if t.numel() == 0:
+    if t.numel() == 0 or t.is_meta or source.is_meta:  # nothing to write
         return
     if t.aliasing == Aliasing.PART and _fits(t, source):
         t.qdata.copy_(source.qdata)

@@ -191,15 +191,20 @@ def _like(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 @implements(aten.empty_like.default)
 def _empty_like(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    """Zeros: a checkpoint that is loaded into its slices finds no codes, whose per-tensor scale it would have to keep.
+
+    Memory as it comes holds codes and a scale of earlier tensors, or none, by chance.
+    """
     t, dtype = args[0], kwargs.get("dtype")
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         return torch.empty(t.shape, dtype=dtype, device=kwargs.get("device") or t.device)
     new = t._apply_fn_to_data(
-        lambda data: torch.empty_like(
+        lambda data: torch.zeros_like(
             data,
             device=kwargs.get("device"),
             pin_memory=kwargs.get("pin_memory"),
             memory_format=torch.contiguous_format,
         )
     )
+    new.per_tensor_scale.fill_(1)
     return new._replace(orig_dtype=dtype or t.dtype)

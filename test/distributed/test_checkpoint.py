@@ -98,6 +98,33 @@ def test_the_tensors_themselves(ways, tmp_path):
     run_ranks(loads_itself, loading, str(tmp_path))
 
 
+def loads_without_scales(folder):
+    """Into weights that have none yet: memory that is made of the meta device's, over what was freed before."""
+    expected = make(seed=1).state_dict()
+    if dist.get_world_size() == 3:  # shards that FSDP2 pads
+        del expected["1.weight"]
+    for seed in range(4):
+        used = [quantize(torch.randn(512, 64) * 1e3**seed) for _ in range(8)]
+        model = make(seed=2).to("meta")
+        if "1.weight" not in expected:
+            del model[1].weight
+        model = fully_shard(model)
+        del used
+        model.to_empty(device="cpu")
+        assert not any(p._local_tensor.dequantize().any() for p in model.parameters() if hasattr(p, "qdata"))
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state)
+        assert_same(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("ways", [(2, 4), (4, 2), (1, 3)], ids=str)
+def test_the_tensors_themselves_into_empty_ones(ways, tmp_path):
+    saving, loading = ways
+    run_ranks(saves, saving, str(tmp_path), False)
+    run_ranks(loads_without_scales, loading, str(tmp_path))
+
+
 def reshards_columns(folder, save):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = quantize(torch.randn(40, 256, generator=torch.Generator().manual_seed(7)).bfloat16())
