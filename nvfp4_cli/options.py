@@ -61,7 +61,7 @@ _OF_FORMATS = (
         help="Folders: the size of a file, in gigabytes (10^9).",
     ),
     click.option("--global-scale", is_flag=True, help="MLX: keep per-tensor scales, in tensors that mlx-lm ignores."),
-    click.option("--lossy", is_flag=True, help="MLX: round again what its layers cannot hold."),
+    click.option("--lossy", is_flag=True, help="MLX, and GGUF of Qwen2: round again what their layers cannot hold."),
     click.option(
         "--quantize-activations/--no-quantize-activations", default=None,
         help="ComfyUI: whether it quantizes activations; by default as in SRC.",
@@ -71,7 +71,7 @@ OPTIONS = {
     "dense": ("gguf",),
     "quantize_activations": ("comfy",),
     "global_scale": ("mlx",),
-    "lossy": ("mlx",),
+    "lossy": ("mlx", "gguf"),
     "shard_bytes": ("modelopt", "compressed-tensors", "mlx", "torchao"),
 }
 """The formats that have each option; a test asks the formats."""

@@ -110,6 +110,8 @@ def run(
     if calibrate is not None:
         check_is_new(dst, is_file=format_named(to).is_file)  # before minutes of calibration
         source = checkpoints.read(src)
+        if gptq or weighted:
+            fitting.check_scales_fit(source, to, of_format)
         batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens), WINDOW)
         model = open_model(src, progress=progress)
         included = (*include, untie_head(model)) if head else include

@@ -348,9 +348,9 @@ class Format(abc.ABC):
             ValueError: a file that is wrong, truncated or of another kind: it names file, tensor, expected and found.
         """
 
-    def one_scale(self, options: dict[str, Any]) -> bool:
-        """Whether weights that are quantized for it get a per-tensor scale of 1: it has no place for any other."""
-        return False
+    def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
+        """Whether readers multiply that weight by a per-tensor scale; without, it is quantized with a scale of 1."""
+        return True
 
     @abc.abstractmethod
     def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> None:

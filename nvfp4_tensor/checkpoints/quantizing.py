@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def quantize(
             if is_matched(source.head, exclude):
                 raise ValueError(f"head=True quantizes {source.head}, which exclude leaves dense: give one of them")
             include = (*include, source.head)
-        checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, target.one_scale(options))
+        has_scale = functools.partial(target.has_scale, source, options=options)
+        checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, has_scale)
         target.write(checkpoint, Path(dst), progress=progress, **options)
 
 
@@ -102,11 +104,10 @@ class Quantized(View):
         include: Sequence[str] = (),
         input_amax: Mapping[str, float] | None = None,
         seed: int = 0,
-        one_scale: bool = False,
+        has_scale: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """one_scale: whether per-tensor scales are 1; the others as :func:`quantize` takes them."""
+        """has_scale: whether a weight has a per-tensor scale but 1; the others as :func:`quantize` takes them."""
         super().__init__(source)
-        self._one_scale = one_scale
         self.spec = stored_spec(spec)
         self.seed = seed
         if self.spec.hadamard_sign is not None:
@@ -117,6 +118,7 @@ class Quantized(View):
                 "run along the inputs: quantize the model itself, layer by layer"
             )
         self.chosen = chosen_linears(source, exclude, include)
+        self._of_one = {name for name in self.chosen if not has_scale(name)}
         self._input_amax = _by_parameter(input_amax or {}, self.chosen, source)
         self._amax: dict[tuple[str, ...], Tensor] = {}
         self._held: dict[str, Tensor] = {}
@@ -133,7 +135,7 @@ class Quantized(View):
             str(self.spec),
             self.spec.pack(),
             self.seed,
-            self._one_scale,
+            sorted(self._of_one),
             sorted(self.chosen),
             sorted(self._input_amax.items()),
         ]
@@ -193,7 +195,7 @@ class Quantized(View):
 
     def _shared_amax(self, name: str) -> Tensor:
         """The largest magnitude of the weights that a server joins with this one; they are kept if they are small."""
-        if self._one_scale:
+        if name in self._of_one:
             return torch.tensor(self.spec.largest_value)
         group = joined_with(name, self.chosen)
         if group not in self._amax:

@@ -119,8 +119,8 @@ class MLX(SafetensorsFormat):
         if self._global_scale and (experts := [name for name, entry in quantized.items() if entry.scales]):
             raise ValueError(f"MLX takes one global_scale a weight, and experts have one each: {some(experts)}")
 
-    def one_scale(self, options: dict[str, Any]) -> bool:
-        return not options.get("global_scale")
+    def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
+        return bool(options.get("global_scale"))
 
     def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
         return {"format": "mlx"}
@@ -239,27 +239,36 @@ class _Folded(_View):
     """Per-tensor scales in the block scales."""
 
     def _is_exact(self, name: str) -> bool:
-        factor = self.source.per_tensor_scale(name)
-        if (factor == 1).all():
-            return True
-        significand = torch.frexp(factor.double()).mantissa * 16
-        if not torch.equal(significand, significand.round()):  # e4m3 has four bits
-            return False
-        return _folded(self.source.linear(name)) is not None
+        return folds_exactly(self.source, name)
 
     def _said(self, parts: LinearParts) -> LinearParts:
-        scale = _folded(parts)
-        ones = torch.ones(())
-        if scale is not None:
-            return parts.replace(scale=scale, per_tensor_scale=ones, divisor=None)
-        values = tensor_of(parts, torch.float32).dequantize()
-        return parts_of(quantize(values, amax=AMAX_OF_ONE))
+        return with_scale_of_one(parts)
 
     def _refusal(self, names: str) -> str:
         return (
             f"MLX has no per-tensor scale, and the block scales of {names} cannot take theirs exactly: quantize with "
             "amax=2688 (per-tensor scales of 1), allow lossy=True, or write global_scale=True for what reads it"
         )
+
+
+def folds_exactly(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether the block scales of a weight can take its per-tensor scale without a rounding."""
+    factor = checkpoint.per_tensor_scale(name)
+    if (factor == 1).all():
+        return True
+    significand = torch.frexp(factor.double()).mantissa * 16
+    if not torch.equal(significand, significand.round()):  # e4m3 has four bits
+        return False
+    return _folded(checkpoint.linear(name)) is not None
+
+
+def with_scale_of_one(parts: LinearParts) -> LinearParts:
+    """The weight with its per-tensor scale in the block scales; quantized again where these cannot take it exactly."""
+    scale = _folded(parts)
+    if scale is not None:
+        return parts.replace(scale=scale, per_tensor_scale=torch.ones(()), divisor=None)
+    again = parts_of(quantize(tensor_of(parts, torch.float32).dequantize(), amax=AMAX_OF_ONE))
+    return parts.replace(qdata=again.qdata, scale=again.scale, per_tensor_scale=again.per_tensor_scale, divisor=None)
 
 
 def _folded(parts: LinearParts) -> Tensor | None:

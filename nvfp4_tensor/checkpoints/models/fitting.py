@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_named
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
-from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
+from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with, some
 from nvfp4_tensor.checkpoints.wrappers import View, WithHead
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.layout import BLOCK
@@ -106,6 +106,17 @@ def _observe(
     if idle := [name.removesuffix(".weight") for name, linear in observed.items() if not linear.activation_amax]:
         raise ValueError(f"the text reached no input of {', '.join(idle[:4])}: give more text, or exclude them")
     return observed
+
+
+def check_scales_fit(source: Checkpoint, to: str, options: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the format has no per-tensor scale for weights that are fitted to a text."""
+    target, names = format_named(to), [name for name, entry in source.entries.items() if len(entry.shape) == 2]
+    without = [name for name in names if not target.has_scale(source, name, dict(options))]
+    if without and not options.get("lossy"):
+        raise ValueError(
+            f"--gptq and --weighted give weights per-tensor scales, and readers of --to {to} have none for "
+            f"{some(without)}: add --lossy, which quantizes these again, or leave --gptq and --weighted out"
+        )
 
 
 def write_fitted(

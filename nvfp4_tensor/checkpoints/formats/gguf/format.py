@@ -22,6 +22,7 @@ from tqdm import tqdm
 from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, nan_blocks
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import SUPER_BLOCK, pack_blocks
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
+    ARCHITECTURES,
     FREQUENCIES,
     architecture_of,
     expert_of,
@@ -33,6 +34,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
 )
 from nvfp4_tensor.checkpoints.formats.gguf.reading import NEEDS, PLAIN, VECTORS, WRITTEN, GGUFCheckpoint
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_writing import add_tokenizer
+from nvfp4_tensor.checkpoints.formats.mlx import folds_exactly, with_scale_of_one
 from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.names import natural, some
@@ -67,6 +69,10 @@ class GGUF(Format):
             raise ValueError(f"{path}: expected a GGUF file, found one that does not begin with {_MAGIC.decode()}")
         return GGUFCheckpoint(path)
 
+    def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
+        kinds = [each for each in ARCHITECTURES if each.model_type == checkpoint.config.get("model_type")]
+        return not any(each.leaves_out_scale(name) for each in kinds)
+
     def write(
         self,
         checkpoint: Checkpoint,
@@ -75,6 +81,7 @@ class GGUF(Format):
         progress: bool = True,
         dense: str | None = None,
         tokenizer: Any = "own",
+        lossy: bool = False,
         **options: Any,
     ) -> None:
         """Write ``checkpoint`` to the file ``path``, which appears when it is whole.
@@ -84,6 +91,8 @@ class GGUF(Format):
                 they are. Vectors (norms, biases) are float32, as llama.cpp wants them.
             tokenizer: a tokenizer of transformers, a folder that has one, or None for a file that runs on tokens
                 alone; by default the checkpoint's own, and a warning where it has none.
+            lossy: where llama.cpp multiplies by no per-tensor scale (Qwen2's feed-forward weights) and block scales
+                cannot take it exactly, quantize the decoded values again.
 
         Raises:
             ValueError: an architecture or a rope scaling that is not written; a weight whose columns are no multiple of
@@ -91,7 +100,7 @@ class GGUF(Format):
                 models give it. Nothing is written then.
         """
         if options:
-            raise ValueError(f"GGUF has no option {', '.join(options)}: it takes dense and tokenizer")
+            raise ValueError(f"GGUF has no option {', '.join(options)}: it takes dense, tokenizer and lossy")
         if dense is not None and dense.upper() not in DENSE_TYPES:
             raise ValueError(f"dense is one of {', '.join(DENSE_TYPES)}, not {dense!r}")
         if importlib.util.find_spec("gguf") is None:
@@ -99,14 +108,14 @@ class GGUF(Format):
         path = Path(path)
         check_is_new(path, is_file=True)
         check_sidecar(path)
-        _Writer(checkpoint, path, dense.upper() if dense else None, tokenizer).run(progress)
+        _Writer(checkpoint, path, dense.upper() if dense else None, tokenizer, lossy).run(progress)
 
 
 class _Writer:
     """One file on its way: the header of all tensors first, then their bytes, one tensor in memory at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, path: Path, dense: str | None, tokenizer: Any) -> None:
-        self.checkpoint, self.path, self.dense = checkpoint, path, dense
+    def __init__(self, checkpoint: Checkpoint, path: Path, dense: str | None, tokenizer: Any, lossy: bool) -> None:
+        self.checkpoint, self.path, self.dense, self.lossy = checkpoint, path, dense, lossy
         if not checkpoint.config:
             raise ValueError(
                 f"a GGUF needs a configuration of transformers, and {checkpoint.path or 'a model'} has none"
@@ -225,10 +234,11 @@ class _Writer:
         bias = name.removesuffix("weight") + "bias"
         if bias in self.checkpoint.entries:
             raise ValueError(f"llama.cpp runs no NVFP4 feed-forward weights with a bias, as {name} has: leave it dense")
-        if not self.architecture.scales_ffn and float(self.checkpoint.per_tensor_scale(name)) != 1:
+        if self.architecture.leaves_out_scale(name) and not (self.lossy or folds_exactly(self.checkpoint, name)):
             raise ValueError(
                 f"llama.cpp leaves out the per-tensor scales of {self.architecture.name}'s feed-forward weights, and "
-                f"{name} has one: quantize with amax=2688 (a scale of 1), or leave it dense (exclude='*.mlp.*')"
+                f"the block scales of {name} cannot take its own exactly: quantize the dense model for GGUF, which "
+                "gives it a scale of 1, or allow lossy=True"
             )
 
     def _add_settings(self, writer: gguf.GGUFWriter) -> None:
@@ -326,6 +336,8 @@ class _Writer:
     def _packed(self, name: str, scales: dict[str, list[Tensor]]) -> np.ndarray:
         """The blocks of a weight; its scales go to those given."""
         parts = self.checkpoint.linear(name)
+        if self.architecture.leaves_out_scale(name):
+            parts = with_scale_of_one(parts)
         if nan_blocks(parts):
             raise ValueError(f"{name} has {nan_blocks(parts)} NaN blocks, which llama.cpp would read as zeros")
         if lost := lost_factors(parts, stores_divisors=False):

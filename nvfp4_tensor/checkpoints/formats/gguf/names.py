@@ -56,6 +56,10 @@ class Architecture:
     scales_ffn: bool = True
     experts: str = ""
 
+    def leaves_out_scale(self, name: str) -> bool:
+        """Whether llama.cpp multiplies that weight, by transformers' name, by no per-tensor scale."""
+        return not self.scales_ffn and ".mlp." in name
+
     @property
     def expert_modules(self) -> dict[str, str]:
         """What transformers' files call the weights of an expert, by llama.cpp's names."""

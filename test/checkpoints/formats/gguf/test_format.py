@@ -6,8 +6,9 @@ from helpers.checkpoints import DOWN, TINY, Q, same_parts, tiny_tensors
 from helpers.checkpoints import write_gguf as write
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
-from nvfp4_tensor.checkpoints import parts_of
+from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT
+from nvfp4_tensor.checkpoints.formats.gguf.names import to_gguf_name
 
 gguf = pytest.importorskip("gguf")
 
@@ -122,7 +123,7 @@ def test_what_cannot_be_written(tmp_path, tensors):
         ({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, {}, "type 'yarn'"),
         ({**TINY, "vocab_size": None}, {}, {}, "no vocab_size"),
         (TINY, {"model.norm.weight": torch.ones(128, dtype=torch.int64)}, {}, "is torch.int64"),
-        ({**TINY, "model_type": "qwen2"}, {}, {}, "qwen2's feed-forward weights, and .* amax=2688"),
+        ({**TINY, "model_type": "qwen2"}, {}, {}, "qwen2's feed-forward weights, and .* or allow lossy=True"),
         (TINY, {"model.layers.0.mlp.up_proj.bias": torch.ones(192)}, {}, "with a bias, as .*mlp.up_proj.weight has"),
         (TINY, {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, {}, "no name in llama.cpp's llama"),
         (TINY, {}, {"dense": "Q3_K"}, "dense is one of F32, F16"),
@@ -139,3 +140,55 @@ def test_a_file_that_is_there_stays(tmp_path, tensors):
     with pytest.raises(ValueError, match="is there already"):
         write(tmp_path / "a.gguf", tensors)
     assert (tmp_path / "a.gguf").read_bytes() == b"precious"
+
+
+# --- what llama.cpp multiplies by no per-tensor scale ----------------------------------------------------------------
+
+QWEN2 = {**TINY, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+
+
+def as_llama_cpp_reads(path):
+    """The weights of a GGUF by llama.cpp's names, its own blocks decoded; feed-forward scales of qwen2 left out."""
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, tensor in tensors.items():
+        if tensor.tensor_type.name == "NVFP4":
+            scale = 1.0 if ".ffn_" in name else float(tensors[f"{name.removesuffix('weight')}scale"].data[0])
+            yield name, torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).double() * scale
+
+
+@pytest.mark.parametrize("spec", [None, QuantizeSpec(scale_search=True)], ids=str)
+def test_qwen2_is_quantized_with_scales_that_llama_cpp_reads(tmp_path, spec):
+    dense = tiny_tensors(QWEN2)
+    write(tmp_path / "dense.gguf", dense, QWEN2)
+    checkpoints.quantize(tmp_path / "dense.gguf", tmp_path / "a.gguf", to="gguf", spec=spec, progress=False)
+    with checkpoints.read(tmp_path / "a.gguf") as read:
+        ours = {to_gguf_name(name): (name, read.linear(name)) for name, e in read.entries.items() if e.quantized}
+    assert len(ours) == 14
+    for gguf_name, values in as_llama_cpp_reads(tmp_path / "a.gguf"):
+        name, parts = ours[gguf_name]
+        assert (parts.per_tensor_scale == 1) == (".mlp." in name), name
+        assert torch.allclose(values, tensor_of(parts, torch.float32).dequantize().double(), rtol=1e-6)
+        error = (values - dense[name].double()).norm() / dense[name].double().norm()
+        assert error < 0.12, (name, error)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_scales_of_qwen2_are_folded(tmp_path, lossy):
+    """A power of two goes into the block scales; what does not is quantized again, where that is allowed."""
+    up, down = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    exact = quantize(torch.randn(192, 128), amax=2688.0)._replace(per_tensor_scale=torch.tensor(2.0**5))
+    inexact = quantize(torch.randn(128, 192))
+    tensors = tiny_tensors(QWEN2) | {up: exact} | ({down: inexact} if lossy else {})
+    with write(tmp_path / "a.gguf", tensors, QWEN2, lossy=lossy) as read:
+        parts = {name: read.linear(name) for name in (up, down)[: 1 + lossy]}
+    assert all(each.per_tensor_scale == 1 for each in parts.values())
+    assert torch.equal(tensor_of(parts[up], torch.float32).dequantize(), exact.dequantize())
+    theirs = dict(as_llama_cpp_reads(tmp_path / "a.gguf"))
+    assert torch.allclose(theirs["blk.0.ffn_up.weight"], exact.dequantize().double(), rtol=1e-6)
+    if lossy:
+        off = (theirs["blk.0.ffn_down.weight"] - inexact.dequantize().double()).norm() / inexact.dequantize().norm()
+        assert 0 < off < 0.1
+    else:
+        with pytest.raises(ValueError, match=r"scales of .*down_proj\.weight cannot take its own.* allow lossy=True"):
+            write(tmp_path / "b.gguf", tensors | {down: inexact}, QWEN2)
+        assert not (tmp_path / "b.gguf").exists()

@@ -134,7 +134,7 @@ def test_a_quantized_output_layer(tmp_path):
 def assert_same_logits(tmp_path, changes, quantized):
     transformers = pytest.importorskip("transformers")
     config = {**TINY, "hidden_size": 256, "intermediate_size": 320, "vocab_size": 512, **changes}
-    amax = 2688.0 if config["model_type"] == "qwen2" else None  # llama.cpp leaves out its scales
+    amax = 2688.0 if config["model_type"] == "qwen2" else None  # whose feed-forward scales are folded in
     tensors = {
         name: quantize(t, amax=amax) if name.endswith(quantized) else t
         for name, t in tiny_tensors(config, torch.float32).items()
