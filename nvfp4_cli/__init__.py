@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from nvfp4_cli import compare, completion, convert, demo, generate, info, inspect, quantize
+from nvfp4_cli.wording import in_options
 
 TRACEBACK = "NVFP4_TRACEBACK"
 """An environment variable: if it is set, errors are raised with their traceback."""
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show_error(error: Exception, as_json: bool) -> None:
     kind = type(error).__name__
-    text = _with_options(" ".join(str(error).split())) or kind
+    text = _with_options(in_options(" ".join(str(error).split()))) or kind
     click.echo(json.dumps({"error": text, "type": kind}) if as_json else f"nvfp4: {text}", err=True)
 
 
@@ -86,7 +87,7 @@ def _show_warning(
 ) -> None:  # fmt: skip
     """Print our own warnings; drop those that libraries address to their callers."""
     if issubclass(category, UserWarning) and {"nvfp4_tensor", "nvfp4_cli"} & set(Path(filename).parts):
-        click.echo(f"nvfp4: warning: {_with_options(str(message))}", err=True)
+        click.echo(f"nvfp4: warning: {_with_options(in_options(str(message)))}", err=True)
 
 
 def _with_options(text: str) -> str:

@@ -40,6 +40,15 @@ def _writable(context: click.Context, parameter: click.Parameter, file: Path | N
     return file
 
 
+def _tokenizer(context: click.Context, parameter: click.Parameter, given: str | None) -> Path | str | None:
+    """A folder that has one, or "none"."""
+    if given is None or given == "none":
+        return given
+    if not (Path(given) / "tokenizer.json").is_file():
+        raise click.BadParameter(f"{given} has no tokenizer.json: name a folder that has, or none")
+    return Path(given)
+
+
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object instead of text.")
 quiet = click.option(
     "-q", "--quiet", "progress", is_flag=True, callback=lambda context, parameter, off: not off and sys.stderr.isatty(),
@@ -66,9 +75,15 @@ _OF_FORMATS = (
         "--quantize-activations/--no-quantize-activations", default=None,
         help="ComfyUI: whether it quantizes activations; by default as in SRC.",
     ),
+    click.option(
+        "--tokenizer", metavar="FOLDER|none", callback=_tokenizer,
+        help="GGUF: the folder of its tokenizer, by default that of SRC; none: token ids only.",
+    ),
 )  # fmt: skip
 OPTIONS = {
     "dense": ("gguf",),
+    "tokenizer": ("gguf",),
+    "tokenizer": ("gguf",),
     "quantize_activations": ("comfy",),
     "global_scale": ("mlx",),
     "lossy": ("mlx", "gguf"),
@@ -93,7 +108,7 @@ def take_options_of_format(given: dict[str, Any], to: str, dst: Path) -> dict[st
     """
     _check_name(dst, to)
     size = given.pop("shard_size")
-    found = {name: given.pop(name) for name in ("dense", "quantize_activations")}
+    found = {name: given.pop(name) for name in ("dense", "tokenizer", "quantize_activations")}
     found |= {name: given.pop(name) or None for name in ("global_scale", "lossy")}
     found["shard_bytes"] = None if size is None else int(size * 10**9)
     found = {name: value for name, value in found.items() if value is not None}
@@ -101,6 +116,8 @@ def take_options_of_format(given: dict[str, Any], to: str, dst: Path) -> dict[st
         if to not in OPTIONS[name]:
             option = "--shard-size" if name == "shard_bytes" else f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{option} is for --to {' or '.join(OPTIONS[name])}, not for {to}")
+    if found.get("tokenizer") == "none":
+        found["tokenizer"] = None
     return found
 
 

@@ -33,7 +33,7 @@ def test_choices_are_those_of_the_library():
 @pytest.mark.parametrize("to", options.FORMATS)
 def test_options_are_those_of_the_formats(to, option, tmp_path):
     """What the command line refuses before it starts is what a format does not know."""
-    given = {option: {"dense": "F32", "shard_bytes": 1 << 20}.get(option, True)}
+    given = {option: {"dense": "F32", "shard_bytes": 1 << 20, "tokenizer": None}.get(option, True)}
     known = True
     try:
         format_named(to).write(InMemory({}, TINY), tmp_path / "x.safetensors", progress=False, **given)

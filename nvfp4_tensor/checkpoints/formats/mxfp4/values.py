@@ -114,7 +114,7 @@ def _base(exponents: Tensor, doublings: Tensor, halvings: Tensor, lossy: bool) -
         return least
     raise ValueError(
         f"MXFP4 scales from 2^{lowest} to 2^{highest} do not fit NVFP4's, which span 2^{_MOST - _LEAST} under one "
-        "per-tensor scale: lossy=True rounds the smallest blocks"
+        "per-tensor scale: nvfp4_tensor.checkpoints.formats.mxfp4.values.to_nvfp4 rounds the smallest blocks with lossy"
     )
 
 
