@@ -83,7 +83,6 @@ _OF_FORMATS = (
 OPTIONS = {
     "dense": ("gguf",),
     "tokenizer": ("gguf",),
-    "tokenizer": ("gguf",),
     "quantize_activations": ("comfy",),
     "global_scale": ("mlx",),
     "lossy": ("mlx", "gguf"),

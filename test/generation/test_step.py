@@ -1,5 +1,9 @@
 """decode_natively: what generate writes, when it steps aside, and what it refuses."""
 
+import copy
+import pickle
+import warnings
+
 import pytest
 import torch
 from torchao.quantization import quantize_
@@ -7,6 +11,7 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig
 
 transformers = pytest.importorskip("transformers")
+from nvfp4_tensor.generation.cache import nvfp4_cache  # noqa: E402
 from nvfp4_tensor.generation.step import NativeDecoder  # noqa: E402
 from nvfp4_tensor.integrations.transformers import decode_natively  # noqa: E402
 
@@ -98,20 +103,288 @@ def test_weights_stay_where_they_are():
 
 def test_undone(steps):
     model = tiny()
-    expected = logits_of(model, cache_implementation="static")[1]
-    decode_natively(model)
+    before = [set(vars(each)) for each in (model, model.model, model.lm_head)]
+    decode_natively(decode_natively(model))
     assert isinstance(model.model.forward, NativeDecoder)
-    del model.model.forward, model.lm_head.forward
-    model.generation_config.cache_implementation = None
-    assert torch.equal(logits_of(model, cache_implementation="static")[1], expected) and not steps
+    decode_natively(model, False)
+    assert [set(vars(each)) for each in (model, model.model, model.lm_head)] == before
+    logits_of(model)
+    assert not steps
 
 
-def test_a_weight_replaced_later_is_noticed():
+def compare(model, steps, count=8, **arguments):
+    """What the model writes beside what its own forward does; returns how many tokens the op decoded."""
+    own = decode_natively(copy.deepcopy(model), False)
+    expected, expected_logits = logits_of(own, count, **arguments)
+    steps.clear()
+    tokens, logits = logits_of(model, count, **arguments)
+    differ = (tokens != expected).any(0).nonzero()
+    same = int(differ[0]) - PROMPT.shape[1] if len(differ) else count
+    assert same >= 1
+    assert_close(logits[: same + 1], expected_logits[: same + 1])
+    return len(steps)
+
+
+def layer_of(model, i=1):
+    return model.model.layers[i]
+
+
+def add_lora(model):
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), model
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+
+
+def add_bias(model):
+    layer_of(model).mlp.up_proj.bias = torch.nn.Parameter(torch.randn(160).bfloat16())
+
+
+def replace_module(model):
+    layer_of(model).mlp.up_proj = torch.nn.Linear(96, 160, bias=False).bfloat16()
+
+
+def replace_weight(model):
+    layer_of(model).self_attn.o_proj.weight = doubled(layer_of(model).self_attn.o_proj)
+
+
+def doubled(linear):
+    weight = linear.weight.detach()
+    return torch.nn.Parameter(weight._replace(per_tensor_scale=weight.per_tensor_scale * 2), requires_grad=False)
+
+
+def swap_weight(model):
+    linear = layer_of(model).mlp.down_proj
+    torch.utils.swap_tensors(linear.weight, doubled(linear))
+
+
+def make_dense(model):
+    linear = layer_of(model).mlp.down_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().dequantize() * 2)
+
+
+@torch.no_grad()
+def write_weight(model):
+    layer_of(model).self_attn.q_proj.weight.mul_(-1)
+
+
+def set_scale(model):
+    weight = layer_of(model).self_attn.v_proj.weight
+    weight.per_tensor_scale = weight.per_tensor_scale * 3
+
+
+@torch.no_grad()
+def write_norm(model):
+    layer_of(model).input_layernorm.weight.mul_(torch.linspace(-2, 2, 96).bfloat16())
+
+
+def set_norm(model):
+    model.model.norm.weight.data = torch.linspace(-2, 2, 96).bfloat16()
+
+
+def set_eps(model):
+    layer_of(model).post_attention_layernorm.variance_epsilon = 3.0
+
+
+def set_rotation(model):
+    model.model.rotary_emb.inv_freq.data.mul_(3)
+
+
+def set_rotation_scaling(model):
+    model.model.rotary_emb.attention_scaling = 1.5
+
+
+def hook(model):
+    layer_of(model).mlp.register_forward_hook(lambda module, args, y: y * 2)
+
+
+def pre_hook(model):
+    layer_of(model).self_attn.k_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def set_forward(model):
+    layer_of(model).mlp.act_fn.forward = torch.tanh
+
+
+def set_activation(model):
+    layer_of(model).mlp.act_fn = torch.nn.Tanh()
+
+
+def drop_layer(model):
+    model.config.num_hidden_layers = 2
+
+
+def drop_first_layer(model):
+    del model.model.layers[0]
+    model.config.num_hidden_layers = 2
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = i
+
+
+def swap_layers(model):
+    layers = model.model.layers
+    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+
+
+def set_attention(model):
+    def flat(module, query, key, value, mask, **others):
+        heads = value.mean(2, keepdim=True).repeat_interleave(module.num_key_value_groups, 1)
+        return heads.transpose(1, 2).expand(-1, query.shape[2], -1, -1), None
+
+    transformers.AttentionInterface.register("flat", flat)
+    model.set_attn_implementation("flat")
+
+
+def set_scaling(model):
+    layer_of(model).self_attn.scaling = 1.0
+
+
+def ask_for_hidden_states(model):
+    model.config.output_hidden_states = True
+
+
+CHANGES = {  # by whether tokens are still decoded natively
+    True: [replace_weight, swap_weight, write_weight, set_scale, write_norm, set_norm, set_rotation,
+           set_rotation_scaling, drop_first_layer, swap_layers],
+    False: [make_dense, add_lora, add_bias, replace_module, set_eps, hook, pre_hook, set_forward, set_activation,
+            drop_layer, set_attention, set_scaling, ask_for_hidden_states, torch.nn.Module.half, torch.nn.Module.float],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:tokens go through transformers")
+@pytest.mark.parametrize("stays, change", [(stays, each) for stays, changes in CHANGES.items() for each in changes],
+                         ids=lambda v: getattr(v, "__name__", str(v)))  # fmt: skip
+def test_a_changed_model(stays, change, steps):
     model = decode_natively(tiny())
-    attention = model.model.layers[1].self_attn
-    attention.o_proj.weight = torch.nn.Parameter(attention.o_proj.weight.detach().dequantize())
-    with pytest.raises(RuntimeError, match="replaced after decode_natively"):
-        logits_of(model)
+    before = logits_of(model, 8)[1]
+    assert len(steps) == 7
+    change(model)
+    assert not torch.equal(logits_of(model, 8)[1], before) or change is ask_for_hidden_states
+    assert compare(model, steps) == (7 if stays else 0)
+
+
+@pytest.mark.filterwarnings("ignore:tokens go through transformers")
+@pytest.mark.parametrize("seed", range(4))
+def test_changes_in_a_row(seed, steps):
+    """One change after the other: what is written is what the model's own forward writes."""
+    model, chance = decode_natively(tiny()), torch.Generator().manual_seed(seed)
+    changes = [*CHANGES[True][:-2], add_bias, set_eps, hook, set_scaling, add_lora]
+    for i in torch.randperm(len(changes), generator=chance).tolist():
+        logits_of(model, 2)
+        changes[i](model)
+        compare(model, steps, 4)
+
+
+def test_a_change_is_named_once_and_may_be_undone(steps):
+    model = decode_natively(tiny())
+    handle = layer_of(model).mlp.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="not natively: model.layers.1.mlp has hooks"):
+        logits_of(model, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits_of(model, 4)
+    assert not steps
+    handle.remove()
+    logits_of(model, 4)
+    assert len(steps) == 3
+
+
+@pytest.mark.parametrize("copied", [
+    copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)),
+], ids=["deepcopy", "pickle"])  # fmt: skip
+def test_a_copy_has_its_own_weights(copied, steps):
+    model = decode_natively(tiny())
+    expected = logits_of(model, 6)[1]
+    steps.clear()
+    other = copied(model)
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            parameter.zero_()
+    assert torch.equal(logits_of(other, 6)[1], expected) and len(steps) == 5
+    set_norm(other)
+    write_weight(other)
+    assert compare(other, steps) == 7
+
+
+@pytest.mark.parametrize("arguments", [
+    {"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 2},
+    {"do_sample": True, "num_return_sequences": 2}, {"output_hidden_states": True}, {"output_attentions": True},
+    {"cache_implementation": "dynamic"}, {"use_cache": False},
+], ids=str)  # fmt: skip
+def test_other_ways_to_generate(arguments, steps):
+    model = tiny()
+    model.set_attn_implementation("eager")
+
+    def write():
+        torch.manual_seed(3)
+        return model.generate(PROMPT, **{"max_new_tokens": 8, "do_sample": False, **arguments})
+
+    expected = write()
+    decode_natively(model)
+    assert torch.equal(write(), expected) and not steps
+    logits_of(model, 4)
+    assert len(steps) == 3  # what was asked for before leaves no trace
+
+
+@pytest.mark.parametrize("config", [
+    ("LoraConfig", {"r": 4, "init_lora_weights": False}), ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
+    ("PromptTuningConfig", {"num_virtual_tokens": 3}), ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
+], ids=lambda v: v[0])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:tokens go through transformers")
+def test_peft(config, steps):
+    peft = pytest.importorskip("peft")
+    kind, arguments = config
+    torch.manual_seed(5)
+    tuned = peft.get_peft_model(decode_natively(tiny()), getattr(peft, kind)(task_type="CAUSAL_LM", **arguments)).eval()
+    own = copy.deepcopy(tuned)
+    decode_natively(own.get_base_model(), False)
+    expected = own.generate(input_ids=PROMPT, max_new_tokens=6, do_sample=False)
+    assert torch.equal(tuned.generate(input_ids=PROMPT, max_new_tokens=6, do_sample=False), expected) and not steps
+
+
+def test_a_quantized_cache(steps):
+    model = tiny()
+    expected = logits_of(model, 6, past_key_values=nvfp4_cache(model.config))[1]
+    decode_natively(model)
+    assert_close(logits_of(model, 6, past_key_values=nvfp4_cache(model.config))[1], expected)
+    assert not steps
+
+
+def test_an_assistant(steps):
+    model, assistant = tiny(), decode_natively(tiny(num_hidden_layers=1))
+    expected = model.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    decode_natively(model)
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=8, do_sample=False, assistant_model=assistant), expected)
+
+
+def test_embeddings_and_positional_arguments(steps):
+    model = tiny()
+    embeds = model.model.embed_tokens(PROMPT).detach()
+    expected = model.generate(inputs_embeds=embeds, max_new_tokens=4, do_sample=False)
+    hidden = model.model(PROMPT, torch.ones_like(PROMPT)).last_hidden_state
+    decode_natively(model)
+    assert torch.equal(model.generate(inputs_embeds=embeds, max_new_tokens=4, do_sample=False), expected)
+    assert torch.equal(model.model(PROMPT, torch.ones_like(PROMPT)).last_hidden_state, hidden) and len(steps) == 3
+
+
+def test_a_sliding_window(steps):
+    """Inside of its window a Mistral decodes natively, beyond it by transformers."""
+    model = decode_natively(tiny(kind="Mistral", sliding_window=12))
+    assert compare(model, steps, 10) == 4
+    assert steps == [8, 9, 10, 11]
+
+
+def test_autocast_and_a_saved_model(steps, tmp_path):
+    model = decode_natively(tiny())
+    with torch.autocast("cpu", torch.float16):
+        logits_of(model, 3, cache_implementation="dynamic")
+        assert torch.isfinite(logits_of(model, 3)[1]).all()
+    assert not steps
+    model.generation_config.save_pretrained(tmp_path)
+    assert "static" not in (tmp_path / "generation_config.json").read_text()
 
 
 @pytest.mark.parametrize("make, error, message", [
