@@ -12,7 +12,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from nvfp4_tensor.integrations.transformers.decoding_plan import MODELS, STEP, Plan
+from nvfp4_tensor.generation.plan import MODELS, STEP, Plan
 
 _CHANGING = ("dynamic", "longrope")
 """Rotations that depend on how long the text is."""

@@ -27,8 +27,8 @@ from nvfp4_tensor.numerics.layout import BLOCK
 
 PACKED = "nvfp4-pack-quantized"
 _FOREIGN = (
-    "weight_scale", "weight_global_scale", "input_global_scale", "input_scale", "weight_zero_point", "input_zero_point",
-    "weight_shape",
+    ".weight_scale", ".weight_global_scale", ".input_global_scale", ".input_scale", ".weight_zero_point",
+    ".input_zero_point", ".weight_shape",
 )  # fmt: skip
 """What belongs to some compressed weight."""
 _PARTS = ("weight_scale", "weight_global_scale", "input_global_scale")
@@ -39,7 +39,7 @@ class CompressedTensors(SafetensorsFormat):
 
     name = "compressed-tensors"
     stores_divisors = True
-    reserved = ("weight_packed", *_FOREIGN)
+    reserved = (".weight_packed", *_FOREIGN)
 
     def detect(self, path: Path) -> bool:
         return folder_says(path, _configuration)
@@ -56,7 +56,7 @@ class CompressedTensors(SafetensorsFormat):
 
     def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
         info = checkpoint.shards.info
-        modules = [name.removesuffix("weight_packed") for name in info if name.endswith("weight_packed")]
+        modules = [name.removesuffix("weight_packed") for name in info if name.endswith(".weight_packed")]
         parts = {f"{module}{part}" for module in modules for part in _PARTS}
         others = [name for name in info if name.endswith(_FOREIGN) and name not in parts]
         if others:
@@ -66,7 +66,7 @@ class CompressedTensors(SafetensorsFormat):
             )
         entries = {}
         for name, tensor in info.items():
-            if name.endswith("weight_packed"):
+            if name.endswith(".weight_packed"):
                 entries[f"{name.removesuffix('_packed')}"] = self._linear_entry(checkpoint, name)
             elif name not in parts:
                 entries[name] = Entry(shape=tensor.shape, dtype=tensor.dtype, shard=tensor.file.name)

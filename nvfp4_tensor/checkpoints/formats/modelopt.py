@@ -15,6 +15,7 @@ in hf_quant_config.json, in config.json, or in both.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +28,7 @@ from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat
 from nvfp4_tensor.checkpoints.io.safetensors import read_json
 from nvfp4_tensor.checkpoints.names import dense_linears, some, warn_of_mixed_groups, without_input_scale
-from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 LAYOUT_VERSION = "0.47.0"
@@ -55,7 +56,7 @@ class ModelOpt(SafetensorsFormat):
     """See the module."""
 
     name = "modelopt"
-    reserved = ("weight_scale", "weight_scale_2")
+    reserved = (".weight_scale", ".weight_scale_2")
 
     def __init__(self, transposes_experts: bool = False) -> None:
         """transposes_experts: whether it writes experts as (E, K / 2, N); either is read."""
@@ -81,7 +82,7 @@ class ModelOpt(SafetensorsFormat):
         mixed = checkpoint.quantization["quantized_layers"]
         quantized = [name for name in info if info[name].dtype == torch.uint8 and keys_of(name)["scale"] in info]
         parts = {key for name in quantized for key in keys_of(name).values() if key != name}
-        lonely = [name for name in info if name.endswith(("weight_scale", "weight_scale_2")) and name not in parts]
+        lonely = [name for name in info if name not in parts and _is_scale_of_other(name, info)]
         if lonely:
             raise ValueError(
                 f"{info[lonely[0]].file}: {some(lonely)} belong to weights that are not NVFP4 (uint8): no other "
@@ -154,6 +155,13 @@ class ModelOpt(SafetensorsFormat):
             tensors[keys["input_scale"]] = parts.input_scale
         return tensors
 
+    def check_names(self, checkpoint: Checkpoint) -> None:
+        super().check_names(checkpoint)
+        entries = checkpoint.entries
+        own = [key for name, entry in entries.items() if entry.quantized for key in keys_of(name).values()]
+        if taken := [key for key in own if key in entries and not entries[key].quantized]:
+            raise ValueError(f"modelopt has scales of NVFP4 weights under such names, and {some(taken)} are dense")
+
     def check(self, checkpoint: Checkpoint) -> None:
         super().check(checkpoint)
         check_static(checkpoint, self.name)
@@ -175,6 +183,14 @@ FORMAT = ModelOpt()
 def format_for(config: Mapping[str, Any]) -> ModelOpt:
     """What writes a model of that config.json: experts lie in files as ModelOpt lays those of its kind."""
     return ModelOpt(config.get("model_type") in TRANSPOSED)
+
+
+def _is_scale_of_other(name: str, info: Mapping[str, Any]) -> bool:
+    """Whether a tensor is the scale of a weight in another quantization, and not a parameter that is called so."""
+    owner = re.sub(r"_?weight_scale(_2)?$", "", name)
+    if owner == name:
+        return False
+    return owner == "" or owner.endswith(".") or (owner in info and info[owner].dtype not in HIGH_PRECISION_DTYPES)
 
 
 def _are_transposed(weight: Sequence[int], scale: Sequence[int]) -> bool:

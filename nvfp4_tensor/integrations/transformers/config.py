@@ -106,6 +106,12 @@ class CheckpointConfig(QuantizationConfigMixin):
     tensor_names: ClassVar[tuple[str, ...]]
     """The names that a linear's tensors may have there, instead of "weight" and beside it."""
 
+    @classmethod
+    def keys_of(cls, name: str) -> dict[str, str]:
+        """By the full name of each tensor that a quantized parameter may have there: its own name."""
+        stem = name.removesuffix("weight")
+        return {f"{stem}{each}": each for each in cls.tensor_names}
+
     def __init__(self, *, quant_method: str, quantize_activations: bool = True, **others: Any) -> None:
         self.quant_method: str = quant_method  # type: ignore[assignment]
         self.quantize_activations = quantize_activations
@@ -125,6 +131,12 @@ class ModelOptConfig(CheckpointConfig):
 
     checkpoint_format = modelopt.FORMAT
     tensor_names = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+
+    @classmethod
+    def keys_of(cls, name: str) -> dict[str, str]:
+        """See the class; experts that are one tensor have keys of their own."""
+        stem = f"{name.rpartition('.')[0]}." if "." in name else ""
+        return {key: key.removeprefix(stem) for key in modelopt.keys_of(name).values()}
 
 
 def _plain(value: Any) -> Any:

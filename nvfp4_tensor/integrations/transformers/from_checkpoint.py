@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     ConversionOps,
     WeightConverter,
+    WeightRenaming,
     WeightTransform,
+    apply_renamings,
 )
 from transformers.quantizers import HfQuantizer
 
@@ -45,20 +48,18 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         self.weights = set(self._origins)
         stored = {name: origin.names[0] for name, origin in self._origins.items() if origin.is_whole}
         self._operation = Deserialize(self, checkpoint, stored, self.quantization_config.quantize_activations)
+        renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+        for name in stored.values():
+            for full, key in self.quantization_config.keys_of(name).items():
+                self._operation.keys[apply_renamings(full, renamings)] = apply_renamings(name, renamings), key
         # An FP8 cache's scales, which belong to no parameter of the model, and which transformers' caches do not use.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, r"[kv]_proj\.[kv]_scale$"}
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """What makes NVFP4 weights of a checkpoint's tensors: of experts that are one tensor there, and of linears."""
-        operation = self._operation
-        assert operation is not None
-        attributes = {name.rpartition(".")[2] for name in operation.stored} - {"weight"}
-        experts = [
-            WeightConverter([f"{key}$" for key in modelopt.keys_of(attribute).values()], attribute, [operation])
-            for attribute in sorted(attributes)
-        ]
-        return [*experts, WeightConverter(list(self.quantization_config.tensor_names), "weight", [operation])]
+        assert self._operation is not None
+        return [Tensors(sorted({key for _, key in self._operation.keys.values()}), "weight", [self._operation])]
 
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], model: PreTrainedModel
@@ -92,19 +93,34 @@ def _for_saving(conversion: WeightTransform) -> list[WeightTransform]:
     return [next((each.usual for each in operations if isinstance(each, DeserializeExperts)), conversion)]
 
 
+class Tensors(WeightConverter):
+    """Collects the tensors of NVFP4 weights by their full names: a dense parameter may be called ``in_proj_weight``."""
+
+    __slots__ = ()
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """(the weight's name, the tensor's own); the key as it is, and None, for a tensor of no NVFP4 weight."""
+        (operation,) = self.operations
+        assert isinstance(operation, Deserialize)
+        return operation.keys.get(source_key, (source_key, None))
+
+
 class Deserialize(ConversionOps):
-    """The plain tensors of a weight become an NVFP4Tensor; a dense weight gets the dtype that the model wants.
+    """The plain tensors of a weight become an NVFP4Tensor.
 
     Attributes:
         hf_quantizer: transformers casts nothing on its way to an operation that has one.
         checkpoint: where the tensors come from.
         stored: the quantized weights' names there, by those in the model.
         activations: whether they are quantized where the checkpoint says so.
+        keys: by the name of each of their tensors: the weight's name, and the tensor's own. Both as the model's other
+            conversions leave them, which come first.
     """
 
     def __init__(
         self, hf_quantizer: HfQuantizer, checkpoint: FolderCheckpoint, stored: dict[str, str], activations: bool
     ) -> None:
+        self.keys: dict[str, tuple[str, str]] = {}
         self.hf_quantizer, self.checkpoint, self.stored, self.activations = (
             hf_quantizer,
             checkpoint,
@@ -123,12 +139,9 @@ class Deserialize(ConversionOps):
         module, _, name = full_layer_name.rpartition(".")
         holder = model.get_submodule(module)
         dtype = getattr(holder, name).dtype
-        collected = {key.removesuffix("$"): tensors[0] for key, tensors in input_dict.items()}
-        if full_layer_name not in self.stored:
-            return {full_layer_name: collected[name].to(dtype)}
         stored = self.stored[full_layer_name]
-        prefix = stored.removesuffix(name)
-        tensors = {f"{prefix}{key}": tensor for key, tensor in collected.items()}
+        prefix = stored[: stored.rfind(".") + 1]
+        tensors = {f"{prefix}{key}": tensors[0] for key, tensors in input_dict.items()}
         weight = tensor_of(self.checkpoint.decoded(stored, tensors), dtype)
         if is_transposed(holder):
             weight = weight.transpose(-2, -1)

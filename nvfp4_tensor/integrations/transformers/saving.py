@@ -99,6 +99,7 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     """The tensors that are written; the model's config says from now on what they are."""
     checkpoint = checkpoint_of(model, weight_only)
     modelopt.FORMAT.check(checkpoint)
+    modelopt.FORMAT.check_names(checkpoint)
     tensors = _dense_tensors(model)
     with_nan = []
     warn_of_mixed_groups(checkpoint)

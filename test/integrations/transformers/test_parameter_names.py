@@ -1,0 +1,100 @@
+"""Dense parameters whose names end like those of an NVFP4 weight's tensors: what was saved loads, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+from transformers import PretrainedConfig, PreTrainedModel, SiglipVisionConfig, SiglipVisionModel
+
+from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
+from nvfp4_tensor.integrations import transformers as nvfp4
+
+NAMES = (
+    "in_proj_weight", "logit_scale", "head_weight_scale", "head_weight_scale_2", "gate_input_scale", "input_scale",
+    "my_weight_packed", "weight_global_scale_x", "global_scale", "scales", "weights",
+)  # fmt: skip
+
+
+class OddConfig(PretrainedConfig):
+    model_type = "odd_names"
+
+    def __init__(self, names=NAMES, **kwargs):
+        self.names = list(names)
+        super().__init__(**kwargs)
+
+
+class Odd(PreTrainedModel):
+    config_class = OddConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.weight_norm = nn.Linear(32, 32, bias=False)
+        self.inner = nn.Module()
+        for name in config.names:
+            self.inner.register_parameter(name, nn.Parameter(torch.randn(3)))
+        self.post_init()
+
+    def forward(self, x):
+        return self.weight_norm(x)
+
+
+@pytest.fixture(autouse=True)
+def natively():
+    nvfp4.read_compressed_tensors()
+    yield
+    nvfp4.read_compressed_tensors(natively=False)
+
+
+def assert_same(model, again):
+    expected, got = model.state_dict(), again.state_dict()
+    assert expected.keys() == got.keys()
+    assert sum(isinstance(tensor, NVFP4Tensor) for tensor in expected.values()) > 0
+    for name, tensor in expected.items():
+        assert isinstance(got[name], NVFP4Tensor) == isinstance(tensor, NVFP4Tensor), name
+        a, b = (t.dequantize() if isinstance(t, NVFP4Tensor) else t for t in (tensor, got[name]))
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def odd(*names):
+    torch.manual_seed(0)
+    model = Odd(OddConfig(names)).bfloat16()
+    quantize_(model, NVFP4WeightOnlyConfig())
+    return nvfp4.attach_quantizer(model)
+
+
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+def test_odd_names(tmp_path, form):
+    names = [name for name in NAMES if form == "modelopt" or name != "input_scale"]
+    model = odd(*names)
+    model.save_pretrained(tmp_path / "saved")
+    if form != "modelopt":
+        checkpoints.convert(tmp_path / "saved", tmp_path / "other", to=form, progress=False)
+    assert_same(model, Odd.from_pretrained(tmp_path / ("saved" if form == "modelopt" else "other")))
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_2"])
+def test_a_name_that_the_layout_has_is_refused_when_saved(tmp_path, name):
+    with pytest.raises(ValueError, match=rf"inner\.{name} are dense: rename them"):
+        odd(name).save_pretrained(tmp_path)
+
+
+def test_a_parameter_in_place_of_a_scale_is_refused_when_saved(tmp_path):
+    model = odd()
+    model.weight_norm.input_scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"weight_norm\.input_scale are dense"):
+        model.save_pretrained(tmp_path)
+
+
+def test_siglip(tmp_path):
+    """Whose pooling head is an nn.MultiheadAttention, with in_proj_weight. So is Gemma 3's vision tower."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    dense = SiglipVisionModel(SiglipVisionConfig(image_size=32, patch_size=16, **sizes)).bfloat16().eval()
+    dense.save_pretrained(tmp_path / "dense")
+    config = nvfp4.NVFP4TensorConfig(modules_to_not_convert=["head"])
+    model = SiglipVisionModel.from_pretrained(tmp_path / "dense", quantization_config=config)
+    model.save_pretrained(tmp_path / "nvfp4")
+    again = SiglipVisionModel.from_pretrained(tmp_path / "nvfp4")
+    assert_same(model, again)
+    pixels = torch.randn(1, 3, 32, 32).bfloat16()
+    assert torch.equal(model(pixels).pooler_output, again(pixels).pooler_output)
