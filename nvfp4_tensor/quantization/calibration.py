@@ -17,7 +17,8 @@ from torchao.quantization import quantize_
 from tqdm import tqdm
 
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.observer import ObservedLinear
+from nvfp4_tensor.quantization.experts import dense_experts, nothing_matched
+from nvfp4_tensor.quantization.observer import ObservedLinear, is_observable
 
 _LATER_CHOICES: dict[str, Any] = {"percentile": None, "headroom": False}
 """What the prepare step has no use for, and refuses."""
@@ -48,7 +49,8 @@ def calibrate(
         progress: show a progress bar over the batches.
 
     Raises:
-        TypeError: config is of another kind, or a module that the filter selects is no plain nn.Linear.
+        TypeError: config is of another kind, or a module that the filter selects is no nn.Linear.
+        ValueError: the filter selects nothing.
         RuntimeError: a module that the filter selects saw no input, or nothing but NaN and infinities.
     """
     config = NVFP4Config() if config is None else config
@@ -59,18 +61,23 @@ def calibrate(
         )
     convert = dataclasses.replace(config, step="convert")
     prepare = dataclasses.replace(config, step="prepare", **_LATER_CHOICES if isinstance(config, NVFP4Config) else {})
-    dense = {module: module.weight for module in model.modules() if type(module) is nn.Linear}
+    dense = {module: (type(module), module.weight) for module in model.modules() if is_observable(module)}
+    experts = [(module, name, module._parameters[name]) for _, module, name in dense_experts(model)]
     try:
         quantize_(model, prepare, filter_fn=filter_fn)
+        if not any(isinstance(module, ObservedLinear) for module in dense):
+            raise ValueError(nothing_matched(model, filter_fn))
         _run(model, batches, progress)
         _check_all_observed({name: module for name, module in model.named_modules() if module in dense})
         quantize_(model, convert, filter_fn=lambda module, name: module in dense)
     except BaseException:  # an interrupt too: calibration takes long, and a model half prepared can only be thrown away
-        for module, weight in dense.items():
+        for module, (kind, weight) in dense.items():
             if isinstance(module, ObservedLinear):
                 module.stop_observing()
-            module.__class__ = nn.Linear
+            module.__class__ = kind
             module.weight = weight
+        for holder, name, parameter in experts:
+            holder._parameters[name] = parameter
         raise
     return model
 

@@ -32,6 +32,9 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
             multiplied with. For :func:`calibrate`, or torchao's two steps, which see inputs.
         step: None, or torchao's two steps towards what a calibration gives: "prepare" observes what each linear is fed,
             "convert" quantizes by what was observed (linears not prepared are left alone).
+        experts: True quantizes the experts of a model of transformers too, all of them whatever the filter: parameters
+            (E, N, K), each expert with a per-tensor scale, without a calibration. None leaves them dense and warns,
+            False does not warn.
 
     Raises:
         ValueError: a value outside these, or an argument beside a spec that takes its place.
@@ -46,6 +49,7 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     random_bits: int = 16
     weight_spec: QuantizeSpec | None = None
     weighted: bool = False
+    experts: bool | None = None
     step: QuantizationStep | str | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +114,7 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         block_rows: for the weight; an activation always has 1x16 blocks.
         activation_round_mode, row_scaled: for the activation alone.
         weight_spec, activation_spec: the whole specs, instead of these.
-        weighted: as in :class:`NVFP4WeightOnlyConfig`.
+        weighted, experts: as in :class:`NVFP4WeightOnlyConfig`.
         step: None, or torchao's two steps towards static activation scales: "prepare" observes what each linear is
             fed, "convert" quantizes with the amax observed (linears not prepared are left alone). See also
             :func:`calibrate`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization import experts
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observer import ObservedLinear, check_observable
@@ -37,6 +39,7 @@ class NVFP4Linear(nn.Linear):
 def _quantize_module(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Module:
     backend = config.product_backend if isinstance(config, NVFP4Config) else ProductBackend.AUTO
     assert isinstance(backend, ProductBackend)
+    with_experts = functools.partial(_with_experts, config=config)
     if config.step == QuantizationStep.PREPARE:
         plan = plan_of(module, config, lambda each: _is_ready(each, backend, plain=True))
         if module in plan.dense:
@@ -44,11 +47,19 @@ def _quantize_module(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Mod
         assert isinstance(module, nn.Linear)
         return ObservedLinear.observe(module, config.activation or config.weight)
     if config.step == QuantizationStep.CONVERT:
-        plan = plan_of(module, config, lambda each: _is_observed(each, config, backend))
+        plan = plan_of(module, config, lambda each: _is_observed(each, config, backend), with_experts)
         return _convert(module, plan, config) if isinstance(module, ObservedLinear) else module
     config._check_calibrated()
-    plan = plan_of(module, config, lambda each: _is_ready(each, backend))
+    plan = plan_of(module, config, lambda each: _is_ready(each, backend), with_experts)
     return _quantize_linear(module, plan, config, None)
+
+
+def _with_experts(model: nn.Module, config: NVFP4WeightOnlyConfig) -> None:
+    """Quantize the experts of the model too, or say once that they stay dense."""
+    if config.experts:
+        experts.quantize_all(model, config.weight, config.activation)
+    elif config.experts is None and (line := experts.left_dense(model)):
+        warnings.warn(line, stacklevel=2)
 
 
 def _is_ready(module: nn.Module, backend: ProductBackend, plain: bool = False) -> bool:

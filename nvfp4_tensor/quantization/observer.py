@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,19 @@ precision (from 2^-6 on)."""
 
 def check_observable(linear: nn.Linear) -> None:
     """Raises a TypeError for a subclass of nn.Linear, whose own forward an observer would put aside."""
-    if type(linear) is not nn.Linear:
+    if not is_observable(linear):
         raise TypeError(f"only a plain nn.Linear is observed, not {linear}: leave it out with filter_fn")
+
+
+def is_observable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is an nn.Linear, or one like Falcon's, whose forward stands by itself: it calls no super()."""
+    forward: Any = getattr(type(module).forward, "__code__", None)
+    return type(module) is nn.Linear or (
+        isinstance(module, nn.Linear)
+        and not isinstance(module, ObservedLinear)
+        and forward is not None
+        and "__class__" not in forward.co_freevars
+    )
 
 
 @functools.partial(pin, loadable=False)
@@ -49,15 +61,18 @@ class ObservedLinear(nn.Linear):
     activation_squares: Tensor
     activation_nonfinite: Tensor
     hadamard_sign: int | None
+    observed_class: type[nn.Linear]
 
     @classmethod
     def observe(cls, linear: nn.Linear, spec: QuantizeSpec) -> ObservedLinear:
         """The same module, observed from now on."""
         check_observable(linear)
+        kind = type(linear)
         linear.__class__ = cls
         assert isinstance(linear, ObservedLinear)
         keep_called(linear)
         device = linear.weight.device
+        linear.observed_class = kind
         linear.hadamard_sign = spec.hadamard_sign
         columns = linear.in_features if spec.hadamard_sign is None else ceil_to(linear.in_features, BLOCK)
         for name, size, dtype in (
@@ -98,7 +113,7 @@ class ObservedLinear(nn.Linear):
             self.activation_histogram += _counts(magnitude)
             self.activation_block_histogram += _counts(blocks.amax(dim=-1))
             self.activation_squares += magnitude.clamp(min=0).square().sum(dim=0)
-        return super().forward(input)
+        return self.observed_class.forward(self, input)
 
     def check_observed(self) -> None:
         """Raises a RuntimeError where nothing has been observed."""
@@ -138,12 +153,13 @@ class ObservedLinear(nn.Linear):
         return torch.maximum(HEADROOM * _percentile(blocks, 1), most).clamp(max=FLOAT32_MAX)
 
     def stop_observing(self) -> nn.Linear:
-        """The same module, a plain nn.Linear again."""
+        """The same module, a linear of its own class again."""
         for name in ("amax", "histogram", "block_histogram", "squares", "nonfinite"):
             delattr(self, f"activation_{name}")
-        del self.hadamard_sign
+        kind = self.observed_class
+        del self.hadamard_sign, self.observed_class
         release(self)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.__class__ = kind  # type: ignore[assignment]
         return self
 
 

@@ -46,20 +46,29 @@ class Plan:
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
 
-def plan_of(module: nn.Module, config: AOBaseConfig, check: Callable[[nn.Module], bool]) -> Plan:
+def plan_of(
+    module: nn.Module,
+    config: AOBaseConfig,
+    check: Callable[[nn.Module], bool],
+    before: Callable[[nn.Module], None] | None = None,
+) -> Plan:
     """The plan of the call that hands over ``module``, made when its first one comes.
 
     ``check`` says whether a module will be quantized, or raises what is wrong with it: then nothing has changed yet.
+    ``before`` is called once with the model, after all checks.
     """
     model, whole, filter_fn = _call(module, config)
     plan = _plans.get(model)
     if plan is None or plan.config is not whole or module not in plan.chosen:
+        is_first = plan is None or plan.config is not whole
         chosen = [module] if filter_fn is None else list(_selected(model, filter_fn))
         to_quantize = [each for each in chosen if check(each)]
         plan = Plan(whole, len(chosen), weakref.WeakSet(chosen), *_ties(model, to_quantize))
         _plans[model] = plan
         if filter_fn is not None:
             _name_attention(model, filter_fn)
+        if is_first and before is not None:
+            before(model)
     plan.left -= 1
     if not plan.left:
         del _plans[model]

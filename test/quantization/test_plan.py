@@ -21,6 +21,13 @@ class Own(nn.Linear):
     """A linear of another library."""
 
 
+class Doubled(nn.Linear):
+    """Whose forward needs its class."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
 class Tied(nn.Module):
     """Of ``tied``: two linears, or an embedding and the linear behind all."""
 
@@ -61,7 +68,7 @@ def test_a_later_linear_that_does_not_fit_leaves_all_as_they_were(config, last):
 
 
 def test_prepare_checks_kinds_and_convert_transforms_first():
-    model = nn.Sequential(nn.Linear(32, 32), Own(32, 32))
+    model = nn.Sequential(nn.Linear(32, 32), Doubled(32, 32))
     before = state_of(model)
     with pytest.raises(TypeError, match=r"only a plain nn.Linear is observed"):
         quantize_(model, NVFP4Config(step="prepare"))

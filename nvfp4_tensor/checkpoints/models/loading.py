@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, read, tensor_of
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_model
-from nvfp4_tensor.checkpoints.models.origins import Origin, gather, is_transposed, origin_of, shape_of
+from nvfp4_tensor.checkpoints.models.origins import Origin, gather, origin_of, shape_of
 from nvfp4_tensor.checkpoints.names import CACHE_SCALES, some
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization import NVFP4Linear
+from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 ORIGINS = "_nvfp4_origins"

@@ -76,16 +76,6 @@ def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origi
     return Origin(tuple(groups), rows, stacked=dimensions == 3)
 
 
-def is_transposed(module: object) -> bool:
-    """Whether a module of transformers holds its experts' weights as (E, K, N), as gpt-oss's and Llama 4's do."""
-    return getattr(module, "is_transposed", False) is True or holds_llama4_experts(module)
-
-
-def holds_llama4_experts(module: object) -> bool:
-    """Whether it is Llama 4's, of which transformers does not say how they lie."""
-    return any(each.__name__ == "Llama4TextExperts" for each in type(module).__mro__)
-
-
 def in_mixtral(name: str) -> str:
     """ "layers.0.mlp.gate.weight" -> "layers.0.block_sparse_moe.gate.weight", as Mixtral's files have it."""
     return name.replace(".mlp.", ".block_sparse_moe.")

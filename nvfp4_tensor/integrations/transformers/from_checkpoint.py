@@ -21,10 +21,11 @@ from transformers.quantizers import HfQuantizer
 from nvfp4_tensor.checkpoints.common import tensor_of
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
-from nvfp4_tensor.checkpoints.models.origins import Origin, is_transposed
+from nvfp4_tensor.checkpoints.models.origins import Origin
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.integrations.transformers.experts import DeserializeExperts, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
+from nvfp4_tensor.quantization.experts import is_transposed
 
 
 class CheckpointQuantizer(NVFP4HfQuantizer):

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
-from nvfp4_tensor.checkpoints.models.origins import is_transposed
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.saving import plain_state_dict
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.quantization import NVFP4Linear
+from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
-from nvfp4_tensor.checkpoints.models.origins import JOINED_AS, holds_llama4_experts, is_transposed
+from nvfp4_tensor.checkpoints.models.origins import JOINED_AS
 from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_in_model
@@ -21,6 +22,7 @@ from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, p
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization import NVFP4Config
+from nvfp4_tensor.quantization.experts import holds_llama4_experts, is_transposed
 from nvfp4_tensor.tensor.arguments import resolve_amax
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
@@ -167,8 +169,8 @@ def name_of_head(model: PreTrainedModel) -> str:
 def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The weights of linears (N, K) and of experts (E, N, K) of a model, by name; those held (E, K, N) are turned."""
     for path, module in model.named_modules():
-        if type(module) is nn.Linear:
-            yield f"{path}.weight", module.weight
+        if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear):
+            yield f"{path}.weight", module.weight  # a subclass too, as quantize_ takes them: Falcon's
         elif hasattr(module, "is_transposed") or holds_llama4_experts(
             module
         ):  # what transformers makes of a class of experts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from tqdm import tqdm
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of
 from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, Place, places_of
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
+from nvfp4_tensor.quantization.experts import quantized_experts
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Part:
         loss: Kullback-Leibler divergence of the model's output from the dense one's, nats a token.
         elements: of the weights.
         dense_bits, bits: an element takes, as it was and in NVFP4.
+        called: whether a batch reached any of the weights; the loss of the others is zero because nothing was measured.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Part:
     elements: int
     dense_bits: float
     bits: float
+    called: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +86,9 @@ class Sensitivity:
     def __str__(self) -> str:
         width = max([len(part.name) for part in self.parts], default=0)
         ordered = sorted(self.parts, key=lambda part: part.loss, reverse=True)
+        losses = {part.name: f"{part.loss:.3e} nats" if part.called else "    not called" for part in ordered}
         return "\n".join(
-            f"{part.name:<{width}}  {part.loss:.3e} nats  {part.elements:>12,} elements" for part in ordered
+            f"{part.name:<{width}}  {losses[part.name]}  {part.elements:>12,} elements" for part in ordered
         )
 
     @staticmethod
@@ -117,7 +122,8 @@ def sensitivity(
         progress: show a progress bar.
 
     Raises:
-        ValueError: no batches, a config with a calibration, or by_layer and group_of both.
+        ValueError: no batches, a config with a calibration, by_layer and group_of both, or nothing to quantize.
+        TypeError: the model gives a tuple, or something else without logits.
 
     Example::
 
@@ -135,9 +141,24 @@ def sensitivity(
         raise ValueError("by_layer and group_of each say what is quantized together: give one of them")
     groups = _groups(model, places_of(model, filter_fn), by_layer, group_of)
     with in_eval_mode(model):
-        exact = [_log_probabilities(model, batch) for batch in batches]
+        with _calls(model) as called:
+            exact = [_log_probabilities(model, batch) for batch in batches]
         bar = tqdm(groups.items(), desc="sensitivity", unit="part", disable=not progress)
-        return Sensitivity(tuple(_part(model, name, places, config, batches, exact) for name, places in bar))
+        parts = [_part(model, name, places, config, batches, exact) for name, places in bar]
+    reached = {name for name, places in groups.items() if any(place.module in called for place in places)}
+    return Sensitivity(tuple(dataclasses.replace(p, called=p.name in reached or p.loss != 0) for p in parts))
+
+
+@contextmanager
+def _calls(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """The modules that are called inside."""
+    called: set[nn.Module] = set()
+    handles = [module.register_forward_pre_hook(lambda module, args: called.add(module)) for module in model.modules()]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _groups(
@@ -180,11 +201,17 @@ def _part(
 
 def quantized(place: Place, config: NVFP4WeightOnlyConfig) -> NVFP4Tensor:
     """The weight of a place by a config without a calibration."""
-    make: Callable[..., NVFP4Tensor] = quantize_experts if place.dense.dim() == 3 else quantize
-    return make(place.dense.detach(), config.weight)._replace(activation_spec=config.activation)
+    if place.dense.dim() == 3:
+        return quantized_experts(place.module, place.dense.detach(), config.weight, config.activation)
+    return quantize(place.dense.detach(), config.weight)._replace(activation_spec=config.activation)
 
 
 def _log_probabilities(model: nn.Module, batch: Any) -> Tensor:
     output = call_model(model, batch)
-    logits: Tensor = getattr(output, "logits", output)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
+        raise TypeError(
+            f"sensitivity compares logits (..., classes), or something with .logits, and {type(model).__name__} gave "
+            f"{type(logits).__name__}: give a module whose forward returns them alone"
+        )
     return logits.float().log_softmax(dim=-1)

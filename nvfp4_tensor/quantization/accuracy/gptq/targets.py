@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.quantization.linear import quantizable, set_weight
+from nvfp4_tensor.quantization.experts import nothing_matched
+from nvfp4_tensor.quantization.linear import NVFP4Linear, quantizable, set_weight
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 Filter = Callable[[nn.Module, str], bool]
@@ -51,7 +52,7 @@ class Place:
     def restore(self) -> None:
         """As it was before."""
         setattr(self.module, self.attribute, self.dense)
-        if isinstance(self.module, nn.Linear):
+        if type(self.module) is NVFP4Linear:
             self.module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
@@ -68,6 +69,8 @@ def places_of(model: nn.Module, filter_fn: Filter | None) -> list[Place]:
     for name, module in model.named_modules():
         if filter_fn(module, name) if filter_fn is not None else is_quantizable(module):
             places.extend(_of_module(name, module))
+    if not places:
+        raise ValueError(nothing_matched(model, filter_fn))
     shared = [place.name for place in places if holders[id(place.dense)] > 1]
     if shared:
         warnings.warn(f"left dense, for something else has the same weight: {', '.join(shared)}", stacklevel=3)
