@@ -33,6 +33,8 @@ from nvfp4_tensor.tensor.nvfp4 import quantize
 AMAX_OF_ONE = LARGEST
 """``quantize(x, amax=AMAX_OF_ONE)`` has a per-tensor scale of 1, with which nothing is rounded on the way to MLX."""
 
+_FIX = "Other modes are not read: quantize the dense model, checkpoints.quantize(dense, folder, to='mlx')"
+
 _GROUPS = {"nvfp4": BLOCK, "mxfp4": MX_BLOCK}
 
 
@@ -63,11 +65,19 @@ class MLX(SafetensorsFormat):
         info = checkpoint.shards.info
         quantized = [name for name in info if name.endswith(".weight") and _key(name, "scales") in info]
         parts = {_key(name, part) for name in quantized for part in ("scales", "global_scale")}
+        for name in info:
+            if name.endswith(".weight") and info[name].dtype == torch.uint32 and name not in quantized:
+                checkpoint.expect(_key(name, "scales"), torch.uint8, None, name)
+        for name in quantized:
+            _mode(checkpoint, name)  # biases belong to mode affine, which is then what to speak of
         if lonely := [n for n in info if n not in parts and n.endswith((".scales", ".biases", ".global_scale"))]:
-            raise ValueError(f"{checkpoint.path}: {some(lonely)} belong to no weight of mode nvfp4 or mxfp4")
+            raise ValueError(
+                f"{checkpoint.path}: {some(lonely)} belong to no weight of mode nvfp4 or mxfp4: a weight is missing, "
+                f"or another mode's. {_FIX}"
+            )
         own = [name for name in quantized if _key(name, "global_scale") in info]
         if own and (missing := [name for name in quantized if name not in own]):
-            raise ValueError(f"{checkpoint.path}: {some(missing)} have no global_scale, as other weights do")
+            raise ValueError(f"{checkpoint.path}: {some(missing)} have no global_scale, as other weights do. {_FIX}")
         return {
             name: self._linear_entry(checkpoint, name)
             if name in quantized
@@ -98,6 +108,8 @@ class MLX(SafetensorsFormat):
         if scales.shape[-1] * MX_BLOCK == entry.shape[-1]:
             return parts_of_mxfp4(codes, scales)
         amax = tensors.get(_key(name, "global_scale"))
+        if amax is not None and not (amax >= 0).all():
+            raise ValueError(f"{_key(name, 'global_scale')} is the weight's largest magnitude, and no {amax.item()}")
         return LinearParts(
             qdata=codes,
             scale=scales.view(torch.float8_e4m3fn),
@@ -185,12 +197,13 @@ def _mode(checkpoint: FolderCheckpoint, name: str) -> str:
     settings = own if isinstance(own, dict) else checkpoint.quantization
     mode = settings.get("mode", "affine")
     if (
-        mode not in _GROUPS
+        not isinstance(mode, str)
+        or mode not in _GROUPS
         or settings.get("bits", 4) != 4
         or settings.get("group_size", _GROUPS[mode]) != _GROUPS[mode]
     ):
         said = {"mode": mode, "bits": settings.get("bits"), "group_size": settings.get("group_size")}
-        raise ValueError(f"{checkpoint.path}: {name}: expected mode nvfp4 or mxfp4, found {said}")
+        raise ValueError(f"{checkpoint.path}: {name}: expected mode nvfp4 or mxfp4, found {said}. {_FIX}")
     return str(mode)
 
 
@@ -246,8 +259,9 @@ class _Folded(_View):
 
     def _refusal(self, names: str) -> str:
         return (
-            f"MLX has no per-tensor scale, and the block scales of {names} cannot take theirs exactly: quantize with "
-            "amax=2688 (per-tensor scales of 1), allow lossy=True, or write global_scale=True for what reads it"
+            f"MLX has no per-tensor scale, and the block scales of {names} cannot take theirs exactly. Either "
+            "quantize the dense weights for MLX, checkpoints.quantize(dense, folder, to='mlx') (amax=2688, per-tensor "
+            "scales of 1), or allow lossy=True (--lossy), or write global_scale=True (--global-scale) for what reads it"
         )
 
 

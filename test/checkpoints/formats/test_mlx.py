@@ -172,6 +172,9 @@ def test_wrong_folders_are_refused_by_name(tmp_path):
         ({scales: tensors[scales][:, :3].contiguous()}, None, r"scales: expected uint8 \[48, 5\]"),
         ({NAME: tensors[NAME].view(torch.int32)}, None, r"up_proj\.weight: expected uint32"),
         ({NAME: None}, None, r"up_proj\.scales belong to no weight"),
+        ({scales: None}, None, r"up_proj\.scales \(uint8\) is missing"),
+        ({NAME[:-6] + "biases": torch.zeros(1)}, {"quantization": affine}, r"'mode': 'affine'.*to='mlx'"),
+        ({}, {"quantization": {**affine, "mode": ["nvfp4"]}}, r"expected mode nvfp4 or mxfp4, found"),
         ({}, {"quantization": affine}, r"found \{'mode': 'affine', 'bits': 4, 'group_size': 64\}"),
         ({}, {}, "expected MLX's quantization"),
     ]
@@ -183,3 +186,16 @@ def test_wrong_folders_are_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match=message) as raised:
             FORMAT.read(tmp_path / "a")
         assert str(tmp_path / "a") in str(raised.value)
+
+
+@pytest.mark.parametrize("amax", [-1.0, float("nan")])
+def test_a_global_scale_is_a_magnitude(tmp_path, amax):
+    write(tmp_path / "a", of_one())
+    tensors = load_file(tmp_path / "a/model.safetensors")
+    tensors[NAME[:-6] + "global_scale"] = torch.tensor(amax)
+    save_file(tensors, tmp_path / "a/model.safetensors")
+    with (
+        FORMAT.read(tmp_path / "a") as checkpoint,
+        pytest.raises(ValueError, match=f"largest magnitude, and no {amax}"),
+    ):
+        checkpoint.linear(NAME)
