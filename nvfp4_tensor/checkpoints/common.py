@@ -330,11 +330,13 @@ class Format(abc.ABC):
         name: as in :data:`FORMATS`.
         is_file: whether a checkpoint is one file (GGUF) and not a folder.
         is_served: whether its readers join q, k and v, gate and up, which then need one per-tensor scale.
+        holds_experts: whether NVFP4 experts that are one tensor (E, N, K) can be written.
     """
 
     name: ClassVar[str]
     is_file: ClassVar[bool] = False
     is_served: ClassVar[bool] = True
+    holds_experts: ClassVar[bool] = False
 
     @abc.abstractmethod
     def detect(self, path: Path) -> bool:

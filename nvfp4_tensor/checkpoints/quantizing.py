@@ -30,6 +30,9 @@ from nvfp4_tensor.tensor.arguments import stored_spec
 HELD = 256 << 20
 """Bytes of dense weights that are kept between the search for their largest magnitude and their quantization."""
 
+STACKED = ("gpt_oss", "llama4", "llama4_text")
+"""By model_type, those whose experts are one tensor a layer, (E, K, N)."""
+
 TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Architectures whose weights lie (K, N): their blocks would run along the wrong dimension."""
 
@@ -51,7 +54,8 @@ def quantize(
     """Quantize a folder of dense safetensors, or a GGUF, into ``dst``. No model is built, and memory stays under 2 GB.
 
     Every weight of two dimensions and columns in multiples of 16 is quantized, but those that names say to be
-    embeddings, output layers, routers of experts or encoders of other media (``names.LEFT_DENSE``). Linears that
+    embeddings, output layers, routers of experts or encoders of other media (``names.LEFT_DENSE``). In ModelOpt's
+    layout the experts of gpt-oss and Llama 4 are quantized too, each with a per-tensor scale of its own. Linears that
     servers join (q, k, v; gate and up) get one per-tensor scale, that of the largest magnitude of them all. The same
     call takes up an interrupted one at its last whole shard.
 
@@ -89,7 +93,7 @@ def quantize(
                 raise ValueError(f"head=True quantizes {source.head}, which exclude leaves dense: give one of them")
             include = (*include, source.head)
         has_scale = functools.partial(target.has_scale, source, options=options)
-        checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, has_scale)
+        checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, has_scale, target.holds_experts)
         target.write(checkpoint, Path(dst), progress=progress, **options)
 
 
@@ -105,8 +109,14 @@ class Quantized(View):
         input_amax: Mapping[str, float] | None = None,
         seed: int = 0,
         has_scale: Callable[[str], bool] = lambda name: True,
+        experts: bool = False,
     ) -> None:
-        """has_scale: whether a weight has a per-tensor scale but 1; the others as :func:`quantize` takes them."""
+        """
+        Args:
+            has_scale: whether a weight has a per-tensor scale other than 1.
+            experts: whether the format that is written holds experts that are one tensor.
+            others: as :func:`quantize` takes them.
+        """
         super().__init__(source)
         self.spec = stored_spec(spec)
         self.seed = seed
@@ -117,7 +127,7 @@ class Quantized(View):
                 f"{source.path}: {source.config['model_type']} stores weights as (inputs, outputs), and NVFP4's blocks "
                 "run along the inputs: quantize the model itself, layer by layer"
             )
-        self.chosen = chosen_linears(source, exclude, include)
+        self.chosen = chosen_linears(source, exclude, include, experts)
         self._of_one = {name for name in self.chosen if not has_scale(name)}
         self._input_amax = _by_parameter(input_amax or {}, self.chosen, source)
         self._amax: dict[tuple[str, ...], Tensor] = {}
@@ -126,7 +136,7 @@ class Quantized(View):
         for name in self.chosen:
             static = name in self._input_amax
             self.entries[name] = dataclasses.replace(
-                self.entries[name], quantized=True, quantizes_activations=static, has_input_scale=static
+                self.chosen[name], quantized=True, quantizes_activations=static, has_input_scale=static
             )
 
     def identity(self) -> list[Any] | None:
@@ -142,11 +152,15 @@ class Quantized(View):
         return None if inner is None else [*inner, *settings]
 
     def per_tensor_scale(self, name: str) -> Tensor:
+        if len(self.entries[name].shape) == 3:
+            return self._experts(name).per_tensor_scale
         amax = self._shared_amax(name)
         return torch.where(amax == 0, torch.ones(()), amax / self.spec.largest_value)
 
     def linear(self, name: str) -> LinearParts:
         entry = self.entries[name]
+        if len(entry.shape) == 3:
+            return self._experts(name)
         amax = self._shared_amax(name)
         rows, columns = entry.shape
         if name in self._held:
@@ -164,6 +178,26 @@ class Quantized(View):
             input_amax=input_amax,
         )
 
+    def _experts(self, name: str) -> LinearParts:
+        """Experts that lie (E, K, N) in the file, one after the other: the bits of ``quantize_experts``."""
+        count, rows, columns = self.entries[name].shape
+        rng_state = self._rng_state(name)
+        parts = []
+        for expert in range(count):
+            x = self.source.rows(name, expert * columns, (expert + 1) * columns).mT.contiguous()
+            first, amax = expert * layout.ceil_to(rows, self.spec.block_rows), torch.ops.nvfp4.amax(x)
+            parts.append(torch.ops.nvfp4.quantize(x, amax, rng_state, self.spec.pack(), first, 0, columns))
+        scales = [layout.unswizzle(scale, rows, columns // BLOCK).view(torch.uint8) for _, scale, _ in parts]
+        return LinearParts(
+            qdata=torch.stack([qdata for qdata, _, _ in parts]),
+            scale=torch.stack(scales).view(torch.float8_e4m3fn),
+            per_tensor_scale=torch.stack([factor for _, _, factor in parts]).reshape(count, 1),
+            columns=columns,
+        )
+
+    def _rng_state(self, name: str) -> Tensor | None:
+        return torch.tensor([self.seed, zlib.crc32(name.encode())]) if self.spec.is_stochastic else None
+
     def _quantized_in_pieces(self, name: str, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """:meth:`_quantized` of all rows, of which a few are in memory at a time."""
         rows, columns = self.entries[name].shape
@@ -179,7 +213,7 @@ class Quantized(View):
         """Codes, block scales in order and per-tensor scale of some rows: the bits of the whole weight."""
         columns = self.entries[name].shape[1]
         x = self._held[name][first:last] if name in self._held else self._rows(name, first, last)
-        rng_state = torch.tensor([self.seed, zlib.crc32(name.encode())]) if self.spec.is_stochastic else None
+        rng_state = self._rng_state(name)
         qdata, scale, factor = torch.ops.nvfp4.quantize(x, amax, rng_state, self.spec.pack(), first, 0, columns)
         return qdata, layout.unswizzle(scale, last - first, columns // BLOCK), factor
 
@@ -224,8 +258,12 @@ class Quantized(View):
         return torch.stack([torch.ops.nvfp4.amax(piece) for piece in pieces]).amax()
 
 
-def chosen_linears(source: Checkpoint, exclude: Sequence[str], include: Sequence[str]) -> dict[str, Entry]:
+def chosen_linears(
+    source: Checkpoint, exclude: Sequence[str], include: Sequence[str], experts: bool = False
+) -> dict[str, Entry]:
     """What is quantized, by name; a warning names weights that would be but for their size or dtype.
+
+    With ``experts``, those of gpt-oss and Llama 4 too, which are one tensor: in their entries (E, N, K).
 
     Raises:
         ValueError: nothing is, or a pattern matches no weight.
@@ -237,6 +275,11 @@ def chosen_linears(source: Checkpoint, exclude: Sequence[str], include: Sequence
         for name, entry in source.entries.items()
         if name.endswith("weight") and len(entry.shape) == 2 and not is_matched(name, NOT_LINEAR)
     }
+    if experts and source.config.get("model_type") in STACKED:
+        weights |= {
+            name: dataclasses.replace(entry, shape=(entry.shape[0], entry.shape[2], entry.shape[1]))
+            for name, entry in _stacked(source).items()
+        }
     for pattern in (*exclude, *include):
         if not any(is_matched(name, [pattern]) for name in weights):
             raise ValueError(
@@ -251,8 +294,8 @@ def chosen_linears(source: Checkpoint, exclude: Sequence[str], include: Sequence
     for name, entry in weights.items():
         if is_matched(name, exclude) or (is_matched(name, LEFT_DENSE) and not is_matched(name, include)):
             continue
-        if entry.dtype in HIGH_PRECISION_DTYPES and entry.shape[1] % BLOCK == 0 and all(entry.shape):
-            chosen[name] = entry
+        if entry.dtype in HIGH_PRECISION_DTYPES and entry.shape[-1] % BLOCK == 0 and all(entry.shape):
+            chosen[name] = entry if len(entry.shape) == 2 else dataclasses.replace(entry, scales=(entry.shape[0], 1))
         else:
             unfit.append(f"{name} {list(entry.shape)} {str(entry.dtype).removeprefix('torch.')}")
     if unfit:
@@ -260,7 +303,7 @@ def chosen_linears(source: Checkpoint, exclude: Sequence[str], include: Sequence
             f"left dense, for NVFP4 takes bfloat16, float16, float32 in columns of multiples of {BLOCK}: {some(unfit)}",
             stacklevel=4,
         )
-    _warn_of_experts(source)
+    _warn_of_experts(source, chosen)
     if not chosen:
         raise ValueError(
             f"{source.path}: expected linears (*.weight of two dimensions) to quantize, found none"
@@ -269,17 +312,23 @@ def chosen_linears(source: Checkpoint, exclude: Sequence[str], include: Sequence
     return chosen
 
 
-def _warn_of_experts(source: Checkpoint) -> None:
-    """Those of Llama 4 and gpt-oss are one tensor a layer, and most of the model."""
-    stacked = [
-        f"{name} {list(entry.shape)}"
+def _stacked(source: Checkpoint) -> dict[str, Entry]:
+    """Experts that are one tensor a layer."""
+    return {
+        name: entry
         for name, entry in source.entries.items()
         if len(entry.shape) == 3 and name.rpartition(".")[2] in JOINED_AS
-    ]
+    }
+
+
+def _warn_of_experts(source: Checkpoint, chosen: Mapping[str, Entry]) -> None:
+    """They are most of the model."""
+    stacked = [f"{name} {list(entry.shape)}" for name, entry in _stacked(source).items() if name not in chosen]
     if stacked:
         warnings.warn(
-            f"experts that are one tensor stay dense: {some(stacked)}. To quantize them, load the model with "
-            "transformers (quantization_config=NVFP4TensorConfig()) and save it",
+            f"experts that are one tensor stay dense: {some(stacked)}. Of gpt-oss and Llama 4 the layout modelopt "
+            "has them in NVFP4; of others, load the model with transformers (quantization_config=NVFP4TensorConfig()) "
+            "and save it",
             stacklevel=5,
         )
 

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, quantize_experts
+from nvfp4_tensor import (
+    NVFP4Config,
+    NVFP4Tensor,
+    NVFP4WeightOnlyConfig,
+    QuantizeSpec,
+    checkpoints,
+    quantize_experts,
+)
 from nvfp4_tensor.quantization import calibrate, gptq, sensitivity
 from nvfp4_tensor.quantization.experts import dense_experts, is_transposed
 
@@ -168,3 +175,45 @@ def test_sensitivity_says_what_was_not_called():
 def test_sensitivity_without_logits(answer):
     with pytest.raises(TypeError, match=r"compares logits .* and Unused gave (tuple|dict|Tensor)"):
         sensitivity(Unused(answer), [torch.randn(4, 32)], progress=False)
+
+
+def small_llama4():
+    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "intermediate_size_mlp": 96,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+            "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+            "pad_token_id": 0}  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(**text, dtype="bfloat16")
+    model = transformers.Llama4ForCausalLM(config).bfloat16().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else None
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: mixture("GptOss"), small_llama4], ids=["gpt_oss", "llama4"])
+@pytest.mark.parametrize("spec", [QuantizeSpec(), QuantizeSpec(four_over_six=True, block_rows=16)], ids=str)
+def test_folders_are_quantized_as_from_pretrained_does(make, spec, tmp_path):
+    """Bit for bit: checkpoints.quantize, which is `nvfp4 quantize`, and NVFP4TensorConfig."""
+    nvfp4 = pytest.importorskip("nvfp4_tensor.integrations.transformers")
+    model = make()
+    model.save_pretrained(tmp_path / "dense")
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "nvfp4", spec=spec, progress=False)
+    got = type(model).from_pretrained(tmp_path / "nvfp4").state_dict()
+    config = nvfp4.NVFP4TensorConfig(NVFP4WeightOnlyConfig(weight_spec=spec))
+    expected = type(model).from_pretrained(tmp_path / "dense", quantization_config=config).state_dict()
+    count = 0
+    for name, weight in expected.items():
+        assert isinstance(got[name], NVFP4Tensor) == isinstance(weight, NVFP4Tensor), name
+        if isinstance(weight, NVFP4Tensor):
+            count += weight.dim() == 3
+            assert torch.equal(got[name].qdata, weight.qdata) and torch.equal(got[name].scale, weight.scale)
+            torch.testing.assert_close(got[name].per_tensor_scale, weight.per_tensor_scale, rtol=2e-7, atol=0)
+    assert count == 4
+
+
+def test_experts_may_be_excluded_from_a_folder(tmp_path):
+    mixture("GptOss").save_pretrained(tmp_path / "dense")
+    with pytest.warns(UserWarning, match="experts that are one tensor stay dense"):
+        checkpoints.quantize(tmp_path / "dense", tmp_path / "nvfp4", exclude=["*.experts.*"], progress=False)
+    with checkpoints.read(tmp_path / "nvfp4") as read:
+        assert {len(entry.shape) for entry in read.entries.values() if entry.quantized} == {2}

@@ -56,6 +56,7 @@ class ModelOpt(SafetensorsFormat):
     """See the module."""
 
     name = "modelopt"
+    holds_experts = True
     reserved = (".weight_scale", ".weight_scale_2")
 
     def __init__(self, transposes_experts: bool = False) -> None:
