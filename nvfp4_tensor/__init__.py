@@ -14,15 +14,7 @@ from nvfp4_tensor._compat.pickles import _rebuild, keep_earlier_names  # noqa: F
 from nvfp4_tensor.info import info
 from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops import (  # noqa: F401  they define ops
-    decode,
-    definitions,
-    native,
-    pair_values,
-    rotation,
-    row_scaled,
-    transpose,
-)
+from nvfp4_tensor.ops import composite, fakes, native  # noqa: F401  they define the ops
 from nvfp4_tensor.sizes import ModelSize, model_size
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 Every function states the formula it computes; float32 throughout, IEEE round to nearest even, in the order written.
 Two habits keep torch to that: a divisor is always a tensor (a Python scalar would be turned into a multiplication by
-its reciprocal), and nothing here is traced by a compiler (the ops of ``definitions.py`` are opaque to it). A third
-keeps it capturable in a CUDA graph: no constant is copied from the host, all are filled or computed on the device.
+its reciprocal), and nothing here is traced by a compiler (the ops are opaque to it). A third keeps it capturable in a
+CUDA graph: no constant is copied from the host, all are filled or computed on the device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The compiled kernels: found, loaded, and accounted for.
 
-Two libraries register C++ under the schemas of ``definitions.py``: ``libnvfp4_cpu`` and ``libnvfp4_cuda``, the latter
+Two libraries register C++ under the schemas of ``composite``: ``libnvfp4_cpu`` and ``libnvfp4_cuda``, the latter
 loaded only where torch has CUDA. Neither is required; without one, plain torch serves the same ops with the same bits,
 more slowly, and :func:`nvfp4_tensor.info` says why. ``NVFP4_TENSOR_NATIVE=0`` in the environment leaves both out;
 ``NVFP4_TENSOR_ISA=avx512``, ``avx2`` or ``portable`` holds the CPU kernels to a smaller instruction set.

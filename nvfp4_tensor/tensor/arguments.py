@@ -8,7 +8,7 @@ from torch import Tensor
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.definitions import own_amax
+from nvfp4_tensor.ops.composite import own_amax
 
 PLAIN = QuantizeSpec()
 """To nearest even, in 1x16 blocks: how a tensor is quantized where nothing else is said."""

@@ -7,7 +7,7 @@ product may differ, in the order of its additions, and is held to the error boun
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from nvfp4_tensor.matmul.product import product
 from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops import definitions as ops
-from nvfp4_tensor.ops import pair_values, rotation
+from nvfp4_tensor.ops import composite as ops
 from nvfp4_tensor.tensor.nvfp4 import quantize, quantize_experts
 
 _TWO_MODES = (RoundingMode.RNE, RoundingMode.STOCHASTIC)
@@ -121,7 +120,7 @@ def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
 def own_amaxes(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> tuple[Tensor, Tensor]:
     """Of what the spec quantizes of x and of its transpose, by the reference."""
     if spec.is_eden:
-        return rotation.amax_rotated(x, rng), rotation.amax_rotated(x.t(), rng)
+        return ops.amax_rotated(x, rng), ops.amax_rotated(x.t(), rng)
     sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
     return ops.amax(x, sign), ops.amax(x.t(), sign)
 
@@ -134,13 +133,6 @@ def amax_arguments(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> dict[str, tupl
     return {"amax": (x, sign), "amax_pair": (x, sign)}
 
 
-def _implementation(name: str) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """An op in plain torch."""
-    module = next(module for module in (ops, rotation, pair_values) if hasattr(module, name))
-    implementation: Callable[..., Tensor | tuple[Tensor, ...]] = getattr(module, name)
-    return implementation
-
-
 def check_hadamard(device: str) -> Check:
     """The transform alone, on all samples."""
     tally = [0, 0]
@@ -151,7 +143,7 @@ def check_hadamard(device: str) -> Check:
 
 def _compare(tally: list[int], name: str, arguments: tuple, device: str) -> None:
     """Add to tally (elements, differing ones) what the op gives on the device beside what the reference gives."""
-    expected = _implementation(name)(*arguments)
+    expected = getattr(ops, name)(*arguments)
     there = (value.to(device) if isinstance(value, Tensor) else value for value in arguments)
     actual = getattr(torch.ops.nvfp4, name)(*there)
     if isinstance(expected, Tensor):

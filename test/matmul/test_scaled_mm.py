@@ -16,7 +16,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor import quantize_experts as make_experts
 from nvfp4_tensor.matmul import scaled_mm
-from nvfp4_tensor.ops import definitions as ops
+from nvfp4_tensor.ops import composite as ops
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FP4 = torch.float4_e2m1fn_x2

@@ -12,7 +12,7 @@ from helpers.bits import EMPTY_SHAPES, MAGNITUDES, MODES, SHAPES, assert_same_bi
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
-from nvfp4_tensor.ops import definitions as ops
+from nvfp4_tensor.ops import composite as ops
 
 N = torch.ops.nvfp4
 gpu = pytest.mark.gpu

@@ -9,7 +9,7 @@ from helpers.bits import EMPTY_SHAPES, MAGNITUDES, MODES, SHAPES, assert_same_bi
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import eden, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.ops import definitions as ops
+from nvfp4_tensor.ops import composite as ops
 
 N = torch.ops.nvfp4
 FAST_MODES = [MODES[0], MODES[3], MODES[4]]

@@ -10,7 +10,7 @@ from helpers.instruction_sets import assert_op, assert_same_bits, each_instructi
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import eden, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.ops import definitions as ops
+from nvfp4_tensor.ops import composite as ops
 
 pytestmark = needs_library
 

@@ -7,7 +7,7 @@ from torch.library import opcheck
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
-from nvfp4_tensor.ops import definitions as ops
+from nvfp4_tensor.ops import composite as ops
 
 nvfp4 = torch.ops.nvfp4
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")

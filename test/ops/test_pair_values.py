@@ -6,7 +6,7 @@ from torch.library import opcheck
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import reference
-from nvfp4_tensor.ops import definitions as ops
+from nvfp4_tensor.ops import composite as ops
 
 N = torch.ops.nvfp4
 PAIRS = {

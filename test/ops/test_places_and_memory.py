@@ -12,7 +12,7 @@ from helpers.instruction_sets import assert_op, at_byte, needs_library, sample
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.ops import definitions
+from nvfp4_tensor.ops import composite
 
 OPS = torch.ops.nvfp4
 PLAIN = QuantizeSpec().pack()
@@ -34,7 +34,7 @@ MOST = (1 << 63) - 1
     ],
     ids=str,
 )
-@pytest.mark.parametrize("implementation", [OPS, definitions], ids=["the op", "plain torch"])
+@pytest.mark.parametrize("implementation", [OPS, composite], ids=["the op", "plain torch"])
 @pytest.mark.parametrize("spec", [PLAIN, STOCHASTIC], ids=["nearest", "stochastic"])
 def test_a_place_that_no_tensor_has_is_refused(device, implementation, place, message, spec):
     x, amax, state = torch.ones(4, 64, device=device), torch.ones((), device=device), RNG_STATE.to(device)
@@ -59,7 +59,7 @@ def test_a_place_that_no_tensor_has_is_refused(device, implementation, place, me
     ],
     ids=str,
 )
-@pytest.mark.parametrize("implementation", [OPS, definitions], ids=["the op", "plain torch"])
+@pytest.mark.parametrize("implementation", [OPS, composite], ids=["the op", "plain torch"])
 def test_a_pair_that_lies_where_no_matrix_does_is_refused(device, implementation, place, message):
     x, amax, state = torch.ones(4, 64, device=device), torch.ones((), device=device), RNG_STATE.to(device)
     with pytest.raises((RuntimeError, ValueError), match=message):

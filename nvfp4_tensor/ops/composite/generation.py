@@ -1,4 +1,4 @@
-"""The ops that write text: one token through all layers of a Llama, and a dense output layer on one row."""
+"""Plain-torch implementations of the ops for generation: one token through a Llama, and its output layer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.ops.definitions import _fake, _implement, _library
+from nvfp4_tensor.ops.schemas import op
 
 LAYER_TENSORS = 23
 """Of a layer: its first norm; q, k, v and o; its second norm; gate, up and down. Norms are one tensor, weights three:
 qdata, scale, per_tensor_scale."""
 
-_library.define(
-    "decode_llama(Tensor x, Tensor[] weights, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor cos, Tensor sin,"
-    " int position, float eps, float scaling) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
-
-_library.define("linear_row(Tensor x, Tensor w) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-@_implement("decode_llama")
+@op(mutates_args=("keys", "values"))
 def decode_llama(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -93,27 +84,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), -1) * sin
 
 
-@_fake("decode_llama")
-def _(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    position: int,
-    eps: float,
-    scaling: float,
-) -> Tensor:
-    return torch.empty_like(x)
-
-
-@_implement("linear_row")
+@op()
 def linear_row(x: Tensor, w: Tensor) -> Tensor:
     """x (1, K) times w (N, K), both dense and bfloat16: (1, N). A multiple of 32 for K."""
     return (x.float() @ w.mT.float()).to(x.dtype)
-
-
-@_fake("linear_row")
-def _(x: Tensor, w: Tensor) -> Tensor:
-    return x.new_empty((1, w.shape[0]))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nvfp4_tensor import NVFP4Tensor
-from nvfp4_tensor.ops import decode, native
+from nvfp4_tensor.ops import composite, native
 from test.helpers.instruction_sets import each_instruction_set
 
 LENGTH = 48
@@ -60,7 +60,7 @@ def random_step(hidden=96, inner=160, heads=6, kv_heads=2, dim=32, layers=2, per
 def assert_same(step, position, rtol=0.02):
     """Within what sums in another order change: a bfloat16 that falls to the other side now and then."""
     y, *caches = step.run(torch.ops.nvfp4.decode_llama, position)
-    expected, *expected_caches = step.run(decode.decode_llama, position)
+    expected, *expected_caches = step.run(composite.decode_llama, position)
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(y, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
     for ours, others in zip(itertools.chain(*caches), itertools.chain(*expected_caches), strict=True):
@@ -149,7 +149,7 @@ def test_a_position_outside_of_the_cache():
 def test_a_dense_row(rows, columns, threads):
     x, w = torch.randn(1, columns).bfloat16(), torch.randn(rows, columns).bfloat16()
     expected = (x.double() @ w.double().mT).bfloat16()
-    assert torch.equal(decode.linear_row(x, w), (x.float() @ w.float().mT).bfloat16())
+    assert torch.equal(composite.linear_row(x, w), (x.float() @ w.float().mT).bfloat16())
     for _ in instruction_sets():
         y = torch.ops.nvfp4.linear_row(x, w)
         assert y.shape == (1, rows)

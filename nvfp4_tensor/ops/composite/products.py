@@ -1,0 +1,112 @@
+"""Plain-torch implementations of products: x times an NVFP4 weight, or times those of experts."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, scaled_grouped_mm  # type: ignore[attr-defined]  # stub
+
+from nvfp4_tensor.numerics import reference
+from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS, swizzle, unswizzle
+from nvfp4_tensor.ops.schemas import SymInt, op
+
+
+@op()
+def matmul(
+    x: Tensor,
+    x_scale: Tensor | None,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    bias: Tensor | None,
+    columns: SymInt,
+    across_blocks: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """x @ w^T (or x @ w where ``across_blocks``) of a dense x and an NVFP4 w; see :func:`reference.matmul`."""
+    with torch.autocast(x.device.type, enabled=False):  # which would multiply in 16 bits
+        return reference.matmul(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, across_blocks, out_dtype)
+
+
+def _group_ends(offs: Tensor, experts: int, rows: int) -> list[int]:
+    if offs.dtype != torch.int32 or offs.shape != (experts,):
+        raise ValueError(f"offs is int32 ({experts},), where each group ends, not {offs.dtype} {tuple(offs.shape)}")
+    ends = offs.tolist()
+    if any(start > end for start, end in itertools.pairwise([0, *ends, rows])):
+        raise ValueError(f"offs are the ends of groups in order, from 0 to the {rows} rows of x, not {ends}")
+    return ends
+
+
+@op()
+def grouped_matmul(
+    x: Tensor,
+    x_scale: Tensor | None,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    offs: Tensor,
+    columns: SymInt,
+    across_blocks: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Rows offs[e-1]..offs[e] of x (M, K) times expert e of qdata (E, N, K/2), as ``matmul``; zeros behind the last.
+
+    offs: int32 (E,), the ends of the groups. x_scale: 0-d or one per row. per_tensor_scale: 0-d, (E, 1) or one per
+    row of w (E * N,). This implementation reads offs on the host and calls ``matmul`` for each expert that has rows.
+    """
+    experts, rows, half = qdata.shape
+    ends = _group_ends(offs, experts, x.shape[0])
+    linear = None if rows % TILE_ROWS == 0 else unswizzle(scale, experts * rows, half * 2 // BLOCK)
+    factors = per_tensor_scale if per_tensor_scale.dim() == 2 else per_tensor_scale.expand(experts * rows)
+    factors = factors.reshape(experts, -1)
+    y = x.new_zeros((x.shape[0], columns if across_blocks else rows), dtype=out_dtype)
+    start = 0
+    for expert, end in enumerate(ends if rows else ()):
+        if end > start:
+            own = slice(expert * rows, (expert + 1) * rows)
+            tiles = slice(own.start // TILE_ROWS, own.stop // TILE_ROWS)
+            y[start:end] = torch.ops.nvfp4.matmul(
+                x[start:end],
+                x_scale[start:end] if x_scale is not None and x_scale.dim() else x_scale,
+                qdata[expert],
+                scale[tiles] if linear is None else swizzle(linear[own]),
+                factors[expert] if per_tensor_scale.dim() == 1 else factors[expert, 0],
+                None,
+                columns,
+                across_blocks,
+                out_dtype,
+            )
+        start = end
+    return y
+
+
+@op()
+def grouped_linear(
+    x: Tensor,
+    x_scale: Tensor | None,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``grouped_matmul`` along the blocks, for x in bfloat16 or float16: on CUDA nothing waits for offs."""
+    return grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, x.shape[-1], False, out_dtype)
+
+
+@op()
+def grouped_fp4_matmul(
+    x: Tensor, x_scale: Tensor, x_factor: Tensor, w: Tensor, w_scale: Tensor, w_factor: Tensor, offs: Tensor
+) -> Tensor:
+    """x (M, K/2) times w (E, N, K/2), transposed, by group, on FP4 tensor cores: bfloat16 (M, N).
+
+    torch's scaled_grouped_mm as an op, because it has no shape inference of its own (2.13). Codes are uint8, two each;
+    x_scale is what :func:`scaled_mm.grouped_scale` gives, w_scale (E, swizzled); x_factor 0-d, w_factor (E,).
+    """
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    x, w = x.view(torch.float4_e2m1fn_x2), w.view(torch.float4_e2m1fn_x2).mT
+    scales = [x_scale, x_factor], recipe, [w_scale, w_factor], recipe
+    return scaled_grouped_mm(x, w, *scales, swizzle, swizzle, offs=offs, output_dtype=torch.bfloat16)

@@ -1,0 +1,92 @@
+"""Register an op: the signature of its plain-torch implementation is its schema, and stands nowhere else.
+
+C++ registers kernels for CPU and CUDA under the same schemas, and the dispatcher picks. Exported programs contain
+the schemas as text: ``test/data/op_schemas.txt`` has them, and a test compares.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+library = torch.library.Library("nvfp4", "DEF")
+
+SymInt: TypeAlias = int
+"""An int that may be symbolic under torch.compile. A plain ``int`` of a schema makes the graph special to its value."""
+
+_SCHEMA_TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "Sequence[Tensor]": "Tensor[]",
+    "SymInt": "SymInt",
+    "bool": "bool",
+    "float": "float",
+    "int": "int",
+    "torch.dtype": "ScalarType",
+}
+"""Annotations as they are written, to types of a schema. ``torch.library.infer_schema`` knows only SymInt, and does not
+name results."""
+
+_parameters: dict[str, dict[str, inspect.Parameter]] = {}
+
+
+def op(
+    *, returns: str = "", mutates_args: Sequence[str] = (), tags: Sequence[torch.Tag] = ()
+) -> Callable[[_Function], _Function]:
+    """Define ``torch.ops.nvfp4.NAME`` from a function of that name, which serves devices without a kernel of their own.
+
+    Args:
+        returns: names of the results, "qdata, scale", where the op returns a tuple.
+        mutates_args: arguments that the op writes to.
+        tags: in addition to ``pt2_compliant_tag``.
+    """
+
+    def register(function: _Function) -> _Function:
+        name = function.__name__
+        _parameters[name] = dict(inspect.signature(function).parameters)
+        schema = _schema(name, returns, mutates_args)
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+        library.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def _schema(name: str, returns: str, mutates_args: Sequence[str]) -> str:
+    alias = {argument: f"Tensor({chr(ord('a') + i)}!)" for i, argument in enumerate(mutates_args)}
+    arguments = []
+    for argument, parameter in _parameters[name].items():
+        kind = _SCHEMA_TYPES[parameter.annotation].replace("Tensor", alias.get(argument, "Tensor"))
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        arguments.append(f"{kind} {argument}{default}")
+    results = "(" + ", ".join(f"Tensor {result}" for result in returns.split(", ")) + ")" if returns else "Tensor"
+    return f"{name}({', '.join(arguments)}) -> {results}"
+
+
+def fake(*names: str) -> Callable[[_Function], _Function]:
+    """Register a function of some of an op's arguments, by their names, as the fake implementation of these ops."""
+
+    def register(function: _Function) -> _Function:
+        for name in names:
+            torch.library.register_fake(f"nvfp4::{name}", _bind(function, _parameters[name]), lib=library)
+        return function
+
+    return register
+
+
+def _bind(function: Callable[..., object], parameters: dict[str, inspect.Parameter]) -> Callable[..., object]:
+    wanted = list(inspect.signature(function).parameters)
+    assert set(wanted) <= set(parameters), f"{wanted} of {list(parameters)}"
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+
+    def call(*args: object, **kwargs: object) -> object:
+        # The dispatcher has checked the arguments. It leaves out those at the end that equal their defaults.
+        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        return function(*(given[name] for name in wanted))
+
+    return call

@@ -1,0 +1,37 @@
+"""The registered schemas. C++ registers kernels under them, and exported programs contain them."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvfp4_tensor.ops import schemas
+
+GOLDEN = (Path(__file__).parents[1] / "data/op_schemas.txt").read_text().splitlines()
+NAMES = [schema.removeprefix("nvfp4::").partition("(")[0] for schema in GOLDEN]
+
+
+def test_every_op_has_a_golden_schema():
+    registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("nvfp4::")]
+    assert sorted(registered) == [f"nvfp4::{name}" for name in NAMES]
+
+
+@pytest.mark.parametrize("name, schema", zip(NAMES, GOLDEN, strict=True), ids=NAMES)
+def test_schema_and_tags(name, schema):
+    op = getattr(torch.ops.nvfp4, name).default
+    assert str(op._schema) == schema
+    seeded = [torch.Tag.nondeterministic_seeded] if name == "draw_rng_state" else []
+    assert set(op.tags) == {torch.Tag.pt2_compliant_tag, *seeded}
+
+
+def test_a_fake_gets_its_arguments_by_name():
+    def signature(x, spec, row0=3, codes=True):
+        raise AssertionError
+
+    call = schemas._bind(lambda codes, spec, row0: (codes, spec, row0), dict(inspect.signature(signature).parameters))
+    assert call("x", 1) == (True, 1, 3)
+    assert call("x", 1, 2) == (True, 1, 2)
+    assert call("x", 1, codes=False) == (False, 1, 3)
+    with pytest.raises(AssertionError, match="colour"):
+        schemas._bind(lambda colour: colour, dict(inspect.signature(signature).parameters))
