@@ -59,8 +59,8 @@ std::map<std::string, Constant> all_constants() {
 int64_t cost_of(const std::string& kernel, const ProductSize& size, int blocks) {
   const std::optional<Forced> forced = forced_of(kernel);
   if (!forced) return -1;
-  if (forced->way == Way::kDecoded) return decoded_cost(size, blocks);
-  if (forced->way == Way::kFewRows) {
+  if (forced->family == KernelFamily::kDecoded) return decoded_cost(size, blocks);
+  if (forced->family == KernelFamily::kFewRows) {
     const bool is_modelled = size.M > costs::kMostRowsByMma && size.M <= costs::kMostRowsOfFewRows;
     return is_modelled ? few_rows_sm90::cost(size, blocks) : -1;
   }
@@ -69,8 +69,8 @@ int64_t cost_of(const std::string& kernel, const ProductSize& size, int blocks) 
 }
 
 std::string kernel_of(const Choice& choice) {
-  if (choice.way == Way::kManyRows) return name_of(choice.many_rows.its());
-  return choice.way == Way::kFewRows ? "few_rows" : "decoded";
+  if (choice.family == KernelFamily::kManyRows) return name_of(choice.many_rows.its());
+  return choice.family == KernelFamily::kFewRows ? "few_rows" : "decoded";
 }
 
 ProductSize read_size(int& blocks) {

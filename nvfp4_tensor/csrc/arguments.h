@@ -127,7 +127,7 @@ inline const int64_t* rng_state_of(const std::optional<Tensor>& state, const Qua
 }
 
 // Where EDEN's rotations may begin.
-inline void check_rotation_place(int64_t col0) {
+inline void check_rotation_offset(int64_t col0) {
   STD_TORCH_CHECK(col0 >= 0 && col0 % kRotation == 0, "col0 must be a multiple of ", kRotation,
                   ", where a rotation begins, not ", col0);
 }
@@ -138,7 +138,7 @@ struct BlockNumbers {
   int64_t first, row_blocks;
 };
 
-// Of a matrix that begins at (row0, col0) of a logical tensor of full_width columns (0: of its own).
+// The numbers of the blocks of a matrix at offset (row0, col0) of a tensor of full_width columns (0: the matrix's own).
 inline BlockNumbers block_numbers(int64_t rows, int64_t columns, int64_t row0, int64_t col0, int64_t full_width,
                                   int64_t column_multiple = kBlock) {
   STD_TORCH_CHECK(row0 >= 0 && col0 >= 0 && full_width >= 0,
@@ -159,7 +159,7 @@ inline BlockNumbers block_numbers(int64_t rows, int64_t columns, int64_t row0, i
 }
 
 // row0 and full_rows are col0 and full_width of the transpose: refused by their own names.
-inline void check_transposed_place(int64_t row0, int64_t full_rows) {
+inline void check_transposed_offset(int64_t row0, int64_t full_rows) {
   STD_TORCH_CHECK(row0 >= 0 && row0 % kBlock == 0, "row0 must be a multiple of ", kBlock,
                   ", where a block of the transpose begins, not ", row0);
   STD_TORCH_CHECK(full_rows >= 0, "full_rows must not be negative, not ", full_rows);
@@ -168,7 +168,7 @@ inline void check_transposed_place(int64_t row0, int64_t full_rows) {
 // --- what is quantized -----------------------------------------------------------------------------------------------
 
 struct CodedShape {
-  int64_t rows, blocks;  // blocks of a row, the last of which need not be whole
+  int64_t rows, blocks;  // blocks per row; the last may be partial
 };
 
 // Codes and block scales of so many columns.
@@ -193,7 +193,7 @@ inline CodedShape check_coded(const Tensor& qdata, const Tensor& scale, int64_t 
   return {rows, blocks};
 }
 
-// One factor of all, or one a row: of a weight, or of what it meets.
+// One factor, or one per row, of a weight or of x.
 inline Tensor factors_of(const Tensor& t, const char* name, int64_t rows, const Tensor& x, const char* x_name = "x") {
   check_beside(t, name, x, x_name);
   STD_TORCH_CHECK(t.numel() == 1 || t.numel() == rows, name, " must be one number, or one a row: 1 or ", rows, ", not ",

@@ -21,11 +21,11 @@ PROGRAM = r"""
 using namespace nvfp4;
 using namespace nvfp4::many_rows;
 
-// What is wrong with a division: stages not computed once, blocks that disagree on who has a tile, places for sums of
+// What is wrong with a division: stages not computed once, blocks that disagree on who has a tile, slots for sums of
 // several tiles, blocks that wait for too many which are started after them.
 template <bool kGrouped>
-int faults(Work work, int tiles, int blocks, int places) {
-  std::vector<int> computed(tiles * work.steps), parts(tiles), left(places, -1);
+int faults(Work work, int tiles, int blocks, int slots) {
+  std::vector<int> computed(tiles * work.steps), parts(tiles), left(slots, -1);
   std::vector<Meeting> meetings(tiles);
   gridDim.x = blocks;
   work.prepare();
@@ -41,13 +41,13 @@ int faults(Work work, int tiles, int blocks, int places) {
       const bool leaves_all = m.rank >= m.finishers, goes_on = s.begin > 0 && s.end == work.steps;
       wrong += m.rank < 0 || m.rank >= m.all || (m.rank == 0) != (s.begin == 0) || (goes_on && !leaves_all);
       wrong += m.finishers < 1 || m.finishers > work.most_finishers || m.finishers >= m.all;
-      wrong += m.place(m.rank) % blocks != block;
+      wrong += m.slot(m.rank) % blocks != block;
       if (parts[s.tile]++ == 0) meetings[s.tile] = m;
       const Meeting& known = meetings[s.tile];
-      wrong += known.finishers != m.finishers || known.place(0) != m.place(0) || known.place(1) != m.place(1);
+      wrong += known.finishers != m.finishers || known.slot(0) != m.slot(0) || known.slot(1) != m.slot(1);
       if (!leaves_all && m.finishers == 1) continue;  // adds what is left to it
-      if (m.place(m.rank) >= places) return ++wrong;
-      wrong += left[m.place(m.rank)] != -1, left[m.place(m.rank)] = s.tile;
+      if (m.slot(m.rank) >= slots) return ++wrong;
+      wrong += left[m.slot(m.rank)] != -1, left[m.slot(m.rank)] = s.tile;
     }
   }
   for (int times : computed) wrong += times != 1;
@@ -55,8 +55,8 @@ int faults(Work work, int tiles, int blocks, int places) {
     if (parts[tile] == 0) continue;
     const Meeting& m = meetings[tile];
     wrong += parts[tile] != m.all;
-    for (int rank = m.finishers > 1 ? 0 : 1; rank < m.all; ++rank) wrong += left[m.place(rank)] != tile;
-    for (int rank = 1; rank < m.all; ++rank) wrong += m.place(rank) % blocks != m.place(0) % blocks - rank;
+    for (int rank = m.finishers > 1 ? 0 : 1; rank < m.all; ++rank) wrong += left[m.slot(rank)] != tile;
+    for (int rank = 1; rank < m.all; ++rank) wrong += m.slot(rank) % blocks != m.slot(0) % blocks - rank;
   }
   return wrong;
 }
@@ -75,8 +75,8 @@ int faults_of_parts(int tiles, int steps, int sharers) {
     Segment s, behind;
     wrong += !part.next(s) || s.begin >= s.end || s.tile != int(block) / sharers || part.next(behind);
     const Meeting m = part.meeting();
-    wrong += m.place(m.rank) != int(block) || m.finishers != work.most_finishers || m.all != sharers;
-    wrong += m.place(0) != s.tile * sharers || m.place(sharers - 1) != s.tile * sharers + sharers - 1;
+    wrong += m.slot(m.rank) != int(block) || m.finishers != work.most_finishers || m.all != sharers;
+    wrong += m.slot(0) != s.tile * sharers || m.slot(sharers - 1) != s.tile * sharers + sharers - 1;
     for (int step = s.begin; step < s.end; ++step) ++computed[s.tile * steps + step];
   }
   for (int times : computed) wrong += times != 1;
@@ -101,18 +101,18 @@ int faults_of_plans(const Tiling& tiling, int most_blocks) {
   work.steps = tiling.steps, work.whole_tiles = runs.whole_tiles, work.cut_tiles = runs.cut_tiles;
   work.runs = runs.blocks, work.most_finishers = runs.most_finishers(most_blocks);
   wrong += work.most_finishers < 1 || work.most_finishers > most_sharers(most_blocks);
-  wrong += faults<false>(work, tiling.tiles, runs.blocks, runs.places());
+  wrong += faults<false>(work, tiling.tiles, runs.blocks, runs.slots());
   const Plan groups = Plan::of_groups(tiling, most_blocks);
   wrong += groups.blocks > most_blocks || groups.blocks > tiling.tiles;
   const Division division(tiling.tiles, tiling.steps, groups.blocks, groups.cut_cost);  // as the device divides them
   work.whole_tiles = division.whole_tiles, work.cut_tiles = division.cut_tiles, work.runs = division.runs;
   work.most_finishers = groups.most_finishers(most_blocks);
-  wrong += faults<true>(work, tiling.tiles, groups.blocks, groups.places());
+  wrong += faults<true>(work, tiling.tiles, groups.blocks, groups.slots());
   for (const Plan& plan : {runs, groups}) {
-    wrong += plan.flags_bytes() < 8L * plan.places() * kMostSharers * (tiling.rows / 64);
+    wrong += plan.flags_bytes() < 8L * plan.slots() * kMostSharers * (tiling.rows / 64);
   }
   for (const Plan& plan : {shared, runs, groups}) {
-    const int64_t sums = 4L * plan.places() * tiling.rows * tiling.tokens;
+    const int64_t sums = 4L * plan.slots() * tiling.rows * tiling.tokens;
     wrong += plan.x_at() != plan.flags_bytes() + sums || plan.flags_bytes() % 256 != 0 || plan.cost <= 0;
   }
   return wrong;
@@ -276,10 +276,10 @@ def test_the_cost_of_decoding_first(program):
         ((4096, 4096), 128),  # 7.6 and 6.7 us in a chain, by few rows and so
         ((4096, 14336), 128),  # 18.2, 14.4
         ((8192, 28672), 256),  # 54.0, 42.2
-        ((14336, 8192), 256),  # 26.2, 25.4; there are no places for two blocks for each 128 rows of w
+        ((14336, 8192), 256),  # 26.2, 25.4; there are no slots for two blocks for each 128 rows of w
         ((6144, 4096), None),  # 9.8, and 9.3 to 10.1
         ((1024, 8192), None),  # 6.5, 6.8
-        ((28672, 8192), None),  # 45.3, and no places
+        ((28672, 8192), None),  # 45.3, and no slots
     ],
 )
 def test_whether_16_rows_are_few(program, weight, faster):

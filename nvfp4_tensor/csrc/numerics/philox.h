@@ -38,7 +38,7 @@ NVFP4_HD Words4 philox4x32_7(uint32_t key0, uint32_t key1, Words4 counter) {
   return {{c0, c1, c2, c3}};
 }
 
-// What a call's random bits depend on beside the place of a block: rng_state = (seed, offset), and the stream.
+// What a call's random bits depend on, in addition to the block number: rng_state = (seed, offset), and the stream.
 struct RandomKey {
   uint32_t seed_low, seed_high, offset, stream;
 

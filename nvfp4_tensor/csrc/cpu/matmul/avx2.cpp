@@ -1,9 +1,9 @@
 // Products on AVX2, FMA and F16C.
-#include "cpu/products.h"
+#include "cpu/matmul/products.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define NVFP4_ISA avx2
-#include "cpu/matmul/simd_avx2.h"
+#include "cpu/simd/products_avx2.h"
 //
 #include "cpu/matmul/many.h"
 

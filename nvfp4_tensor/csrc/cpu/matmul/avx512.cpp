@@ -1,9 +1,9 @@
 // Products on AVX-512 (F, BW, VL, DQ, VBMI), in float32.
-#include "cpu/products.h"
+#include "cpu/matmul/products.h"
 
 #if defined(__AVX512VBMI__) && defined(__AVX512DQ__)
 #define NVFP4_ISA avx512
-#include "cpu/matmul/simd_avx512.h"
+#include "cpu/simd/products_avx512.h"
 //
 #include "cpu/matmul/many.h"
 

@@ -1,9 +1,9 @@
 // Products of x in bfloat16 on AVX-512 with its bfloat16 instructions (Cooper Lake, Sapphire Rapids, Zen 4 and later).
-#include "cpu/products.h"
+#include "cpu/matmul/products.h"
 
 #if defined(__AVX512BF16__)
 #define NVFP4_ISA avx512
-#include "cpu/matmul/simd_avx512.h"
+#include "cpu/simd/products_avx512.h"
 //
 #include "cpu/matmul/bf16.h"
 #include "cpu/matmul/many.h"

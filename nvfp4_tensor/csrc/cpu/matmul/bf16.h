@@ -37,7 +37,7 @@ struct Bf16Math {
     const I words = v ? _mm512_srli_epi16(bytes, 4 * v) : bytes;
     return as_float(_mm512_permutexvar_epi16(words, _mm512_load_si512(kCodeWords.twice)));
   }
-  // Of the codes of a pair of chunks, half 0 or 1 of each block, a block a lane.
+  // Of the codes of a pair of chunks, half 0 or 1 of each block, a block per lane.
   template <int half>
   static I half_of_pair(I first, I second) {
     return bits(_mm512_shuffle_ps(as_float(first), as_float(second), half ? 0b11011101 : 0b10001000));

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "cpu/products.h"
+#include "cpu/matmul/products.h"
 #include "numerics/layout.h"
 
 namespace nvfp4::NVFP4_ISA {

@@ -219,7 +219,7 @@ struct Few {
     }
   }
 
-  static constexpr ProductWay way() {
+  static constexpr ProductKernel kernel() {
     return {Math::kRefusedByFew, kScratchWords, packed_words, pack_units, pack, units, multiply};
   }
 };

@@ -59,7 +59,8 @@ struct Many {
   }
   static int64_t pack_units(const Product& p) { return p.batches * tiles(p) * depth_parts(p); }
 
-  // Words [word, word + kChunkWords) of rows [row, row + kLanes) of x to (kChunkWords, kLanes), in a chunk's order.
+  // Words [word, word + kChunkWords) of rows [row, row + kLanes) of x to (kChunkWords, kLanes), in a chunk's
+  // order.
   static unsigned pack_lanes(const Product& p, int64_t batch, int64_t row, int64_t word, float* out, int64_t step) {
     alignas(64) float words[kLanes][kChunkWords];
     const int64_t count = least(kLanes, p.x_rows - row);
@@ -186,7 +187,7 @@ struct Many {
     }
   }
 
-  static constexpr ProductWay way() {
+  static constexpr ProductKernel kernel() {
     return {Math::kRefusedByMany, kScratchWords, packed_words, pack_units, pack, units, multiply};
   }
 };
@@ -284,13 +285,14 @@ struct Across {
     }
   }
 
-  static constexpr ProductWay way() {
+  static constexpr ProductKernel kernel() {
     return {Math::kRefusedByMany, kScratchWords, packed_words, pack_units, pack, units, multiply};
   }
 };
 
 template <class Math>
-constexpr ProductKernels kProducts = {Math::kMostFewRows, Few<Math>::way(), Many<Math>::way(), Across<Math>::way()};
+constexpr ProductKernels kProducts = {Math::kMostFewRows, Few<Math>::kernel(), Many<Math>::kernel(),
+                                      Across<Math>::kernel()};
 
 }  // namespace
 }  // namespace nvfp4::NVFP4_ISA

@@ -1,6 +1,6 @@
 // Products in plain C++, for the target's baseline.
 #define NVFP4_ISA portable
-#include "cpu/matmul/simd_portable.h"
+#include "cpu/simd/products_portable.h"
 //
 #include "cpu/matmul/many.h"
 

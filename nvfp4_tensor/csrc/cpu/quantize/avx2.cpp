@@ -1,5 +1,5 @@
 // The kernels on AVX2, FMA and F16C.
-#include "cpu/kernels.h"
+#include "cpu/host/kernels.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define NVFP4_ISA avx2

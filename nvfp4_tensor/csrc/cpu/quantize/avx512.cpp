@@ -1,5 +1,5 @@
 // The kernels on AVX-512 (F, BW, VL, DQ, VBMI: Ice Lake, Zen 4 and later).
-#include "cpu/kernels.h"
+#include "cpu/host/kernels.h"
 
 #if defined(__AVX512VBMI__) && defined(__AVX512DQ__)
 #define NVFP4_ISA avx512

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "cpu/kernels.h"
+#include "cpu/host/kernels.h"
 
 namespace nvfp4::NVFP4_ISA {
 
@@ -152,7 +152,7 @@ struct PhiloxWords {
   I word[4];
 };
 
-// Philox of sixteen numbers, one a lane.
+// Philox of sixteen numbers, one per lane.
 inline PhiloxWords philox(I number_low, I number_high, const RandomKey& key) {
   I c0 = number_low, c1 = number_high, c2 = set(int32_t(key.offset)), c3 = set(int32_t(key.stream));
   uint32_t key0 = key.seed_low, key1 = key.seed_high;

@@ -99,7 +99,7 @@ NVFP4_INLINE I block_magnitudes(const Rotations& r, Mask& broken) {
   return most;
 }
 
-// Of a row filled up to whole rotations.
+// Per row, the last rotation padded.
 inline int64_t filled_blocks(int64_t columns) { return ceil_div(columns, kRotation) * kRotationBlocks; }
 
 template <typename T, typename Function>
@@ -250,7 +250,7 @@ class ScaleDraws {
 
 template <typename T>
 struct RotatedBatch {
-  Group groups[kRotatedBatch];  // their place in what is stored
+  Group groups[kRotatedBatch];  // the blocks that they are stored as
   const T* x[kRotatedBatch];
   int count = 0;
   alignas(64) T gathered[kRotatedBatch][kGroupElements];

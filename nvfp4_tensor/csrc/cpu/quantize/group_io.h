@@ -1,5 +1,5 @@
 // Getting groups of blocks in and out: where a group is not 256 neighbouring elements it passes through a buffer on the
-// stack, so that the arithmetic knows only whole groups and tails need no code of their own.
+// stack, so that the arithmetic sees only full groups, and tails need no code of their own.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +33,8 @@ struct Group {
   }
 };
 
-// Whether a whole group lies in one piece in rows of `columns` elements at that stride.
-inline bool in_one_piece(const Group& group, int64_t columns, int64_t row_stride) {
+// Whether a full group is contiguous in rows of `columns` elements at that stride.
+inline bool is_contiguous(const Group& group, int64_t columns, int64_t row_stride) {
   return group.count == kGroupBlocks &&
          ((group.block + kGroupBlocks) * kBlock <= columns || (columns % kBlock == 0 && row_stride == columns));
 }
@@ -43,7 +43,7 @@ inline bool in_one_piece(const Group& group, int64_t columns, int64_t row_stride
 template <typename T>
 const T* fetch(const Matrix& x, const Group& group, T* buffer) {
   const T* data = static_cast<const T*>(x.data);
-  if (in_one_piece(group, x.columns, x.row_stride)) return data + group.row * x.row_stride + group.block * kBlock;
+  if (is_contiguous(group, x.columns, x.row_stride)) return data + group.row * x.row_stride + group.block * kBlock;
   std::memset(buffer, 0, sizeof(T) * kGroupElements);
   group.for_each(x.blocks(), [&](int lane, int64_t row, int64_t block) {
     const int64_t count = std::min<int64_t>(kBlock, x.columns - block * kBlock);
@@ -55,7 +55,7 @@ const T* fetch(const Matrix& x, const Group& group, T* buffer) {
 // Where to decode a group to: in place, or the buffer, from which `scatter` takes it.
 template <typename T>
 T* destination(T* out, const Group& group, int64_t columns, T* buffer) {
-  return in_one_piece(group, columns, columns) ? out + group.row * columns + group.block * kBlock : buffer;
+  return is_contiguous(group, columns, columns) ? out + group.row * columns + group.block * kBlock : buffer;
 }
 
 template <typename T>
@@ -67,7 +67,8 @@ void scatter(const T* values, T* out, const Group& group, int64_t columns, int64
   });
 }
 
-// Calls f(lane, offset of the lane's scale) for pieces of 4 scales (together in memory) where it can, else 1.
+// Calls f(lane, offset of the lane's scale) for runs of 4 scales (contiguous in memory) where it can, else for single
+// scales.
 template <typename Function>
 inline void for_each_scale(const Group& group, int64_t blocks, int64_t column_tiles, Function f) {
   const bool aligned = group.block % 4 == 0 && group.count % 4 == 0;
@@ -105,16 +106,16 @@ inline void load_scales(const uint8_t* scale, int64_t column_tiles, const Group&
                  [&](int lane, int64_t offset, auto width) { std::memcpy(lane_bytes + lane, scale + offset, width); });
 }
 
-// Codes go straight to memory from a whole group, through a buffer from the last, partial one.
+// Codes of a full group go straight to memory, those of the last, partial group through a buffer.
 struct CodeTarget {
   alignas(64) uint8_t buffer[kGroupBytes];
-  uint8_t* place;
+  uint8_t* target;
   int count;
 
-  CodeTarget(uint8_t* place, int count) : place(place), count(count) {}
-  uint8_t* data() { return count == kGroupBlocks ? place : buffer; }
+  CodeTarget(uint8_t* target, int count) : target(target), count(count) {}
+  uint8_t* data() { return count == kGroupBlocks ? target : buffer; }
   void flush() {
-    if (count != kGroupBlocks) std::memcpy(place, buffer, count * 8);
+    if (count != kGroupBlocks) std::memcpy(target, buffer, count * 8);
   }
 };
 

@@ -104,8 +104,8 @@ void quantize_pair(const Matrix& x, const Plan& plan, const Quantized& out, cons
         }
         // The strip is a matrix of `columns` rows of x^T, one group each, that stand further down and right in x^T.
         const Matrix x_t{strip.columns, columns, kPairRows, kPairRows, x.dtype};
-        Plan placed = plan_t;
-        placed.first_block += column0 * plan_t.row_blocks + row0 / kBlock;
+        Plan shifted_plan = plan_t;
+        shifted_plan.first_block += column0 * plan_t.row_blocks + row0 / kBlock;
         const auto shifted = [&](Group group, const BlockScales& scales, auto encode) {
           group.row += column0;
           group.block += row0 / kBlock;
@@ -115,7 +115,7 @@ void quantize_pair(const Matrix& x, const Plan& plan, const Quantized& out, cons
           for (int64_t i = c; i < std::min<int64_t>(c + kBlock, columns); ++i) {
             batch.add({i, 0, int(ceil_div(rows, kBlock))});
           }
-          quantize_batch(x_t, batch, placed, signs_t, shifted);
+          quantize_batch(x_t, batch, shifted_plan, signs_t, shifted);
         }
       });
 }

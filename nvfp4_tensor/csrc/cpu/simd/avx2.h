@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/kernels.h"
+#include "cpu/host/kernels.h"
 
 namespace nvfp4::avx2 {
 
@@ -128,7 +128,7 @@ inline void load_pairs(const Bf16* p, F& even, F& odd) {
   odd = as_float(bit_and(x, set(int32_t(0xFFFF0000))));
 }
 
-// Words 0, 2, .. 14 of 32 bits' halves, as the low 128 bits.
+// AlignedFloats 0, 2, .. 14 of 32 bits' halves, as the low 128 bits.
 inline __m128i even_words(__m256i x) {
   const __m256i words = _mm256_packus_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0xFFFF)), _mm256_setzero_si256());
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(words, 0b1000));

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/kernels.h"
+#include "cpu/host/kernels.h"
 
 namespace nvfp4::avx512 {
 
@@ -131,7 +131,7 @@ inline void store_pairs(float* p, F even, F odd) {
   store(p + 16, _mm512_permutex2var_ps(even, _mm512_add_epi32(first, set(8)), odd));
 }
 
-// Two nibbles a lane: the low three bits of each code, and the sign bits of the values they came from.
+// Two nibbles per lane: the low three bits of each code, and the sign bits of the values they came from.
 inline I pack_codes(I even_code, I odd_code, F even_value, F odd_value) {
   constexpr int choose = 0xCA;  // mask ? second : third
   const I codes = _mm512_ternarylogic_epi32(set(7), even_code, shift_left<4>(odd_code), choose);

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/kernels.h"
+#include "cpu/host/kernels.h"
 
 namespace nvfp4::portable {
 
@@ -42,7 +42,7 @@ V load_as(const E* p) {
 }
 inline F load(const float* p) { return load_as<F>(p); }
 inline I load(const int32_t* p) { return load_as<I>(p); }
-// Lanes 0-7 from one place, 8-15 from another.
+// Lanes 0-7 from one address, 8-15 from another.
 inline F load_halves(const float* low, const float* high) {
   F out;
   std::memcpy(&out, low, 32);
@@ -167,12 +167,12 @@ void store_pairs(T* p, F even, F odd) {
   }
 }
 
-// Two nibbles a lane: the low three bits of each code, and the sign bits of the values they came from.
+// Two nibbles per lane: the low three bits of each code, and the sign bits of the values they came from.
 inline I pack_codes(I even_code, I odd_code, F even_value, F odd_value) {
   const I codes = (even_code & 7) | (odd_code & 7) << 4;
   return codes | (shift_right<28>(bits(even_value)) & 8) | (shift_right<24>(bits(odd_value)) & 0x80);
 }
-// Eight registers of a byte a lane.
+// Eight registers of a byte per lane.
 inline void store_codes(uint8_t* out, const I* pairs) {
   for (int i = 0; i < kGroupBytes; ++i) out[i] = uint8_t(pairs[i / 16][i % 16]);
 }

@@ -105,8 +105,8 @@ __device__ __forceinline__ DrawSource draw_source(const Quantization& how, bool 
   return source;
 }
 
-__device__ __forceinline__ uint64_t block_number(const RandomPlace& place, uint32_t row, uint32_t column) {
-  return static_cast<uint64_t>(place.first + static_cast<int64_t>(row) * place.width + column);
+__device__ __forceinline__ uint64_t block_number(const RandomOffset& offset, uint32_t row, uint32_t column) {
+  return static_cast<uint64_t>(offset.first + static_cast<int64_t>(row) * offset.width + column);
 }
 
 // enc of every block scale, in shared memory: 127 exact divisions a thread block instead of one a block of 16.

@@ -7,7 +7,7 @@
 namespace nvfp4 {
 
 // Where a lane's next row of a block lies. Tiles are walked by half-warps, rows of blocks by lanes.
-struct RowPlace {
+struct RowCoord {
   uint32_t row, column;
   bool inside;
 };
@@ -24,7 +24,7 @@ struct RowLanes {
 
   __device__ bool any() const { return __any_sync(0xFFFFFFFFu, at.inside()); }
 
-  __device__ RowPlace place(const Matrix& x) const {
+  __device__ RowCoord coord(const Matrix& x) const {
     const uint32_t row = tile ? at.row * kBlock + threadIdx.x % kBlock : at.row;
     return {row, at.column, at.inside() && row < x.rows};
   }

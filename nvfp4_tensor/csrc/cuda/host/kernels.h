@@ -15,7 +15,7 @@
 namespace nvfp4 {
 
 // Where the random bits of a matrix come from: block (r, c) is number first + r * width + c of the logical tensor.
-struct RandomPlace {
+struct RandomOffset {
   const int64_t* rng_state;  // (seed, offset) on the device, null where the mode is not stochastic
   int64_t first, width;
   int stream;
@@ -26,7 +26,7 @@ struct Quantization {
   QuantizeSpec spec;
   const float* amax;
   float* per_tensor_scale;
-  RandomPlace random;
+  RandomOffset random;
 };
 
 // Results of a quantization, with the strides that the shape of the matrix implies.

@@ -13,7 +13,7 @@ namespace nvfp4 {
 
 constexpr int kMostBlocksInCluster = 8;  // on every device that has clusters
 
-// All but the first are PDL: the kernel waits by itself (wait_for_previous_kernel). The last one's previous kernel is
+// All but the first are PDL: the kernel waits by itself (griddepcontrol_wait). The last one's previous kernel is
 // launch_clear's, of one thread, which leaves room for any grid.
 enum class Begins { kAfterPrevious, kBeforePreviousEnds, kBesideClear };
 

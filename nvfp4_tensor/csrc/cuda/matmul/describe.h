@@ -1,4 +1,4 @@
-// A choice in words, for NVFP4_TENSOR_PRINT_PLANS, and from words, for NVFP4_TENSOR_FORCE_KERNEL. Without CUDA headers.
+// Prints a choice (NVFP4_TENSOR_PRINT_PLANS) and parses one (NVFP4_TENSOR_FORCE_KERNEL). No CUDA headers.
 #pragma once
 
 #include <cstdio>
@@ -70,35 +70,35 @@ inline std::string describe(const ProductSize& size, const char* dtype, const Ma
 // One line: the product, its kernel, why, and the costs that decided.
 inline std::string describe(const Choice& choice, const ProductSize& size, const Fits& fits, const char* dtype,
                             const Machine& machine) {
-  const std::string way = choice.way == Way::kManyRows  ? describe(choice.many_rows, size.grouped)
-                          : choice.way == Way::kFewRows ? describe_few_rows(size, fits, machine)
-                                                        : "decoded, then a dense product";
+  const std::string kernel = choice.family == KernelFamily::kManyRows  ? describe(choice.many_rows, size.grouped)
+                             : choice.family == KernelFamily::kFewRows ? describe_few_rows(size, fits, machine)
+                                                                       : "decoded, then a dense product";
   const std::string product = size.grouped ? "nvfp4.grouped_linear " : "nvfp4.matmul ";
-  return product + describe(size, dtype, machine) + ": " + way + " (" + choice.why + ")" + describe_costs(choice);
+  return product + describe(size, dtype, machine) + ": " + kernel + " (" + choice.why + ")" + describe_costs(choice);
 }
 
-// --- from words ------------------------------------------------------------------------------------------------------
+// --- parsing ---------------------------------------------------------------------------------------------------------
 
 struct Forced {
-  Way way;
+  KernelFamily family;
   int kernel = -1;  // of many rows
 };
 
-// Nothing where no kernel has this name: "few_rows", "decoded", or what name_of() gives.
+// nullopt where no kernel has this name: "few_rows", "decoded", or what name_of() gives.
 inline std::optional<Forced> forced_of(const std::string& name) {
-  if (name == "few_rows") return Forced{Way::kFewRows};
-  if (name == "decoded") return Forced{Way::kDecoded};
+  if (name == "few_rows") return Forced{KernelFamily::kFewRows};
+  if (name == "decoded") return Forced{KernelFamily::kDecoded};
   for (int i = 0; i < costs::kManyRowsKernelCount; ++i) {
-    if (name == name_of(costs::kManyRowsKernels[i])) return Forced{Way::kManyRows, i};
+    if (name == name_of(costs::kManyRowsKernels[i])) return Forced{KernelFamily::kManyRows, i};
   }
   return std::nullopt;
 }
 
-// Nothing where the kernel does not take the product.
+// nullopt where the kernel does not support the product.
 inline std::optional<Choice> choose_forced(const Forced& forced, const ProductSize& size, const Fits& fits,
                                            int multiprocessors) {
-  Choice choice{forced.way, "NVFP4_TENSOR_FORCE_KERNEL"};
-  if (forced.way != Way::kManyRows) return choice;
+  Choice choice{forced.family, "NVFP4_TENSOR_FORCE_KERNEL"};
+  if (forced.family != KernelFamily::kManyRows) return choice;
   if (!fits.many_rows) return std::nullopt;
   const many_rows::Plan plan = many_rows::plan_of(size, costs::kManyRowsKernels[forced.kernel], multiprocessors);
   if (plan.blocks > multiprocessors) return std::nullopt;  // more tiles than blocks could share

@@ -11,13 +11,13 @@ namespace {
 void launch(const Problem& p, const Tensor& x, cudaStream_t stream) {
   const ProductSize size = size_of(p);
   const Fits fits = {fits_matmul_many_rows(p), false};
-  Choice choice{Way::kFewRows, fits.many_rows ? "at most 4 rows an expert in the mean" : "no wgmma"};
+  Choice choice{KernelFamily::kFewRows, fits.many_rows ? "at most 4 rows an expert in the mean" : "no wgmma"};
   if (p.rows > costs::kFewRowsOfExpert * p.experts && fits.many_rows) {
-    choice = {Way::kManyRows, "more than 4 rows an expert in the mean",
+    choice = {KernelFamily::kManyRows, "more than 4 rows an expert in the mean",
               many_rows::best_plan(size, this_machine().multiprocessors)};
   }
   if (are_plans_printed()) print_plan(describe(choice, size, fits, name_of(p.x_dtype), this_machine()));
-  if (choice.way == Way::kManyRows) {
+  if (choice.family == KernelFamily::kManyRows) {
     Scratch scratch(x);
     launch_matmul_many_rows(p, choice.many_rows, std::ref(scratch), stream);
   } else {

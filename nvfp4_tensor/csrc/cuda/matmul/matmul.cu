@@ -38,7 +38,7 @@ Tensor float_product(const Tensor& a, const Tensor& b) {
 }
 
 // bias as what it is added with: steps by expert, row and column of the result.
-Tensor place_bias(Problem& p, Tensor bias, const Tensor& x, const std::vector<int64_t>& shape) {
+Tensor set_bias(Problem& p, Tensor bias, const Tensor& x, const std::vector<int64_t>& shape) {
   const int64_t dims = static_cast<int64_t>(shape.size()), missing = dims - bias.dim();
   check_beside(bias, "bias", x);
   STD_TORCH_CHECK(missing >= 0, "nvfp4::matmul: bias has more dimensions than the product");
@@ -170,7 +170,7 @@ const char* why_decoded(const Problem& p, bool transposed) {
 
 void print_decoded(const Problem& p, const char* why) {
   Choice choice;
-  choice.way = Way::kDecoded, choice.why = why;
+  choice.family = KernelFamily::kDecoded, choice.why = why;
   print_plan(describe(choice, size_of(p), Fits{}, name_of(p.x_dtype), this_machine()));
 }
 
@@ -183,8 +183,8 @@ bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tenso
   p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
   p.scale_band = (static_cast<int64_t>(p.Kp) + 63) / 64 * 512;
   const Choice choice = choose_kernel(p);
-  if (choice.way == Way::kDecoded) return false;
-  if (choice.way == Way::kManyRows) {
+  if (choice.family == KernelFamily::kDecoded) return false;
+  if (choice.family == KernelFamily::kManyRows) {
     Scratch scratch(x);
     launch_matmul_many_rows(p, choice.many_rows, std::ref(scratch), stream);
   } else {
@@ -269,7 +269,7 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   if (x_scale) x_factor = place_x_scale(p, x, *x_scale);
   const bool scale_inside = transposed && one_a_row(p, w_factor);  // a factor of each summand
   if (!scale_inside) place_w_scale(p, w_factor);
-  if (bias) placed_bias = place_bias(p, *bias, x_given, shape);
+  if (bias) placed_bias = set_bias(p, *bias, x_given, shape);
   const char* const why = why_decoded(p, transposed);
   if (why && are_plans_printed()) print_decoded(p, why);
   if (why || !fused_product(p, x, qdata, scale, stream)) {

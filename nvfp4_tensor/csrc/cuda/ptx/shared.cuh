@@ -1,23 +1,23 @@
-// Shared memory, its barriers and its copies: one instruction each.
+// PTX of shared memory, mbarriers and asynchronous copies: one instruction per function.
 #pragma once
 
 #include <cstdint>
 
 namespace nvfp4 {
 
-// A lane's own 16-byte (or 8-byte) pieces of w on their way from memory: it alone writes and reads them.
-__device__ __forceinline__ void copy_16(uint32_t to, const uint8_t* from, int bytes) {
+// Copy 16 (or 8) bytes asynchronously from global to shared memory, zeros beyond the first `bytes`.
+__device__ __forceinline__ void cp_async_16(uint32_t to, const uint8_t* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void copy_8(uint32_t to, const uint8_t* from, int bytes) {
+__device__ __forceinline__ void cp_async_8(uint32_t to, const uint8_t* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kPending>
-__device__ __forceinline__ void wait_copies() {
+__device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t from) {
 
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// From here on in a register: the compiler does not work it out again wherever it is used.
+// Keep a value in a register: the compiler does not recompute it at each use.
 template <typename Value>
 __device__ __forceinline__ void keep(Value& value) {
   asm volatile("" : "+r"(value));
@@ -77,7 +77,7 @@ __device__ __forceinline__ void keep(Value& value, Values&... values) {
   keep(values...);
 }
 
-// True in one lane of a warp whose lanes are all here.
+// True in one lane. All lanes of the warp must call it.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected = threadIdx.x % 32 == 0;
 #if __CUDA_ARCH__ >= 900
@@ -86,11 +86,11 @@ __device__ __forceinline__ bool elect_one() {
   return elected;
 }
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(barrier) : "memory");
 }
 
@@ -99,7 +99,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 #else
 #define NVFP4_MBARRIER_WAIT "mbarrier.test_wait"
 #endif
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "WAIT_%=: " NVFP4_MBARRIER_WAIT
@@ -115,7 +115,7 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
-// The same in two halves, the first of which orders nothing.
+// cluster_sync in two halves; this arrive has no release semantics.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -128,29 +128,29 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Until all blocks have come: keeps shared memory that others read alive.
+// Wait for all blocks of the cluster, so that none exits while others read its shared memory.
 __device__ __forceinline__ void cluster_wait_all() {
   cluster_arrive();
   cluster_wait();
 }
 
-// PDL (programmatic dependent launch): until the kernel before this one in the stream is done and its results are seen,
-// where this one may begin before.
-__device__ __forceinline__ void wait_for_previous_kernel() {
+// PDL (programmatic dependent launch): wait until the previous kernel in the stream has finished and its results are
+// visible.
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// PDL: the next kernel's blocks may start where there is room, and wait as above.
-__device__ __forceinline__ void let_next_kernel_begin() {
+// PDL: let blocks of the next kernel start where multiprocessors have room.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// What the block of this rank in the cluster has where this one has `shared`.
-__device__ __forceinline__ uint32_t in_rank(uint32_t shared, uint32_t rank) {
+// The address in block `rank` of the cluster that corresponds to `shared` in this block.
+__device__ __forceinline__ uint32_t mapa_shared_cluster(uint32_t shared, uint32_t rank) {
 #if __CUDA_ARCH__ >= 900
   asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(shared) : "r"(rank));
 #endif
@@ -160,7 +160,10 @@ __device__ __forceinline__ uint32_t in_rank(uint32_t shared, uint32_t rank) {
 __device__ __forceinline__ float load_from_rank(const float* from, uint32_t rank) {
 #if __CUDA_ARCH__ >= 900
   float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(in_rank(address_of(from), rank)) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];"
+               : "=f"(v)
+               : "r"(mapa_shared_cluster(address_of(from), rank))
+               : "memory");
   return v;
 #else
   return *from;

@@ -67,8 +67,9 @@ __device__ __forceinline__ void quantize_own(const Matrix& x, const QuantizeSpec
 template <typename T>
 __global__ void __launch_bounds__(kActivationThreads)
     quantize_by_cluster(Matrix x, QuantizeSpec spec, float* factor, T* out) {
-  wait_for_previous_kernel();
-  let_next_kernel_begin();  // not before: what begins then may rely on all kernels but this one, as Inductor's do
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();  // not before: what begins then may rely on all kernels but this one, as
+                                       // Inductor's do
   const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
   const float amax = cluster_max(Elements<T, kBlock>::magnitude_of(finite_amax_bits(block)), gridDim.x);
   quantize_own<T>(x, spec, block, amax, factor, out);
@@ -77,8 +78,8 @@ __global__ void __launch_bounds__(kActivationThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxima) {
-  wait_for_previous_kernel();
-  let_next_kernel_begin();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   constexpr int kLoads = 4;  // under way at once
   uint32_t most = 0;
   for (Walk at(x.rows, x.blocks()); at.inside();) {
@@ -95,13 +96,13 @@ __global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxi
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     quantize_by_maxima(Matrix x, QuantizeSpec spec, const float* maxima, int count, float* factor, T* out) {
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
   float most = 0.0f;
 #pragma unroll
   for (int i = threadIdx.x % 32; i < kMostPartialMaxima; i += 32) most = fmaxf(most, i < count ? maxima[i] : 0.0f);
   most = __uint_as_float(warp_max(__float_as_uint(most)));
-  if (gridDim.x <= kFewBlocks) let_next_kernel_begin();
+  if (gridDim.x <= kFewBlocks) griddepcontrol_launch_dependents();
   quantize_own<T>(x, spec, block, most, factor, out);
 }
 

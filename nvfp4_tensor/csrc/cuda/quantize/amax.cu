@@ -16,7 +16,7 @@ constexpr int kWaves = 1;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_contiguous(const T* x, int64_t count, float* out) {
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   constexpr int kVector = 16 / sizeof(T), kLoads = 4;
   const int64_t vectors = count / kVector, step = static_cast<int64_t>(gridDim.x) * kThreads * kLoads;
   uint32_t most = 0;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) amax_contiguous(const T* x, int64_t 
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_any(Matrix x, int hadamard_sign, float* out) {
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   float most = 0.0f;
   for (Walk at(x.rows, x.blocks()); at.inside(); at.step()) {
     float v[kBlock];
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) amax_any(Matrix x, int hadamard_sign
 }
 
 __global__ void clear(float* a, float* b) {
-  let_next_kernel_begin();
+  griddepcontrol_launch_dependents();
   *a = 0.0f;
   if (b) *b = 0.0f;
 }

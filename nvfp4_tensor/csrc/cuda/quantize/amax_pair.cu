@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     amax_pair(Matrix x, HadamardFactors factors, float* out, float* out_transposed) {
   extern __shared__ __align__(16) unsigned char memory[];
   const auto tiles = reinterpret_cast<uint4(*)[kTile][kChunks]>(memory);
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   uint32_t most = 0, most_transposed = 0;
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t group = lane / 4;  // of 16 rows

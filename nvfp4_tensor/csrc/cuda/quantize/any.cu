@@ -47,16 +47,16 @@ struct Encoded {
 
 template <typename T>
 __device__ __forceinline__ Encoded encode(const Matrix& x, const Quantization& how, const TensorScale& tensor,
-                                          const DrawSource& source, const RowPlace& place, bool tile) {
+                                          const DrawSource& source, const RowCoord& coord, bool tile) {
   const QuantizeSpec& spec = how.spec;
   float v[kBlock] = {};
-  if (place.inside) load_block<T>(x, place.row, place.column, v);
-  if (spec.hadamard_sign >= 0 && place.inside) hadamard_block(v, spec.hadamard_sign);
+  if (coord.inside) load_block<T>(x, coord.row, coord.column, v);
+  if (spec.hadamard_sign >= 0 && coord.inside) hadamard_block(v, spec.hadamard_sign);
   Encoded out;
   out.s_bits = choose_scale(v, tensor, spec, tile);
   const float enc = tensor.block_encode(e4m3_value(out.s_bits));
   Words4 words{};
-  if (spec.is_stochastic()) words = source.key.block_words(block_number(how.random, place.row, place.column));
+  if (spec.is_stochastic()) words = source.key.block_words(block_number(how.random, coord.row, coord.column));
   const uint32_t mask = spec.random_bits == 8 ? 0xFF00u : 0xFFFFu;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
@@ -74,17 +74,17 @@ __global__ void __launch_bounds__(kThreads) quantize_any(Matrix x, Quantization 
   const uint32_t column_tiles = static_cast<uint32_t>(x.column_tiles());
   const bool tile = how.spec.block_rows == kBlock;
   for (RowLanes lanes(x, tile); lanes.any(); lanes.at.step()) {
-    const RowPlace place = lanes.place(x);
-    const Encoded encoded = encode<T>(x, how, tensor, source, place, tile);
-    if (!place.inside) continue;
+    const RowCoord coord = lanes.coord(x);
+    const Encoded encoded = encode<T>(x, how, tensor, source, coord, tile);
+    if (!coord.inside) continue;
     uint2 codes = make_uint2(0u, 0u);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       codes.x |= encoded.code[i] << (4 * i);
       codes.y |= encoded.code[8 + i] << (4 * i);
     }
-    reinterpret_cast<uint2*>(out.qdata)[static_cast<int64_t>(place.row) * x.blocks() + place.column] = codes;
-    out.scale[scale_offset(place.row, place.column, column_tiles)] = encoded.s_bits;
+    reinterpret_cast<uint2*>(out.qdata)[static_cast<int64_t>(coord.row) * x.blocks() + coord.column] = codes;
+    out.scale[scale_offset(coord.row, coord.column, column_tiles)] = encoded.s_bits;
   }
 }
 
@@ -104,15 +104,15 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_any(Matrix x, Quantiza
   const float factor = out.scaled ? per_tensor_scale(tensor.amax, how.spec.scale_ceiling) : 1.0f;
   const bool tile = how.spec.block_rows == kBlock;
   for (RowLanes lanes(x, tile); lanes.any(); lanes.at.step()) {
-    const RowPlace place = lanes.place(x);
-    const Encoded encoded = encode<T>(x, how, tensor, source, place, tile);
-    if (!place.inside) continue;
+    const RowCoord coord = lanes.coord(x);
+    const Encoded encoded = encode<T>(x, how, tensor, source, coord, tile);
+    if (!coord.inside) continue;
     const float s_b = e4m3_value(encoded.s_bits);
-    const uint32_t first = place.column * kBlock;
+    const uint32_t first = coord.column * kBlock;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       if (first + i >= out.columns) continue;
-      store_value(out, place.row * out.columns + first + i, decode_element(encoded.code[i], s_b, factor));
+      store_value(out, coord.row * out.columns + first + i, decode_element(encoded.code[i], s_b, factor));
     }
   }
 }

@@ -20,8 +20,8 @@ __device__ __forceinline__ void store_half(T* to, uint32_t codes, float s_b, flo
 template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
     fake_quantize_rows(Matrix x, Quantization how, bool scaled, T* out) {
-  wait_for_previous_kernel();
-  if (gridDim.x <= kFewBlocks) let_next_kernel_begin();
+  griddepcontrol_wait();
+  if (gridDim.x <= kFewBlocks) griddepcontrol_launch_dependents();
   Walk at(x.rows, x.blocks());
   auto block = block_at<T>(x, at);  // on its way while the table is made
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);

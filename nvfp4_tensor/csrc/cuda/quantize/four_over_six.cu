@@ -35,7 +35,7 @@ template <bool squared, typename T>
 __device__ __forceinline__ Candidate candidate(const Elements<T, kBlock>& x, uint8_t s_bits, float enc,
                                                const Decoded& values) {
   // The bits of 2^23 + c, times four, are the place of code c but for a constant.
-  const uint32_t place = static_cast<uint32_t>(__cvta_generic_to_shared(values.of)) + s_bits * kCodes * 4u -
+  const uint32_t coord = static_cast<uint32_t>(__cvta_generic_to_shared(values.of)) + s_bits * kCodes * 4u -
                          float_bits(8388608.0f) * 4u;
   Candidate out{s_bits, 0.0f, {}};
   uint32_t packed[2];
@@ -47,7 +47,7 @@ __device__ __forceinline__ Candidate candidate(const Elements<T, kBlock>& x, uin
       const float v = fabsf(x.value(8 * half + i));
       float decoded;
       bits[i] = nearest_even_bits(mul(v, enc));
-      asm("ld.shared.f32 %0, [%1];" : "=f"(decoded) : "r"(bits[i] * 4u + place));
+      asm("ld.shared.f32 %0, [%1];" : "=f"(decoded) : "r"(bits[i] * 4u + coord));
       const float difference = sub(decoded, v);
       out.error = add(out.error, squared ? mul(difference, difference) : fabsf(difference));
     }
@@ -58,9 +58,9 @@ __device__ __forceinline__ Candidate candidate(const Elements<T, kBlock>& x, uin
 }
 
 template <typename T>
-__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const RowPlace& place) {
-  if (!place.inside) return Elements<T, kBlock>::zero();
-  return Elements<T, kBlock>::load(element_at<T>(x, place.row, place.column * kBlock));
+__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const RowCoord& coord) {
+  if (!coord.inside) return Elements<T, kBlock>::zero();
+  return Elements<T, kBlock>::load(element_at<T>(x, coord.row, coord.column * kBlock));
 }
 
 // The better of the two scales for a block whose largest magnitude is amax; where it is NaN or Inf both are NaN.
@@ -83,8 +83,8 @@ template <typename T, Fast mode, bool tile>
 __global__ void __launch_bounds__(kThreads, 3) quantize_four_over_six(Matrix x, Quantization how, Codes out) {
   __shared__ Decoded values;
   RowLanes lanes(x, tile);
-  RowPlace place = lanes.place(x);
-  auto block = load<T>(x, place);  // on its way while the tables are made
+  RowCoord coord = lanes.coord(x);
+  auto block = load<T>(x, coord);  // on its way while the tables are made
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
   const float* enc = encode_table(tensor);
@@ -93,11 +93,11 @@ __global__ void __launch_bounds__(kThreads, 3) quantize_four_over_six(Matrix x, 
   const bool squared = how.spec.four_over_six == FourOverSix::kSquared;
   const uint32_t blocks = static_cast<uint32_t>(x.blocks()), column_tiles = static_cast<uint32_t>(x.column_tiles());
   while (lanes.any()) {
-    const RowPlace here = place;
+    const RowCoord here = coord;
     const Elements<T, kBlock> now = block;
     lanes.at.step();
-    place = lanes.place(x);
-    block = load<T>(x, place);  // in flight during the rest
+    coord = lanes.coord(x);
+    block = load<T>(x, coord);  // in flight during the rest
     uint32_t most = now.amax_bits();
     if constexpr (tile) {
 #pragma unroll

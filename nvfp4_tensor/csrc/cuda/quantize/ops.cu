@@ -236,7 +236,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
     int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
-  check_transposed_place(row0, full_rows);
+  check_transposed_offset(row0, full_rows);
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
@@ -346,7 +346,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
     int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair_values takes a matrix");
-  check_transposed_place(row0, full_rows);
+  check_transposed_offset(row0, full_rows);
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;

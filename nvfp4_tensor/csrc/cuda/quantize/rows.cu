@@ -1,35 +1,35 @@
-// quantize, 1x16 blocks: the fast kernel.
+// Quantization kernel for 1x16 blocks.
 //
-// A tile of scales is 128 rows by 4 blocks, and its 16 contiguous bytes i are those of rows i, i + 32, i + 64, i + 96.
-// So a warp takes 8 rows i and 4 blocks, a lane the four rows of one of them: the lanes of a row then exchange their
-// four scales and the warp writes 128 contiguous bytes, padding included. Scales written a byte at a time are a sixth
-// of the operations of the L2, which then was at 95 % of what it can do while the memory was at 81 %.
+// A scale tile covers 128 rows x 4 blocks. Its i-th 16-byte group holds rows i, i + 32, i + 64, i + 96. Each warp
+// handles 8 values of i x 4 blocks; each lane handles one block column of the four rows. Lanes sharing i transpose
+// their scales, so that the warp stores 128 contiguous bytes, padding included. Byte-wise scale stores were 1/6 of L2
+// operations: L2 ran at 95 % of peak, memory at 81 %.
 //
-// 16384^2 bfloat16 on an H200 allows about 20 issued instructions an element at 90 % of the memory bandwidth.
+// Budget: about 20 issued instructions per element at 90 % of the bandwidth (16384^2 bfloat16, H200).
 #include "cuda/block/block.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kGroups = 4, kGroupRows = 32;  // a lane's rows, that far apart
+constexpr int kGroups = 4, kGroupRows = 32;  // rows per lane, and their distance
 constexpr int kWarpRows = 8;
 
 __host__ __device__ __forceinline__ int64_t row_units(int64_t rows) {
   return ceil_div(rows, kTileRows) * (kGroupRows / kWarpRows);
 }
 
-// Where a lane's first row, and its block column, lie; the walk is over warps' units: 8 rows of a row tile's 32.
-struct Place {
+// A lane's first row and its block column. A warp's unit is 8 of a row tile's 32 groups of rows.
+struct LaneCoord {
   uint32_t row, column;
 };
 
-__device__ __forceinline__ Place place(const Walk& at, uint32_t lane) {
+__device__ __forceinline__ LaneCoord lane_coord(const Walk& at, uint32_t lane) {
   const uint32_t row_tile = at.row / (kGroupRows / kWarpRows), part = at.row % (kGroupRows / kWarpRows);
   const uint32_t row = row_tile * kTileRows + part * kWarpRows + lane / kTileColumns;
   return {row, at.column * kTileColumns + lane % kTileColumns};
 }
 
-// Byte g of each of four neighbouring lanes to lane g, the lowest lane's lowest: a 4 x 4 transpose of bytes.
+// Transposes 4 x 4 bytes among four neighbouring lanes: lane g gets byte g of each, the lowest lane's in the low byte.
 __device__ __forceinline__ uint32_t transpose_bytes(uint32_t mine, uint32_t lane) {
   const uint32_t next = __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
   const uint32_t pairs = lane & 1 ? __byte_perm(next, mine, 0x7351) : __byte_perm(mine, next, 0x6240);
@@ -42,12 +42,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
     quantize_rows(Matrix x, Quantization how, Codes out) {
   const uint32_t rows = static_cast<uint32_t>(x.rows), blocks = static_cast<uint32_t>(x.blocks());
   const uint32_t lane = threadIdx.x % 32, warps = kThreads / 32;
-  const auto inside = [=](const Place& p, int group) { return p.column < blocks && p.row + group * kGroupRows < rows; };
+  const auto inside = [=](const LaneCoord& p, int group) {
+    return p.column < blocks && p.row + group * kGroupRows < rows;
+  };
   Walk at(row_units(x.rows), x.column_tiles(), blockIdx.x * warps + threadIdx.x / 32, gridDim.x * warps);
   const int64_t group_stride = kGroupRows * x.row_stride;
-  Place here = place(at, lane);
+  LaneCoord here = lane_coord(at, lane);
   const T* from = element_at<T>(x, here.row, here.column * kBlock);
-  Elements<T, kBlock> block[2];  // on their way while the table is made
+  Elements<T, kBlock> block[2];  // in flight while the table is filled
 #pragma unroll
   for (int group = 0; group < 2; ++group, from += group_stride) {
     block[group] = Elements<T, kBlock>::zero();
@@ -64,14 +66,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
                       ((static_cast<uint64_t>(here.row / kTileRows) * at.width + at.column) * (kTileBytes / 4) +
                        here.row % kGroupRows * kGroups + lane % kTileColumns);
     at.step();
-    const Place next = place(at, lane);
+    const LaneCoord next = lane_coord(at, lane);
     uint32_t s_bytes = 0;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       const Elements<T, kBlock>& x_block = block[group % 2];
       const uint8_t s_bits = scale_from_bits<T>(x_block.amax_bits(), tensor.sixth, how.spec.scale_rounding);
       const uint2 coded = encode16<mode>(x_block, s_bits, enc[s_bits], source, number);
-      // Two rows on, perhaps of the next unit: in flight while the row between is encoded.
+      // Two rows on, perhaps of the next unit: in flight while the row in between is encoded.
       if (group == 2) from = element_at<T>(x, next.row, next.column * kBlock);
       if (inside(group < 2 ? here : next, (group + 2) % kGroups)) block[group % 2] = Elements<T, kBlock>::load(from);
       from += group_stride;

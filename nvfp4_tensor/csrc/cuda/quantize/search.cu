@@ -11,28 +11,28 @@ namespace nvfp4 {
 namespace {
 
 template <typename T>
-__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const RowPlace& place) {
-  if (!place.inside) return Elements<T, kBlock>::zero();
-  return Elements<T, kBlock>::load(element_at<T>(x, place.row, place.column * kBlock));
+__device__ __forceinline__ Elements<T, kBlock> load(const Matrix& x, const RowCoord& coord) {
+  if (!coord.inside) return Elements<T, kBlock>::zero();
+  return Elements<T, kBlock>::load(element_at<T>(x, coord.row, coord.column * kBlock));
 }
 
 template <typename T, Fast mode, bool tile>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
     quantize_search(Matrix x, Quantization how, Codes out) {
   RowLanes lanes(x, tile);
-  RowPlace place = lanes.place(x);
-  auto block = load<T>(x, place);  // on its way while the table is made
+  RowCoord coord = lanes.coord(x);
+  auto block = load<T>(x, coord);  // on its way while the table is made
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
   const float* enc = encode_table(tensor);
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   const uint32_t blocks = static_cast<uint32_t>(x.blocks()), column_tiles = static_cast<uint32_t>(x.column_tiles());
   while (lanes.any()) {
-    const RowPlace here = place;
+    const RowCoord here = coord;
     const Elements<T, kBlock> now = block;
     lanes.at.step();
-    place = lanes.place(x);
-    block = load<T>(x, place);  // in flight during the rest
+    coord = lanes.coord(x);
+    block = load<T>(x, coord);  // in flight during the rest
     uint32_t most = now.amax_bits();
     if constexpr (tile) {
 #pragma unroll

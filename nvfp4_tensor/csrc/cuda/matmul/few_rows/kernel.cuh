@@ -166,18 +166,18 @@ __device__ __forceinline__ void copy_step(const Problem& p, const Cursor& cursor
         const uint32_t at = tile_at + (chunk * 2 + i) * 512 + lane * 16;
         const int left = elements - chunk * 128;
         if (aligned) {
-          copy_16(at, from + chunk * 64, kPlain || left > 16 ? 16 : left > 0 ? 8 : 0);
+          cp_async_16(at, from + chunk * 64, kPlain || left > 16 ? 16 : left > 0 ? 8 : 0);
         } else {
-          copy_8(at, from + chunk * 64, left > 0 ? 8 : 0);
-          copy_8(at + 8, from + chunk * 64 + 8, left > 16 ? 8 : 0);
+          cp_async_8(at, from + chunk * 64, left > 0 ? 8 : 0);
+          cp_async_8(at + 8, from + chunk * 64 + 8, left > 16 ? 8 : 0);
         }
       }
     }
 #pragma unroll
     for (int chunk = 0; chunk < S::kChunks; ++chunk) {
       const bool inside = cursor.row + tile * 4 < end_of_bands && cursor.elements > chunk * 128;
-      copy_8(tile_at + S::kChunks * 1024 + chunk * 256 + lane * 8, cursor.scales + tile * 64 + chunk * 1024,
-             kPlain || inside ? 8 : 0);
+      cp_async_8(tile_at + S::kChunks * 1024 + chunk * 256 + lane * 8, cursor.scales + tile * 64 + chunk * 1024,
+                 kPlain || inside ? 8 : 0);
     }
   }
 }
@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
 
   if (threadIdx.x == 0 && p.w_scale) prefetch(p.w_scale);
   if (threadIdx.x < S::kSlots) {
-    barrier_init(full + 8 * threadIdx.x, S::kWarps * 32);
-    barrier_init(empty + 8 * threadIdx.x, 32);
+    mbarrier_init(full + 8 * threadIdx.x, S::kWarps * 32);
+    mbarrier_init(empty + 8 * threadIdx.x, 32);
   }
   __syncthreads();
 
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
 #pragma unroll
         for (int d = 0; d < S::kDepth; ++d, cursor.advance(p)) {
           if (d < my_steps) copy_step<S, kPlain>(p, cursor, lane, ring + d * S::kStepBytes);
-          commit_copies();
+          cp_async_commit();
           if (d == 0) load_slice<S>(p, share, k0, lane, b);  // x is wanted when the first step's copies have come
         }
 #pragma unroll
@@ -302,14 +302,14 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
         for (int step = 0; step < steps; ++step) {
           float sum[S::kTiles][S::kColumns][4] = {};
           if (step < my_steps) {
-            wait_copies<S::kDepth - 1>();
+            cp_async_wait<S::kDepth - 1>();
             multiply_step<T, S>(at, lane, b, sum);
             if (step + S::kDepth < my_steps) copy_step<S, kPlain>(p, cursor, lane, at);
-            commit_copies();
+            cp_async_commit();
             cursor.advance(p);
             at = at == ring + (S::kDepth - 1) * S::kStepBytes ? ring : at + S::kStepBytes;
           }
-          barrier_wait(empty + 8 * slot, parity ^ 1);
+          mbarrier_wait(empty + 8 * slot, parity ^ 1);
           float* to = slots + slot * S::kSlotSums + warp * S::kTiles * S::kTileSums + lane * 4;
 #pragma unroll
           for (int i = 0; i < S::kTiles * S::kColumns; ++i) {
@@ -318,13 +318,13 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
             *reinterpret_cast<float4*>(to + i * 128) = make_float4(d[0] * kToOne, d[1] * kToOne, d[2] * kToOne,
                                                                    d[3] * kToOne);
           }
-          barrier_arrive(full + 8 * slot);
+          mbarrier_arrive(full + 8 * slot);
           // A step's sums are added a step later, when the other warps have most likely come as far.
           auto add = [&](uint32_t its_slot, uint32_t its_parity) {
-            barrier_wait(full + 8 * its_slot, its_parity);
+            mbarrier_wait(full + 8 * its_slot, its_parity);
             add_warps<S>(slots + its_slot * S::kSlotSums, partial + turn * tiles_a_step * S::kTileSums,
                          min(tiles - turn * tiles_a_step, tiles_a_step), warps_in_k, lane, pass == 0);
-            barrier_arrive(empty + 8 * its_slot);
+            mbarrier_arrive(empty + 8 * its_slot);
             turn += S::kWarps;
           };
           if (turn == step - 1) add(slot == 0 ? S::kSlots - 1 : slot - 1, slot == 0 ? parity ^ 1 : parity);

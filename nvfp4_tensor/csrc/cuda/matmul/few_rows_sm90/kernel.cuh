@@ -131,9 +131,9 @@ __device__ __forceinline__ void copy_unit(const Maps& maps, uint32_t tile, int k
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   const int band = tile / kTilesPerBand, first = tile % kTilesPerBand;
-  barrier_expect(barrier, kUnitCodes + kUnitScales);
-  copy_box_4d(codes, &maps.codes, k / 2, first * 4, 0, band, barrier, policy);
-  copy_box_3d(scales, &maps.scales, first * 64, k / 64, band, barrier, policy);
+  mbarrier_arrive_expect_tx(barrier, kUnitCodes + kUnitScales);
+  tma_load_4d(codes, &maps.codes, k / 2, first * 4, 0, band, barrier, policy);
+  tma_load_3d(scales, &maps.scales, first * 64, k / 64, band, barrier, policy);
 }
 
 // The lane's first row of a tile, counted in its band; the other one is at this ^ 32. Neighbouring lane groups differ
@@ -143,13 +143,13 @@ __device__ __forceinline__ int row_in_band(uint32_t tile, int lane) {
   return tile % kTilesPerBand * 4 + g % 4 + g / 4 * 64 + g % 2 * 32;
 }
 
-// The lane's addresses in a unit.
-struct Place {
+// The lane's offsets in a unit.
+struct LaneOffsets {
   uint32_t codes;     // of its first row, elements 0..127; of its second row at this ^ 576, of 128 further at ^ 64
   uint32_t scales;    // of both rows and 64 elements; of 128 elements further at + 128
   uint32_t selector;  // of the two blocks' scales for the first row, then for the second
 
-  __device__ explicit Place(int lane) {
+  __device__ explicit LaneOffsets(int lane) {
     const int g = lane / 4, t = lane % 4;
     const int row = g / 4 * 8 + g % 2 * 4 + g % 4;  // in the copy: r + 4 i; the other one is row ^ 4
     codes = row * 128 + (t ^ row % 8) * 16;
@@ -168,16 +168,16 @@ constexpr int kMostRowsBehindATile = 4;
 
 // Adds the product of a unit with the x of its columns; calls loaded() once all of it is in registers, and used.
 template <typename T, typename S, typename Loaded>
-__device__ __forceinline__ void multiply_unit(const Place& place, uint32_t codes_at, uint32_t scales_at,
+__device__ __forceinline__ void multiply_unit(const LaneOffsets& offsets, uint32_t codes_at, uint32_t scales_at,
                                               const uint4 (&b)[2][4][S::kColumns], float (&sum)[S::kColumns][4],
                                               Loaded loaded) {
 #pragma unroll
   for (int chunk = 0; chunk < 2; ++chunk) {
-    const uint4 codes[2] = {load_shared_16(codes_at + (place.codes ^ chunk * 64)),
-                            load_shared_16(codes_at + (place.codes ^ (576 ^ chunk * 64)))};
-    const uint2 scales = load_shared_8(scales_at + place.scales + chunk * 128);
+    const uint4 codes[2] = {load_shared_16(codes_at + (offsets.codes ^ chunk * 64)),
+                            load_shared_16(codes_at + (offsets.codes ^ (576 ^ chunk * 64)))};
+    const uint2 scales = load_shared_8(scales_at + offsets.scales + chunk * 128);
     uint32_t factors[4];  // first row: blocks 0, 1; second row: blocks 0, 1
-    scale_factors<T>(__byte_perm(scales.x, scales.y, place.selector), factors);
+    scale_factors<T>(__byte_perm(scales.x, scales.y, offsets.selector), factors);
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       uint32_t w0[4], w1[4];
@@ -273,9 +273,9 @@ struct Stream {
   __device__ __forceinline__ void begin() const {
     if (!elect_one()) return;
 #pragma unroll
-    for (int d = 0; d < S::kDepth; ++d) barrier_init(copied + 8 * d, 1);
-    barrier_init(loaded, 32);
-    show_stores_to_copies();
+    for (int d = 0; d < S::kDepth; ++d) mbarrier_init(copied + 8 * d, 1);
+    mbarrier_init(loaded, 32);
+    fence_proxy_async_shared();
   }
 };
 
@@ -290,7 +290,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
     if (work.cluster > 1) cluster_wait();
     return;
   }
-  wait_for_previous_kernel();
+  griddepcontrol_wait();
   const bool tile_first = p.some_m <= kMostRowsBehindATile;
   if (tile_first && tile < w.end && elect_one()) w.copy_tile(tile, 0);
   uint4 b[S::kUnits][2][4][S::kColumns];
@@ -303,7 +303,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
     }
   }
   turn_slice<S>(p.some_m, lane, shared + S::kSlotsAt + warp * S::kSlots * S::kTileSums * 4, b);
-  const Place place(lane);
+  const LaneOffsets offsets(lane);
   __syncwarp();  // the other lanes have read x out of the slots
   if (work.cluster > 1) cluster_wait();
   uint32_t slot = 0, slot_parity = 0, at = 0, parity = 0, loaded_parity = 0;
@@ -314,15 +314,15 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
 #pragma unroll
       for (int unit = 0; unit < S::kUnits; ++unit) {
         const uint32_t its = at + unit;
-        barrier_wait(w.copied + 8 * its, parity);
-        multiply_unit<T, S>(place, w.codes + its * kUnitCodes, w.scales + its * kUnitScales, b[unit], sum, [&] {
+        mbarrier_wait(w.copied + 8 * its, parity);
+        multiply_unit<T, S>(offsets, w.codes + its * kUnitCodes, w.scales + its * kUnitScales, b[unit], sum, [&] {
           if (unit + 1 < S::kUnits || next_tile >= w.end) return;
           // By a barrier, and after what was loaded has been used: a load that still waits in its queue would see
           // what a copy begun before it brings, and arriving does not wait for loads. (With the arrival right behind
           // the last load no run was ever wrong by itself, but two of three at 14336 x 8192, M = 16, under memcheck.)
-          barrier_arrive(w.loaded);
+          mbarrier_arrive(w.loaded);
           if (elect_one()) {
-            barrier_wait(w.loaded, loaded_parity);
+            mbarrier_wait(w.loaded, loaded_parity);
             w.copy_tile(next_tile, at);
           }
           loaded_parity ^= 1;
@@ -332,11 +332,11 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
     }
     tile += work.row_groups;
     next_tile += work.row_groups;
-    barrier_wait(empty + 8 * slot, slot_parity ^ 1);
+    mbarrier_wait(empty + 8 * slot, slot_parity ^ 1);
     const uint32_t to = shared + S::kSlotsAt + (warp * S::kSlots + slot) * S::kTileSums * 4 + lane * 16;
 #pragma unroll
     for (int column = 0; column < S::kColumns; ++column) store_shared_floats(to + column * 512, sum[column]);
-    barrier_arrive(full + 8 * slot);
+    mbarrier_arrive(full + 8 * slot);
     if (++slot == S::kSlots) slot = 0, slot_parity ^= 1;
   }
 }
@@ -403,10 +403,11 @@ struct Inbox {
 
   template <typename S>
   __device__ __forceinline__ void send(uint32_t rank, const float4 (&sum)[S::kColumns]) {
-    barrier_wait(empty, parity ^ 1);
+    mbarrier_wait(empty, parity ^ 1);
 #pragma unroll
     for (int column = 0; column < S::kColumns; ++column) {
-      send_floats(in_rank(sums + (rank - 1) * S::kTileSums * 4 + column * 512, 0), sum[column], in_rank(full, 0));
+      st_async_floats(mapa_shared_cluster(sums + (rank - 1) * S::kTileSums * 4 + column * 512, 0), sum[column],
+                      mapa_shared_cluster(full, 0));
     }
     parity ^= 1;
   }
@@ -414,8 +415,8 @@ struct Inbox {
   // Adds what the others sent, in their order.
   template <typename S>
   __device__ __forceinline__ void receive(int others, int lane, float4 (&sum)[S::kColumns]) {
-    if (lane == 0) barrier_expect(full, others * S::kTileSums * 4);
-    barrier_wait(full, parity);
+    if (lane == 0) mbarrier_arrive_expect_tx(full, others * S::kTileSums * 4);
+    mbarrier_wait(full, parity);
     for (int other = 0; other < others; ++other) {
 #pragma unroll
       for (int column = 0; column < S::kColumns; ++column) {
@@ -428,7 +429,7 @@ struct Inbox {
   // Once the sums are used, so that no load of them still waits, the others may send again.
   __device__ __forceinline__ void make_room(int others, int lane) const {
     __syncwarp();
-    if (lane < others) barrier_arrive_cluster(in_rank(empty, lane + 1));
+    if (lane < others) mbarrier_arrive_cluster(mapa_shared_cluster(empty, lane + 1));
   }
 };
 
@@ -440,13 +441,13 @@ __device__ __forceinline__ void begin_adding(const Work& work, uint32_t shared, 
   if (adder == 0) {
 #pragma unroll
     for (int slot = 0; slot < S::kSlots; ++slot) {
-      barrier_init(full + 8 * slot, work.warps_in_k * work.row_groups * 32);
-      barrier_init(empty + 8 * slot, kAdders * 32);
+      mbarrier_init(full + 8 * slot, work.warps_in_k * work.row_groups * 32);
+      mbarrier_init(empty + 8 * slot, kAdders * 32);
     }
   }
 #pragma unroll
-  for (int inbox = 0; inbox < 2; ++inbox) barrier_init(empty + 8 * S::kSlots + 16 * adder + 8 * inbox, 1);
-  show_barriers_to_cluster();
+  for (int inbox = 0; inbox < 2; ++inbox) mbarrier_init(empty + 8 * S::kSlots + 16 * adder + 8 * inbox, 1);
+  fence_mbarrier_init_cluster();
 }
 
 // What a warp that adds does: every fourth tile is its own.
@@ -458,8 +459,8 @@ __device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t
   const uint32_t inbox_at = empty + 8 * S::kSlots + 16 * adder;
   Inbox inbox = {inbox_at, inbox_at + 8,
                  shared + S::kInboxAt + adder * (kMostBlocksInCluster - 1) * kTileBytes + lane * 16, 0};
-  wait_for_previous_kernel();
-  let_next_kernel_begin();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const bool uniform = p.w_scale_step == 0 && p.x_scale_step == 0 && p.bias == nullptr;
   const float alpha = uniform ? finish(p, expert, 0, 0, 1.0f) : 0.0f;
   if (work.cluster > 1) cluster_wait();
@@ -469,15 +470,15 @@ __device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t
   for (int first = 0; first < tiles; first += work.row_groups) {
     const int step_end = min(first + work.row_groups, tiles);
     int tile = first + static_cast<uint32_t>(adder - first) % kAdders;
-    barrier_wait(full + 8 * slot, parity);
-    if (tile >= step_end) barrier_arrive(empty + 8 * slot);
+    mbarrier_wait(full + 8 * slot, parity);
+    if (tile >= step_end) mbarrier_arrive(empty + 8 * slot);
 #pragma unroll 1
     for (; tile < step_end; tile += kAdders) {
       float4 sum[S::kColumns];
       const int group = tile - first;
       add_warps<S>(shared + S::kSlotsAt + (group * work.warps_in_k * S::kSlots + slot) * kTileBytes + lane * 16,
                    work.warps_in_k, sum);
-      if (tile + kAdders >= step_end) barrier_arrive(empty + 8 * slot);
+      if (tile + kAdders >= step_end) mbarrier_arrive(empty + 8 * slot);
       if (blockIdx.x != 0) {
         inbox.send<S>(blockIdx.x, sum);
       } else {
@@ -512,10 +513,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (work.cluster > 1) cluster_arrive();
   if (warp < kWarps) {
-    take_registers<kMultiplyingRegisters>();
+    setmaxnreg_inc<kMultiplyingRegisters>();
     multiply<T, S>(p, work, w, shared, warp, lane, expert, begin, tiles);
   } else {
-    leave_registers<kAddingRegisters>();
+    setmaxnreg_dec<kAddingRegisters>();
     add<T, S>(p, work, shared, warp - kWarps, lane, expert, begin, tiles);
   }
 #endif

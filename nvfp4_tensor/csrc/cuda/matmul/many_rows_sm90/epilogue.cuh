@@ -29,27 +29,27 @@ __device__ __forceinline__ void consumers_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(1 + S::kGroups), "n"(S::kConsumers) : "memory");
 }
 
-// Where this warpgroup says to that of another block, the tile's `to`th, that its sums are in their place.
+// Where this warpgroup says to that of another block, the tile's `to`th, that its sums are in their slot.
 template <typename S>
-__device__ __forceinline__ uint64_t* ready_flag(const Work& work, int place, int to) {
-  return work.ready + (place * kMostSharers + to) * S::kGroups + threadIdx.x / 128;
+__device__ __forceinline__ uint64_t* ready_flag(const Work& work, int slot, int to) {
+  return work.ready + (slot * kMostSharers + to) * S::kGroups + threadIdx.x / 128;
 }
 
-// At the start, so that nobody reads what nobody wrote. (What stood there was no launch's number anyhow.)
+// At the start, so that no block reads an uninitialized flag. (Its content would hardly be the launch's number.)
 template <typename S>
 __device__ __forceinline__ void not_ready(const Work& work) {
   if (threadIdx.x % 128 >= kMostSharers) return;
-  for (int place = blockIdx.x; place < work.places; place += gridDim.x) {
-    *ready_flag<S>(work, place, threadIdx.x % 128) = 0;
+  for (int slot = blockIdx.x; slot < work.slots; slot += gridDim.x) {
+    *ready_flag<S>(work, slot, threadIdx.x % 128) = 0;
   }
 }
 
-// What this warpgroup's threads wrote before they met is there for who has waited.
+// Release: what this warpgroup's threads wrote before its barrier is visible to a block that has waited.
 __device__ __forceinline__ void say_ready(uint64_t* flag, uint64_t launch) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(launch) : "memory");
 }
 
-// The flag is taken back, for a graph that launches the same again.
+// Resets the flag, since a CUDA graph launches with the same number again.
 __device__ __forceinline__ void wait_until_ready(uint64_t* flag, uint64_t launch) {
   uint64_t found = 0;
   while (found != launch) {
@@ -57,26 +57,26 @@ __device__ __forceinline__ void wait_until_ready(uint64_t* flag, uint64_t launch
   }
 }
 
-// To those that finish the tile, all sums.
+// Store all sums for the blocks that finish the tile.
 template <typename S>
 __device__ __forceinline__ void leave_sums(const Work& work, const Meeting& meeting, const float (&sum)[S::kSums]) {
-  const int place = meeting.place(meeting.rank);
-  float4* to = work.sums + static_cast<int64_t>(place) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
+  const int slot = meeting.slot(meeting.rank);
+  float4* to = work.sums + static_cast<int64_t>(slot) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < S::kSums / 4; ++i) {
     __stcg(to + i * S::kConsumers, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
   }
   warpgroup_sync();
   const int finisher = threadIdx.x % 128;
-  if (finisher < meeting.finishers) say_ready(ready_flag<S>(work, place, finisher), work.launch);
+  if (finisher < meeting.finishers) say_ready(ready_flag<S>(work, slot, finisher), work.launch);
 }
 
 // What is left to the only block that finishes the tile.
 template <typename S>
-__device__ __forceinline__ void add_sums(const Work& work, int place, float (&sum)[S::kSums]) {
-  if (threadIdx.x % 128 == 0) wait_until_ready(ready_flag<S>(work, place, 0), work.launch);
+__device__ __forceinline__ void add_sums(const Work& work, int slot, float (&sum)[S::kSums]) {
+  if (threadIdx.x % 128 == 0) wait_until_ready(ready_flag<S>(work, slot, 0), work.launch);
   warpgroup_sync();
-  const float4* from = work.sums + static_cast<int64_t>(place) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
+  const float4* from = work.sums + static_cast<int64_t>(slot) * (S::kSums / 4) * S::kConsumers + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < S::kSums / 4; ++i) {
     const float4 v = __ldcg(from + i * S::kConsumers);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void add_sums(const Work& work, int place, float (&su
 
 // Of the rows of w that a warpgroup has, its first, counted in the expert.
 template <typename S>
-__device__ __forceinline__ int first_row_of_group(const Problem& p, const Place& at) {
+__device__ __forceinline__ int first_row_of_group(const Problem& p, const TileCoord& at) {
   return at.row - at.expert * p.N + threadIdx.x / 128 * 64;
 }
 
@@ -96,7 +96,7 @@ struct TwoRows {
   float alpha[2], bias[2];
 
   template <typename S>
-  static __device__ __forceinline__ TwoRows of(const Problem& p, const Place& at) {
+  static __device__ __forceinline__ TwoRows of(const Problem& p, const TileCoord& at) {
     TwoRows rows;
     const int first = first_row_of_group<S>(p, at) + threadIdx.x / 32 % 4 * 16 + first_row(threadIdx.x % 32);
 #pragma unroll
@@ -138,7 +138,7 @@ __device__ __forceinline__ void finish_unit(const TwoRows& rows, const float* su
     }
     pairs[i] = two_rounded<T>(y[0], y[1]);
   }
-  store_matrices_transposed(to, pairs);
+  stmatrix_transposed(to, pairs);
 }
 
 __device__ __forceinline__ void write_any(const Problem& p, int first, int expert, int m, float4 sum) {
@@ -174,14 +174,14 @@ __device__ __forceinline__ bool is_plain(const Problem& p) {
 
 // Where a lane leaves its part of 16 tokens of y in shared memory, so that rows of w lie together there: 64 by 16
 // tokens of a warpgroup are 128-byte lines, 16 bytes at a time swizzled against bank conflicts.
-__device__ __forceinline__ uint32_t place_in_unit() {
+__device__ __forceinline__ uint32_t offset_in_unit() {
   const int lane = threadIdx.x % 32, own = lane / 16 * 8 + lane % 8, eight = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
   return own * 128 + (eight ^ own % 8) * 16;
 }
 
 // Units from there to y, those that are this block's, by the warpgroup: whole lines.
 template <typename T, typename S, typename Owns>
-__device__ __forceinline__ void write_units(const Problem& p, const Place& at, uint32_t units, Owns owns) {
+__device__ __forceinline__ void write_units(const Problem& p, const TileCoord& at, uint32_t units, Owns owns) {
   const int token = threadIdx.x % 128 / 8, unit = threadIdx.x % 8, tokens = at.end - at.token;
   const int mine = first_row_of_group<S>(p, at) + unit * 8;
   if (mine < 0 || mine >= p.N) return;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void write_units(const Problem& p, const Place& at, u
 
 // A unit of any y.
 template <typename T, typename S>
-__device__ __forceinline__ void write_any_unit(const Problem& p, const Place& at, int unit, const float* sum,
+__device__ __forceinline__ void write_any_unit(const Problem& p, const TileCoord& at, int unit, const float* sum,
                                                uint8_t* desk) {
   const int lane = threadIdx.x % 32, n = first_row_of_group<S>(p, at) + threadIdx.x / 32 % 4 * 16 + lane % 4 * 4;
   const int m = at.token + unit * kUnitTokens + lane / 4;
@@ -210,11 +210,11 @@ __device__ __forceinline__ void write_any_unit(const Problem& p, const Place& at
 
 // A tile, by TMA while the next one's products run: by the warpgroup, 16 tokens at a time, 256 took 4,900
 // cycles, 3 % of 14336 x 8192 with 4096 rows and 16 of 24576 x 1536. The desk is free when
-// wait_until_stores_have_read() has returned to the warpgroup's first thread.
+// tma_store_wait_read() has returned to the warpgroup's first thread.
 template <typename T, typename S>
-__device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap* y_map, const Place& at,
+__device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap* y_map, const TileCoord& at,
                                             const TwoRows& rows, const float (&sum)[S::kSums], uint8_t* desk) {
-  const uint32_t units = address_of(desk), to = units + place_in_unit();
+  const uint32_t units = address_of(desk), to = units + offset_in_unit();
   const auto finish_units = [&](auto has_bias) {
 #pragma unroll
     for (int i = 0; i < S::kUnits; ++i) finish_unit<T, has_bias.value>(rows, sum + 8 * i, to + i * kUnitBytes);
@@ -224,20 +224,20 @@ __device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap*
   } else {
     finish_units(std::false_type());
   }
-  show_stores_to_copies();
+  fence_proxy_async_shared();
   warpgroup_sync();
   const int first = at.expert * p.M + at.token, n = first_row_of_group<S>(p, at), tokens = at.end - at.token;
   // TMA leaves out what lies beyond y, but not another expert's rows.
   if (n < 0 || (tokens < S::kTokens && first + tokens != p.rows)) {
     write_units<T, S>(p, at, units, [](int) { return true; });
   } else if (threadIdx.x % 128 == 0) {
-    store_box_2d(y_map, n, first, units);
-    commit_stores();
+    tma_store_2d(y_map, n, first, units);
+    tma_store_commit();
   }
 }
 
 template <typename T, typename S>
-__device__ __forceinline__ void write_tile(const Problem& p, const CUtensorMap* y_map, const Place& at,
+__device__ __forceinline__ void write_tile(const Problem& p, const CUtensorMap* y_map, const TileCoord& at,
                                            const TwoRows& rows, float (&sum)[S::kSums], uint8_t* desk) {
   if (is_plain<T>(p)) {
     write_plain<T, S>(p, y_map, at, rows, sum, desk);
@@ -249,7 +249,7 @@ __device__ __forceinline__ void write_tile(const Problem& p, const CUtensorMap* 
 #pragma unroll
     for (int i = 0; i + 8 < S::kSums; ++i) sum[i] = sum[i + 8];
   }
-  show_stores_to_copies();
+  fence_proxy_async_shared();
 }
 
 }  // namespace many_rows

@@ -18,10 +18,10 @@
 // mbarriers, two a stage, with the arrivals that complete a phase
 //   full[kStages]   kFilledBy: 1, the elected lane's expect_tx, and TMA's bytes; or 2, that of the warp that has stored
 //                   a permuted x too, behind a proxy fence.
-//   empty[kStages]  kConsumers: every consumer, when it has what it read. Where y is on its way out of a stage's place,
+//   empty[kStages]  kConsumers: every consumer, when it has what it read. Where y is on its way out of a stage's coord,
 //                   the thread that started that copy arrives when TMA has read it.
 // Named barriers: 1 + warpgroup, 128 threads, and 1 + kGroups, all consumers. Between blocks: flags in global memory,
-// one for each place of sums, block that waits and warpgroup, which hold the number of the launch (epilogue.cuh).
+// one for each slot of sums, block that waits and warpgroup, which hold the number of the launch (epilogue.cuh).
 //
 // Timeline
 //   all        barriers set, tensor maps prefetched | of groups: PDL wait, plan again | __syncthreads
@@ -37,7 +37,7 @@
 //               scales  kRows * 8        1024 for each band of 128 rows
 //   full, empty         16 * kStages
 //   Work                of groups of rows, as this block planned it
-//   Places that no copy needs any more serve the epilogue: the tile's last stage y on its way out (Desk), or, of tiles
+//   Slots that no copy needs any more serve the epilogue: the tile's last stage y on its way out (Desk), or, of tiles
 //   that several blocks finish, the first stage y, the others this block's own sums (share.cuh).
 #pragma once
 
@@ -87,9 +87,9 @@ struct Shape {
   static constexpr int kPlanAt = kPoolBytes + 16 * kStages;           // after two barriers a stage
   static constexpr int kSharedBytes = kPlanAt + sizeof(Work) + 1024;  // aligns the pool to 1024
   static_assert(kSharedBytes <= 232448, "a block of Hopper has 227 KB of shared memory at most");
-  // Each place of the ring is one warp's: where several fill it in turn, two barriers (full, empty) lie between their
+  // Each slot of the ring is one warp's: where several fill it in turn, two barriers (full, empty) lie between their
   // stores, but compute-sanitizer's racecheck reports them.
-  static_assert(!kInCopy || kStages % kPermutingCopiers == 0, "each place of the ring is one permuting warp's");
+  static_assert(!kInCopy || kStages % kPermutingCopiers == 0, "each slot of the ring is one permuting warp's");
 };
 
 // The ring of stages: a barrier that says full and one that says empty for each, after the pool.
@@ -102,11 +102,11 @@ struct Ring {
   __device__ __forceinline__ uint32_t data() const { return pool + stage * S::kStageBytes; }
   __device__ __forceinline__ uint32_t full() const { return pool + S::kPoolBytes + 8 * stage; }
   __device__ __forceinline__ uint32_t empty(int which) const { return pool + S::kPoolBytes + 8 * (S::kStages + which); }
-  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), parity); }
   // What the thread has read, and used. (One arrival of a warp, or of a warpgroup, behind a barrier of theirs is as
   // fast over all, between 3 % slower and 4 % faster; but compute-sanitizer's racecheck counts an arrival for its
-  // thread alone, and reports hazards then wherever a place is filled again.)
-  __device__ __forceinline__ void release(int which) const { barrier_arrive(empty(which)); }
+  // thread alone, and reports hazards then wherever a slot is filled again.)
+  __device__ __forceinline__ void release(int which) const { mbarrier_arrive(empty(which)); }
   __device__ __forceinline__ void next() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
@@ -115,32 +115,32 @@ struct Ring {
 template <typename S, bool kGrouped>
 using Segments = std::conditional_t<S::kShared, Part, Runs<kGrouped>>;
 
-// Of a tile's bands of rows; beyond the last one it stands in.
-__device__ __forceinline__ const uint8_t* scales_of(const Problem& p, const Place& place, int band) {
+// Scales of a band of the tile's rows; the last band's where that is out of bounds.
+__device__ __forceinline__ const uint8_t* scales_of(const Problem& p, const TileCoord& coord, int band) {
   const int last = (p.experts * p.N - 1) / kBand;
-  return p.scales + min(place.row / kBand + band, last) * p.scale_band;
+  return p.scales + min(coord.row / kBand + band, last) * p.scale_band;
 }
 
 template <typename S>
 __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
-                                           uint32_t at, uint32_t barrier, const Place& place, int step) {
+                                           uint32_t at, uint32_t barrier, const TileCoord& coord, int step) {
   uint64_t stay, stream;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(stay));
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(stream));
   const int column_tiles = (p.Kp + 63) / 64;
-  barrier_expect(barrier, S::kStageBytes - (S::kInCopy ? S::kXBytes : 0));
+  mbarrier_arrive_expect_tx(barrier, S::kStageBytes - (S::kInCopy ? S::kXBytes : 0));
   if constexpr (!S::kInCopy) {
-    const int token = place.expert * p.M + place.token;
-    copy_box_2d(at, x_map, step * kStageK, token, barrier, stay);
-    copy_box_2d(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, stay);
+    const int token = coord.expert * p.M + coord.token;
+    tma_load_2d(at, x_map, step * kStageK, token, barrier, stay);
+    tma_load_2d(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, stay);
   }
-  copy_box_2d(at + S::kXBytes, code_map, step * kStageK / 2, place.row, barrier, stream);
+  tma_load_2d(at + S::kXBytes, code_map, step * kStageK / 2, coord.row, barrier, stream);
   // beyond K codes and x are zero; there the last scales stand in, never a NaN that the row has not met
   for (int band = 0; band < S::kRows / kBand; ++band) {
     const uint32_t to = at + S::kXBytes + S::kCodeBytes + band * 1024;
-    const uint8_t* scales = scales_of(p, place, band);
-    copy_bytes(to, scales + step * 1024, 512, barrier);
-    copy_bytes(to + 512, scales + min(step * 2 + 1, column_tiles - 1) * 512, 512, barrier);
+    const uint8_t* scales = scales_of(p, coord, band);
+    bulk_load(to, scales + step * 1024, 512, barrier);
+    bulk_load(to + 512, scales + min(step * 2 + 1, column_tiles - 1) * 512, 512, barrier);
   }
 }
 
@@ -149,11 +149,11 @@ __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* 
 // rows: few_rows_sm90/kernel.cuh.) H200, us in a chain: 4096 x 4096, 64 and 128 rows of x 10.5 and 13.6 -> 10.2 and
 // 13.1.
 template <typename S>
-__device__ __forceinline__ void bring_first_to_cache(const Problem& p, const CUtensorMap* code_map, const Place& place,
-                                                     int step) {
-  prefetch_box_2d(code_map, step * kStageK / 2, place.row);
+__device__ __forceinline__ void bring_first_to_cache(const Problem& p, const CUtensorMap* code_map,
+                                                     const TileCoord& coord, int step) {
+  tma_prefetch_2d(code_map, step * kStageK / 2, coord.row);
   const int bytes = 512 * min(2, (p.Kp + 63) / 64 - 2 * step);
-  for (int band = 0; band < S::kRows / kBand; ++band) prefetch_bytes(scales_of(p, place, band) + step * 1024, bytes);
+  for (int band = 0; band < S::kRows / kBand; ++band) bulk_prefetch(scales_of(p, coord, band) + step * 1024, bytes);
 }
 
 // What needs no memory is behind each role: from here on there is what the kernel before wrote. (Groups of rows, whose
@@ -161,8 +161,8 @@ __device__ __forceinline__ void bring_first_to_cache(const Problem& p, const CUt
 // would crowd the multiprocessors that are free until then.
 template <typename S, bool kGrouped>
 __device__ __forceinline__ void begin() {
-  if constexpr (!kGrouped) wait_for_previous_kernel();
-  if constexpr (S::kShared) let_next_kernel_begin();
+  if constexpr (!kGrouped) griddepcontrol_wait();
+  if constexpr (S::kShared) griddepcontrol_launch_dependents();
 }
 
 // One warp copies all stages; or each of four copies a fourth of them, and permutes their x. A stage a warp, since the
@@ -173,25 +173,25 @@ __device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_m
                                         const Work& work, Ring<S> ring, int helper) {
   Segments<S, kGrouped> segments(work);
   Segment s;
-  Place place;
+  TileCoord coord;
   const auto next = [&] {
     if (!segments.next(s)) return false;
-    place = place_of<S, kGrouped>(p, work, s.tile);
+    coord = tile_coord<S, kGrouped>(p, work, s.tile);
     return true;
   };
   bool is_one = next();
-  if (!kGrouped && is_one && helper == 0 && elect_one()) bring_first_to_cache<S>(p, code_map, place, s.begin);
+  if (!kGrouped && is_one && helper == 0 && elect_one()) bring_first_to_cache<S>(p, code_map, coord, s.begin);
   begin<S, kGrouped>();
   for (int turn = 0; is_one; is_one = next()) {
     for (int step = s.begin; step < s.end; ++step, ring.next()) {
       if (S::kInCopy && turn++ % kPermutingCopiers != helper) continue;
-      barrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
-      if (elect_one()) copy_stage<S>(p, x_map, code_map, ring.data(), ring.full(), place, step);
+      mbarrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
+      if (elect_one()) copy_stage<S>(p, x_map, code_map, ring.data(), ring.full(), coord, step);
       if constexpr (S::kInCopy) {
-        permute_stage<S::kTokens>(p, place.expert * p.M + place.token, step, ring.data());
-        show_stores_to_copies();  // each lane's, for the products
+        permute_stage<S::kTokens>(p, coord.expert * p.M + coord.token, step, ring.data());
+        fence_proxy_async_shared();  // each lane's, for the products
         __syncwarp();
-        if (elect_one()) barrier_arrive(ring.full());
+        if (elect_one()) mbarrier_arrive(ring.full());
       }
     }
   }
@@ -221,7 +221,7 @@ class Desk {
     consumers_sync<S>();
     return shared_ + stage * S::kStageBytes + threadIdx.x / 128 * S::kDeskBytes;
   }
-  // The stage's place is released, by the thread that has the copies under way when they have read it.
+  // The stage's slot is released, by the thread that has the copies under way when they have read it.
   __device__ __forceinline__ void leave(int stage) {
     if (threadIdx.x % 128 == 0) {
       held_ = stage;
@@ -231,7 +231,7 @@ class Desk {
   }
   __device__ __forceinline__ void release_if_read() {
     if (held_ < 0) return;
-    wait_until_stores_have_read();
+    tma_store_wait_read();
     ring_.release(held_);
     held_ = -1;
   }
@@ -302,14 +302,14 @@ __device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[
 
 // What this block finishes of a tile, its own sums at `own`.
 template <typename T, typename S>
-__device__ __forceinline__ void write_shared(const Problem& p, const Sharing<S>& sharing, const Place& place,
+__device__ __forceinline__ void write_shared(const Problem& p, const Sharing<S>& sharing, const TileCoord& coord,
                                              const TwoRows& rows, uint32_t own, uint8_t* shared) {
-  uint8_t* const desk = shared + threadIdx.x / 128 * S::kDeskBytes;  // in the first stage's place
-  const uint32_t units = address_of(desk), to = units + place_in_unit();
+  uint8_t* const desk = shared + threadIdx.x / 128 * S::kDeskBytes;  // in the first stage's slot
+  const uint32_t units = address_of(desk), to = units + offset_in_unit();
   const bool plain = is_plain<T>(p);
   sharing.add(own, [&](int unit, const float* eight) {
     if (!plain) {
-      write_any_unit<T, S>(p, place, unit, eight, desk);
+      write_any_unit<T, S>(p, coord, unit, eight, desk);
     } else if (p.bias) {
       finish_unit<T, true>(rows, eight, to + unit * kUnitBytes);
     } else {
@@ -318,13 +318,13 @@ __device__ __forceinline__ void write_shared(const Problem& p, const Sharing<S>&
   });
   if (!plain) return;
   warpgroup_sync();
-  write_units<T, S>(p, place, units, [&](int unit) { return sharing.owns(unit); });
+  write_units<T, S>(p, coord, units, [&](int unit) { return sharing.owns(unit); });
 }
 
 template <typename T, typename S, bool kGrouped>
 __device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_map, const Work& work, uint32_t pool,
                                          uint8_t* shared) {
-  constexpr bool kPlaceAhead = S::kGroups == 2;  // four have no registers left
+  constexpr bool kCoordAhead = S::kGroups == 2;  // four have no registers left
   constexpr bool kTogether = finish_together(S::kTokens);
   Consumer<S> in(pool);
   Desk<S> desk(in, shared);
@@ -333,15 +333,15 @@ __device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_
   not_ready<S>(work);
   float sum[S::kSums];
   for (Segment s; segments.next(s);) {
-    Place place;
+    TileCoord coord;
     TwoRows rows;
-    const auto find_place = [&] {
-      place = place_of<S, kGrouped>(p, work, s.tile);
-      rows = TwoRows::of<S>(p, place);
+    const auto find_coord = [&] {
+      coord = tile_coord<S, kGrouped>(p, work, s.tile);
+      rows = TwoRows::of<S>(p, coord);
     };
     const int last = consume<T, S>(in, s.end - s.begin, sum, [&] {
       desk.release_if_read();
-      if constexpr (kPlaceAhead) find_place();
+      if constexpr (kCoordAhead) find_coord();
     });
     if (s.begin > 0) {
       const Meeting meeting = segments.meeting(s);
@@ -351,20 +351,20 @@ __device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_
         continue;
       }
     }
-    if constexpr (!kPlaceAhead) find_place();
+    if constexpr (!kCoordAhead) find_coord();
     if (s.end < work.steps) {
       const Meeting meeting = segments.meeting(s);
       if constexpr (kTogether) {
         if (meeting.finishers > 1) {
           const Sharing<S> sharing(work, meeting);
           sharing.leave(sum, pool + S::kStageBytes);
-          write_shared<T, S>(p, sharing, place, rows, pool + S::kStageBytes, shared);
+          write_shared<T, S>(p, sharing, coord, rows, pool + S::kStageBytes, shared);
           break;
         }
       }
-      for (int rank = 1; rank < meeting.all; ++rank) add_sums<S>(work, meeting.place(rank), sum);
+      for (int rank = 1; rank < meeting.all; ++rank) add_sums<S>(work, meeting.slot(rank), sum);
     }
-    write_tile<T, S>(p, y_map, place, rows, sum, desk.take(last));
+    write_tile<T, S>(p, y_map, coord, rows, sum, desk.take(last));
     desk.leave(last);
   }
   desk.release_if_read();
@@ -388,8 +388,8 @@ __device__ __forceinline__ void multiply_shared(const Problem& p, const Work& wo
   consume<T, S>(in, steps, sum, [] {});
   if (meeting.rank >= meeting.finishers) return leave_sums<S>(work, meeting, sum);
   sharing.leave(sum, own);
-  const Place place = place_of<S, false>(p, work, s.tile);
-  write_shared<T, S>(p, sharing, place, TwoRows::of<S>(p, place), own, shared);
+  const TileCoord coord = tile_coord<S, false>(p, work, s.tile);
+  write_shared<T, S>(p, sharing, coord, TwoRows::of<S>(p, coord), own, shared);
 }
 
 template <typename T, typename S, bool kGrouped>
@@ -406,22 +406,22 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), helper = warp - S::kConsumers / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
-      barrier_init(pool + S::kPoolBytes + 8 * i, S::kFilledBy);
-      barrier_init(ring.empty(i), S::kConsumers);
+      mbarrier_init(pool + S::kPoolBytes + 8 * i, S::kFilledBy);
+      mbarrier_init(ring.empty(i), S::kConsumers);
     }
-    show_stores_to_copies();
+    fence_proxy_async_shared();
   }
   if (helper == 0) {
     asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(&x_map), "l"(&code_map) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&y_map) : "memory");
   }
   if constexpr (kGrouped) {
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
     if (warp == 1) plan_groups(p, launched, S::kTokens, planned);
   }
   __syncthreads();
   if (helper >= 0) {
-    if constexpr (!S::kInCopy) leave_registers<S::kProducerRegisters>();
+    if constexpr (!S::kInCopy) setmaxnreg_dec<S::kProducerRegisters>();
     if (S::kInCopy || helper == 0) {
       produce<S, kGrouped>(p, &x_map, &code_map, work, ring, helper);
     } else if (kGrouped) {
@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
     }
   } else {
-    if constexpr (!S::kInCopy) take_registers<S::kConsumerRegisters>();
+    if constexpr (!S::kInCopy) setmaxnreg_inc<S::kConsumerRegisters>();
     uint8_t* const at_pool = shared + (pool - address_of(shared));
     if constexpr (S::kShared) {
       multiply_shared<T, S>(p, work, pool, at_pool);

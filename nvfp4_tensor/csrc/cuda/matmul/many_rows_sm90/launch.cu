@@ -47,7 +47,7 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   work.token_group = p.offs ? kTokenGroup : plan.tiling.token_group;
   work.steps = plan.tiling.steps, work.whole_tiles = plan.whole_tiles, work.cut_tiles = plan.cut_tiles;
   work.cut_cost = plan.cut_cost;
-  work.places = plan.places();
+  work.slots = plan.slots();
   work.ready = reinterpret_cast<uint64_t*>(scratch);
   work.sums = reinterpret_cast<float4*>(scratch + plan.flags_bytes());
   work.launch = launch_number();

@@ -33,8 +33,8 @@ static_assert(kPermuteThreads / 32 * kWarpWords * 4 + kPermuteSpare <= 48 << 10,
 // memory, whose 16-byte units are swizzled against bank conflicts. (Without: 61 us instead of 33 for 4096 x 8192.)
 __global__ void __launch_bounds__(kPermuteThreads) permute_x(const __grid_constant__ Problem p, uint4* out) {
   __shared__ uint32_t words[kPermuteThreads / 32][kWarpWords];
-  wait_for_previous_kernel();
-  let_next_kernel_begin();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int64_t row = blockIdx.x;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, units = (p.K + kStageK - 1) / kStageK * 16;
   const int first = (blockIdx.y * (kPermuteThreads / 32) + warp) * 128;  // units of 16 bytes

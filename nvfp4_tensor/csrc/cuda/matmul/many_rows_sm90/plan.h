@@ -104,13 +104,13 @@ struct Plan {
   }
 
   // In the scratch: flags, sums of tiles that several blocks have, x where a kernel wants it moved. A block has two
-  // places for sums where runs may lie within tiles.
-  int places() const {
+  // slots for sums where runs may lie within tiles.
+  int slots() const {
     if (sharers > 1) return blocks;
     return cut_tiles == 0 ? 0 : finish_together(tiling.tokens) && cut_tiles < blocks ? 2 * blocks : blocks;
   }
-  int64_t flags_bytes() const { return ceil_quotient(places() * (tiling.rows / 64) * kMostSharers, 32) * 256; }
-  int64_t x_at() const { return flags_bytes() + int64_t{4} * places() * tiling.rows * tiling.tokens; }
+  int64_t flags_bytes() const { return ceil_quotient(slots() * (tiling.rows / 64) * kMostSharers, 32) * 256; }
+  int64_t x_at() const { return flags_bytes() + int64_t{4} * slots() * tiling.rows * tiling.tokens; }
 };
 
 inline int row_tiles(const ProductSize& size, int rows) {

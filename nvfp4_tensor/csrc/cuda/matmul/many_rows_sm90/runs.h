@@ -10,7 +10,7 @@
 // Split-K: few tiles are cut otherwise, each into as many equal parts of K, so that all its blocks finish it together.
 //
 // Blocks that finish a tile together wait also for such as were started after them: for their neighbours, at most
-// kMostSharers in all. Blocks are started in their order, so those before them end and make room: places for
+// kMostSharers in all. Blocks are started in their order, so those before them end and make room: slots for
 // kMostSharers at a time are enough. (Half-started kernels that all hold fewer, 19 of them on 132 multiprocessors,
 // would wait for ever; but a GPU starts one kernel after another, of each of its few priorities, and where it has fewer
 // multiprocessors fewer blocks finish a tile together: kPlacesOfSharer.)
@@ -62,9 +62,9 @@ struct Work {
   int whole_tiles;             // computed by a block each, in waves
   int cut_tiles;               // the others
   int cut_cost;                // stages that take as long as cutting does: by this groups of rows decide on the device
-  int places;                  // of sums: one for each block, or two
-  float4* sums;                // (places, tokens / 8, consumers): what a block has of a tile that another one finishes
-  uint64_t* ready;             // (places, kMostSharers, warpgroups of consumers): `launch` where sums are, then 0 again
+  int slots;                   // of sums: one for each block, or two
+  float4* sums;                // (slots, tokens / 8, consumers): what a block has of a tile that another one finishes
+  uint64_t* ready;             // (slots, kMostSharers, warpgroups of consumers): `launch` where sums are, then 0 again
   uint64_t launch;             // a number that no memory holds by chance, another one for each launch
   int sharers;                 // blocks of a tile, of the shapes that divide all tiles alike
   int most_finishers;          // blocks that finish a tile together
@@ -91,7 +91,7 @@ struct Tile {
   int expert, token_tile, row_tile;
 };
 
-// The one place that knows the order of tiles: down the rows of w, token_group tiles of tokens wide.
+// The order of tiles, which nothing else knows: down the rows of w, token_group tiles of tokens wide.
 template <bool kGrouped>
 __device__ inline Tile tile_at(const Work& work, int tile) {
   const int of_expert = work.row_tiles * work.token_tiles;
@@ -130,9 +130,9 @@ struct Segment {
 struct Meeting {
   int rank;  // of this block
   int finishers, all;
-  int first_place, second_place, way;  // where sums of rank 0 are, and of 1, 2, ...
+  int first_slot, second_slot, slot_stride;  // where sums of rank 0 are, and of 1, 2, ...
 
-  __device__ int place(int rank) const { return rank == 0 ? first_place : second_place + (rank - 1) * way; }
+  __device__ int slot(int rank) const { return rank == 0 ? first_slot : second_slot + (rank - 1) * slot_stride; }
 };
 
 // The segments of a block, in order.
@@ -162,7 +162,7 @@ class Runs {
     while (cut(first) > begin) --first;
     while (cut(last + 1) < end) ++last;
     const int block = number_of(first), finishers = min(last - first, work_.most_finishers), blocks = gridDim.x;
-    // The first of several finishers may have left the sums of another tile in the place of its number.
+    // The first of several finishers may have left the sums of another tile in the slot of its number.
     return {number_ - first, finishers, last - first + 1, block + (finishers > 1 ? blocks : 0), block - 1, -1};
   }
 

@@ -1,5 +1,4 @@
-// Where a tile lies, and how groups of rows, whose tiles only the device counts, are divided; the rest is in
-// runs.h.
+// Tile coordinates, and the division of groups of rows, whose tiles only the device can count; the rest is in runs.h.
 #pragma once
 
 #include "cuda/matmul/groups.cuh"
@@ -10,7 +9,7 @@
 namespace nvfp4 {
 namespace many_rows {
 
-struct Place {
+struct TileCoord {
   int expert, token, row;  // the row counted over the batch: down to 127 before the expert's first
   int end;                 // of the expert's tokens
 };
@@ -27,7 +26,7 @@ __device__ __forceinline__ void plan_groups(const Problem& p, const Work& launch
 }
 
 template <typename S, bool kGrouped>
-__device__ __forceinline__ Place place_of(const Problem& p, const Work& work, int tile) {
+__device__ __forceinline__ TileCoord tile_coord(const Problem& p, const Work& work, int tile) {
   const Tile at = tile_at<kGrouped>(work, tile);
   if constexpr (kGrouped) {
     const TokenTile own = TokenTiles(p, S::kTokens).find(at.token_tile);

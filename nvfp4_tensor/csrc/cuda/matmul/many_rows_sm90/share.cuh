@@ -27,14 +27,14 @@ class Sharing {
   __device__ __forceinline__ bool owns(int unit) const { return own_ >> unit & 1; }
 
   // Sums to the blocks that finish them; what this block finishes to its own shared memory, at `own`, the second
-  // stage's place and on, where sums have an index, which registers have not. Nothing is copied there any more when all
+  // stage's slot and on, where sums have an index, which registers have not. Nothing is copied there any more when all
   // warps have come to the end of their loops: the block has no further tile, and what it wrote of an earlier one has
   // been read.
   __device__ __forceinline__ void leave(const float (&sum)[S::kSums], uint32_t own) const {
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
       if (owns(unit)) continue;
-      float4* to = place(meeting_.rank, unit);
+      float4* to = sums_of(meeting_.rank, unit);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* four = sum + 8 * unit + 4 * half;
@@ -43,7 +43,7 @@ class Sharing {
     }
     consumers_sync<S>();
     if (other() < meeting_.finishers && other() != meeting_.rank) {
-      say_ready(ready_flag<S>(work_, meeting_.place(meeting_.rank), other()), work_.launch);
+      say_ready(ready_flag<S>(work_, meeting_.slot(meeting_.rank), other()), work_.launch);
     }
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
@@ -52,7 +52,7 @@ class Sharing {
       for (int half = 0; half < 2; ++half) {
         const float* from = sum + 8 * unit + 4 * half;
         const float four[4] = {from[0], from[1], from[2], from[3]};
-        store_shared_floats(own_place(own, unit) + half * kHalf, four);
+        store_shared_floats(own_address(own, unit) + half * kHalf, four);
       }
     }
   }
@@ -63,7 +63,7 @@ class Sharing {
   __device__ __forceinline__ void add(uint32_t own, Finished finished) const {
     for (int from = other(); from < meeting_.all; from += 128) {
       if (from == meeting_.rank) continue;
-      wait_until_ready(ready_flag<S>(work_, meeting_.place(from), meeting_.rank), work_.launch);
+      wait_until_ready(ready_flag<S>(work_, meeting_.slot(from), meeting_.rank), work_.launch);
     }
     warpgroup_sync();
 #pragma unroll 1
@@ -77,7 +77,7 @@ class Sharing {
 #pragma unroll
           for (int i = 0; i < kUnitsAtOnce; ++i) {
             const int other = begin + j, unit = first + i * meeting_.finishers;
-            const float4* from = place(other + (other >= meeting_.rank), unit);
+            const float4* from = sums_of(other + (other >= meeting_.rank), unit);
             const bool is_there = other < meeting_.all - 1 && unit < S::kUnits;
             theirs[j][i][0] = load_or_zero(is_there, from);
             theirs[j][i][1] = load_or_zero(is_there, from + S::kConsumers);
@@ -93,7 +93,7 @@ class Sharing {
       for (int i = 0; i < kUnitsAtOnce; ++i) {
         const int unit = first + i * meeting_.finishers;
         if (unit >= S::kUnits) break;
-        const uint32_t at = own_place(own, unit);
+        const uint32_t at = own_address(own, unit);
         add_to(sum[i], load_shared_floats(at), load_shared_floats(at + kHalf));
         finished(unit, sum[i]);
       }
@@ -113,13 +113,13 @@ class Sharing {
     sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
     sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
   }
-  static __device__ __forceinline__ uint32_t own_place(uint32_t own, int unit) {
+  static __device__ __forceinline__ uint32_t own_address(uint32_t own, int unit) {
     return own + unit * 2 * kHalf + threadIdx.x * 16;
   }
   // A warpgroup's thread for each of the others.
   __device__ __forceinline__ int other() const { return threadIdx.x % 128; }
-  __device__ __forceinline__ float4* place(int rank, int unit) const {
-    const int64_t at = (static_cast<int64_t>(meeting_.place(rank)) * S::kUnits + unit) * 2;
+  __device__ __forceinline__ float4* sums_of(int rank, int unit) const {
+    const int64_t at = (static_cast<int64_t>(meeting_.slot(rank)) * S::kUnits + unit) * 2;
     return work_.sums + at * S::kConsumers + threadIdx.x;
   }
 

@@ -31,7 +31,7 @@ inline F sums_of_lanes(const float* p, int64_t step) {
   return load(sums);
 }
 
-// Lane i of register j and lane j of register i change places, of 16 registers.
+// Lane i of register j and lane j of register i are swapped, for 16 registers.
 inline void transpose(F* r) {
   float rows[16][16], columns[16][16];
   std::memcpy(rows, r, sizeof rows);
@@ -53,7 +53,7 @@ template <int v>
 F code_values(I codes) {
   return e2m1_values(shift_right<4 * v>(codes) & 15);
 }
-// Scales of eight blocks, four at each place, in two lanes each.
+// Scales of eight blocks, four at each address, in two lanes each.
 inline F chunk_scales(const uint8_t* first, const uint8_t* second) {
   F out;
   for (int block = 0; block < 8; ++block) {

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cpu/kernels.h"
+#include "cpu/host/kernels.h"
 
 namespace nvfp4 {
 namespace {

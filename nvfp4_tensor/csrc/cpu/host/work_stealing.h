@@ -1,35 +1,19 @@
-// Work divided among torch's threads, and aligned memory for it.
+// Work stealing: units of work, claimed by torch's threads as they go.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <thread>
 #include <vector>
 
-#include "arguments.h"
-
 namespace nvfp4 {
 
-constexpr int64_t kShare = 8;  // a worker claims this part of what is left of a range
+constexpr int64_t kClaimFraction = 8;  // a worker claims 1 / kClaimFraction of what is left of a range
 
-struct Free {
-  void operator()(float* p) const { std::free(p); }
-};
-using Words = std::unique_ptr<float[], Free>;
-
-inline Words allocate(int64_t words) {
-  void* p = std::aligned_alloc(64, std::max<int64_t>(1, ceil_div(words, 16)) * 64);
-  STD_TORCH_CHECK(p != nullptr, "out of memory");
-  return Words(static_cast<float*>(p));
-}
-
-// Work in units [0, count), claimed by workers as they go: first each from a range of its own, whose neighbours are
-// prefetched, then from the ranges of others. So one that the system holds up, or that shares its core, leaves its
-// share to the others. Claims shrink, that the last are done at the same time (up to 5 % at few rows over 32 equal
-// claims of each worker, two threads).
+// Work in units [0, count), claimed by workers: each first claims from its own range, which the hardware prefetches,
+// then from the ranges of others, so that a worker that the system delays leaves its units to the others. Claims shrink
+// so that all workers finish together (few rows, two threads: up to 5 % over 32 equal claims per worker).
 class Claims {
  public:
   Claims(int64_t count, int64_t workers) : count_(count), ranges_(workers) {
@@ -45,7 +29,7 @@ class Claims {
     for (size_t i = 0; i < ranges_.size(); ++i) done += run(ranges_[(worker + i) % ranges_.size()], f);
     if (done) done_.fetch_add(done, std::memory_order_release);
   }
-  // Until all is done. It waits only for what another worker has claimed, so it cannot wait for one that never runs.
+  // Waits until all units are done. It waits only for units that a worker has claimed: never for one that does not run.
   void wait() const {
     for (int spins = 0; !is_done();) {
       if (++spins < kSpins) {
@@ -69,7 +53,7 @@ class Claims {
   static int64_t run(Range& range, Function f) {
     int64_t done = 0, begin = range.next.load();
     while (begin < range.end) {
-      const int64_t end = begin + std::max<int64_t>(1, (range.end - begin) / kShare);
+      const int64_t end = begin + std::max<int64_t>(1, (range.end - begin) / kClaimFraction);
       if (!range.next.compare_exchange_weak(begin, end)) continue;
       f(begin, end);
       done += end - begin;
@@ -78,7 +62,7 @@ class Claims {
     return done;
   }
 
-  static constexpr int kSpins = 1 << 10;  // some 20 us; then the core may be wanted by the worker that is waited for
+  static constexpr int kSpins = 1 << 10;  // about 20 us; then it yields the core, which the awaited worker may need
   static void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();

@@ -1,4 +1,4 @@
-// What ops.cpp asks of the kernels, and what it tells them: one table of functions for each instruction set.
+// The interface between quantize/ops.cpp and the kernels: one table of functions per instruction set.
 //
 // The unit of work is a group, 16 blocks of 16 elements in row-major block order: one register of 16 lanes then holds
 // one number of each block, so that the scales of 16 blocks cost what those of one do.
@@ -12,7 +12,7 @@
 #include "numerics/philox.h"
 #include "numerics/spec.h"
 
-// For what runs once a group: inlined, its constants stay in registers from group to group.
+// For what runs once per group: inlined, its constants stay in registers from group to group.
 #define NVFP4_INLINE inline __attribute__((always_inline))
 
 #define NVFP4_STRING_(x) #x
@@ -31,7 +31,7 @@ constexpr int kGroupBlocks = 16;
 constexpr int kGroupElements = kGroupBlocks * kBlock;
 constexpr int kGroupBytes = kGroupElements / 2;
 
-// How to quantize a matrix, and where it lies in the logical one.
+// How to quantize a matrix, and its offset in the logical matrix that it is part of.
 struct Plan {
   QuantizeSpec spec;
   TensorScale tensor;
@@ -39,7 +39,7 @@ struct Plan {
   int64_t first_block;       // the random-bits index of block (0, 0), or of the first rotation
   int64_t row_blocks;        // and the step from row to row
   bool banded;               // work units are bands of 16 rows, not groups
-  std::vector<float> signs;  // EDEN: see rotation_signs of ops.cpp
+  std::vector<float> signs;  // EDEN: see rotation_signs in quantize/ops.cpp
 };
 
 // (rows, blocks * 8) codes, and scales in the 128x4 layout.
@@ -49,7 +49,7 @@ struct Quantized {
   int64_t column_tiles;
 };
 
-// Codes and scales as above, `columns` values a row wanted; factors: none, one, or one a row.
+// Codes and scales as above, to be decoded to `columns` values per row; factors: none, one, or one per row.
 struct Encoded {
   const uint8_t* qdata;
   const uint8_t* scale;
@@ -59,9 +59,9 @@ struct Encoded {
   bool factor_per_row;
 };
 
-// Work units: amax, transforms, row quantization and dequantization count groups (of rows filled up to whole rotations
-// where those are made); 16x16 tiles count bands of 16 rows;
-// the pair counts rectangles of kPairRows x kPairColumns. `sign` is a Hadamard mask or -1.
+// Work units: amax, transforms, row quantization and dequantization count groups (with EDEN, of rows padded to a
+// multiple of the rotation); 16x16 tiles count bands of 16 rows; the pair counts rectangles of kPairRows x
+// kPairColumns. `sign` is a Hadamard mask or -1.
 constexpr int64_t kPairRows = kGroupElements, kPairColumns = 512;
 
 struct Kernels {

@@ -1,8 +1,8 @@
 // Rows of one token in plain C++, for the target's baseline.
 #define NVFP4_ISA portable
-#include "cpu/matmul/simd_portable.h"
+#include "cpu/simd/products_portable.h"
 //
-#include "cpu/decode/rows.h"
+#include "cpu/generation/rows.h"
 
 namespace nvfp4 {
 const RowKernels& portable_row_kernels() { return portable::kRowKernels; }

@@ -2,9 +2,9 @@
 // nvfp4.linear_row, a dense output layer.
 //
 // A layer is four stages of products or attention. Workers claim the units of a stage as they go and wait for its end;
-// what lies between two stages (residuals, norms, gates, packing x) each does for itself, from results that nobody
-// writes again: so a worker that the system holds up for some stages, or never runs, does no harm.
-#include "cpu/decode.h"
+// what lies between two stages (residuals, norms, gates, packing x) each does for itself, from results that are
+// written once: a worker that the system delays for some stages, or never runs, does no harm.
+#include "cpu/generation/row_kernels.h"
 
 #include <array>
 #include <atomic>
@@ -12,16 +12,16 @@
 #include <vector>
 
 #include "arguments.h"
-#include "cpu/choice.h"
-#include "cpu/empty.h"
-#include "cpu/work.h"
+#include "cpu/host/memory.h"
+#include "cpu/host/work_stealing.h"
+#include "cpu/matmul/choice.h"
 
 namespace nvfp4 {
 namespace {
 
 // --- arguments -------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kLayerTensors = 23;  // two norms, and three of each of seven weights (ops/decode.py has their order)
+constexpr int64_t kLayerTensors = 23;  // two norms, and three of each of seven weights (LAYER_TENSORS in ops/composite)
 
 struct Weight {
   Product p;  // all but x, y and the workers
@@ -136,19 +136,19 @@ struct Part {
   Bf16* y;
 };
 
-// How one token is decoded: the products' way, and what all workers share.
+// How one token is decoded: the kernel of its products, and what all workers share.
 struct Step {
   const Model& model;
-  const ProductWay& way;
+  const ProductKernel& kernel;
   const RowKernels& rows;
   const int64_t workers;
   std::vector<Results> results;
   std::deque<Claims> claims;  // four a layer
   std::atomic<bool> refused{false};
-  Words memory;
+  AlignedFloats memory;
 
-  Step(const Model& m, const ProductWay& way, const RowKernels& rows, int64_t workers)
-      : model(m), way(way), rows(rows), workers(workers) {
+  Step(const Model& m, const ProductKernel& kernel, const RowKernels& rows, int64_t workers)
+      : model(m), kernel(kernel), rows(rows), workers(workers) {
     const int64_t size = Results::size(m), layers = int64_t(m.layers.size());
     memory = allocate(layers * size / 2);
     for (int64_t i = 0; i < layers; ++i) {
@@ -168,10 +168,10 @@ struct Step {
     p.x = x, p.out = y, p.workers = workers;
     return p;
   }
-  int64_t units(const Weight& w) const { return way.units(product(w, nullptr, nullptr)); }
+  int64_t units(const Weight& w) const { return kernel.units(product(w, nullptr, nullptr)); }
 };
 
-// One worker's way through the layers. `sum` is the residual stream.
+// One worker in all layers. `sum` is the residual stream.
 class Worker {
  public:
   Worker(Step& step, const Model& m, int64_t number)
@@ -197,12 +197,12 @@ class Worker {
     Product p{};
     p.batches = p.x_rows = p.rows = 1, p.workers = step.workers;
     p.columns = m.widest(), p.blocks = ceil_div(p.columns, kBlock);
-    return ceil_div(step.way.packed_words(p), 16) * 16;
+    return ceil_div(step.kernel.packed_words(p), 16) * 16;
   }
   static int64_t words(const Step& step, const Model& m) {
     Attention a{};
     a.dim = m.dim, a.position = m.position;
-    return row_words(m) + packed_words(step, m) + std::max(step.way.scratch_words, a.scratch_words());
+    return row_words(m) + packed_words(step, m) + std::max(step.kernel.scratch_words, a.scratch_words());
   }
 
   void layer(const Layer& l, const Results& r, size_t index) {
@@ -227,15 +227,15 @@ class Worker {
       const Bf16* x = prepare();
       std::array<Product, count> products;
       for (size_t i = 0; i < count; ++i) products[i] = step_.product(*parts[i].weight, x, parts[i].y);
-      if (step_.way.pack(products[0], packed_, 0, step_.way.pack_units(products[0])) & step_.way.refuses) {
+      if (step_.kernel.pack(products[0], packed_, 0, step_.kernel.pack_units(products[0])) & step_.kernel.refuses) {
         step_.refused = true;
       }
       claims.run(number_, [&](int64_t begin, int64_t end) {
         if (step_.refused) return;
         for (const Product& p : products) {
-          const int64_t units = step_.way.units(p);
+          const int64_t units = step_.kernel.units(p);
           if (begin < units && end > 0) {
-            step_.way.multiply(p, packed_, scratch_, std::max<int64_t>(begin, 0), std::min(end, units));
+            step_.kernel.multiply(p, packed_, scratch_, std::max<int64_t>(begin, 0), std::min(end, units));
           }
           begin -= units, end -= units;
         }
@@ -256,15 +256,16 @@ class Worker {
   Step& step_;
   const Model& m_;
   const int64_t number_;
-  Words memory_;
+  AlignedFloats memory_;
   Bf16 *sum_, *x_;
   float *packed_, *scratch_;
 };
 
-// False: some x holds numbers that this way cannot take. What was written to the cache will be written again.
-bool decode(const Model& model, const ProductWay& way, const RowKernels& rows, Bf16* out) {
+// Returns false where some x has numbers that this kernel does not support. The caller decodes the token again, which
+// overwrites what this call has written to the cache.
+bool decode(const Model& model, const ProductKernel& kernel, const RowKernels& rows, Bf16* out) {
   const int64_t workers = torch::stable::get_num_threads();
-  Step step(model, way, rows, workers);
+  Step step(model, kernel, rows, workers);
   const auto work = [&](int64_t first, int64_t) {
     Worker worker(step, model, first);
     const Bf16* y = worker.run();

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "cpu/decode.h"
-#include "cpu/products.h"
+#include "cpu/generation/row_kernels.h"
+#include "cpu/matmul/products.h"
 
 namespace nvfp4::NVFP4_ISA {
 namespace {
@@ -158,7 +158,7 @@ inline void attend_head(const Attention& a, int64_t head, float* scratch) {
 
 // --- a dense product of one row --------------------------------------------------------------------------------------
 
-// Rows [begin, end) of w (.., size) times x. Rows of w are read as they lie: the hardware prefetches them.
+// Rows [begin, end) of w (.., size) times x. Rows of w are read in memory order: the hardware prefetches them.
 inline void multiply_rows(const Bf16* x, const Bf16* w, int64_t size, Bf16* y, int64_t begin, int64_t end) {
   float tile[kLanes * kLanes] = {}, sums[kLanes];
   for (int64_t first = begin; first < end; first += kLanes) {

@@ -1,4 +1,4 @@
-// The ops of ops.py on the CPU: arguments checked, outputs allocated, work divided among torch's threads.
+// The quantization ops on the CPU: they check arguments, allocate outputs and divide the work among torch's threads.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "arguments.h"
-#include "cpu/empty.h"
-#include "cpu/kernels.h"
+#include "cpu/host/kernels.h"
+#include "cpu/host/memory.h"
 #include "numerics/eden.h"
 
 namespace nvfp4 {
@@ -50,7 +50,7 @@ float matrix_amax(const Matrix& m, int hadamard_sign) {
 }
 
 Tensor tensor_amax(const Tensor& x, int64_t hadamard_sign) {
-  // Of a 0-d tensor the one element is a row.
+  // The element of a 0-d tensor is a row.
   const Rows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
   return scalar(matrix_amax(rows.matrix, hadamard_sign_of(hadamard_sign)));
 }
@@ -112,7 +112,7 @@ std::vector<float> rotation_signs(const RngState& state, int64_t rotations, int6
   return signs;
 }
 
-// Of a row filled up to whole rotations.
+// Rotations per row, the last one padded.
 int64_t rotations_of(const Matrix& m) { return ceil_div(m.columns, kRotation); }
 
 // Groups of what is rotated.
@@ -127,7 +127,7 @@ float matrix_amax_rotated(const Matrix& m, const std::vector<float>& signs) {
 
 Tensor amax_rotated(const Tensor& x, const Tensor& rng_state, int64_t col0) {
   const Rows rows(x);
-  check_rotation_place(col0);
+  check_rotation_offset(col0);
   const RngState state(rng_state_of(rng_state, x));
   return scalar(matrix_amax_rotated(rows.matrix, rotation_signs(state, rotations_of(rows.matrix), col0)));
 }
@@ -135,7 +135,7 @@ Tensor amax_rotated(const Tensor& x, const Tensor& rng_state, int64_t col0) {
 Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t col0) {
   const Rows rows(x);
   const Matrix& m = rows.matrix;
-  check_rotation_place(col0);
+  check_rotation_offset(col0);
   STD_TORCH_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
                   " columns, not ", m.columns);
   const std::vector<float> signs = rotation_signs(RngState(rng_state_of(rng_state, x)), rotations_of(m), col0);
@@ -206,7 +206,7 @@ struct Outputs {
 
 Tensor factor_of(const Plan& plan) { return scalar(per_tensor_scale(plan.tensor.amax, plan.spec.scale_ceiling)); }
 
-// Blocks of a row, those that a transform fills up included.
+// Blocks per row, including those that a transform pads.
 int64_t stored_blocks(const Matrix& m, const Plan& plan) {
   return plan.spec.is_eden() ? rotations_of(m) * kRotationBlocks : m.blocks();
 }
@@ -237,7 +237,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
 
 constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack(); no other op takes it
 
-// The bits of the given amaxes, one a row; nothing where each row has its own.
+// The given amaxes, one per row; empty where each row is to find its own.
 std::vector<float> row_amaxes(const std::optional<Tensor>& amax, int64_t rows, const Tensor& x) {
   if (!amax.has_value()) return {};
   check_beside(*amax, "amax", x);
@@ -300,7 +300,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, std::optional<Tensor> rng_state, int64_t spec,
     int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
-  check_transposed_place(row0, full_rows);
+  check_transposed_offset(row0, full_rows);
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Matrix transposed{m.data, m.columns, m.rows, 0, m.dtype};

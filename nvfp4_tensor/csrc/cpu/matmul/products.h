@@ -1,7 +1,7 @@
-// What matmul.cpp asks of the product kernels: y = round_once(x_scale * factor * sum + bias), where the float32 sum
-// runs along the weight's blocks (x @ w^T) or across them (x @ w) (numerics contract, section 6).
+// The interface between matmul.cpp and the product kernels: y = round_once(x_scale * factor * sum + bias), where the
+// float32 sum runs along the weight's blocks (x @ w^T) or across them (x @ w) (numerics contract, section 6).
 //
-// Three ways, each in float32 and, where the machine multiplies bfloat16, in bfloat16:
+// Three kernels, each in float32 and, where the machine multiplies bfloat16, in bfloat16:
 //   few      up to 31 rows of x: the weight's codes are looked up in registers for 8 rows at a time, its block scales
 //            applied to the sums over blocks or halves of them.
 //   many     x @ w^T: panels of weight rows are decoded (exactly), each number then meets 16 to 64 rows of x at a time.
@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "cpu/kernels.h"
+#include "cpu/host/kernels.h"
 
 namespace nvfp4 {
 
@@ -30,7 +30,7 @@ struct BiasRows {
 };
 
 struct Product {
-  // The weight (batches, rows, columns): codes of `blocks` blocks a row, scales in the 128x4 layout of all rows.
+  // The weight (batches, rows, columns): codes of `blocks` blocks per row, scales in the 128x4 layout of all rows.
   const uint8_t* qdata;
   const uint8_t* scale;
   int64_t column_tiles, blocks;
@@ -41,7 +41,7 @@ struct Product {
   int64_t x_rows;
   bool transposed;
   int64_t workers;               // among whom the work is divided; the result does not depend on it
-  const float* summand_factors;  // transposed, one a row of the weight: a factor of each summand; else null
+  const float* summand_factors;  // transposed, one per row of the weight: a factor of each summand; else null
   // The epilogue. A null pointer is a factor of one, or no bias; a step is 0 where one number serves all.
   const float* x_scale;
   int64_t x_scale_step;
@@ -57,14 +57,14 @@ struct Product {
   int64_t width() const { return transposed ? columns : rows; }  // of y
 };
 
-// Numbers in x that a way cannot take. bfloat16 instructions flush subnormals: with every |x| at least 2^-100 (or 0) no
-// product and no sum is one, since code * s_b is a multiple of 2^-10 and x one of 2^-107. Sums over parts of a block
-// before the block scale is applied overflow early: with |x| below 2^100 they do not.
+// Numbers in x that a kernel does not support. bfloat16 instructions flush subnormals: with every |x| at least 2^-100
+// (or 0) no product and no sum is one, since code * s_b is a multiple of 2^-10 and x one of 2^-107. Sums over parts of
+// a block before the block scale is applied overflow early: with |x| below 2^100 they do not.
 enum XRange : unsigned { kTiny = 1, kHuge = 2 };
 constexpr int kSmallestExponent = -100, kLargestExponent = 100;
 
-// One way to multiply. x is packed into 4-byte words first: `pack` returns what it saw (XRange).
-struct ProductWay {
+// A product kernel. x is packed into 4-byte words first: `pack` returns what it saw (XRange).
+struct ProductKernel {
   unsigned refuses;
   int64_t scratch_words;  // of one thread
   int64_t (*packed_words)(const Product&);
@@ -76,7 +76,7 @@ struct ProductWay {
 
 struct ProductKernels {
   int64_t most_few_rows;  // of x: beyond, many is faster
-  ProductWay few, many, across;
+  ProductKernel few, many, across;
 };
 
 const ProductKernels& portable_products();

@@ -1,4 +1,4 @@
-// nvfp4.matmul on the CPU: arguments checked, a way to multiply chosen, work divided among torch's threads.
+// nvfp4.matmul on the CPU: it checks arguments, chooses a kernel and divides the work among torch's threads.
 #include <algorithm>
 #include <atomic>
 #include <optional>
@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "arguments.h"
-#include "cpu/choice.h"
-#include "cpu/empty.h"
-#include "cpu/work.h"
+#include "cpu/host/memory.h"
+#include "cpu/host/work_stealing.h"
+#include "cpu/matmul/choice.h"
 #include "plans_printed.h"
 
 namespace nvfp4 {
@@ -16,43 +16,43 @@ namespace {
 
 constexpr int64_t kProductsPerThread = 1 << 17;  // at one row of x about 5 us: less is not worth a second thread
 
-// --- which way -------------------------------------------------------------------------------------------------------
+// --- which kernel ----------------------------------------------------------------------------------------------------
 
-// False: x holds numbers that this way cannot take.
-bool multiply(const ProductWay& way, const Product& p) {
+// Returns false where x has numbers that this kernel does not support.
+bool multiply(const ProductKernel& kernel, const Product& p) {
   const int64_t workers = p.workers;
-  const Words packed = allocate(way.packed_words(p)), scratch = allocate(workers * way.scratch_words);
-  Claims packing(way.pack_units(p), workers), multiplying(way.units(p), workers);
+  const AlignedFloats packed = allocate(kernel.packed_words(p)), scratch = allocate(workers * kernel.scratch_words);
+  Claims packing(kernel.pack_units(p), workers), multiplying(kernel.units(p), workers);
   std::atomic<unsigned> range{0};
   const auto work = [&](int64_t worker, int64_t) {
-    packing.run(worker, [&](int64_t begin, int64_t end) { range |= way.pack(p, packed.get(), begin, end); });
+    packing.run(worker, [&](int64_t begin, int64_t end) { range |= kernel.pack(p, packed.get(), begin, end); });
     packing.wait();
-    if (range & way.refuses) return;
-    float* own = scratch.get() + worker * way.scratch_words;
-    multiplying.run(worker, [&](int64_t begin, int64_t end) { way.multiply(p, packed.get(), own, begin, end); });
+    if (range & kernel.refuses) return;
+    float* own = scratch.get() + worker * kernel.scratch_words;
+    multiplying.run(worker, [&](int64_t begin, int64_t end) { kernel.multiply(p, packed.get(), own, begin, end); });
   };
   if (workers == 1) {
     work(0, 1);
   } else {
     torch::stable::parallel_for(0, workers, 1, work);
   }
-  return !(range & way.refuses);
+  return !(range & kernel.refuses);
 }
 
-struct NamedWay {
-  const ProductWay& way;
+struct NamedKernel {
+  const ProductKernel& kernel;
   const char* name;
   const char* why;
 
-  static NamedWay of(const ProductKernels& kernels, const Product& p) {
+  static NamedKernel of(const ProductKernels& kernels, const Product& p) {
     if (p.transposed) return {kernels.across, "across", "x w, across the rows of w"};
     if (p.x_rows <= kernels.most_few_rows) return {kernels.few, "few", "few rows of x"};
     return {kernels.many, "many", "many rows of x"};
   }
 };
 
-// What NVFP4_TENSOR_PRINT_PLANS prints of a product.
-std::string describe(const Product& p, const NamedWay& chosen, const char* instructions) {
+// The line of NVFP4_TENSOR_PRINT_PLANS.
+std::string describe(const Product& p, const NamedKernel& chosen, const char* instructions) {
   const std::string experts = p.batches > 1 ? std::to_string(p.batches) + ", " : "";
   const auto shape = [&](int64_t rows, int64_t columns) {
     return "(" + experts + std::to_string(rows) + ", " + std::to_string(columns) + ")";
@@ -62,8 +62,8 @@ std::string describe(const Product& p, const NamedWay& chosen, const char* instr
          chosen.why + ")";
 }
 
-bool multiply(const NamedWay& chosen, const Product& p, const char* instructions) {
-  if (!multiply(chosen.way, p)) return false;
+bool multiply(const NamedKernel& chosen, const Product& p, const char* instructions) {
+  if (!multiply(chosen.kernel, p)) return false;
   if (are_plans_printed()) print_plan(describe(p, chosen, instructions));
   return true;
 }
@@ -71,15 +71,15 @@ bool multiply(const NamedWay& chosen, const Product& p, const char* instructions
 void multiply(const Product& p) {
   const Choice choice = Choice::current();
   const bool is_bf16 = choice.bf16 && p.x_dtype == Dtype::kBf16 && !p.summand_factors;
-  if (is_bf16 && multiply(NamedWay::of(*choice.bf16, p), p, "avx512_bf16")) return;
-  if (multiply(NamedWay::of(*choice.wide, p), p, choice.wide_name)) return;
+  if (is_bf16 && multiply(NamedKernel::of(*choice.bf16, p), p, "avx512_bf16")) return;
+  if (multiply(NamedKernel::of(*choice.wide, p), p, choice.wide_name)) return;
   multiply({choice.wide->many, "many", "the few rows would overflow before their block scales"}, p, choice.wide_name);
 }
 
 // --- arguments -------------------------------------------------------------------------------------------------------
 
 // bias: contiguous, broadcast to y of this shape.
-void place_bias(const Tensor& bias, const std::vector<int64_t>& shape, Product& p) {
+void set_bias(const Tensor& bias, const std::vector<int64_t>& shape, Product& p) {
   const int64_t dims = int64_t(shape.size()), missing = dims - bias.dim();
   STD_TORCH_CHECK(missing >= 0 && dims <= kMostDims, "bias has more dimensions than the product");
   p.bias = static_cast<const float*>(bias.const_data_ptr());
@@ -155,7 +155,7 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   if (bias.has_value()) {
     check_beside(*bias, "bias", x);
     wide_bias = contiguous_as(*bias, ScalarType::Float);
-    place_bias(*wide_bias, shape, p);
+    set_bias(*wide_bias, shape, p);
   }
   const int64_t products = p.batches * p.x_rows * p.rows * p.columns;
   p.workers = std::clamp<int64_t>(products / kProductsPerThread, 1, torch::stable::get_num_threads());

@@ -3,7 +3,7 @@
 
 #include <string_view>
 
-#include "cpu/products.h"
+#include "cpu/matmul/products.h"
 
 namespace nvfp4 {
 

@@ -18,7 +18,7 @@ constexpr float kCodeFactor = 256.0f;
 
 inline F multiply_add(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 // Lane i: the sum of the lanes of the register at p + i * step. Halves of registers are added, not lanes: 45
-// instructions in place of 16 times 11.
+// instructions instead of 16 times 11.
 inline F sums_of_lanes(const float* p, int64_t step) {
   F r[16];
 #pragma GCC unroll 16
@@ -42,7 +42,7 @@ inline F sums_of_lanes(const float* p, int64_t step) {
   return r[0];
 }
 
-// Lane i of register j and lane j of register i change places, of 16 registers.
+// Lane i of register j and lane j of register i are swapped, for 16 registers.
 inline void transpose(F* r) {
   F t[16];
 #pragma GCC unroll 8
@@ -92,7 +92,7 @@ inline int32_t load_word(const uint8_t* p) {
   return word;
 }
 
-// Scales of eight blocks, four at each place, in two lanes each.
+// Scales of eight blocks, four at each address, in two lanes each.
 inline F chunk_scales(const uint8_t* first, const uint8_t* second) {
   const __m128i bytes = _mm_insert_epi32(_mm_cvtsi32_si128(load_word(first)), load_word(second), 1);
   const __m256 scales = _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));

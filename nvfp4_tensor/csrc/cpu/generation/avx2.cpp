@@ -1,11 +1,11 @@
 // Rows of one token on AVX2, FMA and F16C.
-#include "cpu/decode.h"
+#include "cpu/generation/row_kernels.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define NVFP4_ISA avx2
-#include "cpu/matmul/simd_avx2.h"
+#include "cpu/simd/products_avx2.h"
 //
-#include "cpu/decode/rows.h"
+#include "cpu/generation/rows.h"
 
 namespace nvfp4 {
 const RowKernels* avx2_row_kernels() { return &avx2::kRowKernels; }

@@ -1,15 +1,19 @@
-// Fresh CPU tensors.
+// New CPU tensors, and aligned memory for intermediate results.
 #pragma once
 
 #include <sys/mman.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <memory>
 #include <vector>
+
+#include "arguments.h"
 
 namespace nvfp4 {
 
-// Fresh memory comes from the system page by page, which costs more than the arithmetic: one thread decodes 4096^2 to
+// The system maps new memory page by page, which costs more than the arithmetic: one thread decodes 4096^2 to
 // bfloat16 in 14.4 ms onto pages of 4 KiB, in 4.4 ms onto pages of 2 MiB, where the system grants them.
 constexpr size_t kHugePageBytes = 2 << 20;
 
@@ -24,7 +28,7 @@ inline void ask_for_huge_pages(const torch::stable::Tensor& t) {
 #endif
 }
 
-// A CPU tensor, past the dispatcher: torch::stable::new_empty would cost a small quantize a third of its time.
+// Bypasses the dispatcher: torch::stable::new_empty would take a third of a small quantize's time.
 inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::headeronly::ScalarType type) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
@@ -35,6 +39,17 @@ inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::hea
   const torch::stable::Tensor out(handle);
   ask_for_huge_pages(out);
   return out;
+}
+
+struct Free {
+  void operator()(float* p) const { std::free(p); }
+};
+using AlignedFloats = std::unique_ptr<float[], Free>;
+
+inline AlignedFloats allocate(int64_t words) {
+  void* p = std::aligned_alloc(64, std::max<int64_t>(1, ceil_div(words, 16)) * 64);
+  STD_TORCH_CHECK(p != nullptr, "out of memory");
+  return AlignedFloats(static_cast<float*>(p));
 }
 
 }  // namespace nvfp4
