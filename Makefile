@@ -14,32 +14,18 @@ BIN := $(VENV)/bin
 # Where Python may write bytecode it compiles what it imports, a part of what is installed, and pip need not.
 PIP := $(BIN)/python -m pip install --quiet $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 INSTALL := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false
-WITH_TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 
-# What the native libraries are built for is in the name of their stamp, which lies beside them: "all", "cpu", or the
-# CUDA architectures. Only the last build's stamp is there, so a target that needs more than it has builds again.
-LIB := nvfp4_tensor/lib
-NATIVE_SOURCES := CMakeLists.txt $(shell find nvfp4_tensor/csrc -type f 2>/dev/null)
-CXX_SOURCES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE_SOURCES))
-stamp = $(LIB)/.for-$(subst $() $(),-,$(strip $(1)))
-EVERYTHING := $(call stamp,$(or $(NVFP4_CUDA_ARCHS),all))
-# 8.9 runs what is compiled for 8.0; from 9.0 on each GPU has its own.
-GPUS_HERE = $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
-	| sed -nE 's/^8\.[0-9]$$/80/p; s/^(9|1[0-9])\.([0-9])$$/\1\2a/p'))
-ENOUGH_HERE = $(or $(wildcard $(EVERYTHING)),$(call stamp,$(or $(GPUS_HERE),cpu)))
+CXX_SOURCES := $(shell find nvfp4_tensor/csrc -type f 2>/dev/null)
+# The CUDA architectures of `make test`: all, or those named.
+ARCHS := $(or $(NVFP4_CUDA_ARCHS),all)
+# Those of this machine's GPUs: 8.9 runs what is compiled for 8.0; from 9.0 on each GPU has its own.
+ARCHS_HERE = $(or $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+	| sed -nE 's/^8\.[0-9]$$/80/p; s/^(9|1[0-9])\.([0-9])$$/\1\2a/p')),cpu)
+NATIVE := .ci/native $(BIN)
+PYTEST := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest
 
-# What `make check` leaves to `make test`, with the tests marked slow: what compiles, runs models or starts interpreters,
-# and whatever took more than ten seconds and has nothing standing on it.
-SLOW := test/benchmarks test/tutorials test/distributed test/emulation test/integrations $(addprefix test/checkpoints/, \
-	test_convert.py test_damaged.py test_pairs.py) $(addprefix test/nvfp4_cli/,test_budget.py test_commands.py test_compare.py \
-	test_generate.py test_model.py test_quantize.py test_report.py test_round_trip.py) $(addprefix test/matmul/, \
-	test_cuda_schedule.py test_fbgemm.py test_print_plans.py) $(addprefix test/training/,test_grouped.py test_linear.py \
-	test_module.py test_optimizer.py test_recipe.py test_unbiased.py test_write_back.py) test/dispatch/test_compile.py \
-	test/docs/test_code_blocks.py test/quantization/accuracy/gptq/test_run.py test/quantization/accuracy/gptq/test_models.py test/quantization/test_lora.py \
-	test/tensor/test_methods.py test/testing/test_statistics.py test/_compat/test_torchao_import.py test/test_package.py \
-	test/_compat/test_pickles.py
-
-.PHONY: help demo test exhaustive check sanitize lint format build docs sdist wheel clean
+.PHONY: help demo test exhaustive check smoke kernel sanitize lint format build docs sdist wheel clean
+.PHONY: native native-here native-kernel
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -49,14 +35,20 @@ demo:  ## a real model in NVFP4 (demo_output/), the libraries built for this mac
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.demo native-here
 	TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 $(BIN)/python -m nvfp4_tensor demo
 
-test: $(VENV)/.dev $(VENV)/.demo $(EVERYTHING)  ## all tests, the libraries built for every GPU
-	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n $(WORKERS)
+test: $(VENV)/.dev $(VENV)/.demo native  ## all tests, the libraries built for every GPU
+	$(PYTEST) -n $(WORKERS)
 
-exhaustive: $(VENV)/.dev $(VENV)/.demo $(EVERYTHING)  ## the tests that `make test` leaves out, before a release
-	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest -n $(WORKERS) -m exhaustive
+exhaustive: $(VENV)/.dev $(VENV)/.demo native  ## the tests that `make test` leaves out, before a release
+	$(PYTEST) -n $(WORKERS) -m exhaustive
 
-check: lint $(VENV)/.dev $(VENV)/.demo native-here  ## before a commit: lint and the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow and not exhaustive" $(addprefix --ignore=,$(SLOW))
+check: lint $(VENV)/.dev $(VENV)/.demo native-here  ## before a commit: lint, the fast tests, a smoke test per room
+	$(PYTEST) -q -n 2 -m "smoke or not slow and not exhaustive"
+
+smoke: $(VENV)/.dev $(VENV)/.demo native-here  ## one test per room
+	$(PYTEST) -q -n 2 -m smoke
+
+kernel: $(VENV)/.dev native-kernel  ## the kernels for one GPU, then one test: ARCH=90a TEST=test/matmul/test_cuda_matmul.py
+	$(PYTEST) -q -x $(or $(TEST),test/ops test/matmul)
 
 sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
 	.ci/sanitize $(BIN)
@@ -72,7 +64,7 @@ format: $(VENV)/.dev  ## the sources as `make lint` wants them
 	$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CXX_SOURCES)
 
-build: $(VENV)/.build $(EVERYTHING)  ## the native libraries for every GPU, into the sources; NVFP4_CUDA_ARCHS="90a" narrows them
+build: $(VENV)/.build native  ## the native libraries for every GPU, into the sources; NVFP4_CUDA_ARCHS="90a" narrows them
 
 docs: $(VENV)/.docs  ## the documentation as a site (build/docs); a dead link fails it
 	$(BIN)/python -m benchmarks.performance_page
@@ -85,7 +77,7 @@ wheel: $(VENV)/.release  ## one wheel for every Python, torch and GPU (dist/), c
 	.ci/wheel $(BIN) '$(TORCH)'
 
 clean:  ## remove whatever a target made
-	rm -rf $(VENV) build dist demo_output $(LIB)
+	rm -rf $(VENV) build dist demo_output nvfp4_tensor/lib
 
 # torch and, in one go, what builds: without build isolation no second torch is fetched.
 $(VENV)/.torch:
@@ -117,14 +109,12 @@ $(VENV)/.release: $(VENV)/.dev
 	$(INSTALL) -e '.[release]'
 	touch $@
 
-.PHONY: native-here
-native-here: $(ENOUGH_HERE)
+# .ci/native has a folder for each configuration, so these targets do not rebuild what another one has built.
+native: $(VENV)/.torch
+	$(NATIVE) '$(ARCHS)'
 
-# By the stamp's name. Whoever configures the build by hand makes its record, build.json, newer than the stamp. Where
-# there is no compiler, CMake says so, builds nothing, and plain torch serves.
-$(LIB)/.for-%: $(NATIVE_SOURCES) $(wildcard $(LIB)/build.json) | $(VENV)/.torch
-	mkdir -p $(LIB) && rm -f $(LIB)/.for-* $(if $(filter cpu,$*),$(LIB)/libnvfp4_cuda.so)
-	$(WITH_TOOLS) cmake -B build -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python \
-		-DNVFP4_CUDA=$(if $(filter cpu,$*),OFF,ON) -DNVFP4_CUDA_ARCHS="$(filter-out all cpu,$(subst -, ,$*))"
-	$(WITH_TOOLS) MAKEFLAGS= cmake --build build
-	touch $@
+native-here: $(VENV)/.torch
+	$(NATIVE) '$(ARCHS_HERE)'
+
+native-kernel: $(VENV)/.torch
+	$(NATIVE) '$(or $(ARCH),$(ARCHS_HERE))'

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 pytest.importorskip("scikit_build_core")
+
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 BUILT = {"lib", "__pycache__"}  # folders that are made, and belong to no sdist
 

@@ -69,6 +69,12 @@ def test_every_room_of_the_table_is_there():
     assert set(FLOOR) == found
 
 
+@pytest.mark.parametrize("room", [room for room in FLOOR if (ROOT / "test" / room).is_dir()])
+def test_a_room_has_one_smoke_test(room):
+    files = (ROOT / "test" / room).rglob("test_*.py")
+    assert sum(path.read_text().count("@pytest.mark.smoke\n") for path in files) == 1
+
+
 def test_the_check_sees_what_it_must(tmp_path):
     (tmp_path / "x.py").write_text(
         "from nvfp4_tensor.training import linear\ndef f():\n    import nvfp4_tensor.matmul.product\n"

@@ -12,6 +12,8 @@ import torch
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, ProductBackend, QuantizeSpec, quantize
 
+pytestmark = pytest.mark.slow
+
 RELEASES = sorted(path for path in (Path(__file__).parents[1] / "data").glob("v*") if path.is_dir())
 VALUES = {release.name: np.load(release / "values.npz") for release in RELEASES}
 

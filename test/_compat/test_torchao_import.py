@@ -10,6 +10,8 @@ import pytest
 
 from nvfp4_tensor._compat.torchao_import import quietly
 
+pytestmark = pytest.mark.slow
+
 USES = {
     "nothing": "",
     "quantize": "nvfp4_tensor.quantize(torch.ones(4, 32)).dequantize()",
@@ -39,6 +41,7 @@ def test_nothing_is_printed(use):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.smoke
 def test_the_import_alone_loads_no_torchao():
     """Nor what torchao brings: its import takes longer than torch's own."""
     done = run(

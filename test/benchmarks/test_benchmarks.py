@@ -16,6 +16,8 @@ from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.layout import swizzle
 from nvfp4_tensor.testing import statistics
 
+pytestmark = pytest.mark.slow
+
 
 def run(module, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """The module's main, as from the command line."""

@@ -5,6 +5,8 @@ import pytest
 from benchmarks.speed import checkpoint_quantize
 from nvfp4_tensor import checkpoints
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):

@@ -10,6 +10,8 @@ import pytest
 from benchmarks import compare
 from benchmarks.harness import RESULTS
 
+pytestmark = pytest.mark.slow
+
 TIMED = [path for path in sorted(RESULTS.glob("*/*.json")) if '"median"' in path.read_text()]
 
 

@@ -11,6 +11,8 @@ from nvfp4_tensor import NVFP4Tensor
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_output_layer_of_its_own():
     model, _ = decode_cpu.dense_model("tiny")

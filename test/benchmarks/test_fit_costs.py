@@ -7,6 +7,8 @@ import pytest
 from benchmarks import fit_costs
 from benchmarks.fit_costs import Machine, Run
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = [(4096, 4096), (14336, 8192), (1024, 4096), (7168, 2048)]
 ROWS = [16, 32, 64, 128, 256, 512, 1024]
 PLANTED = Machine(1.7e9, 1.3e-6)

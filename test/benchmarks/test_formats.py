@@ -10,6 +10,8 @@ import torch
 from benchmarks import harness
 from benchmarks.accuracy import formats
 
+pytestmark = pytest.mark.slow
+
 
 def test_drawn_data_have_unit_variance():
     for name in formats.DISTRIBUTIONS:

@@ -14,6 +14,8 @@ from benchmarks.llama import Block, Llama, Shape, from_transformers, random_mode
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, fake_quantize
 from nvfp4_tensor.sizes import stored_bytes
 
+pytestmark = pytest.mark.slow
+
 TINY = Shape(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=80, vocab=96, rope_theta=10_000.0)
 CONFIGS = {"weight only": NVFP4WeightOnlyConfig(), "w4a4": NVFP4Config()}
 LENGTH = 12

@@ -10,6 +10,8 @@ import torch
 from benchmarks.accuracy import perplexity
 from benchmarks.accuracy.perplexity import ROWS, calibration_batches, docstrings, losses, report, summary
 
+pytestmark = pytest.mark.slow
+
 
 def row(values, **more):
     return {"losses": torch.tensor(values), "bits": 4.5, "seconds": 3.0, "tokens": 4, **more}

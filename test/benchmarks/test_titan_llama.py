@@ -12,6 +12,8 @@ titan = pytest.importorskip("benchmarks.speed.titan_llama", exc_type=ImportError
 from benchmarks.speed.titan_runs import steps_of  # noqa: E402
 from nvfp4_tensor.integrations.torchtitan import NVFP4Linear  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

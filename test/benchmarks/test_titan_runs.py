@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.speed import titan_runs
 
+pytestmark = pytest.mark.slow
+
 LINE = (
     "\x1b[31mstep: {:2}  \x1b[32mloss: {:8.5f}  grad_norm:  1.5000  "
     "memory: {:5.2f}GiB(9.00%)  \x1b[34mtps: {:,}  mfu: N/A"

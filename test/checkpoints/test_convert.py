@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import torch
-from checkpoints.folders import GOLDEN, content, edit, same_files, write_dense
+from helpers.checkpoint_folders import GOLDEN, content, edit, same_files, write_dense
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import Checkpoint, Entry, LinearParts
 from nvfp4_tensor.checkpoints.common import format_named
+
+pytestmark = pytest.mark.slow
 
 FORMATS = ["modelopt", "compressed-tensors", "torchao"]
 

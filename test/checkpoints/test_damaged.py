@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import torch
-from checkpoints.folders import GOLDEN, edit_json, write_dense
+from helpers.checkpoint_folders import GOLDEN, edit_json, write_dense
 from helpers.checkpoints import write_gguf
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import tensor_of
+
+pytestmark = pytest.mark.slow
 
 OTHER_VALUES = [None, 3, -1, "x", [], {}, [1], {"a": 1}, True, "NVFP4", 1.5, ["Linear"]]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoints.folders import write_dense
+from helpers.checkpoint_folders import write_dense
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import tensor_of

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from checkpoints.folders import content
+from helpers.checkpoint_folders import content
 from helpers.checkpoints import TINY, InMemory, tiny_tensors
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
@@ -12,6 +12,8 @@ from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_name
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
 
 FORMATS = ["modelopt", "compressed-tensors", "torchao", "gguf", "mlx", "comfy"]
 ENDINGS = {"gguf": "m.gguf", "comfy": "m.safetensors"}

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from checkpoints.folders import GOLDEN
+from helpers.checkpoint_folders import GOLDEN
 from safetensors.torch import load_file, save_file
 
 from nvfp4_tensor import NVFP4Tensor, ProductBackend, QuantizeSpec, checkpoints, quantize, quantize_experts

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoints.folders import content, dense_tensors, edit_json, same_files, write_dense
+from helpers.checkpoint_folders import content, dense_tensors, edit_json, same_files, write_dense
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import quantizing, tensor_of
@@ -34,6 +34,7 @@ def test_the_bits_of_quantize(tmp_path, spec):
             assert torch.equal(read.dense(other), tensors[other])
 
 
+@pytest.mark.smoke
 def test_joined_linears_share_the_largest_amax(tmp_path):
     tensors = write_dense(tmp_path / "src")
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())

@@ -16,6 +16,8 @@ from torchao.utils import unwrap_tensor_subclass
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, fake_quantize, quantize
 
+pytestmark = pytest.mark.slow
+
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")
 CONFIGS = {
     "weight only": NVFP4WeightOnlyConfig(),

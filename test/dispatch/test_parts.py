@@ -60,6 +60,7 @@ def test_a_larger_scale_rounds_the_rest_and_a_smaller_is_refused(where):
     assert torch.equal(t.dequantize(), held)
 
 
+@pytest.mark.smoke
 def test_slices_of_slices():
     t, other = (quantize(matrix(seed), amax=6.0) for seed in (1, 2))
     values = t.dequantize()

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, run_ranks
+from helpers.run_ranks import here, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +18,8 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import distributed
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 _NVIDIA = RECIPES["nvidia"]
 ALL = {

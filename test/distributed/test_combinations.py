@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from distributed.launch import run_ranks
+from helpers.run_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +18,8 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, distributed
 from nvfp4_tensor.training import NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 WIDTH, HIDDEN = 96, 576
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -11,6 +11,8 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4WeightOnlyConfig, distributed
 from nvfp4_tensor.training import NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 
 class Block(nn.Module):

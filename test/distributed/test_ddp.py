@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
@@ -13,6 +13,8 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig
 from nvfp4_tensor.distributed import check_ranks, prepare_ddp
 from nvfp4_tensor.training import NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 
 def make(seed, block_rows=1):

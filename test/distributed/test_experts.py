@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,6 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize_experts
 from nvfp4_tensor.distributed import share_amax
 from nvfp4_tensor.training import RECIPES, grouped_linear
+
+pytestmark = pytest.mark.slow
 
 E, N, K = 6, 48, 64
 

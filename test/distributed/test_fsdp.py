@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -16,6 +16,8 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, distributed, quantize_experts
 from nvfp4_tensor.dispatch.flat import FlatView
 from nvfp4_tensor.training import NVFP4Optimizer, NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 CONFIGS = {
     "weight only": NVFP4WeightOnlyConfig(),

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,6 +17,8 @@ from nvfp4_tensor import NVFP4Tensor, distributed
 from nvfp4_tensor.distributed.fsdp import MasterShard
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, set_recipe
 from nvfp4_tensor.training.linear import operands
+
+pytestmark = pytest.mark.slow
 
 
 def make(recipe="nvidia", columns=64, hidden=512, dtype=torch.bfloat16):

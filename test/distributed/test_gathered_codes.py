@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -15,6 +15,8 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, distributed
 from nvfp4_tensor.training import NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 WIDTH, HIDDEN, ROWS = 192, 384, 32
 

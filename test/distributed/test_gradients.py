@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +14,8 @@ from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor.distributed import NVFP4Reduction, reduce_gradients_in_nvfp4
 from nvfp4_tensor.distributed.gradients import decode, decoded_sum, encode
 from nvfp4_tensor.numerics.random_state import rng_state_of
+
+pytestmark = pytest.mark.slow
 
 UNCLIPPED = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import run_ranks
+from helpers.run_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +13,8 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, distributed
 from nvfp4_tensor.training import NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 
 def error(a, b):
@@ -48,6 +50,7 @@ def frozen_over_tensor_parallel():
     assert isinstance(full, NVFP4Tensor) and torch.equal(full.dequantize(), alone[0].weight.dequantize())
 
 
+@pytest.mark.smoke
 def test_frozen_weights_over_tensor_parallel():
     run_ranks(frozen_over_tensor_parallel, 4)
 

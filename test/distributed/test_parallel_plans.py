@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -14,6 +14,8 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, distributed, quantize
 from nvfp4_tensor.distributed import frozen
 from nvfp4_tensor.training import NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 CONFIGS = {
     "w4a4": NVFP4Config(),

@@ -3,13 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import distributed
 from nvfp4_tensor.training import NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 WIDTH, MICROBATCHES, STEPS = 64, 4, 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -17,6 +17,8 @@ from torchao.quantization import quantize_
 from torchao.testing import utils as torchao_tests
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, quantize, quantize_experts
+
+pytestmark = pytest.mark.slow
 
 CONFIGS = {"weight only": NVFP4WeightOnlyConfig(), "w4a4": NVFP4Config()}
 TOLERANCES = {"weight only": 0.01, "w4a4": 0.1}

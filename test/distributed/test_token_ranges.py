@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -18,6 +18,8 @@ from nvfp4_tensor import NVFP4Config, distributed
 from nvfp4_tensor.matmul.product import decode_values
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, set_recipe
 from nvfp4_tensor.training.linear import function
+
+pytestmark = pytest.mark.slow
 
 _NVIDIA = RECIPES["nvidia"]
 ALL = {

@@ -7,6 +7,8 @@ from nvfp4_tensor import emulation, quantize
 from nvfp4_tensor.emulation import FORMATS
 from nvfp4_tensor.emulation.blocks import pack, unpack
 
+pytestmark = pytest.mark.slow
+
 
 def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

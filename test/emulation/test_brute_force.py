@@ -16,6 +16,8 @@ import torch
 from nvfp4_tensor import emulation
 from nvfp4_tensor.emulation import BlockFormat
 
+pytestmark = pytest.mark.slow
+
 F = np.float32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 POWERS = ["floor", "ceil", "midmax", "option3", "topbinade"]

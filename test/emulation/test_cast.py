@@ -12,6 +12,8 @@ from nvfp4_tensor.emulation import FORMATS, BlockFormat, BlockTensor, ScaleMode
 from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.choices import RoundingMode
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROUNDS = ["even", "away", "zero", "stochastic"]
 STATE = torch.tensor([11, 22])
@@ -73,6 +75,7 @@ def test_nvfp4_is_the_reference_for_any_values(data, rows, columns, dtype):
     assert same(t.dequantize(), values)
 
 
+@pytest.mark.smoke
 def test_nvfp4_is_quantize_and_fake_quantize():
     x = sample((4, 5, 48), torch.bfloat16)
     spec = QuantizeSpec(round_mode="stochastic")

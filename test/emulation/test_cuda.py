@@ -7,7 +7,7 @@ from nvfp4_tensor import emulation
 from nvfp4_tensor.emulation import FORMATS
 from nvfp4_tensor.emulation.modes import POWERS_OF_TWO
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 def sample():

@@ -11,6 +11,8 @@ from nvfp4_tensor.emulation.elements import ELEMENTS, floor_log2, power_of_two
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.choices import RoundingMode
 
+pytestmark = pytest.mark.slow
+
 NEAREST = [RoundingMode.RNE, RoundingMode.AWAY, RoundingMode.ZERO]
 
 

@@ -10,6 +10,8 @@ import torch
 
 from nvfp4_tensor import emulation
 
+pytestmark = pytest.mark.slow
+
 MODES = {"floor": 1, "ceil": 4}
 """Ours -> fbgemm's number. Its other modes round the exponent itself, or break ties another way."""
 

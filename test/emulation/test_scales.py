@@ -12,6 +12,8 @@ from nvfp4_tensor.emulation.elements import ELEMENTS
 from nvfp4_tensor.emulation.modes import POWERS_OF_TWO, ScaleMode
 from nvfp4_tensor.emulation.scales import SCALES
 
+pytestmark = pytest.mark.slow
+
 FLOATS = ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"]
 
 

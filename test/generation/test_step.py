@@ -84,6 +84,7 @@ def test_what_it_leaves_to_transformers(steps):
     assert not steps
 
 
+@pytest.mark.smoke
 def test_a_padded_prompt_gives_what_it_gave():
     model, mask = tiny(), torch.ones_like(PROMPT)
     mask[0, :3] = 0

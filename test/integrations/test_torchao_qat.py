@@ -9,6 +9,8 @@ from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, fake_quantize
 from nvfp4_tensor.training import NVFP4TrainingLinear
 
+pytestmark = pytest.mark.slow
+
 
 def model_of():
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.launch import run_ranks
+from helpers.run_ranks import run_ranks
 from integrations.titan_llama import OVERRIDE, refused, trained
 from torch import nn
 from torchao.quantization import quantize_
@@ -22,6 +22,8 @@ from torchtitan.config import OverrideConfig, apply_overrides  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 def kinds(model_config):

@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer with its debug Llama, on CPU ranks that :func:`distributed.launch.run_ranks` has started."""
+"""torchtitan's own Trainer with its debug Llama, on CPU ranks that :func:`helpers.run_ranks.run_ranks` has started."""
 
 import json
 import os

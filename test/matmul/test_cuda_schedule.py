@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 CSRC = Path(__file__).parents[2] / "nvfp4_tensor" / "csrc"
 PROGRAM = r"""

@@ -16,6 +16,8 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, ProductBackend, QuantizeSpec, info, quantize
 from nvfp4_tensor.matmul import fbgemm
 
+pytestmark = pytest.mark.slow
+
 SCHEMAS = {
     "fbgemm": "f4f4bf16(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, Tensor? output=None,"
     " Tensor? global_scale=None) -> Tensor",  # fbgemm-gpu-genai 1.9

@@ -164,6 +164,7 @@ def test_linear_at_its_edges():
         F.linear(torch.ones(()), quantize(torch.ones(4, 32)))
 
 
+@pytest.mark.smoke
 def test_one_rounding_only():
     """torchao multiplies by the per-tensor scale in bfloat16 after the product: up to 0.39 % systematic error."""
     x, w = torch.randn(64, 256).bfloat16(), quantize(torch.randn(64, 256).bfloat16())

@@ -8,6 +8,8 @@ import pytest
 
 from nvfp4_tensor.ops import native
 
+pytestmark = pytest.mark.slow
+
 if native.instruction_set() == "torch":
     pytest.skip("the CPU library is not built", allow_module_level=True)
 

@@ -189,6 +189,7 @@ def test_extreme_magnitudes_stay_finite_and_close(magnitude, spec):
         assert (decoded - x).abs().max() <= amax * (0.34 if spec.is_stochastic else 0.18)
 
 
+@pytest.mark.smoke
 def test_16x16_scales_serve_the_transpose():
     x = torch.randn(48, 80)
     amax, spec = reference.amax(x), QuantizeSpec(block_rows=16)

@@ -7,6 +7,8 @@ import pytest
 import nvfp4_cli
 from nvfp4_tensor import checkpoints
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("how", [["--w4a16"], [], ["--gptq"]], ids=["w4a16", "w4a4", "gptq"])
 def test_a_budget_leaves_dense_what_costs_most(how, dense, text, tmp_path, run):

@@ -85,6 +85,7 @@ def test_every_command_takes_json(command):
     assert any("--json" in parameter.opts for parameter in nvfp4.commands[command].params)
 
 
+@pytest.mark.smoke
 def test_info_names_versions_and_what_serves_each_device(capsys):
     assert nvfp4_cli.main(["info"]) == 0
     out = capsys.readouterr().out

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def _broken(folder: Path, quantized: Path) -> Path:
     """The checkpoint with its last bytes cut off."""

@@ -8,6 +8,8 @@ import torch
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints.comparison import compare
 
+pytestmark = pytest.mark.slow
+
 
 def test_compare_says_what_the_tensors_say(dense, quantized, run):
     said = run("compare", dense, quantized, "--json")

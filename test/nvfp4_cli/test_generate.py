@@ -24,6 +24,9 @@ def test_generate_is_transformers_own(quantized, dense, run):
     assert "the quick" in run("generate", quantized, "the quick", "--raw", "--max-new-tokens", 2)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.mark.exhaustive
 def test_a_compiled_model_says_the_same(quantized, monkeypatch, capsys, run):
     """In chat too, where the second question is asked of a model that is compiled already."""

@@ -6,6 +6,8 @@ import torch
 from nvfp4_cli.demo import model
 from nvfp4_tensor.testing.model_quality import perplexity
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_missing_model_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)

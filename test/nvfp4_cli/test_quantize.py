@@ -18,6 +18,9 @@ def test_quantize_writes_every_format(to, dense, tmp_path, run):
     assert said["bits_per_weight"] == pytest.approx(4.5, abs=0.02)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     "flags, spec",
     [

@@ -11,6 +11,8 @@ import pytest
 
 from nvfp4_cli.report.charts import Mark, bars, line
 
+pytestmark = pytest.mark.slow
+
 _VOID = {"meta", "link", "br", "img", "input"}
 _FETCHING = re.compile(r"""(?:src|href|data)\s*=|@import|url\(|fetch\(|import\(|https?:""")
 

@@ -1,10 +1,13 @@
 """The demo's round through a checkpoint."""
 
+import pytest
 import torch
 
 from nvfp4_cli.demo import run
 from nvfp4_tensor.checkpoints.models.opening import open_model
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_model_is_the_same_after_its_round(dense):

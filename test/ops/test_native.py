@@ -174,6 +174,7 @@ def test_hadamard_and_factors_per_row():
             assert_op(OPS.dequantize, args, (reference.dequantize(*args),))
 
 
+@pytest.mark.smoke
 def test_every_scale_byte_decodes():
     """Enough of them that the kernels decode by table."""
     scale = torch.arange(2048, dtype=torch.int64).remainder(256).to(torch.uint8).view(4, 1, 32, 16)

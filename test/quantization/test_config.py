@@ -174,6 +174,7 @@ def test_autocast(device, config, grad):
         assert torch.equal(y, low(x.bfloat16()))
 
 
+@pytest.mark.smoke
 def test_stochastic_weights_follow_the_seed():
     m = model()
     draws = []

@@ -12,7 +12,10 @@ from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, fake_q
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*get_apply_tensor_subclass.*")  # peft: merging needs it, see below
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*get_apply_tensor_subclass.*"),  # peft: merging needs it, see below
+]
 CONFIGS = {"weight only": NVFP4WeightOnlyConfig(), "w4a4": NVFP4Config()}
 
 

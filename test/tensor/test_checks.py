@@ -19,6 +19,7 @@ def fields(*shape: int) -> dict:
     return quantize(torch.randn(*shape or (130, 70)).to(torch.bfloat16))._fields()
 
 
+@pytest.mark.smoke
 def test_parts_that_fit_make_the_tensor():
     plain = torch.randint(0, 0x7F, (130, 5), dtype=torch.uint8)
     qdata, factor = torch.randint(0, 256, (130, 40), dtype=torch.uint8), torch.tensor(0.5)

@@ -13,6 +13,8 @@ import torch
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
 from nvfp4_tensor.tensor.nvfp4 import Aliasing
 
+pytestmark = pytest.mark.slow
+
 PARTS = ("qdata", "scale", "per_tensor_scale", "activation_amax")
 
 

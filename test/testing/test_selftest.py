@@ -45,6 +45,7 @@ def test_a_wrong_bit_in_a_kernel_is_counted_and_fails(monkeypatch, capsys):
     assert "elements differ" in out and "1 DIFFER from the reference" in out
 
 
+@pytest.mark.smoke
 def test_a_wrong_product_leaves_the_bound(monkeypatch):
     matmul = torch.ops.nvfp4.matmul
     monkeypatch.setattr(torch.ops.nvfp4, "matmul", lambda *arguments: matmul(*arguments) * 1.01)

@@ -18,6 +18,8 @@ from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.testing import statistics
 from nvfp4_tensor.testing.statistics import Finding, op_pair, op_rounder, pair_of, rng_state, worst
 
+pytestmark = pytest.mark.slow
+
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")
 SPECS = {
     "16 bits": STOCHASTIC,

@@ -13,6 +13,8 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import QuantizeSpec, training
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, NVFP4TrainingLinear, Recipe, WeightForDx
 
+pytestmark = pytest.mark.slow
+
 TILES = QuantizeSpec(block_rows=16)
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")
 HADAMARD = QuantizeSpec(hadamard_sign=True)
@@ -170,6 +172,7 @@ def test_filters_are_checked():
 # --- a live model ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_set_recipe_switches_each_half_alone_and_back():
     model = nn.Sequential(nn.Linear(32, 32, bias=False))
     quantize_(model, NVFP4TrainingConfig())

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from distributed.launch import on_devices
+from helpers.run_ranks import on_devices
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--length", "64", "--limit", "2000000", "--print-every", "1", "--timeout", "60"]

@@ -11,6 +11,8 @@ from nvfp4_tensor import training
 from tutorials import train_llama
 from tutorials.train_llama import Settings, Trainer, corpus, ngram_loss
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = Settings(size="tiny", steps=6, batch=2, length=48)
 
 

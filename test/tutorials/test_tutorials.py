@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {
     "train_llama": ["--size", "tiny", "--steps", "6", "--length", "64", "--limit", "2000000"],

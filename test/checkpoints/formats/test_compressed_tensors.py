@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoints.folders import GOLDEN, assert_refused, dense_tensors, edit, edit_json, write_dense
+from helpers.checkpoint_folders import GOLDEN, assert_refused, dense_tensors, edit, edit_json, write_dense
 from safetensors.torch import load_file
 
 from nvfp4_tensor import checkpoints

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoints.folders import CONFIG, GOLDEN, edit, same_files
+from helpers.checkpoint_folders import CONFIG, GOLDEN, edit, same_files
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor as TheirTensor

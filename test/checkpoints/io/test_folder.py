@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoints.folders import CONFIG, content, dense_tensors, write_dense
+from helpers.checkpoint_folders import CONFIG, content, dense_tensors, write_dense
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints.common import format_named

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.folders import dense_tensors, same_files, write_dense
+from helpers.checkpoint_folders import dense_tensors, same_files, write_dense
 from helpers.checkpoints import TINY, InMemory, quantized, tiny_tensors
 
 from nvfp4_tensor import QuantizeSpec, checkpoints

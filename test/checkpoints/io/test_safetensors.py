@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoints.folders import dense_tensors, write_dense
+from helpers.checkpoint_folders import dense_tensors, write_dense
 from safetensors.torch import save_file
 
 from nvfp4_tensor.checkpoints.io import safetensors as shards

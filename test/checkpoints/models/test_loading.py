@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoints.folders import GOLDEN, edit, write_dense
+from helpers.checkpoint_folders import GOLDEN, edit, write_dense
 from safetensors.torch import load_file, save_file
 from torch import nn
 

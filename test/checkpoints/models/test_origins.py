@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from checkpoints.folders import dense_tensors
+from helpers.checkpoint_folders import dense_tensors
 from torch import nn
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, checkpoints, quantize

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoints.folders import GOLDEN, content
+from helpers.checkpoint_folders import GOLDEN, content
 from torch import nn
 from torchao.quantization import quantize_
 

@@ -12,6 +12,8 @@ from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize_experts
 from nvfp4_tensor.checkpoints.quantizing import quantize
 from nvfp4_tensor.integrations import transformers as nvfp4
 
+pytestmark = pytest.mark.slow
+
 SHARED = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "initializer_range": 0.1, "dtype": "bfloat16",

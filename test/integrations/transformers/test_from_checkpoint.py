@@ -11,6 +11,8 @@ from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, check
 from nvfp4_tensor.checkpoints.quantizing import quantize
 from nvfp4_tensor.integrations import transformers as nvfp4
 
+pytestmark = pytest.mark.slow
+
 SPEC = QuantizeSpec(four_over_six=True)
 
 

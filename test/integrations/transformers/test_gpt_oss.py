@@ -6,12 +6,14 @@ import json
 import pytest
 import torch
 import transformers
-from integrations.transformers.models import random_model
+from helpers.random_models import random_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints, model_size, quantize_experts
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig, WhileLoadingQuantizer
+
+pytestmark = pytest.mark.slow
 
 EXPERTS = "model.layers.1.mlp.experts."
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig
 from nvfp4_tensor.integrations import transformers as nvfp4
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 CONFIG = nvfp4.NVFP4TensorConfig(NVFP4WeightOnlyConfig(four_over_six=True))
 
 

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints, model_size, quantize
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig, WhileLoadingQuantizer, save
 
+pytestmark = pytest.mark.slow
+
 FOUR_OVER_SIX = NVFP4WeightOnlyConfig(four_over_six=True)
 
 

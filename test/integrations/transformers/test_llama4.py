@@ -5,7 +5,7 @@ import filecmp
 import pytest
 import torch
 import transformers
-from integrations.transformers.models import random_model
+from helpers.random_models import random_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +14,8 @@ from nvfp4_tensor.checkpoints import parts_of
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.safetensors import write_json
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig
+
+pytestmark = pytest.mark.slow
 
 EXPERTS = "model.layers.1.feed_forward.experts."
 

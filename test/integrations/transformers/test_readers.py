@@ -15,6 +15,8 @@ from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, checkpoi
 from nvfp4_tensor.checkpoints.names import JOINED
 from nvfp4_tensor.integrations import transformers as nvfp4
 
+pytestmark = pytest.mark.slow
+
 READS = """
     import sys, torch, transformers
     transformers.logging.disable_progress_bar()

@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CODE = """
     import warnings
     from transformers.quantizers import auto

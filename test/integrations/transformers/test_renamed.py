@@ -10,6 +10,8 @@ import transformers
 from nvfp4_tensor import NVFP4Tensor, checkpoints
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig
 
+pytestmark = pytest.mark.slow
+
 TEXT = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 IMAGE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
 IMAGE |= {"image_size": 32, "patch_size": 8}

@@ -20,6 +20,8 @@ from nvfp4_tensor import (
 )
 from nvfp4_tensor.integrations import transformers as nvfp4
 
+pytestmark = pytest.mark.slow
+
 
 def load(folder, config=None, **kwargs):
     quantization = nvfp4.NVFP4TensorConfig(config or NVFP4WeightOnlyConfig(four_over_six=True))

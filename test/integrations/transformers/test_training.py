@@ -11,6 +11,8 @@ from nvfp4_tensor.integrations import transformers as nvfp4
 from nvfp4_tensor.training import NVFP4TrainingConfig, NVFP4TrainingLinear, keep_dense
 
 peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.slow
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 

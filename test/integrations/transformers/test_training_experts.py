@@ -14,6 +14,8 @@ from nvfp4_tensor.integrations.transformers import train_experts
 from nvfp4_tensor.integrations.transformers.training_experts import _forward
 from nvfp4_tensor.training import RECIPES, Recipe
 
+pytestmark = pytest.mark.slow
+
 SIZES = dict(vocab_size=64, hidden_size=64, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
 DECODER = dict(SIZES, num_hidden_layers=2, head_dim=16)
 CONFIGS = {

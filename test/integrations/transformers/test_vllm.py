@@ -15,7 +15,7 @@ from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate
 from nvfp4_tensor.integrations import transformers as nvfp4
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 
 

@@ -19,6 +19,8 @@ from nvfp4_tensor import (
 )
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig, WhileLoadingQuantizer
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = {
     "weight only": NVFP4WeightOnlyConfig(four_over_six=True),
     "w4a4": NVFP4Config(weight_spec=QuantizeSpec(scale_search="mse"), activation_spec=QuantizeSpec()),
@@ -65,6 +67,7 @@ def test_what_servers_fuse_shares_its_largest_amax(llama):
         assert torch.equal(layer.self_attn.o_proj.weight.per_tensor_scale, own.per_tensor_scale)
 
 
+@pytest.mark.smoke
 def test_the_tied_head_stays_the_embedding(llama):
     model = load(llama()[1])
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -7,6 +7,8 @@ from training.linear.test_linear import check_products
 from nvfp4_tensor import training
 from nvfp4_tensor.training.linear.grouped import _state_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def experts():

@@ -3,17 +3,19 @@
 import hypothesis.strategies as st
 import pytest
 import torch
+from helpers.count_ops import Ops
 from helpers.fp4 import decoded
 from helpers.products import ROUNDING, SMALLEST
+from helpers.reference_operands import Stored, expected_products, multiplied, wide
 from hypothesis import given, settings
-from training.counting import Ops
-from training.linear.operands import Stored, expected_products, multiplied, wide
 
 from nvfp4_tensor import QuantizeSpec, training
 from nvfp4_tensor.matmul import scaled_mm
 from nvfp4_tensor.numerics import eden
 from nvfp4_tensor.training import RECIPES, Recipe, WeightForDx
 from nvfp4_tensor.training.linear import function
+
+pytestmark = pytest.mark.slow
 
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")
 EDEN = QuantizeSpec(round_mode="eden")

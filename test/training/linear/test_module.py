@@ -7,13 +7,15 @@ import pickle
 
 import pytest
 import torch
+from helpers.count_ops import Ops
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
-from training.counting import Ops
 
 from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec, training
 from nvfp4_tensor.training import NVFP4TrainingConfig, NVFP4TrainingLinear
+
+pytestmark = pytest.mark.slow
 
 
 class Block(nn.Module):

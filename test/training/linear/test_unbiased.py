@@ -6,11 +6,13 @@ expected; with z = 6.5 and 1,536 elements the chance of one outside is below 153
 
 import pytest
 import torch
-from training.linear.operands import quantized
+from helpers.reference_operands import quantized
 
 from nvfp4_tensor import QuantizeSpec, training
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.training import RECIPES, Recipe
+
+pytestmark = pytest.mark.slow
 
 M, N, K = 32, 16, 32
 DRAWS = 1024

@@ -12,6 +12,8 @@ from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.training import NVFP4Optimizer, to_nvfp4_parameters
 from nvfp4_tensor.training.weights import write_back
 
+pytestmark = pytest.mark.slow
+
 STEPS = 200
 
 

@@ -9,6 +9,8 @@ from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.training.weights import write_back
 
+pytestmark = pytest.mark.slow
+
 SPECS = {
     "1x16": QuantizeSpec(),
     "16x16": QuantizeSpec(block_rows=16),

@@ -11,6 +11,8 @@ from torch.nn.functional import linear
 from nvfp4_tensor import NVFP4Tensor
 from nvfp4_tensor.quantization import GPTQConfig, gptq
 
+pytestmark = pytest.mark.slow
+
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 

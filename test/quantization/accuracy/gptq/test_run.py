@@ -10,6 +10,8 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec
 from nvfp4_tensor.quantization import GPTQConfig, gptq
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 64
 SEARCH = NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(scale_search="mse"))
 

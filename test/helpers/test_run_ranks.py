@@ -5,7 +5,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.launch import run_ranks
+
+from helpers.run_ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 
 def doubled(value):
