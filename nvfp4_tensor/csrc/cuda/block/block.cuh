@@ -40,8 +40,8 @@ __device__ __forceinline__ const T* element_at(const Matrix& x, uint32_t row, ui
   return static_cast<const T*>(x.data) + (static_cast<int64_t>(row) * x.row_stride + column);
 }
 
-// The whole block where a walk is, as it lies in memory; zero where the walk is past the end. For kernels that begin
-// before the kernel ahead of them ends.
+// The full block at a walk, in memory order; zero past the end of the walk. For kernels that begin before the previous
+// kernel ends.
 template <typename T>
 __device__ __forceinline__ Elements<T, kBlock> block_at(const Matrix& x, const Walk& at) {
   if (!at.inside()) return Elements<T, kBlock>::zero();
@@ -109,7 +109,7 @@ __device__ __forceinline__ uint64_t block_number(const RandomOffset& offset, uin
   return static_cast<uint64_t>(offset.first + static_cast<int64_t>(row) * offset.width + column);
 }
 
-// enc of every block scale, in shared memory: 127 exact divisions a thread block instead of one a block of 16.
+// enc of every block scale, in shared memory: 127 exact divisions per thread block instead of one per 16 elements.
 // All threads of the thread block must come here together.
 __device__ __forceinline__ const float* encode_table(const TensorScale& tensor) {
   __shared__ float table[128];
@@ -143,10 +143,10 @@ void for_mode(const QuantizeSpec& spec, Function f) {
   return f(std::integral_constant<Fast, Fast::kStochastic16>{});
 }
 
-// Launches a kernel that walks so many units of work, one a thread and turn. The grid is a few waves of what fits at
-// once: with one, a static share each, warps end up to a third apart and the last run alone; with many, thread blocks
-// do not live long enough to pay for their table of enc. Measured on an H200, quantize_rows, stochastic, with 6 and 12:
-// 81 and 80 % of the copy bandwidth, and with 64 a fifth less.
+// Launches a kernel that walks so many units of work, one per thread and iteration. The grid is a few waves of what
+// fits at once: with one, a static share each, warps end up to a third apart and the last run alone; with many, thread
+// blocks do not live long enough to pay for their table of enc. Measured on an H200, quantize_rows, stochastic, with 6
+// and 12: 81 and 80 % of the copy bandwidth, and with 64 a fifth less.
 //
 // With few blocks it begins before the kernel before it ends, where it may; many would crowd the multiprocessors that
 // are free until then.

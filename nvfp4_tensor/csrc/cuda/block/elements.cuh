@@ -60,11 +60,11 @@ __device__ __forceinline__ uint32_t magnitudes(uint32_t pair) {
   }
 }
 
-// Memory that nobody writes while the kernel runs, or that the kernel before may still write when this one begins: such
-// a load stays behind the wait for it, while constant ones the compiler may move.
+// kConstant: no kernel writes the memory while this one runs, so the compiler may move the load. kAfterWait: the
+// previous kernel may still write it when this one begins, so the load stays after the wait.
 enum class Read { kConstant, kAfterWait };
 
-// N consecutive elements as they lie in memory.
+// N consecutive elements, in memory order.
 template <typename T, int N>
 struct Elements {
   static constexpr bool kPacked = sizeof(T) == 2;  // two elements a word

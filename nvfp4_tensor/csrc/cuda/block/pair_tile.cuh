@@ -44,7 +44,7 @@ __device__ __forceinline__ void copy_chunk(uint4* to, const void* from, bool ins
 }
 
 // Starts the copy of the tile at (row0, column0); one commit group, empty past the last tile. A thread copies a chunk
-// of each of eight neighbouring rows, so that their places are one register and constants.
+// of each of eight neighbouring rows, so that their addresses are one register and constants.
 __device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32_t column0, uint4 (*to)[kChunks]) {
   constexpr int kRowsAThread = kTile * kChunks / kThreads;
   const uint32_t chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRowsAThread;

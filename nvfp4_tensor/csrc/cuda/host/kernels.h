@@ -14,14 +14,14 @@
 
 namespace nvfp4 {
 
-// Where the random bits of a matrix come from: block (r, c) is number first + r * width + c of the logical tensor.
+// The source of a matrix's random bits: block (r, c) is number first + r * width + c of the logical tensor.
 struct RandomOffset {
   const int64_t* rng_state;  // (seed, offset) on the device, null where the mode is not stochastic
   int64_t first, width;
   int stream;
 };
 
-// Everything that quantizing a matrix needs beside the matrix and the place of its results.
+// The arguments of a quantization, except the matrix and its results.
 struct Quantization {
   QuantizeSpec spec;
   const float* amax;
@@ -102,7 +102,7 @@ void launch_quantize_pair_values(const Matrix& x, const Quantization& how, const
 struct Quantized {
   const uint8_t* qdata;
   const uint8_t* scale;
-  const float* per_tensor_scale;  // one, or one a row, or null
+  const float* per_tensor_scale;  // one, or one per row, or null
   bool per_row;
   int64_t rows, blocks;  // blocks in a row
 };

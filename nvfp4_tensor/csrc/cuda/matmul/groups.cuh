@@ -1,4 +1,4 @@
-// Grouped GEMM: rows of x in groups, one an expert, whose sizes only the device knows: which rows a block computes.
+// Grouped GEMM: rows of x in groups, one per expert, whose sizes only the device knows: which rows a block computes.
 //
 // Expert e has the rows offs[e - 1]..offs[e]. They are divided into tiles of so many tokens, the last of an expert not
 // whole; a launch knows only how many tiles there can be (ProductSize::token_tiles), and each block finds its own here.

@@ -25,8 +25,8 @@ struct Problem {
   int64_t code_row;       // bytes between rows of codes
   const uint8_t* scales;  // (bands, Kp / 64 rounded up, 32, 16) e4m3
   int64_t scale_band;     // bytes between bands of scales
-  const float* x_scale;   // absent, 0-d, or one a row of x
-  const float* w_scale;   // absent, 0-d, one an expert, or one a row of w
+  const float* x_scale;   // absent, 0-d, or one per row of x
+  const float* w_scale;   // absent, 0-d, one per expert, or one per row of w
   int x_scale_step, w_scale_expert, w_scale_step;
   const void* bias;  // absent, or broadcast to (E, M, N) by these steps
   int64_t bias_expert, bias_row, bias_column;

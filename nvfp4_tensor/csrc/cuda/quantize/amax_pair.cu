@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   for (uint32_t stage = 0; tile.inside(); stage ^= 1) {
     tile.step();
     asm volatile("cp.async.wait_group 0;" ::: "memory");
-    __syncthreads();  // this tile is here, and nobody reads the last one any more
+    __syncthreads();  // this tile has arrived, and no thread reads the last one any more
     if (tile.inside()) load_tile(x, tile.row * kTile, tile.column * kTile, tiles[stage ^ 1]);
     asm volatile("cp.async.commit_group;");
     const uint32_t* words = reinterpret_cast<const uint32_t*>(&tiles[stage][group * kBlock][warp ^ group]) + lane % 4;

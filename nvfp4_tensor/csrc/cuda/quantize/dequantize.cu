@@ -2,9 +2,9 @@
 // (float32) out of each, and nothing after that.
 //
 // Four bytes of five that move are written, so the pattern of the writes decides. H200, 16384^2 to bfloat16, of the
-// copy bandwidth, programs of one pattern each in one run: two rows a thread 94 %, one 84, four 93; threads that go on
-// to further blocks, their loads ahead of them, 74 to 89. The same bytes moved without decoding: 91 to 93, so nothing
-// is left. (This kernel, in other runs: 93, where moving the bytes took 90 to 91.)
+// copy bandwidth, programs of one pattern each in one run: two rows per thread 94 %, one 84, four 93; threads that go
+// on to further blocks, their loads ahead of them, 74 to 89. The same bytes moved without decoding: 91 to 93, so
+// nothing is left. (This kernel, in other runs: 93, where moving the bytes took 90 to 91.)
 #include "cuda/block/block.cuh"
 #include "cuda/block/decode.cuh"
 #include "numerics/layout.h"

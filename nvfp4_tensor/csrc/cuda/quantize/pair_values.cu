@@ -1,9 +1,9 @@
-// quantize_pair_values: as quantize_pair, but a side leaves as what its codes decode to, in bfloat16: what a product
-// reads on hardware without FP4 tensor cores. The rows always; the transpose, or its codes and scales.
+// quantize_pair_values: quantize_pair that stores decoded bfloat16 values, which products read on hardware without FP4
+// tensor cores. The rows are always stored as values, the transpose as values or as codes and scales.
 //
-// The values of the rows take the place of x in shared memory, those of the transpose one of their own, so that both
-// leave 16 bytes a thread and 256 in a row. Three barriers a tile: before the rows take x's place, columns have read
-// it.
+// The values of the rows overwrite x in shared memory, those of the transpose have a buffer of their own, so that both
+// are stored with 16 bytes per thread and 256 contiguous bytes. Three barriers per tile: columns have read x before the
+// rows overwrite it.
 #include "cuda/block/pair_tile.cuh"
 #include "cuda/block/values.cuh"
 

@@ -1,8 +1,8 @@
-// transpose_codes: of a matrix in 16x16 tiles, whose scales serve both directions, as that of its transpose: codes and
-// scales moved, nothing rounded, 9/16 bytes an element in and out (decoding moves 2 9/16).
+// transpose_codes: transposes codes and scales in 16x16 tiles, whose scales serve both directions. Nothing is rounded;
+// 9/16 bytes per element are read and written (decoding moves 2 9/16).
 //
-// A thread has one tile of 16x16 codes in registers; a thread block has 16 x 16 of them, which change places in shared
-// memory, so that 128 bytes of a row come and leave together.
+// A thread has one tile of 16x16 codes in registers; a thread block transposes 16 x 16 tiles in shared memory, so that
+// 128 bytes of a row are loaded and stored together.
 #include "cuda/block/block.cuh"
 #include "numerics/layout.h"
 

@@ -4,8 +4,8 @@
 // A block of threads keeps its x in registers and streams w past it. Each warp owns one slice of K, its B fragments of
 // x for the tensor cores loaded once, and walks down tiles of 16 rows of w, the A operand: the small M lies on the
 // 8-wide side of mma.m16n8k16. The order of K inside an MMA is free, so a lane's 16 bytes of codes are its A fragment
-// as they lie, and x is permuted alike while it is loaded. Each lane copies what it will decode itself to a place of
-// its own in shared memory, kDepth steps ahead: no barrier stands between memory and decoding.
+// in memory order, and x is permuted alike while it is loaded. Each lane copies the codes that it will decode to its
+// own shared memory, kDepth steps ahead: no barrier is needed between memory and decoding.
 //
 // The 16 rows of a tile are r + 32 i, r in four consecutive rows, i in 0..3: in the 128x4 order of the scales these are
 // 64 consecutive bytes for each 64 elements, so a tile reads whole sectors of them.
@@ -27,7 +27,7 @@ namespace few_rows {
 constexpr int kTileRows = 16;
 constexpr int kTilesPerBand = 128 / kTileRows;
 
-// kColumns: 8-column tiles of x (M <= 8 * kColumns). kChunks: pieces of 128 elements in a warp's slice of K.
+// kColumns: 8-column tiles of x (M <= 8 * kColumns). kChunks: chunks of 128 elements in a warp's slice of K.
 // kTiles: of a step. kDepth: steps in flight. kMaxTiles: of a block's partial sums in shared memory at a time.
 template <int kWarps_, int kColumns_, int kChunks_, int kTiles_, int kDepth_, int kSlots_, int kMaxTiles_>
 struct Shape {
@@ -67,8 +67,8 @@ __device__ __forceinline__ Share own_share(const Problem& p, const Work& work) {
   return {expert, p.first_m, p.some_m, begin, begin + (work.groups + (cluster < work.more_groups)) * S::kTiles};
 }
 
-// The shares of a cluster in a product of groups: of all pairs of a token tile and a group of tiles of w, those of one
-// token tile together, every cluster takes as many, whoever has the tokens.
+// The shares of a cluster in a product of groups. The pairs of a token tile and a group of tiles of w, ordered by token
+// tile, are divided equally among clusters, independent of the experts that the tokens belong to.
 template <typename S>
 struct GroupShares {
   static constexpr int kTokens = S::kColumns * 8;
@@ -93,7 +93,7 @@ struct GroupShares {
   }
 };
 
-// A warp's slice of x as it lies in memory: 8 elements for each word of codes that a lane will decode.
+// A warp's slice of x, in memory order: 8 elements for each word of codes that a lane will decode.
 template <typename S>
 __device__ __forceinline__ void load_slice(const Problem& p, const Share& share, int k0, int lane,
                                            uint4 (&v)[S::kChunks][4][S::kColumns]) {

@@ -2,9 +2,8 @@
 //
 // Split-K, warp-specialized, each warp with a TMA pipeline of its own. A warp owns a slice of K. It keeps x of that
 // slice in registers, as B fragments of mma.m16n8k16, and tiles of 16 rows of w stream past, the A operand. The order
-// of K inside an MMA is free, so a lane's 16 bytes of codes are its A fragment as they lie, and x is permuted alike
-// while it is loaded. Each warp fetches its own tiles, kDepth copies ahead: nothing but its own mbarriers stands
-// between memory and decoding.
+// of K inside an MMA is free, so a lane's 16 bytes of codes are its A fragment in memory order, and x is permuted
+// alike while it is loaded. Each warp loads its own tiles, kDepth copies ahead, and waits only for its own mbarriers.
 //
 // The 16 rows of a tile are r + 32 i, r in four consecutive rows, i in 0..3: in the 128x4 order of the scales these are
 // 64 consecutive bytes for each 64 elements, so a tile reads whole sectors of them.
@@ -20,7 +19,7 @@
 //                blocks of the cluster too, and writes y; or, in a block that is not the cluster's first, sends them.
 //
 // mbarriers, with the arrivals that complete a phase
-//   copied[warp][kDepth]  1, the elected lane's expect_tx of 2304 bytes, and TMA's bytes: a unit has come.
+//   copied[warp][kDepth]  1, the elected lane's expect_tx of 2304 bytes, and TMA's bytes: a unit has arrived.
 //   loaded[warp]          32, every lane, once what it loaded of a unit has been used: TMA may fill its place again.
 //   full[kSlots]          32 * warps_in_k * row_groups, every lane that multiplies: a step's sums are in the slot.
 //   empty[kSlots]         128, every lane that adds: they have been read.
@@ -46,7 +45,7 @@
 // runs, prepares its barriers and waits: that kernel may be the one that writes w. More than a few rows of x go ahead
 // of all copies of w, for what is asked for later waits behind them; fewer go behind the first tile
 // (kMostRowsBehindATile). What is brought to the L2 cache before the wait, by TMA or by prefetches, is in the way of x
-// and of the kernel before: decode of an 8B model took 2222 us a token without, 2213 to 2346 with a unit of each warp
+// and of the kernel before: decode of an 8B model took 2222 us per token without, 2213 to 2346 with a unit of each warp
 // (by lines, by sectors), 2619 with all the ring's.
 //
 // An mma holds its scheduler's issue for 8 cycles on Hopper, decoding what it multiplies for 15, so that without any
@@ -163,7 +162,7 @@ struct LaneOffsets {
 // Rows of x up to which the first tile of w goes ahead of x. H200, in one run, us single and in a chain, x first -> the
 // tile first: 14336 x 8192, M = 1, 4 and 8 25.6, 21.0 -> 24.7, 20.6; 25.3, 21.2 -> 24.8, 20.7; 25.8, 21.5 -> 26.4,
 // 21.8; 4096 x 4096 11.1, 6.0 -> 10.9, 5.7; 10.8, 6.0 -> 10.9, 5.9; 11.5, 6.2 -> 11.8, 6.4. Decode of an 8B model, in
-// another: 2235 -> 2183 us a token.
+// another: 2235 -> 2183 us per token.
 constexpr int kMostRowsBehindATile = 4;
 
 // Adds the product of a unit with the x of its columns; calls loaded() once all of it is in registers, and used.
@@ -194,7 +193,7 @@ __device__ __forceinline__ void multiply_unit(const LaneOffsets& offsets, uint32
   }
 }
 
-// A warp's slice of x: b[unit][chunk][i][column] has a piece of 16 bytes of row 2 i + lane / 16 of a column's eight.
+// A warp's slice of x: b[unit][chunk][i][column] has 16 bytes of row 2 i + lane / 16 of a column's eight.
 template <typename S>
 __device__ __forceinline__ void fetch_slice(const Problem& p, int expert, int k0, int lane,
                                             uint4 (&b)[S::kUnits][2][4][S::kColumns]) {
@@ -220,7 +219,7 @@ __device__ __forceinline__ void fetch_slice(const Problem& p, int expert, int k0
 // It as B fragments, turned by way of 2 KB of shared memory.
 template <typename S>
 __device__ __forceinline__ void turn_slice(int rows, int lane, uint32_t by, uint4 (&b)[S::kUnits][2][4][S::kColumns]) {
-  // piece 4 t + w of row m goes to place 4 t + (w + t + m % 2) % 4: no bank conflicts either way
+  // 16-byte chunk 4 t + w of row m goes to 4 t + (w + t + m % 2) % 4: no bank conflicts either way
   const int half = lane / 16, piece = lane % 16, g = lane / 4, t = lane % 4;
   const uint32_t to = by + half * 256 + (piece & 12) * 16 + (piece + piece / 4 + half) % 4 * 16;
 #pragma unroll

@@ -18,8 +18,9 @@ using many_rows::X;
 NVFP4_COST int kWaitCycles = 5000;      // of a cut tile, for the blocks that have its other parts
 NVFP4_COST double kSumsPerCycle = 5.5;  // that go through memory
 NVFP4_COST double kWriteCycles = 7.7;   // a token of a whole tile: its epilogue, while no products run
-// Where cut tiles read more of x than the cache keeps, it is read again for each place of K at which blocks are at a
-// time: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in 128 795.
+// Where cut tiles read more of x than the cache keeps, it is read again for each offset in K that blocks are at
+// concurrently: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in
+// 128 795.
 inline constexpr int64_t kCacheBytes = 28 << 20;
 NVFP4_COST int kMissedPerCycle = 3800;  // bytes
 

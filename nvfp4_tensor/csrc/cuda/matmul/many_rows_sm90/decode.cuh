@@ -2,7 +2,7 @@
 // registers of four products. Lane t of a quad has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16.
 //
 // Two ways. On an H200 at 14336 x 8192, M = 32, 64 and 128, with x permuted by a kernel before 42, 43 and 58 us; with x
-// as it lies 49, 48 and 62. With 4096 rows the permutation would be 28 of 1200 us, and the further instructions of the
+// unpermuted 49, 48 and 62. With 4096 rows the permutation would be 28 of 1200 us, and the further instructions of the
 // other way hide behind the products. (Permuted while it is copied: permute.cuh.)
 #pragma once
 
@@ -75,7 +75,7 @@ class PermutedStage {
   uint32_t factors_[4];  // likewise
 };
 
-// x as it lies: a lane needs byte t of each word of codes, so all four of a quad have the same words. Its two codes go
+// x unpermuted: a lane needs byte t of each word of codes, so all four of a quad have the same words. Its two codes go
 // to the two halves of a register, both into bits 4 to 7: 24 instructions for 8 codes, not 15.
 template <typename S>
 class PlainStage {

@@ -15,7 +15,7 @@
 //   Registers of a thread (setmaxnreg): consumers 224, or 104 where they are 4 warpgroups, the producer 56 or 64. Where
 //   it permutes x none move: all have up to 168 or 96.
 //
-// mbarriers, two a stage, with the arrivals that complete a phase
+// mbarriers, two per stage, with the arrivals that complete a phase
 //   full[kStages]   kFilledBy: 1, the elected lane's expect_tx, and TMA's bytes; or 2, that of the warp that has stored
 //                   a permuted x too, behind a proxy fence.
 //   empty[kStages]  kConsumers: every consumer, when it has what it read. Where y is on its way out of a stage's coord,
@@ -135,7 +135,7 @@ __device__ __forceinline__ void copy_stage(const Problem& p, const CUtensorMap* 
     tma_load_2d(at + S::kXBytes / 2, x_map, step * kStageK + 64, token, barrier, stay);
   }
   tma_load_2d(at + S::kXBytes, code_map, step * kStageK / 2, coord.row, barrier, stream);
-  // beyond K codes and x are zero; there the last scales stand in, never a NaN that the row has not met
+  // Beyond K, codes and x are zero. The row's last scales are read again there: any NaN is one of its own.
   for (int band = 0; band < S::kRows / kBand; ++band) {
     const uint32_t to = at + S::kXBytes + S::kCodeBytes + band * 1024;
     const uint8_t* scales = scales_of(p, coord, band);

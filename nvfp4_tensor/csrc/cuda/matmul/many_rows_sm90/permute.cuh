@@ -1,7 +1,7 @@
 // x in the order in which PermutedStage decodes w: by a kernel before, or by the producer's warps.
 //
 // The order of K inside a product is free. Lane t of a quad holds elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each
-// 16; for its 16 bytes of codes to be that as they lie, element k = 32 t + 8 w + e of each 128 of x goes to
+// 16; for its 16 bytes of codes to be that in memory order, element k = 32 t + 8 w + e of each 128 of x goes to
 // 16 (2 w + e % 4 / 2) + 2 t + 8 (e % 2) + e / 4.
 //
 // The kernel before costs a launch and less than 1 us, the warps that copy some 4 cycles a row of x and stage, which
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint4 load_if(bool there, const uint16_t* from) {
 }
 
 // A stage of x from row `row` on, permuted by a warp on its way through registers, into the 128-byte swizzle in which
-// TMA would have brought it. A lane has elements 8 w..8 w + 7 of each 32 of a token, four pieces of 16
+// TMA would have brought it. A lane has elements 8 w..8 w + 7 of each 32 of a token, four chunks of 16
 // bytes that become four others. All loads are under way at once.
 template <int kTokens>
 __device__ __forceinline__ void permute_stage(const Problem& p, int row, int step, uint32_t at) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void permute_stage(const Problem& p, int row, int ste
   uint4 v[kTimes][4];
 #pragma unroll
   for (int i = 0; i < kTimes; ++i) {
-    // beyond the last row a sum that nobody writes
+    // beyond the last row: its sum is not written
     const int64_t of = min(row + i * 8 + token, p.rows - 1);
     const uint16_t* from = static_cast<const uint16_t*>(p.x) + of * p.x_row + k;
 #pragma unroll

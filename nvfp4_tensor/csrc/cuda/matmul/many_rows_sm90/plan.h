@@ -24,7 +24,7 @@ struct Tiling {
   int64_t stages() const { return static_cast<int64_t>(tiles) * steps; }
   int write_cycles() const { return static_cast<int>(costs::kWriteCycles * tokens); }
 
-  // What runs of cut tiles wait for memory. A tile's stage s is computed at a place of its run that depends on the
+  // What runs of cut tiles wait for memory. A tile's stage s is computed at an offset in its run that depends on the
   // tile; row_tiles tiles read the same x, every token_group-th in their order.
   int64_t miss_cycles(int cut_tiles, int runs) const {
     const int64_t x_bytes = static_cast<int64_t>(cut_tiles) * tokens * steps * kRowBytesOfStage / row_tiles;

@@ -4,7 +4,7 @@
 // A block finishes every so many units of 16 tokens, and adds to its own sums those of the others in their order, so
 // the result is the same from run to run. H200, 4096 x 4096, M = 64 and 128, us in a chain of products: 11.8 and 15.2;
 // with one block that adds what all others leave 13.9 and 16.7; with sums sent to the shared memory of the blocks of a
-// cluster 13.4 (clusters of two: on 132 multiprocessors only 30 clusters of four find places). Since three others' sums
+// cluster 13.4 (clusters of two: on 132 multiprocessors only 30 clusters of four fit). Since three others' sums
 // are loaded at a time, and products begin sooner, 10.2 and 13.1.
 #pragma once
 
@@ -28,7 +28,7 @@ class Sharing {
 
   // Sums to the blocks that finish them; what this block finishes to its own shared memory, at `own`, the second
   // stage's slot and on, where sums have an index, which registers have not. Nothing is copied there any more when all
-  // warps have come to the end of their loops: the block has no further tile, and what it wrote of an earlier one has
+  // warps have left their loops: the block has no further tile, and what it wrote of an earlier one has
   // been read.
   __device__ __forceinline__ void leave(const float (&sum)[S::kSums], uint32_t own) const {
 #pragma unroll
