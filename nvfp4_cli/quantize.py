@@ -130,7 +130,7 @@ def run(
         source.check_unchanged()  # since the model was loaded
         del model
     checkpoints.quantize(
-        src, dst, to=to, spec=spec, exclude=exclude, include=include, head=head, input_amax=amax, seed=seed,
+        src, dst, to=to, spec=spec, exclude=exclude, include=include, quantize_lm_head=head, input_amax=amax, seed=seed,
         progress=progress, **of_format,
     )  # fmt: skip
     return Written.of(src, dst, time.perf_counter() - start, budget)

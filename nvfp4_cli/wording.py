@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 WORDS = (
-    ("of which --head (head=True) quantizes a copy", "of which --head quantizes a copy"),
-    ("head=True quantizes ", "--head quantizes "),
+    ("leave out quantize_lm_head=True", "leave out --head"),
+    ("of which quantize_lm_head=True quantizes", "of which --head quantizes"),
+    ("quantize_lm_head=True quantizes ", "--head quantizes "),
     (", which exclude leaves dense: give one of them", ", which --exclude leaves dense: give one of them"),
     ("calibrate(model, batches) gives it, or write the weights alone with weight_only=True",
      "`nvfp4 quantize --calibrate TEXT` of the dense model gives it, or write the weights alone with --w4a16"),

@@ -56,9 +56,9 @@ class Run:
     def _quantize(self, recipe: str) -> None:
         config = training.NVFP4TrainingConfig(recipe)
         quantize_(self.model, config, filter_fn=training.keep_dense("head"))
-        distributed.share_tokens(self.model, self.mesh)
+        distributed.set_token_sharding(self.model, self.mesh)
         distributed.seed_rounding(self.model, SEED)
-        distributed.gather_codes(self.model)
+        distributed.enable_nvfp4_all_gather(self.model)
 
     def train_step(self, text: Tensor) -> float:
         """The mean loss of the step's batch, over all ranks."""

@@ -179,7 +179,7 @@ class Settings:
     learning_rate: float = 4e-3
     warmup: float = 0.05
     seed: int = 0
-    keep_last: float = 0.0
+    keep_last_blocks_dense: float = 0.0
     late_bf16: float = 0.0
     device: str = "cpu"
     compile: bool = False
@@ -209,7 +209,7 @@ class Trainer:
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
 
     def _quantize(self, recipe: str | training.Recipe) -> None:
-        blocks_but_the_last = training.keep_last(self.model, self.settings.keep_last)
+        blocks_but_the_last = training.keep_last_blocks_dense(self.model, self.settings.keep_last_blocks_dense)
         config = training.NVFP4TrainingConfig(recipe=recipe)
         quantize_(self.model, config, filter_fn=blocks_but_the_last & training.keep_dense("head"))
 

@@ -73,7 +73,7 @@ def _write(model: nn.Module, tokenizer: Any, path: Path) -> None:
     """Our weights, a scale each; what is not quantized in bfloat16."""
     spec = QuantizeSpec(scale_search="mse", scale_ceiling=448)
     quantize_(model, NVFP4WeightOnlyConfig(weight_spec=spec), filter_fn=is_quantized_layer)
-    checkpoints.save(model, path, format="gguf", tokenizer=tokenizer, progress=False, different="keep")
+    checkpoints.save(model, path, format="gguf", tokenizer=tokenizer, progress=False, mismatched_scales="keep")
 
 
 def _let_it_quantize(kind: str, path: Path) -> None:

@@ -39,7 +39,7 @@ from nvfp4_cli.demo.model import evaluation_tokens, load_model
 from nvfp4_cli.demo.table import is_quantized_layer
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate
 from nvfp4_tensor.quantization import GPTQConfig, fold_scales, gptq
-from nvfp4_tensor.quantization.accuracy import self_generated_text as own_text
+from nvfp4_tensor.quantization.accuracy import self_generated_text as generate_calibration_text
 from nvfp4_tensor.sizes import bits_per_weight
 
 TOKENS, WINDOW = 32_768, 1_024
@@ -66,12 +66,12 @@ def _gptq(config: Any, **options: Any) -> Callable[[nn.Module, Batches], None]:
 
 
 def _gptq_on_own_text(model: nn.Module, batches: Batches) -> None:
-    text = own_text(model, tokens=4096, window=CALIBRATION_WINDOW, seed=0)
+    text = generate_calibration_text(model, tokens=4096, window=CALIBRATION_WINDOW, seed=0)
     gptq(model, text, NVFP4WeightOnlyConfig(weight_spec=SEARCH), filter_fn=is_quantized_layer)
 
 
 def _weighted_by_own_text(model: nn.Module, batches: Batches) -> None:
-    text = own_text(model, tokens=4096, window=CALIBRATION_WINDOW, seed=0)
+    text = generate_calibration_text(model, tokens=4096, window=CALIBRATION_WINDOW, seed=0)
     config = NVFP4WeightOnlyConfig(weight_spec=SEARCH, weighted=True)
     calibrate(model, text, config, filter_fn=is_quantized_layer)
 
@@ -105,7 +105,10 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
     "folded": ("AWQ's scales + scale search *", _folded),
     "gptq": ("GPTQ *", _gptq(NVFP4WeightOnlyConfig())),
     "gptq_search": ("GPTQ + scale search *", _gptq(WEIGHTS)),
-    "gptq_to_dense": ("  aiming at the dense model *", _gptq(WEIGHTS, to_dense=1.0, one_by_one=True)),
+    "gptq_to_dense": (
+        "  aiming at the dense model *",
+        _gptq(WEIGHTS, dense_target_weight=1.0, sequential_within_layer=True),
+    ),
     "gptq_own_text": ("GPTQ + scale search on its own text", _gptq_on_own_text),
     "dense_ends": ("scale search, 4 of 30 blocks dense", _all_but_ends),
     "w4a4": ("W4A4, nearest", _plain(NVFP4Config())),

@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nvidia, nearest gradients": {"recipe": "nvidia", "without": "stochastic"},
     "nvidia, no Hadamard": {"recipe": "nvidia", "without": "hadamard"},
     "nvidia, 1x16 weights": {"recipe": "nvidia", "without": "tiles"},
-    "nvidia, 15 % of the blocks dense": {"recipe": "nvidia", "keep_last": 0.15},
+    "nvidia, 15 % of the blocks dense": {"recipe": "nvidia", "keep_last_blocks_dense": 0.15},
     "nvidia, forward in bf16 for the last 10 %": {"recipe": "nvidia", "late_bf16": 0.1},
 }
 """Settings of tutorials/train_llama.py that a variant changes, in the order in which runs are made."""

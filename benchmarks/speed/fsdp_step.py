@@ -91,12 +91,12 @@ def trained(model: nn.Sequential, recipe: str, codes: bool, bits: bool, sharded:
     if recipe != "bf16":
         quantize_(model, training.NVFP4TrainingConfig(recipe))
         if codes:
-            distributed.gather_codes(model)
+            distributed.enable_nvfp4_all_gather(model)
     if sharded:
         shard(model)
     if bits:
         mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-        distributed.share_tokens(model, mesh)
+        distributed.set_token_sharding(model, mesh)
         distributed.seed_rounding(model, seed=0)
     return model
 

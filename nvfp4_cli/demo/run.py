@@ -106,14 +106,14 @@ class RoundTrip:
 def round_trip(model: nn.Module, tokens: Tensor) -> RoundTrip:
     """Save a model as a ModelOpt folder, which servers read, and load it again. Quantizes ``model`` in place.
 
-    ``different="keep"`` keeps the codes. For a server, :func:`checkpoints.quantize` gives q, k and v one per-tensor
-    scale.
+    ``mismatched_scales="keep"`` keeps the codes. For a server, :func:`checkpoints.quantize` gives q, k and v one
+    per-tensor scale.
     """
     quantize_(model, RECIPES[ROUND_TRIP], filter_fn=is_quantized_layer)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "SmolLM2-NVFP4"
         start = time.perf_counter()
-        checkpoints.save(model, path, different="keep", progress=False)
+        checkpoints.save(model, path, mismatched_scales="keep", progress=False)
         again = open_model(path).to(tokens.device)
         seconds = time.perf_counter() - start
         nbytes = size_of(path)

@@ -13,7 +13,7 @@ _NEAR = 16
 """How many callers are looked at."""
 
 
-def locals_of(function: str, file: str) -> Mapping[str, Any] | None:
+def caller_frame_locals(function: str, file: str) -> Mapping[str, Any] | None:
     """The local variables of the nearest caller of that name, in a file whose path ends so; None if there is none."""
     frame = sys._getframe(1).f_back
     for _ in range(_NEAR):

@@ -295,7 +295,7 @@ class Checkpoint(abc.ABC):
         """A dense tensor in flat contiguous pieces, in order: what a writer copies, however large it is."""
         yield self.dense(name).contiguous().view(-1)
 
-    def write_others(self, folder: Path) -> None:  # noqa: B027  a model in memory has none
+    def write_auxiliary_files(self, folder: Path) -> None:  # noqa: B027  a model in memory has none
         """Put into ``folder`` what belongs to the model beside weights and configuration: its tokenizer, above all."""
 
     def identity(self) -> list[Any] | None:

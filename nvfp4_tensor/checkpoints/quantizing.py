@@ -45,7 +45,7 @@ def quantize(
     spec: QuantizeSpec | None = None,
     exclude: Sequence[str] = (),
     include: Sequence[str] = (),
-    head: bool = False,
+    quantize_lm_head: bool = False,
     input_amax: Mapping[str, float] | None = None,
     seed: int = 0,
     progress: bool = True,
@@ -68,8 +68,9 @@ def quantize(
         exclude: more weights to leave dense: names of modules or parameters, with wildcards ("*.down_proj"), or "re:"
             and a regular expression.
         include: weights to quantize although LEFT_DENSE names them ("lm_head").
-        head: quantize the output layer too. Where it shares the embedding's weight it gets a copy of its own, in NVFP4,
-            and the embedding stays dense; config.json says so (``tie_word_embeddings``). vLLM reads no such file.
+        quantize_lm_head: quantize the output layer too. Where it shares the embedding's weight it gets a copy of its
+            own, in NVFP4, and the embedding stays dense; config.json says so (``tie_word_embeddings``). vLLM reads no
+            such file.
         input_amax: makes it W4A4: by parameter's name ("model.layers.0.mlp.up_proj.weight"), or module's, the largest
             magnitude of what the linear is fed. Linears that it does not name stay weight-only.
         seed: for stochastic rounding; each weight draws from it and from its name.
@@ -87,10 +88,12 @@ def quantize(
     target = format_named(to)
     source: Checkpoint = GGUF.read(Path(src)) if GGUF.detect(Path(src)) else FolderCheckpoint(DENSE, Path(src))
     with source:
-        if head:
+        if quantize_lm_head:
             source = WithHead(source)
             if is_matched(source.head, exclude):
-                raise ValueError(f"head=True quantizes {source.head}, which exclude leaves dense: give one of them")
+                raise ValueError(
+                    f"quantize_lm_head=True quantizes {source.head}, which exclude leaves dense: give one of them"
+                )
             include = (*include, source.head)
         has_scale = functools.partial(target.has_scale, source, options=options)
         checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, has_scale, target.holds_experts)
@@ -285,7 +288,7 @@ def chosen_linears(
             raise ValueError(
                 f"{pattern!r} matches no linear of {source.path}, as there are {some(list(weights))}"
                 + (
-                    ": its output layer is the embedding, of which head=True quantizes a copy"
+                    ": its output layer is the embedding, of which quantize_lm_head=True quantizes a copy"
                     if is_matched(HEAD, [pattern])
                     else ""
                 )

@@ -39,8 +39,8 @@ class View(Checkpoint):
     def chunks(self, name: str) -> Iterator[Tensor]:
         return self.source.chunks(name)
 
-    def write_others(self, folder: Path) -> None:
-        self.source.write_others(folder)
+    def write_auxiliary_files(self, folder: Path) -> None:
+        self.source.write_auxiliary_files(folder)
 
     def identity(self) -> list[Any] | None:
         inner = self.source.identity()

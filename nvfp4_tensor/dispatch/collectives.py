@@ -12,7 +12,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
-from nvfp4_tensor._compat.frames import locals_of
+from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor.dispatch.table import implements, unsupported
 from nvfp4_tensor.sharding import fsdp_transport as gather
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -49,7 +49,9 @@ def _asynchronous(func: Op, args: Args) -> Args:
 @implements(c10d.broadcast_.default)
 def _broadcast_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[list[Tensor], Any]:
     tensors, *how = _asynchronous(func, args)
-    if locals_of("_broadcast_tensors", "_state_dict_utils.py") is not None:  # before other ranks get what does not fit
+    if (
+        caller_frame_locals("_broadcast_tensors", "_state_dict_utils.py") is not None
+    ):  # before other ranks get what does not fit
         why = "broadcast_from_rank0=True makes dense buffers on the other ranks, which codes do not fit"
         raise unsupported(func, why, "give every rank the full state dict, or load a checkpoint of shards")
     return list(tensors), _each_part(tensors, lambda parts: func(parts, *how, **kwargs))

@@ -23,8 +23,8 @@ def nvfp4_parameters(model: nn.Module) -> dict[str, NVFP4Tensor]:
 def check_ranks(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Compare what the ranks of a group are about to share: NVFP4 weights and recipes, by name.
 
-    :func:`prepare_ddp`, :func:`share_tokens` and the plans of tensor parallelism do so for what they touch; FSDP2 and
-    PyTorch's own plans have no place for it, and ranks that quantized differently would gather a mixture.
+    :func:`prepare_ddp`, :func:`set_token_sharding` and the plans of tensor parallelism do so for what they touch; FSDP2
+    and PyTorch's own plans have no place for it, and ranks that quantized differently would gather a mixture.
 
     Raises:
         ValueError: on all ranks alike; the message names the module, and the ranks that differ.

@@ -17,7 +17,7 @@ from nvfp4_tensor.sharding.layout import LinearSharding, ShardedDim, TokenShardi
 from nvfp4_tensor.training.config import training_linears
 
 
-def share_tokens(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chunks: Sequence[int] = ()) -> None:
+def set_token_sharding(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chunks: Sequence[int] = ()) -> None:
     """Let a model's NVFP4 training linears take their tokens for pieces of one step, shared by the ranks of a mesh.
 
     Rank i of n has the i-th of n equal pieces of the step's tokens: with ``fully_shard`` and with
@@ -44,8 +44,8 @@ def share_tokens(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chunks: Se
             differ, or other ranks share that dimension already; the message names the linear.
         In a step, ValueError: a rank's tokens, or each of its chunks, do not fill whole blocks of 16 (of 128 for EDEN).
 
-    >>> share_tokens(model, mesh["dp"])
-    >>> share_tokens(model, mesh["cp"], dim=1, chunks=(i, 2 * n - 1 - i))
+    >>> set_token_sharding(model, mesh["dp"])
+    >>> set_token_sharding(model, mesh["cp"], dim=1, chunks=(i, 2 * n - 1 - i))
     >>> seed_rounding(model, seed=0)
     """
     axis, group = axis_of(mesh), mesh.get_group()

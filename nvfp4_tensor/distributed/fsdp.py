@@ -30,7 +30,7 @@ from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import Recipe, WeightForDx
 
 
-def gather_codes(model: M) -> M:
+def enable_nvfp4_all_gather(model: M) -> M:
     """Let FSDP2 gather the weights of a model's NVFP4 training linears as codes: 0.28 of bfloat16's bytes.
 
     Call it before ``fully_shard``. The shards stay what they were, bfloat16 or float32, for the optimizer and for
@@ -45,13 +45,15 @@ def gather_codes(model: M) -> M:
         ValueError: no linear trains in NVFP4, a recipe whose backward reads the weight as it was, a model that
             ``fully_shard`` has had already, or a weight that is tied to a module which does not take its codes.
 
-    >>> for layer in gather_codes(model).layers:
+    >>> for layer in enable_nvfp4_all_gather(model).layers:
     ...     fully_shard(layer)
     >>> fully_shard(model)
     """
     linears = training_linears(model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError("gather_codes comes before fully_shard, which looks once at how a weight is gathered")
+        raise ValueError(
+            "enable_nvfp4_all_gather comes before fully_shard, which looks once at how a weight is gathered"
+        )
     specs = {name: _weight_spec(linear, name) for name, linear in linears.items()}
     _check_tied(model, linears, specs)
     made: dict[Tensor, nn.Parameter] = {}  # one for all linears that a weight is tied to
@@ -68,7 +70,7 @@ def gather_codes(model: M) -> M:
 
 @torch.no_grad()
 def precompute_amaxes(model: nn.Module) -> None:
-    """The amaxes of all weights that :func:`gather_codes` was told of, by one all-reduce: after each optimizer step.
+    """Compute the amaxes of all weights that are gathered as codes, in one all-reduce; call it after each optimizer step.
 
     Nothing is wrong without it, or when a weight changes after it: a shard whose amax is out of date finds it anew.
 
@@ -109,7 +111,7 @@ def _weight_spec(linear: nn.Module, name: object) -> QuantizeSpec:
         return recipe.w
     raise ValueError(
         f"{name} {what}, by its recipe, and so needs more than the codes of its weight: let FSDP2 gather it as it is, "
-        "by a model without gather_codes, or choose another recipe"
+        "by a model without enable_nvfp4_all_gather, or choose another recipe"
     )
 
 
@@ -131,7 +133,7 @@ def _check_tied(
                 raise ValueError(
                     f"the weight of {first[parameter]} is that of {name} ({type(module).__name__}) too, which does not "
                     "take codes: keep that linear dense, or let FSDP2 gather it as it is, by a model without "
-                    "gather_codes"
+                    "enable_nvfp4_all_gather"
                 )
 
 

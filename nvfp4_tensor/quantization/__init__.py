@@ -4,7 +4,7 @@ import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators
 from nvfp4_tensor.quantization import linear  # registers what quantize_ does by our configs
 from nvfp4_tensor.quantization.accuracy.folding import fold_scales
 from nvfp4_tensor.quantization.accuracy.gptq import GPTQConfig, gptq
-from nvfp4_tensor.quantization.accuracy.self_generated_text import own_text
+from nvfp4_tensor.quantization.accuracy.self_generated_text import generate_calibration_text
 from nvfp4_tensor.quantization.accuracy.sensitivity import Sensitivity, sensitivity
 from nvfp4_tensor.quantization.calibration import calibrate
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
@@ -20,8 +20,8 @@ __all__ = [
     "Sensitivity",
     "calibrate",
     "fold_scales",
+    "generate_calibration_text",
     "gptq",
     "linear",
-    "own_text",
     "sensitivity",
 ]

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from nvfp4_tensor._compat.frames import locals_of
+from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
 
 DIFFERENT_SCALES = (
     "the shards of an NVFP4 weight have different per-tensor scales: each rank wrote to its own. Load or write the "
-    "whole weight, or train one in bfloat16 that nvfp4_tensor.distributed.gather_codes sends as codes"
+    "whole weight, or train one in bfloat16 that nvfp4_tensor.distributed.enable_nvfp4_all_gather sends as codes"
 )
 
 
@@ -123,7 +123,7 @@ def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: n
 
 def _check_reshard(world: int, module: nn.Module) -> None:
     """Where FSDP2 would raise an AssertionError about its own lists, after the forward."""
-    caller = locals_of("all_gather_inputs", "_fsdp_param.py")
+    caller = caller_frame_locals("all_gather_inputs", "_fsdp_param.py")
     after = getattr(caller["self"], "post_forward_mesh_info", None) if caller is not None else None
     if after is not None and after.shard_mesh_size != world:
         raise ValueError(

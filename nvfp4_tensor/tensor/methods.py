@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from nvfp4_tensor._compat.frames import locals_of
+from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
@@ -37,7 +37,7 @@ def _data_ptr(func: Op, types: Types, args: Args, kwargs: Kwargs) -> int:
 
     0 for what stages dcp.async_save's tensors: it then copies the parts, and not a storage that is not there.
     """
-    if locals_of("_offload_tensor", "_state_dict_stager.py") is not None:
+    if caller_frame_locals("_offload_tensor", "_state_dict_stager.py") is not None:
         return 0
     return args[0].qdata.data_ptr()
 

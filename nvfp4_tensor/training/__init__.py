@@ -2,7 +2,7 @@
 
 import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 from nvfp4_tensor.training.config import NVFP4TrainingConfig, reuse_weight_codes, set_recipe, to_dense
-from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last
+from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last_blocks_dense
 from nvfp4_tensor.training.linear.function import linear
 from nvfp4_tensor.training.linear.grouped import grouped_linear
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
@@ -29,7 +29,7 @@ __all__ = [
     "diagnose",
     "grouped_linear",
     "keep_dense",
-    "keep_last",
+    "keep_last_blocks_dense",
     "linear",
     "merge_lora",
     "merge_low_rank",

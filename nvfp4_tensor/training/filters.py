@@ -51,7 +51,7 @@ def _matches(name: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(h, pattern) or fnmatch.fnmatchcase(h, f"*.{pattern}") for h in holders)
 
 
-def keep_last(model: nn.Module, share: float) -> Filter:
+def keep_last_blocks_dense(model: nn.Module, share: float) -> Filter:
     """All linears but those of the last blocks of a decoder, ``ceil(share * blocks)`` of them.
 
     The blocks are the entries of the model's largest ModuleList.
@@ -59,7 +59,7 @@ def keep_last(model: nn.Module, share: float) -> Filter:
     Raises:
         ValueError: share is not from 0 to 1, or the model has no ModuleList with linears inside.
 
-    >>> quantize_(model, NVFP4TrainingConfig(), filter_fn=keep_last(model, 0.15) & keep_dense("lm_head"))
+    >>> quantize_(model, NVFP4TrainingConfig(), filter_fn=keep_last_blocks_dense(model, 0.15) & keep_dense("lm_head"))
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share is a part of the blocks, from 0 to 1, got {share!r}")

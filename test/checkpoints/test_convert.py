@@ -101,7 +101,7 @@ def test_different_scales_are_warned_of(tmp_path):
         for name in "qkv"
     }
     state["v_proj.weight"] = state["v_proj.weight"]._replace(per_tensor_scale=torch.tensor(3.0))
-    checkpoints.save(state, tmp_path / "b", different="keep", progress=False)
+    checkpoints.save(state, tmp_path / "b", mismatched_scales="keep", progress=False)
     with pytest.warns(UserWarning, match="1 groups of linears that servers join"):
         checkpoints.convert(tmp_path / "b", tmp_path / "c", to="compressed-tensors", progress=False)
 

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from checkpoints.folders import GOLDEN, edit, edit_json
+from helpers.checkpoint_folders import GOLDEN, edit, edit_json
 from helpers.checkpoints import write_gguf
 from safetensors.torch import load_file, save_file
 

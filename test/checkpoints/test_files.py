@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoints.folders import GOLDEN, dense_tensors, same_files, write_dense
+from helpers.checkpoint_folders import GOLDEN, dense_tensors, same_files, write_dense
 from helpers.checkpoints import tiny_tensors, write_gguf
 
 from nvfp4_tensor import checkpoints

@@ -99,7 +99,7 @@ def codes_are_those_of_one_rank(how):
         expected, y, dx, dw = step(alone, x, dy)
         model = linear(name, columns, rows)
         if how == "tokens":
-            distributed.share_tokens(model, mesh)
+            distributed.set_token_sharding(model, mesh)
             x, dy, y, dx = (piece(t, 0, rank, world) for t in (x, dy, y, dx))
         else:
             plan = distributed.NVFP4ColwiseParallel() if how == "outputs" else distributed.NVFP4RowwiseParallel()
@@ -170,7 +170,7 @@ def gradients_of_a_shared_input(how, seeded):
         model = pair_of(name, seeded)
         x_, dy_ = x, dy
         if how == "tokens":
-            distributed.share_tokens(model, mesh)
+            distributed.set_token_sharding(model, mesh)
             x_, dy_, dx = (piece(t, 0, rank, world) for t in (x, dy, dx))
         else:
             plan = distributed.NVFP4ColwiseParallel(output_layouts=Replicate())
@@ -212,7 +212,7 @@ def losses(recipe, engine, total):
     mesh = init_device_mesh(here().type, (world,))
     model = model_of(recipe).to(here())
     if engine == "FSDP2":
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -222,7 +222,7 @@ def losses(recipe, engine, total):
     else:
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, summed)
-    distributed.share_tokens(model, mesh)
+    distributed.set_token_sharding(model, mesh)
     distributed.seed_rounding(model, seed=11)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
@@ -291,13 +291,13 @@ def refusal(case):
     )
     try:
         if case == "mesh":
-            distributed.share_tokens(model, init_device_mesh("cpu", (1, dist.get_world_size())))
+            distributed.set_token_sharding(model, init_device_mesh("cpu", (1, dist.get_world_size())))
         elif case == "twice":
             both = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
             for _ in range(2):  # the same ranks again
-                distributed.share_tokens(model, both["a"])
-            distributed.share_tokens(model, both["b"], dim=1)
-            distributed.share_tokens(model, both["b"])
+                distributed.set_token_sharding(model, both["a"])
+            distributed.set_token_sharding(model, both["b"], dim=1)
+            distributed.set_token_sharding(model, both["b"])
         elif case == "features":
             plan = {"2": distributed.NVFP4ColwiseParallel()}
             model[2] = quantized_linear(64, 48)
@@ -307,7 +307,7 @@ def refusal(case):
         elif case == "step":
             distributed.set_step(model, 1)
         else:
-            distributed.share_tokens(model, mesh)
+            distributed.set_token_sharding(model, mesh)
             model(torch.randn(48 + 16 * rank if case == "unequal" else 40, 64).bfloat16()).sum().backward()
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"

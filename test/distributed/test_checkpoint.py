@@ -154,7 +154,7 @@ def saved_asynchronously(kind, folder):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
         quantize_(model, NVFP4TrainingConfig())
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
     else:
         model = make(seed=1)
     fully_shard(model)

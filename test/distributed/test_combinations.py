@@ -113,10 +113,10 @@ def over_both(kind):
     parallelize_module(model, mesh["tp"], sequence_plan())
     model.requires_grad_(kind == "trained")
     if kind == "trained":
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
     shard(model, mesh["dp"])
     if kind == "trained":
-        distributed.share_tokens(model, mesh["dp"])
+        distributed.set_token_sharding(model, mesh["dp"])
     x = batch()
     mine = x.chunk(2)[dp].chunk(2, 1)[tp]
     # dynamic amaxes of frozen weights' activations are those of the ranks that share a weight, and no others
@@ -220,7 +220,7 @@ def accumulated(codes):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = trained(seeded=False)
     if codes:
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
     shard(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(11 + dist.get_rank())
@@ -266,8 +266,8 @@ def two_models():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def make():
-        model = shard(distributed.gather_codes(trained()), mesh)
-        distributed.share_tokens(model, mesh)
+        model = shard(distributed.enable_nvfp4_all_gather(trained()), mesh)
+        distributed.set_token_sharding(model, mesh)
         return model
 
     x = batch()[dist.get_rank()]

@@ -33,14 +33,14 @@ def steps(kind, compiled):
     else:
         quantize_(model, NVFP4TrainingConfig())
     if kind == "codes, bits":
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
     for block in model:
         if compiled:
             block.compile(backend="aot_eager", fullgraph=True)
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if kind != "frozen":
-        distributed.share_tokens(model, mesh)
+        distributed.set_token_sharding(model, mesh)
         distributed.seed_rounding(model, seed=3)
     found = []
     for step in range(3):

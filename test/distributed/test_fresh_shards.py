@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 import torch.distributed as dist
-from distributed.launch import run_ranks
+from helpers.run_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,7 +45,7 @@ def writes_between_forwards(codes):
     model, x = nn.Sequential(nn.Linear(64, 64, bias=False)), torch.randn(16, 64)
     quantize_(model, NVFP4TrainingConfig())
     if codes:
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
     fully_shard(model, mesh=mesh)
     for name, write in (SEEN if codes else SEEN | {"raw": raw_copy}).items():
         for grad in (False, True):

@@ -273,7 +273,7 @@ def refusal_of(case):
     if case.startswith("trained"):
         linear = nn.Sequential(linear.requires_grad_(True))
         quantize_(linear, NVFP4TrainingConfig())
-        distributed.gather_codes(linear)
+        distributed.enable_nvfp4_all_gather(linear)
     else:
         quantize_(linear, NVFP4WeightOnlyConfig())
     placement = (lambda p: Shard(1)) if case == "columns" else None

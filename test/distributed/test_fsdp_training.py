@@ -36,7 +36,10 @@ def shard(model, **options):
 
 def gathered_codes_are_those_of_the_whole(recipe):
     for hidden in (512, 192):
-        model, alone = shard(distributed.gather_codes(make(recipe, hidden=hidden))), make(recipe, hidden=hidden)
+        model, alone = (
+            shard(distributed.enable_nvfp4_all_gather(make(recipe, hidden=hidden))),
+            make(recipe, hidden=hidden),
+        )
         for i in (0, 2):
             model[i].unshard()
             weight, linear = model[i].weight, alone[i]
@@ -65,7 +68,7 @@ def trains(codes, precompute, dtype, reshard=True):
     torch.manual_seed(3)
     model = make(dtype=dtype)
     if codes:
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, mp_policy=policy, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -113,7 +116,7 @@ def test_a_run_is_that_of_the_dense_gather(dtype, device):
 
 def quantizes_once_a_step():
     """How often shards are quantized in each of some steps, and what stays of their codes after the optimizer's."""
-    model = shard(distributed.gather_codes(make()))
+    model = shard(distributed.enable_nvfp4_all_gather(make()))
     shards = [model[i].weight._local_tensor for i in (0, 2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     real, calls, kept = MasterShard._quantized, [], []
@@ -134,7 +137,7 @@ def test_shards_are_quantized_once_for_forward_and_backward():
 
 
 def behaves_as_a_parameter():
-    model = distributed.gather_codes(make())
+    model = distributed.enable_nvfp4_all_gather(make())
     before = make().state_dict()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     file = io.BytesIO()
@@ -156,7 +159,7 @@ def test_it_behaves_as_a_parameter():
 
 
 def a_changed_weight_is_seen():
-    model = shard(distributed.gather_codes(make()))
+    model = shard(distributed.enable_nvfp4_all_gather(make()))
     x = torch.randn(32, 64).bfloat16()
     distributed.precompute_amaxes(model)
     model(x)
@@ -178,7 +181,7 @@ def test_an_amax_out_of_date_is_not_used():
 
 def a_copy_has_the_amax():
     """Of the shard that it is one of, as long as this does not change: CPU offload makes one for each gather."""
-    model = shard(distributed.gather_codes(make()))
+    model = shard(distributed.enable_nvfp4_all_gather(make()))
     distributed.precompute_amaxes(model)
     for i in (0, 2):
         mine = model[i].weight._local_tensor
@@ -199,10 +202,10 @@ def refusal(case):
     if case == "recipe":
         set_recipe(model, forward="bf16")
     try:
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
         shard(model)
         if case == "twice":
-            distributed.gather_codes(model)
+            distributed.enable_nvfp4_all_gather(model)
         if case == "later":
             set_recipe(model, forward="bf16")
         model(torch.randn(32, 64).bfloat16())
@@ -213,7 +216,7 @@ def refusal(case):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("twice", "gather_codes comes before fully_shard"),
+        ("twice", "enable_nvfp4_all_gather comes before fully_shard"),
         ("recipe", "^0 quantizes no weight, by its recipe"),
         ("later", r"NVFP4TrainingLinear\(.* quantizes no weight"),
         ("ranks", r"the recipe of 'a linear of 64 inputs and 64 outputs' is .*nvidia.* on rank 0 and .*unbiased"),

@@ -46,7 +46,7 @@ def blocks(case, codes):
         model[1].up.weight.requires_grad_(False)
     distributed.seed_rounding(model, seed=7)
     if codes:
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
     if case in ("checkpoint", "reentrant"):
         kind = CheckpointImpl.REENTRANT if case == "reentrant" else CheckpointImpl.NO_REENTRANT
         model = nn.Sequential(*(checkpoint_wrapper(block, checkpoint_impl=kind) for block in model))
@@ -159,7 +159,7 @@ def tied_to_others(case):
     quantize_(model["b"], NVFP4TrainingConfig("accurate" if case == "recipes" else "nvidia"))
     before = dict(model.named_parameters())
     with pytest.raises(ValueError) as raised:
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
     assert all(p is before[name] for name, p in model.named_parameters())  # nothing is half-changed
     return str(raised.value)
 
@@ -179,7 +179,7 @@ def sixty_four_rows():
     model = nn.Sequential(nn.Linear(96, 64)).bfloat16()
     quantize_(model, NVFP4TrainingConfig())
     with pytest.raises(ValueError) as raised:
-        fully_shard(distributed.gather_codes(model))(torch.randn(16, 96).bfloat16())
+        fully_shard(distributed.enable_nvfp4_all_gather(model))(torch.randn(16, 96).bfloat16())
     return str(raised.value)
 
 

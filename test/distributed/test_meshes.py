@@ -67,9 +67,9 @@ def trained(kind, codes):
         shards = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         tokens = shards._flatten("tokens")
     if codes:
-        distributed.gather_codes(model)
+        distributed.enable_nvfp4_all_gather(model)
     fully_shard(model, mesh=shards)
-    distributed.share_tokens(model, tokens)
+    distributed.set_token_sharding(model, tokens)
     models = alone, model
     start = {name: p.detach().clone() for name, p in alone.named_parameters()}
     optimizers = [torch.optim.SGD(m.parameters(), lr=5.0) for m in models]

@@ -111,7 +111,7 @@ def context_parallel():
         x, dy = whole_step(batch, sequence)
         alone, model = linear(recipe), linear(recipe)
         expected, y, dx, dw = step(alone, x, dy)
-        distributed.share_tokens(model, mesh, dim=1, chunks=chunks)
+        distributed.set_token_sharding(model, mesh, dim=1, chunks=chunks)
         found, y_, dx_, dw_ = step(model, x[:, of_sequence], dy[:, of_sequence])
         equal_at(found, expected, tokens, name)
         dist.all_reduce(dw_)
@@ -136,8 +136,8 @@ def batch_and_sequence():
     x, dy = whole_step(4, 64)
     alone, model = linear("nvidia"), linear("nvidia")
     expected, *_ = step(alone, x, dy)
-    distributed.share_tokens(model, mesh["cp"], dim=1, chunks=chunks)
-    distributed.share_tokens(model, mesh["dp"])
+    distributed.set_token_sharding(model, mesh["cp"], dim=1, chunks=chunks)
+    distributed.set_token_sharding(model, mesh["dp"])
     found, *_ = step(model, x[rows][:, of_sequence], dy[rows][:, of_sequence])
     equal_at(found, expected, tokens, "nvidia")
     return model[0].sharding.for_input((2, 32)).tokens.ranges
@@ -284,9 +284,9 @@ def refusal(case):
     x = torch.randn(2, 64, K).bfloat16().requires_grad_()
     try:
         if case == "chunks":
-            distributed.share_tokens(model, mesh, dim=1, chunks=(0, 3))
+            distributed.set_token_sharding(model, mesh, dim=1, chunks=(0, 3))
         else:
-            distributed.share_tokens(model, mesh, dim=1, chunks=(rank, 2 * world - 1 - rank))
+            distributed.set_token_sharding(model, mesh, dim=1, chunks=(rank, 2 * world - 1 - rank))
         model(x[0] if case == "rows" else x[:, :63] if case == "odd" else x).sum().backward()
     except ValueError as error:
         return str(error)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.folders import edit_json
+from helpers.checkpoint_folders import edit_json
 from safetensors.torch import load_file, save_file
 
 import nvfp4_cli
@@ -18,7 +18,7 @@ PYTHON = re.compile(r"\b[a-z_0-9]+=|\b(?:load|save|convert|quantize_?|calibrate|
 """An argument, or a call."""
 
 UNREACHED = {
-    "different='requantize' gives them one": 'save(different="refuse"), which no command asks for',
+    "mismatched_scales='requantize' gives them one": 'save(mismatched_scales="refuse"), which no command asks for',
     "accelerate.init_empty_weights(include_buffers=False)": "the commands make models so",
     "{name}=": "a field in a message of its own",
 }

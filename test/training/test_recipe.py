@@ -135,7 +135,7 @@ def quantized(model, filter_fn):
 )
 def test_keep_last(share, blocks, dense):
     model = Model(blocks)
-    names = quantized(model, training.keep_last(model, share))
+    names = quantized(model, training.keep_last_blocks_dense(model, share))
     kept = {f"layers.{i}" for i in range(blocks)} - {name.rsplit(".", 1)[0] for name in names}
     assert kept == {f"layers.{i}" for i in range(blocks - dense, blocks)}
     assert {"heads.0", "lm_head"} <= set(names)
@@ -156,15 +156,15 @@ def test_keep_dense(which, names):
 
 def test_filters_combine():
     model = Model(4)
-    both = training.keep_last(model, 0.5) & training.keep_dense("router", "lm_head", "heads")
+    both = training.keep_last_blocks_dense(model, 0.5) & training.keep_dense("router", "lm_head", "heads")
     assert quantized(model, both & (lambda module, name: "0" not in name)) == ["layers.1.up"]
 
 
 def test_filters_are_checked():
     with pytest.raises(ValueError, match=r"Linear has no ModuleList of blocks.*keep_dense"):
-        training.keep_last(nn.Linear(2, 2), 0.1)
+        training.keep_last_blocks_dense(nn.Linear(2, 2), 0.1)
     with pytest.raises(ValueError, match="from 0 to 1, got 15"):
-        training.keep_last(Model(2), 15)
+        training.keep_last_blocks_dense(Model(2), 15)
     with pytest.raises(TypeError, match="names and functions"):
         training.keep_dense(3)
 
@@ -226,7 +226,11 @@ def test_set_recipe_is_checked():
 
 def test_summary():
     model = Model(2)
-    quantize_(model, NVFP4TrainingConfig(), filter_fn=training.keep_last(model, 0.5) & training.keep_dense("router"))
+    quantize_(
+        model,
+        NVFP4TrainingConfig(),
+        filter_fn=training.keep_last_blocks_dense(model, 0.5) & training.keep_dense("router"),
+    )
     training.set_recipe(model.heads, "accurate_eden", forward="bf16")
     training.set_recipe(model.lm_head, "weight_only")
     assert_expected_inline(

@@ -81,7 +81,7 @@ def test_another_runs_checkpoint_is_refused(texts):
 
 
 def test_what_is_quantized(texts):
-    model = trainer(texts, keep_last=0.5).model
+    model = trainer(texts, keep_last_blocks_dense=0.5).model
     trained = {name for name, module in model.named_modules() if isinstance(module, training.NVFP4TrainingLinear)}
     assert trained == {f"layers.0.{name}" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     late = trainer(texts, late_bf16=0.5)

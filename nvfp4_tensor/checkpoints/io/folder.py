@@ -90,7 +90,7 @@ class FolderCheckpoint(Checkpoint):
     def chunks(self, name: str) -> Iterator[Tensor]:
         return self.shards.chunks(self.stored_name(name))
 
-    def write_others(self, folder: Path) -> None:
+    def write_auxiliary_files(self, folder: Path) -> None:
         """The files of its folder that are neither weights nor what this package writes anew."""
         for file in self.files.stats if self.path.is_dir() else ():
             if not any(file.match(pattern) for pattern in _NOT_COPIED):
@@ -278,7 +278,7 @@ class SafetensorsFormat(Format):
 
     def _write_rest(self, checkpoint: Checkpoint, plan: Plan, state: Progress) -> None:
         """Index, configs, sidecar, and the other files of the source's folder."""
-        checkpoint.write_others(state.folder)
+        checkpoint.write_auxiliary_files(state.folder)
         where = {key: file for file, names in plan.items() for tensors in names.values() for key in tensors}
         if len(plan) > 1:
             tensors = [tensor for names in plan.values() for laid_out in names.values() for tensor in laid_out.values()]

@@ -73,7 +73,9 @@ def untie_head(model: Any) -> str:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = [name for name, module in model.named_modules() if module is head and isinstance(module, nn.Linear)]
     if not names:
-        raise ValueError(f"{type(model).__name__} has no output layer that is a linear: leave out head=True")
+        raise ValueError(
+            f"{type(model).__name__} has no output layer that is a linear: leave out quantize_lm_head=True"
+        )
     if head.weight is embedding.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
     model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False

@@ -37,7 +37,7 @@ from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.nvfp4 import quantize as quantize_tensor
 
-Different = Literal["requantize", "keep", "refuse"]
+MismatchedScales = Literal["requantize", "keep", "refuse"]
 
 
 def save(
@@ -46,7 +46,7 @@ def save(
     *,
     format: str = "modelopt",
     weight_only: bool = False,
-    different: Different = "requantize",
+    mismatched_scales: MismatchedScales = "requantize",
     config: Mapping[str, Any] | None = None,
     progress: bool = True,
     **options: Any,
@@ -61,10 +61,10 @@ def save(
         path: is not there yet; it appears when it is whole.
         format: a name of :data:`FORMATS`.
         weight_only: leave out the quantization of activations (W4A4 becomes W4A16).
-        different: what becomes of linears that servers join to one (q, k, v; gate and up) and that have different
-            per-tensor scales, with which vLLM computes wrong numbers. "requantize" gives them the largest, with a
-            warning: their block scales and codes are rounded anew, which adds 3 to 4 % to their error. "keep" writes
-            them as they are, "refuse" raises.
+        mismatched_scales: what becomes of linears that servers join to one (q, k, v; gate and up) and that have
+            different per-tensor scales, with which vLLM computes wrong numbers. "requantize" gives them the largest,
+            with a warning: their block scales and codes are rounded anew, which adds 3 to 4 % to their error. "keep"
+            writes them as they are, "refuse" raises.
         config: what config.json says; by default ``model.config`` of a transformers model, else none is written.
         progress: show a bar.
         options: of the format.
@@ -77,10 +77,10 @@ def save(
     Raises:
         ValueError: the model holds what the format cannot, by name. Then nothing is written.
     """
-    if different not in ("requantize", "keep", "refuse"):
-        raise ValueError(f"different is 'requantize', 'keep' or 'refuse', not {different!r}")
+    if mismatched_scales not in ("requantize", "keep", "refuse"):
+        raise ValueError(f"mismatched_scales is 'requantize', 'keep' or 'refuse', not {mismatched_scales!r}")
     target = format_named(format)
-    checkpoint: Checkpoint = ModelCheckpoint(model, config, different)
+    checkpoint: Checkpoint = ModelCheckpoint(model, config, mismatched_scales)
     target.write(WeightOnly(checkpoint) if weight_only else checkpoint, Path(path), progress=progress, **options)
 
 
@@ -94,7 +94,7 @@ class ModelCheckpoint(Checkpoint):
         self,
         model: nn.Module | Mapping[str, Tensor],
         config: Mapping[str, Any] | None = None,
-        different: Different = "keep",
+        mismatched_scales: MismatchedScales = "keep",
     ) -> None:
         """
         Raises:
@@ -111,8 +111,8 @@ class ModelCheckpoint(Checkpoint):
         for name, tensor in self._tensors.items():
             for each, entry in self._entries_of(name, tensor).items():
                 self.entries[each], self._parameter[each] = entry, name
-        if different != "keep" and (groups := different_scales(self)):
-            self._share_scales(groups, different)
+        if mismatched_scales != "keep" and (groups := different_scales(self)):
+            self._share_scales(groups, mismatched_scales)
 
     def _entries_of(self, name: str, tensor: Tensor) -> dict[str, Entry]:
         if tensor.is_meta:
@@ -158,13 +158,13 @@ class ModelCheckpoint(Checkpoint):
     def per_tensor_scale(self, name: str) -> Tensor:
         return self.linear(name).per_tensor_scale
 
-    def _share_scales(self, groups: list[tuple[str, ...]], different: Different) -> None:
+    def _share_scales(self, groups: list[tuple[str, ...]], mismatched_scales: MismatchedScales) -> None:
         """From now on, the linears of each group have the largest of their per-tensor scales."""
         names = some([" and ".join(group) for group in groups])
-        if different == "refuse":
+        if mismatched_scales == "refuse":
             raise ValueError(
                 f"{len(groups)} groups of linears that servers join have different per-tensor scales: {names}. "
-                "different='requantize' gives them one"
+                "mismatched_scales='requantize' gives them one"
             )
         warnings.warn(
             f"requantizing {len(groups)} groups of linears that servers join to one, for they need one per-tensor "

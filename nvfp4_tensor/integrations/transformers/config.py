@@ -29,9 +29,10 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
             reads.
         share_scales: quantize weights that servers fuse (q, k and v; gate and up) by one amax, so that the model can be
             saved as it is. False takes each its own, as ``quantize_`` does: saving may then be refused.
-        head: quantize the output layer too, which is then read at 4.5 bits a weight. Where it shares the embedding's
-            weight it gets a copy of its own in NVFP4, and the embedding stays as it is: ``tie_word_embeddings`` of the
-            model's config becomes False. vLLM loads no quantized output layer; llama.cpp and this library do.
+        quantize_lm_head: quantize the output layer too, which is then read at 4.5 bits a weight. Where it shares the
+            embedding's weight it gets a copy of its own in NVFP4, and the embedding stays as it is:
+            ``tie_word_embeddings`` of the model's config becomes False. vLLM loads no quantized output layer; llama.cpp
+            and this library do.
 
     Raises:
         TypeError: config is none of ours.
@@ -52,7 +53,7 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
         modules_to_not_convert: Iterable[str] | None = None,
         share_scales: bool = True,
         *,
-        head: bool = False,
+        quantize_lm_head: bool = False,
         quant_method: str = METHOD,
     ) -> None:
         if quant_method != METHOD:
@@ -61,7 +62,7 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
         self.config = _config_of(config) if isinstance(config, dict) else config or NVFP4WeightOnlyConfig()
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.share_scales = share_scales
-        self.head = head
+        self.quantize_lm_head = quantize_lm_head
         if not isinstance(self.config, NVFP4WeightOnlyConfig):
             raise TypeError(
                 f"config is an NVFP4WeightOnlyConfig or an NVFP4Config of nvfp4_tensor, not {type(config).__name__}"

@@ -14,7 +14,7 @@ from nvfp4_tensor.checkpoints.common import Checkpoint, nan_blocks
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.safetensors import write_json
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_files
-from nvfp4_tensor.checkpoints.models.saving import Different, ModelCheckpoint
+from nvfp4_tensor.checkpoints.models.saving import MismatchedScales, ModelCheckpoint
 from nvfp4_tensor.checkpoints.names import some, warn_of_mixed_groups
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
@@ -62,7 +62,7 @@ def save(
         model.save_pretrained(folder, **options)
     finally:
         quantizer.weight_only = False
-    held = checkpoint_of(model, weight_only, different="keep")  # for what it holds; the values are written
+    held = checkpoint_of(model, weight_only, mismatched_scales="keep")  # for what it holds; the values are written
     checkpoint = _AsInFiles(model, held)
     write_json(folder / modelopt.HF_QUANT_CONFIG, modelopt.hf_quant_config(checkpoint))
     card = model_card(
@@ -80,10 +80,12 @@ def save(
         tokenizer.save_pretrained(folder)
 
 
-def checkpoint_of(model: PreTrainedModel, weight_only: bool = False, different: Different = "requantize") -> Checkpoint:
+def checkpoint_of(
+    model: PreTrainedModel, weight_only: bool = False, mismatched_scales: MismatchedScales = "requantize"
+) -> Checkpoint:
     """The model as a checkpoint, one per-tensor scale where servers join linears."""
     held: Any = _brought_back(model) or model
-    checkpoint: Checkpoint = ModelCheckpoint(held, {}, different)
+    checkpoint: Checkpoint = ModelCheckpoint(held, {}, mismatched_scales)
     return WeightOnly(checkpoint) if weight_only else checkpoint
 
 

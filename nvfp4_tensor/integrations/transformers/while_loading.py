@@ -59,7 +59,7 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
             and should_convert_module(name.removesuffix(".weight"), skipped)
             and not is_matched(name, left_dense)
         }
-        if self.quantization_config.head:
+        if self.quantization_config.quantize_lm_head:
             self._take_head(model)
         if not self.weights:
             raise ValueError(
@@ -161,7 +161,7 @@ def name_of_head(model: PreTrainedModel) -> str:
         if module is head and type(module) is nn.Linear and module.in_features % BLOCK == 0:
             return f"{path}.weight"
     raise ValueError(
-        f"head=True quantizes an output layer, an nn.Linear whose inputs are a multiple of {BLOCK}: "
+        f"quantize_lm_head=True quantizes an output layer, an nn.Linear whose inputs are a multiple of {BLOCK}: "
         f"{type(model).__name__} has {head}"
     )
 

@@ -11,7 +11,9 @@ from nvfp4_tensor.quantization.accuracy.gptq.stages import in_eval_mode
 
 
 @torch.no_grad()
-def own_text(model: nn.Module, tokens: int = 4096, *, window: int = 512, seed: int = 0) -> list[Tensor]:
+def generate_calibration_text(
+    model: nn.Module, tokens: int = 4096, *, window: int = 512, seed: int = 0
+) -> list[Tensor]:
     """Batches for :func:`calibrate` and :func:`gptq`, sampled from a language model of transformers.
 
     Each window starts from a token drawn uniformly from the vocabulary and goes on as the model samples, at temperature
@@ -33,7 +35,9 @@ def own_text(model: nn.Module, tokens: int = 4096, *, window: int = 512, seed: i
     generate: Any = getattr(model, "generate", None)
     config: Any = getattr(model, "config", None)
     if generate is None or config is None:
-        raise TypeError(f"own_text samples from a language model of transformers, not from a {type(model).__name__}")
+        raise TypeError(
+            f"generate_calibration_text samples from a language model of transformers, not a {type(model).__name__}"
+        )
     if tokens < 1 or window < 2:
         raise ValueError(f"tokens is at least 1 and window at least 2, got {tokens} and {window}")
     device = next(model.parameters()).device

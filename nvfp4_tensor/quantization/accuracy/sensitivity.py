@@ -13,7 +13,7 @@ from torch.nn.functional import kl_div
 from tqdm import tqdm
 
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of
-from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, Place, places_of
+from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, WeightRef, find_targets
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.experts import quantized_experts
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
@@ -67,7 +67,7 @@ class Sensitivity:
                 chosen += part.weights
         return chosen
 
-    def filter_within(self, bits: float, filter_fn: Filter | None = None) -> Filter:
+    def filter_for_bit_budget(self, bits: float, filter_fn: Filter | None = None) -> Filter:
         """A filter for ``quantize_``, :func:`calibrate` or :func:`gptq` that leaves :meth:`dense_within` out.
 
         filter_fn: what else is left out; the one that :func:`sensitivity` was given.
@@ -128,7 +128,7 @@ def sensitivity(
     Example::
 
         found = sensitivity(model, batches, filter_fn=linears)
-        quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=found.filter_within(5.0, linears))
+        quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=found.filter_for_bit_budget(5.0, linears))
     """
     config = NVFP4WeightOnlyConfig() if config is None else config
     config._check_calibrated()
@@ -139,13 +139,13 @@ def sensitivity(
         raise ValueError("sensitivity compares outputs: give at least one batch")
     if by_layer and group_of is not None:
         raise ValueError("by_layer and group_of each say what is quantized together: give one of them")
-    groups = _groups(model, places_of(model, filter_fn), by_layer, group_of)
+    groups = _groups(model, find_targets(model, filter_fn), by_layer, group_of)
     with in_eval_mode(model):
         with _calls(model) as called:
             exact = [_log_probabilities(model, batch) for batch in batches]
         bar = tqdm(groups.items(), desc="sensitivity", unit="part", disable=not progress)
-        parts = [_part(model, name, places, config, batches, exact) for name, places in bar]
-    reached = {name for name, places in groups.items() if any(place.module in called for place in places)}
+        parts = [_part(model, name, targets, config, batches, exact) for name, targets in bar]
+    reached = {name for name, targets in groups.items() if any(target.module in called for target in targets)}
     return Sensitivity(tuple(dataclasses.replace(p, called=p.name in reached or p.loss != 0) for p in parts))
 
 
@@ -162,48 +162,48 @@ def _calls(model: nn.Module) -> Iterator[set[nn.Module]]:
 
 
 def _groups(
-    model: nn.Module, places: Sequence[Place], by_layer: bool, group_of: Callable[[str], str] | None
-) -> dict[str, list[Place]]:
-    layers = layers_of(model, [place.module for place in places]) if by_layer else []
+    model: nn.Module, targets: Sequence[WeightRef], by_layer: bool, group_of: Callable[[str], str] | None
+) -> dict[str, list[WeightRef]]:
+    layers = layers_of(model, [target.module for target in targets]) if by_layer else []
     layer_of = {module: name for name, layer in layers for module in layer.modules()}
-    groups: dict[str, list[Place]] = {}
-    for place in places:
-        name = layer_of.get(place.module, place.name) if group_of is None else group_of(place.name)
-        groups.setdefault(name, []).append(place)
+    groups: dict[str, list[WeightRef]] = {}
+    for target in targets:
+        name = layer_of.get(target.module, target.name) if group_of is None else group_of(target.name)
+        groups.setdefault(name, []).append(target)
     return groups
 
 
 def _part(
     model: nn.Module,
     name: str,
-    places: Sequence[Place],
+    targets: Sequence[WeightRef],
     config: NVFP4WeightOnlyConfig,
     batches: Sequence[Any],
     exact: Sequence[Tensor],
 ) -> Part:
     bits = 0
     try:
-        for place in places:
-            weight = quantized(place, config)
+        for target in targets:
+            weight = quantized(target, config)
             bits += 8 * weight.stored_bytes
-            place.put(weight)
+            target.put(weight)
         pairs = [(_log_probabilities(model, batch), own) for batch, own in zip(batches, exact, strict=True)]
     finally:
-        for place in places:
-            place.restore()
+        for target in targets:
+            target.restore()
     loss = sum(kl_div(found, own, reduction="sum", log_target=True).item() for found, own in pairs)
-    elements = sum(place.dense.numel() for place in places)
-    dense_bits = 8 * sum(place.dense.nbytes for place in places) / elements
+    elements = sum(target.dense.numel() for target in targets)
+    dense_bits = 8 * sum(target.dense.nbytes for target in targets) / elements
     tokens = sum(own.shape[:-1].numel() for own in exact)
-    names = tuple(place.name for place in places)
+    names = tuple(target.name for target in targets)
     return Part(name, names, loss / tokens, elements, dense_bits, bits / elements)
 
 
-def quantized(place: Place, config: NVFP4WeightOnlyConfig) -> NVFP4Tensor:
+def quantized(target: WeightRef, config: NVFP4WeightOnlyConfig) -> NVFP4Tensor:
     """The weight of a place by a config without a calibration."""
-    if place.dense.dim() == 3:
-        return quantized_experts(place.module, place.dense.detach(), config.weight, config.activation)
-    return quantize(place.dense.detach(), config.weight)._replace(activation_spec=config.activation)
+    if target.dense.dim() == 3:
+        return quantized_experts(target.module, target.dense.detach(), config.weight, config.activation)
+    return quantize(target.dense.detach(), config.weight)._replace(activation_spec=config.activation)
 
 
 def _log_probabilities(model: nn.Module, batch: Any) -> Tensor:

@@ -204,7 +204,7 @@ def _check_group(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -> N
         if isinstance(getattr(parameter, "_local_tensor", None), NVFP4Tensor):
             raise ValueError(
                 f"{name} is a shard of an NVFP4 weight, and a write changes the scale of the whole: train it in "
-                "bfloat16 by NVFP4TrainingConfig, whose shards nvfp4_tensor.distributed.gather_codes sends as codes"
+                "bfloat16 by NVFP4TrainingConfig, with nvfp4_tensor.distributed.enable_nvfp4_all_gather"
             )
         if isinstance(parameter, NVFP4Tensor):
             check_writable(parameter, name)

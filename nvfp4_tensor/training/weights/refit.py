@@ -52,7 +52,7 @@ def refit_(
     named_weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     *,
     strict: bool = True,
-    place: Callable[[str], Place] | None = None,
+    name_map: Callable[[str], Place] | None = None,
     round_mode: RoundingMode | str | None = None,
     seed: int = 0,
     step: int = 0,
@@ -70,8 +70,8 @@ def refit_(
         named_weights: (name, tensor) pairs or a mapping: bfloat16, float16 or float32, on any device.
         strict: every parameter of the model has to be given, and everything given has to be in the model. Buffers may
             be given, but need not be.
-        place: where the weight of a name goes: a name in the model; (name, i) for piece i of a fused one, whose pieces
-            are joined along dimension 0 in order; None for nowhere. As named by default.
+        name_map: where the weight of a name goes: a name in the model; (name, i) for piece i of a fused one, whose
+            pieces are joined along dimension 0 in order; None for nowhere. As named by default.
         round_mode: in place of that of the specs. "stochastic" adds rounding noise that is zero in the mean, which
             other steps draw anew: exploration that can be repeated.
         seed, step: decide the random bits, together with the parameter's name.
@@ -86,7 +86,7 @@ def refit_(
     if round_mode is not None and RoundingMode.of(round_mode) == RoundingMode.EDEN:
         raise ValueError("EDEN makes no weight that is kept: use 'stochastic' or 'rne'")
     targets = _targets(model)
-    given = _sorted_by_target(named_weights, place)
+    given = _sorted_by_target(named_weights, name_map)
     _check_names(model, targets, given, strict)
     writes = {name: [pieces[i] for i in sorted(pieces)] for name, pieces in given.items() if name in targets}
     for name, pieces in writes.items():
@@ -114,12 +114,12 @@ def _targets(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _sorted_by_target(
-    named_weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], place: Callable[[str], Place] | None
+    named_weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], name_map: Callable[[str], Place] | None
 ) -> dict[str, _Pieces]:
     pairs = named_weights.items() if isinstance(named_weights, Mapping) else named_weights
     given: dict[str, _Pieces] = {}
     for name, tensor in pairs:
-        where = name if place is None else place(name)
+        where = name if name_map is None else name_map(name)
         if where is None:
             continue
         target, position = (where, 0) if isinstance(where, str) else where

@@ -35,7 +35,7 @@ def joined_folder(tmp_path, scales):
         state[f"{name}_proj.bias"] = torch.randn(len(weight)).bfloat16()
     for name in ("gate", "up"):
         state[f"{name}_proj.weight"] = quantize(tensors[f"model.layers.0.mlp.{name}_proj.weight"], amax=9.0)
-    checkpoints.save(state, tmp_path / "src", different="keep", progress=False)
+    checkpoints.save(state, tmp_path / "src", mismatched_scales="keep", progress=False)
     return state
 
 
@@ -50,7 +50,7 @@ def test_joined_linears(tmp_path, scales):
     assert torch.equal(model.qkv_proj.bias, torch.cat([state[f"{name}_proj.bias"] for name in "qkv"]))
     assert model.gate_up_proj.weight.per_tensor_scale.shape == ()
     assert weight.activation_amax == torch.tensor(70.0) / 2688 * 2688
-    checkpoints.save(model, tmp_path / "again", different="keep", progress=False)
+    checkpoints.save(model, tmp_path / "again", mismatched_scales="keep", progress=False)
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("src", "again"))
     assert one == other
 

@@ -36,11 +36,11 @@ def test_there_and_back(tmp_path, block, format, w4a4):
         calibrate(block, [torch.randn(8, 64).bfloat16()], NVFP4Config(), progress=False)
     else:
         quantize_(block, NVFP4WeightOnlyConfig(four_over_six=True))
-    checkpoints.save(block, tmp_path / "a", format=format, different="keep", progress=False)
+    checkpoints.save(block, tmp_path / "a", format=format, mismatched_scales="keep", progress=False)
     again = checkpoints.load(Block().bfloat16(), tmp_path / "a", progress=False)
     x = torch.randn(4, 64).bfloat16()
     assert torch.equal(again(x), block(x))
-    checkpoints.save(again, tmp_path / "b", format=format, different="keep", progress=False)
+    checkpoints.save(again, tmp_path / "b", format=format, mismatched_scales="keep", progress=False)
     assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
@@ -110,11 +110,11 @@ def test_joined_linears_are_requantized_with_a_warning(tmp_path, block):
 def test_keep_and_refuse(tmp_path, block):
     quantize_(block, NVFP4WeightOnlyConfig())
     with pytest.raises(ValueError, match=r"1 groups of linears that servers join have different per-tensor scales"):
-        checkpoints.save(block, tmp_path / "a", different="refuse", progress=False)
+        checkpoints.save(block, tmp_path / "a", mismatched_scales="refuse", progress=False)
     with pytest.raises(ValueError, match="different is 'requantize', 'keep' or 'refuse', not 'no'"):
-        checkpoints.save(block, tmp_path / "a", different="no", progress=False)
+        checkpoints.save(block, tmp_path / "a", mismatched_scales="no", progress=False)
     assert not list(tmp_path.iterdir())
-    checkpoints.save(block, tmp_path / "a", different="keep", progress=False)
+    checkpoints.save(block, tmp_path / "a", mismatched_scales="keep", progress=False)
     assert scales_of(tmp_path / "a") == [getattr(block, f"{name}_proj").weight.per_tensor_scale for name in "qkvo"]
 
 
@@ -141,13 +141,13 @@ def test_a_state_dict(tmp_path, block):
 
 def test_what_changed_since_is_saved_as_it_is_now(tmp_path, block):
     calibrate(block, [torch.randn(8, 64).bfloat16()], NVFP4Config(), progress=False)
-    checkpoints.save(block, tmp_path / "a", format="compressed-tensors", different="keep", progress=False)
+    checkpoints.save(block, tmp_path / "a", format="compressed-tensors", mismatched_scales="keep", progress=False)
     again = checkpoints.load(Block().bfloat16(), tmp_path / "a", progress=False)
     changed = quantize(torch.randn(64, 64).bfloat16())._replace(
         activation_spec=QuantizeSpec(), activation_amax=torch.tensor(5376.0)
     )
     again.o_proj.weight = nn.Parameter(changed, requires_grad=False)
-    checkpoints.save(again, tmp_path / "b", format="compressed-tensors", different="keep", progress=False)
+    checkpoints.save(again, tmp_path / "b", format="compressed-tensors", mismatched_scales="keep", progress=False)
     with checkpoints.read(tmp_path / "b") as read:
         parts = read.linear("o_proj.weight")
     assert parts.input_scale == 2.0 and torch.equal(parts.per_tensor_scale, changed.per_tensor_scale)
@@ -183,7 +183,7 @@ def test_refused_by_name_and_nothing_written(tmp_path, block, case):
     change, message = REFUSED[case]
     change(block)
     with pytest.raises(ValueError, match=message):
-        checkpoints.save(block, tmp_path / "a", different="keep", progress=False)
+        checkpoints.save(block, tmp_path / "a", mismatched_scales="keep", progress=False)
     assert not list(tmp_path.iterdir())
 
 

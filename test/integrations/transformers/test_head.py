@@ -15,7 +15,7 @@ FOUR_OVER_SIX = NVFP4WeightOnlyConfig(four_over_six=True)
 
 
 def load(folder, **options):
-    config = NVFP4TensorConfig(FOUR_OVER_SIX, head=True, **options)
+    config = NVFP4TensorConfig(FOUR_OVER_SIX, quantize_lm_head=True, **options)
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
 
 
@@ -80,7 +80,7 @@ def test_a_folder_quantized_without_a_model_is_the_same(llama, tmp_path):
     _, folder = llama()
     load(folder).save_pretrained(tmp_path / "model")
     spec = QuantizeSpec(four_over_six=True)
-    checkpoints.quantize(folder, tmp_path / "folder", spec=spec, head=True, progress=False)
+    checkpoints.quantize(folder, tmp_path / "folder", spec=spec, quantize_lm_head=True, progress=False)
     with checkpoints.read(tmp_path / "model") as a, checkpoints.read(tmp_path / "folder") as b:
         assert a.entries.keys() == b.entries.keys() and "lm_head.weight" in a.entries
         assert b.config["tie_word_embeddings"] is False
@@ -97,7 +97,7 @@ def test_sizes_count_the_copy(llama):
     model = load(folder)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(dense.config, dtype=torch.bfloat16)
-    quantizer = WhileLoadingQuantizer(NVFP4TensorConfig(head=True), pre_quantized=False)
+    quantizer = WhileLoadingQuantizer(NVFP4TensorConfig(quantize_lm_head=True), pre_quantized=False)
     quantizer._process_model_before_weight_loading(empty)
     sizes = {name: p for name, p in empty.named_parameters(remove_duplicate=False)}
     planned = sum(quantizer.param_element_size(empty, name, p) * p.numel() for name, p in sizes.items())

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from nvfp4_tensor.quantization.accuracy import self_generated_text as own_text
+from nvfp4_tensor.quantization.accuracy import self_generated_text as generate_calibration_text
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,12 +17,12 @@ def tiny():
 
 def test_what_a_model_writes():
     model, state = tiny(), torch.get_rng_state()
-    batches = own_text(model, 50, window=12, seed=7)
+    batches = generate_calibration_text(model, 50, window=12, seed=7)
     assert [batch.shape for batch in batches] == [(1, 12)] * 5
     assert torch.equal(torch.get_rng_state(), state)
     text = torch.cat(batches)
-    assert torch.equal(text, torch.cat(own_text(model, 50, window=12, seed=7)))
-    assert not torch.equal(text, torch.cat(own_text(model, 50, window=12, seed=8)))
+    assert torch.equal(text, torch.cat(generate_calibration_text(model, 50, window=12, seed=7)))
+    assert not torch.equal(text, torch.cat(generate_calibration_text(model, 50, window=12, seed=8)))
     assert len(text.unique()) > 10 and (text[:, 1:] != 3).all(), "no end of text"
     # likelier tokens are written more often
     with torch.no_grad():
@@ -33,19 +33,19 @@ def test_what_a_model_writes():
 @pytest.mark.parametrize("arguments", [{"tokens": 0}, {"window": 1}])
 def test_sizes(arguments):
     with pytest.raises(ValueError, match="tokens is at least 1 and window at least 2"):
-        own_text(tiny(), **arguments)
+        generate_calibration_text(tiny(), **arguments)
 
 
 def test_only_language_models_write():
     with pytest.raises(TypeError, match="not from a Linear"):
-        own_text(nn.Linear(2, 2))
+        generate_calibration_text(nn.Linear(2, 2))
 
 
 def test_a_model_in_training_writes_without_its_dropout():
     model = tiny()
-    expected = torch.cat(own_text(model, 60, window=20, seed=7))
+    expected = torch.cat(generate_calibration_text(model, 60, window=20, seed=7))
     model.config.attention_dropout = 0.9
     model.model.layers[0].self_attn.attention_dropout = 0.9
     model.train()
-    assert torch.equal(torch.cat(own_text(model, 60, window=20, seed=7)), expected)
+    assert torch.equal(torch.cat(generate_calibration_text(model, 60, window=20, seed=7)), expected)
     assert all(module.training for module in model.modules())

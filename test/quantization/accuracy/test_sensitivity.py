@@ -121,7 +121,7 @@ def test_the_filter_leaves_them_dense():
 
     found = sensitivity(m, batches(), filter_fn=linears, progress=False)
     nvfp4 = sum(part.bits * part.elements for part in found.parts) / sum(part.elements for part in found.parts)
-    take = found.filter_within(nvfp4 + 12 * 0.4, linears)
+    take = found.filter_for_bit_budget(nvfp4 + 12 * 0.4, linears)
     quantize_(m, NVFP4WeightOnlyConfig(), filter_fn=take)
     dense = {f"{name}.weight" for name, module in m.named_modules() if type(module) is nn.Linear} - {"head.weight"}
     assert dense == set(found.dense_within(nvfp4 + 12 * 0.4)) and 0 < len(dense) < 6

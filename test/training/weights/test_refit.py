@@ -99,7 +99,7 @@ def test_fused_weights_by_a_function():
     before = parts(model)
     del given["k"]
     with pytest.raises(KeyError, match="pieces"):
-        refit_(model, {**given, **rest}, place=lambda n: ("qkv.weight", 2) if n == "v" else place(n))
+        refit_(model, {**given, **rest}, name_map=lambda n: ("qkv.weight", 2) if n == "v" else place(n))
     assert all(torch.equal(a[1], b[1]) for a, b in zip(before, parts(model), strict=True))
 
 

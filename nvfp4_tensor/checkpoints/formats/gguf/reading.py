@@ -117,7 +117,7 @@ class GGUFCheckpoint(Checkpoint):
         with _naming(self.path, gguf_name):
             return with_factors(check_scales(parts), self._factors.get(name, {}))
 
-    def write_others(self, folder: Path) -> None:
+    def write_auxiliary_files(self, folder: Path) -> None:
         """Its tokenizer, as files of transformers; a warning where that cannot be."""
         try:
             tokenizer = tokenizer_of(self.path, self.fields)

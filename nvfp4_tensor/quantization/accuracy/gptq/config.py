@@ -24,13 +24,14 @@ class GPTQConfig:
             as they are multiplied, quantized, and weights aim at what they give on these inputs unquantized. By default
             weights alone, by a scale search.
         damping: this share of the mean of the Hessian's diagonal is added to its diagonal.
-        by_activation: round blocks, and the columns of each, in the order of how much their inputs weigh; else as they
+        act_order: round blocks, and the columns of each, in the order of how much their inputs weigh; else as they
             stand.
-        to_dense: aim at what the dense model's linears give on the dense model's inputs, so that each layer makes up
-            for the errors of those before it (1); by default at what the weight gives on the inputs met (0). It
-            takes more runs of each layer; by 8,192 tokens SmolLM2 gained a little, on toys of fewer nothing.
-        one_by_one: run a layer anew for each of its inputs, so that ``o_proj`` is fitted to what quantized ``q_proj``,
-            ``k_proj`` and ``v_proj`` make; by default all inputs of a layer are taken before its first weight changes.
+        dense_target_weight: aim at what the dense model's linears give on the dense model's inputs, so that each layer
+            makes up for the errors of those before it (1); by default at what the weight gives on the inputs met (0).
+            It takes more runs of each layer; by 8,192 tokens SmolLM2 gained a little, on toys of fewer nothing.
+        sequential_within_layer: run a layer anew for each of its inputs, so that ``o_proj`` is fitted to what quantized
+            ``q_proj``, ``k_proj`` and ``v_proj`` make; by default all inputs of a layer are taken before its first
+            weight changes.
         share_scales: linears that share an input get one per-tensor scale, as libraries that fuse them want it.
 
     Raises:
@@ -40,9 +41,9 @@ class GPTQConfig:
 
     base_config: NVFP4WeightOnlyConfig = dataclasses.field(default_factory=_searched)
     damping: float = 0.01
-    by_activation: bool = True
-    to_dense: float = 0.0
-    one_by_one: bool = False
+    act_order: bool = True
+    dense_target_weight: float = 0.0
+    sequential_within_layer: bool = False
     share_scales: bool = False
 
     def __post_init__(self) -> None:
@@ -52,8 +53,8 @@ class GPTQConfig:
             )
         if not 0 < self.damping < float("inf"):
             raise ValueError(f"damping is above 0, 0.01 for instance, got {self.damping!r}")
-        if not 0 <= self.to_dense <= 1:
-            raise ValueError(f"to_dense is from 0 to 1, got {self.to_dense!r}")
+        if not 0 <= self.dense_target_weight <= 1:
+            raise ValueError(f"dense_target_weight is from 0 to 1, got {self.dense_target_weight!r}")
         for name, spec in (("weight", self.base_config.weight), ("activation", self.base_config.activation)):
             if spec is not None and (spec.round_mode != RoundingMode.RNE or spec.hadamard_sign is not None):
                 raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor.quantization.accuracy.gptq.config import GPTQConfig
-from nvfp4_tensor.quantization.accuracy.gptq.targets import Place
+from nvfp4_tensor.quantization.accuracy.gptq.targets import WeightRef
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _SETTINGS = "settings.json"
@@ -30,13 +30,13 @@ class Finished:
         folder: str | Path,
         config: GPTQConfig,
         model: nn.Module,
-        places: Sequence[Place],
+        targets: Sequence[WeightRef],
         batches: Sequence[Any],
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         weights = hashlib.blake2b(digest_size=16)
-        _digest([place.name for place in places], weights)
+        _digest([target.name for target in targets], weights)
         _digest(dict(model.named_parameters()), weights)  # norms and embeddings too: inputs depend on them
         inputs = hashlib.blake2b(digest_size=16)
         _digest(batches, inputs)
@@ -52,13 +52,13 @@ class Finished:
                 "give another folder"
             )
 
-    def load(self, name: str, places: Sequence[Place]) -> dict[str, NVFP4Tensor] | None:
+    def load(self, name: str, targets: Sequence[WeightRef]) -> dict[str, NVFP4Tensor] | None:
         """The weights of layer ``name``, by the names of its places; None where it is not finished."""
         path = self._path(name)
         if not path.exists():
             return None
-        weights = torch.load(path, weights_only=True, map_location=places[0].dense.device if places else None)
-        if set(weights) != {place.name for place in places}:
+        weights = torch.load(path, weights_only=True, map_location=targets[0].dense.device if targets else None)
+        if set(weights) != {target.name for target in targets}:
             raise ValueError(f"{path} does not hold the weights of {name}: delete it, and the layer is done again")
         return weights
 

@@ -42,7 +42,7 @@ class Factor:
     damped: Tensor
 
     @classmethod
-    def of(cls, hessian: Tensor, damping: float, *, by_activation: bool) -> Factor:
+    def of(cls, hessian: Tensor, damping: float, *, act_order: bool) -> Factor:
         """Of ``hessian`` (K, K), K a multiple of 16, with ``damping`` times its mean diagonal added to its diagonal.
 
         Raises:
@@ -55,7 +55,7 @@ class Factor:
         unused = diagonal == 0  # never fed anything: rounded to nearest, and in nobody's way
         mean = float(diagonal[~unused].mean()) if not unused.all() else 1.0
         diagonal.add_(torch.full_like(diagonal, damping * mean).masked_fill(unused, mean))
-        order = _order(diagonal) if by_activation else torch.arange(len(damped), device=damped.device)
+        order = _order(diagonal) if act_order else torch.arange(len(damped), device=damped.device)
         inverse = torch.cholesky_inverse(_cholesky(damped[order][:, order]))
         return cls(_cholesky(inverse, upper=True).float(), order, damped)
 

@@ -18,7 +18,7 @@ from nvfp4_tensor.quantization.accuracy.gptq.folder import Finished
 from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_inputs, round_weight
 from nvfp4_tensor.quantization.accuracy.gptq.stages import Call, call_model, in_eval_mode, layers_of, record
 from nvfp4_tensor.quantization.accuracy.gptq.statistics import Collected, Statistics, Streams
-from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, Place, Watch, places_of
+from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, Watch, WeightRef, find_targets
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -38,9 +38,9 @@ def gptq(
 ) -> nn.Module:
     """Quantize a model in place by GPTQ (arXiv:2210.17323), one layer after the other.
 
-    Beside the model, memory holds the hidden states of all batches (twice with ``to_dense``), what is summed up of one
-    layer, and with ``to_dense`` the dense inputs of one layer. The dense weights are kept until all is done: after any
-    exception, an interrupt too, the model is as it was.
+    Memory holds the model, the hidden states of all batches (twice with ``dense_target_weight``), the statistics of one
+    layer, and with ``dense_target_weight`` the dense inputs of one layer. The dense weights are kept until all is done:
+    after any exception, an interrupt too, the model is as it was.
 
     Args:
         model: linears, and experts' parameters (E, N, K), are replaced in place; it runs in eval mode meanwhile.
@@ -71,13 +71,13 @@ def gptq(
     batches = list(batches)
     if not batches:
         raise ValueError("GPTQ learns from what weights are fed: give at least one batch")
-    places = places_of(model, filter_fn)
-    chain = _chain(model, places, layers)
-    finished = None if folder is None else Finished(folder, config, model, places, batches)
-    bar = tqdm(total=len(places), desc="GPTQ", unit="weight", disable=not progress)
-    with torch.no_grad(), in_eval_mode(model), _all_or_nothing(places), bar:
+    targets = find_targets(model, filter_fn)
+    chain = _chain(model, targets, layers)
+    finished = None if folder is None else Finished(folder, config, model, targets, batches)
+    bar = tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress)
+    with torch.no_grad(), in_eval_mode(model), _all_or_nothing(targets), bar:
         run = _Run(config, finished, bar.update)
-        rest = run.chain(model, chain, places, batches) if chain else places
+        rest = run.chain(model, chain, targets, batches) if chain else targets
         run.whole(model, rest, batches)
     return model
 
@@ -89,10 +89,10 @@ def _checked(config: GPTQConfig | NVFP4WeightOnlyConfig | None) -> GPTQConfig:
 
 
 def _chain(
-    model: nn.Module, places: Sequence[Place], layers: Sequence[nn.Module] | None
+    model: nn.Module, targets: Sequence[WeightRef], layers: Sequence[nn.Module] | None
 ) -> list[tuple[str, nn.Module]]:
     if layers is None:
-        return layers_of(model, [place.module for place in places])
+        return layers_of(model, [target.module for target in targets])
     names = {module: name for name, module in model.named_modules()}
     if len(set(layers)) < len(layers):
         raise ValueError("one of the layers is given twice: give layers=[] to take the model as a whole")
@@ -102,12 +102,12 @@ def _chain(
 
 
 @contextmanager
-def _all_or_nothing(places: Sequence[Place]) -> Iterator[None]:
+def _all_or_nothing(targets: Sequence[WeightRef]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for place in places:
-            place.restore()
+        for target in targets:
+            target.restore()
         raise
 
 
@@ -123,62 +123,64 @@ class _Run:
         self,
         model: nn.Module,
         layers: Sequence[tuple[str, nn.Module]],
-        places: Sequence[Place],
+        targets: Sequence[WeightRef],
         batches: Sequence[Any],
-    ) -> list[Place]:
+    ) -> list[WeightRef]:
         """The layers in turn; the places outside of them are left."""
         hidden, calls = record(model, layers, batches)
-        streams = Streams(hidden, list(hidden) if self.config.to_dense else None)
-        left = list(places)
+        streams = Streams(hidden, list(hidden) if self.config.dense_target_weight else None)
+        left = list(targets)
         for i, (name, layer) in enumerate(layers):
             modules = set(layer.modules())
-            own = [place for place in left if place.module in modules]
+            own = [target for target in left if target.module in modules]
             self._layer(name, layer, own, [batch[i] for batch in calls], streams)
-            left = [place for place in left if place not in own]
+            left = [target for target in left if target not in own]
         return left
 
-    def whole(self, model: nn.Module, places: Sequence[Place], batches: Sequence[Any]) -> None:
+    def whole(self, model: nn.Module, targets: Sequence[WeightRef], batches: Sequence[Any]) -> None:
         """Places outside of layers, in one pass over the model."""
-        if not places or self._load(REST, places):
+        if not targets or self._load(REST, targets):
             return
-        collected = self._collected(places)
+        collected = self._collected(targets)
         for batch in batches:
-            with Watch(places) as watch:
+            with Watch(targets) as watch:
                 call_model(model, batch)
             collected.add(watch)
         self._quantize(collected)
-        self._save(REST, places)
+        self._save(REST, targets)
 
-    def _layer(self, name: str, layer: nn.Module, places: list[Place], calls: Sequence[Call], streams: Streams) -> None:
-        dense = streams.advance_dense(layer, calls, places)
+    def _layer(
+        self, name: str, layer: nn.Module, targets: list[WeightRef], calls: Sequence[Call], streams: Streams
+    ) -> None:
+        dense = streams.advance_dense(layer, calls, targets)
         fed: Sequence[Watch | None] = dense or [None] * len(calls)
-        if not self._load(name, places):
-            for group in self._groups(layer, calls, places, streams, dense):
+        if not self._load(name, targets):
+            for group in self._groups(layer, calls, targets, streams, dense):
                 collected = self._collected(group)
                 for call, states, z in zip(calls, streams.met, fed, strict=True):
                     with Watch(group) as watch:
                         call.run(layer, states)
                     collected.add(watch, z, rows=states.shape[:-1].numel())
                 self._quantize(collected)
-            self._save(name, places)
+            self._save(name, targets)
         streams.advance(layer, calls)
 
-    def _collected(self, places: Sequence[Place]) -> Collected:
-        return Collected(places, self.config.base_config.activation, self.config.to_dense)
+    def _collected(self, targets: Sequence[WeightRef]) -> Collected:
+        return Collected(targets, self.config.base_config.activation, self.config.dense_target_weight)
 
     def _groups(
         self,
         layer: nn.Module,
         calls: Sequence[Call],
-        places: Sequence[Place],
+        targets: Sequence[WeightRef],
         streams: Streams,
         dense: list[Watch] | None,
-    ) -> list[list[Place]]:
+    ) -> list[list[WeightRef]]:
         """What is summed up in one pass over the batches: what shares an input, or the whole layer."""
-        if not self.config.one_by_one:
-            return [list(places)] if places else []
-        groups: list[list[Place]] = []
-        left = list(places)
+        if not self.config.sequential_within_layer:
+            return [list(targets)] if targets else []
+        groups: list[list[WeightRef]] = []
+        left = list(targets)
         for i, (call, states) in enumerate(zip(calls, streams.met, strict=True)):
             if not left:
                 break
@@ -187,30 +189,30 @@ class _Run:
             else:
                 with Watch(left) as watch:
                     call.run(layer, states)
-            groups += [new for group in watch.groups() if (new := [place for place in group if place in left])]
-            left = [place for place in left if not any(place in group for group in groups)]
+            groups += [new for group in watch.groups() if (new := [target for target in group if target in left])]
+            left = [target for target in left if not any(target in group for group in groups)]
         return [*groups, left] if left else groups
 
     def _quantize(self, collected: Collected) -> None:
-        made: dict[Place, list[NVFP4Tensor]] = {}
+        made: dict[WeightRef, list[NVFP4Tensor]] = {}
         for each in collected.statistics():
             with torch.autocast(each.hessian.device.type, enabled=False):  # the model's own, which would round products
                 weights = self._rounded(each)
-            for (place, _), weight in zip(each.fed, weights, strict=True):
-                made.setdefault(place, []).append(weight)
-        for place, rounded in made.items():
-            place.put(_joined(rounded) if place.dense.dim() == 3 else rounded[0])
+            for (target, _), weight in zip(each.fed, weights, strict=True):
+                made.setdefault(target, []).append(weight)
+        for target, rounded in made.items():
+            target.put(_joined(rounded) if target.dense.dim() == 3 else rounded[0])
             self.tick()
 
     def _rounded(self, each: Statistics) -> list[NVFP4Tensor]:
         config = self.config
-        names = ", ".join(place.name for place, _ in each.fed)
+        names = ", ".join(target.name for target, _ in each.fed)
         try:
-            factor = Factor.of(each.hessian, config.damping, by_activation=config.by_activation)
+            factor = Factor.of(each.hessian, config.damping, act_order=config.act_order)
         except ValueError as error:
             raise ValueError(f"{names}: {error}") from None
-        weights = [place.matrix(expert).float() for place, expert in each.fed]
-        if bad := [place.name for (place, _), w in zip(each.fed, weights, strict=True) if not w.isfinite().all()]:
+        weights = [target.matrix(expert).float() for target, expert in each.fed]
+        if bad := [target.name for (target, _), w in zip(each.fed, weights, strict=True) if not w.isfinite().all()]:
             raise ValueError(f"{', '.join(bad)} holds NaN or Inf, whose error nothing makes up for: mend it first")
         if each.cross is not None:
             weights = [moved_to_inputs(weight, each.cross, each.hessian, factor) for weight in weights]
@@ -224,18 +226,18 @@ class _Run:
         fields = {"orig_dtype": each.fed[0][0].dense.dtype, **config.fields}
         return [weight._replace(**fields) for weight in rounded]
 
-    def _load(self, name: str, places: Sequence[Place]) -> bool:
-        weights = None if self.finished is None else self.finished.load(name, places)
+    def _load(self, name: str, targets: Sequence[WeightRef]) -> bool:
+        weights = None if self.finished is None else self.finished.load(name, targets)
         if weights is None:
             return False
-        for place in places:
-            place.put(weights[place.name])
+        for target in targets:
+            target.put(weights[target.name])
             self.tick()
         return True
 
-    def _save(self, name: str, places: Sequence[Place]) -> None:
+    def _save(self, name: str, targets: Sequence[WeightRef]) -> None:
         if self.finished is not None:
-            self.finished.save(name, {place.name: getattr(place.module, place.attribute).data for place in places})
+            self.finished.save(name, {target.name: getattr(target.module, target.attribute).data for target in targets})
 
 
 def _joined(experts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:

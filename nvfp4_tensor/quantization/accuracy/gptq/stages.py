@@ -130,19 +130,19 @@ class _Recorder:
                 "give layers=[] to take the model as a whole"
             )
 
-    def _forward(self, place: int, forward: Any) -> Any:
+    def _forward(self, target: int, forward: Any) -> Any:
         def handed_on(*arguments: Any, **keywords: Any) -> Any:
             call, hidden = _split(arguments, keywords)
-            if place != len(self.calls) or (place and hidden is not self.given):
+            if target != len(self.calls) or (target and hidden is not self.given):
                 raise ValueError(
-                    f"{self.layers[place][0]} is not fed what the layer before it gives, so layers cannot be run one "
+                    f"{self.layers[target][0]} is not fed what the layer before it gives, so layers cannot be run one "
                     "at a time: give layers=[] to take the model as a whole"
                 )
             self.calls.append(call)
-            if place == 0:
+            if target == 0:
                 self.first = hidden.clone()  # the layer may write to it
                 self.form = forward(*arguments, **keywords)
-            if place == len(self.layers) - 1:
+            if target == len(self.layers) - 1:
                 raise _Recorded
             self.given = hidden
             return hidden if isinstance(self.form, Tensor) else (hidden, *self.form[1:])

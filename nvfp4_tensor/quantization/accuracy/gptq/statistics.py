@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.accuracy.gptq.stages import Call
-from nvfp4_tensor.quantization.accuracy.gptq.targets import Fed, Place, Watch
+from nvfp4_tensor.quantization.accuracy.gptq.targets import Fed, Watch, WeightRef
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 
 _CHUNK = 4096
@@ -38,9 +38,9 @@ class Statistics:
     @classmethod
     def empty(cls, fed: list[Fed], with_cross: bool) -> Statistics:
         """Of no rows yet."""
-        place = fed[0][0]
-        width = ceil_to(place.dense.shape[-1], BLOCK)
-        hessian = torch.zeros((width, width), dtype=torch.float32, device=place.dense.device)
+        target = fed[0][0]
+        width = ceil_to(target.dense.shape[-1], BLOCK)
+        hessian = torch.zeros((width, width), dtype=torch.float32, device=target.dense.device)
         return cls(fed, hessian, hessian.clone() if with_cross else None)
 
     def add(self, x: Tensor, z: Tensor | None) -> None:
@@ -74,13 +74,15 @@ class Streams:
     met: list[Tensor]
     dense: list[Tensor] | None
 
-    def advance_dense(self, layer: nn.Module, calls: Sequence[Call], places: Sequence[Place]) -> list[Watch] | None:
+    def advance_dense(
+        self, layer: nn.Module, calls: Sequence[Call], targets: Sequence[WeightRef]
+    ) -> list[Watch] | None:
         """Move the dense ones behind a layer that is dense still; what it fed its weights, for each batch."""
         if self.dense is None:
             return None
         seen = []
         for i, call in enumerate(calls):
-            with Watch(places) as watch:
+            with Watch(targets) as watch:
                 self.dense[i] = call.run(layer, self.dense[i])
             seen.append(watch)
         return seen
@@ -96,13 +98,15 @@ class Collected:
 
     Args:
         activation: what a product quantizes its input to (W4A4); weights then make up for that error.
-        to_dense: from 0, the inputs met are what they should be, to 1, those of the dense model are.
+        dense_target_weight: from 0, the inputs met are what they should be, to 1, those of the dense model are.
     """
 
-    def __init__(self, places: Sequence[Place], activation: QuantizeSpec | None, to_dense: float) -> None:
-        self.places = places
+    def __init__(
+        self, targets: Sequence[WeightRef], activation: QuantizeSpec | None, dense_target_weight: float
+    ) -> None:
+        self.targets = targets
         self.activation = activation
-        self.to_dense = to_dense
+        self.dense_target_weight = dense_target_weight
         self.of: dict[Fed, Statistics] = {}
 
     def add(self, watch: Watch, dense: Watch | None = None, rows: int | None = None) -> None:
@@ -113,17 +117,17 @@ class Collected:
                 if x is None:
                     continue
                 if fed not in self.of:
-                    together = [fed] if fed[0].experts > 1 else [(place, 0) for place in group]
+                    together = [fed] if fed[0].experts > 1 else [(target, 0) for target in group]
                     self.of.update(dict.fromkeys(together, self._empty(together)))
                 z = None if dense is None or len(x) != rows else dense.rows(fed)
                 self._add(self.of[fed], x, z)
 
     def _empty(self, together: list[Fed]) -> Statistics:
-        return Statistics.empty(together, self.activation is not None or self.to_dense > 0)
+        return Statistics.empty(together, self.activation is not None or self.dense_target_weight > 0)
 
     def _add(self, to: Statistics, x: Tensor, dense: Tensor | None) -> None:
         """x: what was met, ``dense``: what the dense model fed for the same tokens, where that is known."""
-        should_be = x if dense is None else torch.lerp(x.float(), dense.float(), self.to_dense)
+        should_be = x if dense is None else torch.lerp(x.float(), dense.float(), self.dense_target_weight)
         if self.activation is None:
             to.add(x, None if dense is None else should_be)
         else:
@@ -132,11 +136,11 @@ class Collected:
     def statistics(self) -> list[Statistics]:
         """Of each input once, experts in order; an expert that no batch reached has nothing but zeros."""
         result: dict[int, Statistics] = {}
-        for place in self.places:
-            every = [(place, expert) for expert in range(place.experts)]
+        for target in self.targets:
+            every = [(target, expert) for expert in range(target.experts)]
             if not any(fed in self.of for fed in every):
                 raise RuntimeError(
-                    f"no batch reached {place.name}: the model is as it was; leave it out with filter_fn, or give "
+                    f"no batch reached {target.name}: the model is as it was; leave it out with filter_fn, or give "
                     "batches that use it"
                 )
             for fed in every:

@@ -20,7 +20,7 @@ Filter = Callable[[nn.Module, str], bool]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Place:
+class WeightRef:
     """A parameter: a linear's weight (N, K), or the weights (E, N, K) of experts.
 
     Attributes:
@@ -56,7 +56,7 @@ class Place:
             self.module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def places_of(model: nn.Module, filter_fn: Filter | None) -> list[Place]:
+def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
     """The weights of the modules that the filter takes: linears, and modules that hold parameters (E, N, K).
 
     What something else shares stays dense, with a warning.
@@ -65,16 +65,16 @@ def places_of(model: nn.Module, filter_fn: Filter | None) -> list[Place]:
     for module in model.modules():
         for parameter in module._parameters.values():
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    places: list[Place] = []
+    targets: list[WeightRef] = []
     for name, module in model.named_modules():
         if filter_fn(module, name) if filter_fn is not None else is_quantizable(module):
-            places.extend(_of_module(name, module))
-    if not places:
+            targets.extend(_of_module(name, module))
+    if not targets:
         raise ValueError(nothing_matched(model, filter_fn))
-    shared = [place.name for place in places if holders[id(place.dense)] > 1]
+    shared = [target.name for target in targets if holders[id(target.dense)] > 1]
     if shared:
         warnings.warn(f"left dense, for something else has the same weight: {', '.join(shared)}", stacklevel=3)
-    return [place for place in places if place.name not in shared]
+    return [target for target in targets if target.name not in shared]
 
 
 def is_quantizable(module: nn.Module) -> bool:
@@ -88,18 +88,18 @@ def _expert_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def _of_module(name: str, module: nn.Module) -> Iterator[Place]:
+def _of_module(name: str, module: nn.Module) -> Iterator[WeightRef]:
     prefix = f"{name}." if name else ""
     if isinstance(module, nn.Linear) or not is_quantizable(module):
-        yield Place(f"{prefix}weight", module, "weight", quantizable(module).weight)  # type: ignore[arg-type]
+        yield WeightRef(f"{prefix}weight", module, "weight", quantizable(module).weight)  # type: ignore[arg-type]
         return
     for attribute, parameter in _expert_weights(module):
         if isinstance(parameter.data, NVFP4Tensor):
             raise ValueError(f"{prefix}{attribute} is NVFP4 already: start from the dense model")
-        yield Place(f"{prefix}{attribute}", module, attribute, parameter)
+        yield WeightRef(f"{prefix}{attribute}", module, attribute, parameter)
 
 
-Fed = tuple[Place, int]
+Fed = tuple[WeightRef, int]
 """A place, and which of its experts (0 for a linear): what has an input of its own."""
 
 
@@ -110,11 +110,11 @@ class Watch(TorchFunctionMode):
     ``x @ weight.T``, and torch's grouped product over all experts. Inputs are copied: a model may write to them later.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, targets: Sequence[WeightRef]) -> None:
         super().__init__()
-        self.places: dict[int, list[Place]] = {}
-        for place in places:
-            self.places.setdefault(place.dense.untyped_storage().data_ptr(), []).append(place)
+        self.targets: dict[int, list[WeightRef]] = {}
+        for target in targets:
+            self.targets.setdefault(target.dense.untyped_storage().data_ptr(), []).append(target)
         self._fed: dict[Fed, list[Tensor]] = {}
         self._inputs: dict[tuple[Any, ...], Tensor] = {}
         """The latest copy of what stood at a place in memory, so that one input is kept once."""
@@ -139,15 +139,15 @@ class Watch(TorchFunctionMode):
         every = self._fed[fed]
         return every[0] if len(every) == 1 else torch.cat(every)
 
-    def groups(self) -> list[list[Place]]:
+    def groups(self) -> list[list[WeightRef]]:
         """The places seen, in the order in which they were fed, those of one input together."""
-        groups: dict[tuple[int, ...], list[Place]] = {}
-        known: set[Place] = set()
-        for (place, expert), every in self._fed.items():
-            if place not in known:
-                known.add(place)
-                own = (id(place), expert) if place.experts > 1 else tuple(id(rows) for rows in every)
-                groups.setdefault(own, []).append(place)
+        groups: dict[tuple[int, ...], list[WeightRef]] = {}
+        known: set[WeightRef] = set()
+        for (target, expert), every in self._fed.items():
+            if target not in known:
+                known.add(target)
+                own = (id(target), expert) if target.experts > 1 else tuple(id(rows) for rows in every)
+                groups.setdefault(own, []).append(target)
         return list(groups.values())
 
     def _see(self, x: Tensor, weight: Tensor) -> None:
@@ -164,21 +164,21 @@ class Watch(TorchFunctionMode):
     def _see_grouped(self, x: Tensor, weight: Tensor, offs: Tensor) -> None:
         if (fed := self._find(weight)) is None:
             return
-        place, start = fed[0], 0
-        if weight.stride() != place.dense.mT.stride():
-            raise ValueError(f"{place.name} holds experts as (E, K, N): NVFP4 takes (E, N, K), blocks along K")
+        target, start = fed[0], 0
+        if weight.stride() != target.dense.mT.stride():
+            raise ValueError(f"{target.name} holds experts as (E, K, N): NVFP4 takes (E, N, K), blocks along K")
         for expert, end in enumerate(offs.tolist()):
             if end > start:
-                self._keep((place, expert), x.detach()[start:end])
+                self._keep((target, expert), x.detach()[start:end])
             start = end
 
     def _find(self, weight: Tensor) -> Fed | None:
         if type(weight) not in (Tensor, nn.Parameter) or weight.device.type == "meta":
             return None
-        for place in self.places.get(weight.untyped_storage().data_ptr(), ()):
-            behind = weight.storage_offset() - place.dense.storage_offset()
-            if 0 <= behind < place.dense.numel():
-                return place, behind // place.dense.stride(0) if place.experts > 1 else 0
+        for target in self.targets.get(weight.untyped_storage().data_ptr(), ()):
+            behind = weight.storage_offset() - target.dense.storage_offset()
+            if 0 <= behind < target.dense.numel():
+                return target, behind // target.dense.stride(0) if target.experts > 1 else 0
         return None
 
 

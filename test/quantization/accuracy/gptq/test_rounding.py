@@ -47,7 +47,7 @@ def test_without_correlation_it_is_the_spec(spec, columns):
     w = torch.randn(33, columns)
     w[3, :16] = 0
     width = -(-columns // BLOCK) * BLOCK
-    factor = Factor.of(torch.eye(width), 0.01, by_activation=True)
+    factor = Factor.of(torch.eye(width), 0.01, act_order=True)
     own, plain = round_weight(w, factor, spec, w.abs().amax()), quantize(w, spec)
     assert torch.equal(own.per_tensor_scale, plain.per_tensor_scale)
     same = (own.unswizzled_scale().view(torch.uint8) == plain.unswizzled_scale().view(torch.uint8)).float().mean()
@@ -58,12 +58,12 @@ def test_without_correlation_it_is_the_spec(spec, columns):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("by_activation", [False, True])
-def test_correlation_is_made_use_of(spec, by_activation):
+@pytest.mark.parametrize("act_order", [False, True])
+def test_correlation_is_made_use_of(spec, act_order):
     torch.manual_seed(0)
     w, x = torch.randn(32, 320), correlated(2000, 320)
     hessian = x.T @ x
-    factor = Factor.of(hessian, 0.01, by_activation=by_activation)
+    factor = Factor.of(hessian, 0.01, act_order=act_order)
     own = round_weight(w, factor, spec, w.abs().amax()).dequantize()
     assert loss(w, own, hessian) < 0.55 * loss(w, quantize(w, spec).dequantize(), hessian)
 
@@ -72,7 +72,7 @@ def test_correlation_is_made_use_of(spec, by_activation):
 def test_row_scales_are_those_of_each_row_alone(spec):
     torch.manual_seed(0)
     w, x = torch.randn(6, 80) * torch.logspace(-6, 6, 6).unsqueeze(1), correlated(400, 80)
-    factor = Factor.of(x.T @ x, 0.01, by_activation=True)
+    factor = Factor.of(x.T @ x, 0.01, act_order=True)
     own = round_weight(w, factor, spec.replace(row_scaled=True), w.abs().amax(dim=1))
     for i, row in enumerate(w):
         alone = round_weight(row[None], factor, spec, row.abs().amax())
@@ -85,7 +85,7 @@ def test_it_is_the_textbook_algorithm():
     w, x = torch.randn(4, 48), correlated(400, 48)
     hessian = x.T @ x
     spec, amax = QuantizeSpec(), w.abs().amax()
-    factor = Factor.of(hessian, 0.01, by_activation=True)
+    factor = Factor.of(hessian, 0.01, act_order=True)
     own = round_weight(w, factor, spec, amax)
     damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(48, dtype=torch.float64)
     left, decoded = w.double().clone(), torch.empty(4, 48, dtype=torch.float64)
@@ -104,12 +104,12 @@ def test_it_is_the_textbook_algorithm():
 def test_heavy_blocks_come_first():
     hessian = torch.eye(64) * torch.tensor([1.0, 9.0, 4.0, 2.0]).repeat_interleave(16)
     hessian[20, 20] = 100
-    order = Factor.of(hessian, 0.01, by_activation=True).order
+    order = Factor.of(hessian, 0.01, act_order=True).order
     assert order[::16].tolist() == [20, 32, 48, 0]
     assert sorted(order.tolist()) == list(range(64))
     for block in order.view(-1, 16):
         assert len(set((block // 16).tolist())) == 1
-    assert Factor.of(hessian, 0.01, by_activation=False).order.tolist() == list(range(64))
+    assert Factor.of(hessian, 0.01, act_order=False).order.tolist() == list(range(64))
 
 
 def test_the_scale_chosen_is_the_best_of_its_candidates():
@@ -118,7 +118,7 @@ def test_the_scale_chosen_is_the_best_of_its_candidates():
     w, x = torch.randn(8, 16), correlated(200, 16)
     hessian, spec = x.T @ x, QuantizeSpec(scale_search="mse")
     amax = w.abs().amax()
-    factor = Factor.of(hessian, 0.01, by_activation=False)
+    factor = Factor.of(hessian, 0.01, act_order=False)
     own = round_weight(w, factor, spec, amax)
     upper = factor.upper.double()
     unit = reference.per_tensor_scale(amax, spec).double()
@@ -142,7 +142,7 @@ def test_weights_move_to_the_inputs_they_meet():
     torch.manual_seed(0)
     x, mix = torch.randn(4000, 32), torch.eye(32) + 0.2 * torch.randn(32, 32)
     z, w = x @ mix, torch.randn(8, 32)
-    factor = Factor.of(x.T @ x, 1e-6, by_activation=True)
+    factor = Factor.of(x.T @ x, 1e-6, act_order=True)
     moved = moved_to_inputs(w, z.T @ x, x.T @ x, factor)
     assert torch.allclose(moved, w @ mix.T, atol=1e-3)
     assert torch.equal(moved_to_inputs(w, x.T @ x, x.T @ x, factor), w)
@@ -154,12 +154,12 @@ def test_columns_that_were_never_fed():
     x[:, 5] = 0
     x[:, 16:32] = 0
     w = torch.randn(4, 64)
-    own = round_weight(w, Factor.of(x.T @ x, 0.01, by_activation=True), QuantizeSpec(), w.abs().amax())
+    own = round_weight(w, Factor.of(x.T @ x, 0.01, act_order=True), QuantizeSpec(), w.abs().amax())
     assert torch.equal(own.dequantize()[:, 16:32], quantize(w).dequantize()[:, 16:32])
 
 
 def test_a_hessian_that_cannot_be_used():
     with pytest.raises(ValueError, match="NaN or Inf"):
-        Factor.of(torch.full((16, 16), float("nan")), 0.01, by_activation=True)
+        Factor.of(torch.full((16, 16), float("nan")), 0.01, act_order=True)
     with pytest.raises(ValueError, match="larger damping"):
-        Factor.of(torch.eye(16) - 2 * torch.ones(16, 16) + 3 * torch.eye(16) * 0, 0.01, by_activation=True)
+        Factor.of(torch.eye(16) - 2 * torch.ones(16, 16) + 3 * torch.eye(16) * 0, 0.01, act_order=True)

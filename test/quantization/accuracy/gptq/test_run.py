@@ -72,7 +72,13 @@ def weights(m):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"by_activation": False}, {"one_by_one": True}, {"to_dense": 0.5}, {"to_dense": 1.0, "one_by_one": True}],
+    [
+        {},
+        {"act_order": False},
+        {"sequential_within_layer": True},
+        {"dense_target_weight": 0.5},
+        {"dense_target_weight": 1.0, "sequential_within_layer": True},
+    ],
     ids=str,
 )
 def test_it_beats_nearest(options, dtype):
@@ -92,7 +98,7 @@ def test_aiming_at_the_dense_model_helps():
     data = batches(20)
     for share in (0.0, 1.0):
         own = copy.deepcopy(dense)
-        gptq(own, data[:16], GPTQConfig(to_dense=share, one_by_one=True), progress=False)
+        gptq(own, data[:16], GPTQConfig(dense_target_weight=share, sequential_within_layer=True), progress=False)
         errors[share] = error(own, dense, data[16:])
     assert errors[1.0] < 0.99 * errors[0.0]
 
@@ -267,7 +273,7 @@ class InPlace(nn.Module):
         return x.add_(y) if self.writes else x + y
 
 
-@pytest.mark.parametrize("options", [{}, {"to_dense": 1.0, "one_by_one": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"dense_target_weight": 1.0, "sequential_within_layer": True}], ids=str)
 def test_layers_may_write_to_what_they_are_given(options):
     made = []
     for writes in (False, True):
@@ -294,7 +300,7 @@ def with_usual_defaults():
     return gptq(_layers_alone(), batches(), _BOTH, filter_fn=_inside, progress=False)
 
 
-_BOTH = GPTQConfig(base_config=NVFP4Config(row_scaled=True), to_dense=0.5)
+_BOTH = GPTQConfig(base_config=NVFP4Config(row_scaled=True), dense_target_weight=0.5)
 
 
 def _inside(module, name):
@@ -377,7 +383,7 @@ def test_a_layers_own_forward_comes_back():
         (lambda: gptq(model(), [], progress=False), "give at least one batch"),
         (lambda: gptq(model(), batches(1), layers=[nn.Linear(2, 2)], progress=False), "modules of the model"),
         (lambda: GPTQConfig(damping=0), "damping is above 0"),
-        (lambda: GPTQConfig(to_dense=2), "to_dense is from 0 to 1"),
+        (lambda: GPTQConfig(dense_target_weight=2), "dense_target_weight is from 0 to 1"),
         (lambda: GPTQConfig(base_config=NVFP4WeightOnlyConfig(block_rows=16)), "block_rows=1"),
         (lambda: GPTQConfig(base_config=NVFP4WeightOnlyConfig(round_mode="stochastic")), "round_mode 'rne'"),
         (lambda: GPTQConfig(base_config=NVFP4Config(step="prepare")), "belong to calibrate"),
