@@ -38,8 +38,7 @@ from benchmarks.harness import record, result_path, save, table
 from nvfp4_cli.demo.model import evaluation_tokens, load_model
 from nvfp4_cli.demo.table import is_quantized_layer
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate
-from nvfp4_tensor.quantization import GPTQConfig, fold_scales, gptq
-from nvfp4_tensor.quantization.accuracy import self_generated_text as generate_calibration_text
+from nvfp4_tensor.quantization import GPTQConfig, fold_scales, generate_calibration_text, gptq
 from nvfp4_tensor.sizes import bits_per_weight
 
 TOKENS, WINDOW = 32_768, 1_024

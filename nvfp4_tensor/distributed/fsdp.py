@@ -70,7 +70,7 @@ def enable_nvfp4_all_gather(model: M) -> M:
 
 @torch.no_grad()
 def precompute_amaxes(model: nn.Module) -> None:
-    """Compute the amaxes of all weights that are gathered as codes, in one all-reduce; call it after each optimizer step.
+    """Compute the amaxes of all weights gathered as codes, in one all-reduce; call it after each optimizer step.
 
     Nothing is wrong without it, or when a weight changes after it: a shard whose amax is out of date finds it anew.
 

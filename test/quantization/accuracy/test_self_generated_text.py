@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from nvfp4_tensor.quantization.accuracy import self_generated_text as generate_calibration_text
+from nvfp4_tensor.quantization import generate_calibration_text
 
 transformers = pytest.importorskip("transformers")
 

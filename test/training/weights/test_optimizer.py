@@ -9,8 +9,7 @@ from torch import nn
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, training
 from nvfp4_tensor.numerics.random_state import rng_state_of
-from nvfp4_tensor.training import NVFP4Optimizer, to_nvfp4_parameters
-from nvfp4_tensor.training.weights import write_back
+from nvfp4_tensor.training import NVFP4Optimizer, to_nvfp4_parameters, write_back
 
 pytestmark = pytest.mark.slow
 

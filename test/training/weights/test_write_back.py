@@ -7,7 +7,7 @@ import torch
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor.numerics import layout
-from nvfp4_tensor.training.weights import write_back
+from nvfp4_tensor.training import write_back
 
 pytestmark = pytest.mark.slow
 
