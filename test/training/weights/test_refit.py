@@ -92,7 +92,7 @@ def test_fused_weights_by_a_function():
             return "qkv.weight", "qkv".index(name)
         return None if name == "rotary" else name
 
-    refit_(model, iter([*given.items(), *rest.items()]), place=place)
+    refit_(model, iter([*given.items(), *rest.items()]), name_map=place)
     fresh = quantize(torch.cat([given["q"], given["k"], given["v"]]))
     assert torch.equal(model.qkv.weight.qdata, fresh.qdata)
     assert torch.equal(model.out.bias, rest["out.bias"])
