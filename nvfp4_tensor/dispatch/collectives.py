@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor.dispatch.table import implements, unsupported
-from nvfp4_tensor.sharding import fsdp_transport as gather
+from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
@@ -87,11 +87,12 @@ def _all_gather(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     def gathered(part: Tensor) -> Tensor:
         return functional.wait_tensor(func(part.contiguous(), world, *group, **kwargs))
 
-    parts, rest = gather.inputs_of(t, world)
-    qdata, scale, factor = map(gathered, parts)
-    if rest.one_scale:
+    inputs, metadata = fsdp_transport.all_gather_inputs(t, world)
+    qdata, scale, factor = map(gathered, inputs)
+    if metadata.has_one_scale:
         factor = _one_of(factor, t)
-    return t._replace(qdata=qdata, scale=gather.swizzled(qdata, scale, rest), per_tensor_scale=factor)
+    scale = fsdp_transport.swizzle_gathered(qdata, scale, metadata)
+    return t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor)
 
 
 def _one_of(factors: Tensor, t: NVFP4Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from nvfp4_tensor.sharding.layout import LinearSharding, compare_token_counts, l
 from nvfp4_tensor.sharding.sequence import GatheredShape, gather_if_sharded, gather_operands, gather_shape_only
 from nvfp4_tensor.tensor.arguments import resolve_rng_state
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.linear.function import autocast, flat
+from nvfp4_tensor.training.linear.function import apply_autocast, flatten_tokens
 from nvfp4_tensor.training.linear.operands import quantize_operand
 
 
@@ -43,11 +43,11 @@ class NVFP4ParallelLinear(NVFP4Linear):
         spec = getattr(stored, "activation_spec", None)  # a dense weight, loaded since, has none
         if spec is None:
             return nn.functional.linear(gather_if_sharded(input, self.sharding), weight, bias)
-        x = autocast(input)
+        x = apply_autocast(input)
         codes, sequence = activations(x.detach(), weight, spec, self.sharding), self.sharding.sequence_of(x)
         if sequence is not None:
             x = gather_shape_only(x, sequence)
-        return _Product.apply(flat(x), weight, bias, codes).view(*x.shape[:-1], weight.shape[0])
+        return _Product.apply(flatten_tokens(x), weight, bias, codes).view(*x.shape[:-1], weight.shape[0])
 
 
 def activations(x: Tensor, weight: NVFP4Tensor, spec: QuantizeSpec, sharding: LinearSharding) -> NVFP4Tensor:
@@ -59,8 +59,8 @@ def activations(x: Tensor, weight: NVFP4Tensor, spec: QuantizeSpec, sharding: Li
     sequence = sharding.sequence_of(x)
     at = sharding.for_input(x.shape[:-1], local=sequence is not None).x
     if sequence is not None and (spec.row_scaled or weight.activation_amax is not None):
-        compare_token_counts(at, flat(x))  # others compare with their amaxes
-    parts = quantize_operand(flat(x), spec, rng_state, 0, at, amax=weight.activation_amax)
+        compare_token_counts(at, flatten_tokens(x))  # others compare with their amaxes
+    parts = quantize_operand(flatten_tokens(x), spec, rng_state, 0, at, amax=weight.activation_amax)
     if sequence is not None:
         parts, _ = gather_operands(parts, None, GatheredShape.of(x, sequence))
     return weight._replace(

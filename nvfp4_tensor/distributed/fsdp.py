@@ -1,7 +1,7 @@
-"""FSDP2 of weights that train in NVFP4: each rank quantizes its shard, and codes travel in place of bfloat16.
+"""FSDP2 of weights that train in NVFP4: each rank quantizes its shard, and FSDP2 gathers codes instead of bfloat16.
 
-The codes are those that one GPU would have made of the whole weight, bit for bit: blocks of 16x16 do not straddle
-shards, and the per-tensor scale comes from the amax of all of them.
+The codes equal those of the full weight on one GPU, bit for bit: no 16x16 block crosses shards, and the per-tensor
+scale comes from the amax of all shards.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from nvfp4_tensor.distributed.agreement import M, check_agreement
+from nvfp4_tensor.distributed.bits import axis_of
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.sharding import fsdp_transport as gather
+from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.sharding.layout import ShardedDim, all_reduce_amax
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.training.config import training_linears
 from nvfp4_tensor.training.linear.cache import optimizer_steps
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
-from nvfp4_tensor.training.recipe import Recipe, WeightForDx
+from nvfp4_tensor.training.recipe import Recipe
 
 
 def enable_nvfp4_all_gather(model: M) -> M:
-    """Let FSDP2 gather the weights of a model's NVFP4 training linears as codes: 0.28 of bfloat16's bytes.
+    """Let FSDP2 gather the weights of a model's NVFP4 training linears as codes, which have 0.28 of bfloat16's bytes.
 
-    Call it before ``fully_shard``. The shards stay what they were, bfloat16 or float32, for the optimizer and for
-    checkpoints, and are what ``parameters()`` yields, also while reshard_after_forward=False keeps the codes; without
-    this call FSDP2 gathers them as they are. :func:`precompute_amaxes` after each step of the
-    optimizer makes one all-reduce of what is one a weight otherwise.
+    Call it before ``fully_shard``. Otherwise FSDP2 gathers the weights in bfloat16 or float32. The shards stay in that
+    dtype for the optimizer and for checkpoints. ``parameters()`` yields the shards, even while
+    reshard_after_forward=False keeps the codes. :func:`precompute_amaxes`, called after each optimizer step, replaces
+    one all-reduce per weight with one for all weights.
 
     Returns:
         the same model.
 
     Raises:
-        ValueError: no linear trains in NVFP4, a recipe whose backward reads the weight as it was, a model that
-            ``fully_shard`` has had already, or a weight that is tied to a module which does not take its codes.
+        ValueError: if no linear trains in NVFP4, a recipe's backward reads the unquantized weight, ``fully_shard`` was
+            called before, or a weight is tied to a module that does not read the same codes.
 
     >>> for layer in enable_nvfp4_all_gather(model).layers:
     ...     fully_shard(layer)
@@ -52,17 +53,18 @@ def enable_nvfp4_all_gather(model: M) -> M:
     linears = training_linears(model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
-            "enable_nvfp4_all_gather comes before fully_shard, which looks once at how a weight is gathered"
+            "enable_nvfp4_all_gather was called after fully_shard, which decides how a weight is gathered: call it "
+            "before fully_shard"
         )
     specs = {name: _weight_spec(linear, name) for name, linear in linears.items()}
     _check_tied(model, linears, specs)
-    made: dict[Tensor, nn.Parameter] = {}  # one for all linears that a weight is tied to
+    converted: dict[Tensor, nn.Parameter] = {}  # tied weights stay tied
     for linear in linears.values():
         weight = linear.weight
         if not isinstance(weight, DTensor):
-            if weight not in made:
-                made[weight] = nn.Parameter(MasterShard(weight.detach()), weight.requires_grad)
-            linear.weight = made[weight]
+            if weight not in converted:
+                converted[weight] = nn.Parameter(MasterShard(weight.detach()), weight.requires_grad)
+            linear.weight = converted[weight]
         elif not isinstance(weight._local_tensor, MasterShard):  # sharded by tensor parallelism
             weight._local_tensor = MasterShard(weight._local_tensor.detach())
     return model
@@ -70,9 +72,9 @@ def enable_nvfp4_all_gather(model: M) -> M:
 
 @torch.no_grad()
 def precompute_amaxes(model: nn.Module) -> None:
-    """Compute the amaxes of all weights gathered as codes, in one all-reduce; call it after each optimizer step.
+    """Compute the amaxes of all weights gathered as codes, in one all-reduce. Call it after each optimizer step.
 
-    Nothing is wrong without it, or when a weight changes after it: a shard whose amax is out of date finds it anew.
+    The call is optional. A shard that has no amax, or has changed since, computes it with an all-reduce of its own.
 
     >>> optimizer.step()
     >>> precompute_amaxes(model)
@@ -83,14 +85,14 @@ def precompute_amaxes(model: nn.Module) -> None:
         if isinstance(weight, DTensor) and isinstance(weight._local_tensor, MasterShard):
             key = _axes_of(weight), weight.device_mesh.device_type
             by_axes.setdefault(key, []).append(weight._local_tensor)
-    for (axes, device), shards in by_axes.items():  # of the mesh: shards that CPU offload keeps are elsewhere
+    for (axes, device), shards in by_axes.items():  # the mesh's device: with CPU offload, shards are on the CPU
         amaxes = all_reduce_amax(torch.stack([shard.own_amax() for shard in shards]).to(device), axes)
         for shard, amax in zip(shards, amaxes.unbind(), strict=True):
             shard.keep_amax(amax)
 
 
 def _axes_of(weight: DTensor) -> tuple[ShardedDim, ...]:
-    """The dimensions of the mesh that share the weight."""
+    """Return the dimensions of the mesh over which the weight is sharded."""
     mesh = weight.device_mesh
     shared = [
         dim for dim, placement in enumerate(weight.placements) if placement.is_shard() or not placement.is_replicate()
@@ -101,64 +103,64 @@ def _axes_of(weight: DTensor) -> tuple[ShardedDim, ...]:
 
 
 def _weight_spec(linear: nn.Module, name: object) -> QuantizeSpec:
-    """By what the weight travels; a ValueError where it cannot as codes."""
+    """Return the spec that quantizes a linear's weight; raise a ValueError if its products do not read only codes."""
     recipe = linear.active_recipe if isinstance(linear, NVFP4TrainingLinear) else None
     if recipe is None or recipe.w is None or recipe.w.is_stochastic:
-        what = "quantizes no weight" if recipe is None or recipe.w is None else "rounds weights stochastically"
-    elif recipe.w_for_dx not in (WeightForDx.CODES, WeightForDx.EXACT):
-        what = "reads the weight as it was in the backward"
+        reason = "does not quantize its weight" if recipe is None or recipe.w is None else "rounds it stochastically"
+    elif not recipe.dgrad_reads_codes:
+        reason = "reads the unquantized weight in the backward"
     else:
         return recipe.w
     raise ValueError(
-        f"{name} {what}, by its recipe, and so needs more than the codes of its weight: let FSDP2 gather it as it is, "
-        "by a model without enable_nvfp4_all_gather, or choose another recipe"
+        f"the recipe of {name} {reason}, so FSDP2 cannot gather its weight as codes: use a model without "
+        "enable_nvfp4_all_gather, or another recipe"
     )
 
 
 def _check_tied(
     model: nn.Module, linears: Mapping[str, NVFP4TrainingLinear], specs: Mapping[str, QuantizeSpec]
 ) -> None:
-    """A ValueError where a weight is also that of a module which does not read the same codes."""
+    """Raise a ValueError if a weight is tied to a module that does not read the same codes."""
     first: dict[Tensor, str] = {}
     for name, linear in linears.items():
         other = first.setdefault(linear.weight, name)
         if specs[other] != specs[name]:
             raise ValueError(
-                f"the weight of {other} is that of {name} too, and their recipes quantize it by {specs[other]} and by "
-                f"{specs[name]}: give both one recipe"
+                f"the weights of {other} and {name} are tied, but their recipes quantize them by {specs[other]} and "
+                f"by {specs[name]}: set the same recipe for both"
             )
     for name, module in model.named_modules():
         for parameter in [] if name in linears else module.parameters(recurse=False):
             if parameter in first:
                 raise ValueError(
-                    f"the weight of {first[parameter]} is that of {name} ({type(module).__name__}) too, which does not "
-                    "take codes: keep that linear dense, or let FSDP2 gather it as it is, by a model without "
-                    "enable_nvfp4_all_gather"
+                    f"the weight of {first[parameter]} is tied to {name} ({type(module).__name__}), which does not "
+                    "support codes: keep that linear dense, or use a model without enable_nvfp4_all_gather"
                 )
 
 
-class _Codes(NamedTuple):
-    """What goes from one of FSDP2's hooks to the other."""
+class _GatherState(NamedTuple):
+    """The metadata that FSDP2 passes from the pre-all-gather hook to the post-all-gather hook."""
 
     shard: NVFP4Tensor
-    rest: gather.Rest
+    metadata: fsdp_transport.GatherMetadata
 
 
-_KEEP = {
+_OPS_THAT_KEEP_THE_CLASS = {
     "_pin_memory", "_to_copy", "alias", "as_strided", "clone", "detach", "empty_like", "new_empty", "new_zeros",
     "slice", "split", "view",
 }  # fmt: skip
-"""Operators by which FSDP2, DTensor and nn.Module move a parameter about; what others give is a plain tensor."""
+"""Operators that FSDP2, DTensor and nn.Module apply to parameters. All other operators return plain tensors."""
 
 
 class MasterShard(Tensor):
-    """A weight, or a shard of one, that FSDP2 gathers as codes. In all else, files too, the tensor that it is."""
+    """A weight, or a shard of one, that FSDP2 gathers as codes; otherwise, and in files, an ordinary dense tensor."""
 
     _writes: list[int]
-    """How often this storage was written to, for all views of it: a DTensor's local tensor counts no versions."""
+    """The number of writes to this storage, shared by all views: local tensors of DTensors have no version counter."""
     _amax: tuple[tuple, Tensor] | None = None
+    """(state, amax of the full weight)."""
     _codes: tuple[tuple, NVFP4Tensor] | None = None
-    """What the last gather sent, with the state that it was made of: for the gather of the backward."""
+    """(state, codes) of the last gather, to reuse in the gather of the backward."""
 
     @staticmethod
     def __new__(cls, data: Tensor) -> MasterShard:
@@ -177,18 +179,18 @@ class MasterShard(Tensor):
             _count_writes(func, args, kwargs)
         with torch._C._DisableTorchDispatch():
             result = func(*args, **kwargs)
-            if func._schema.name.removeprefix("aten::") not in _KEEP:
+            if func._schema.name.removeprefix("aten::") not in _OPS_THAT_KEEP_THE_CLASS:
                 return result
-            kept = [cls(t) for t in (result if isinstance(result, tuple | list) else [result])]
+            shards = [cls(t) for t in (result if isinstance(result, tuple | list) else [result])]
         if func.is_view:
-            for t in kept:
+            for t in shards:
                 t._writes = args[0]._writes
-        elif func is torch.ops.aten._to_copy.default:  # as CPU offload does before each gather
-            kept[0]._take_amax(args[0])
-        return kept if isinstance(result, tuple | list) else kept[0]
+        elif func is torch.ops.aten._to_copy.default:  # CPU offload calls it before each gather
+            shards[0]._copy_amax(args[0])
+        return shards if isinstance(result, tuple | list) else shards[0]
 
     def plain(self) -> Tensor:
-        """The same, without hooks."""
+        """Return this tensor as a plain Tensor that shares its storage."""
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return self.as_subclass(Tensor).detach()
 
@@ -202,22 +204,23 @@ class MasterShard(Tensor):
     # --- amax --------------------------------------------------------------------------------------------------------
 
     def own_amax(self) -> Tensor:
-        """Of this shard alone: float32 0-d."""
+        """Return the amax of this shard, float32 0-d."""
         return torch.ops.nvfp4.amax(self.plain(), -1)
 
     def keep_amax(self, amax: Tensor) -> None:
-        """That of the whole, until this shard changes."""
+        """Cache the amax of the full weight until this shard changes."""
         self._amax = self._state(), amax
 
-    def _take_amax(self, source: MasterShard) -> None:
-        """That of the source, of which this is a copy, if it is not out of date."""
+    def _copy_amax(self, source: MasterShard) -> None:
+        """Cache the amax of the tensor of which this is a copy, if its amax is up to date."""
         if source.dtype == self.dtype and source._amax is not None and source._amax[0] == source._state():
             self.keep_amax(source._amax[1])
 
     def _state(self) -> tuple:
+        """Return values that change when the shard is written to."""
         return self._writes[0], self.data_ptr(), optimizer_steps()
 
-    def _whole_amax(self, axes: tuple[ShardedDim, ...]) -> Tensor:
+    def _global_amax(self, axes: tuple[ShardedDim, ...]) -> Tensor:
         if self._amax is None or self._amax[0] != self._state():
             self.keep_amax(all_reduce_amax(self.own_amax(), axes))
         assert self._amax is not None
@@ -233,60 +236,61 @@ class MasterShard(Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], _Codes]:
+    ) -> tuple[tuple[Tensor, ...], _GatherState]:
         spec = _weight_spec(module, module)
-        gather.check_shard(self.shape, outer_size, mesh.size(), module, spec.block_rows)
+        fsdp_transport.check_shard(self.shape, outer_size, mesh.size(), module, spec.block_rows)
         if self.shape[0] % spec.block_rows:
             raise ValueError(
-                f"the weight of {module} has {self.shape[0]} rows on each of {mesh.size()} ranks, no multiple of the "
-                f"{spec.block_rows} rows of its blocks: choose another world size, or let FSDP2 gather it as it is"
+                f"the weight of {module} has {self.shape[0]} rows on each of {mesh.size()} ranks, which is not a "
+                f"multiple of the {spec.block_rows} rows of its blocks: choose another world size, or use a model "
+                "without enable_nvfp4_all_gather"
             )
-        _agree(module, mesh)
+        _check_recipes_agree(module, mesh)
         codes = self._codes_for(spec, mp_policy.param_dtype or self.dtype, mesh, module)
-        parts, rest = gather.pre_all_gather(codes, mesh, outer_size, module)
-        return parts, _Codes(codes, rest)
+        inputs, metadata = fsdp_transport.pre_all_gather(codes, mesh, outer_size, module)
+        return inputs, _GatherState(codes, metadata)
 
     def _codes_for(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:
-        """This shard's codes: made for the gather of the forward, and kept for one more, that of the backward.
+        """Return this shard's codes: quantized for the gather of the forward, and reused once, for the backward.
 
-        There the kernels that make them would wait behind the products, and the gather behind them.
+        In the backward, quantization would wait for the products, and the gather for the quantization.
         """
         key = (*self._state(), spec, dtype)
-        kept, self._codes = self._codes, None
-        if kept is None or kept[0] != key:
-            codes = self._quantized(spec, dtype, mesh, module)
+        cached, self._codes = self._codes, None
+        if cached is None or cached[0] != key:
+            codes = self._quantize(spec, dtype, mesh, module)
             self._codes = key, codes
             return codes
-        for part in (kept[1].qdata, kept[1].scale, kept[1].per_tensor_scale):
-            if part.is_cuda:  # another stream may have made it
-                part.record_stream(torch.cuda.current_stream(part.device))
-        return kept[1]
+        for t in (cached[1].qdata, cached[1].scale, cached[1].per_tensor_scale):
+            if t.is_cuda:  # another stream may have allocated it
+                t.record_stream(torch.cuda.current_stream(t.device))
+        return cached[1]
 
-    def _quantized(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:
+    def _quantize(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:
         sharding = getattr(module, "sharding", None)
-        axes = (ShardedDim(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,)),)
-        amax = self._whole_amax(axes if sharding is None else (*axes, *sharding.w))
-        amax = amax.to(dtype).float()  # that of the weight in the dtype of the products, for rounding is monotonic
-        qdata, scale, factor = torch.ops.nvfp4.quantize(self.plain().to(dtype), amax, None, spec.pack())
-        return NVFP4Tensor._of_parts(qdata, scale, factor, self.shape[1], dtype, spec)
+        axes = (axis_of(mesh),)
+        amax = self._global_amax(axes if sharding is None else (*axes, *sharding.w))
+        amax = amax.to(dtype).float()  # equals the amax of the weight in this dtype, because rounding is monotonic
+        qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(self.plain().to(dtype), amax, None, spec.pack())
+        return NVFP4Tensor._of_parts(qdata, scale, per_tensor_scale, self.shape[1], dtype, spec)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: _Codes,
+        metadata: _GatherState,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        return gather.post_all_gather(metadata.shard, all_gather_outputs, metadata.rest, param_dtype, out)
+        return fsdp_transport.post_all_gather(metadata.shard, all_gather_outputs, metadata.metadata, param_dtype, out)
 
 
 _agreed: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
-"""What all ranks quantize a linear's weight by; not at the shard, of which CPU offload makes another in each gather."""
+"""The recipe that all ranks agreed on, per linear. The shard cannot keep it: CPU offload copies it in each gather."""
 
 
-def _agree(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Once, before anything travels: a ValueError on all ranks where their recipes differ."""
+def _check_recipes_agree(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise the same ValueError on all ranks if their recipes differ; checked once per recipe, before the gather."""
     assert isinstance(module, NVFP4TrainingLinear)
     if mesh.size() > 1 and _agreed.get(module) != module.recipe:
         name = f"a linear of {module.in_features} inputs and {module.out_features} outputs"

@@ -1,1 +1,1 @@
-"""What part of a tensor a rank has: shard layouts, sequence shards, NVFP4 weights on FSDP2's all-gather."""
+"""Which part of a tensor a rank holds: sharding layouts, sequence sharding, NVFP4 weights in FSDP2's all-gather."""

@@ -1,7 +1,7 @@
-"""An NVFP4Tensor on its way through FSDP2's all-gather: codes and block scales travel, and become one tensor again.
+"""Send the shards of an NVFP4Tensor through FSDP2's all-gather, and join what arrives.
 
-A shard is some rows of the whole. Its codes follow one another as they are. So do its block scales where it has whole
-tiles of 128 rows; elsewhere they travel in the plain order, and what arrives is swizzled.
+A shard is a range of rows. Codes are sent as they are stored, and so are block scales if the shard has a multiple of
+128 rows, which is a number of complete tiles. Otherwise the scales are sent in row order and swizzled on arrival.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
 
 DIFFERENT_SCALES = (
-    "the shards of an NVFP4 weight have different per-tensor scales: each rank wrote to its own. Load or write the "
-    "whole weight, or train one in bfloat16 that nvfp4_tensor.distributed.enable_nvfp4_all_gather sends as codes"
+    "the shards of an NVFP4 weight have different per-tensor scales: each rank wrote to its own shard. Load or write "
+    "the full weight, or train one in bfloat16 with nvfp4_tensor.distributed.enable_nvfp4_all_gather"
 )
 
 
 class Mesh(Protocol):
-    """What is asked of a DeviceMesh of one dimension."""
+    """The methods of a one-dimensional DeviceMesh that this module calls."""
 
     def size(self) -> int: ...
 
 
-class Codes(Protocol):
-    """What is asked of an NVFP4Tensor."""
+class ShardedNVFP4(Protocol):
+    """The attributes of an NVFP4Tensor that this module uses; that class imports this module."""
 
     shape: torch.Size
     qdata: Tensor
@@ -42,69 +42,75 @@ class Codes(Protocol):
     def _replace(self, **changes: Any) -> Any: ...
 
 
-class Rest(NamedTuple):
-    """What every rank has."""
+class GatherMetadata(NamedTuple):
+    """What all ranks know about a gather without communication."""
 
-    in_tiles: bool
-    one_scale: bool
-    """Whether the whole has one per-tensor scale, and not one a row or a matrix, sharded with them."""
+    is_swizzled: bool
+    """Whether block scales are sent swizzled, as they are stored."""
+    has_one_scale: bool
+    """Whether the full tensor has one per-tensor scale. Scales per row or per matrix are sharded with the codes."""
     activation_amax: Tensor | None
-    beside: tuple[Tensor, ...] = ()
-    """On one rank, the parts after the first: FSDP2 takes no more there, and nothing travels."""
+    ungathered: tuple[Tensor, ...] = ()
+    """With one rank, all inputs after the first: FSDP2 then accepts only one, and nothing is sent."""
 
 
-def inputs_of(t: Codes, world: int) -> tuple[tuple[Tensor, ...], Rest]:
-    """The parts of a shard that travel, each with the dimension that is sharded first; and the rest.
+def all_gather_inputs(shard: ShardedNVFP4, world: int) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+    """Return the tensors of a shard to gather along their first dimension, and the metadata to join them.
 
-    The one per-tensor scale of a whole travels, too, so that ranks whose shards have different ones notice.
+    A single per-tensor scale is gathered too, which detects shards with different ones.
     """
-    in_tiles = world == 1 or math.prod(t.qdata.shape[:-1]) % TILE_ROWS == 0
-    scale = t.scale if in_tiles else t.unswizzled_scale()
-    parts = [t.qdata.contiguous(), scale.contiguous().view(torch.uint8)]
-    one_scale = t.per_tensor_scale.dim() == 0
-    parts.append(t.per_tensor_scale.view(1) if one_scale else t.per_tensor_scale.contiguous())
-    return tuple(parts), Rest(in_tiles, one_scale, t.activation_amax)
+    is_swizzled = world == 1 or math.prod(shard.qdata.shape[:-1]) % TILE_ROWS == 0
+    scale = shard.scale if is_swizzled else shard.unswizzled_scale()
+    has_one_scale = shard.per_tensor_scale.dim() == 0
+    inputs = (
+        shard.qdata.contiguous(),
+        scale.contiguous().view(torch.uint8),
+        shard.per_tensor_scale.view(1) if has_one_scale else shard.per_tensor_scale.contiguous(),
+    )
+    return inputs, GatherMetadata(is_swizzled, has_one_scale, shard.activation_amax)
 
 
-def whole_of(outputs: tuple[Tensor, ...], rest: Rest) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, swizzled block scales and per-tensor scale of the whole, of what has arrived.
+def _join_outputs(outputs: tuple[Tensor, ...], metadata: GatherMetadata) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, swizzled block scales and per-tensor scale of the full tensor.
 
-    Shards of different per-tensor scales are an error: on a GPU in the stream, without waiting for it. Nothing here
-    reads a tensor of the shard, which another stream may have made, and may use the memory of again.
+    Different per-tensor scales fail an asynchronous device-side assertion. This reads no tensor of the shard: another
+    stream may have allocated it, and may reuse its memory.
     """
-    qdata, scale, factor = (*outputs, *rest.beside)
-    if rest.one_scale:
-        factors = factor.view(-1)
-        factor = factors[0]
-        if len(factors) > 1:
-            torch._assert_async((factors == factor).all(), DIFFERENT_SCALES)
-    return qdata, swizzled(qdata, scale, rest), factor
+    qdata, scale, per_tensor_scale = (*outputs, *metadata.ungathered)
+    if metadata.has_one_scale:
+        scales = per_tensor_scale.view(-1)
+        per_tensor_scale = scales[0]
+        if len(scales) > 1:
+            torch._assert_async((scales == per_tensor_scale).all(), DIFFERENT_SCALES)
+    return qdata, swizzle_gathered(qdata, scale, metadata), per_tensor_scale
 
 
-def swizzled(qdata: Tensor, scale: Tensor, rest: Rest) -> Tensor:
-    """The block scales that have arrived, as the whole has them."""
-    if not rest.in_tiles:
+def swizzle_gathered(qdata: Tensor, scale: Tensor, metadata: GatherMetadata) -> Tensor:
+    """Return the gathered block scales in the layout of the full tensor with these codes."""
+    if not metadata.is_swizzled:
         scale = layout.swizzle(scale.reshape(math.prod(qdata.shape[:-1]), scale.shape[-1]))
     return scale.view(torch.float8_e4m3fn)
 
 
-def pre_all_gather(t: Codes, mesh: Mesh, outer_size: torch.Size, module: nn.Module) -> tuple[tuple[Tensor, ...], Rest]:
-    """What FSDP2's hook of that name returns, for a shard of a parameter of ``outer_size`` in ``module``.
+def pre_all_gather(
+    shard: ShardedNVFP4, mesh: Mesh, outer_size: torch.Size, module: nn.Module
+) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+    """Implement FSDP2's hook of that name for a shard of a parameter of ``outer_size`` in ``module``.
 
     Raises:
-        ValueError: the rows do not divide over the ranks, or other dimensions than the first are sharded.
+        ValueError: if the number of ranks does not divide the rows, or another dimension than the first is sharded.
     """
     world = mesh.size()
-    check_shard(t.shape, outer_size, world, module)
-    parts, rest = inputs_of(t, world)
-    return (parts, rest) if world > 1 else (parts[:1], rest._replace(beside=parts[1:]))
+    check_shard(shard.shape, outer_size, world, module)
+    inputs, metadata = all_gather_inputs(shard, world)
+    return (inputs, metadata) if world > 1 else (inputs[:1], metadata._replace(ungathered=inputs[1:]))
 
 
 def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: nn.Module, block_rows: int = 1) -> None:
-    """Raises the same ValueError on all ranks where FSDP2 does with a parameter what it cannot with codes.
+    """Raise the same ValueError on all ranks if FSDP2 shards a parameter in a way that codes do not support.
 
-    Those are shards that are not even, or not of the first dimension, and shards of a smaller group after the forward.
-    block_rows: what the rows of a shard are quantized in, for what to pad to.
+    Unsupported are uneven shards, shards of another dimension than the first, and resharding to a smaller group after
+    the forward. The message suggests padding to a multiple of ``block_rows`` per rank.
     """
     _check_reshard(world, module)
     if outer_size[0] % world:
@@ -122,47 +128,52 @@ def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: n
 
 
 def _check_reshard(world: int, module: nn.Module) -> None:
-    """Where FSDP2 would raise an AssertionError about its own lists, after the forward."""
+    """Raise a ValueError before FSDP2 would raise an AssertionError about its own lists, after the forward."""
     caller = caller_frame_locals("all_gather_inputs", "_fsdp_param.py")
     after = getattr(caller["self"], "post_forward_mesh_info", None) if caller is not None else None
     if after is not None and after.shard_mesh_size != world:
         raise ValueError(
             f"the NVFP4 weight of {module} would be resharded to groups of {after.shard_mesh_size} of {world} ranks "
-            "after the forward, which FSDP2 does for plain tensors alone: give reshard_after_forward=True or False"
+            "after the forward, which FSDP2 supports only for plain tensors: use reshard_after_forward=True or False"
         )
 
 
 def post_all_gather(
-    t: Codes, outputs: tuple[Tensor, ...], rest: Rest, param_dtype: torch.dtype, out: Tensor | None
+    shard: ShardedNVFP4,
+    outputs: tuple[Tensor, ...],
+    metadata: GatherMetadata,
+    param_dtype: torch.dtype,
+    out: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """What FSDP2's hook of that name returns: the whole and its own storages, or None after filling ``out``.
+    """Implement FSDP2's hook of that name: return the full tensor and its own storages, or None after filling ``out``.
 
-    The whole decodes to ``param_dtype``. Its codes, and its scales in tiles, are the gathered ones themselves, which
-    FSDP2 frees and fills; scales swizzled here have a storage of their own, for FSDP2 to free.
+    The full tensor decodes to ``param_dtype``. Its codes, and scales that were sent swizzled, are the gathered tensors,
+    which FSDP2 frees and refills. Scales that are swizzled here have a storage of their own for FSDP2 to free.
     """
     if out is not None:
-        _refill(getattr(out, "_local_tensor", out), outputs, rest)
+        _refill(getattr(out, "_local_tensor", out), outputs, metadata)
         return None
-    qdata, scale, factor = whole_of(outputs, rest)
+    qdata, scale, per_tensor_scale = _join_outputs(outputs, metadata)
     dtype = {"orig_dtype": param_dtype} if param_dtype in HIGH_PRECISION_DTYPES else {}
-    _keep(rest.activation_amax)
-    whole = t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor, activation_amax=rest.activation_amax, **dtype)
-    return whole, () if rest.in_tiles else (scale,)
+    amax = metadata.activation_amax
+    _record_stream(amax)
+    full = shard._replace(qdata=qdata, scale=scale, per_tensor_scale=per_tensor_scale, activation_amax=amax, **dtype)
+    return full, () if metadata.is_swizzled else (scale,)
 
 
-def _refill(whole: Any, outputs: tuple[Tensor, ...], rest: Rest) -> None:
-    _, scale, factor = whole_of(outputs, rest)
-    if rest.beside:
-        whole.scale = scale
-    elif not rest.in_tiles:
-        with torch.autograd._unsafe_preserve_version_counter(whole.scale):  # saved for the backward, and the same
-            whole.scale.copy_(scale)
-    whole.per_tensor_scale = factor
-    _keep(rest.activation_amax)
-    whole.activation_amax = rest.activation_amax
+def _refill(full: Any, outputs: tuple[Tensor, ...], metadata: GatherMetadata) -> None:
+    _, scale, per_tensor_scale = _join_outputs(outputs, metadata)
+    if metadata.ungathered:
+        full.scale = scale
+    elif not metadata.is_swizzled:
+        with torch.autograd._unsafe_preserve_version_counter(full.scale):  # saved for backward; the values are equal
+            full.scale.copy_(scale)
+    full.per_tensor_scale = per_tensor_scale
+    _record_stream(metadata.activation_amax)
+    full.activation_amax = metadata.activation_amax
 
 
-def _keep(t: Tensor | None) -> None:
-    """CPU offload makes it in the stream of the gather; it is read in this one."""
+def _record_stream(t: Tensor | None) -> None:
+    """Keep t alive for the current stream: CPU offload allocates it in the stream of the gather."""
     if t is not None and t.is_cuda:
         t.record_stream(torch.cuda.current_stream(t.device))

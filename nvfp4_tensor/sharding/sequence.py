@@ -1,7 +1,7 @@
-"""Sequence parallelism: tokens sharded over ranks, gathered for a product that needs all of them.
+"""Sequence parallelism: gather tokens that are sharded over ranks for a product that needs all of them.
 
-They are sent as codes and block scales where a product reads nothing else: 0.28 of bfloat16's bytes for x, as much
-again for x^T.
+Tokens are sent as codes and block scales if the product reads nothing else: 0.28 of bfloat16's bytes for x, and as many
+for x^T.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ class GatheredShape(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, sharding: TokenSharding) -> GatheredShape:
-        """Of x (*leading, features), one rank's shard."""
+        """Return the gathered shape of x (*leading, features), one rank's shard."""
         leading = list(x.shape[:-1])
         leading[sharding.dim] *= sharding.axis.ranks
         return cls(tuple(leading), sharding)
 
     def join(self, shards: Sequence[Tensor], tokens: int) -> Tensor:
-        """Join all ranks' shards; their dimension ``tokens`` flattens (batch, sequence), in tokens, pairs or blocks."""
+        """Join all ranks' shards along ``tokens``, their dimension that flattens (batch, sequence).
+
+        Its unit can be one token, a byte with two, or a block.
+        """
         shape, outer = shards[0].shape, math.prod(self.leading[: self.sharding.dim])
         unflattened = (*shape[:tokens], outer, shape[tokens] // max(outer, 1), *shape[tokens + 1 :])
         return torch.cat([shard.reshape(unflattened) for shard in shards], tokens + 1).flatten(tokens, tokens + 1)
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather along a token dimension, whose backward is a reduce-scatter; or a tensor of that shape alone."""
+    """All-gather along a token dimension, or only return a tensor of that shape; the backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sharding: TokenSharding, shape_only: bool) -> Tensor:
@@ -63,12 +66,12 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, sharding: TokenSharding) -> Tensor:
-    """All ranks' shards of x (*leading, features), joined; differentiable."""
+    """Gather all ranks' shards of x (*leading, features), differentiably."""
     return _Gather.apply(x, sharding, False)
 
 
 def gather_if_sharded(x: Tensor, sharding: LinearSharding) -> Tensor:
-    """:func:`gather_tokens` where x is sharded along its sequence, after comparing the ranks' numbers of tokens."""
+    """Compare the ranks' numbers of tokens and gather x if it is sharded along its sequence."""
     sequence = sharding.sequence_of(x)
     if sequence is None:
         return x
@@ -77,37 +80,37 @@ def gather_if_sharded(x: Tensor, sharding: LinearSharding) -> Tensor:
 
 
 def gather_shape_only(x: Tensor, sharding: TokenSharding) -> Tensor:
-    """A tensor with the shape and the gradient of :func:`gather_tokens`, without values or memory.
+    """Return a tensor with the shape and the gradient of :func:`gather_tokens`, without its values or memory.
 
-    For products that read quantized operands instead.
+    Products that read quantized operands use it.
     """
     return _Gather.apply(x, sharding, True)
 
 
 def gather_operands(x: Codes, x_t: Codes | None, gathered: GatheredShape) -> tuple[Codes, Codes | None]:
     """Gather x (tokens, C) and x^T (C, tokens), quantized by amaxes that all ranks share, in one collective."""
-    of_x = _unswizzled_bytes(x)
+    sent = _unswizzled_bytes(x)
     if x.per_tensor_scale.dim():  # one per row
-        of_x.append(x.per_tensor_scale.view(torch.uint8))
-    sent = of_x if x_t is None else [*of_x, *_unswizzled_bytes(x_t)]
-    message = torch.cat([part.flatten() for part in sent])
+        sent.append(x.per_tensor_scale.view(torch.uint8))
+    if x_t is not None:
+        sent += _unswizzled_bytes(x_t)
+    message = torch.cat([t.flatten() for t in sent])
     ranks, group = gathered.sharding.axis.ranks, gathered.sharding.axis.groups[0]
     received = _functional.wait_tensor(_functional.all_gather_into_tensor(message, ranks, group)).view(ranks, -1)
-    parts = received.split([part.numel() for part in sent], dim=1)
-    found = [[shard.view(like.shape) for shard in part] for part, like in zip(parts, sent, strict=True)]
-    factor = x.per_tensor_scale
-    if factor.dim():
-        factor = gathered.join([shard.clone().view(torch.float32) for shard in found[2]], 0)
-    of_x_gathered = Codes(gathered.join(found[0], 0), _swizzled(gathered.join(found[1], 0)), factor)
+    by_tensor = received.split([t.numel() for t in sent], dim=1)
+    shards = [[shard.view(t.shape) for shard in of_ranks] for of_ranks, t in zip(by_tensor, sent, strict=True)]
+    scale = x.per_tensor_scale
+    if scale.dim():
+        scale = gathered.join([shard.clone().view(torch.float32) for shard in shards[2]], 0)
+    gathered_x = Codes(gathered.join(shards[0], 0), _swizzled(gathered.join(shards[1], 0)), scale)
     if x_t is None:
-        return of_x_gathered, None
-    codes, scales = found[-2:]
-    of_t = Codes(gathered.join(codes, 1), _swizzled(gathered.join(scales, 1)), x_t.per_tensor_scale)
-    return of_x_gathered, of_t
+        return gathered_x, None
+    qdata, scales = shards[-2:]
+    return gathered_x, Codes(gathered.join(qdata, 1), _swizzled(gathered.join(scales, 1)), x_t.per_tensor_scale)
 
 
 def _unswizzled_bytes(codes: Codes) -> list[Tensor]:
-    """Codes, and block scales in row order."""
+    """Return the packed codes, and the block scales in row order."""
     rows, blocks = codes.qdata.shape[0], codes.columns // BLOCK
     return [codes.qdata, layout.unswizzle(codes.scale, rows, blocks).view(torch.uint8)]
 

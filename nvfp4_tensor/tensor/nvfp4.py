@@ -20,7 +20,7 @@ from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.choices import ProductBackend, RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.sharding import fsdp_transport as gather
+from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state, stored_spec
 from nvfp4_tensor.tensor.checks import check_fields
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
@@ -286,25 +286,25 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     def fsdp_pre_all_gather(
         self,
-        mesh: gather.Mesh,
+        mesh: fsdp_transport.Mesh,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
         module: torch.nn.Module,
         mp_policy: object,
-    ) -> tuple[tuple[Tensor, ...], gather.Rest]:
+    ) -> tuple[tuple[Tensor, ...], fsdp_transport.GatherMetadata]:
         """FSDP2's hook: see :mod:`nvfp4_tensor.sharding.fsdp_transport`."""
-        return gather.pre_all_gather(self, mesh, outer_size, module)
+        return fsdp_transport.pre_all_gather(self, mesh, outer_size, module)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: gather.Rest,
+        metadata: fsdp_transport.GatherMetadata,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """FSDP2's hook: see :mod:`nvfp4_tensor.sharding.fsdp_transport`."""
-        return gather.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+        return fsdp_transport.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable, tuple]:
         # Each part as an object of its own, or pickle alone would let two tensors share some of their parts; it lets

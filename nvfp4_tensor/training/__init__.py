@@ -3,13 +3,12 @@
 import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 from nvfp4_tensor.training.config import NVFP4TrainingConfig, reuse_weight_codes, set_recipe, to_dense
 from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last_blocks_dense
-from nvfp4_tensor.training.linear.function import linear
+from nvfp4_tensor.training.linear.function import linear, ste
 from nvfp4_tensor.training.linear.grouped import grouped_linear
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import RECIPES, Recipe, WeightForDx
 from nvfp4_tensor.training.reports.diagnostics import Report, diagnose
 from nvfp4_tensor.training.reports.summary import Summary, summary
-from nvfp4_tensor.training.ste import ste
 from nvfp4_tensor.training.weights.lora import merge_lora, merge_low_rank
 from nvfp4_tensor.training.weights.optimizer import NVFP4Optimizer, to_nvfp4_parameters
 from nvfp4_tensor.training.weights.refit import RefitReport, refit_

@@ -1,10 +1,10 @@
-"""Recipes: how each operand of a linear's three products is quantized while it trains (contract, section 8).
+"""Recipes: how each operand of a training linear's three products is quantized (contract, section 8).
 
 ==========  ===================  ===================================
 product     left operand         right operand
 ==========  ===================  ===================================
 fprop       ``x``                ``w``
-dgrad       ``dy``               w, read as ``w_for_dx`` says
+dgrad       ``dy``               w, read according to ``w_for_dx``
 wgrad       ``dy_t`` (dy^T)      ``x_t`` (x^T)
 ==========  ===================  ===================================
 """
@@ -27,34 +27,34 @@ class WeightForDx(Choice):
     """How dgrad reads the weight."""
 
     CODES = 0
-    """The forward's codes, transposed: 16x16 blocks, whose scales serve both directions. FP4 products on Blackwell."""
+    """The forward's codes, transposed. Requires 16x16 blocks. On Blackwell, the product is FP4."""
     EXACT = 1
-    """The values that the forward multiplied by, decoded: any blocks; the product is in bf16 values everywhere."""
+    """The forward's codes, decoded. Supports all blocks. The product is bfloat16 on all devices."""
     DENSE = 2
-    """The weight as it is, unquantized."""
+    """The unquantized weight."""
 
 
 @pin
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A spec for each operand of the three products; None leaves that operand as it is.
+    """A spec for each operand of the three products; an operand whose spec is None stays dense.
 
     Args:
-        name: what :func:`summary` prints.
-        x, w: of fprop, ``y = x @ w^T``.
-        dy: of dgrad, ``dx = dy @ w``.
-        w_for_dx: how dgrad reads w, or a spec by which w^T is quantized anew for it.
-        dy_t, x_t: of wgrad, ``dw = dy^T @ x``: both in blocks along the tokens.
-        keep_w: whether the forward's codes of w live on until dgrad has read them; False: dgrad quantizes w again, to
-            the same bits. Saves 0.56 bytes a weight, costs a pass over it.
+        name: the name that :func:`summary` prints.
+        x, w: the specs of fprop's operands, ``y = x @ w^T``.
+        dy: the spec of dgrad's left operand, ``dx = dy @ w``.
+        w_for_dx: how dgrad reads w, or a spec to quantize w^T for dgrad.
+        dy_t, x_t: the specs of wgrad's operands, ``dw = dy^T @ x``, both with blocks along the tokens.
+        keep_w: whether to save the forward's codes of w for dgrad. If False, dgrad quantizes w again, to the same
+            codes. This saves 0.56 bytes per weight and costs one pass over the weights.
 
-    EDEN, which rotates, goes into both operands of a product, or into ``dy`` alone beside w_for_dx=EXACT or DENSE: its
-    values are then rotated back, rounded to bfloat16.
+    EDEN, which rotates, has to be the rounding mode of both operands of a product, or only of ``dy`` together with
+    w_for_dx=EXACT or DENSE. In the latter case its values are rotated back and rounded to bfloat16.
 
     Raises:
-        ValueError: transforms that would not cancel, CODES without 16x16 blocks in ``w``, CODES or EXACT without ``w``
-            or with a transformed one, 16x16 blocks in anything but a weight.
-        TypeError: a field of another kind.
+        ValueError: if the transforms of two operands do not cancel; for CODES without 16x16 blocks in ``w``; for CODES
+            or EXACT without ``w`` or with a transformed ``w``; or for 16x16 blocks in an operand other than the weight.
+        TypeError: if a field has the wrong type.
 
     >>> recipe = RECIPES["nvidia"].replace(name="mine", dy=QuantizeSpec(round_mode="stochastic", scale_rounding="up"))
     """
@@ -68,10 +68,10 @@ class Recipe:
     x_t: QuantizeSpec | None = None
     keep_w: bool = True
 
-    draws_in_forward: ClassVar[bool]
-    """Whether what the forward quantizes takes random bits. Said once, since each call asks."""
-    draws_in_backward: ClassVar[bool]
-    """Whether the backward does."""
+    is_stochastic_forward: ClassVar[bool]
+    """Whether quantization in the forward uses random bits; computed once, because each call reads it."""
+    is_stochastic_backward: ClassVar[bool]
+    """Whether quantization in the backward uses random bits."""
 
     def __post_init__(self) -> None:
         for operand in ("x", "w", "dy", "dy_t", "x_t"):
@@ -79,7 +79,7 @@ class Recipe:
             if spec is not None and not isinstance(spec, QuantizeSpec):
                 raise TypeError(f"{operand} of recipe {self.name!r} is a QuantizeSpec or None, not {spec!r}")
             if operand != "w" and spec is not None and spec.block_rows != 1:
-                raise ValueError(f"{operand} of recipe {self.name!r} needs 1x16 blocks: 16x16 blocks are for weights")
+                raise ValueError(f"{operand} of recipe {self.name!r} needs 1x16 blocks: only weights have 16x16 blocks")
         if not isinstance(self.w_for_dx, QuantizeSpec | WeightForDx):
             raise TypeError(
                 f"w_for_dx of recipe {self.name!r} is a WeightForDx or a QuantizeSpec, not {self.w_for_dx!r}"
@@ -88,10 +88,9 @@ class Recipe:
             raise TypeError(f"keep_w of recipe {self.name!r} is True or False, not {self.keep_w!r}")
         self._check_weight_for_dx()
         self._check_transforms()
-        of_w = self.w_for_dx if isinstance(self.w_for_dx, QuantizeSpec) else None
-        fix = object.__setattr__  # the dataclass is frozen
-        fix(self, "draws_in_forward", draws(self.x, self.w, self.x_t))
-        fix(self, "draws_in_backward", draws(self.dy, self.dy_t, of_w))
+        set_field = object.__setattr__  # the dataclass is frozen
+        set_field(self, "is_stochastic_forward", any_stochastic(self.x, self.w, self.x_t))
+        set_field(self, "is_stochastic_backward", any_stochastic(self.dy, self.dy_t, self._spec_for_dx))
 
     def _check_weight_for_dx(self) -> None:
         if self.w_for_dx in (WeightForDx.CODES, WeightForDx.EXACT) and self.w is None:
@@ -101,37 +100,41 @@ class Recipe:
         if self.w_for_dx == WeightForDx.CODES and self.w is not None and self.w.block_rows != BLOCK:
             raise ValueError(
                 f"w_for_dx=CODES of recipe {self.name!r} reads the codes of w transposed, which needs 16x16 blocks: "
-                "give w block_rows=16, or choose w_for_dx=EXACT"
+                "give w block_rows=16, or use w_for_dx=EXACT"
             )
 
-        if self._reads_forward and rotation(self.w) is not None:
+        if self.dgrad_reads_codes and transform_of(self.w) is not None:
             raise ValueError(
                 f"w of recipe {self.name!r} is transformed along its rows ({self.w}), which dgrad does not sum over: "
-                "give w_for_dx=DENSE or a spec of its own"
+                "use w_for_dx=DENSE or a spec for w_for_dx"
             )
 
     @property
-    def _reads_forward(self) -> bool:
+    def dgrad_reads_codes(self) -> bool:
+        """Whether dgrad reads the forward's codes of w."""
         return self.w_for_dx in (WeightForDx.CODES, WeightForDx.EXACT)
 
+    @property
+    def _spec_for_dx(self) -> QuantizeSpec | None:
+        return self.w_for_dx if isinstance(self.w_for_dx, QuantizeSpec) else None
+
     def _check_transforms(self) -> None:
-        of_w = self.w_for_dx if isinstance(self.w_for_dx, QuantizeSpec) else None
         pairs = {"x and w": (self.x, self.w), "dy_t and x_t": (self.dy_t, self.x_t)}
         if not self.rotates_dy_back:
-            pairs["dy and w_for_dx"] = self.dy, of_w
+            pairs["dy and w_for_dx"] = self.dy, self._spec_for_dx
         for names, (a, b) in pairs.items():
-            if rotation(a) != rotation(b):
+            if transform_of(a) != transform_of(b):
                 raise ValueError(
                     f"{names} of recipe {self.name!r} need the same transform, which only cancels in pairs: "
-                    f"got {_transform(a)} and {_transform(b)}"
+                    f"got {_transform_name(a)} and {_transform_name(b)}"
                 )
 
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def with_hadamard_sign(self, sign: int) -> Recipe:
-        """A copy whose transformed operands take this sign mask."""
+        """Return a copy whose transformed operands use this sign mask."""
 
         def signed(spec: Any) -> Any:
             transformed = isinstance(spec, QuantizeSpec) and spec.hadamard_sign is not None
@@ -140,9 +143,10 @@ class Recipe:
         return self.replace(**{name: signed(getattr(self, name)) for name in (*OPERANDS, "w_for_dx")})
 
     def dense_forward(self) -> Recipe:
-        """A copy whose fprop is dense: dgrad, where it read the forward's codes, quantizes the weight for itself.
+        """Return a copy whose fprop is dense.
 
-        Where it read the forward's values (EXACT), it reads those of this forward: the weight as it is.
+        With w_for_dx=CODES, dgrad now quantizes the weight itself. With EXACT, it now reads the weight that the dense
+        forward multiplied by: the unquantized one.
         """
         w_for_dx = self.w_for_dx
         if w_for_dx == WeightForDx.EXACT:
@@ -153,22 +157,22 @@ class Recipe:
         return self.replace(name=f"{self.name}, bf16 forward", x=None, w=None, w_for_dx=w_for_dx)
 
     def dense_backward(self) -> Recipe:
-        """A copy whose dgrad and wgrad are dense."""
+        """Return a copy whose dgrad and wgrad are dense."""
         changes: dict[str, Any] = dict(dy=None, dy_t=None, x_t=None, w_for_dx=WeightForDx.DENSE)
         return self.replace(name=f"{self.name}, bf16 backward", **changes)
 
     @property
     def is_dense(self) -> bool:
-        """Whether nothing is quantized."""
+        """Whether all operands are dense."""
         return self.w_for_dx == WeightForDx.DENSE and all(getattr(self, name) is None for name in OPERANDS)
 
     @property
     def rotates_dy_back(self) -> bool:
-        """Whether dgrad takes EDEN's values of dy back into the basis of w."""
+        """Whether dgrad undoes EDEN's rotation of dy, because w is not rotated."""
         return self.dy is not None and self.dy.is_eden and self.w_for_dx in (WeightForDx.EXACT, WeightForDx.DENSE)
 
     def __deepcopy__(self, memo: dict) -> Recipe:
-        """Itself: nothing in it changes."""
+        """Return this object, which is immutable."""
         return self
 
     def __str__(self) -> str:
@@ -181,24 +185,24 @@ class Recipe:
 OPERANDS = ("x", "w", "dy", "dy_t", "x_t")
 
 
-def draws(*specs: QuantizeSpec | None) -> bool:
-    """Whether any of these takes random bits."""
+def any_stochastic(*specs: QuantizeSpec | None) -> bool:
+    """Whether any of these specs uses random bits."""
     return any(spec is not None and spec.is_stochastic for spec in specs)
 
 
-def rotation(spec: QuantizeSpec | None) -> object:
-    """What transform a spec applies before it quantizes; equal ones cancel in a product."""
+def transform_of(spec: QuantizeSpec | None) -> object:
+    """Return an object that identifies a spec's transform: equal transforms cancel in a product. None for none."""
     if spec is None:
         return None
     return "EDEN" if spec.is_eden else spec.hadamard_sign
 
 
-def _transform(spec: QuantizeSpec | None) -> str:
-    transform = rotation(spec)
+def _transform_name(spec: QuantizeSpec | None) -> str:
+    transform = transform_of(spec)
     return f"{transform:#06x}" if isinstance(transform, int) else str(transform)
 
 
-# --- those that have names -------------------------------------------------------------------------------------------
+# --- named recipes ---------------------------------------------------------------------------------------------------
 
 _NEAREST = QuantizeSpec()
 _TILES = QuantizeSpec(block_rows=BLOCK)
@@ -240,15 +244,15 @@ _NAMED = (
     Recipe(name="weight_only", w=_NEAREST, w_for_dx=WeightForDx.EXACT),
 )
 RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _NAMED})
-"""The recipes that have names: what ``NVFP4TrainingConfig(recipe="nvidia")`` looks up."""
+"""The named recipes, which ``NVFP4TrainingConfig(recipe="nvidia")`` looks up."""
 
 
 def resolve(recipe: Recipe | str) -> Recipe:
-    """The recipe, or that of the name.
+    """Return the recipe, or the named recipe for a string.
 
     Raises:
-        ValueError: no recipe has that name.
-        TypeError: neither a Recipe nor a name.
+        ValueError: if no recipe has that name.
+        TypeError: if the argument is neither a Recipe nor a name.
     """
     if isinstance(recipe, Recipe):
         return recipe

@@ -1,10 +1,11 @@
-"""What an eager linear need not quantize again: an input that a neighbour has had, and weights on request.
+"""Reuse quantized operands in eager mode: an input that several linears share, and weights within reuse_weight_codes.
 
-No counter of torch shows every write: ``t.data``, ``t.numpy()``, DLPack and kernels of others pass all of them. So an
-input is shared only within an autograd graph, which relies on the same tensor not changing (its backward reads it), and
-a weight's codes are kept only within :func:`reuse_weight_codes`, where the caller says that weights do not change.
+torch's version counters do not detect every write: ``t.data``, ``t.numpy()``, DLPack and foreign kernels bypass them.
+So an input's operands are shared only if an autograd graph already relies on the tensor not changing, because its
+backward reads it. A weight's codes are cached only within :func:`reuse_weight_codes`, where the caller promises not to
+change weights.
 
-Compiled graphs use neither: there AOTAutograd folds equal ops of one graph into one.
+Compiled graphs use neither: AOTAutograd merges equal ops of one graph.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _optimizer_steps = 0
 
 
 def _count_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Fused optimizers write through raw pointers, and FSDP keeps version counters: a step is what changes weights."""
+    """Count optimizer steps, because version counters miss fused optimizers (raw pointers) and FSDP (restores them)."""
     global _optimizer_steps
-    if not torch.compiler.is_compiling():  # a compiled step counts up the versions of what it writes
+    if not torch.compiler.is_compiling():  # a compiled step increments the version of the tensors that it writes
         _optimizer_steps += 1
 
 
@@ -42,25 +43,25 @@ register_optimizer_step_post_hook(_count_step)
 
 
 def optimizer_steps() -> int:
-    """How many steps optimizers have taken in this process."""
+    """Return how many optimizer steps have run in this process."""
     return _optimizer_steps
 
 
 class WeightCodes:
-    """The codes of one weight, within :func:`reuse_weight_codes`."""
+    """The cached codes of one weight, within :func:`reuse_weight_codes`."""
 
     def __init__(self) -> None:
-        self._kept: _Weight | None = None  # one attribute: other threads see all of it, or nothing
+        self._kept: _Weight | None = None  # one attribute, so that other threads see a consistent entry
 
     def get(self, weight: Tensor, spec: QuantizeSpec) -> Codes | None:
-        """The codes of this weight, if they are here, and nothing shows that it has changed."""
+        """Return the codes of this weight, or None if there are none or a change of the weight is detected."""
         kept = self._kept
         if kept is None or kept.tensor is not weight or kept.key != _weight_key(weight, spec):
             return None
         return kept.operand
 
     def put(self, weight: Tensor, spec: QuantizeSpec, operand: Codes) -> None:
-        """Keep these in place of the last."""
+        """Replace the cached codes."""
         self._kept = _Weight(weight, _weight_key(weight, spec), operand)
 
 
@@ -71,8 +72,8 @@ class _Weight(NamedTuple):
 
 
 def _weight_key(weight: Tensor, spec: QuantizeSpec) -> tuple:
-    """What of a weight shows a change: an error of the caller, but one that costs nothing to see."""
-    return _version(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, spec, _optimizer_steps
+    """Return properties that change with most writes. A write breaks the caller's promise, but checking is cheap."""
+    return weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, spec, _optimizer_steps
 
 
 def is_cacheable(weight: Tensor) -> bool:
@@ -80,21 +81,17 @@ def is_cacheable(weight: Tensor) -> bool:
     return not (_is_tracing() or _is_capturing(weight) or weight.is_inference() or weight.is_meta)
 
 
-def _version(t: Tensor) -> int:
-    return t._version
-
-
-_OF_GRAPHS = FakeTensorMode, ProxyTorchDispatchMode, _CachingTorchDispatchMode, _CachedTorchDispatchMode
-"""Modes whose ops have no values, go into a graph, or are counted by a selective checkpoint, which calls all of them
-a second time and takes what it has saved by their order."""
+_TRACING_MODES = FakeTensorMode, ProxyTorchDispatchMode, _CachingTorchDispatchMode, _CachedTorchDispatchMode
+"""Modes in which a call has to run all of its ops: tensors have no values, ops are recorded in a graph, or a selective
+checkpoint runs the ops twice and matches them by their order."""
 
 
 def _is_tracing() -> bool:
-    """Whether a call's ops belong to that call alone: codes made there are not for others, nor others' for it."""
+    """Whether a call has to run all of its ops, and so can neither reuse codes nor provide them to other calls."""
     if torch.compiler.is_compiling():
         return True
     stack = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
-    return any(isinstance(mode, _OF_GRAPHS) for mode in stack)
+    return any(isinstance(mode, _TRACING_MODES) for mode in stack)
 
 
 def _is_capturing(t: Tensor) -> bool:
@@ -111,24 +108,25 @@ Pair: TypeAlias = "tuple[Quantized | None, Codes | None]"
 class _Input(NamedTuple):
     tensor: weakref.ref[Tensor]
     storage: UntypedStorage
-    """Held, so that another tensor cannot get the same address."""
+    """A reference, so that no new tensor gets the same address."""
     key: tuple
     users: weakref.WeakSet
+    """The linears that have used the operands."""
     operands: Pair
 
 
-class _Last(threading.local):
+class _LastInput(threading.local):
     entry: _Input | None = None
 
 
-_last = _Last()
-"""The last input quantized, as q, k and v get one tensor one after the other. It goes with that tensor."""
+_last = _LastInput()
+"""The last quantized input, because q, k and v are called with one tensor in sequence. It is freed with that tensor."""
 
 
 def shared_input(x: Tensor, key: tuple, user: object) -> Pair | None:
-    """What another linear made of the same x, unchanged since, by the same ``key``.
+    """Return the operands that another linear made from the same, unchanged x with the same ``key``, or None.
 
-    Each user takes it once: the second call of one with the same tensor is another step.
+    Each user can get them once, because its second call with the same tensor belongs to another step.
     """
     entry = _last.entry
     if entry is None or entry.tensor() is not x or entry.key != _input_key(x, key) or user in entry.users:
@@ -138,7 +136,7 @@ def shared_input(x: Tensor, key: tuple, user: object) -> Pair | None:
 
 
 def share_input(x: Tensor, key: tuple, user: object, operands: Pair) -> None:
-    """Keep what was made of x for the linears that come next, as long as x lives."""
+    """Keep the operands made from x for the linears that are called next, as long as x is alive."""
     users: weakref.WeakSet = weakref.WeakSet([user])
     _last.entry = _Input(weakref.ref(x, _forget), x.untyped_storage(), _input_key(x, key), users, operands)
 
@@ -149,13 +147,13 @@ def _forget(ref: weakref.ref) -> None:
 
 
 def _input_key(x: Tensor, key: tuple) -> tuple:
-    return _version(x), x.data_ptr(), x.shape, x.stride(), _optimizer_steps, _is_capturing(x), *key
+    return x._version, x.data_ptr(), x.shape, x.stride(), _optimizer_steps, _is_capturing(x), *key
 
 
 def is_shareable(x: Tensor) -> bool:
-    """Whether x is what an autograd graph has computed, and relies on until its backward.
+    """Whether an autograd graph has computed x, and so relies on it not changing until its backward.
 
-    A leaf is its owner's, who may write it in ways that no counter shows: as an environment fills its one buffer.
+    A leaf is not shareable: its owner may write to it undetected, as an environment fills its one buffer.
     """
     if _is_tracing() or x.is_meta or type(x) is not Tensor:
         return False

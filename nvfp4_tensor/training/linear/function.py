@@ -4,9 +4,15 @@
     dx_MK = dy_MN   @ w_NK     dgrad
     dw_NK = dy_MN^T @ x_MK     wgrad
 
-The forward's operands are quantized first (:func:`input_operands`, :func:`weight_operand`), outside of autograd.
-:class:`_Products` then multiplies them, saves codes, and quantizes dy in its backward: autograd and torch.compile see
-plain tensors. ``operands.py`` has how one operand is quantized, on one rank or several.
+The steps of one call, in order, of :func:`linear` or of a module:
+
+1. :func:`input_operands` quantizes x for fprop and x^T for wgrad; :func:`weight_operand` quantizes w. Both run outside
+   of autograd.
+2. :func:`multiply_operands` computes y in the autograd function :class:`_Products`, which saves codes for the backward.
+3. In the backward, :func:`gradients` quantizes dy for dgrad and dy^T for wgrad and computes dx and dw.
+
+Autograd and torch.compile see plain tensors. ``operands.py`` calls the kernels that quantize, on one rank or several;
+``matmul/product.py`` calls those that multiply.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, compare_token_counts
 from nvfp4_tensor.sharding.sequence import GatheredShape, gather_operands, gather_shape_only, gather_tokens
+from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.linear.operands import (
     Quantized,
@@ -32,15 +39,15 @@ from nvfp4_tensor.training.linear.operands import (
     rotate_back,
     transpose,
 )
-from nvfp4_tensor.training.recipe import Recipe, WeightForDx, draws, resolve
+from nvfp4_tensor.training.recipe import Recipe, WeightForDx, any_stochastic, resolve
 
 DY_T_STREAM, W_FOR_DX_STREAM, X_T_STREAM, W_STREAM = 1, 2, 3, 4
 """Streams of random bits (contract, section 4); x and dy use stream 0. All operands of a call share one rng_state,
-because EDEN's rotations must be equal to cancel; no product has two operands of one stream."""
+because EDEN's rotations must be equal to cancel. The two operands of a product use different streams."""
 
 
 class Needs(NamedTuple):
-    """Which gradients the backward will be asked for."""
+    """Which gradients the backward has to compute."""
 
     dx: bool
     dw: bool
@@ -48,7 +55,7 @@ class Needs(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the forward quantizes; None where the recipe leaves an operand dense, or nothing reads it."""
+    """The quantized operands of a forward; None if the recipe leaves an operand dense, or no product reads it."""
 
     x: Quantized | None
     x_t: Codes | None
@@ -84,26 +91,44 @@ def linear(
     >>> linear(torch.randn(8, 64), w).sum().backward()
     """
     recipe = resolve(recipe)
-    x = autocast(x)
+    x = apply_autocast(x)
     check_operands(x, weight, "linear")
-    needs = needs_of(x, weight, bias)
-    x_MK = flat(x)
-    rng_state = draw(recipe, trains(x, weight, bias), x, rng_state)
-    of_x, x_t = input_operands(InputShard(x_MK), recipe, needs, rng_state)
-    operands = Operands(of_x, x_t, weight_operand(weight, recipe, rng_state))
+    needs = needed_gradients(x, weight, bias)
+    x_MK = flatten_tokens(x)
+    rng_state = call_rng_state(recipe, any_requires_grad(x, weight, bias), x, rng_state)
+    operands = Operands(
+        *input_operands(InputShard(x_MK), recipe, needs, rng_state), weight_operand(weight, recipe, rng_state)
+    )
     y_MN = multiply_operands(x_MK, weight, bias, recipe, operands, needs, rng_state)
     return y_MN.view(*x.shape[:-1], weight.shape[0])
+
+
+def ste(w: Tensor, spec: QuantizeSpec | None = None, *, rng_state: Tensor | None = None) -> Tensor:
+    """Round w (..., K) to values that NVFP4 can represent, with a straight-through gradient.
+
+    Use it for trainable parameters that are not the weight of a linear. It is :func:`nvfp4_tensor.fake_quantize` under
+    the name that quantization-aware training uses. The result has the dtype of w: bfloat16, float16 or float32.
+
+    Args:
+        w: any shape except 0-d.
+        spec: how w is quantized. By default, to nearest even in 1x16 blocks.
+        rng_state: int64 (seed, offset) for a stochastic spec. By default, it is sampled from torch's generator.
+
+    Raises:
+        TypeError, ValueError: see :func:`nvfp4_tensor.quantize`.
+
+    >>> w = torch.randn(32, 64, requires_grad=True)
+    >>> ste(w).square().sum().backward()
+    """
+    return fake_quantize(w, spec, rng_state=rng_state)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def autocast(x: Tensor) -> Tensor:
-    """x in autocast's dtype, if autocast is enabled for its device."""
-    device = x.device.type
-    if not x.is_floating_point() or device == "meta" or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+def apply_autocast(x: Tensor) -> Tensor:
+    """Cast x to autocast's dtype if autocast is enabled for its device."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if x.is_floating_point() and _autocasts(x.device) else x
 
 
 def _autocasts(device: torch.device) -> bool:
@@ -128,37 +153,37 @@ def check_operands(x: Tensor, weight: Tensor, name: object) -> None:
         )
 
 
-def needs_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
-    """Which gradients can be asked for: none under no_grad."""
+def needed_gradients(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
+    """Return which gradients the backward has to compute: none under no_grad."""
     grad = torch.is_grad_enabled()
-    of_bias = bias is not None and bias.requires_grad
-    return Needs(grad and x.requires_grad, grad and weight.requires_grad, grad and of_bias)
+    db = bias is not None and bias.requires_grad
+    return Needs(grad and x.requires_grad, grad and weight.requires_grad, grad and db)
 
 
-def trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call draws random bits for a backward, under no_grad too.
+def any_requires_grad(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call has to sample the random bits of a backward, even under no_grad.
 
-    The first run of a reentrant checkpoint is under no_grad, and must draw as its second run does: otherwise a dropout
-    that follows would have another mask there.
+    The first run of a reentrant checkpoint is under no_grad and has to advance the generator as its second run does:
+    otherwise a dropout after it would have different masks in the two runs.
     """
     return any(t is not None and t.requires_grad for t in (x, weight, bias))
 
 
-def flat(x: Tensor) -> Tensor:
-    """x (..., K) as (M, K)."""
+def flatten_tokens(x: Tensor) -> Tensor:
+    """Return x (..., K) as (M, K)."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def draw(recipe: Recipe, backward: bool, like: Tensor, given: Tensor | None = None) -> Tensor | None:
-    """A fresh (seed, offset) from torch's generator for one call, or the given one; None if no random bits are used.
+def call_rng_state(recipe: Recipe, backward: bool, like: Tensor, given: Tensor | None = None) -> Tensor | None:
+    """Return the (seed, offset) of one call: the given one, or one from torch's generator; None if nothing uses it.
 
-    It serves the backward too, so that a forward recomputed by a checkpoint draws the same bits.
+    The forward passes it to its backward, so that a forward recomputed by a checkpoint has the same random bits.
     """
-    if not (recipe.draws_in_forward or (backward and recipe.draws_in_backward)):
+    if not (recipe.is_stochastic_forward or (backward and recipe.is_stochastic_backward)):
         return None
     if given is not None:
         return given.clone()  # its owner counts steps in place
-    # A new tensor for each draw: no compiler pass merges two ops with different arguments.
+    # Each call passes a new tensor: no compiler pass merges two ops with different arguments.
     return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=like.device))
 
 
@@ -166,32 +191,32 @@ def draw(recipe: Recipe, backward: bool, like: Tensor, given: Tensor | None = No
 
 
 class InputShard(NamedTuple):
-    """What a call quantizes of its input."""
+    """The dense input that a call quantizes, and its sharding."""
 
     x_MK: Tensor
     sharding: LinearSharding = UNSHARDED_LINEAR
     gathered: GatheredShape | None = None
-    """The shape that the codes of a sequence shard are gathered to."""
+    """If x is a sequence shard, the shape that its codes are gathered to."""
 
 
 def prepare_input(x: Tensor, recipe: Recipe, needs: Needs, sharding: LinearSharding) -> tuple[Tensor, InputShard]:
-    """x as the products take it, and what is quantized of it.
+    """Return x as autograd and dense products see it, and the shard of it to quantize.
 
-    A sequence shard is gathered as codes if the recipe's products read nothing else of x, and dense otherwise.
+    A sequence shard is gathered as codes if the recipe's products read only codes of x, and dense otherwise.
     """
     sequence = sharding.sequence_of(x)
     if sequence is not None:
-        local = sharding.for_input(x.shape[:-1], local=True)
+        local, x_MK = sharding.for_input(x.shape[:-1], local=True), flatten_tokens(x)
         specs = _input_specs(recipe, needs)
-        if _is_read_as_codes(flat(x), local, needs, *specs):
-            return gather_shape_only(x, sequence), InputShard(flat(x), local, GatheredShape.of(x, sequence))
-        compare_token_counts(local.x, flat(x), *specs)
+        if _is_read_as_codes(x_MK, local, needs, *specs):
+            return gather_shape_only(x, sequence), InputShard(x_MK, local, GatheredShape.of(x, sequence))
+        compare_token_counts(local.x, x_MK, *specs)
         x = gather_tokens(x, sequence)
-    return x, InputShard(flat(x), sharding.for_input(x.shape[:-1]))
+    return x, InputShard(flatten_tokens(x), sharding.for_input(x.shape[:-1]))
 
 
 def _input_specs(recipe: Recipe, needs: Needs) -> tuple[QuantizeSpec | None, QuantizeSpec | None]:
-    """The specs of x and, if it is needed, of x^T."""
+    """Return the specs of x and of x^T; that of x^T is None if no gradient of w is needed."""
     return recipe.x, recipe.x_t if needs.dw else None
 
 
@@ -206,32 +231,32 @@ def _is_read_as_codes(
 def input_operands(
     shard: InputShard, recipe: Recipe, needs: Needs, rng_state: Tensor | None
 ) -> tuple[Quantized | None, Codes | None]:
-    """x (M, K) for fprop and, if it is needed, x^T (K, M) for wgrad, in one pass over x.
+    """Quantize x (M, K) for fprop and, if dw is needed, x^T (K, M) for wgrad, in one pass over x.
 
-    rng_state is passed on only where it matters, so that a compiled graph merges equal quantizations of one x.
+    The ops get rng_state only if they use random bits, so that a compiled graph merges equal quantizations of one x.
     """
     x_MK, sharding, gathered = shard
     spec, spec_t = _input_specs(recipe, needs)
-    rng_state = rng_state if draws(spec, spec_t) else None
+    rng_state = rng_state if any_stochastic(spec, spec_t) else None
     if gathered is not None and any([each is not None and each.row_scaled for each in (spec, spec_t)]):
         compare_token_counts(sharding.x, x_MK, spec, spec_t)  # other specs compare with their amaxes
-    of_x, x_t = quantize_left_operands(
+    x_operand, x_t = quantize_left_operands(
         x_MK.detach(), spec, spec_t, rng_state, X_T_STREAM, sharding.x, name="x", codes_t=True,
         codes=recipe.w is None or gathered is not None,
     )  # fmt: skip
     assert not isinstance(x_t, Decoded)
     if gathered is not None:
-        assert isinstance(of_x, Codes)
-        return gather_operands(of_x, x_t, gathered)
-    return of_x, x_t
+        assert isinstance(x_operand, Codes)
+        return gather_operands(x_operand, x_t, gathered)
+    return x_operand, x_t
 
 
 def weight_operand(
     w_NK: Tensor, recipe: Recipe, rng_state: Tensor | None, sharding: LinearSharding = UNSHARDED_LINEAR
 ) -> Codes | None:
-    """The weight's codes, for fprop and for dgrad.
+    """Quantize the weight for fprop and for dgrad.
 
-    rng_state is an argument of the op even where it does not matter. Otherwise a compiled graph could move its draw to
+    The op always gets rng_state, even if it uses no random bits. Otherwise a compiled graph could sample rng_state in
     the backward, where layers run in reverse order and would get other random bits than in eager mode.
     """
     if recipe.w is None:
@@ -252,22 +277,22 @@ def multiply_operands(
     rng_state: Tensor | None,
     sharding: LinearSharding = UNSHARDED_LINEAR,
 ) -> Tensor:
-    """y (M, N) = x @ w^T + bias in the dtype of x; its backward is the recipe's."""
+    """Compute y (M, N) = x @ w^T + bias in the dtype of x, with the recipe's backward."""
     if not any(needs):
         return fprop(x_MK, w_NK, bias, operands)
-    flattened = [part for operand in operands for part in _flatten(operand)]
+    flattened = [t for operand in operands for t in _flatten(operand)]
     return _Products.apply(x_MK, w_NK, bias, recipe, needs, rng_state, sharding, *flattened)
 
 
 def fprop(x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
-    """y (M, N) = x @ w^T + bias, of the quantized operands where there are any."""
+    """Compute y (M, N) = x @ w^T + bias from the quantized operands, or from the dense x or w if there is none."""
     return multiply(operands.x or x_MK, operands.w or w_NK, x_MK.dtype, bias)
 
 
 class _Products(torch.autograd.Function):
-    """fprop, with the recipe's dgrad and wgrad as its derivative.
+    """fprop, whose derivatives are the recipe's dgrad and wgrad.
 
-    It does not support torch.func's transforms, which need ``setup_context``; torch.compile rejects that (2.13).
+    torch.func's transforms are not supported: they need ``setup_context``, which torch.compile rejects (2.13).
     """
 
     @staticmethod
@@ -285,16 +310,16 @@ class _Products(torch.autograd.Function):
         x_t, w = _unflatten(flattened[3:6]), _unflatten(flattened[6:])
         assert not isinstance(x_t, Decoded) and not isinstance(w, Decoded)
         operands = Operands(_unflatten(flattened[:3]), x_t, w)
-        saved = saved_of(x_MK, w_NK, recipe, operands, needs)
+        saved = tensors_to_save(x_MK, w_NK, recipe, operands, needs)
         ctx.save_for_backward(rng_state, saved.x, saved.weight, *_flatten(saved.x_t), *_flatten(saved.w))
         ctx.recipe, ctx.needs, ctx.sharding = recipe, needs, sharding
         ctx.shape, ctx.dtypes = w_NK.shape, (x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype)
         y_MN = fprop(x_MK, w_NK, bias, operands)
-        return y_MN if operands.w is not None or rng_state is None else _keep_draw_in_forward(y_MN, rng_state)
+        return y_MN if operands.w is not None or rng_state is None else _depend_on_rng_state(y_MN, rng_state)
 
     @staticmethod
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        raise_on_double_backward()
         rng_state, x, weight, *flattened = ctx.saved_tensors
         x_t, w = _unflatten(flattened[:3]), _unflatten(flattened[3:])
         assert not isinstance(x_t, Decoded) and not isinstance(w, Decoded)
@@ -304,16 +329,17 @@ class _Products(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, *[None] * 9
 
 
-def _keep_draw_in_forward(y: Tensor, rng_state: Tensor) -> Tensor:
-    """y, made to depend on the draw in a compiled graph.
+def _depend_on_rng_state(y: Tensor, rng_state: Tensor) -> Tensor:
+    """Make y depend on rng_state in a compiled graph.
 
-    A draw that only the backward reads would move there, where layers run in reverse order (:func:`weight_operand`).
+    If only the backward read rng_state, the graph would sample it there, where layers run in reverse order (see
+    :func:`weight_operand`).
     """
     return torch.where(rng_state[0] == rng_state[0], y, y) if torch.compiler.is_compiling() else y
 
 
 class Saved(NamedTuple):
-    """What a backward reads of its forward; None where it reads something else."""
+    """The tensors of the forward that the backward reads; None for those that it does not read."""
 
     x: Tensor | None
     weight: Tensor | None
@@ -321,15 +347,15 @@ class Saved(NamedTuple):
     w: Codes | None
 
 
-def saved_of(x_MK: Tensor, w_NK: Tensor, recipe: Recipe, operands: Operands, needs: Needs) -> Saved:
-    """Codes wherever the recipe's backward reads codes, dense tensors elsewhere."""
+def tensors_to_save(x_MK: Tensor, w_NK: Tensor, recipe: Recipe, operands: Operands, needs: Needs) -> Saved:
+    """Select codes for products that read codes in the backward, and dense tensors for the others."""
     quantizes_again = operands.w is not None and not recipe.keep_w and not isinstance(w_NK, NVFP4Tensor)
-    reads_weight = needs.dx and (quantizes_again or not _reads_codes(recipe))
+    saves_dense_w = needs.dx and (quantizes_again or not recipe.dgrad_reads_codes)
     return Saved(
-        x_MK if needs.dw and operands.x_t is None else None,
-        w_NK if reads_weight else None,
-        operands.x_t,
-        operands.w if needs.dx and not reads_weight else None,
+        x=x_MK if needs.dw and operands.x_t is None else None,
+        weight=w_NK if saves_dense_w else None,
+        x_t=operands.x_t,
+        w=operands.w if needs.dx and not saves_dense_w else None,
     )
 
 
@@ -339,8 +365,8 @@ def _flatten(operand: Quantized | None) -> tuple[Tensor | None, Tensor | None, T
     return (operand.values, None, operand.per_tensor_scale) if isinstance(operand, Decoded) else operand
 
 
-def _unflatten(parts: Sequence[Tensor | None]) -> Quantized | None:
-    data, scale, per_tensor_scale = parts
+def _unflatten(tensors: Sequence[Tensor | None]) -> Quantized | None:
+    data, scale, per_tensor_scale = tensors
     if data is None or per_tensor_scale is None:
         return None
     return Decoded(data, per_tensor_scale) if scale is None else Codes(data, scale, per_tensor_scale)
@@ -359,11 +385,11 @@ def gradients(
     dtypes: tuple[torch.dtype, torch.dtype],
     sharding: LinearSharding = UNSHARDED_LINEAR,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx (M, K) and dw (N, K), in these two dtypes, of dy (M, N); ``shape`` is (N, K)."""
+    """Compute dx (M, K) and dw (N, K), each in its dtype, from dy (M, N); ``shape`` is (N, K)."""
     spec, spec_t = recipe.dy if needs.dx else None, recipe.dy_t if needs.dw else None
-    beside_dense = (recipe.w_for_dx == WeightForDx.DENSE and not recipe.rotates_dy_back) or recipe.x_t is None
+    w_or_x_is_dense = (recipe.w_for_dx == WeightForDx.DENSE and not recipe.rotates_dy_back) or recipe.x_t is None
     dy, dy_t = quantize_left_operands(
-        dy_MN, spec, spec_t, rng_state, DY_T_STREAM, sharding.dy, name="dy", codes=beside_dense
+        dy_MN, spec, spec_t, rng_state, DY_T_STREAM, sharding.dy, name="dy", codes=w_or_x_is_dense
     )
     dx = dw = None
     if needs.dx:
@@ -379,18 +405,19 @@ def gradients(
 def _weight_for_dx(
     saved: Saved, recipe: Recipe, rng_state: Tensor | None, sharding: LinearSharding, dy_MN: Tensor
 ) -> Codes | Tensor:
-    """What dgrad reads: the dense weight, the saved codes, or codes quantized again."""
-    if saved.weight is not None and not _reads_codes(recipe):
+    """Return the weight for dgrad: the saved codes, the dense weight, or the dense weight quantized again."""
+    if saved.weight is None:
+        assert saved.w is not None
+        return saved.w
+    if not recipe.dgrad_reads_codes:
         return saved.weight
-    w = saved.w
-    if saved.weight is not None:
-        w = weight_operand(saved.weight, recipe, _read_after(rng_state, dy_MN), sharding)
+    w = weight_operand(saved.weight, recipe, _depend_on_dy(rng_state, dy_MN), sharding)
     assert w is not None
     return w
 
 
-def _read_after(rng_state: Tensor | None, dy: Tensor) -> Tensor | None:
-    """rng_state, made to depend on dy in a compiled graph, even where there is none.
+def _depend_on_dy(rng_state: Tensor | None, dy: Tensor) -> Tensor | None:
+    """Make rng_state, or zeros if it is None, depend on dy in a compiled graph.
 
     This keeps the second quantization of a weight in the backward: otherwise the compiler would merge it with the
     forward's, and save its codes after all.
@@ -399,10 +426,6 @@ def _read_after(rng_state: Tensor | None, dy: Tensor) -> Tensor | None:
         return rng_state
     state = torch.zeros((2,), dtype=torch.int64, device=dy.device) if rng_state is None else rng_state
     return torch.where(dy.reshape(-1)[:1].sum() == 0, state, state)
-
-
-def _reads_codes(recipe: Recipe) -> bool:
-    return recipe.w_for_dx in (WeightForDx.CODES, WeightForDx.EXACT)
 
 
 def _dgrad(
@@ -414,27 +437,26 @@ def _dgrad(
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> Tensor:
-    """dx (M, K) = dy (M, N) @ w (N, K), with w read as the recipe says; ``shape`` is (N, K)."""
-    rows, columns = shape
-    if isinstance(recipe.w_for_dx, QuantizeSpec):
+    """Compute dx (M, K) = dy (M, N) @ w (N, K); ``recipe.w_for_dx`` decides how w is read, and ``shape`` is (N, K)."""
+    N, K = shape
+    if isinstance(recipe.w_for_dx, QuantizeSpec):  # w^T in blocks along N
         assert isinstance(w, Tensor)
         w_KN = w.t().contiguous()
-        return multiply(
-            dy, quantize_operand(w_KN, recipe.w_for_dx, rng_state, W_FOR_DX_STREAM, sharding.w.t, name="w"), dtype
-        )
+        w_t = quantize_operand(w_KN, recipe.w_for_dx, rng_state, W_FOR_DX_STREAM, sharding.w.t, name="w")
+        return multiply(dy, w_t, dtype)
     if recipe.rotates_dy_back:
         assert not isinstance(dy, Tensor)
-        dy = rotate_back(dy, rows, rng_state, w.dtype if isinstance(w, Tensor) else None, sharding.outputs.rank * rows)
+        dy = rotate_back(dy, N, rng_state, w.dtype if isinstance(w, Tensor) else None, sharding.outputs.rank * N)
     if isinstance(w, Tensor):
         return multiply(dy, w.t(), dtype)
     if recipe.w_for_dx == WeightForDx.CODES and not isinstance(dy, Tensor) and reads_transposed(w.qdata.device):
-        return multiply(dy, transpose(w), dtype)[:, :columns]
-    values, factor = (dy, None) if isinstance(dy, Tensor) else decode_values(dy, rows)
-    return multiply_across_blocks(values, factor, w, columns, dtype)
+        return multiply(dy, transpose(w), dtype)[:, :K]
+    values, scale = (dy, None) if isinstance(dy, Tensor) else decode_values(dy, N)
+    return multiply_across_blocks(values, scale, w, K, dtype)
 
 
-def refuse_second_derivative() -> None:
-    """Raise in a backward that builds a graph of its own."""
+def raise_on_double_backward() -> None:
+    """Raise a RuntimeError in a backward that builds a graph (``create_graph=True``)."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             "an NVFP4 training linear has no second derivative, so backward(create_graph=True) is not supported: use "

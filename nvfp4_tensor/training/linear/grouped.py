@@ -1,4 +1,4 @@
-"""Experts that train in NVFP4: rows by groups, each with a trainable matrix of its own."""
+"""Grouped linears that train in NVFP4: each group of rows is multiplied by its own expert's matrix."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nvfp4_tensor.training.linear.function import (
     InputShard,
     Needs,
     Operands,
-    autocast,
+    any_requires_grad,
+    apply_autocast,
+    call_rng_state,
     check_operands,
-    draw,
     fprop,
     gradients,
     input_operands,
     linear,
-    needs_of,
-    refuse_second_derivative,
-    saved_of,
-    trains,
+    needed_gradients,
+    raise_on_double_backward,
+    tensors_to_save,
     weight_operand,
 )
 from nvfp4_tensor.training.recipe import OPERANDS, Recipe, WeightForDx, resolve
@@ -40,50 +40,53 @@ def grouped_linear(
     rng_state: Tensor | None = None,
     first_expert: int = 0,
 ) -> Tensor:
-    """Rows ``offs[e-1]..offs[e]`` of x times ``weight[e]^T``: torch._grouped_mm(x, weight.mT, offs), trained.
+    """Multiply rows ``offs[e-1]..offs[e]`` of x by ``weight[e]^T``, with the three products quantized by a recipe.
 
-    Each group is a :func:`linear` of its own, with amaxes of its own: blocks and Hadamard transforms along the tokens
-    never mix two experts. Rows behind the last group are zero. offs is read on the host: a GPU is waited for once a
-    call, and a CUDA graph does not take it. A compiled graph takes it whole, and keeps x as it is for the backward,
-    where it is quantized again, to the same bits: how long its codes are depends on offs.
+    This is torch._grouped_mm(x, weight.mT, offs) for training. Each group is a :func:`linear` with its own amaxes:
+    blocks and Hadamard transforms along the tokens never mix two experts. Rows of the result after the last group are
+    zero. offs is read on the host, so each call waits for the GPU, and a CUDA graph does not support it. In a compiled
+    graph the call is one op, which saves x unquantized and quantizes it again in the backward, to the same codes,
+    because the size of the codes depends on offs.
 
     Args:
         x: (M, K).
-        weight: (E, N, K), of the dtype of x (any of the three under autocast).
-        offs: int32 (E,), where each group ends, on the device of x.
+        weight: (E, N, K), in the dtype of x (under autocast, bfloat16, float16 or float32).
+        offs: int32 (E,), the end of each group, on the device of x.
         recipe: a :class:`Recipe`, or the name of one.
-        rng_state: int64 (seed, offset) on the device of x, the source of the random bits: each expert's follow from it
-            and from its number. Without one it is drawn from torch's generator.
-        first_expert: the number of weight[0], where ranks have some of the experts each.
+        rng_state: int64 (seed, offset) on the device of x, the source of the random bits. Each expert derives its own
+            from it and from its number. By default, rng_state is sampled from torch's generator.
+        first_expert: the number of weight[0] among all experts, if experts are sharded over ranks.
 
     Returns:
-        (M, N) in the dtype of x, or of autocast where that is on.
+        (M, N) in the dtype of x, or of autocast if it is enabled.
 
     Raises:
-        ValueError: shapes or offsets that do not fit, an unknown recipe.
-        TypeError: dtypes that :func:`linear` does not take.
+        ValueError: if shapes or offsets do not fit, or the recipe is unknown.
+        TypeError: if :func:`linear` does not support the dtypes.
 
     >>> w = torch.randn(4, 32, 64, requires_grad=True)
     >>> y = grouped_linear(torch.randn(10, 64), w, torch.tensor([3, 3, 8, 10], dtype=torch.int32))
     """
     recipe = resolve(recipe)
-    x = autocast(x)
+    x = apply_autocast(x)
     _check(x, weight, offs)
-    needs = needs_of(x, weight, None)
-    rng_state = draw(recipe, trains(x, weight, None), x, rng_state)
+    needs = needed_gradients(x, weight, None)
+    rng_state = call_rng_state(recipe, any_requires_grad(x, weight, None), x, rng_state)
     if torch.compiler.is_compiling():
         return _Opaque.apply(x, weight, offs, rng_state, recipe, first_expert, needs)
-    *groups, behind = x.split(_sizes(x, offs))
-    # unbind, and not weight[e]: one gradient of the whole is stacked, where each index would fill a whole one.
-    # The first even without rows, so that there always is a gradient.
+    *groups, remainder = x.split(_sizes(x, offs))
+    # unbind stacks one gradient for all experts; weight[e] would allocate a gradient of the full size for each.
+    # The first expert is used even without rows, so that there always is a gradient.
     pairs = zip(groups, weight.unbind(), strict=True)
     used = [(e, rows, w) for e, (rows, w) in enumerate(pairs) if len(rows) or e == 0]
-    outputs = [linear(rows, w, None, recipe, rng_state=_state_of(rng_state, first_expert + e)) for e, rows, w in used]
-    return torch.cat([*outputs, outputs[0].new_zeros((len(behind), weight.shape[1]))])
+    outputs = [
+        linear(rows, w, None, recipe, rng_state=_expert_rng_state(rng_state, first_expert + e)) for e, rows, w in used
+    ]
+    return torch.cat([*outputs, outputs[0].new_zeros((len(remainder), weight.shape[1]))])
 
 
-def _state_of(rng_state: Tensor | None, expert: int) -> Tensor | None:
-    """A seed of its own for each expert: odd multiples of one number meet no seed of another expert."""
+def _expert_rng_state(rng_state: Tensor | None, expert: int) -> Tensor | None:
+    """Return the rng_state of an expert. Seeds differ by multiples of an odd number, so that no two are equal."""
     if rng_state is None:
         return None
     step = expert * 0x9E3779B97F4A7C15 % 2**64
@@ -96,11 +99,11 @@ def _check(x: Tensor, weight: Tensor, offs: Tensor) -> None:
         raise ValueError(f"grouped_linear takes (M, K) and (E, N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
     check_operands(x, weight, "grouped_linear")
     if offs.dtype != torch.int32 or offs.shape != weight.shape[:1]:
-        raise ValueError(f"offs is int32 ({len(weight)},), where each group ends, not {offs.dtype} {tuple(offs.shape)}")
+        raise ValueError(f"offs is int32 ({len(weight)},), the end of each group, not {offs.dtype} {tuple(offs.shape)}")
 
 
 def _sizes(x: Tensor, offs: Tensor) -> list[int]:
-    """Of the groups, and of what is behind them."""
+    """Return the number of rows of each group, and of the rows after the last group."""
     ends = [0, *offs.tolist(), len(x)]
     if any(begin > end for begin, end in itertools.pairwise(ends)):
         raise ValueError(f"offs are the ends of groups in order, from 0 to the {len(x)} rows of x, not {ends[1:-1]}")
@@ -111,7 +114,7 @@ def _sizes(x: Tensor, offs: Tensor) -> list[int]:
 
 
 class _Opaque(torch.autograd.Function):
-    """The same as one op, and one for its derivative: a graph cannot hold groups whose sizes are data."""
+    """All groups as one op, with one op as its derivative, because graphs do not support data-dependent group sizes."""
 
     @staticmethod
     def forward(
@@ -130,7 +133,7 @@ class _Opaque(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        raise_on_double_backward()
         needs = ctx.needs
         dx, dw = torch.ops.nvfp4.train_grouped_backward(
             dy, *ctx.saved_tensors, _packed(ctx.recipe), ctx.first_expert, needs.dx, needs.dw
@@ -146,10 +149,10 @@ def _train_grouped(
     x: Tensor, weight: Tensor, offs: Tensor, rng_state: Tensor | None, recipe: list[int], first_expert: int
 ) -> Tensor:
     y = x.new_zeros((len(x), weight.shape[1]))
-    how = _unpacked(*recipe)
-    for rows, w, state, of_y in _groups(x, weight, offs, rng_state, first_expert, y):
-        of_x, _ = input_operands(InputShard(rows), how, Needs(False, False, False), state)
-        of_y.copy_(fprop(rows, w, None, Operands(of_x, None, weight_operand(w, how, state))))
+    unpacked = _unpacked(*recipe)
+    for x_MK, w_NK, state, y_MN in _groups(x, weight, offs, rng_state, first_expert, y):
+        x_operand, _ = input_operands(InputShard(x_MK), unpacked, Needs(False, False, False), state)
+        y_MN.copy_(fprop(x_MK, w_NK, None, Operands(x_operand, None, weight_operand(w_NK, unpacked, state))))
     return y
 
 
@@ -175,16 +178,17 @@ def _train_grouped_backward(
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:
     dx, dw = x.new_zeros(x.shape if needs_dx else 0), weight.new_zeros(weight.shape if needs_dw else 0)
-    how, needs, dtypes = _unpacked(*recipe), Needs(needs_dx, needs_dw, False), (x.dtype, weight.dtype)
+    unpacked, needs, dtypes = _unpacked(*recipe), Needs(needs_dx, needs_dw, False), (x.dtype, weight.dtype)
     outputs = (dx if needs_dx else x, dw if needs_dw else weight)
-    for rows, w, state, of_dy, of_dx, of_dw in _groups(x, weight, offs, rng_state, first_expert, dy, *outputs):
-        operands = Operands(*input_operands(InputShard(rows), how, needs, state), weight_operand(w, how, state))
-        saved = saved_of(rows, w, how, operands, needs)
-        for out, gradient in zip(
-            (of_dx, of_dw), gradients(of_dy, saved, how, needs, state, w.shape, dtypes), strict=True
-        ):
+    for x_MK, w_NK, state, dy_MN, *out in _groups(x, weight, offs, rng_state, first_expert, dy, *outputs):
+        operands = Operands(
+            *input_operands(InputShard(x_MK), unpacked, needs, state), weight_operand(w_NK, unpacked, state)
+        )
+        saved = tensors_to_save(x_MK, w_NK, unpacked, operands, needs)
+        found = gradients(dy_MN, saved, unpacked, needs, state, w_NK.shape, dtypes)
+        for target, gradient in zip(out, found, strict=True):
             if gradient is not None:
-                out.copy_(gradient)
+                target.copy_(gradient)
     return dx, dw
 
 
@@ -197,28 +201,34 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, *more: Any) -> tuple[Tensor, Tensor
 def _groups(
     x: Tensor, weight: Tensor, offs: Tensor, rng_state: Tensor | None, first_expert: int, *by_rows_or_expert: Tensor
 ) -> Iterator[tuple]:
-    """Rows, weight and state of each group that has rows, and its part of what else has the rows of x, or experts."""
+    """Yield x, weight and rng_state of each group that has rows, and its slice of each further tensor.
+
+    A further tensor has the rows of x (two dimensions) or the experts (three).
+    """
     begin = 0
     for e, size in enumerate(_sizes(x, offs)[:-1]):
         if size:
-            part = slice(begin, begin + size)
-            more = [t[e] if t.dim() == 3 else t[part] for t in by_rows_or_expert]
-            yield x[part], weight[e], _state_of(rng_state, first_expert + e), *more
+            rows = slice(begin, begin + size)
+            more = [t[e] if t.dim() == 3 else t[rows] for t in by_rows_or_expert]
+            yield x[rows], weight[e], _expert_rng_state(rng_state, first_expert + e), *more
         begin += size
 
 
 def _packed(recipe: Recipe) -> list[int]:
-    """What an op takes: a spec of each operand, -1 where it is dense, and how dgrad reads w: below -1, or a spec."""
+    """Encode a recipe as integers, which an op's schema supports.
+
+    One packed spec per operand, -1 for a dense operand, and ``w_for_dx``: a packed spec, or ``-2 - value`` of the enum.
+    """
     specs = [getattr(recipe, name) for name in OPERANDS]
     w_for_dx = recipe.w_for_dx
-    of_w = w_for_dx.pack() if isinstance(w_for_dx, QuantizeSpec) else -2 - w_for_dx
-    return [*(-1 if spec is None else spec.pack() for spec in specs), of_w]
+    packed = w_for_dx.pack() if isinstance(w_for_dx, QuantizeSpec) else -2 - w_for_dx
+    return [*(-1 if spec is None else spec.pack() for spec in specs), packed]
 
 
 @functools.cache
 def _unpacked(*packed: int) -> Recipe:
-    *specs, of_w = packed
+    *specs, for_dx = packed
     operands: dict[str, Any] = {
         name: None if bits == -1 else QuantizeSpec.unpack(bits) for name, bits in zip(OPERANDS, specs, strict=True)
     }
-    return Recipe(w_for_dx=WeightForDx(-2 - of_w) if of_w < -1 else QuantizeSpec.unpack(of_w), **operands)
+    return Recipe(w_for_dx=WeightForDx(-2 - for_dx) if for_dx < -1 else QuantizeSpec.unpack(for_dx), **operands)

@@ -20,32 +20,32 @@ from nvfp4_tensor.training.linear.function import (
     InputShard,
     Needs,
     Operands,
-    autocast,
+    apply_autocast,
+    call_rng_state,
     check_operands,
-    draw,
-    flat,
+    flatten_tokens,
     input_operands,
     multiply_operands,
-    needs_of,
+    needed_gradients,
     prepare_input,
     weight_operand,
 )
-from nvfp4_tensor.training.recipe import Recipe, draws
+from nvfp4_tensor.training.recipe import Recipe, any_stochastic
 
-_OF_A_GATHER = "weight", "_writes_before"
-"""What is in an instance's __dict__ while FSDP2 has gathered the codes of its weight."""
+_GATHERED_ATTRIBUTES = "weight", "_writes_before"
+"""The instance attributes that exist while the gathered codes of the weight are in use (FSDP2)."""
 
 
 @functools.partial(pin, loadable=False)
 class NVFP4TrainingLinear(nn.Linear):
-    """An nn.Linear that trains by a recipe. Its weight stays a plain parameter, and its state_dict a plain one.
+    """An nn.Linear that trains according to a recipe. Its weight and its state_dict stay those of nn.Linear.
 
-    Made by ``quantize_(model, NVFP4TrainingConfig(...))``; changed by :func:`set_recipe`.
+    ``quantize_(model, NVFP4TrainingConfig(...))`` creates it, and :func:`set_recipe` changes its recipe.
 
     Attributes:
-        recipe: the :class:`Recipe` that it was given.
-        bf16_forward, bf16_backward: whether that half is dense for now.
-        active_recipe: what these three come to, and what it does.
+        recipe: the :class:`Recipe` that the config or :func:`set_recipe` set.
+        bf16_forward, bf16_backward: whether the forward, or the backward, is dense at present.
+        active_recipe: the recipe in use, which follows from these three.
     """
 
     recipe: Recipe
@@ -54,16 +54,17 @@ class NVFP4TrainingLinear(nn.Linear):
     bf16_backward: bool
     hadamard_sign: int | None
     sharding: LinearSharding = UNSHARDED_LINEAR
-    """Which pieces of a step this rank has: see :mod:`nvfp4_tensor.distributed`."""
+    """This rank's shards of the tokens, outputs and inputs: see :mod:`nvfp4_tensor.distributed`."""
     rounding_state: Tensor | None
-    """A buffer that no state_dict has, int64 (seed, step): what a call draws by, in place of torch's generator."""
+    """int64 (seed, step), the source of random bits instead of torch's generator; a buffer that is not saved."""
     _weight_codes: WeightCodes | None = None
-    """Of the weight, within :func:`training.reuse_weight_codes`."""
+    """The cache of the weight's codes within :func:`training.reuse_weight_codes`."""
     _writes_before: int
+    """The number of writes to the shard when its codes were gathered."""
 
     @classmethod
     def convert(cls, linear: nn.Linear, recipe: Recipe, hadamard_sign: int | None = None) -> NVFP4TrainingLinear:
-        """The same module, trained by a recipe from now on; with a Hadamard sign of its own, if given."""
+        """Convert a linear in place to train according to a recipe, optionally with its own Hadamard sign."""
         linear.__class__ = cls
         assert isinstance(linear, NVFP4TrainingLinear)
         linear.hadamard_sign = hadamard_sign
@@ -73,24 +74,23 @@ class NVFP4TrainingLinear(nn.Linear):
         return linear
 
     def to_dense(self) -> nn.Linear:
-        """The same module, a plain nn.Linear again."""
+        """Convert this module in place to a plain nn.Linear."""
         for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign"):
             delattr(self, name)
         del self.rounding_state
-        for name in ("sharding", "_weight_codes", *_OF_A_GATHER):
+        for name in ("sharding", "_weight_codes", *_GATHERED_ATTRIBUTES):
             self.__dict__.pop(name, None)
         release(self)
         self.__class__ = nn.Linear  # type: ignore[assignment]
         return self
 
     def set_recipe(self, recipe: Recipe, bf16_forward: bool, bf16_backward: bool) -> None:
-        """Do this from now on; see :func:`training.set_recipe`."""
+        """Set the recipe and its dense halves; see :func:`training.set_recipe`."""
         active = recipe if self.hadamard_sign is None else recipe.with_hadamard_sign(self.hadamard_sign)
         active = active.dense_forward() if bf16_forward else active
         active = active.dense_backward() if bf16_backward else active
-        self.recipe, self.bf16_forward, self.bf16_backward, self.active_recipe = (
-            recipe, bf16_forward, bf16_backward, active,
-        )  # fmt: skip
+        self.recipe, self.active_recipe = recipe, active
+        self.bf16_forward, self.bf16_backward = bf16_forward, bf16_backward
 
     def forward(self, input: Tensor) -> Tensor:
         if is_nested(input):
@@ -101,31 +101,34 @@ class NVFP4TrainingLinear(nn.Linear):
         weight, bias = (self.weight, self.bias) if sharding is UNSHARDED_LINEAR else self._local_parameters(sharding)
         if recipe.is_dense:
             return nn.functional.linear(gather_if_sharded(input, sharding), weight, bias)
-        x = autocast(input)
+        x = apply_autocast(input)
         check_operands(x, weight, self)
-        needs = needs_of(x, weight, bias)
-        # Without gradients too: the first run of a reentrant checkpoint has none, and later draws must come out alike.
-        rng_state = draw(recipe, self.training or any(needs), x, self.rounding_state)
+        needs = needed_gradients(x, weight, bias)
+        # The first run of a reentrant checkpoint has no gradients and must sample as the second does.
+        rng_state = call_rng_state(recipe, self.training or any(needs), x, self.rounding_state)
         x, shard = prepare_input(x, recipe, needs, sharding)
-        operands = Operands(*self._input(input, shard, needs, rng_state), self._weight(weight, rng_state))
+        operands = Operands(
+            *self._input_operands(input, shard, needs, rng_state), self._weight_operand(weight, rng_state)
+        )
         y = multiply_operands(
-            flat(x), weight, bias, recipe, operands, needs, rng_state, sharding.for_input(x.shape[:-1])
+            flatten_tokens(x), weight, bias, recipe, operands, needs, rng_state, sharding.for_input(x.shape[:-1])
         )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
     def _local_parameters(self, sharding: LinearSharding) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as this rank has them. Where ranks share the inputs, the bias is added to their sum."""
+        """Return this rank's weight and bias. If inputs are sharded, the bias is None: the sum over ranks adds it."""
         bias = self.bias if sharding.inputs.ranks == 1 else None
         return local_shard(self.weight), None if bias is None else local_shard(bias)
 
-    def _input(self, input: Tensor, shard: InputShard, needs: Needs, rng_state: Tensor | None) -> Pair:
-        """That of a neighbour with the same input, or what is quantized now: so too where it draws random bits.
+    def _input_operands(self, input: Tensor, shard: InputShard, needs: Needs, rng_state: Tensor | None) -> Pair:
+        """Return the operands that another linear made from the same input, or quantize it.
 
-        They are this linear's own in a compiled graph and on another number of ranks, which do not know of neighbours.
+        Stochastic operands are never shared. Each linear has its own random bits in a compiled graph and on other
+        numbers of ranks, where linears do not share operands.
         """
         recipe = self.active_recipe
         x_t = recipe.x_t if needs.dw else None
-        if draws(recipe.x, x_t) or not is_shareable(input):
+        if any_stochastic(recipe.x, x_t) or not is_shareable(input):
             return input_operands(shard, recipe, needs, rng_state)
         key = shard.x_MK.dtype, recipe.x, x_t, recipe.w is None, shard.sharding.x, shard.gathered
         operands = shared_input(input, key, self)
@@ -134,8 +137,8 @@ class NVFP4TrainingLinear(nn.Linear):
             share_input(input, key, self, operands)
         return operands
 
-    def _weight(self, weight: Tensor, rng_state: Tensor | None) -> Codes | None:
-        """The codes of the weight as it is now, or those kept where the caller says that it does not change."""
+    def _weight_operand(self, weight: Tensor, rng_state: Tensor | None) -> Codes | None:
+        """Return the weight's codes: cached ones within :func:`training.reuse_weight_codes`, else quantized now."""
         recipe, kept = self.active_recipe, self._weight_codes
         if recipe.w is None:
             return None
@@ -145,15 +148,17 @@ class NVFP4TrainingLinear(nn.Linear):
             return weight_operand(weight, recipe, rng_state, self.sharding)
         operand = kept.get(weight, recipe.w)
         if operand is None:
-            with torch.inference_mode(False):  # a forward that trains is to find them usable, too
+            with torch.inference_mode(False):  # so that a forward that trains can use them too
                 operand = weight_operand(weight, recipe, rng_state, self.sharding)
             assert operand is not None
             kept.put(weight, recipe.w, operand)
         return operand
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """FSDP2 sets the codes that it has gathered as the weight. They are an attribute beside the parameter, which
-        stays the shard: averages of parameters() and the like never read rounded values."""
+        """Store gathered codes, which FSDP2 sets as the weight, as an instance attribute and keep the parameter.
+
+        ``parameters()`` still yields the shard, so that averages of parameters never read rounded values.
+        """
         if name == "weight" and self._is_gathered(value):
             self.__dict__.update(weight=value, _writes_before=self._writes())
         else:
@@ -165,18 +170,18 @@ class NVFP4TrainingLinear(nn.Linear):
         return gathered and shard is not None and not isinstance(shard, NVFP4Tensor)
 
     def _writes(self) -> int:
-        """How often the shard was written to, of which FSDP2 gathers codes."""
+        """Return how often the shard was written to whose codes FSDP2 gathers."""
         return getattr(getattr(self._parameters["weight"], "_local_tensor", None), "_writes", [0])[0]
 
     def _check_gathered(self) -> None:
         if "weight" in self.__dict__ and self._writes() != self._writes_before:
             raise RuntimeError(
-                f"the weight of {self} was written to after FSDP2 had gathered its codes, which it keeps with "
+                f"the weight of {self} was written to after FSDP2 had gathered its codes, which FSDP2 keeps with "
                 "reshard_after_forward=False: call reshard() of its FSDP module before the next forward"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        not_saved = ("_weight_codes", *_OF_A_GATHER)
+        not_saved = ("_weight_codes", *_GATHERED_ATTRIBUTES)
         return {name: value for name, value in self.__dict__.items() if name not in not_saved}
 
     def extra_repr(self) -> str:

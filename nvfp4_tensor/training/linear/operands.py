@@ -1,7 +1,19 @@
 """Quantize the operands of a training step: x (M, K), dy (M, N), w (N, K) and their transposes.
 
-Each function takes the sharding of its matrix; a matrix that is not sharded is the ordinary case, whose amax is its own
-and whose random bits start at offset 0. What multiplies the operands is :func:`nvfp4_tensor.matmul.product.multiply`.
+Each function splits its matrix into the tiles of its sharding, reduces their amax over all ranks, and calls an op on
+each tile with its global offset. A matrix that is not sharded is one tile at offset 0. The ops (``nvfp4::...``):
+
+=========================================  =================================================================
+result                                     op
+=========================================  =================================================================
+codes                                      ``quantize``
+codes with one scale per row               ``quantize_rows``
+values                                     ``quantize_activation``; ``fake_quantize`` with the amax of all ranks
+codes of x and of x^T                      ``quantize_pair``
+values of x, and codes or values of x^T    ``quantize_pair_values``
+=========================================  =================================================================
+
+:func:`nvfp4_tensor.matmul.product.multiply` multiplies the results.
 """
 
 from __future__ import annotations
@@ -22,6 +34,7 @@ from nvfp4_tensor.ops.composite import own_amax
 from nvfp4_tensor.sharding.layout import UNSHARDED, MatrixSharding, agree_on_amax, all_reduce_amax
 
 Quantized: TypeAlias = "Codes | Decoded"
+"""A quantized operand. Products read codes on FP4 tensor cores, and decoded bfloat16 values elsewhere."""
 
 
 # --- one operand -----------------------------------------------------------------------------------------------------
@@ -37,61 +50,62 @@ def quantize_operand(
     name: str = "x",
     amax: Tensor | None = None,
 ) -> Codes:
-    """Quantize x (R, C) by its amax over all ranks, by each row's, or by ``amax`` if it is known already.
+    """Quantize x (R, C) to codes, by ``amax``, by its amax over all ranks, or by the amax of each row (row_scaled).
 
     Raises:
-        ValueError: a shard begins inside a block; the message calls the operand ``name``.
+        ValueError: if a shard has incomplete blocks; the message calls the operand ``name``.
     """
     sharding.check(x, spec, name)
     tiles = sharding.tiles(x, spec)
     amaxes: Sequence[Tensor | None]
     if spec.row_scaled:
-        quantize, amaxes = torch.ops.nvfp4.quantize_rows, _row_amaxes(x, spec, sharding, [len(t.x) for t in tiles])
+        op, amaxes = torch.ops.nvfp4.quantize_rows, _row_amaxes(x, spec, sharding, [len(tile.x) for tile in tiles])
     else:
-        quantize = torch.ops.nvfp4.quantize
+        op = torch.ops.nvfp4.quantize
         amaxes = [_amax(x, spec, rng_state, sharding) if amax is None else amax] * len(tiles)
-    return _join(
-        [
-            Codes(*quantize(tile.x, each, rng_state, spec.pack(), *tile.origin, stream))
-            for tile, each in zip(tiles, amaxes, strict=True)
-        ],
-        sharding.split_dim,
-    )
+    codes = [
+        Codes(*op(tile.x, tile_amax, rng_state, spec.pack(), *tile.origin, stream))
+        for tile, tile_amax in zip(tiles, amaxes, strict=True)
+    ]
+    return _join(codes, sharding.split_dim)
 
 
 def decode_operand(
     x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, sharding: MatrixSharding = UNSHARDED
 ) -> Decoded:
-    """The values of :func:`quantize_operand`, without storing codes; for a spec with one per-tensor scale."""
+    """Return the values of :func:`quantize_operand` without storing codes, for a spec with one per-tensor scale."""
     if not sharding.is_sharded:
         return Decoded(*torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16))
     amax = _amax(x, spec, rng_state, sharding)
-    return _join(
-        [
-            Decoded(*torch.ops.nvfp4.fake_quantize(t.x, amax, rng_state, spec.pack(), torch.bfloat16, False, *t.origin))
-            for t in sharding.tiles(x, spec)
-        ],
-        sharding.split_dim,
-    )
+    values = [
+        Decoded(
+            *torch.ops.nvfp4.fake_quantize(tile.x, amax, rng_state, spec.pack(), torch.bfloat16, False, *tile.origin)
+        )
+        for tile in sharding.tiles(x, spec)
+    ]
+    return _join(values, sharding.split_dim)
 
 
 def _amax(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, sharding: MatrixSharding) -> Tensor:
+    """Return the amax of x over all ranks."""
     amax = _local_amax(x, spec, rng_state, sharding)
     return agree_on_amax(amax.view(1), x, sharding)[0] if sharding.is_sharded else amax
 
 
 def _local_amax(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, sharding: MatrixSharding) -> Tensor:
+    """Return the amax of this rank's x, after the spec's transform."""
     if not (spec.is_eden and sharding.is_sharded):
         return own_amax(x, spec, rng_state)
     # EDEN's rotation depends on the column offset.
-    return torch.stack([own_amax(t.x, spec, rng_state, t.col0) for t in sharding.tiles(x, spec)]).amax()
+    return torch.stack([own_amax(tile.x, spec, rng_state, tile.col0) for tile in sharding.tiles(x, spec)]).amax()
 
 
 def _row_amaxes(
     x: Tensor, spec: QuantizeSpec, sharding: MatrixSharding, tile_rows: list[int]
 ) -> Sequence[Tensor | None]:
+    """Return the amaxes of the rows of each tile, over the ranks that share these rows."""
     if not sharding.is_sharded:
-        return [None]  # the op finds them itself
+        return [None]  # the op computes them
     amax = all_reduce_amax(reference.row_amax(x, spec.hadamard_sign), (sharding.columns,))
     return amax.split(tile_rows) if sharding.split_dim == 0 and len(tile_rows) > 1 else [amax] * len(tile_rows)
 
@@ -111,36 +125,35 @@ def quantize_left_operands(
     codes_t: bool = False,
     codes: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantize x (R, C) and x^T (C, R), each by its spec and amax, in one pass; None for a spec of None.
+    """Quantize x (R, C) and x^T (C, R), each by its spec and its amax; None for an operand whose spec is None.
+
+    If both specs have one per-tensor scale, one pass over x quantizes both.
 
     Args:
-        stream_t: the random stream of the transpose; that of x is 0.
-        codes_t: x^T as codes, to be saved for the backward.
-        codes: both as codes, for products with a dense right operand. Otherwise the form is the one that a product on
-            this device reads on its left: codes on FP4 tensor cores, decoded values elsewhere.
+        stream_t: the random stream of x^T; x uses stream 0.
+        codes_t: return x^T as codes, to save them for the backward.
+        codes: return both as codes, for products with a dense right operand. Otherwise, the left operand has the form
+            that a product on this device reads: codes on FP4 tensor cores, decoded values elsewhere.
 
     Raises:
-        ValueError: a shard begins inside a block; the message calls the operand ``name``.
+        ValueError: if a shard has incomplete blocks; the message calls the operand ``name``.
     """
     row_scaled = any([each is not None and each.row_scaled for each in (spec, spec_t)])
     codes = codes or row_scaled or multiplies_codes(x.device)
-    if spec is not None and spec_t is not None and not row_scaled:
+    if spec is not None:
         sharding.check(x, spec, name)
+    if spec is not None and spec_t is not None and not row_scaled:
         sharding.t.check(x.t(), spec_t, f"{name}^T")
         return _quantize_pair(x, spec, spec_t, rng_state, stream_t, sharding, codes_t, codes)
-    of_x: Quantized | None = None
-    of_t: Quantized | None = None
-    if spec is not None:
-        sharding.check(x, spec, name)
+    x_operand: Quantized | None = None
+    x_t: Quantized | None = None
     if spec_t is not None:
-        of_t = quantize_operand(x.t().contiguous(), spec_t, rng_state, stream_t, sharding.t, name=f"{name}^T")
-    if spec is not None:
-        of_x = (
-            quantize_operand(x, spec, rng_state, 0, sharding, name=name)
-            if codes
-            else decode_operand(x, spec, rng_state, sharding)
-        )
-    return of_x, of_t
+        x_t = quantize_operand(x.t().contiguous(), spec_t, rng_state, stream_t, sharding.t, name=f"{name}^T")
+    if spec is not None and codes:
+        x_operand = quantize_operand(x, spec, rng_state, 0, sharding, name=name)
+    elif spec is not None:
+        x_operand = decode_operand(x, spec, rng_state, sharding)
+    return x_operand, x_t
 
 
 def _quantize_pair(
@@ -155,27 +168,28 @@ def _quantize_pair(
 ) -> tuple[Quantized, Quantized]:
     amax, amax_t = _amax_pair(x, spec, spec_t, rng_state, sharding)
     packed = spec.pack(), spec_t.pack()
-    of_x: list[Quantized] = []
-    of_t: list[Quantized] = []
+    x_tiles: list[Quantized] = []
+    t_tiles: list[Quantized] = []
     for tile in sharding.tiles(x, spec, spec_t):
         offsets = tile.row0, tile.col0, tile.full_rows, tile.full_width
         if codes:
-            parts = torch.ops.nvfp4.quantize_pair(tile.x, amax, amax_t, rng_state, *packed, *offsets, stream_t)
-            of_x.append(Codes(*parts[:3]))
-            of_t.append(Codes(*parts[3:]))
+            pair = torch.ops.nvfp4.quantize_pair(tile.x, amax, amax_t, rng_state, *packed, *offsets, stream_t)
+            x_tiles.append(Codes(*pair[:3]))
+            t_tiles.append(Codes(*pair[3:]))
             continue
         values, factor, t, scale_t, factor_t = torch.ops.nvfp4.quantize_pair_values(
             tile.x, amax, amax_t, rng_state, *packed, codes_t, *offsets, stream_t
         )
-        of_x.append(Decoded(values, factor))
-        of_t.append(Codes(t, scale_t, factor_t) if codes_t else Decoded(t, factor_t))
-    return _join(of_x, sharding.split_dim), _join(of_t, sharding.t.split_dim)
+        x_tiles.append(Decoded(values, factor))
+        t_tiles.append(Codes(t, scale_t, factor_t) if codes_t else Decoded(t, factor_t))
+    return _join(x_tiles, sharding.split_dim), _join(t_tiles, sharding.t.split_dim)
 
 
 def _amax_pair(
     x: Tensor, spec: QuantizeSpec, spec_t: QuantizeSpec, rng_state: Tensor | None, sharding: MatrixSharding
 ) -> tuple[Tensor, Tensor]:
-    if spec.rotation is None and not spec_t.is_eden:  # in one pass over x
+    """Return the amaxes of x and of x^T over all ranks, each after its spec's transform."""
+    if spec.rotation is None and not spec_t.is_eden:  # one pass over x
         own = torch.ops.nvfp4.amax_pair(x, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign)
     else:
         own = (
@@ -188,26 +202,26 @@ def _amax_pair(
     return amax, amax_t
 
 
-# --- operands as they were -------------------------------------------------------------------------------------------
+# --- operands already quantized --------------------------------------------------------------------------------------
 
 
-def _join(parts: Sequence[Any], dim: int | None) -> Any:
-    """Operands of adjacent ranges along a dimension, each in complete blocks, as one operand."""
-    if len(parts) == 1:
-        return parts[0]
+def _join(tiles: Sequence[Any], dim: int | None) -> Any:
+    """Concatenate operands (Codes, or Decoded) along a dimension; each has complete blocks."""
+    if len(tiles) == 1:
+        return tiles[0]
     assert dim is not None
-    factor = parts[0].per_tensor_scale
-    if isinstance(parts[0], Decoded):
-        return Decoded(torch.cat([part.values for part in parts], dim), factor)
-    linear = [layout.unswizzle(p.scale, p.qdata.shape[0], p.columns // BLOCK).view(torch.uint8) for p in parts]
-    if factor.dim() and dim == 0:
-        factor = torch.cat([part.per_tensor_scale for part in parts])
-    scale = layout.swizzle(torch.cat(linear, dim)).view(torch.float8_e4m3fn)
-    return Codes(torch.cat([part.qdata for part in parts], dim), scale, factor)
+    per_tensor_scale = tiles[0].per_tensor_scale
+    if isinstance(tiles[0], Decoded):
+        return Decoded(torch.cat([tile.values for tile in tiles], dim), per_tensor_scale)
+    scales = [layout.unswizzle(t.scale, t.qdata.shape[0], t.columns // BLOCK).view(torch.uint8) for t in tiles]
+    if per_tensor_scale.dim() and dim == 0:
+        per_tensor_scale = torch.cat([tile.per_tensor_scale for tile in tiles])
+    scale = layout.swizzle(torch.cat(scales, dim)).view(torch.float8_e4m3fn)
+    return Codes(torch.cat([tile.qdata for tile in tiles], dim), scale, per_tensor_scale)
 
 
 def transpose(w: Codes) -> Codes:
-    """The codes of w (R, C) in 16x16 blocks as those of w^T (C, R), R padded to 16: the same codes, moved."""
+    """Transpose w (R, C), which has 16x16 blocks, by moving its codes: w^T (C, R), with R padded to 16."""
     qdata, scale = torch.ops.nvfp4.transpose_codes(w.qdata, w.scale)
     return Codes(qdata, scale, w.per_tensor_scale)
 
@@ -215,9 +229,9 @@ def transpose(w: Codes) -> Codes:
 def rotate_back(
     a: Quantized, columns: int, rng_state: Tensor | None, dtype: torch.dtype | None = None, col0: int = 0
 ) -> Decoded | Tensor:
-    """Undo EDEN's rotation of ``a``: bfloat16 values (R, columns), or a dense tensor in ``dtype``.
+    """Undo EDEN's rotation of ``a``, and return bfloat16 values (R, columns), or a dense tensor in ``dtype``.
 
-    col0: the global offset of its first column.
+    col0: the global offset of the first column of ``a``.
     """
     values, factor = decode_values(a)
     values = torch.ops.nvfp4.rotate(values.float(), rng_state, True, col0)[:, :columns]

@@ -22,10 +22,10 @@ from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.training.config import training_linears
-from nvfp4_tensor.training.linear.function import DY_T_STREAM, X_T_STREAM, autocast
+from nvfp4_tensor.training.linear.function import DY_T_STREAM, X_T_STREAM, apply_autocast
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.linear.operands import quantize_operand
-from nvfp4_tensor.training.recipe import rotation
+from nvfp4_tensor.training.recipe import transform_of
 
 SIGNAL_LIMIT = math.sqrt(3)
 """Of the gradient's norm over that of its noise: below, quantized training stops helping (arXiv 2505.19115)."""
@@ -167,7 +167,7 @@ class _Observer:
         assert isinstance(linear, NVFP4TrainingLinear)
         if not y.requires_grad:
             return
-        x = autocast(args[0].detach()).reshape(-1, linear.in_features)
+        x = apply_autocast(args[0].detach()).reshape(-1, linear.in_features)
 
         def of_gradient(dy: Tensor) -> None:
             rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), generator=self.generator).to(x.device)
@@ -206,7 +206,7 @@ def _wide(x: Tensor, spec: QuantizeSpec | None, rng_state: Tensor, stream: int) 
     if spec is None:
         return x.float()
     operand = quantize_operand(x.contiguous(), spec, rng_state, stream)
-    columns = x.shape[1] if rotation(spec) is None else None  # padding that a transform has filled is summed, too
+    columns = x.shape[1] if transform_of(spec) is None else None  # padding that a transform has filled is summed, too
     return decode_values(operand, columns)[0].float() * _factor(operand)
 
 

@@ -5,7 +5,7 @@ import torch
 from training.linear.test_linear import check_products
 
 from nvfp4_tensor import training
-from nvfp4_tensor.training.linear.grouped import _state_of
+from nvfp4_tensor.training.linear.grouped import _expert_rng_state
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def test_groups_are_linears(experts, recipe):
             assert (gradients[1][e] == 0).all()
             continue
         own_x, own_w = x.detach()[begin:end].requires_grad_(), w.detach()[e].requires_grad_()
-        own = training.linear(own_x, own_w, None, recipe, rng_state=_state_of(state, e))
+        own = training.linear(own_x, own_w, None, recipe, rng_state=_expert_rng_state(state, e))
         own.backward(dy[begin:end])
         assert torch.equal(y[begin:end], own)
         assert torch.equal(gradients[0][begin:end], own_x.grad) and torch.equal(gradients[1][e], own_w.grad)

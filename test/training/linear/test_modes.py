@@ -173,9 +173,9 @@ def test_a_selective_checkpoint_finds_what_it_saved(saved, keep_w):
     ],
     ids=["vmap", "grad", "jvp"],
 )
-def test_transforms_are_refused_by_name(transform):
+def test_transforms_of_torch_func_raise(transform):
     linear = linear_of()
-    with pytest.raises(RuntimeError, match=r"NVFP4TrainingLinear\(in_features=32.* does not support transforms of torch.func"):
+    with pytest.raises(RuntimeError, match=r"NVFP4TrainingLinear\(in_features=32.* does not support transforms of"):
         transform(linear)
     training.set_recipe(linear, forward="bf16", backward="bf16")
     transform(linear)
