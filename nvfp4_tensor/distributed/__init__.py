@@ -1,4 +1,4 @@
-"""NVFP4 over several ranks: FSDP2, DDP, tensor parallelism and sharded checkpoints, by PyTorch's own engine."""
+"""NVFP4 on several ranks with PyTorch's FSDP2, DDP, tensor, context and pipeline parallelism, and its checkpoints."""
 
 import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 from nvfp4_tensor.distributed.agreement import check_ranks

@@ -1,4 +1,4 @@
-"""What has to be the same on all ranks before anything travels, compared by name."""
+"""Check, before communication, that all ranks have equal recipes and equal kinds of NVFP4 weights."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def nvfp4_parameters(model: nn.Module) -> dict[str, NVFP4Tensor]:
-    """The parameters that are NVFP4Tensors, by name; of a DTensor this rank's piece."""
+    """Return the parameters that are NVFP4Tensors, by name; for a DTensor, this rank's shard."""
     parameters = {name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}
     return {name: p for name, p in parameters.items() if isinstance(p, NVFP4Tensor)}
 
 
 def check_ranks(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Compare what the ranks of a group are about to share: NVFP4 weights and recipes, by name.
+    """Check that the NVFP4 weights and recipes of a model agree on all ranks of a group.
 
-    :func:`prepare_ddp`, :func:`set_token_sharding` and the plans of tensor parallelism do so for what they touch; FSDP2
-    and PyTorch's own plans have no place for it, and ranks that quantized differently would gather a mixture.
+    :func:`prepare_ddp`, :func:`set_token_sharding` and the tensor parallel plans check the modules that they change.
+    FSDP2 and PyTorch's own plans cannot: call this function before them, because gathering shards that were quantized
+    differently mixes formats.
 
     Raises:
-        ValueError: on all ranks alike; the message names the module, and the ranks that differ.
+        ValueError: on all ranks, if two ranks differ; the message names the module and the ranks.
     """
     check_agreement("the NVFP4 weight", {name: kind(w) for name, w in nvfp4_parameters(model).items()}, group)
     recipes = {name: m.active_recipe for name, m in model.named_modules() if isinstance(m, NVFP4TrainingLinear)}
@@ -35,27 +36,27 @@ def check_ranks(model: nn.Module, group: dist.ProcessGroup | None = None) -> Non
 
 
 def kind(w: NVFP4Tensor) -> str:
-    """All but the numbers, and which of its devices a rank uses."""
+    """Describe a weight without its values and its device index."""
     static = ", static" if w.activation_amax is not None else ""
-    said = repr(w).replace(f"device={w.device}", f"device={w.device.type}")
-    return f"{said} with scales {tuple(w.per_tensor_scale.shape)}{static}"
+    description = repr(w).replace(f"device={w.device}", f"device={w.device.type}")
+    return f"{description} with scales {tuple(w.per_tensor_scale.shape)}{static}"
 
 
-def check_agreement(what: str, mine: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
-    """Raises the same ValueError on all ranks of the group where one has others' names with other values.
+def check_agreement(what: str, local: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
+    """Raise the same ValueError on all ranks of the group unless all have the same names with the same ``str(value)``.
 
-    The values are compared as they print.
+    ``what`` is the subject of the message, "the recipe" for instance.
     """
-    said = {name: str(value) for name, value in mine.items()}
-    everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, said, group)
-    first = everyone[0]
+    by_rank: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, {name: str(value) for name, value in local.items()}, group)
+    first = by_rank[0]
     assert first is not None
-    for rank, theirs in enumerate(everyone):
-        assert theirs is not None
-        for name in sorted({*first, *theirs}):
-            one, other = first.get(name, "nothing"), theirs.get(name, "nothing")
-            if one != other:
+    for rank, values in enumerate(by_rank):
+        assert values is not None
+        for name in sorted({*first, *values}):
+            expected, found = first.get(name, "missing"), values.get(name, "missing")
+            if expected != found:
                 raise ValueError(
-                    f"{what} of {name!r} is {one} on rank 0 and {other} on rank {rank}: make all ranks' models alike"
+                    f"{what} of {name!r} is {expected} on rank 0 and {found} on rank {rank}: give all ranks the same "
+                    "model"
                 )

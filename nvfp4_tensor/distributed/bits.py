@@ -1,4 +1,4 @@
-"""Training whose codes and random bits do not know over how many ranks its tokens are shared."""
+"""Training with codes and random bits that are independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from nvfp4_tensor.training.config import training_linears
 
 
 def set_token_sharding(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chunks: Sequence[int] = ()) -> None:
-    """Let a model's NVFP4 training linears take their tokens for pieces of one step, shared by the ranks of a mesh.
+    """Let a model's NVFP4 training linears quantize the tokens of all ranks of a mesh as one batch.
 
-    Rank i of n has the i-th of n equal pieces of the step's tokens: with ``fully_shard`` and with
-    DistributedDataParallel each rank's batch, in the order of the ranks. The amax of x and of dy, and of their
-    transposes, is then that of all ranks (one all-reduce of two numbers for x and one for dy, a linear and step), and
-    blocks draw the bits of their place in the whole. The codes are those of one rank with the whole batch where dy is:
-    divide the loss by the tokens of all ranks and let gradients be summed, or by those of one rank where n is a power
-    of 2.
+    Rank i of n has the i-th of n equal shards of the step's tokens: with ``fully_shard`` and
+    DistributedDataParallel, these are the ranks' batches in the order of the ranks. The amaxes of x, of dy, and of
+    their transposes are then reduced over all ranks (one all-reduce of two numbers for x and one for dy, per linear and
+    step), and random bits depend on global offsets. The codes equal those of one rank with the full batch, provided
+    that dy does: divide the loss by the tokens of all ranks and sum the gradients. If n is a power of 2, dividing the
+    loss by the tokens of one rank gives the same codes.
 
-    With context parallelism ranks share the sequence: a second call with its mesh and ``dim=1``, after that for the
-    batch if ranks share that too. A rank's part of a sequence can be several ``chunks``, as load balancing has it.
+    With context parallelism, ranks share the sequence: call this again with that mesh and ``dim=1``, after the call for
+    the batch, if there is one. With load balancing, a rank can have several ``chunks`` of a sequence.
 
-    Without this call each rank's batch is a tensor of its own, which costs no all-reduce.
+    Without this call, each rank quantizes its batch with its own amax, without an all-reduce.
 
     Args:
-        model: with NVFP4 training linears, before or after ``fully_shard``.
-        mesh: one dimension; all its ranks call this. With HSDP that of all ranks, ``mesh._flatten()``.
-        dim: what they share of the linears' inputs (batch, sequence, features), or (tokens, features).
-        chunks: of ``len(chunks) * n`` equal chunks of dimension dim those that this rank has, in its order; (i, 2n-1-i)
-            is torch's head-tail balance. By default it has the i-th of n.
+        model: a model with NVFP4 training linears, before or after ``fully_shard``.
+        mesh: a one-dimensional mesh; all its ranks call this. For HSDP, the mesh of all ranks, ``mesh._flatten()``.
+        dim: the sharded dimension of the linears' inputs (batch, sequence, features) or (tokens, features).
+        chunks: this rank's chunks, in local order, of ``len(chunks) * n`` equal chunks of dimension dim; (i, 2n-1-i) is
+            torch's head-tail balance. By default, rank i has chunk i of n.
 
     Raises:
-        ValueError: the mesh has more dimensions, the ranks' chunks are not each of them once, the ranks' recipes
-            differ, or other ranks share that dimension already; the message names the linear.
-        In a step, ValueError: a rank's tokens, or each of its chunks, do not fill whole blocks of 16 (of 128 for EDEN).
+        ValueError: if the mesh has several dimensions, the ranks' chunks do not contain each chunk once, the ranks'
+            recipes differ, or another mesh shards that dimension already; the message names the linear.
+        ValueError: during a step, if the tokens of a rank or of one of its chunks are not a multiple of 16 (128 for
+            EDEN).
 
     >>> set_token_sharding(model, mesh["dp"])
     >>> set_token_sharding(model, mesh["cp"], dim=1, chunks=(i, 2 * n - 1 - i))
@@ -57,17 +58,18 @@ def set_token_sharding(model: nn.Module, mesh: DeviceMesh, *, dim: int = 0, chun
         _check_shared(name, linear.sharding, dim, group)
     _check_chunks(tuple(chunks), group)
     if axis.ranks > 1:
-        axis = axis._replace(groups=(_apart(group, torch.device(mesh.device_type)),))
+        axis = axis._replace(groups=(_new_group(group, torch.device(mesh.device_type)),))
     for linear in linears.values():
         linear.sharding = linear.sharding.with_tokens(TokenSharding(axis, dim, tuple(chunks)))
 
 
 def _check_shared(name: str, sharding: LinearSharding, dim: int, group: dist.ProcessGroup) -> None:
-    """A second call for a dimension takes the place of the first, and of another mesh would forget its ranks."""
-    for share in sharding.token_shardings:
-        for before in share.axis.groups if share.dim == dim and share.axis.ranks > 1 else ():
-            named: Any = before  # a GroupName, which torch 2.11 does not have
-            ranks = dist.get_process_group_ranks(_resolve_process_group(named))
+    """Raise a ValueError if another mesh shards the dimension, because the new sharding replaces the old one."""
+    for tokens in sharding.token_shardings:
+        is_shared = tokens.dim == dim and tokens.axis.ranks > 1
+        group_names: Any = tokens.axis.groups if is_shared else ()  # GroupNames, which torch 2.11 does not have
+        for group_name in group_names:
+            ranks = dist.get_process_group_ranks(_resolve_process_group(group_name))
             if ranks != dist.get_process_group_ranks(group):
                 raise ValueError(
                     f"ranks {ranks} share dimension {dim} of {name}'s tokens already: give one mesh of all ranks that "
@@ -75,55 +77,57 @@ def _check_shared(name: str, sharding: LinearSharding, dim: int, group: dist.Pro
                 )
 
 
-def _check_chunks(mine: tuple[int, ...], group: dist.ProcessGroup) -> None:
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group)
-    each = sorted(chunk for chunks in everyone for chunk in chunks)
-    if len({len(chunks) for chunks in everyone}) > 1 or each != list(range(len(each))):
+def _check_chunks(local: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(by_rank, local, group)
+    chunks = sorted(chunk for of_rank in by_rank for chunk in of_rank)
+    if len({len(of_rank) for of_rank in by_rank}) > 1 or chunks != list(range(len(chunks))):
         raise ValueError(
-            f"the ranks have the chunks {everyone}, which are not each of {len(each)} once, and equally many a rank"
+            f"the ranks have the chunks {by_rank}, which do not contain each of the {len(chunks)} chunks once: give "
+            "each rank equally many, and each chunk to one rank"
         )
 
 
 def axis_of(mesh: DeviceMesh) -> ShardedDim:
-    """This rank's piece of what a mesh of one dimension shares; ValueError for another mesh."""
+    """Return this rank's shard of a dimension that a one-dimensional mesh shards; raise a ValueError otherwise."""
     if mesh.ndim != 1:
         raise ValueError(
-            f"a mesh of one dimension is needed, and {mesh} has {mesh.ndim}: name one of them, mesh['dp'] for "
-            "instance, or make them one, mesh._flatten()"
+            f"a mesh of one dimension is needed, and {mesh} has {mesh.ndim}: select one, mesh['dp'] for instance, or "
+            "flatten them, mesh._flatten()"
         )
     return ShardedDim(mesh.get_local_rank(), mesh.size(), (mesh.get_group().group_name,))
 
 
-def _apart(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of a group of the same ranks with collectives of its own, that do not wait behind FSDP2's gathers."""
-    apart = dist.new_group(
+def _new_group(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of a new group of the same ranks, whose collectives do not wait for FSDP2's all-gathers."""
+    new_group = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=group._get_backend(device).options._timeout,
         use_local_synchronization=True,
         group_desc="NVFP4 amaxes",
     )
-    return apart.group_name
+    return new_group.group_name
 
 
 def seed_rounding(model: nn.Module, seed: int, step: int = 0) -> None:
-    """Let a model's NVFP4 training linears draw by a seed, their names and the step, and no more by torch's generator.
+    """Let a model's NVFP4 training linears derive random bits from a seed, their names and the step.
 
-    The state of all rounding in a run is then this seed and the step: the same on every rank, and after a restart on
-    another number of them. Call :func:`set_step` before each step; with gradient accumulation each micro-batch counts.
+    torch's generator is no longer used. The rounding state of a run is this seed and the step: it is equal on all
+    ranks, and a run can resume on another number of ranks. Call :func:`set_step` before each step; with gradient
+    accumulation, each micro-batch is a step.
 
     Raises:
-        ValueError: no linear of the model trains in NVFP4.
+        ValueError: if no linear of the model trains in NVFP4.
     """
     for name, linear in training_linears(model).items():
         linear.rounding_state = rng_state_of(seed, name, step, _device_of(linear))
 
 
 def set_step(model: nn.Module, step: int) -> None:
-    """The step that :func:`seed_rounding`'s draws are of, from now on.
+    """Set the step from which :func:`seed_rounding` derives random bits.
 
     Raises:
-        RuntimeError: the model has no seed yet.
+        RuntimeError: if :func:`seed_rounding` was not called.
     """
     for name, linear in training_linears(model).items():
         if linear.rounding_state is None:

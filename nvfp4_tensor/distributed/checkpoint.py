@@ -1,4 +1,4 @@
-"""Sharded state dicts in plain tensors, for torch.distributed.checkpoint: save on some ranks, load on others."""
+"""Sharded state dicts of plain tensors for torch.distributed.checkpoint, which can load them on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """:func:`nvfp4_tensor.checkpoints.to_plain` for sharded weights too: the parts of a DTensor are DTensors.
+    """Convert a state dict as :func:`nvfp4_tensor.checkpoints.to_plain` does; sharded weights become sharded tensors.
 
-    They are sharded as the weight is, so that torch.distributed.checkpoint reshards them, and a full state dict of them
-    is what ModelOpt writes. Codes are shared with the weights, block scales are copies.
+    The codes and scales of a DTensor are DTensors with the same sharding, so that torch.distributed.checkpoint can
+    reshard them. A full state dict of them is what ModelOpt writes. Codes share memory with the weights; block scales
+    are copies.
 
     Raises:
-        ValueError: columns that are sharded within blocks of 16.
+        ValueError: if columns are sharded inside blocks of 16.
 
     Example::
 
@@ -45,10 +46,10 @@ def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`to_plain`, bit for bit.
+    """Invert :func:`to_plain`, bit for bit.
 
     Raises:
-        ValueError: parts that are missing or do not fit together; the message names the tensor.
+        ValueError: if the tensors of a weight are missing or do not fit together; the message names the weight.
     """
     sharded = {
         name: part_names(name)
@@ -91,16 +92,16 @@ def _weight(name: str, keys: Mapping[str, str], state_dict: Mapping[str, Any]) -
 
 
 def _sharded(local: Tensor, like: DTensor, shape: Sequence[int]) -> DTensor:
-    """A DTensor of that shape, sharded as ``like`` is."""
+    """Return a DTensor of that shape with the mesh and sharding of ``like``."""
     stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    placements = [_of_fewer(placement, len(shape)) for placement in like.placements]
+    placements = [_placement_for(placement, len(shape)) for placement in like.placements]
     return DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
     )
 
 
-def _of_fewer(placement: Placement, dims: int) -> Placement:
-    """Scales, one a row or one a matrix, have no columns to shard."""
+def _placement_for(placement: Placement, dims: int) -> Placement:
+    """Replace the sharding of a dimension that scales per row or per matrix do not have."""
     return Replicate() if isinstance(placement, Shard) and placement.dim >= dims else placement
 
 
@@ -114,6 +115,6 @@ def _check_columns(name: str, t: DTensor) -> None:
     for size, placement in zip(t.device_mesh.shape, t.placements, strict=True):
         if isinstance(placement, Shard) and placement.dim == last and t.shape[-1] % (BLOCK * size):
             raise ValueError(
-                f"{name} has {t.shape[-1]} columns, which {size} ranks cannot share in whole blocks of {BLOCK}: shard "
-                "its rows, Shard(0)"
+                f"{name} has {t.shape[-1]} columns, which {size} ranks cannot share in complete blocks of {BLOCK}: "
+                "shard its rows, Shard(0)"
             )

@@ -11,17 +11,17 @@ from nvfp4_tensor.distributed.agreement import M, check_agreement, kind, nvfp4_p
 
 @torch.no_grad()
 def prepare_ddp(model: M, process_group: dist.ProcessGroup | None = None) -> M:
-    """Make a model with frozen NVFP4 weights ready for DDP: call it on every rank, before DistributedDataParallel.
+    """Prepare a model with frozen NVFP4 weights for DDP. Call it on every rank, before DistributedDataParallel.
 
-    DDP begins by a broadcast of all parameters, joined to one buffer, which NVFP4 weights are no part of. This
-    broadcasts their codes and scales from rank 0 of the group, and tells DDP to leave them out. Linears that train in
-    NVFP4 have dense parameters, for which DDP needs nothing.
+    DDP first broadcasts all parameters in one buffer, which does not support NVFP4 weights. This function broadcasts
+    their codes and scales from rank 0 of the group and lets DDP ignore them. Linears that train in NVFP4 have dense
+    parameters and do not need this call.
 
     Returns:
         the same model.
 
     Raises:
-        ValueError: an NVFP4 weight has requires_grad, or the ranks' weights differ in shape or spec.
+        ValueError: if an NVFP4 weight has requires_grad, or the ranks' weights differ in shape or spec.
 
     >>> model = DistributedDataParallel(prepare_ddp(model))
     """
@@ -29,8 +29,8 @@ def prepare_ddp(model: M, process_group: dist.ProcessGroup | None = None) -> M:
     trained = [name for name, w in weights.items() if w.requires_grad]
     if trained:
         raise ValueError(
-            f"{trained[0]!r} is an NVFP4 weight that trains, whose gradients DDP has no buckets for: freeze it with "
-            "requires_grad_(False), or keep it dense and train by NVFP4TrainingConfig"
+            f"{trained[0]!r} is an NVFP4 weight with requires_grad, and DDP cannot reduce its gradient: freeze it with "
+            "requires_grad_(False), or keep it dense and train with NVFP4TrainingConfig"
         )
     check_agreement("the NVFP4 weight", {name: kind(w) for name, w in weights.items()}, process_group)
     source = dist.get_global_rank(process_group, 0) if process_group is not None else 0

@@ -1,4 +1,4 @@
-"""A linear with an NVFP4 weight, of which this rank has a piece: activations get the codes that one rank would make."""
+"""A linear with a sharded NVFP4 weight, which quantizes activations to the same codes as on one rank."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nvfp4_tensor.training.linear.operands import quantize_operand
 
 
 class NVFP4ParallelLinear(NVFP4Linear):
-    """An nn.Linear whose frozen NVFP4 weight is a DTensor: made by the plans of tensor parallelism.
+    """An nn.Linear whose frozen NVFP4 weight is a DTensor. The tensor parallel plans create it.
 
-    Where products quantize activations (W4A4), the ranks agree on the amax of what they share.
+    If products quantize activations (W4A4), amaxes are reduced over the ranks that share them.
     """
 
     sharding: LinearSharding
-    """Which piece of the weight this rank has."""
+    """This rank's shards of the tokens, outputs and inputs."""
 
     @classmethod
     def convert(cls, linear: nn.Linear, sharding: LinearSharding) -> NVFP4ParallelLinear:
-        """The same module, with products of its own."""
+        """Convert a linear in place."""
         linear.__class__ = cls
         assert isinstance(linear, NVFP4ParallelLinear)
         linear.sharding = sharding
@@ -36,11 +36,10 @@ class NVFP4ParallelLinear(NVFP4Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = local_shard(self.weight)
-        bias = (
-            None if self.bias is None or self.sharding.inputs.ranks > 1 else local_shard(self.bias)
-        )  # once, after the sum
-        stored: Any = getattr(self.weight, "_local_tensor", self.weight)  # dynamo reads the fields of a parameter alone
-        spec = getattr(stored, "activation_spec", None)  # a dense weight, loaded since, has none
+        # If inputs are sharded, the plan adds the bias once, after the sum over ranks.
+        bias = None if self.bias is None or self.sharding.inputs.ranks > 1 else local_shard(self.bias)
+        stored: Any = getattr(self.weight, "_local_tensor", self.weight)  # dynamo reads only the fields of parameters
+        spec = getattr(stored, "activation_spec", None)  # a dense weight that was loaded later has none
         if spec is None:
             return nn.functional.linear(gather_if_sharded(input, self.sharding), weight, bias)
         x = apply_autocast(input)
@@ -51,20 +50,20 @@ class NVFP4ParallelLinear(NVFP4Linear):
 
 
 def activations(x: Tensor, weight: NVFP4Tensor, spec: QuantizeSpec, sharding: LinearSharding) -> NVFP4Tensor:
-    """x (..., K), this rank's piece, as the codes (M, K) that one rank would make of it for a product with the weight.
+    """Quantize this rank's x (..., K) to codes (M, K) for a product with the weight, as one rank would.
 
-    Pieces of a sequence are gathered as codes.
+    The codes of sequence shards are gathered.
     """
     rng_state = resolve_rng_state(x, spec, None, None)
     sequence = sharding.sequence_of(x)
-    at = sharding.for_input(x.shape[:-1], local=sequence is not None).x
+    x_sharding = sharding.for_input(x.shape[:-1], local=sequence is not None).x
     if sequence is not None and (spec.row_scaled or weight.activation_amax is not None):
-        compare_token_counts(at, flatten_tokens(x))  # others compare with their amaxes
-    parts = quantize_operand(flatten_tokens(x), spec, rng_state, 0, at, amax=weight.activation_amax)
+        compare_token_counts(x_sharding, flatten_tokens(x))  # other specs compare with their amaxes
+    codes = quantize_operand(flatten_tokens(x), spec, rng_state, 0, x_sharding, amax=weight.activation_amax)
     if sequence is not None:
-        parts, _ = gather_operands(parts, None, GatheredShape.of(x, sequence))
+        codes, _ = gather_operands(codes, None, GatheredShape.of(x, sequence))
     return weight._replace(
-        **parts._asdict(),
+        **codes._asdict(),
         columns=x.shape[-1],
         orig_dtype=x.dtype,
         spec=spec,
@@ -75,7 +74,7 @@ def activations(x: Tensor, weight: NVFP4Tensor, spec: QuantizeSpec, sharding: Li
 
 
 class _Product(torch.autograd.Function):
-    """codes @ weight^T + bias, with the gradient of x @ weight^T + bias, as every W4A4 product has."""
+    """codes @ weight^T + bias, with the gradient of x @ weight^T + bias, like every W4A4 product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: NVFP4Tensor, bias: Tensor | None, codes: NVFP4Tensor) -> Tensor:

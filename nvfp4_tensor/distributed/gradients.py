@@ -1,8 +1,8 @@
-"""Gradients reduced over the ranks as NVFP4: 0.56 bytes an element on the wire, unbiased.
+"""Unbiased reduction of gradients in NVFP4, which sends 0.56 bytes per element.
 
-A rank quantizes its gradient stochastically, with block scales rounded up so that nothing clips, and sends each other
-rank its piece. The receiver decodes the pieces and adds them in float32, in the order of the ranks. So each summand is
-rounded once, never on the way, and the expectation is the exact sum.
+A rank quantizes its gradient stochastically, with block scales rounded up so that no value clips, and sends each other
+rank its chunk. The receiver decodes the chunks and adds them in float32, in the order of the ranks. Each summand is
+rounded once and sums are not rounded to NVFP4, so the expectation is the exact sum.
 """
 
 from collections.abc import Sequence
@@ -22,25 +22,25 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 
 SPEC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC, scale_rounding=ScaleRounding.UP)
 ROWS, COLUMNS = 128, 64
-"""One tile of swizzled scales: pieces that are whole tiles lie one behind the other in codes and in scales."""
+"""One tile of swizzled scales. The codes and scales of chunks that consist of complete tiles are contiguous."""
 TRAILER = 16
-"""Bytes behind a piece's codes and scales: its per-tensor scale, and room that keeps the next piece aligned."""
+"""The bytes after a chunk's codes and scales: its per-tensor scale, and padding that aligns the next chunk."""
 
 
 def reduce_gradients_in_nvfp4(model: nn.Module, seed: int = 0) -> "NVFP4Reduction":
-    """Let a sharded or replicated model reduce its gradients as NVFP4, from now on.
+    """Let a sharded or replicated model reduce its gradients in NVFP4.
 
     Args:
-        model: a module after ``fully_shard``, all of whose FSDP modules are meant; or a DistributedDataParallel, which
-            sends the sum on as NVFP4, too. All ranks call this with the same seed.
-        seed: of the stochastic rounding. Its bits follow from the seed, the rank and the number of the reduction; to go
-            on as an interrupted run would have, set the ``calls`` of what is returned.
+        model: a module after ``fully_shard``, which changes all its FSDP modules; or a DistributedDataParallel, which
+            also sends the sums in NVFP4. All ranks call this with the same seed.
+        seed: the seed of stochastic rounding. Random bits depend on the seed, the rank and the number of the reduction.
+            To resume a run, set the returned object's ``calls`` to the value that it had.
 
     Returns:
-        what does it, which counts ``calls`` and ``sent_bytes``.
+        the reduction, which counts ``calls`` and ``sent_bytes``.
 
     Raises:
-        ValueError: the model is neither.
+        ValueError: if the model is neither.
 
     >>> reduce_gradients_in_nvfp4(fully_shard(model))
     """
@@ -52,8 +52,8 @@ def reduce_gradients_in_nvfp4(model: nn.Module, seed: int = 0) -> "NVFP4Reductio
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise ValueError(
-            f"{type(model).__name__} is neither sharded by fully_shard nor a DistributedDataParallel: "
-            "make it one of them first"
+            f"{type(model).__name__} is neither sharded by fully_shard nor a DistributedDataParallel: call "
+            "fully_shard(model), or wrap the model in DistributedDataParallel"
         )
     for module in sharded:
         module.set_custom_reduce_scatter(reduction)
@@ -61,24 +61,30 @@ def reduce_gradients_in_nvfp4(model: nn.Module, seed: int = 0) -> "NVFP4Reductio
 
 
 class NVFP4Reduction(ReduceScatter):
-    """A reduce-scatter by an all-to-all of quantized pieces: what ``set_custom_reduce_scatter`` of FSDP2 takes."""
+    """A reduce-scatter as an all-to-all of quantized chunks, for FSDP2's ``set_custom_reduce_scatter``.
+
+    Attributes:
+        seed: the seed of stochastic rounding.
+        calls: the number of quantizations so far.
+        sent_bytes: the number of bytes that this rank has sent to other ranks.
+        group: the process group of DDP's replicas; FSDP2 passes a group to each call.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.calls = 0
         self.sent_bytes = 0
-        """Bytes that this rank has sent to others."""
-        self.group: dist.ProcessGroup | None = None  # of DDP's replicas; FSDP names it in each call
+        self.group: dist.ProcessGroup | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream in which DDP's buckets are reduced."""
+        """Return the stream in which DDP's buckets are reduced."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer as any other."""
+        """Allocate a buffer; FSDP2 calls this."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -89,12 +95,15 @@ class NVFP4Reduction(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """output (n,) = this rank's piece of the sum, or mean, of all ranks' inputs (ranks * n,). In stream order."""
+        """Write this rank's chunk (n,) of the sum, or mean, of all ranks' inputs (ranks * n,) to the output.
+
+        It runs in stream order, also if async_op is set.
+        """
         world = group.size()
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
-                f"gradients in NVFP4 are summed or averaged, and FSDP asks for {op}: call "
-                "set_force_sum_reduction_for_comms(True) on the FSDP modules, which divides apart"
+                f"gradients in NVFP4 support sums and averages, but FSDP uses {op}: call "
+                "set_force_sum_reduction_for_comms(True) on the FSDP modules, which then divide separately"
             )
         sent = self.encode(input_tensor.view(world, -1), group)
         received = torch.empty_like(sent)
@@ -102,29 +111,29 @@ class NVFP4Reduction(ReduceScatter):
         self.sent_bytes += sent.numel() // world * (world - 1)
         total = decoded_sum(received, output_tensor.numel())
         if op == dist.ReduceOp.AVG:
-            torch.div(total, world, out=output_tensor)  # and cast, in one pass
+            torch.div(total, world, out=output_tensor)  # divides and casts in one pass
         else:
             output_tensor.copy_(total)
 
-    def encode(self, pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Pieces (P, n) as messages (P, bytes), with fresh random bits."""
-        state = rng_state_of(self.seed, f"gradients of rank {group.rank()}", self.calls, pieces.device)
+    def encode(self, chunks: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Quantize chunks (P, n) to messages (P, bytes), with new random bits."""
+        state = rng_state_of(self.seed, f"gradients of rank {group.rank()}", self.calls, chunks.device)
         self.calls += 1
-        return encode(pieces, state)
+        return encode(chunks, state)
 
 
-def encode(pieces: Tensor, rng_state: Tensor) -> Tensor:
-    """Pieces (P, n) as messages (P, bytes); one amax for all, and random bits by the flat index in whole tiles."""
-    count, columns = pieces.shape
+def encode(chunks: Tensor, rng_state: Tensor) -> Tensor:
+    """Quantize chunks (P, n), padded to complete tiles, to messages (P, bytes), with one amax for all chunks."""
+    count, columns = chunks.shape
     missing = -columns % (ROWS * COLUMNS)
-    tiles = (pad(pieces, (0, missing)) if missing else pieces).reshape(-1, COLUMNS)  # pad copies where none is missing
+    tiles = (pad(chunks, (0, missing)) if missing else chunks).reshape(-1, COLUMNS)  # pad(x, (0, 0)) would copy
     qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize(tiles, None, rng_state, SPEC.pack())
     trailer = pad(per_tensor_scale.reshape(1).view(torch.uint8), (0, TRAILER - 4)).expand(count, TRAILER)
     return torch.cat((qdata.view(count, -1), scale.view(torch.uint8).view(count, -1), trailer), dim=1)
 
 
 def decode(message: Tensor, columns: int) -> Tensor:
-    """The piece (n,) of one message (bytes,), float32."""
+    """Decode one message (bytes,) to its chunk (n,), float32."""
     tiles = -(-columns // (ROWS * COLUMNS))
     qdata, scale, trailer = message.split((tiles * ROWS * COLUMNS // 2, tiles * ROWS * COLUMNS // 16, TRAILER))
     return torch.ops.nvfp4.dequantize(
@@ -137,7 +146,7 @@ def decode(message: Tensor, columns: int) -> Tensor:
 
 
 def decoded_sum(messages: Tensor, columns: int) -> Tensor:
-    """The sum (n,) of the pieces in messages (ranks, bytes): float32, in the order of the ranks."""
+    """Return the sum (n,) of the chunks in messages (ranks, bytes), float32, added in the order of the ranks."""
     total = decode(messages[0], columns)
     for message in messages[1:]:
         total += decode(message, columns)
@@ -145,7 +154,7 @@ def decoded_sum(messages: Tensor, columns: int) -> Tensor:
 
 
 def _reduce_bucket(reduction: NVFP4Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's hook. On CUDA it runs in a stream of its own, so that the backward goes on meanwhile."""
+    """Reduce a bucket (DDP's communication hook). On CUDA it runs in another stream, in parallel to the backward."""
     flat = bucket.buffer()
     if not flat.is_cuda:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -161,7 +170,10 @@ def _reduce_bucket(reduction: NVFP4Reduction, bucket: dist.GradBucket) -> torch.
 
 
 def _mean(reduction: NVFP4Reduction, flat: Tensor) -> Tensor:
-    """The mean over all ranks, in place: pieces to their ranks, whose means go to all; every rank decodes the same."""
+    """Average flat over all ranks, in place.
+
+    Each rank averages its chunk and sends the quantized mean to all ranks, so that all decode the same values.
+    """
     group = reduction.group
     assert group is not None
     world = group.size()
@@ -169,9 +181,9 @@ def _mean(reduction: NVFP4Reduction, flat: Tensor) -> Tensor:
     sent = reduction.encode(pad(flat, (0, columns * world - flat.numel())).view(world, -1), group)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    one = reduction.encode(decoded_sum(received, columns).view(1, -1) / world, group)
-    everyone = torch.empty_like(sent)
-    dist.all_gather_into_tensor(everyone, one, group=group)
-    reduction.sent_bytes += 2 * (world - 1) * one.numel()
-    means = torch.cat([decode(message, columns) for message in everyone])
+    mean = reduction.encode(decoded_sum(received, columns).view(1, -1) / world, group)
+    gathered = torch.empty_like(sent)
+    dist.all_gather_into_tensor(gathered, mean, group=group)
+    reduction.sent_bytes += 2 * (world - 1) * mean.numel()
+    means = torch.cat([decode(message, columns) for message in gathered])
     return flat.copy_(means[: flat.numel()])

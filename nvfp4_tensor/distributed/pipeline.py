@@ -1,4 +1,4 @@
-"""Pipeline parallelism by torch.distributed.pipelining: micro-batches that draw random bits of their own."""
+"""Pipeline parallelism with torch.distributed.pipelining, where each micro-batch has its own random bits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nvfp4_tensor.distributed.bits import set_step
 
 
 class NVFP4PipelineStage(PipelineStage):
-    """A PipelineStage of linears that :func:`seed_rounding` gave a seed, each micro-batch of which is a step.
+    """A PipelineStage for linears seeded by :func:`seed_rounding`, where each micro-batch is a step.
 
-    Seed the whole model before it is cut, so that its linears have the names that they have on any number of stages.
-    Codes, random bits and gradients are then those of one process that takes the micro-batches one after the other,
-    with :func:`set_step` before each. In all else it is a PipelineStage, with its arguments; a stage without a seed
-    draws from its rank's generator and needs nothing.
+    Call :func:`seed_rounding` on the full model before splitting it into stages, so that the names of its linears do
+    not depend on the number of stages. Codes, random bits and gradients are then those of one process that runs the
+    micro-batches in sequence, with :func:`set_step` before each. The arguments are those of PipelineStage. Without
+    :func:`seed_rounding`, an ordinary PipelineStage suffices: random bits come from the rank's generator.
 
     >>> seed_rounding(model, seed=0)
     >>> stage = NVFP4PipelineStage(model.stages[rank], rank, world, device)
@@ -28,7 +28,7 @@ class NVFP4PipelineStage(PipelineStage):
     first_step = 0
     """The step of the first micro-batch of the next call of the schedule."""
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **how: Any) -> Any:
-        """Called by the schedule."""
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Set the step of a micro-batch and run its forward; the schedule calls this."""
         set_step(self.submod, self.first_step + fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **how)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)

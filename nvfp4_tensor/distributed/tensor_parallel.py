@@ -1,4 +1,4 @@
-"""Tensor parallelism of linears in NVFP4: plans for ``parallelize_module``."""
+"""Tensor parallelism for linears in NVFP4: plans for ``parallelize_module``."""
 
 from __future__ import annotations
 
@@ -20,30 +20,37 @@ from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 
 
 def share_weight(linear: NVFP4TrainingLinear, dim: int, mesh: DeviceMesh) -> None:
-    """Let a linear take its weight for one piece of several, cut along dim by the ranks of a mesh of one dimension.
+    """Let a linear treat its weight as one shard along dim, of as many as the ranks of a one-dimensional mesh.
+
+    Call it before sharding the weight.
 
     Raises:
-        ValueError: the whole weight, which the linear still has, does not divide into whole blocks a rank.
+        ValueError: if the ranks' shards of the full weight do not have complete blocks.
     """
-    linear.sharding = _share(linear, linear.sharding, dim, mesh, BLOCK)
+    linear.sharding = _with_features(linear, linear.sharding, dim, mesh, BLOCK)
 
 
-def _share(linear: nn.Linear, sharding: LinearSharding, dim: int, mesh: DeviceMesh, blocks: int) -> LinearSharding:
+def _with_features(
+    linear: nn.Linear, sharding: LinearSharding, dim: int, mesh: DeviceMesh, multiple: int
+) -> LinearSharding:
+    """Return the sharding with outputs (dim 0) or inputs (dim 1) sharded; each shard is a ``multiple`` of features."""
     axis = axis_of(mesh)
     size, features = linear.weight.shape[dim], ("outputs", "inputs")[dim]
-    if size % (blocks * axis.ranks):
-        pieces = f"in whole blocks of {blocks}" if blocks > 1 else "evenly"
-        raise ValueError(f"{linear} has {size} {features}, which {axis.ranks} ranks cannot share {pieces}")
+    if size % (multiple * axis.ranks):
+        how = f"in complete blocks of {multiple}" if multiple > 1 else "evenly"
+        raise ValueError(
+            f"{linear} has {size} {features}, which {axis.ranks} ranks cannot share {how}: use another number of ranks"
+        )
     return dataclasses.replace(sharding, outputs=axis) if dim == 0 else dataclasses.replace(sharding, inputs=axis)
 
 
 class _Parallel(ParallelStyle):
-    """A linear whose weight is a DTensor, and whose products are those of local tensors."""
+    """Make the weight of a linear a DTensor; its products are those of the local tensors."""
 
     weight_dim: ClassVar[int]
-    """The dimension of the weight that ranks share."""
+    """The sharded dimension of the weight."""
     layouts: ClassVar[tuple[Placement, Placement]]
-    """Of the input and the output, where nothing else is asked for."""
+    """The default layouts of the input and the output."""
 
     def __init__(
         self,
@@ -61,21 +68,21 @@ class _Parallel(ParallelStyle):
             linear: NVFP4TrainingLinear | NVFP4ParallelLinear = module
             share_weight(module, self.weight_dim, device_mesh)
         elif isinstance(module, nn.Linear) and isinstance(module.weight, NVFP4Tensor):
-            blocks = BLOCK if self.weight_dim == 1 else 1
+            multiple = BLOCK if self.weight_dim == 1 else 1
             linear = NVFP4ParallelLinear.convert(
-                module, _share(module, LinearSharding(), self.weight_dim, device_mesh, blocks)
+                module, _with_features(module, LinearSharding(), self.weight_dim, device_mesh, multiple)
             )
         else:
             raise TypeError(
-                f"{type(self).__name__} is for linears that train in NVFP4, or have an NVFP4 weight, not {module}: "
-                "convert it by quantize_(model, NVFP4TrainingConfig()) first, or give PyTorch's own plan"
+                f"{type(self).__name__} supports linears that train in NVFP4 or have an NVFP4 weight, not {module}: "
+                "call quantize_(model, NVFP4TrainingConfig()) first, or use PyTorch's own plan"
             )
         layout = self.input_layout
         if self.weight_dim == 0 and isinstance(layout, Shard) and layout.dim >= 0:
             sequence = TokenSharding(axis_of(device_mesh), layout.dim)
             linear.sharding = dataclasses.replace(linear.sharding, sequence=sequence)
-        if self.src_data_rank is not None:  # else nothing travels here
-            _check_alike(linear, device_mesh)
+        if self.src_data_rank is not None:  # otherwise there is no communication here
+            _check_agreement(linear, device_mesh)
         self._distribute(module, "weight", Shard(self.weight_dim), device_mesh)
         if module.bias is not None:
             self._distribute(module, "bias", Shard(0) if self.weight_dim == 0 else Replicate(), device_mesh)
@@ -84,15 +91,15 @@ class _Parallel(ParallelStyle):
         return module
 
     def _distribute(self, module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh) -> None:
-        whole = getattr(module, name)
-        pieces = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
-        setattr(module, name, nn.Parameter(pieces, whole.requires_grad))
+        full = getattr(module, name)
+        sharded = distribute_tensor(full.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
+        setattr(module, name, nn.Parameter(sharded, full.requires_grad))
 
     def _local_input(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """x as the products take it, local; its gradient is that of the whole."""
+        """Return the local tensor that the products read; its gradient is that of the full x."""
         layout = self.input_layout
         if self.weight_dim == 0 and isinstance(layout, Shard) and 0 <= layout.dim < x.dim() - 1:
-            return _piece(x, layout.dim, mesh) if isinstance(x, DTensor) else x
+            return _sequence_shard(x, layout.dim, mesh) if isinstance(x, DTensor) else x
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [layout], run_check=False)
         wanted: Placement = Replicate() if self.weight_dim == 0 else Shard(x.dim() - 1)
@@ -100,15 +107,16 @@ class _Parallel(ParallelStyle):
         return x.redistribute(placements=[wanted]).to_local(grad_placements=[gradient])
 
     def _output(self, linear: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
-        made: Placement = Shard(y.dim() - 1) if self.weight_dim == 0 else Partial()
-        whole: Any = DTensor.from_local(y, mesh, [made], run_check=False).redistribute(placements=[self.output_layout])
-        if self.weight_dim == 1 and linear.bias is not None:  # once, and not on each rank
-            whole = whole + linear.bias.to(whole.dtype)
-        return whole.to_local() if self.use_local_output else whole
+        placement: Placement = Shard(y.dim() - 1) if self.weight_dim == 0 else Partial()
+        output: Any = DTensor.from_local(y, mesh, [placement], run_check=False)
+        output = output.redistribute(placements=[self.output_layout])
+        if self.weight_dim == 1 and linear.bias is not None:  # added once, after the sum over ranks
+            output = output + linear.bias.to(output.dtype)
+        return output.to_local() if self.use_local_output else output
 
 
-def _check_alike(linear: NVFP4TrainingLinear | NVFP4ParallelLinear, mesh: DeviceMesh) -> None:
-    """Before anything travels: the same ValueError on all ranks where their recipes, or weights' specs, differ."""
+def _check_agreement(linear: NVFP4TrainingLinear | NVFP4ParallelLinear, mesh: DeviceMesh) -> None:
+    """Raise the same ValueError on all ranks if their recipes, or the specs of their weights, differ."""
     name = f"a linear of {linear.in_features} inputs and {linear.out_features} outputs"
     if isinstance(linear, NVFP4TrainingLinear):
         check_agreement("the recipe", {name: linear.active_recipe}, mesh.get_group())
@@ -117,31 +125,32 @@ def _check_alike(linear: NVFP4TrainingLinear | NVFP4ParallelLinear, mesh: Device
         check_agreement("the NVFP4 weight", {name: kind(linear.weight)}, mesh.get_group())
 
 
-def _piece(x: DTensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    """This rank's piece of a sequence, which the linear gathers."""
+def _sequence_shard(x: DTensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's shard of a sequence, which the linear gathers."""
     if x.shape[dim] % mesh.size():
         raise ValueError(
             f"an input {tuple(x.shape)} has {x.shape[dim]} tokens along dimension {dim}, which {mesh.size()} ranks "
-            "cannot share evenly: pad the sequence, or give input_layouts=Replicate()"
+            "cannot share evenly: pad the sequence, or use input_layouts=Replicate()"
         )
     return x.redistribute(placements=[Shard(dim)]).to_local()
 
 
 class NVFP4ColwiseParallel(_Parallel):
-    """Each rank has some of the outputs: the ``ColwiseParallel`` of linears in NVFP4, trained or quantized.
+    """``ColwiseParallel`` for linears that train in NVFP4 or have an NVFP4 weight: outputs are sharded over the ranks.
 
-    Codes and random bits are those of one rank: where a linear trains, the amax of dy and of w goes over the ranks.
+    Codes and random bits are independent of the number of ranks: if a linear trains, the amaxes of dy and of w are
+    reduced over the ranks.
 
     Args:
-        input_layouts: of an input that is no DTensor: Replicate() by default; Shard(1) for a sequence-parallel one,
-            which is gathered as NVFP4 where codes are all that the products read.
-        output_layouts: what is returned; Shard(-1), as it is made, by default.
-        use_local_output: whether that is the local tensor (by default) or the DTensor.
+        input_layouts: the layout of inputs that are not DTensors: Replicate() by default; Shard(1) for sequence
+            parallelism, which gathers inputs in NVFP4 if the products read only codes.
+        output_layouts: the layout of the output; Shard(-1) by default, which needs no communication.
+        use_local_output: return the local tensor (default) instead of a DTensor.
 
     Raises:
-        TypeError: a module that neither trains in NVFP4 nor has an NVFP4 weight.
-        ValueError: outputs that the ranks cannot share evenly; in blocks of 16, where it trains. Recipes, or specs of
-            weights, that are not the same on all ranks.
+        TypeError: if a module neither trains in NVFP4 nor has an NVFP4 weight.
+        ValueError: if the ranks cannot share the outputs evenly, or in blocks of 16 if the linear trains; or if recipes
+            or specs of weights differ between ranks.
     """
 
     weight_dim = 0
@@ -149,20 +158,20 @@ class NVFP4ColwiseParallel(_Parallel):
 
 
 class NVFP4RowwiseParallel(_Parallel):
-    """Each rank has some of the inputs, and products are summed: the ``RowwiseParallel`` of linears in NVFP4.
+    """``RowwiseParallel`` for linears that train in NVFP4 or have an NVFP4 weight: inputs are sharded, products summed.
 
-    Codes and random bits are those of one rank: the amax of x goes over the ranks, and where a linear trains that of w.
-    With row-scaled activations it is the amax of each row.
+    Codes and random bits are independent of the number of ranks: the amax of x (of each row, for row-scaled
+    activations) is reduced over the ranks and, if a linear trains, that of w.
 
     Args:
-        input_layouts: of an input that is no DTensor: Shard(-1) by default.
-        output_layouts: what is returned; Replicate() by default, Shard(1) for a sequence-parallel one.
-        use_local_output: whether that is the local tensor (by default) or the DTensor.
+        input_layouts: the layout of inputs that are not DTensors; Shard(-1) by default.
+        output_layouts: the layout of the output: Replicate() by default; Shard(1) for sequence parallelism.
+        use_local_output: return the local tensor (default) instead of a DTensor.
 
     Raises:
-        TypeError: a module that neither trains in NVFP4 nor has an NVFP4 weight.
-        ValueError: inputs that the ranks cannot share in blocks of 16. Recipes, or specs of weights, that are not the
-            same on all ranks.
+        TypeError: if a module neither trains in NVFP4 nor has an NVFP4 weight.
+        ValueError: if the ranks cannot share the inputs in blocks of 16; or if recipes or specs of weights differ
+            between ranks.
     """
 
     weight_dim = 1

@@ -1,4 +1,4 @@
-"""Training in NVFP4: recipes, the linear that follows one, and what is built on them."""
+"""Training in NVFP4: recipes, linears, filters, reports, and weights that are stored in NVFP4."""
 
 import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 from nvfp4_tensor.training.config import NVFP4TrainingConfig, reuse_weight_codes, set_recipe, to_dense

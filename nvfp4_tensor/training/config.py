@@ -1,4 +1,4 @@
-"""NVFP4TrainingConfig, what quantize_ does by it, and how to change a live model's recipe."""
+"""NVFP4TrainingConfig for quantize_, and functions that change the recipe of a model."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from nvfp4_tensor.training.recipe import Recipe, resolve
 @functools.partial(pin, loadable=False)
 @dataclasses.dataclass
 class NVFP4TrainingConfig(AOBaseConfig):
-    """Train nn.Linear of any size in NVFP4, by ``quantize_(model, NVFP4TrainingConfig(...))``.
+    """Train nn.Linear of any size in NVFP4: ``quantize_(model, NVFP4TrainingConfig(...))``.
 
-    Weights stay the parameters that they are, so an optimizer made before or after serves alike, and a state_dict is
-    that of the dense model. ``torch.manual_seed`` governs stochastic rounding.
+    Weights stay the same parameters, so the optimizer can be created before or after the conversion, and the state_dict
+    is that of the dense model. ``torch.manual_seed`` seeds stochastic rounding.
 
     Args:
         recipe: a :class:`Recipe`, or the name of one: nvidia, nvidia_4over6, unbiased, accurate, accurate_eden,
             forward_only, weight_only.
-        hadamard_sign: "shared", the mask of the recipe; or "per layer": each linear gets a mask of its own, by its
-            place among those that this config has converted. Linears of one input then quantize its transpose apart.
+        hadamard_sign: "shared" for the recipe's mask, or "per layer" for a different mask in each linear, which depends
+            on the number of linears that this config has converted before. In the latter case, linears with the same
+            input quantize its transpose separately.
 
     Raises:
-        TypeError, ValueError: an unknown recipe or hadamard_sign.
+        TypeError, ValueError: if the recipe or hadamard_sign is unknown.
     """
 
     recipe: Recipe | str = "nvidia"
@@ -48,7 +49,7 @@ class NVFP4TrainingConfig(AOBaseConfig):
             raise ValueError(f"hadamard_sign is 'shared' or 'per layer', got {self.hadamard_sign!r}")
 
     def next_sign(self) -> int | None:
-        """The mask of the next linear converted; None where it is the recipe's own."""
+        """Return the mask of the next linear to convert; None for the recipe's mask."""
         if self.hadamard_sign == "shared":
             return None
         self._converted += 1
@@ -57,44 +58,44 @@ class NVFP4TrainingConfig(AOBaseConfig):
 
 @register_quantize_module_handler(NVFP4TrainingConfig)
 def _train_linear(module: nn.Module, config: NVFP4TrainingConfig) -> nn.Module:
-    plan_of(module, config, _is_trainable)  # all of the call are checked before the first changes
+    plan_of(module, config, _is_trainable)  # checks all modules of the call before the first one changes
     linear = trainable(module)
     assert isinstance(config.recipe, Recipe)
     return NVFP4TrainingLinear.convert(linear, config.recipe, config.next_sign())
 
 
 def _is_trainable(module: nn.Module) -> bool:
-    """Raises what :func:`trainable` does; False because tied weights, which stay as they are, need no plan."""
+    """Raise the errors of :func:`trainable`; return False, because tied weights stay tied without a plan."""
     trainable(module)
     return False
 
 
 def trainable(module: nn.Module) -> nn.Linear:
-    """The module, if it is a plain nn.Linear with a weight that trains; else a TypeError or ValueError with the fix."""
+    """Return a plain nn.Linear with a trainable weight; raise a TypeError or ValueError for any other module."""
     if isinstance(module, NVFP4TrainingLinear):
         raise ValueError(f"{module} trains in NVFP4 already: change its recipe with training.set_recipe")
     linear = quantizable(module)
     if type(linear) is not nn.Linear:
         raise TypeError(
-            f"{module} is a {type(linear).__name__}, whose own code NVFP4TrainingConfig would put aside: leave it out "
+            f"{module} is a {type(linear).__name__}, whose own code NVFP4TrainingConfig would replace: leave it out "
             "with filter_fn"
         )
     if not linear.weight.requires_grad:
         raise ValueError(
-            f"the weight of {module} is frozen, and a recipe is for what trains: leave it out with filter_fn, store it "
-            "in NVFP4 with NVFP4WeightOnlyConfig, or call weight.requires_grad_() first"
+            f"the weight of {module} is frozen, and NVFP4TrainingConfig is for trainable weights: leave it out with "
+            "filter_fn, store it in NVFP4 with NVFP4WeightOnlyConfig, or call weight.requires_grad_() first"
         )
     return linear
 
 
-# --- a live model ----------------------------------------------------------------------------------------------------
+# --- a converted model -----------------------------------------------------------------------------------------------
 
 
 def training_linears(model: nn.Module) -> dict[str, NVFP4TrainingLinear]:
-    """Those of a model, by name.
+    """Return a model's NVFP4 training linears, by name.
 
     Raises:
-        ValueError: it has none.
+        ValueError: if it has none.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4TrainingLinear)}
     if not linears:
@@ -111,24 +112,24 @@ def set_recipe(
     forward: str | None = None,
     backward: str | None = None,
 ) -> None:
-    """Change what a model's NVFP4 linears do, between two steps of training.
+    """Change the recipe of a model's NVFP4 training linears between two training steps.
 
     Args:
-        model: a model that :class:`NVFP4TrainingConfig` was applied to, or a part of one.
-        recipe: a :class:`Recipe` or the name of one; None keeps each linear's own.
-        forward, backward: "bf16" for a dense half, "nvfp4" for the recipe's; None keeps it as it is. A dense forward
-            for the last part of a run is NVIDIA's cure for most of what a forward in NVFP4 costs (arXiv 2509.25149).
+        model: a model that :class:`NVFP4TrainingConfig` was applied to, or a submodule of one.
+        recipe: a :class:`Recipe` or the name of one; None keeps each linear's recipe.
+        forward, backward: "bf16" for a dense forward or backward, "nvfp4" for the recipe's; None keeps the present one.
+            NVIDIA recovers most of the loss in accuracy by a dense forward at the end of a run (arXiv 2509.25149).
 
     Raises:
-        ValueError: the model has no such linear, an unknown recipe, a half that is neither.
-        TypeError: recipe is neither a Recipe nor a name.
+        ValueError: if the model has no such linear, or an argument has an unknown value.
+        TypeError: if recipe is neither a Recipe nor a name.
 
     >>> set_recipe(model, forward="bf16")    # from now on
     >>> set_recipe(model, forward="nvfp4")   # and back
     """
     for name, half in (("forward", forward), ("backward", backward)):
         if half not in (None, "bf16", "nvfp4"):
-            raise ValueError(f"{name} is 'bf16', 'nvfp4' or None (as it is), got {half!r}")
+            raise ValueError(f"{name} is 'bf16', 'nvfp4' or None (unchanged), got {half!r}")
     new = None if recipe is None else resolve(recipe)
     for linear in training_linears(model).values():
         linear.set_recipe(
@@ -139,7 +140,7 @@ def set_recipe(
 
 
 def to_dense(model: nn.Module) -> nn.Module:
-    """The same model with its NVFP4 training linears plain nn.Linear again, weights untouched."""
+    """Convert a model's NVFP4 training linears back to nn.Linear, in place; weights do not change."""
     for linear in [module for module in model.modules() if isinstance(module, NVFP4TrainingLinear)]:
         linear.to_dense()
     return model
@@ -147,20 +148,20 @@ def to_dense(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def reuse_weight_codes(model: nn.Module) -> Iterator[None]:
-    """Within it, each weight is quantized once, for the caller says that no weight changes there.
+    """Quantize each weight only once within this context, in which weights must not change.
 
-    For several micro-batches of one optimizer step, for activation checkpointing (around the forward and the backward),
-    and for evaluation with few tokens a call. Elsewhere every eager forward quantizes the weights as they are.
+    Use it around several micro-batches of one optimizer step, around the forward and backward with activation
+    checkpointing, and for evaluation with few tokens per call. Otherwise every eager forward quantizes the weights.
 
-    In-place operators, a new tensor and the steps of optimizers are noticed even so; a write through ``weight.data``,
-    ``weight.numpy()`` or another view of the storage is not.
+    In-place operators, a new tensor and optimizer steps are detected, and the weight is quantized again. A write
+    through ``weight.data``, ``weight.numpy()`` or another view of the storage is not detected.
 
     Args:
-        model: with NVFP4 training linears. Compiled graphs, and recipes with ``keep_w=False`` or random bits in w, go
-            on as they do.
+        model: a model with NVFP4 training linears. Compiled graphs, and recipes with ``keep_w=False`` or a stochastic
+            spec for w, are not affected.
 
     Raises:
-        ValueError: the model has no such linear.
+        ValueError: if the model has no such linear.
 
     >>> with training.reuse_weight_codes(model):
     ...     for x in micro_batches:

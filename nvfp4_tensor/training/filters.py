@@ -1,4 +1,4 @@
-"""Which linears train in NVFP4: what ``quantize_`` takes as filter_fn. Filters combine by ``&``."""
+"""Filters that select which linears train in NVFP4, for ``quantize_``'s filter_fn. ``&`` combines filters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Filter:
-    """Selects linears: a function of (module, name), as quantize_ calls it. ``a & b`` selects what both do."""
+    """A function of (module, name), as quantize_ calls it, that selects linears. ``a & b`` selects what both select."""
 
     def __init__(self, selects: Callable[[nn.Module, str], bool]) -> None:
         self._selects = selects
@@ -25,12 +25,13 @@ class Filter:
 
 
 def keep_dense(*which: str | Callable[[nn.Module, str], bool]) -> Filter:
-    """All linears but these: names with ``*`` and ``?``, or functions of (module, name) that say True of one.
+    """Select all linears except these: names with ``*`` and ``?``, or functions of (module, name) that return True.
 
-    A name stands for the module of that name and all inside it, at any depth: "lm_head", "layers.0", "*.router".
+    A name stands for the module with that name and all modules inside it, at any depth: "lm_head", "layers.0",
+    "*.router".
 
     Raises:
-        TypeError: neither a string nor a function.
+        TypeError: if an argument is neither a string nor a function.
 
     >>> quantize_(model, NVFP4TrainingConfig(), filter_fn=keep_dense("lm_head"))
     """
@@ -38,38 +39,38 @@ def keep_dense(*which: str | Callable[[nn.Module, str], bool]) -> Filter:
         if not isinstance(one, str) and not callable(one):
             raise TypeError(f"keep_dense takes names and functions of (module, name), not {one!r}")
 
-    def stays(module: nn.Module, name: str) -> bool:
+    def is_dense(module: nn.Module, name: str) -> bool:
         return any(_matches(name, one) if isinstance(one, str) else one(module, name) for one in which)
 
-    return Filter(lambda module, name: not stays(module, name))
+    return Filter(lambda module, name: not is_dense(module, name))
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether the pattern names the module or one that holds it, whole or behind a dot."""
-    parts = name.split(".")
-    holders = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(fnmatch.fnmatchcase(h, pattern) or fnmatch.fnmatchcase(h, f"*.{pattern}") for h in holders)
+    """Whether the pattern matches the name of the module or of a parent, or the end of it that follows a dot."""
+    parents = name.split(".")
+    names = [".".join(parents[: i + 1]) for i in range(len(parents))]
+    return any(fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*.{pattern}") for n in names)
 
 
 def keep_last_blocks_dense(model: nn.Module, share: float) -> Filter:
-    """All linears but those of the last blocks of a decoder, ``ceil(share * blocks)`` of them.
+    """Select all linears except those in the last ``ceil(share * blocks)`` blocks of a decoder.
 
     The blocks are the entries of the model's largest ModuleList.
 
     Raises:
-        ValueError: share is not from 0 to 1, or the model has no ModuleList with linears inside.
+        ValueError: if share is not from 0 to 1, or the model has no ModuleList with linears inside.
 
     >>> quantize_(model, NVFP4TrainingConfig(), filter_fn=keep_last_blocks_dense(model, 0.15) & keep_dense("lm_head"))
     """
     if not 0 <= share <= 1:
-        raise ValueError(f"share is a part of the blocks, from 0 to 1, got {share!r}")
+        raise ValueError(f"share is a fraction of the blocks, from 0 to 1, got {share!r}")
     name, blocks = find_blocks(model)
     last = math.ceil(share * len(blocks) - 1e-9)
     return keep_dense(*(f"{name}.{i}" if name else str(i) for i in range(len(blocks) - last, len(blocks))))
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The ModuleList that holds most parameters of linears, and its name; of equals, the outermost."""
+    """Return the name and the ModuleList with the most parameters of linears; among equal ones, the outermost."""
     sizes = {
         name: sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
         for name, module in model.named_modules()
@@ -78,8 +79,8 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     largest = max(sizes, key=lambda name: sizes[name], default=None)
     if largest is None or sizes[largest] == 0:
         raise ValueError(
-            f"{type(model).__name__} has no ModuleList of blocks with linears inside: name those that stay dense with "
-            "keep_dense instead"
+            f"{type(model).__name__} has no ModuleList of blocks with linears inside: use keep_dense with the names of "
+            "linears instead"
         )
     blocks = model.get_submodule(largest)
     assert isinstance(blocks, nn.ModuleList)

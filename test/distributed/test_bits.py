@@ -325,10 +325,10 @@ def quantized_linear(columns, rows):
         ("recipes", "ValueError: the recipe of '0' is nvidia.*on rank 0 and unbiased.*on rank 1"),
         ("mesh", "ValueError: a mesh of one dimension"),
         ("twice", r"ValueError: ranks \[0, 1\] share dimension 0 of 0's tokens already: give one mesh of all"),
-        ("tokens", r"ValueError: x\^T: each of 2 ranks has 40 columns.* 128"),
+        ("tokens", r"ValueError: x\^T has 40 columns in a range of one of 2 ranks.* 128"),
         ("unequal", "RuntimeError: .*ranks have unequal numbers of tokens"),
         ("features", "ValueError: NVFP4TrainingLinear.* has 48 outputs, which 2 ranks"),
-        ("plan", "TypeError: NVFP4RowwiseParallel is for linears that train in NVFP4, or have .*, not Linear"),
+        ("plan", "TypeError: NVFP4RowwiseParallel supports linears that train in NVFP4 or have .*, not Linear"),
         ("step", "RuntimeError: 0 has no seed: call distributed.seed_rounding"),
     ],
 )

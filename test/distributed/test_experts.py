@@ -98,7 +98,7 @@ def amax_refused(activation, calibrated):
 
 @pytest.mark.parametrize(
     ("activation", "calibrated", "message"),
-    [(None, False, "have none"), (QuantizeSpec(row_scaled=True), False, "one a row"), (QuantizeSpec(), True, "calibr")],
+    [(None, False, "are dense"), (QuantizeSpec(row_scaled=True), False, "per row"), (QuantizeSpec(), True, "calibr")],
 )
 def test_experts_without_an_amax_of_each_call_are_refused(activation, calibrated, message):
     (said,) = run_ranks(amax_refused, 1, activation, calibrated)

@@ -167,8 +167,8 @@ def tied_to_others(case):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("embedding", r"the weight of a is that of embed \(Embedding\) too"),
-        ("recipes", "the weight of a is that of b too, and their recipes"),
+        ("embedding", r"the weight of a is tied to embed \(Embedding\)"),
+        ("recipes", "the weights of a and b are tied, but their recipes"),
     ],
 )
 def test_weights_tied_to_what_takes_no_codes_are_refused(case, message):

@@ -154,5 +154,5 @@ def three_ranks():
     quantize_(model, NVFP4WeightOnlyConfig())
     parallelize_module(model, mesh, {"0": distributed.NVFP4ColwiseParallel()})
     assert model[0].weight._local_tensor.shape == (2, 64)
-    with pytest.raises(ValueError, match="has 64 inputs, which 3 ranks cannot share in whole blocks of 16"):
+    with pytest.raises(ValueError, match="has 64 inputs, which 3 ranks cannot share in complete blocks of 16"):
         parallelize_module(model, mesh, {"1": distributed.NVFP4RowwiseParallel()})

@@ -296,10 +296,10 @@ def refusal(case):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("chunks", r"the ranks have the chunks \[\(0, 3\), \(0, 3\)\], which are not each of 4 once"),
-        ("rows", r"sharded dimension 1, but an input has tokens \(64,\)"),
-        ("odd", "has 63 tokens on this rank, which 2 equal chunks"),
-        ("blocks", r"x\^T: each of 2 ranks has (32|64) columns.* 128"),
+        ("chunks", r"the ranks have the chunks \[\(0, 3\), \(0, 3\)\], which do not contain each of the 4 chunks once"),
+        ("rows", r"dim=1, but an input has tokens of shape \(64,\)"),
+        ("odd", "has 63 tokens on this rank, which is not a multiple of its 2 chunks"),
+        ("blocks", r"x\^T has (32|64) columns in a range of one of 2 ranks.* 128"),
     ],
 )
 def test_refused_on_every_rank(case, message):

@@ -1,1 +1,1 @@
-"""Reports about a model that trains: what each linear does, and what quantization does to it."""
+"""Reports on a model that trains: the recipe of each linear, and its quantization errors."""

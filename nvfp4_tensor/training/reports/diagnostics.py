@@ -1,7 +1,7 @@
-"""What quantization does to a model while it trains, by layer and step: clipped, vanished, signal against noise.
+"""Measure quantization errors while a model trains, per linear and step: clipping, vanishing values, signal to noise.
 
-The linears themselves are not touched: hooks quantize their inputs and gradients a second time, with random bits of
-their own, and compare. That costs about a dense step more and keeps inputs until the backward, so look now and then.
+Training itself does not change: hooks quantize the linears' inputs and gradients a second time, with separate random
+bits, and compare. This costs about as much as a dense step and keeps inputs until the backward, so do it occasionally.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from nvfp4_tensor.training.linear.operands import quantize_operand
 from nvfp4_tensor.training.recipe import transform_of
 
 SIGNAL_LIMIT = math.sqrt(3)
-"""Of the gradient's norm over that of its noise: below, quantized training stops helping (arXiv 2505.19115)."""
+"""The least ratio of the gradient's norm to that of its noise: below it, quantized training stops making progress
+(arXiv 2505.19115)."""
 
 _FACTS = ("x_clipped", "x_error", "w_error", "dy_clipped", "dy_vanished", "dy_error", "signal")
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One linear in one backward; nan where the recipe leaves the operand dense.
+    """The errors of one linear in one backward; nan for an operand that the recipe leaves dense.
 
     Attributes:
-        name, step: which linear, and how many of its backwards came before.
-        x_clipped, dy_clipped: share of elements beyond the largest that their block holds.
-        x_error, w_error, dy_error: norm of the rounding error over that of the tensor.
-        dy_vanished: share of the nonzero elements of dy that become zero.
-        signal: norm of dw over that of what quantization adds to it; inf where nothing does.
+        name, step: the linear, and the number of its backwards before this one.
+        x_clipped, dy_clipped: the share of elements larger than the largest value that their block can represent.
+        x_error, w_error, dy_error: the norm of the rounding error divided by that of the tensor.
+        dy_vanished: the share of the nonzero elements of dy that become zero.
+        signal: the norm of dw divided by that of its quantization error; inf if there is no error.
     """
 
     name: str
@@ -57,13 +58,13 @@ class Record:
 
 
 class Report:
-    """What :func:`diagnose` has seen, a :class:`Record` a linear and backward; ``str`` is a table of means."""
+    """The result of :func:`diagnose`: one :class:`Record` per linear and backward. ``str`` returns a table of means."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
 
     def means(self) -> dict[str, dict[str, float]]:
-        """For each linear, the mean of each fact over its steps."""
+        """Return, for each linear, the mean of each measure over its steps."""
         names = dict.fromkeys(record.name for record in self.records)
         return {name: {fact: self._mean(name, fact) for fact in _FACTS} for name in names}
 
@@ -72,7 +73,7 @@ class Report:
         return sum(values) / len(values)
 
     def weak(self, limit: float = SIGNAL_LIMIT) -> list[str]:
-        """Linears whose gradient does not stand out of its noise: give them a bf16 backward, or all of them the end."""
+        """Return the linears whose ratio of gradient to noise is below the limit; give them a bf16 backward."""
         return [name for name, facts in self.means().items() if facts["signal"] < limit]
 
     def __str__(self) -> str:
@@ -89,14 +90,14 @@ class Report:
         return "\n".join("  ".join(line).rstrip() for line in lines)
 
     def log(self, writer: Any, step: int) -> None:
-        """The means as scalars ``nvfp4/<fact>/<linear>``.
+        """Log the means as scalars ``nvfp4/<measure>/<linear>``.
 
         Args:
-            writer: a TensorBoard SummaryWriter, anything with its ``add_scalar(tag, value, step)``, or a folder.
-            step: the training step that they are of.
+            writer: a TensorBoard SummaryWriter, an object with ``add_scalar(tag, value, step)``, or a folder.
+            step: the training step of the means.
 
         Raises:
-            ImportError: a folder was given, and the package tensorboard is not installed.
+            ImportError: if writer is a folder, and the package tensorboard is not installed.
         """
         if isinstance(writer, str | Path):
             from torch.utils.tensorboard import SummaryWriter
@@ -110,7 +111,7 @@ class Report:
                     writer.add_scalar(f"nvfp4/{fact}/{name}", value, step)
 
     def picture(self, path: str | Path) -> None:
-        """Draw the means, a panel a fact, a bar a linear; needs matplotlib."""
+        """Plot the means, with one panel per measure and one bar per linear; needs matplotlib."""
         from matplotlib.figure import Figure
 
         means = self.means()
@@ -134,12 +135,12 @@ def _percent(share: float) -> str:
 
 @contextlib.contextmanager
 def diagnose(model: nn.Module) -> Iterator[Report]:
-    """Look at what the NVFP4 linears of a model round away, in the forwards and backwards inside ``with``.
+    """Measure the quantization errors of a model's NVFP4 linears in the forwards and backwards inside ``with``.
 
-    The training itself gives the bits that it gives without. Eager mode only: a compiled model has no hooks.
+    The results of training do not change. Only eager mode is supported, because a compiled model runs no hooks.
 
     Raises:
-        ValueError: the model has no such linear.
+        ValueError: if the model has no such linear.
 
     >>> with diagnose(model) as report:
     ...     loss(model(x)).backward()
@@ -158,7 +159,7 @@ def diagnose(model: nn.Module) -> Iterator[Report]:
 
 
 class _Observer:
-    """The forward hook of one linear, which hangs a hook on y for dy."""
+    """The forward hook of one linear, which registers a hook on y to get dy."""
 
     def __init__(self, name: str, report: Report, generator: torch.Generator) -> None:
         self.name, self.report, self.generator, self.step = name, report, generator, 0
@@ -185,33 +186,34 @@ def _facts(linear: NVFP4TrainingLinear, x: Tensor, dy: Tensor, rng_state: Tensor
         facts["x_clipped"], _, facts["x_error"] = _rounding(x, recipe.x, rng_state)
     if recipe.w is not None:
         facts["w_error"] = _rounding(linear.weight, recipe.w, rng_state)[2]
-    of_dy = recipe.dy or recipe.dy_t
-    if of_dy is not None:
+    dy_spec = recipe.dy or recipe.dy_t
+    if dy_spec is not None:
         rows = dy if recipe.dy is not None else dy.t().contiguous()
-        facts["dy_clipped"], facts["dy_vanished"], facts["dy_error"] = _rounding(rows, of_dy, rng_state)
+        facts["dy_clipped"], facts["dy_vanished"], facts["dy_error"] = _rounding(rows, dy_spec, rng_state)
     if recipe.dy_t is not None or recipe.x_t is not None:
         exact = dy.float().t() @ x.float()
-        noise = _wide(dy.t(), recipe.dy_t, rng_state, DY_T_STREAM) @ _wide(x.t(), recipe.x_t, rng_state, X_T_STREAM).t()
-        facts["signal"] = _ratio(exact, noise - exact)
+        dy_t = _rounded(dy.t(), recipe.dy_t, rng_state, DY_T_STREAM)
+        x_t = _rounded(x.t(), recipe.x_t, rng_state, X_T_STREAM)
+        facts["signal"] = _norm_ratio(exact, dy_t @ x_t.t() - exact)
     return facts
 
 
-def _ratio(a: Tensor, b: Tensor) -> float:
-    below = float(b.norm())
-    return float(a.norm()) / below if below else math.inf
+def _norm_ratio(a: Tensor, b: Tensor) -> float:
+    divisor = float(b.norm())
+    return float(a.norm()) / divisor if divisor else math.inf
 
 
-def _wide(x: Tensor, spec: QuantizeSpec | None, rng_state: Tensor, stream: int) -> Tensor:
-    """x as wgrad multiplies it, float32."""
+def _rounded(x: Tensor, spec: QuantizeSpec | None, rng_state: Tensor, stream: int) -> Tensor:
+    """Return the values of x that wgrad multiplies, float32."""
     if spec is None:
         return x.float()
     operand = quantize_operand(x.contiguous(), spec, rng_state, stream)
-    columns = x.shape[1] if transform_of(spec) is None else None  # padding that a transform has filled is summed, too
+    columns = x.shape[1] if transform_of(spec) is None else None  # wgrad also sums padding that a transform filled
     return decode_values(operand, columns)[0].float() * _factor(operand)
 
 
 def _rounding(x: Tensor, spec: QuantizeSpec, rng_state: Tensor) -> tuple[float, float, float]:
-    """(share clipped, share of the nonzero vanished, relative error) of x (R, C), in the basis that spec rounds in."""
+    """Return (share clipped, share of nonzeros that vanish, relative error) of x (R, C), after the spec's transform."""
     x = x.contiguous()
     operand = quantize_operand(x, spec, rng_state)
     if spec.is_eden:
@@ -228,13 +230,13 @@ def _rounding(x: Tensor, spec: QuantizeSpec, rng_state: Tensor) -> tuple[float, 
 
 
 def _factor(operand: Codes) -> Tensor:
-    """Its per-tensor scale, or that of each row as a column."""
+    """Return the per-tensor scale, or the scales per row as a column."""
     factor = operand.per_tensor_scale
     return factor.unsqueeze(1) if factor.dim() else factor
 
 
 def _largest(operand: Codes) -> Tensor:
-    """The largest magnitude that each element's block holds, float32 (R, C); a hair more, for its own rounding."""
+    """Return the largest magnitude of each element's block, float32 (R, C), plus a margin for its rounding error."""
     blocks = layout.unswizzle(operand.scale, operand.qdata.shape[0], operand.columns // BLOCK)
     largest = layout.scale_values(blocks) * _factor(operand) * (E2M1_MAX * (1 + 2**-20))
     return largest.repeat_interleave(BLOCK, dim=1)

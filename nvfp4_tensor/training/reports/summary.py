@@ -1,4 +1,4 @@
-"""What each linear of a model does while it trains, as a table."""
+"""A table of how each linear of a model trains."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from nvfp4_tensor.training.recipe import Recipe, WeightForDx
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One linear."""
+    """One linear of a summary."""
 
     name: str
     shape: tuple[int, ...]
     recipe: str
-    """The name of its recipe; "dense", or "NVFP4 weight" of a linear that does not train in NVFP4."""
+    """The name of its recipe. For a linear that does not train in NVFP4: "dense" or "NVFP4 weight"."""
     forward: str
     backward: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The linears of a model in order; ``str`` is a table meant to be read: left operand x right operand."""
+    """The linears of a model in order. ``str`` returns a table, with each product as left operand x right operand."""
 
     rows: tuple[Row, ...]
 
@@ -58,7 +58,7 @@ def _size(row: Row) -> int:
 
 
 def summary(model: nn.Module) -> Summary:
-    """What each linear of the model does: those that train in NVFP4 and those that stay dense."""
+    """Summarize how each linear of the model trains, in NVFP4 or dense."""
     return Summary(tuple(_row(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)))
 
 
@@ -72,19 +72,19 @@ def _row(name: str, linear: nn.Linear) -> Row:
 
 
 def _forward(recipe: Recipe) -> str:
-    return "bf16" if recipe.x is None and recipe.w is None else f"{_word(recipe.x)} x {_word(recipe.w)}"
+    return "bf16" if recipe.x is None and recipe.w is None else f"{_short(recipe.x)} x {_short(recipe.w)}"
 
 
 def _backward(recipe: Recipe) -> str:
     if recipe.w_for_dx == WeightForDx.DENSE and recipe.dy is recipe.dy_t is recipe.x_t is None:
         return "bf16"
     w = recipe.w_for_dx
-    dx = f"w {w.name.lower()}" if isinstance(w, WeightForDx) else f"w anew {_word(w)}"
-    return f"dx: {_word(recipe.dy)} x {dx}; dw: {_word(recipe.dy_t)} x {_word(recipe.x_t)}"
+    dx = f"w {w.name.lower()}" if isinstance(w, WeightForDx) else f"w anew {_short(w)}"
+    return f"dx: {_short(recipe.dy)} x {dx}; dw: {_short(recipe.dy_t)} x {_short(recipe.x_t)}"
 
 
-def _word(spec: QuantizeSpec | None) -> str:
-    """The spec in words: 1x16 blocks, which most have, and the sign mask left out."""
+def _short(spec: QuantizeSpec | None) -> str:
+    """Describe a spec without 1x16 blocks, which most have, and without the sign mask."""
     if spec is None:
         return "dense"
     words = [word for word in str(spec).split(", ") if word != "1x16"]
