@@ -1,1 +1,1 @@
-"""Weights that live in NVFP4: an optimizer without master copies, write-back, refitting, merged adapters."""
+"""Weights that are stored in NVFP4: an optimizer without master copies, write-back, refitting, merging adapters."""

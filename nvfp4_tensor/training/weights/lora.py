@@ -1,4 +1,4 @@
-"""LoRA adapters folded into NVFP4 weights, the sum rounded stochastically."""
+"""Merge LoRA adapters into NVFP4 weights, with stochastic rounding of the sum."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ def merge_low_rank(
     rng_state: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> NVFP4Tensor:
-    """Q(decode(w) + scaling * b @ a), in float32 up to the rounding; all but the codes and scales is as in w.
+    """Return decode(w) + scaling * b @ a, computed in float32 and quantized by ``w.spec`` with ``round_mode``.
 
-    To nearest, a delta of less than half a step is lost; stochastically it stays in the mean.
+    Rounding to nearest loses a delta of less than half a step; stochastic rounding keeps it in expectation. Codes and
+    scales are new; everything else is as in w.
 
     Args:
-        w: (N, K), not transposed, no Hadamard transform, one per-tensor scale.
+        w: (N, K), not transposed, without a Hadamard transform, with one per-tensor scale.
         a, b: (r, K) and (N, r), floating point, on the device of w.
-        scaling: of the product; lora_alpha / r for peft's adapters.
-        round_mode: in place of that of ``w.spec``, by which it is quantized else.
-        rng_state, generator: as :func:`quantize` takes them.
+        scaling: the factor of the product; lora_alpha / r for peft's adapters.
+        round_mode: the rounding mode, instead of that of ``w.spec``.
+        rng_state, generator: the source of random bits, as for :func:`quantize`.
 
     Raises:
-        TypeError: w is not an NVFP4Tensor.
-        ValueError: a w outside these, or shapes that do not fit.
+        TypeError: if w is not an NVFP4Tensor.
+        ValueError: if w is not supported, or shapes do not fit.
 
     >>> w = quantize(torch.randn(32, 64))
     >>> merged = merge_low_rank(w, torch.randn(4, 64), torch.zeros(32, 4))
@@ -53,24 +54,25 @@ def merge_low_rank(
 def merge_lora(
     model: nn.Module, *, round_mode: RoundingMode | str = "stochastic", seed: int | None = None
 ) -> nn.Module:
-    """peft's active LoRA adapters folded into the weights, and the model without them.
+    """Merge peft's active LoRA adapters into the weights, in place, and return the model without adapters.
 
-    NVFP4 weights become Q(decode(W) + sum of the adapters' deltas), rounded once, in place; specs, static activation
-    scales and backends stay. peft merges the dense weights (linears, embeddings, convolutions, attention, DoRA and the
-    like), trainable tokens and modules_to_save. Where ``merge_and_unload()`` of peft is told how to
-    quantize (``get_apply_tensor_subclass``), it rounds by that config, once an adapter, in the weight's dtype.
+    To an NVFP4 weight, the sum of the adapters' deltas is added in float32, and the result is rounded once. Specs,
+    static activation scales and backends do not change. peft merges dense weights (linears, embeddings, convolutions,
+    attention, DoRA and the like), trainable tokens and modules_to_save. In contrast, peft's ``merge_and_unload()`` with
+    ``get_apply_tensor_subclass`` rounds once per adapter, in the weight's dtype, by that config.
 
     Args:
-        model: what ``peft.get_peft_model`` or ``PeftModel.from_pretrained`` returned.
-        round_mode: "stochastic", or "rne", "away", "zero"; in place of that of each weight's spec.
-        seed: of the random bits, which go by the layers' names; drawn from torch's generator by default.
+        model: the result of ``peft.get_peft_model`` or ``PeftModel.from_pretrained``.
+        round_mode: "stochastic", "rne", "away" or "zero", instead of that of each weight's spec.
+        seed: together with a layer's name, it determines the random bits. By default, it is sampled from torch's
+            generator.
 
     Raises:
-        ImportError: peft is not installed.
-        TypeError: the model is not peft's.
-        ValueError: adapters that are not LoRA's, an NVFP4 weight with other adapters than plain LoRA of a linear (DoRA,
-            a bias of its own), a weight that cannot be merged into or that another module shares, an adapter that is
-            merged, disabled or not finite, or that peft cannot merge. Nothing has changed then.
+        ImportError: if peft is not installed.
+        TypeError: if the model is not a PeftModel.
+        ValueError: if adapters are not LoRA; an NVFP4 weight has other adapters than plain LoRA of a linear (DoRA, or a
+            bias); a weight is not supported, or another module shares it; or an adapter is merged, disabled or not
+            finite, or peft cannot merge it. The model is unchanged in these cases.
 
     >>> model = merge_lora(model, seed=0)
     """
@@ -78,7 +80,7 @@ def merge_lora(
 
     if not isinstance(model, peft.PeftModel):
         raise TypeError(
-            f"merge_lora takes a peft.PeftModel, not a {type(model).__name__}: see merge_low_rank for a pair"
+            f"merge_lora takes a peft.PeftModel, not a {type(model).__name__}: use merge_low_rank for a and b"
         )
     mode = RoundingMode.of(round_mode)
     layers = _checked_layers(model, mode)
@@ -91,13 +93,12 @@ def merge_lora(
             if adapters:
                 rng_state = rng_state_of(seed, name, 0, weight.device)
                 weight.copy_(_requantized(weight, _delta(layer, adapters), mode, rng_state, None))
-            layer.merge = _merged_here
-    merged = model.merge_and_unload()
-    return merged
+            layer.merge = _skip_merge
+    return model.merge_and_unload()
 
 
-def _merged_here(**_: Any) -> None:
-    """In place of an NVFP4 layer's own merge, when peft merges the others."""
+def _skip_merge(**_: Any) -> None:
+    """Replace the merge method of an NVFP4 layer, which is merged already, when peft merges the others."""
 
 
 def _adapters(layer: Any) -> list[str]:
@@ -105,7 +106,7 @@ def _adapters(layer: Any) -> list[str]:
 
 
 def _delta(layer: Any, adapters: list[str]) -> Tensor:
-    """The sum of what the adapters add, float32 (N, K)."""
+    """Return the sum of the adapters' deltas, float32 (N, K)."""
     products = [
         (layer.lora_B[name].weight.float() @ layer.lora_A[name].weight.float()) * layer.scaling[name]
         for name in adapters
@@ -114,15 +115,15 @@ def _delta(layer: Any, adapters: list[str]) -> Tensor:
 
 
 def _checked_layers(model: nn.Module, mode: RoundingMode) -> dict[str, Any]:
-    """The LoRA layers by name, or a ValueError that names what cannot be merged."""
+    """Return the LoRA layers by name; raise a ValueError if an adapter cannot be merged."""
     from peft.tuners.lora import LoraLayer, LoraModel
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if type(model.base_model) is not LoraModel:
         raise ValueError(
-            f"merge_lora merges LoRA, not {type(model.base_model).__name__}: its own merge_and_unload() merges dense "
-            "weights, so dequantize NVFP4 ones before"
+            f"merge_lora merges LoRA, not {type(model.base_model).__name__}: dequantize NVFP4 weights and call the "
+            "model's merge_and_unload()"
         )
     model.base_model._check_merge_allowed()
     layers = {name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
@@ -137,32 +138,32 @@ def _checked_layers(model: nn.Module, mode: RoundingMode) -> dict[str, Any]:
         elif name in tokens:
             tokens[name]._check_overlapping_tokens(layer.active_adapters)
         else:
-            raise ValueError(f"{name} is a {type(layer).__name__} and not LoRA: unload it, or merge by peft")
+            raise ValueError(f"{name} is a {type(layer).__name__} and not LoRA: unload it, or merge it with peft")
     _check_shared(model, lora, tokens)
     return lora
 
 
 def _check_adapters(name: str, layer: Any) -> None:
-    """What holds for adapters of every kind."""
+    """Check the conditions for adapters of all kinds."""
     from peft.tuners.lora.layer import Linear
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     if layer.merged:
-        raise ValueError(f"{name} is merged already, by peft: unmerge it, or unload() the model")
+        raise ValueError(f"{name} was merged already by peft: unmerge it, or unload() the model")
     if layer.disable_adapters:
-        raise ValueError(f"the adapters of {name} are disabled: enable_adapter_layers() of the model enables them")
+        raise ValueError(f"the adapters of {name} are disabled: call enable_adapter_layers() of the model")
     for parameter_name, parameter in layer.named_parameters():
         parts = parameter_name.split(".")
         active = "base_layer" not in parts and set(parts) & set(layer.active_adapters)
         if active and not parameter.isfinite().all():
-            raise ValueError(f"adapter {parameter_name!r} of {name} has NaN or infinity")
+            raise ValueError(f"adapter {parameter_name!r} of {name} has NaN or infinity: train or load it again")
     base = layer.get_base_layer()
     if isinstance(base, AuxiliaryTrainingWrapper):
-        raise ValueError(f"{name} is an adapter on a {type(base).__name__}, which peft does not merge: give up one")
+        raise ValueError(f"{name} is an adapter on a {type(base).__name__}, which peft does not merge: remove one")
     if any(isinstance(p, NVFP4Tensor) for p in base.parameters()) and not isinstance(layer, Linear):
         raise ValueError(
-            f"{name} is a {type(layer).__name__} on an NVFP4 weight, and merge_lora merges linears: dequantize its "
-            "weight and merge by peft"
+            f"{name} is a {type(layer).__name__} on an NVFP4 weight, but merge_lora merges only linears: dequantize "
+            "its weight and merge it with peft"
         )
 
 
@@ -174,19 +175,21 @@ def _check_lora(name: str, layer: Any, mode: RoundingMode) -> None:
         return
     _check_weight(weight, f"the weight of {name}")
     if mode == RoundingMode.EDEN:
-        raise ValueError("EDEN makes no weight that is kept: merge by 'stochastic' or 'rne'")
+        raise ValueError("EDEN does not support weights: use round_mode='stochastic' or 'rne'")
     for adapter in _adapters(layer):
         if adapter in variants:
             kind = type(variants[adapter]).__name__
             raise ValueError(f"{name} is not plain LoRA but {kind}: dequantize its weight and merge")
         if layer.lora_bias.get(adapter) or getattr(layer, "fan_in_fan_out", False):
-            raise ValueError(f"{name} has a lora_bias or a transposed weight: dequantize its weight and merge by peft")
+            raise ValueError(
+                f"{name} has a lora_bias or a transposed weight: dequantize its weight and merge it with peft"
+            )
 
 
 def _check_dense(name: str, layer: Any) -> None:
-    """Whether peft merges it, tried on a copy of the weight where there is no other way to know."""
+    """Raise a ValueError if peft cannot merge the layer; for variants of LoRA, try it on a copy of the weight."""
     if not type(layer).__module__.endswith("lora.layer"):
-        raise ValueError(f"{name} is a {type(layer).__name__}, neither dense nor NVFP4: merge by peft")
+        raise ValueError(f"{name} is a {type(layer).__name__}, neither dense nor NVFP4: merge it with peft")
     base = layer.get_base_layer()
     for adapter in layer.active_adapters:
         if adapter in layer.lora_variant:
@@ -196,13 +199,13 @@ def _check_dense(name: str, layer: Any) -> None:
             except (NotImplementedError, RuntimeError, ValueError) as error:
                 raise ValueError(f"{name} is {type(variant).__name__}, which peft does not merge: {error}") from error
         if layer.lora_bias.get(adapter) and getattr(base, "bias", None) is None:
-            raise ValueError(f"{name} has a lora_bias, but no bias to merge it into: give the linear one of zeros")
+            raise ValueError(f"{name} has a lora_bias, but no bias to merge it into: add a bias of zeros to the linear")
 
 
 def _check_shared(model: nn.Module, lora: Iterable[str], tokens: Iterable[str]) -> None:
-    """A ValueError where a merge would change what another module reads of a tied weight.
+    """Raise a ValueError if a merge would change a tied weight that a module without the adapter reads.
 
-    Trained tokens replace rows, so all modules that share a weight may have them: peft ties them.
+    Trainable tokens replace rows, and peft ties them, so all modules that share a weight may have them.
     """
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -213,16 +216,19 @@ def _check_shared(model: nn.Module, lora: Iterable[str], tokens: Iterable[str]) 
             others = [name for name in shared if not name.startswith(owner)]
             if others and len(others) < len(shared):
                 own = next(name for name in shared if name.startswith(owner))
-                raise ValueError(f"{own} is also {others[0]}, which the merge would change: untie them")
+                raise ValueError(f"{own} is tied to {others[0]}, which the merge would change: untie them")
 
 
 def _check_weight(w: Any, name: str) -> None:
     if not isinstance(w, NVFP4Tensor):
         raise TypeError(f"{name} is not an NVFP4Tensor but a {type(w).__name__}: quantize it first")
     if w.spec.hadamard_sign is not None:
-        raise ValueError(f"{name} is Hadamard-transformed, and adapters are not: quantize without hadamard_sign")
+        raise ValueError(f"{name} is Hadamard-transformed, but adapters are not: quantize without hadamard_sign")
     if w.dim() != 2 or w.transposed or w.per_tensor_scale.dim():
-        raise ValueError(f"{name} is not one matrix (N, K) as it is stored, with one per-tensor scale: {w!r}")
+        raise ValueError(
+            f"{name} has to be one matrix (N, K), not transposed, with one per-tensor scale, and is {w!r}: merge each "
+            "matrix before stacking or transposing"
+        )
 
 
 def _requantized(

@@ -1,4 +1,4 @@
-"""NVFP4Optimizer: any torch optimizer over parameters that live in NVFP4, without a master copy of them."""
+"""NVFP4Optimizer: a torch optimizer for parameters that are stored in NVFP4, without master copies."""
 
 from __future__ import annotations
 
@@ -15,56 +15,43 @@ from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.training.weights.error_feedback import add_error, check_error_feedback, shrink_momentum
 from nvfp4_tensor.training.weights.write_back import check_writable, write_back
 
-_MOMENTUM = ("momentum_buffer", "exp_avg")
-"""The state that is the momentum: SGD's, and that of optimizers with betas."""
-_FED_AT = "error_feedback_lr"
-"""The state that is the learning rate of the last error in the momentum, 0-d as "step" is."""
-_SMALLEST_LR = 1e-24
-
 _OWN = ("round_mode", "seed", "error_feedback", "writes")
-"""Options of a parameter group that are this optimizer's, and not the inner one's."""
+"""The options of a parameter group that belong to NVFP4Optimizer and not to the inner optimizer."""
 
 
 class NVFP4Optimizer(torch.optim.Optimizer):
-    """Steps of an inner optimizer on NVFP4 parameters: each is decoded, updated, and written back by rounding.
+    """Apply an inner optimizer to NVFP4 parameters: decode each, update it, and round the result to NVFP4.
 
-    No dense copy of a parameter outlives its turn in :meth:`step`, whose peak is some float32 copies of one parameter.
-    Gradients and the inner optimizer's state are dense, the state in float32. A write keeps the grid of the parameter's
-    block scales, whose exponents follow the values (see :func:`write_back`): its expectation is the updated value, and
-    what has no update does not move. Random bits are a function of the seed, the number of the write and the
-    parameter's place among all, so that equal gradients write equal bits on every device, and a run goes on bit for
-    bit from a state_dict.
+    The memory peak of :meth:`step` is a few float32 copies of one parameter; there are no master copies. Gradients and
+    the inner optimizer's state are dense, and the state is float32. A write keeps the grid of the parameter's block
+    scales, whose exponents follow the values (see :func:`write_back`): its expectation is the updated value, and
+    elements without an update do not change. Random bits depend on the seed, the number of the write and the index of
+    the parameter. So equal gradients write equal bits on every device, and a run resumes from a state_dict bit for bit.
 
-    Dense parameters may stand among them, and are the inner optimizer's as usual. Learning rate schedulers, parameter
-    groups, hooks and closures work as with any torch.optim.Optimizer. Parameters are updated one at a time, so the
-    inner optimizer has to be one whose update of a parameter depends on that parameter alone: not LBFGS. Muon updates
-    matrices alone, so biases and norms need another optimizer.
+    The inner optimizer updates dense parameters as usual. Learning rate schedulers, parameter groups, hooks and
+    closures work as with any torch.optim.Optimizer. Parameters are updated one at a time, so the update of a parameter
+    must not depend on other parameters, as it does with LBFGS. Muon updates only matrices, so biases and norms need
+    another optimizer.
 
-    **Error feedback** (``error_feedback="momentum"``; ECO, arXiv 2601.22101) keeps what a write lost. With the error
-    e = updated value - what was written, and the step size h of the momentum m (update = -h m; for SGD the learning
-    rate, for Adam lr / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps), element by element),
-
-        m += (1 - 1 / beta) / h * e
-
-    so that the next steps carry e out, beta (1/beta - 1) of it at first and all of it in the end. It takes the error
-    of one step for that of the one before, which needs no memory of its own. Where the learning rate rises, the
-    momentum is first multiplied by old / new, since its errors would come out as much larger: after a warm restart the
-    momentum builds up anew.
+    **Error feedback** (``error_feedback="momentum"``; ECO, arXiv 2601.22101) adds the rounding error of each write to
+    the momentum, so that later steps correct it. It needs no memory. When the learning rate rises, the momentum is
+    multiplied by old / new, so that the errors in it do not grow: after a warm restart the momentum builds up again.
 
     Args:
-        params: an iterable of parameters, of (name, parameter), or of groups, as every optimizer takes them. NVFP4
-            parameters have requires_grad=True, no Hadamard transform and the default layout.
+        params: an iterable of parameters, of (name, parameter) pairs, or of groups. NVFP4 parameters need
+            requires_grad=True, no Hadamard transform, and the default layout.
         inner: the class of a torch optimizer, torch.optim.AdamW for instance.
-        round_mode: "stochastic", or "rne" to compare: to nearest, updates of less than half a step vanish.
-        error_feedback: False, or "momentum": with SGD (momentum above 0, no nesterov), Adam and AdamW (no amsgrad).
-        seed: of the random bits; round_mode, error_feedback and seed may be said by group.
-        **options: of the inner optimizer, lr for one.
+        round_mode: "stochastic"; or "rne" for comparison, which loses updates of less than half a step.
+        error_feedback: False; or "momentum" with SGD (momentum above 0, no nesterov), Adam and AdamW (no amsgrad).
+        seed: the seed of the random bits. round_mode, error_feedback and seed can be set per group.
+        **options: options of the inner optimizer, such as lr.
 
     Raises:
-        TypeError: inner is not an optimizer class.
-        ValueError: a parameter that cannot be written to, an option that does not fit; what the inner one raises.
+        TypeError: if inner is not an optimizer class.
+        ValueError: if a parameter cannot be written to or an option does not fit; also errors of the inner optimizer.
 
     >>> to_nvfp4_parameters(model)
     >>> optimizer = NVFP4Optimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, seed=0)
@@ -83,42 +70,42 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         if not isinstance(inner, type) or not issubclass(inner, torch.optim.Optimizer):
             raise TypeError(f"inner is a class of optimizer, torch.optim.AdamW for instance, not {inner!r}")
         if issubclass(inner, torch.optim.LBFGS | NVFP4Optimizer):
-            raise ValueError(f"{inner.__name__} does not update parameters one at a time: use AdamW or SGD, say")
+            raise ValueError(f"{inner.__name__} does not update parameters one at a time: use AdamW or SGD")
         if issubclass(inner, torch.optim.SparseAdam):
-            raise ValueError("SparseAdam needs sparse gradients, and those of NVFP4 weights are dense: use Adam")
-        like = nn.Parameter(torch.zeros(1, 1))
-        self._engine = inner([like], **options)
-        self._first_state = dict(self._engine.state[like])
+            raise ValueError("SparseAdam needs sparse gradients, but gradients of NVFP4 weights are dense: use Adam")
+        sample = nn.Parameter(torch.zeros(1, 1))
+        self._inner = inner([sample], **options)
+        self._initial_state = dict(self._inner.state[sample])
         own = {"round_mode": round_mode, "error_feedback": error_feedback, "seed": seed, "writes": 0}
-        super().__init__(params, {**self._engine.defaults, **own})
+        super().__init__(params, {**self._inner.defaults, **own})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_engine": self._engine, "_first_state": self._first_state}
+        return {**super().__getstate__(), "_inner": self._inner, "_initial_state": self._initial_state}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's; checks what is new in it, and leaves nothing half-added."""
+        """Add a group, as every optimizer does; if the group is not valid, raise an error and do not add it."""
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1], type(self._engine))
+            _check_group(self.param_groups[-1], type(self._inner))
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient; returns what the closure does.
+        """Update every parameter that has a gradient, and return the result of the closure.
 
-        Not to be captured in a CUDA graph: how often it has written, which its random bits follow from, is counted on
-        the host, and each replay would draw those of the capture. Capture forward and backward, and call it after the
-        replay.
+        A CUDA graph cannot capture a step: random bits depend on the number of writes, which is counted on the host,
+        so every replay would reuse the random bits of the capture. Capture the forward and the backward, and call step
+        after each replay.
 
         Raises:
-            RuntimeError: a gradient is not dense, or the current stream is capturing a CUDA graph.
+            RuntimeError: if a gradient is not dense, or the current stream is capturing a CUDA graph.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "NVFP4Optimizer.step counts its writes on the host, and a CUDA graph would replay the random bits of "
-                "one of them: capture forward and backward alone, and call step() after each replay"
+                "NVFP4Optimizer.step counts its writes on the host, so every replay of a CUDA graph would reuse the "
+                "same random bits: capture only forward and backward, and call step() after each replay"
             )
         loss = None
         if closure is not None:
@@ -127,16 +114,16 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         for parameter in self._parameters():
             if isinstance(parameter, NVFP4Tensor) and parameter.grad is not None:
                 _check_dense(parameter.grad)
-        place = 0
+        index = 0
         for group in self.param_groups:
             group["writes"] += 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_of(parameter, group, place)
-                place += 1
+                    self._update(parameter, group, index)
+                index += 1
         return loss
 
-    def _step_of(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> None:
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], index: int) -> None:
         if not isinstance(parameter, NVFP4Tensor):
             self._inner_step(parameter, parameter, group)
             return
@@ -145,38 +132,41 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         assert parameter.grad is not None
         after.grad = parameter.grad.float()
         if group["error_feedback"]:
-            _shrink_momentum(self.state[parameter], group)
+            shrink_momentum(self.state[parameter], group)
         self._inner_step(parameter, after, group)
         written = write_back(
             parameter,
             after.detach() - before,
             round_mode=group["round_mode"],
-            rng_state=rng_state_of(group["seed"], str(place), group["writes"], parameter.device),
+            rng_state=rng_state_of(group["seed"], str(index), group["writes"], parameter.device),
         )
         parameter.copy_(written)
         if group["error_feedback"]:
-            _feed_back(self.state[parameter], after.detach() - written.dequantize(torch.float32), group)
+            error = after.detach() - written.dequantize(torch.float32)
+            add_error(self.state[parameter], error, group)
 
-    def _first_state_of(self, values: Tensor) -> dict[str, Any]:
-        """What the inner optimizer's constructor gives a parameter: Adagrad's does so in torch 2.11, most give none."""
+    def _initial_state_for(self, values: Tensor) -> dict[str, Any]:
+        """Return the state that the inner optimizer's constructor creates: Adagrad does in torch 2.11, most do not."""
         return {
-            name: torch.full_like(values, first.item()) if first.dim() else first.clone()
-            for name, first in self._first_state.items()
+            name: torch.full_like(values, initial.item()) if initial.dim() else initial.clone()
+            for name, initial in self._initial_state.items()
         }
 
     def _inner_step(self, parameter: Tensor, values: Tensor, group: dict[str, Any]) -> None:
-        """One step of the inner optimizer on ``values``, with the state of ``parameter``."""
-        engine = self._engine
+        """Run a step of the inner optimizer on ``values``, with the state of ``parameter``."""
+        inner = self._inner
         options = {name: value for name, value in group.items() if name not in (*_OWN, "params", "param_names")}
-        engine.param_groups = [{**options, "params": [values]}]
-        engine.state = defaultdict(dict, {values: self.state[parameter] or self._first_state_of(values)})
-        engine.step()
-        self.state[parameter] = engine.state[values]
-        engine.param_groups, engine.state = [], defaultdict(dict)
+        inner.param_groups = [{**options, "params": [values]}]
+        inner.state = defaultdict(dict, {values: self.state[parameter] or self._initial_state_for(values)})
+        inner.step()
+        self.state[parameter] = inner.state[values]
+        inner.param_groups, inner.state = [], defaultdict(dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As every optimizer's; scalars keep their dtype and the state of NVFP4 parameters is float32, where torch
-        casts both to the parameter's dtype."""
+        """Load a state dict as every optimizer does, with float32 state for NVFP4 parameters.
+
+        0-d state keeps its dtype. torch would cast both to the parameter's dtype.
+        """
         super().load_state_dict(state_dict)
         saved = (i for group in state_dict["param_groups"] for i in group["params"])
         for i, parameter in zip(saved, self._parameters(), strict=True):
@@ -195,16 +185,16 @@ class NVFP4Optimizer(torch.optim.Optimizer):
 def _check_group(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -> None:
     mode = RoundingMode.of(group["round_mode"])
     if mode not in (RoundingMode.STOCHASTIC, RoundingMode.RNE):
-        raise ValueError(f"updates are written by round_mode 'stochastic' or 'rne', not by {mode.name.lower()!r}")
-    group["round_mode"] = mode.name.lower()  # a string, which any torch.load reads
+        raise ValueError(f"round_mode of updates is 'stochastic' or 'rne', not {mode.name.lower()!r}")
+    group["round_mode"] = mode.name.lower()  # a string, so that torch.load(weights_only=True) reads it
     if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
         raise TypeError(f"seed is an integer, not {group['seed']!r}")
     names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
     for name, parameter in zip(names, group["params"], strict=True):
         if isinstance(getattr(parameter, "_local_tensor", None), NVFP4Tensor):
             raise ValueError(
-                f"{name} is a shard of an NVFP4 weight, and a write changes the scale of the whole: train it in "
-                "bfloat16 by NVFP4TrainingConfig, with nvfp4_tensor.distributed.enable_nvfp4_all_gather"
+                f"{name} is a shard of an NVFP4 weight, and a write would change the scale of all shards: train it in "
+                "bfloat16 with NVFP4TrainingConfig and nvfp4_tensor.distributed.enable_nvfp4_all_gather"
             )
         if isinstance(parameter, NVFP4Tensor):
             check_writable(parameter, name)
@@ -212,50 +202,14 @@ def _check_group(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -> N
             raise ValueError(
                 f"{name} has {parameter.dim()} dimensions, and Muon updates matrices: give it to another optimizer"
             )
-    if group["error_feedback"] not in (False, "momentum"):
-        raise ValueError(f"error_feedback is False or 'momentum', got {group['error_feedback']!r}")
-    if group["error_feedback"]:
-        _check_momentum(group, inner)
-
-
-def _check_momentum(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -> None:
-    if inner is torch.optim.SGD:
-        if not group["momentum"] or group["nesterov"]:
-            raise ValueError("error_feedback='momentum' goes into SGD's momentum: momentum above 0, without nesterov")
-    elif inner in (torch.optim.Adam, torch.optim.AdamW):
-        if group["amsgrad"] or not group["betas"][0]:
-            raise ValueError(f"error_feedback='momentum' needs {inner.__name__} with beta1 above 0, without amsgrad")
-    else:
-        raise ValueError(f"error_feedback='momentum' knows the momentum of SGD, Adam and AdamW, not {inner.__name__}'s")
-
-
-def _shrink_momentum(state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Multiplies the momentum by old / new learning rate where it has risen, so that no error comes out larger."""
-    if _FED_AT not in state:
-        return
-    fed_at, lr = float(state[_FED_AT]), torch.tensor(float(group["lr"])).item()  # both rounded to float32
-    if fed_at < lr:
-        state[_MOMENTUM["betas" in group]].mul_(fed_at / lr)
-
-
-def _feed_back(state: dict[str, Any], error: Tensor, group: dict[str, Any]) -> None:
-    """m += (1 - 1 / beta) / h * error; nothing where the learning rate is 0, or so small that this would overflow."""
-    lr = float(group["lr"])
-    if lr < _SMALLEST_LR:
-        return
-    state[_FED_AT] = torch.tensor(lr)
-    if "betas" not in group:
-        state["momentum_buffer"] += error * ((1 - 1 / group["momentum"]) / lr)
-        return
-    beta1, beta2 = map(float, group["betas"])
-    step = float(state["step"])
-    per_update = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"]) * ((1 - beta1**step) / lr)
-    state["exp_avg"] += error * per_update * (1 - 1 / beta1)
+    check_error_feedback(group, inner)
 
 
 def _check_dense(grad: Tensor) -> None:
     if isinstance(grad, NVFP4Tensor) or grad.layout != torch.strided:
-        raise RuntimeError("the gradient of an NVFP4 parameter is a dense tensor: what F.linear's backward leaves")
+        raise RuntimeError(
+            "the gradient of an NVFP4 parameter has to be a dense tensor, as F.linear's backward makes it"
+        )
 
 
 def to_nvfp4_parameters(
@@ -263,18 +217,19 @@ def to_nvfp4_parameters(
     spec: QuantizeSpec | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> nn.Module:
-    """The same model with the weights of its linears NVFP4 parameters that train: for :class:`NVFP4Optimizer`.
+    """Convert the weights of a model's linears in place to trainable NVFP4 parameters, for :class:`NVFP4Optimizer`.
 
-    Activations stay as they come, and products are with decoded weights. Gradients of the weights are dense.
+    Activations are not quantized, products use decoded weights, and gradients of the weights are dense.
 
     Args:
-        model: of nn.Linear in bfloat16, float16 or float32.
-        spec: how they are quantized at first, to nearest even in 1x16 blocks by default; without a Hadamard transform.
-        filter_fn: a function of (module, name) as quantize_ takes it, :func:`keep_dense` for one. All linears whose
-            weight trains by default.
+        model: a model with nn.Linear in bfloat16, float16 or float32.
+        spec: how the weights are quantized: by default, to nearest even in 1x16 blocks. A Hadamard transform is not
+            supported.
+        filter_fn: a function of (module, name), such as :func:`keep_dense`. By default, all linears with a trainable
+            weight.
 
     Raises:
-        TypeError, ValueError: as ``quantize_(model, NVFP4WeightOnlyConfig())`` does; a filter that selects nothing.
+        TypeError, ValueError: see ``quantize_(model, NVFP4WeightOnlyConfig())``; also if no linear is selected.
 
     >>> model = to_nvfp4_parameters(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
     """
@@ -291,7 +246,7 @@ def to_nvfp4_parameters(
     config = NVFP4WeightOnlyConfig(weight_spec=spec if spec is not None else QuantizeSpec())
     selected = [module for name, module in model.named_modules() if trains(module, name)]
     if not selected:
-        raise ValueError(f"no linear of {type(model).__name__} was selected: see filter_fn")
+        raise ValueError(f"no linear of {type(model).__name__} was selected: pass another filter_fn")
     quantize_(model, config, filter_fn=trains)
     for module in model.modules():
         if any(module is one for one in selected):

@@ -1,4 +1,4 @@
-"""A trainer's weights into the NVFP4 parameters of a model that serves, in place."""
+"""Write a trainer's weights to the NVFP4 parameters of an inference model, in place."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, quantize, quantize_experts
 
-Place: TypeAlias = "str | tuple[str, int] | None"
-"""Where a trainer's weight goes: a name in the model, a name and the position in a fused one, or nowhere."""
+RefitTarget: TypeAlias = "str | tuple[str, int] | None"
+"""The target of a trainer's weight: a name in the model, the name of a fused weight and an index, or None."""
 
-_Pieces: TypeAlias = dict[int, Tensor]
+_Slices: TypeAlias = dict[int, Tensor]
+"""The slices of a fused weight by index; one slice with index 0 for other weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RefitReport:
-    """What :func:`refit_` did.
+    """The result of :func:`refit_`.
 
     Attributes:
-        quantized, dense: how many parameters and buffers of each kind were written.
-        source_bytes: of the weights given.
-        written_bytes: of what the model stores of them.
-        seconds: from the first write to the end of the last, devices included.
+        quantized, dense: the numbers of NVFP4 and of dense parameters and buffers that were written.
+        source_bytes: the size of the given weights.
+        written_bytes: the size of the written parameters.
+        seconds: the time from the first write until all devices have finished.
     """
 
     quantized: int
@@ -52,128 +53,127 @@ def refit_(
     named_weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     *,
     strict: bool = True,
-    name_map: Callable[[str], Place] | None = None,
+    name_map: Callable[[str], RefitTarget] | None = None,
     round_mode: RoundingMode | str | None = None,
     seed: int = 0,
     step: int = 0,
 ) -> RefitReport:
-    """Write dense weights into a model's parameters: NVFP4 ones are quantized by their specs, dense ones copied.
+    """Write dense weights to a model's parameters: quantize them by the spec of NVFP4 parameters, copy them to others.
 
-    No address changes: what a CUDA graph has captured (codes, scales, per-tensor scales) is what is written to, so the
-    graph's next replay sees the new weights. Static activation scales stay. The bits are those of a fresh
-    :func:`quantize` of the weight as it is given, in its own dtype.
+    Codes, scales and per-tensor scales are written in place, so the next replay of a CUDA graph uses the new weights.
+    Static activation scales do not change. The result equals :func:`quantize` of the given weight, in its dtype.
 
-    All names and shapes are checked before the first write, so an iterator is read to its end first.
+    All names and shapes are checked before the first write, so an iterator is consumed first.
 
     Args:
-        model: with NVFP4 parameters, made by ``quantize_`` or loaded.
+        model: a model with NVFP4 parameters, quantized by ``quantize_`` or loaded.
         named_weights: (name, tensor) pairs or a mapping: bfloat16, float16 or float32, on any device.
-        strict: every parameter of the model has to be given, and everything given has to be in the model. Buffers may
-            be given, but need not be.
-        name_map: where the weight of a name goes: a name in the model; (name, i) for piece i of a fused one, whose
-            pieces are joined along dimension 0 in order; None for nowhere. As named by default.
-        round_mode: in place of that of the specs. "stochastic" adds rounding noise that is zero in the mean, which
-            other steps draw anew: exploration that can be repeated.
-        seed, step: decide the random bits, together with the parameter's name.
+        strict: require that every parameter of the model is given, and that every given name is in the model. Buffers
+            are optional.
+        name_map: a function from a given name to a name in the model; to (name, i) for slice i of a fused weight, whose
+            slices are concatenated along dimension 0; or to None, which skips the weight. By default, names are equal.
+        round_mode: the rounding mode, instead of that of the specs. "stochastic" adds rounding noise with mean zero,
+            which differs between steps, for exploration that is reproducible.
+        seed, step: together with the parameter's name, they determine the random bits.
 
     Raises:
-        KeyError: names missing or unexpected (strict), given twice, or pieces of a fused one missing.
-        TypeError: a weight that is no dense tensor of those dtypes.
-        ValueError: a shape that does not fit, a parameter that cannot be written to or is on the meta device, EDEN.
+        KeyError: if names are missing or unexpected (strict) or given twice, or slices of a fused weight are missing.
+        TypeError: if a weight is not a dense tensor of a supported dtype.
+        ValueError: if a shape does not fit, a parameter cannot be written to or is on the meta device, or for EDEN.
 
     >>> report = refit_(server, trainer.state_dict())
     """
     if round_mode is not None and RoundingMode.of(round_mode) == RoundingMode.EDEN:
-        raise ValueError("EDEN makes no weight that is kept: use 'stochastic' or 'rne'")
+        raise ValueError("EDEN does not support weights: use 'stochastic' or 'rne'")
     targets = _targets(model)
-    given = _sorted_by_target(named_weights, name_map)
+    given = _group_by_target(named_weights, name_map)
     _check_names(model, targets, given, strict)
-    writes = {name: [pieces[i] for i in sorted(pieces)] for name, pieces in given.items() if name in targets}
-    for name, pieces in writes.items():
-        _check_write(name, targets[name], pieces, given[name])
+    writes = {name: [slices[i] for i in sorted(slices)] for name, slices in given.items() if name in targets}
+    for name, slices in writes.items():
+        _check_write(name, targets[name], slices, given[name])
     devices = {targets[name].device for name in writes}
-    _wait_for(devices)
+    _synchronize(devices)
     start = time.perf_counter()
-    for name, pieces in writes.items():
-        _write(name, targets[name], pieces, round_mode, seed, step)
-    _wait_for(devices)
+    for name, slices in writes.items():
+        _write(name, targets[name], slices, round_mode, seed, step)
+    _synchronize(devices)
     seconds = time.perf_counter() - start
     quantized = sum(isinstance(targets[name], NVFP4Tensor) for name in writes)
     return RefitReport(
         quantized=quantized,
         dense=len(writes) - quantized,
-        source_bytes=sum(piece.nbytes for pieces in writes.values() for piece in pieces),
+        source_bytes=sum(t.nbytes for slices in writes.values() for t in slices),
         written_bytes=sum(targets[name].nbytes for name in writes),
         seconds=seconds,
     )
 
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all of their names, those of tied ones included."""
+    """Return parameters and buffers by name, with all names of tied ones."""
     return {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
 
 
-def _sorted_by_target(
-    named_weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], name_map: Callable[[str], Place] | None
-) -> dict[str, _Pieces]:
+def _group_by_target(
+    named_weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], name_map: Callable[[str], RefitTarget] | None
+) -> dict[str, _Slices]:
     pairs = named_weights.items() if isinstance(named_weights, Mapping) else named_weights
-    given: dict[str, _Pieces] = {}
+    given: dict[str, _Slices] = {}
     for name, tensor in pairs:
-        where = name if name_map is None else name_map(name)
-        if where is None:
+        target = name if name_map is None else name_map(name)
+        if target is None:
             continue
-        target, position = (where, 0) if isinstance(where, str) else where
+        target_name, index = (target, 0) if isinstance(target, str) else target
         if isinstance(tensor, NVFP4Tensor) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            raise TypeError(f"{name} is to be a dense tensor, not a {type(tensor).__name__}")
-        if position in given.setdefault(target, {}):
-            raise KeyError(f"{target}, piece {position}, is given twice, the second time by {name}")
-        given[target][position] = tensor.detach()
+            raise TypeError(f"{name} has to be a dense tensor, not a {type(tensor).__name__}")
+        if index in given.setdefault(target_name, {}):
+            raise KeyError(f"{target_name}, slice {index}, is given twice, the second time by {name}")
+        given[target_name][index] = tensor.detach()
     return given
 
 
-def _check_names(model: nn.Module, targets: dict[str, Tensor], given: dict[str, _Pieces], strict: bool) -> None:
+def _check_names(model: nn.Module, targets: dict[str, Tensor], given: dict[str, _Slices], strict: bool) -> None:
     if not strict:
         return
     unexpected = [name for name in given if name not in targets]
-    held = {id(targets[name]) for name in given if name in targets}
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
+    found = {id(targets[name]) for name in given if name in targets}
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
     problems = [
-        f"{what}: {_listed(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+        f"{kind}: {_abbreviated(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
     ]
     if problems:
-        raise KeyError(f"{'; '.join(problems)}. Nothing was written. Give a place function, or strict=False")
+        raise KeyError(f"{'; '.join(problems)}. Nothing was written. Pass a name_map, or strict=False")
 
 
-def _listed(names: list[str]) -> str:
+def _abbreviated(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _check_write(name: str, target: Tensor, pieces: list[Tensor], positions: _Pieces) -> None:
-    if set(positions) != set(range(len(pieces))):
-        raise KeyError(f"{name} has pieces {sorted(positions)}: the ones between are missing. Nothing was written")
+def _check_write(name: str, target: Tensor, slices: list[Tensor], indices: _Slices) -> None:
+    if set(indices) != set(range(len(slices))):
+        raise KeyError(f"{name} has slices {sorted(indices)}, but others are missing. Nothing was written")
     if target.is_meta:
         raise ValueError(f"{name} is on the meta device: materialize the model first")
     if isinstance(target, NVFP4Tensor):
-        for piece in pieces:
-            if piece.dtype not in HIGH_PRECISION_DTYPES:
-                raise TypeError(f"{name} is NVFP4 and takes bfloat16, float16 or float32, not {piece.dtype}")
+        for t in slices:
+            if t.dtype not in HIGH_PRECISION_DTYPES:
+                raise TypeError(f"{name} is NVFP4 and needs a bfloat16, float16 or float32 tensor, not {t.dtype}")
         if target.aliasing != Aliasing.WHOLE:
-            raise ValueError(f"{name} is a part or a copy of another tensor: refit the whole")
-    if len({(piece.dtype, piece.shape[1:]) for piece in pieces}) > 1:
-        raise ValueError(f"the pieces of {name} differ in dtype or in their last dimensions")
-    if len(pieces) > 1 and pieces[0].dim() == 0:
-        raise ValueError(f"the pieces of {name} are 0-d and cannot be joined")
-    shape = tuple(pieces[0].shape)
-    if len(pieces) > 1:
-        shape = (sum(len(piece) for piece in pieces), *shape[1:])
+            raise ValueError(f"{name} is a slice or a copy of another tensor: refit the full tensor")
+    if len({(t.dtype, t.shape[1:]) for t in slices}) > 1:
+        raise ValueError(f"the slices of {name} differ in dtype or in their last dimensions: convert them to one")
+    if len(slices) > 1 and slices[0].dim() == 0:
+        raise ValueError(f"the slices of {name} are 0-d and cannot be concatenated: pass 1-d tensors")
+    shape = tuple(slices[0].shape)
+    if len(slices) > 1:
+        shape = (sum(len(t) for t in slices), *shape[1:])
     if shape != tuple(target.shape):
         raise ValueError(f"{name} is {tuple(target.shape)} in the model and {shape} as given. Nothing was written")
 
 
 def _write(
-    name: str, target: Tensor, pieces: list[Tensor], round_mode: RoundingMode | str | None, seed: int, step: int
+    name: str, target: Tensor, slices: list[Tensor], round_mode: RoundingMode | str | None, seed: int, step: int
 ) -> None:
-    weight = torch.cat([piece.to(target.device) for piece in pieces]) if len(pieces) > 1 else pieces[0]
+    weight = torch.cat([t.to(target.device) for t in slices]) if len(slices) > 1 else slices[0]
     if not isinstance(target, NVFP4Tensor):
         target.copy_(weight)
         return
@@ -187,7 +187,7 @@ def _write(
     target.copy_(new.mT if target.transposed else new)
 
 
-def _wait_for(devices: set[torch.device]) -> None:
+def _synchronize(devices: set[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -1,9 +1,9 @@
-"""An update written into a tensor that lives in NVFP4, on the grid that the tensor has already.
+"""Write an update to an NVFP4 tensor on the tensor's present grid.
 
-Quantizing anew at each step would take new scales from the new amax: a grid that moves by a hair rounds every element
-again, updated or not, and a thousand steps are a thousand such roundings. So a block scale keeps its mantissa, and only
-its exponent follows the block: the grids of a scale and of its double share all points but a few, an element without an
-update stays where it is, and the noise of a write is in proportion to the update.
+Quantizing the updated tensor would compute new scales from its amax. Slightly different scales round every element
+again, with or without an update, at each of thousands of steps. Here, a block scale keeps its mantissa, and only its
+exponent follows the block. The grids of a scale and of its double share all except a few points, so an element without
+an update does not change, and the noise of a write is proportional to the update.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
 _BETWEEN_6_AND_8 = 2.0
 _SMALLEST_NORMAL = 2.0**-126
 _CELLS = 1 << 16
-"""How many values of floor(frac * 2^16) the rounding by 16 random bits tells apart in a step (contract, section 3)."""
+"""The number of values of floor(frac * 2^16) per step, the resolution of 16 random bits (contract, section 3)."""
 
 
 def check_writable(w: NVFP4Tensor, name: str) -> None:
-    """Raises a ValueError that names what :func:`write_back` cannot write into."""
+    """Raise a ValueError if :func:`write_back` does not support the tensor."""
     if w.spec.hadamard_sign is not None:
-        raise ValueError(f"{name} holds Hadamard-transformed values, and updates are not: use a spec without hadamard")
+        raise ValueError(
+            f"{name} holds Hadamard-transformed values, but updates do not: quantize without hadamard_sign"
+        )
     if w.transposed:
-        raise ValueError(f"{name} is a transposed view: give the tensor as it is stored")
+        raise ValueError(f"{name} is a transposed view: pass the tensor that it was made from")
     if w.aliasing != Aliasing.WHOLE:
-        raise ValueError(f"{name} is a part or a copy of another tensor: give the whole, or a clone()")
+        raise ValueError(f"{name} is a slice or a copy of another tensor: pass the full tensor, or a clone()")
     if w.per_tensor_scale.dim() and w.spec.block_rows != 1:
-        raise ValueError(f"{name} has several per-tensor scales and 16x16 tiles: use block_rows=1")
+        raise ValueError(f"{name} has several per-tensor scales and 16x16 blocks: use block_rows=1")
 
 
 def write_back(
@@ -43,30 +45,31 @@ def write_back(
     round_mode: RoundingMode | str = RoundingMode.STOCHASTIC,
     rng_state: Tensor | None = None,
 ) -> NVFP4Tensor:
-    """w + update as a new NVFP4Tensor with the layout of w. Stochastic: its expectation is w + update in float32.
+    """Return w + update as a new NVFP4Tensor with the layout of w.
 
-    That is w + update rounded once or twice to float32, to nearest, as a dense float32 weight rounds its updates: the
-    expectation is off by less than 2^-21 of a step between codes. The draws add no more than 2^-32 of a step.
+    With stochastic rounding, the expectation of the result is w + update, computed in float32. Computing it rounds once
+    or twice to nearest, as an update of a dense float32 weight does, which shifts the expectation by less than 2^-21 of
+    a step between codes. The resolution of the random bits shifts it by at most 2^-32 of a step.
 
-    Each block is rounded on the grid of its own scale s. Where its largest element leaves 6 s, the block moves to the
-    grid of 2 s with the probability that makes 6 s the right mean otherwise; where 3 s would do, to that of s / 2,
-    which has every point of the old one. The per-tensor scale changes by powers of two.
+    Each block is rounded on the grid of its scale s. If its largest element exceeds 6 s, the block changes to the grid
+    of 2 s with a probability that keeps the expectation, and clips to 6 s otherwise. If 3 s suffices, the block changes
+    to the grid of s / 2, which has every point of the old one. The per-tensor scale changes by powers of two.
 
     Args:
-        w: not transposed, no Hadamard transform, the whole of its storage.
-        update: dense, the shape of w; float32.
-        round_mode: "stochastic", or "rne" (nearest, even), where updates of less than half a step vanish.
-        rng_state: int64 (seed, offset) on the device of w; needed where stochastic. Codes are rounded by 32 bits, the
-            upper 16 from stream 0 and the lower 16, one draw per block, from stream 2; stream 1 decides whether blocks
-            grow (contract, sections 3 and 4).
+        w: a full tensor (no slice), not transposed, without a Hadamard transform.
+        update: a dense float32 tensor with the shape of w.
+        round_mode: "stochastic"; or "rne" (nearest, ties to even), which loses updates of less than half a step.
+        rng_state: int64 (seed, offset) on the device of w; required for "stochastic". Codes are rounded with 32 random
+            bits: the upper 16 from stream 0, and the lower 16, shared by the block, from stream 2. Stream 1 decides
+            whether blocks grow (contract, sections 3 and 4).
 
     Raises:
-        ValueError: a w outside these, another shape, a mode that is neither, stochastic without rng_state.
+        ValueError: if w is not supported, shapes or round_mode do not fit, or rng_state is missing.
     """
     mode = RoundingMode.of(round_mode)
     check_writable(w, "w")
     if mode not in (RoundingMode.STOCHASTIC, RoundingMode.RNE):
-        raise ValueError(f"updates are written by 'stochastic' or 'rne', not by {mode.name.lower()!r}")
+        raise ValueError(f"round_mode of updates is 'stochastic' or 'rne', not {mode.name.lower()!r}")
     if mode == RoundingMode.STOCHASTIC and rng_state is None:
         raise ValueError("stochastic rounding needs rng_state, an int64 tensor (seed, offset)")
     if update.shape != w.shape:
@@ -89,14 +92,17 @@ def write_back(
 
 
 def _new_values(w: NVFP4Tensor, update: Tensor) -> Tensor:
-    """w + update in units of the per-tensor scale, (rows, blocks, 16) float32: exact where the update is zero."""
+    """Return w + update in units of the per-tensor scale, (rows, blocks, 16) float32; exact where the update is 0."""
     units = w._decode(torch.float32, None).view(-1, w.columns)
     new = units + update.reshape(-1, w.columns) / w.row_scale().view(-1, 1)
     return pad(new, (0, -w.columns % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
 def _fit(magnitude: Tensor, old: Tensor, rng_state: Tensor | None, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
-    """(magnitudes (rows, blocks, 16) held within 6 scales, scales (rows, blocks)); NaN scales where not finite."""
+    """Choose the scales (rows, blocks) and limit the magnitudes (rows, blocks, 16) to 6 scales.
+
+    Blocks with a NaN or an infinity get a NaN scale.
+    """
     tiled = w.spec.block_rows == BLOCK
     largest = magnitude.amax(dim=-1)
     if tiled:
@@ -106,11 +112,11 @@ def _fit(magnitude: Tensor, old: Tensor, rng_state: Tensor | None, w: NVFP4Tenso
     share = torch.ones_like(need)
     grown = need > 0.5
     if rng_state is not None:
-        draw = reference.random16(len(old), old.shape[1], rng_state, stream=1)[:, : old.shape[1]]
+        random = reference.random16(len(old), old.shape[1], rng_state, stream=1)[:, : old.shape[1]]
         if tiled:
-            draw = draw[::BLOCK].repeat_interleave(BLOCK, dim=0)[: len(draw)]
+            random = random[::BLOCK].repeat_interleave(BLOCK, dim=0)[: len(random)]
         chances = (need * (1 << 16)).ceil()
-        grown = draw < chances
+        grown = random < chances
         share = torch.where(grown, chances / (1 << 16), 1.0)
     empty = old == 0
     grown = grown | empty
@@ -122,7 +128,10 @@ def _fit(magnitude: Tensor, old: Tensor, rng_state: Tensor | None, w: NVFP4Tenso
 
 
 def _with_exponent(old: Tensor, largest: Tensor, grown: Tensor) -> Tensor:
-    """old * 2^k, k the least for which 6 * old * 2^k holds the largest: above 0 where grown, below 0 where exact."""
+    """Return old * 2^k with the least k for which 6 * old * 2^k is at least the largest magnitude.
+
+    k is above 0 if the block has grown. Otherwise it is at most 0, and 0 if old * 2^k is not exact in e4m3.
+    """
     mantissa, exponent = torch.frexp(largest / (E2M1_MAX * old))
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     up = _power(exponent.clamp(min=1))
@@ -132,7 +141,7 @@ def _with_exponent(old: Tensor, largest: Tensor, grown: Tensor) -> Tensor:
 
 
 def _free_exponents(scale: Tensor, per_tensor_scale: Tensor) -> Tensor:
-    """How many times the block scales of each per-tensor scale can double within e4m3 (negative: must halve)."""
+    """Return how often the block scales of each per-tensor scale can double within e4m3; negative if they must halve."""
     groups = per_tensor_scale.reshape(-1)
     top = scale.nan_to_num(0.0).view(len(groups), -1).amax(dim=1)
     shift = torch.frexp(top.new_full((), E4M3_MAX) / top)[1] - 1
@@ -141,44 +150,45 @@ def _free_exponents(scale: Tensor, per_tensor_scale: Tensor) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """2^exponent by its bits, float32: torch.ldexp takes a device's pow, which need not be exact."""
+    """Return 2^exponent, float32, from its bits: torch.ldexp uses the device's pow, which may be inexact."""
     return (exponent.clamp(-126, 127).to(torch.int32) + 127 << 23).view(torch.float32)
 
 
 def _codes(values: Tensor, scale: Tensor, mode: RoundingMode, rng_state: Tensor | None) -> Tensor:
-    """Codes (rows, bytes) of values (rows, blocks, 16) by given scales (rows, blocks), in units of 1.
+    """Return the codes (rows, bytes) of values (rows, blocks, 16) with given scales (rows, blocks).
 
-    The op takes a scale from the largest element of a block, so that one element stands in for it: first element 0,
-    whose own code then comes from a second call where element 1 does. Random bits go by place, so both calls agree.
+    The op derives a block's scale from its largest element, so one element is replaced by 6 scales: element 0 in a
+    first call, and element 1 in a second call, which gives the code of element 0. Random bits depend on the position,
+    so both calls agree.
     """
     if mode == RoundingMode.STOCHASTIC:
         assert rng_state is not None
         values = _dithered(values, scale, rng_state)
     spec = QuantizeSpec(round_mode=mode)
-    unit = torch.full((), spec.largest_value, device=values.device)  # of this amax, the per-tensor scale is 1
+    unit_amax = torch.full((), spec.largest_value, device=values.device)  # gives a per-tensor scale of 1
     qdata = []
-    for place in (0, 1):
-        standing_in = values.clone()
-        standing_in[..., place] = E2M1_MAX * scale
-        codes, *_ = torch.ops.nvfp4.quantize(standing_in.flatten(1), unit, rng_state, spec.pack())
+    for element in (0, 1):
+        replaced = values.clone()
+        replaced[..., element] = E2M1_MAX * scale
+        codes, *_ = torch.ops.nvfp4.quantize(replaced.flatten(1), unit_amax, rng_state, spec.pack())
         qdata.append(codes.view(*scale.shape, BLOCK // 2))
-    first, second = qdata
-    first[..., 0] = (first[..., 0] & 0xF0) | (second[..., 0] & 0x0F)
-    return first.flatten(1)
+    without_0, without_1 = qdata
+    without_0[..., 0] = (without_0[..., 0] & 0xF0) | (without_1[..., 0] & 0x0F)
+    return without_0.flatten(1)
 
 
 def _dithered(values: Tensor, scale: Tensor, rng_state: Tensor) -> Tensor:
-    """values in the middle of their cell of 2^-16 step or of the next: the lower 16 of 32 random bits.
+    """Round values stochastically to a cell of 2^-16 step, with the lower 16 of 32 random bits, and return its middle.
 
-    Rounding by 16 bits, the op cuts a cell to its lower end, which is the value in the mean of the choice made here.
-    The elements of a block share one draw: it decides about a code only where the upper bits tie, once in 65,536 times.
-    The middle stays in its cell when the op multiplies by a rounded 1 / scale.
+    The op, which uses 16 random bits, rounds a cell down to its lower end. The expectation of that end is the value.
+    The elements of a block share their random bits, which decide a code only if the upper bits tie, once in 65,536
+    times. The middle stays in its cell when the op multiplies it by a rounded 1 / scale.
     """
     scale = scale.unsqueeze(-1)
-    draw = reference.random16(len(scale), scale.shape[1], rng_state, stream=2)[:, : scale.shape[1], None]
+    random = reference.random16(len(scale), scale.shape[1], rng_state, stream=2)[:, : scale.shape[1], None]
     cells = values.abs().div_(scale.clamp(min=_SMALLEST_NORMAL))
     per_step = torch.where(cells < 2, 2.0 * _CELLS, torch.where(cells < 4, 1.0 * _CELLS, 0.5 * _CELLS))
     cells.mul_(per_step)
     cell = cells.floor()
-    cell += draw < cells.sub_(cell).mul_(_CELLS)
+    cell += random < cells.sub_(cell).mul_(_CELLS)
     return cell.add_(0.5).div_(per_step).mul_(scale).copysign_(values)

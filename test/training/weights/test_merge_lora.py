@@ -133,7 +133,7 @@ def merged_by_peft():
         (lambda: nn.Sequential(nn.Linear(8, 8)), TypeError, "takes a peft.PeftModel"),
         (lambda: network(NVFP4WeightOnlyConfig(), use_dora=True), ValueError, "not plain LoRA"),
         (with_nan, ValueError, "NaN or infinity"),
-        (merged_by_peft, ValueError, "merged already"),
+        (merged_by_peft, ValueError, "was merged already"),
         (
             lambda: network(
                 NVFP4Config(
@@ -159,7 +159,7 @@ def test_errors_leave_all_as_it_was(make, error, message):
     "w, error, message",
     [
         (lambda x: x, TypeError, "quantize it first"),
-        (lambda x: quantize(x).mT, ValueError, "as it is stored"),
+        (lambda x: quantize(x).mT, ValueError, "not transposed"),
         (lambda x: quantize(x[:8]), ValueError, r"\(r, K\) and \(N, r\)"),
     ],
 )

@@ -286,7 +286,7 @@ def hadamard():
         ),
         (
             lambda: NVFP4Optimizer(model().parameters(), torch.optim.Adagrad, error_feedback="momentum"),
-            "not Adagrad's",
+            "not Adagrad",
         ),
     ],
 )

@@ -87,19 +87,19 @@ def test_fused_weights_by_a_function():
     given = {"q": torch.randn(48, 32), "v": torch.randn(16, 32), "k": torch.randn(16, 32)}
     rest = {"out.weight": torch.randn(16, 32), "out.bias": torch.randn(16), "rotary": torch.randn(3)}
 
-    def place(name):
+    def name_map(name):
         if name in given:
             return "qkv.weight", "qkv".index(name)
         return None if name == "rotary" else name
 
-    refit_(model, iter([*given.items(), *rest.items()]), name_map=place)
+    refit_(model, iter([*given.items(), *rest.items()]), name_map=name_map)
     fresh = quantize(torch.cat([given["q"], given["k"], given["v"]]))
     assert torch.equal(model.qkv.weight.qdata, fresh.qdata)
     assert torch.equal(model.out.bias, rest["out.bias"])
     before = parts(model)
     del given["k"]
-    with pytest.raises(KeyError, match="pieces"):
-        refit_(model, {**given, **rest}, name_map=lambda n: ("qkv.weight", 2) if n == "v" else place(n))
+    with pytest.raises(KeyError, match="slices"):
+        refit_(model, {**given, **rest}, name_map=lambda n: ("qkv.weight", 2) if n == "v" else name_map(n))
     assert all(torch.equal(a[1], b[1]) for a, b in zip(before, parts(model), strict=True))
 
 
