@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show_error(error: Exception, as_json: bool) -> None:
     kind = type(error).__name__
-    text = _with_options(in_options(" ".join(str(error).split()))) or kind
+    text = in_options(" ".join(str(error).split())) or kind
     click.echo(json.dumps({"error": text, "type": kind}) if as_json else f"nvfp4: {text}", err=True)
 
 
@@ -87,19 +86,4 @@ def _show_warning(
 ) -> None:  # fmt: skip
     """Print our own warnings; drop those that libraries address to their callers."""
     if issubclass(category, UserWarning) and {"nvfp4_tensor", "nvfp4_cli"} & set(Path(filename).parts):
-        click.echo(f"nvfp4: warning: {_with_options(in_options(str(message)))}", err=True)
-
-
-def _with_options(text: str) -> str:
-    """Put options where a message of the library names Python arguments: ``--lossy`` for ``lossy=True``."""
-    parameters = [parameter for each in nvfp4.commands.values() for parameter in each.params]
-    options = {each.name: each.opts[-1] for each in parameters if isinstance(each, click.Option)}
-    options["weight_only"] = "--w4a16"
-
-    def replace(found: re.Match[str]) -> str:
-        name, value = found.groups()
-        if name not in options:
-            return found[0]
-        return options[name] if value == "True" else f"{options[name]} {value}"
-
-    return re.sub(r"\b([a-z_]+)=(True|PATH)\b", replace, text)
+        click.echo(f"nvfp4: warning: {in_options(str(message))}", err=True)

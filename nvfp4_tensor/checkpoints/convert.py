@@ -63,9 +63,9 @@ def warn_of_different_scales(checkpoint: Checkpoint) -> None:
     if different := different_scales(checkpoint):
         names = some([" and ".join(group) for group in different])
         warnings.warn(
-            f"{len(different)} groups of linears that servers join to one have different per-tensor scales: {names}. "
-            "vLLM takes the largest for all of a group without rescaling, and would compute wrong numbers: to serve "
-            "this, load() it into a model and save() that, which requantizes them",
+            f"{len(different)} groups of linears that servers join have different per-tensor scales: {names}. vLLM "
+            "uses the largest of a group for all its linears without rescaling, and computes wrong numbers: to serve "
+            "the model, quantize the dense model by checkpoints.quantize, which gives each group one scale",
             stacklevel=3,
         )
 

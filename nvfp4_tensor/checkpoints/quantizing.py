@@ -92,7 +92,8 @@ def quantize(
             source = WithHead(source)
             if is_matched(source.head, exclude):
                 raise ValueError(
-                    f"quantize_lm_head=True quantizes {source.head}, which exclude leaves dense: give one of them"
+                    f"quantize_lm_head=True quantizes {source.head}, and exclude=[...] leaves it dense: pass only one "
+                    "of them"
                 )
             include = (*include, source.head)
         has_scale = functools.partial(target.has_scale, source, options=options)
@@ -272,7 +273,9 @@ def chosen_linears(
         ValueError: nothing is, or a pattern matches no weight.
     """
     if quantized := [name for name, entry in source.entries.items() if entry.quantized]:
-        raise ValueError(f"{source.path}: expected dense weights, found NVFP4 in {some(quantized)}: convert() it")
+        raise ValueError(
+            f"{source.path}: expected dense weights, found NVFP4 in {some(quantized)}: use checkpoints.convert"
+        )
     weights = {
         name: entry
         for name, entry in source.entries.items()
@@ -288,7 +291,7 @@ def chosen_linears(
             raise ValueError(
                 f"{pattern!r} matches no linear of {source.path}, as there are {some(list(weights))}"
                 + (
-                    ": its output layer is the embedding, of which quantize_lm_head=True quantizes a copy"
+                    ": its output layer is the embedding, and quantize_lm_head=True quantizes a copy of it"
                     if is_matched(HEAD, [pattern])
                     else ""
                 )
@@ -329,9 +332,8 @@ def _warn_of_experts(source: Checkpoint, chosen: Mapping[str, Entry]) -> None:
     stacked = [f"{name} {list(entry.shape)}" for name, entry in _stacked(source).items() if name not in chosen]
     if stacked:
         warnings.warn(
-            f"experts that are one tensor stay dense: {some(stacked)}. Of gpt-oss and Llama 4 the layout modelopt "
-            "has them in NVFP4; of others, load the model with transformers (quantization_config=NVFP4TensorConfig()) "
-            "and save it",
+            f"experts in one tensor stay dense: {some(stacked)}. The format modelopt supports NVFP4 experts of gpt-oss "
+            "and Llama 4; for other models, load the model with transformers and NVFP4TensorConfig, and save it",
             stacklevel=5,
         )
 

@@ -65,7 +65,7 @@ def test_help_has_an_example(command, capsys):
 @pytest.mark.parametrize(
     "said, wanted",
     [
-        ("allow lossy=True, or write global_scale=True", "allow --lossy, or write --global-scale"),
+        ("pass lossy=True, or pass global_scale=True", "pass --lossy, or pass --global-scale"),
         ("write the weights alone with weight_only=True", "write the weights alone with --w4a16"),
         ("give config_from=PATH, which has one", "give --config-from PATH, which has one"),
         ("load_state_dict(state, assign=True)", "load_state_dict(state, assign=True)"),

@@ -39,7 +39,7 @@ def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized
         (["quantize", dense, there, "--calibrate", text], "is there already"),
         (["quantize", dense, tmp_path / "x", "--calibrate", tmp_path / "bytes.txt"], "not text in UTF-8"),
         (["convert", dense, tmp_path / "x"], "holds no NVFP4"),
-        (["convert", quantized, tmp_path / "x", "--to", "mlx"], "allow --lossy"),
+        (["convert", quantized, tmp_path / "x", "--to", "mlx"], "pass --lossy"),
         (["compare", dense, quantized, "--text", tmp_path / "bytes.txt"], "not text in UTF-8"),
         (["generate", alone, "hi"], "--config-from"),
     ]

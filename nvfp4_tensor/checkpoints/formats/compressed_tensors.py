@@ -140,10 +140,10 @@ class CompressedTensors(SafetensorsFormat):
         odd = [
             name
             for name, entry in checkpoint.entries.items()
-            if entry.quantized and (len(entry.shape) != 2 or not name.endswith("weight"))
+            if entry.quantized and (len(entry.shape) != 2 or not name.endswith(".weight"))
         ]
         if odd:
-            raise ValueError(f"compressed-tensors holds weights of linears (N, K), and not {some(odd)}")
+            raise ValueError(f"compressed-tensors stores quantized weights (N, K) of modules, not {some(odd)}")
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
         return quantization_config(checkpoint)

@@ -27,7 +27,7 @@ class Dense(SafetensorsFormat):
             method = found.get("quant_method") if isinstance(found, dict) else found
             raise ValueError(
                 f"{folder / 'config.json'}: expected a dense model, found one quantized by {method}: "
-                "name the folder itself, not a file in it, and convert() what is quantized"
+                "pass the folder itself, not a file in it, and use checkpoints.convert for a quantized model"
             )
         return {}
 

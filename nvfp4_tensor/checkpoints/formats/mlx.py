@@ -33,7 +33,7 @@ from nvfp4_tensor.tensor.nvfp4 import quantize
 AMAX_OF_ONE = LARGEST
 """``quantize(x, amax=AMAX_OF_ONE)`` has a per-tensor scale of 1, with which nothing is rounded on the way to MLX."""
 
-_FIX = "Other modes are not read: quantize the dense model, checkpoints.quantize(dense, folder, to='mlx')"
+_FIX = "Other modes are not supported: quantize the dense model by checkpoints.quantize with to='mlx'"
 
 _GROUPS = {"nvfp4": BLOCK, "mxfp4": MX_BLOCK}
 
@@ -109,7 +109,7 @@ class MLX(SafetensorsFormat):
             return parts_of_mxfp4(codes, scales)
         amax = tensors.get(_key(name, "global_scale"))
         if amax is not None and not (amax >= 0).all():
-            raise ValueError(f"{_key(name, 'global_scale')} is the weight's largest magnitude, and no {amax.item()}")
+            raise ValueError(f"expected a per-tensor scale (global_scale) that is not negative, found {amax.item()}")
         return LinearParts(
             qdata=codes,
             scale=scales.view(torch.float8_e4m3fn),
@@ -259,9 +259,9 @@ class _Folded(_View):
 
     def _refusal(self, names: str) -> str:
         return (
-            f"MLX has no per-tensor scale, and the block scales of {names} cannot take theirs exactly. Either "
-            "quantize the dense weights for MLX, checkpoints.quantize(dense, folder, to='mlx') (amax=2688, per-tensor "
-            "scales of 1), or allow lossy=True (--lossy), or write global_scale=True (--global-scale) for what reads it"
+            f"MLX has no per-tensor scales, and those of {names} cannot be folded into their block scales exactly: "
+            "quantize the dense weights by checkpoints.quantize with to='mlx' (which uses per-tensor scales of 1), "
+            "pass lossy=True, or pass global_scale=True for programs that read it"
         )
 
 
@@ -307,6 +307,6 @@ class _Global(_View):
 
     def _refusal(self, names: str) -> str:
         return (
-            f"MLX stores 2688 times the per-tensor scale, which for {names} is no float32: allow lossy=True, which "
-            "changes the last bit"
+            f"MLX stores 2688 times the per-tensor scale, which no float32 is exactly for {names}: pass lossy=True, "
+            "which changes the last bit"
         )

@@ -111,7 +111,7 @@ def test_keep_and_refuse(tmp_path, block):
     quantize_(block, NVFP4WeightOnlyConfig())
     with pytest.raises(ValueError, match=r"1 groups of linears that servers join have different per-tensor scales"):
         checkpoints.save(block, tmp_path / "a", mismatched_scales="refuse", progress=False)
-    with pytest.raises(ValueError, match="different is 'requantize', 'keep' or 'refuse', not 'no'"):
+    with pytest.raises(ValueError, match="mismatched_scales is 'requantize', 'keep' or 'refuse', not 'no'"):
         checkpoints.save(block, tmp_path / "a", mismatched_scales="no", progress=False)
     assert not list(tmp_path.iterdir())
     checkpoints.save(block, tmp_path / "a", mismatched_scales="keep", progress=False)

@@ -173,8 +173,9 @@ class _Writer:
         path = source.path
         if path is None or not (path / "tokenizer.json").is_file():
             warnings.warn(
-                f"{self.path.name} gets no tokenizer, for {path or 'a model in memory'} has none: llama.cpp will run "
-                "it on tokens, not on text. tokenizer= takes one; None says that none is wanted",
+                f"{self.path.name} gets no tokenizer, because {path or 'a model in memory'} has none, so llama.cpp can "
+                "run it on tokens only: pass tokenizer=FOLDER to add one, or tokenizer=None to omit it without a "
+                "warning",
                 stacklevel=5,
             )
             return None
@@ -222,7 +223,7 @@ class _Writer:
         if entry.shape[-1] % SUPER_BLOCK:
             raise ValueError(
                 f"{name} has {entry.shape[-1]} columns, and NVFP4 in GGUF needs a multiple of {SUPER_BLOCK}: leave it "
-                "dense (exclude it)"
+                "dense with exclude=[...]"
             )
         if entry.scales not in ((), (1,)):
             raise ValueError(f"{name} has per-tensor scales {entry.scales}, and GGUF one: split what was joined")
@@ -236,9 +237,9 @@ class _Writer:
             raise ValueError(f"llama.cpp runs no NVFP4 feed-forward weights with a bias, as {name} has: leave it dense")
         if self.architecture.leaves_out_scale(name) and not (self.lossy or folds_exactly(self.checkpoint, name)):
             raise ValueError(
-                f"llama.cpp leaves out the per-tensor scales of {self.architecture.name}'s feed-forward weights, and "
-                f"the block scales of {name} cannot take its own exactly: quantize the dense model for GGUF, which "
-                "gives it a scale of 1, or allow lossy=True"
+                f"llama.cpp ignores the per-tensor scales of {self.architecture.name}'s feed-forward weights, and that "
+                f"of {name} cannot be folded into its block scales exactly: quantize the dense model for GGUF, which "
+                "gives it a scale of 1, or pass lossy=True"
             )
 
     def _add_settings(self, writer: gguf.GGUFWriter) -> None:

@@ -64,10 +64,10 @@ def _add_folder(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
 
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"{folder} has no tokenizer.json: give the GGUF another tokenizer, or tokenizer=None")
+        raise ValueError(f"{folder} has no tokenizer.json: pass tokenizer=FOLDER with another, or tokenizer=None")
     content = read_json(path)
     if content["model"].get("type") != "BPE":
-        raise ValueError(f"{path} is a tokenizer of type {content['model'].get('type')}: BPE is written to GGUF")
+        raise ValueError(f"{path} has a tokenizer of type {content['model'].get('type')}, expected BPE")
     if content["model"].get("byte_fallback"):
         _add_sentencepiece(writer, folder)
     else:
@@ -132,6 +132,6 @@ def _pre_tokenizer(content: dict[str, Any], path: Path) -> str:
             if piece in pattern:
                 return name
     raise ValueError(
-        f"{path} cuts text by {' + '.join(kinds) or 'nothing'}, and which of llama.cpp's rules that is is not known "
-        "here: give the tokenizer of another GGUF of this model, or tokenizer=None"
+        f"{path} splits text by {' + '.join(kinds) or 'nothing'}, which matches no known rule of llama.cpp: pass "
+        "tokenizer=None for a file that runs on tokens only"
     )

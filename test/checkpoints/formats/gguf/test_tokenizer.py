@@ -104,8 +104,8 @@ def test_that_of_a_folder_of_another_file_and_none(tmp_path, tensors):
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        (lambda: trained(tokenizers.pre_tokenizers.Whitespace()), "cuts text by Whitespace [+] ByteLevel"),
-        (lambda: trained(split("[a-z]+")), "cuts text by Split [+] ByteLevel"),
+        (lambda: trained(tokenizers.pre_tokenizers.Whitespace()), "splits text by Whitespace [+] ByteLevel"),
+        (lambda: trained(split("[a-z]+")), "splits text by Split [+] ByteLevel"),
         (lambda: "nowhere", r"nowhere has no tokenizer\.json"),
     ],
 )
@@ -118,5 +118,5 @@ def test_what_is_refused(tmp_path, tensors, tokenizer, message):
 def test_other_kinds_of_tokenizers_are_refused(tmp_path, tensors):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
-    with pytest.raises(ValueError, match="is a tokenizer of type WordLevel: BPE is written"):
+    with pytest.raises(ValueError, match="has a tokenizer of type WordLevel, expected BPE"):
         write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tmp_path / "words")
