@@ -98,7 +98,7 @@ def run(
 ) -> Written:  # fmt: skip
     """Quantize ``src`` into ``dst``; the arguments are the options of the command."""
     from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
-    from nvfp4_tensor.checkpoints.common import format_named
+    from nvfp4_tensor.checkpoints.checkpoint import format_named
     from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new
     from nvfp4_tensor.checkpoints.models import fitting
     from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer, read_tokens, untie_head, windows_of

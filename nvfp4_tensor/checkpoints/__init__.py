@@ -1,21 +1,12 @@
 """Checkpoints that others made, and checkpoints that others take: read, written, converted, byte for byte."""
 
 import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
-from nvfp4_tensor.checkpoints.common import (
-    FORMATS,
-    Checkpoint,
-    Entry,
-    Format,
-    LinearParts,
-    detect,
-    parts_of,
-    read,
-    tensor_of,
-)
+from nvfp4_tensor.checkpoints.checkpoint import FORMATS, Checkpoint, Entry, Format, detect, read
 from nvfp4_tensor.checkpoints.convert import convert
 from nvfp4_tensor.checkpoints.formats import mxfp4
 from nvfp4_tensor.checkpoints.models.loading import load
 from nvfp4_tensor.checkpoints.models.saving import save
+from nvfp4_tensor.checkpoints.parts import LinearParts, parts_of, tensor_of
 from nvfp4_tensor.checkpoints.plain_state_dict import from_plain, to_plain
 from nvfp4_tensor.checkpoints.quantizing import quantize
 

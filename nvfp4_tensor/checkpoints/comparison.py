@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, read, tensor_of
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
+from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX
 
 _ELEMENTS = 1 << 24

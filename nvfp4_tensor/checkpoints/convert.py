@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, format_named, read
-from nvfp4_tensor.checkpoints.names import CACHE_SCALES, joined_with, some
+from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named, read
+from nvfp4_tensor.checkpoints.names import joined_with, some
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly, Without
 
 

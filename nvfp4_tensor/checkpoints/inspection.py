@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts, read
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, read
+from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import E4M3_NAN
 
 CODES = tuple(f"{sign}{value:g}" for sign in ("", "-") for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6))

@@ -9,36 +9,10 @@ import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry
-
-JOINED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("wq", "wk", "wv"),
-    ("query", "key", "value"),
-    ("to_q", "to_k", "to_v"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-)
-"""Linears that stand beside each other and that vLLM, SGLang and TensorRT-LLM join to one: it then has one per-tensor
-scale, the largest of theirs, and the block scales are not rescaled to it."""
+from nvfp4_tensor.checkpoints.architectures import JOINED, NOT_LINEAR
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 
 _GROUP = {name: group for group in JOINED for name in group}
-
-NOT_LINEAR = ("*embed*", "*wte.*", "*wpe.*", "*tok_emb*", "*shared.weight", "*norm*", "*relative_attention_bias*")
-"""Weights of two dimensions that linears do not have, by parameter's name."""
-
-LEFT_DENSE = (
-    "*lm_head*", "*output_layer*", "*.output.weight", "output.weight", "*score.weight", "*classifier*", "*.router.*",
-    "*mlp.gate.weight", "*block_sparse_moe.gate.weight", "*feed_forward.gate.weight", "*shared_expert_gate*",
-    "*conv1d*",
-    "*vision*", "*visual*", "*audio*", "*multi_modal_projector*", "*mm_projector*",
-)  # fmt: skip
-"""Linears that :func:`quantize` leaves dense by default: outputs, the routers of experts, encoders of other media."""
-
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
-"""Ends of the names of a quantized key-value cache's scales."""
 
 
 def is_matched(name: str, patterns: Iterable[str]) -> bool:

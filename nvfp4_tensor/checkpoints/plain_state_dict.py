@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import LARGEST, LinearParts, check_scales, tensor_of
 from nvfp4_tensor.checkpoints.formats.modelopt import keys_of
 from nvfp4_tensor.checkpoints.io.safetensors import parse_json
+from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, check_scales, tensor_of
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec

@@ -14,14 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import LARGEST, Checkpoint, Entry, LinearParts, format_named
+from nvfp4_tensor.checkpoints.architectures import (
+    JOINED_AS,
+    LEFT_DENSE,
+    LM_HEAD,
+    NOT_LINEAR,
+    TRANSPOSED_EXPERTS,
+    TRANSPOSED_LINEARS,
+)
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT as GGUF
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
-from nvfp4_tensor.checkpoints.models.origins import JOINED_AS
-from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, some
-from nvfp4_tensor.checkpoints.wrappers import HEAD, View, WithHead
+from nvfp4_tensor.checkpoints.names import is_matched, joined_with, some
+from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
+from nvfp4_tensor.checkpoints.wrappers import View, WithHead
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -29,12 +37,6 @@ from nvfp4_tensor.tensor.arguments import stored_spec
 
 HELD = 256 << 20
 """Bytes of dense weights that are kept between the search for their largest magnitude and their quantization."""
-
-STACKED = ("gpt_oss", "llama4", "llama4_text")
-"""By model_type, those whose experts are one tensor a layer, (E, K, N)."""
-
-TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Architectures whose weights lie (K, N): their blocks would run along the wrong dimension."""
 
 
 def quantize(
@@ -126,7 +128,7 @@ class Quantized(View):
         self.seed = seed
         if self.spec.hadamard_sign is not None:
             raise ValueError("no checkpoint's layout can say that weights are Hadamard-transformed: quantize without")
-        if source.config.get("model_type") in TRANSPOSED:
+        if source.config.get("model_type") in TRANSPOSED_LINEARS:
             raise ValueError(
                 f"{source.path}: {source.config['model_type']} stores weights as (inputs, outputs), and NVFP4's blocks "
                 "run along the inputs: quantize the model itself, layer by layer"
@@ -281,7 +283,7 @@ def chosen_linears(
         for name, entry in source.entries.items()
         if name.endswith("weight") and len(entry.shape) == 2 and not is_matched(name, NOT_LINEAR)
     }
-    if experts and source.config.get("model_type") in STACKED:
+    if experts and source.config.get("model_type") in TRANSPOSED_EXPERTS:
         weights |= {
             name: dataclasses.replace(entry, shape=(entry.shape[0], entry.shape[2], entry.shape[1]))
             for name, entry in _stacked(source).items()
@@ -292,7 +294,7 @@ def chosen_linears(
                 f"{pattern!r} matches no linear of {source.path}, as there are {some(list(weights))}"
                 + (
                     ": its output layer is the embedding, and quantize_lm_head=True quantizes a copy of it"
-                    if is_matched(HEAD, [pattern])
+                    if is_matched(LM_HEAD, [pattern])
                     else ""
                 )
             )

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.architectures import EMBEDDINGS, LM_HEAD
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.names import is_matched
-
-HEAD = "lm_head.weight"
-EMBEDDINGS = ("*embed_tokens", "*wte", "*word_embeddings")
+from nvfp4_tensor.checkpoints.parts import LinearParts
 
 
 class View(Checkpoint):
@@ -88,13 +87,13 @@ class WithHead(View):
         """
         super().__init__(source)
         self.config = _untied(source.config)
-        heads = [name for name in source.entries if name.endswith(HEAD)]
+        heads = [name for name in source.entries if name.endswith(LM_HEAD)]
         embeddings = [name for name in source.entries if name.endswith("weight") and is_matched(name, EMBEDDINGS)]
         if len(heads) != 1 and (heads or len(embeddings) != 1):
             found = ", ".join(heads or embeddings) or "neither"
-            raise ValueError(f"{source.path}: expected one output layer ({HEAD}) or one embedding, found {found}")
-        self.head = heads[0] if heads else HEAD
-        self._shared = {} if heads else {HEAD: embeddings[0]}
+            raise ValueError(f"{source.path}: expected one output layer ({LM_HEAD}) or one embedding, found {found}")
+        self.head = heads[0] if heads else LM_HEAD
+        self._shared = {} if heads else {LM_HEAD: embeddings[0]}
         for head, embedding in self._shared.items():
             self.entries[head] = source.entries[embedding]
 

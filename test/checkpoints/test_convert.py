@@ -10,7 +10,7 @@ from helpers.checkpoint_folders import GOLDEN, content, edit, same_files, write_
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import Checkpoint, Entry, LinearParts
-from nvfp4_tensor.checkpoints.common import format_named
+from nvfp4_tensor.checkpoints.checkpoint import format_named
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,8 @@ from helpers.checkpoint_folders import write_dense
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import tensor_of
-from nvfp4_tensor.checkpoints.names import LEFT_DENSE, NOT_LINEAR, is_matched, joined_with, natural, some
+from nvfp4_tensor.checkpoints.architectures import LEFT_DENSE, NOT_LINEAR
+from nvfp4_tensor.checkpoints.names import is_matched, joined_with, natural, some
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from helpers.checkpoint_folders import content
 from helpers.checkpoints import TINY, InMemory, tiny_tensors
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
-from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_named
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
+from nvfp4_tensor.checkpoints.parts import LinearParts
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ import nvfp4_cli
 from nvfp4_cli import nvfp4, options
 from nvfp4_cli.completion import COMPLETION
 from nvfp4_tensor import checkpoints
-from nvfp4_tensor.checkpoints.common import format_named
+from nvfp4_tensor.checkpoints.checkpoint import format_named
 from nvfp4_tensor.checkpoints.formats.gguf.format import DENSE_TYPES
 from nvfp4_tensor.testing import selftest
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nvfp4_tensor import quantize
-from nvfp4_tensor.checkpoints.common import LinearParts, parts_of
 from nvfp4_tensor.checkpoints.inspection import CODES, weight_of
+from nvfp4_tensor.checkpoints.parts import LinearParts, parts_of
 
 
 def test_inspect_sums_up_what_it_lists(quantized, run):

@@ -26,12 +26,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable, warn_of_nan
 from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
 from nvfp4_tensor.checkpoints.names import some, warn_of_missing_input_scales
+from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.checkpoints.wrappers import View
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to

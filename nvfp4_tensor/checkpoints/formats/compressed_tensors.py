@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.modelopt import check_static
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, folder_says
 from nvfp4_tensor.checkpoints.names import dense_linears, is_matched, some, warn_of_mixed_groups, without_input_scale
+from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import BLOCK
 
 PACKED = "nvfp4-pack-quantized"

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat
 from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.parts import LinearParts
 
 
 class Dense(SafetensorsFormat):

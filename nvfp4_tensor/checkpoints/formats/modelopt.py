@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.architectures import TRANSPOSED_EXPERTS
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat
 from nvfp4_tensor.checkpoints.io.safetensors import read_json
 from nvfp4_tensor.checkpoints.names import dense_linears, some, warn_of_mixed_groups, without_input_scale
+from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -36,9 +38,6 @@ LAYOUT_VERSION = "0.47.0"
 
 ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}
 """Those that are read, and whether each quantizes activations."""
-
-TRANSPOSED = ("llama4", "llama4_text", "gpt_oss")
-"""By model_type, those whose experts ModelOpt writes as (E, K / 2, N), and vLLM turns again."""
 
 
 def keys_of(name: str) -> dict[str, str]:
@@ -183,7 +182,7 @@ FORMAT = ModelOpt()
 
 def format_for(config: Mapping[str, Any]) -> ModelOpt:
     """What writes a model of that config.json: experts lie in files as ModelOpt lays those of its kind."""
-    return ModelOpt(config.get("model_type") in TRANSPOSED)
+    return ModelOpt(config.get("model_type") in TRANSPOSED_EXPERTS)
 
 
 def _is_scale_of_other(name: str, info: Mapping[str, Any]) -> bool:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_json
 from nvfp4_tensor.checkpoints.names import natural, some
+from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
 

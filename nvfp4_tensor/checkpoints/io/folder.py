@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, LinearParts, check_scales, nan_blocks
-from nvfp4_tensor.checkpoints.files import Files
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
+from nvfp4_tensor.checkpoints.io.files import Files
 from nvfp4_tensor.checkpoints.io.resumable_write import Progress, check_is_new, fingerprint
 from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards, read_json, write_json
 from nvfp4_tensor.checkpoints.io.sidecar import (
@@ -30,6 +30,7 @@ from nvfp4_tensor.checkpoints.io.sidecar import (
     write_factors,
 )
 from nvfp4_tensor.checkpoints.names import joined_with, natural, some
+from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, nan_blocks
 
 SHARD_BYTES = 4 << 30
 """A shard that is written holds about so many bytes at most."""

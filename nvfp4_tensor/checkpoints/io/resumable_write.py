@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nvfp4_tensor.checkpoints.common import Checkpoint
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.io.safetensors import read_json, write_json
 
 try:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.files import check_regular, check_same
+from nvfp4_tensor.checkpoints.io.files import check_regular, check_same
 
 DTYPES = {
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "U32": torch.uint32,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import LARGEST, LinearParts
 from nvfp4_tensor.checkpoints.io.safetensors import read_json, write_json
+from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
 
 SIDECAR = "nvfp4_tensor.json"
 _MAY_BE_SET = ("divisor", "input_divisor", "per_tensor_scale", "input_scale", "input_amax")

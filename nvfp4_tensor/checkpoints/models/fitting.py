@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, format_named
+from nvfp4_tensor.checkpoints.architectures import LEFT_DENSE
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
-from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with, some
+from nvfp4_tensor.checkpoints.names import is_matched, joined_with, some
+from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.checkpoints.wrappers import View, WithHead
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.layout import BLOCK

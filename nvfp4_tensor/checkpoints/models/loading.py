@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, read, tensor_of
+from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_model
 from nvfp4_tensor.checkpoints.models.origins import Origin, gather, origin_of, shape_of
-from nvfp4_tensor.checkpoints.names import CACHE_SCALES, some
+from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization import NVFP4Linear

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.torchao_import import quietly
-from nvfp4_tensor.checkpoints.common import read
+from nvfp4_tensor.checkpoints.checkpoint import read
 from nvfp4_tensor.checkpoints.formats.gguf.reading import GGUFCheckpoint
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
 from nvfp4_tensor.checkpoints.models.loading import load

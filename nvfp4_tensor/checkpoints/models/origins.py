@@ -13,18 +13,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import LARGEST, Checkpoint, Entry, LinearParts
-
-JOINED_AS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-"""Modules of models by the modules of files that they are joined of; the last is for experts alone."""
-
-MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-MIXTRAL_TYPES = ("mixtral", "minimax", "minimax_m2")
-"""By model_type, those whose files call ``mlp`` ``block_sparse_moe``, and the weights of experts as above."""
+from nvfp4_tensor.checkpoints.architectures import JOINED_AS, MIXTRAL_EXPERTS
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
 
 _KEPT = ("divisor", "input_scale", "input_divisor")
 
@@ -69,7 +60,7 @@ def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origi
     for each in (name, mixtral):
         if each in entries:
             return Origin(((each,),))
-    groups = _groups(name, dimensions, entries) or list(_expert_groups(mixtral, entries, MIXTRAL))
+    groups = _groups(name, dimensions, entries) or list(_expert_groups(mixtral, entries, MIXTRAL_EXPERTS))
     if not groups:
         return None
     rows = tuple(entries[each].shape[0] for each in groups[0])

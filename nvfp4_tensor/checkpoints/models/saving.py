@@ -11,27 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nvfp4_tensor.checkpoints.common import (
-    Checkpoint,
-    Entry,
-    LinearParts,
-    check_scales,
-    format_named,
-    parts_of,
-    tensor_of,
-)
+from nvfp4_tensor.checkpoints.architectures import JOINED_AS, MIXTRAL_EXPERTS, MIXTRAL_TYPES
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
-from nvfp4_tensor.checkpoints.models.origins import (
-    JOINED_AS,
-    MIXTRAL,
-    MIXTRAL_TYPES,
-    Origin,
-    expert_group,
-    in_mixtral,
-    split,
-)
+from nvfp4_tensor.checkpoints.models.origins import Origin, expert_group, in_mixtral, split
 from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -239,7 +225,7 @@ def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> 
         return None if stored == name else Origin(((stored,),))
     if last == "gate_up_proj" and not (getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)):
         return None
-    groups = tuple(expert_group(stored, e, MIXTRAL if mixtral else None) for e in range(len(tensor)))
+    groups = tuple(expert_group(stored, e, MIXTRAL_EXPERTS if mixtral else None) for e in range(len(tensor)))
     parts = len(groups[0])
     return Origin(groups, (tensor.shape[1] // parts,) * parts, stacked=True)
 

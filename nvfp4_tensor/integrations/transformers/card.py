@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 import nvfp4_tensor
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.names import dense_linears
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor

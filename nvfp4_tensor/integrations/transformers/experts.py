@@ -21,10 +21,11 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers import HfQuantizer
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, LinearParts, tensor_of
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
 from nvfp4_tensor.checkpoints.models.origins import Origin, gather, shape_of
+from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import View
 
 

@@ -18,10 +18,10 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers import HfQuantizer
 
-from nvfp4_tensor.checkpoints.common import tensor_of
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.origins import Origin
+from nvfp4_tensor.checkpoints.parts import tensor_of
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.integrations.transformers.experts import DeserializeExperts, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of

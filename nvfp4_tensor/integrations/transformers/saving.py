@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, nan_blocks
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.safetensors import write_json
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_files
 from nvfp4_tensor.checkpoints.models.saving import MismatchedScales, ModelCheckpoint
 from nvfp4_tensor.checkpoints.names import some, warn_of_mixed_groups
+from nvfp4_tensor.checkpoints.parts import nan_blocks
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
 from nvfp4_tensor.integrations.transformers.config import ModelOptConfig

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from nvfp4_tensor.checkpoints.architectures import JOINED_AS, LEFT_DENSE
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
-from nvfp4_tensor.checkpoints.models.origins import JOINED_AS
-from nvfp4_tensor.checkpoints.names import LEFT_DENSE, is_matched, joined_with
+from nvfp4_tensor.checkpoints.names import is_matched, joined_with
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of

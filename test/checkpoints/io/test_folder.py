@@ -7,7 +7,7 @@ import torch
 from helpers.checkpoint_folders import CONFIG, content, dense_tensors, write_dense
 
 from nvfp4_tensor import checkpoints
-from nvfp4_tensor.checkpoints.common import format_named
+from nvfp4_tensor.checkpoints.checkpoint import format_named
 from nvfp4_tensor.checkpoints.io.folder import folder_says
 
 

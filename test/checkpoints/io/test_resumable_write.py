@@ -12,7 +12,7 @@ from helpers.checkpoint_folders import dense_tensors, same_files, write_dense
 from helpers.checkpoints import TINY, InMemory, quantized, tiny_tensors
 
 from nvfp4_tensor import QuantizeSpec, checkpoints
-from nvfp4_tensor.checkpoints.common import format_named
+from nvfp4_tensor.checkpoints.checkpoint import format_named
 from nvfp4_tensor.checkpoints.quantizing import Quantized
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, checkpoints
-from nvfp4_tensor.checkpoints.names import JOINED
+from nvfp4_tensor.checkpoints.architectures import JOINED
 from nvfp4_tensor.integrations import transformers as nvfp4
 
 pytestmark = pytest.mark.slow

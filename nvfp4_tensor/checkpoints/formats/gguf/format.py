@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, Format, nan_blocks
+from nvfp4_tensor.checkpoints.architectures import GGUF_ARCHITECTURES
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import SUPER_BLOCK, pack_blocks
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
-    ARCHITECTURES,
     FREQUENCIES,
     architecture_of,
     expert_of,
@@ -38,6 +38,7 @@ from nvfp4_tensor.checkpoints.formats.mlx import folds_exactly, with_scale_of_on
 from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.names import natural, some
+from nvfp4_tensor.checkpoints.parts import nan_blocks
 from nvfp4_tensor.checkpoints.wrappers import View
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class GGUF(Format):
         return GGUFCheckpoint(path)
 
     def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
-        kinds = [each for each in ARCHITECTURES if each.model_type == checkpoint.config.get("model_type")]
-        return not any(each.leaves_out_scale(name) for each in kinds)
+        kinds = [each for each in GGUF_ARCHITECTURES if each.model_type == checkpoint.config.get("model_type")]
+        return not any(each.ignores_scale(name) for each in kinds)
 
     def write(
         self,
@@ -235,7 +236,7 @@ class _Writer:
         bias = name.removesuffix("weight") + "bias"
         if bias in self.checkpoint.entries:
             raise ValueError(f"llama.cpp runs no NVFP4 feed-forward weights with a bias, as {name} has: leave it dense")
-        if self.architecture.leaves_out_scale(name) and not (self.lossy or folds_exactly(self.checkpoint, name)):
+        if self.architecture.ignores_scale(name) and not (self.lossy or folds_exactly(self.checkpoint, name)):
             raise ValueError(
                 f"llama.cpp ignores the per-tensor scales of {self.architecture.name}'s feed-forward weights, and that "
                 f"of {name} cannot be folded into its block scales exactly: quantize the dense model for GGUF, which "
@@ -337,7 +338,7 @@ class _Writer:
     def _packed(self, name: str, scales: dict[str, list[Tensor]]) -> np.ndarray:
         """The blocks of a weight; its scales go to those given."""
         parts = self.checkpoint.linear(name)
-        if self.architecture.leaves_out_scale(name):
+        if self.architecture.ignores_scale(name):
             parts = with_scale_of_one(parts)
         if nan_blocks(parts):
             raise ValueError(f"{name} has {nan_blocks(parts)} NaN blocks, which llama.cpp would read as zeros")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import warnings
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from nvfp4_tensor.checkpoints.architectures import GGUF_ARCHITECTURES, GGUFArchitecture
 
 _MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER_MODULES = {
@@ -39,44 +40,6 @@ FREQUENCIES = "rope_freqs.weight"
 """The tensor that says in GGUF what rope scaling of type llama3 says in a configuration."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """One of llama.cpp's, and the class of transformers that it is read as.
-
-    permutes: whether rows of q and k are in the order of llama.cpp's rotary embedding, pairs beside each other.
-    scales_ffn: whether llama.cpp multiplies by the per-tensor scales of the feed-forward weights. It reads those of
-        qwen2 and leaves them out (llama-cpp-python 0.3.36).
-    experts: the module of a layer that holds them; "" where there are none.
-    """
-
-    name: str
-    model_type: str
-    model_class: str
-    permutes: bool = False
-    scales_ffn: bool = True
-    experts: str = ""
-
-    def leaves_out_scale(self, name: str) -> bool:
-        """Whether llama.cpp multiplies that weight, by transformers' name, by no per-tensor scale."""
-        return not self.scales_ffn and ".mlp." in name
-
-    @property
-    def expert_modules(self) -> dict[str, str]:
-        """What transformers' files call the weights of an expert, by llama.cpp's names."""
-        mixtral = self.experts == "block_sparse_moe"
-        return {gguf: name for name, gguf in _EXPERT_MODULES.items() if name.startswith("w") == mixtral}
-
-
-ARCHITECTURES = (
-    Architecture("llama", "llama", "LlamaForCausalLM", permutes=True),
-    Architecture("llama", "mistral", "MistralForCausalLM", permutes=True),
-    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", scales_ffn=False),
-    Architecture("qwen3", "qwen3", "Qwen3ForCausalLM"),
-    Architecture("llama", "mixtral", "MixtralForCausalLM", permutes=True, experts="block_sparse_moe"),
-    Architecture("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", experts="mlp"),
-)
-"""Decoders; the first of a name, with experts or without, is what a file of that name is read as."""
-
 _SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "num_hidden_layers": ("block_count", int),
     "max_position_embeddings": ("context_length", int),
@@ -96,24 +59,30 @@ _EXPERT_SETTINGS: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
         "moe_intermediate_size": ("expert_feed_forward_length", int),
     },
 }
-"""By :attr:`Architecture.experts`."""
+"""By :attr:`GGUFArchitecture.experts`."""
 _ALWAYS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Settings of qwen3_moe that llama.cpp's qwen3moe has no others of."""
 _UNSAID = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def architecture_of(config: dict[str, Any]) -> Architecture:
+def expert_modules(architecture: GGUFArchitecture) -> dict[str, str]:
+    """Return the names of an expert's weights in transformers checkpoints, by llama.cpp's names."""
+    mixtral = architecture.experts == "block_sparse_moe"
+    return {gguf: name for name, gguf in _EXPERT_MODULES.items() if name.startswith("w") == mixtral}
+
+
+def architecture_of(config: dict[str, Any]) -> GGUFArchitecture:
     """Of a configuration of transformers.
 
     Raises:
-        ValueError: it is none of :data:`ARCHITECTURES`, or has settings that those of llama.cpp have not.
+        ValueError: it is none of :data:`GGUF_ARCHITECTURES`, or has settings that those of llama.cpp have not.
     """
-    for architecture in ARCHITECTURES:
+    for architecture in GGUF_ARCHITECTURES:
         if config.get("model_type") == architecture.model_type:
             break
     else:
         raise ValueError(
-            f"a GGUF file is written of model_type {', '.join(a.model_type for a in ARCHITECTURES)}, not of "
+            f"a GGUF file is written of model_type {', '.join(a.model_type for a in GGUF_ARCHITECTURES)}, not of "
             f"{config.get('model_type')!r}"
         )
     if config.get("hidden_act", "silu") != "silu":
@@ -128,14 +97,14 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     return architecture
 
 
-def architecture_named(name: str, experts: bool = False) -> Architecture:
-    """Of a GGUF's general.architecture; ValueError where it is none of :data:`ARCHITECTURES`."""
-    for architecture in ARCHITECTURES:
+def architecture_named(name: str, experts: bool = False) -> GGUFArchitecture:
+    """Of a GGUF's general.architecture; ValueError where it is none of :data:`GGUF_ARCHITECTURES`."""
+    for architecture in GGUF_ARCHITECTURES:
         if architecture.name == name and bool(architecture.experts) == experts:
             return architecture
     raise ValueError(
-        f"architecture {name!r}: {', '.join(sorted({a.name for a in ARCHITECTURES}))} are read"
-        + (", that one without experts" if experts and any(a.name == name for a in ARCHITECTURES) else "")
+        f"architecture {name!r}: {', '.join(sorted({a.name for a in GGUF_ARCHITECTURES}))} are read"
+        + (", that one without experts" if experts and any(a.name == name for a in GGUF_ARCHITECTURES) else "")
     )
 
 
@@ -160,11 +129,11 @@ def expert_of(name: str) -> int | None:
     return None if found is None else int(found[2])
 
 
-def from_gguf_name(name: str, architecture: Architecture, experts: int = 0) -> list[str]:
+def from_gguf_name(name: str, architecture: GGUFArchitecture, experts: int = 0) -> list[str]:
     """The inverse of :func:`to_gguf_name`: one name, or that of each expert; none for what has no such name."""
     found = _STACKED.fullmatch(name)
     if found is not None and architecture.experts:
-        layer, module = f"model.layers.{found[1]}.{architecture.experts}", architecture.expert_modules[found[2]]
+        layer, module = f"model.layers.{found[1]}.{architecture.experts}", expert_modules(architecture)[found[2]]
         return [f"{layer}.experts.{expert}.{module}.weight" for expert in range(experts)]
     modules = _FROM_LAYER_MODULES | ({"ffn_gate_inp": f"{architecture.experts}.gate"} if architecture.experts else {})
     translated = _translated(name, ("blk.", "model.layers."), _FROM_MODULES, modules)
@@ -202,7 +171,7 @@ def place(gguf_name: str) -> tuple[float, int, str]:
 # --- the order of rows -----------------------------------------------------------------------------------------------
 
 
-def row_order(name: str, rows: int, config: dict[str, Any], architecture: Architecture) -> Tensor | None:
+def row_order(name: str, rows: int, config: dict[str, Any], architecture: GGUFArchitecture) -> Tensor | None:
     """Which row of transformers' q or k each row of llama.cpp's is, int64 (rows,); None where the order is the same.
 
     transformers rotates row i of a head with row i + head_dim / 2, llama.cpp row 2i with row 2i + 1.
@@ -225,7 +194,7 @@ def row_order(name: str, rows: int, config: dict[str, Any], architecture: Archit
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def settings_of(config: dict[str, Any], architecture: Architecture) -> dict[str, int | float]:
+def settings_of(config: dict[str, Any], architecture: GGUFArchitecture) -> dict[str, int | float]:
     """Keys and values of a GGUF, without the architecture's prefix.
 
     Raises:
@@ -248,7 +217,7 @@ def settings_of(config: dict[str, Any], architecture: Architecture) -> dict[str,
     return settings
 
 
-def config_of(settings: dict[str, Any], architecture: Architecture, tied: bool) -> dict[str, Any]:
+def config_of(settings: dict[str, Any], architecture: GGUFArchitecture, tied: bool) -> dict[str, Any]:
     """A configuration of transformers, of a GGUF's keys without the architecture's prefix.
 
     Raises:

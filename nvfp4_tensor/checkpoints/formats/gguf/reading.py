@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts, check_scales
-from nvfp4_tensor.checkpoints.files import Files
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks, unpack_mxfp4
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
     FREQUENCIES,
@@ -27,8 +26,10 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
 )
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import parts_of_mxfp4
+from nvfp4_tensor.checkpoints.io.files import Files
 from nvfp4_tensor.checkpoints.io.sidecar import read_factors, sidecars_of, with_factors
 from nvfp4_tensor.checkpoints.names import warn_of_missing_input_scales
+from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales
 
 if TYPE_CHECKING:
     import gguf

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import Checkpoint, Entry, LinearParts
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, folder_says
+from nvfp4_tensor.checkpoints.parts import LinearParts
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.common import LinearParts, tensor_of
+from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK, E4M3_NAN, code_values, pack, unpack
 from nvfp4_tensor.numerics.reference import round_e2m1
