@@ -37,7 +37,7 @@ def test_sizes(arguments):
 
 
 def test_only_language_models_write():
-    with pytest.raises(TypeError, match="not from a Linear"):
+    with pytest.raises(TypeError, match="not a Linear"):
         generate_calibration_text(nn.Linear(2, 2))
 
 
