@@ -15,7 +15,7 @@ WORDS = {
     "tokenizer=FOLDER": "--tokenizer FOLDER",
     "tokenizer=None": "--tokenizer none",
     "weight_only=True": "--w4a16",
-    "give layers=[] to take the model as a whole": "leave --gptq out, or use --weighted",
+    "give layers=[] to treat the model as one layer": "leave --gptq out, or use --weighted",
     "give it a weight of its own first: linear.weight = nn.Parameter(linear.weight.detach().clone())":
         "give --head for the output layer",
 }  # fmt: skip

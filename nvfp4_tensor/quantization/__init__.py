@@ -1,7 +1,7 @@
-"""What torchao's quantize_ takes, and calibration."""
+"""Configs and linears for torchao's quantize_, calibration, and methods that improve accuracy."""
 
-import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
-from nvfp4_tensor.quantization import linear  # registers what quantize_ does by our configs
+import nvfp4_tensor.dispatch  # noqa: F401  first: registers the tensor's operators and silences torchao's log lines
+from nvfp4_tensor.quantization import linear  # registers the quantize_ handlers of our configs
 from nvfp4_tensor.quantization.accuracy.folding import fold_scales
 from nvfp4_tensor.quantization.accuracy.gptq import GPTQConfig, gptq
 from nvfp4_tensor.quantization.accuracy.self_generated_text import generate_calibration_text

@@ -1,4 +1,4 @@
-"""What ``torchao.quantization.quantize_`` takes: NVFP4 weights, with NVFP4 activations or without."""
+"""Configs for ``torchao.quantization.quantize_``: NVFP4 weights, with or without NVFP4 activations."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ _SHARED = ("round_mode", "scale_rounding", "four_over_six", "scale_search", "sca
 @functools.partial(pin, loadable=False)
 @dataclasses.dataclass(kw_only=True)
 class NVFP4WeightOnlyConfig(AOBaseConfig):
-    """NVFP4 weights, activations as they come (W4A16), for nn.Linear of any size.
+    """NVFP4 weights and unquantized activations (W4A16), for nn.Linear of any size.
 
     Args:
         round_mode, block_rows, scale_rounding, four_over_six, scale_search, scale_ceiling, random_bits: as in
             :class:`QuantizeSpec`, for the weight.
-        weight_spec: the whole spec, instead of these. Without a Hadamard transform, which only cancels in pairs.
-        weighted: let the squared errors of the scale search count by the mean square of the input that each column is
-            multiplied with. For :func:`calibrate`, or torchao's two steps, which see inputs.
-        step: None, or torchao's two steps towards what a calibration gives: "prepare" observes what each linear is fed,
-            "convert" quantizes by what was observed (linears not prepared are left alone).
-        experts: True quantizes the experts of a model of transformers too, all of them whatever the filter: parameters
-            (E, N, K), each expert with a per-tensor scale, without a calibration. None leaves them dense and warns,
-            False does not warn.
+        weight_spec: a complete spec that replaces these arguments. It must not have a Hadamard transform, which cancels
+            only if the activation has the same one.
+        weighted: weigh the squared errors of the scale search by the mean square of each column's input. This requires
+            :func:`calibrate`, or torchao's two steps, which observe inputs.
+        step: None, "prepare" or "convert": torchao's two-step calibration. "prepare" observes the inputs of each
+            linear; "convert" quantizes with the observed statistics and ignores linears that were not prepared.
+        experts: True also quantizes the experts of a transformers model, all of them regardless of the filter. These
+            are parameters (E, N, K), quantized without a calibration and with one per-tensor scale per expert. None
+            leaves them dense and warns; False leaves them dense without a warning.
 
     Raises:
-        ValueError: a value outside these, or an argument beside a spec that takes its place.
+        ValueError: an invalid value, or an argument that a given spec replaces.
     """
 
     round_mode: RoundingMode | str = RoundingMode.RNE
@@ -54,51 +55,52 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
-        if idle := [name for name in given if name in self._replaced()]:
-            raise ValueError(f"{', '.join(idle)} would change nothing beside the specs given: put it into them instead")
+        if unused := [name for name in given if name in self._replaced()]:
+            raise ValueError(f"{', '.join(unused)} would have no effect with the given specs: set it in the specs")
         stored_spec(self.weight)
         self._check_transforms()
         if self.weighted and self.weight.scale_search is None:
-            raise ValueError("weighted changes a scale search alone: give scale_search='mse' for the weight beside it")
+            raise ValueError("weighted only affects a scale search: also give scale_search='mse' for the weight")
         if self.step is not None:
-            if self.step not in ("prepare", "convert"):  # torchao's enum of strings has steps of other algorithms too
-                raise ValueError(f"step is None, 'prepare' or 'convert', got {self.step!r}")
+            if self.step not in ("prepare", "convert"):  # torchao's enum also has steps of other algorithms
+                raise ValueError(f"step must be None, 'prepare' or 'convert', got {self.step!r}")
             self.step = QuantizationStep(self.step)
         self._check_step()
 
     def _check_step(self) -> None:
         if self.step is not None and not self.weighted:
-            raise ValueError("step would change nothing: without weighted=True, weights need no calibration")
+            raise ValueError("step would have no effect: without weighted=True, weights need no calibration")
 
     def _check_calibrated(self) -> None:
-        """Without a step only quantize_ can tell: calibrate makes the steps of the same config itself."""
+        """Raise an error if the config needs a calibration. Called by quantize_; calibrate sets the steps itself."""
         if self.weighted and self.step is None:
-            raise ValueError('weighted needs inputs: give the config to calibrate, or with step="prepare" first')
+            raise ValueError('weighted needs inputs: pass the config to calibrate, or use step="prepare" first')
 
     def _replaced(self) -> tuple[str, ...]:
-        """The arguments that specs take the place of."""
+        """Return the names of the arguments that the given specs replace."""
         return () if self.weight_spec is None else (*_SHARED, "block_rows")
 
     def _check_transforms(self) -> None:
         if self.weight.hadamard_sign is not None:
             raise ValueError(
-                "a Hadamard transform only cancels in pairs: use NVFP4Config, with the same hadamard_sign in both specs"
+                "a Hadamard transform of the weight needs the same one of the activation: use NVFP4Config, with the "
+                "same hadamard_sign in both specs"
             )
 
     @property
     def weight(self) -> QuantizeSpec:
-        """How weights are quantized: ``weight_spec``, or what the other arguments say."""
+        """The spec of the weights: ``weight_spec``, or a spec made of the other arguments."""
         if self.weight_spec is not None:
             return self.weight_spec
         return self._spec(block_rows=self.block_rows)
 
     @property
     def activation(self) -> QuantizeSpec | None:
-        """How activations are quantized; None for weights alone."""
+        """The spec of the activations; None if they are not quantized."""
         return None
 
     def _spec(self, **changes: Any) -> QuantizeSpec:
-        """The spec of the shared arguments: one object for all weights, which a compiled model's guards compare."""
+        """Return the spec of the shared arguments. All weights share one object, which torch.compile's guards need."""
         arguments = {name: getattr(self, name) for name in _SHARED} | changes
         return QuantizeSpec.unpack(QuantizeSpec(**arguments).pack())
 
@@ -106,34 +108,33 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
 @functools.partial(pin, loadable=False)
 @dataclasses.dataclass(kw_only=True)
 class NVFP4Config(NVFP4WeightOnlyConfig):
-    """NVFP4 weights and activations (W4A4): weights once, activations at each call with the amax of that call.
+    """NVFP4 weights and activations (W4A4). Weights are quantized once, activations at each call.
 
     Args:
-        round_mode, scale_rounding, four_over_six, scale_search, scale_ceiling, random_bits: for the weight and the
-            activation.
+        round_mode, scale_rounding, four_over_six, scale_search, scale_ceiling, random_bits: as in
+            :class:`QuantizeSpec`, for the weight and the activation.
         block_rows: for the weight; an activation always has 1x16 blocks.
-        activation_round_mode, row_scaled: for the activation alone.
-        weight_spec, activation_spec: the whole specs, instead of these.
+        activation_round_mode, row_scaled: for the activation only.
+        weight_spec, activation_spec: complete specs that replace the arguments above.
         weighted, experts: as in :class:`NVFP4WeightOnlyConfig`.
-        step: None, or torchao's two steps towards static activation scales: "prepare" observes what each linear is
-            fed, "convert" quantizes with the amax observed (linears not prepared are left alone). See also
-            :func:`calibrate`.
-        product_backend: what multiplies: AUTO, SCALED_MM or FBGEMM, or their names in lower case. Experts' products
-            always go to torch's scaled_grouped_mm, where that runs.
-        percentile: for "convert" and :func:`calibrate`: the percentile of the magnitudes observed that becomes the
-            amax, 99.9 for instance; None for the largest.
-        headroom: for "convert" and :func:`calibrate`: let the amax leave room above what was observed, as far as the
-            block scales of all but 1 % of the blocks keep their full precision. Larger inputs then do not saturate,
-            and lone outliers (1 block in 10,000) do not decide.
+        step: None, "prepare" or "convert": torchao's two-step calibration of static activation scales. "prepare"
+            observes the inputs of each linear; "convert" quantizes with the observed amax and ignores linears that were
+            not prepared. See also :func:`calibrate`. Without a calibration, each call computes its own amax.
+        product_backend: the backend of products: AUTO, SCALED_MM or FBGEMM, or these names in lower case. The products
+            of experts use torch's scaled_grouped_mm on devices that have it.
+        percentile: for "convert" and :func:`calibrate`: the percentile of the observed magnitudes that becomes the
+            amax, for instance 99.9. None uses the largest magnitude.
+        headroom: for "convert" and :func:`calibrate`: raise the amax above the observed magnitudes, as far as the block
+            scales of 99 % of the blocks keep full precision. Larger inputs then do not saturate, and rare outliers
+            (1 block in 10,000) do not determine the amax.
 
-    Gradients pass the quantization of an activation straight through, in reverse mode. What forward mode and second
-    derivatives multiply by the weight comes to the same product as an activation does and is quantized like one, by a
-    static amax too, which clips it: take these of a weight-only model. So is the gradient of ``x @ weight``, a product
-    across the blocks, which sums along them.
+    In reverse mode, gradients pass the quantization of an activation unchanged (straight-through estimator). Forward
+    mode and second derivatives multiply tangents by the weight like activations: tangents are quantized too, and a
+    static amax clips them. The gradient of ``x @ weight``, a product across the blocks, is quantized likewise, because
+    it sums along the blocks. Use a weight-only model for these.
 
     Raises:
-        ValueError: a value outside these, an argument that would change nothing, or Hadamard transforms that are not
-            the same for both.
+        ValueError: an invalid value, an argument that would have no effect, or different Hadamard transforms.
     """
 
     activation_round_mode: RoundingMode | str | None = None
@@ -149,13 +150,13 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         if self.percentile is not None:
             number = isinstance(self.percentile, numbers.Real) and not isinstance(self.percentile, bool)
             if not number or not 0 < self.percentile <= 100:
-                raise ValueError(f"percentile is a number above 0 and up to 100, got {self.percentile!r}")
+                raise ValueError(f"percentile must be a number in (0, 100], got {self.percentile!r}")
             if self.headroom:
-                raise ValueError("percentile and headroom each choose the amax: give one of them")
+                raise ValueError("percentile and headroom both choose the amax: give only one of them")
 
     def _check_step(self) -> None:
         if self.activation.row_scaled and not self.weighted and self.step is not None:
-            raise ValueError("step would change nothing: activations with row_scaled have an amax a row, at each call")
+            raise ValueError("step would have no effect: with row_scaled, each call computes one amax per row")
         if self.step == QuantizationStep.PREPARE or self.activation.row_scaled:
             self._check_amax_is_used()
 
@@ -167,7 +168,7 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
     def _check_amax_is_used(self) -> None:
         for name in ("percentile", "headroom"):
             if getattr(self, name):
-                raise ValueError(f'{name} would change nothing here: give it with step="convert", or to calibrate')
+                raise ValueError(f'{name} would have no effect here: use it with step="convert" or calibrate')
 
     def _replaced(self) -> tuple[str, ...]:
         of_weight = () if self.weight_spec is None else ("block_rows",)
@@ -178,12 +179,12 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         stored_spec(self.activation)
         if self.weight.hadamard_sign != self.activation.hadamard_sign:
             raise ValueError(
-                "weight_spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs"
+                "weight_spec and activation_spec need the same hadamard_sign, otherwise the transforms do not cancel"
             )
 
     @property
     def activation(self) -> QuantizeSpec:
-        """How activations are quantized: ``activation_spec``, or what the other arguments say."""
+        """The spec of the activations: ``activation_spec``, or a spec made of the other arguments."""
         if self.activation_spec is not None:
             return self.activation_spec
         changes = {} if self.activation_round_mode is None else {"round_mode": self.activation_round_mode}

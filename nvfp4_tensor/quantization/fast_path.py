@@ -1,9 +1,9 @@
-"""torch's fast path of transformer encoders, which reads the weights of linears and never calls them.
+"""Disable torch's fast path of transformer encoders, which reads the weights of linears without calling them.
 
-``nn.TransformerEncoderLayer`` takes it in evaluation without gradients, unless one of its modules has a hook or one of
-its weights is of a class with ``__torch_function__``, as NVFP4Tensor is. ``nn.TransformerEncoder`` asks for the weights
-of its first layer alone before it makes a nested tensor of a padded batch, which all layers get then: see
-:mod:`nvfp4_tensor.dispatch.nested`.
+``nn.TransformerEncoderLayer`` uses the fast path in eval mode without gradients, unless one of its modules has a hook
+or one of its weights has a class with ``__torch_function__``, such as NVFP4Tensor. ``nn.TransformerEncoder`` checks
+only the weights of its first layer before it converts a padded batch to a nested tensor, which all layers then
+receive: see :mod:`nvfp4_tensor.dispatch.nested`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nvfp4_tensor._compat.pickles import pin
 
 @functools.partial(pin, loadable=False)
 def _no_fast_path(linear: nn.Module, args: Any) -> None:
-    """A hook that is there to be seen."""
+    """Do nothing: the presence of a hook disables the fast path."""
 
 
 def keep_called(linear: nn.Linear) -> None:
-    """Let no fast path read the plain weight of a linear whose forward does more than multiply by it."""
+    """Disable the fast path for a linear whose forward does more than multiply by its weight."""
     linear.register_forward_pre_hook(_no_fast_path)
 
 

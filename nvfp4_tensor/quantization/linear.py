@@ -1,4 +1,4 @@
-"""What quantize_ does to a linear, by each config."""
+"""The handlers of quantize_ for our configs, and the linear with an NVFP4 weight."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
 @functools.partial(pin, loadable=False)
 class NVFP4Linear(nn.Linear):
-    """An nn.Linear with an NVFP4 weight; only its repr is its own."""
+    """An nn.Linear with an NVFP4 weight. Only its repr differs from nn.Linear."""
 
     def extra_repr(self) -> str:
-        weight = getattr(self.weight, "_local_tensor", self.weight)  # of a DTensor this rank's piece
+        weight = getattr(self.weight, "_local_tensor", self.weight)  # the local shard of a DTensor
         kind = f"NVFP4 ({weight.describe()})" if isinstance(weight, NVFP4Tensor) else f"dense {weight.dtype}"
         return f"{super().extra_repr()}, weight={kind}"
 
@@ -55,7 +55,7 @@ def _quantize_module(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Mod
 
 
 def _with_experts(model: nn.Module, config: NVFP4WeightOnlyConfig) -> None:
-    """Quantize the experts of the model too, or say once that they stay dense."""
+    """Quantize the experts of the model, or warn once that they stay dense."""
     if config.experts:
         experts.quantize_all(model, config.weight, config.activation)
     elif config.experts is None and (line := experts.left_dense(model)):
@@ -63,16 +63,16 @@ def _with_experts(model: nn.Module, config: NVFP4WeightOnlyConfig) -> None:
 
 
 def _is_ready(module: nn.Module, backend: ProductBackend, plain: bool = False) -> bool:
-    """True for a linear that can be quantized (``plain``: observed); else what quantize_ raises."""
+    """Return True if the linear can be quantized (and observed, with ``plain``); otherwise raise an error."""
     linear = quantizable(module)
     if plain:
         check_observable(linear)
-    _check_backend(linear.weight, backend)  # now, not after a calibration
+    _check_backend(linear.weight, backend)  # before a calibration starts
     return True
 
 
 def _is_observed(module: nn.Module, config: NVFP4WeightOnlyConfig, backend: ProductBackend) -> bool:
-    """Whether the convert step has something to do, and can."""
+    """Return whether the convert step applies to the module; raise an error if it cannot convert it."""
     if not isinstance(module, ObservedLinear):
         return False
     _check_same_transform(module, config.activation or config.weight)
@@ -82,7 +82,7 @@ def _is_observed(module: nn.Module, config: NVFP4WeightOnlyConfig, backend: Prod
 
 
 def _convert(module: ObservedLinear, plan: Plan, config: NVFP4WeightOnlyConfig) -> nn.Module:
-    """Of linears that share a weight, which has one static amax, the largest: it clips nothing that one of them saw."""
+    """Quantize an observed linear. Linears that share a weight use their largest amax, so that none of them clips."""
     if module in plan.dense:
         return module.stop_observing()
     group = [each for each in plan.tied.get(module, [module]) if isinstance(each, ObservedLinear)]
@@ -99,9 +99,9 @@ def _convert(module: ObservedLinear, plan: Plan, config: NVFP4WeightOnlyConfig) 
 def _quantize_linear(
     module: nn.Module, plan: Plan, config: NVFP4WeightOnlyConfig, squares: Tensor | None, **fields: Any
 ) -> nn.Module:
-    """The module with a quantized weight, and so all that share it; or as it is, where it is done or left dense.
+    """Quantize the weight of the module and of all modules that share it, unless it is done or left dense.
 
-    squares: what errors of its columns weigh in the scale search, the sums of their inputs' squares.
+    squares: weights of the columns' errors in the scale search: the sum of squares of each column's inputs.
     """
     if module in plan.dense or module in plan.done:
         return module
@@ -119,24 +119,24 @@ def _quantize_linear(
 
 
 def set_weight(linear: nn.Module, weight: NVFP4Tensor | nn.Parameter) -> None:
-    """Give a linear its NVFP4 weight; a plain nn.Linear says so from then on."""
+    """Set the NVFP4 weight of a linear; a plain nn.Linear becomes an NVFP4Linear."""
     linear.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
     if type(linear) is nn.Linear:
         linear.__class__ = NVFP4Linear
 
 
 def _check_same_transform(module: ObservedLinear, spec: QuantizeSpec) -> None:
-    """The amax observed is of the numbers behind the transform: those of another could clip."""
+    """Raise a ValueError for another transform than the observed one, under which the observed amax could clip."""
     prepared, now = ("None" if s is None else f"{s:#06x}" for s in (module.hadamard_sign, spec.hadamard_sign))
     if prepared != now:
         raise ValueError(
-            f"{module} was prepared with hadamard_sign {prepared}, and its amax does not hold for {now}: convert with "
-            "the specs of the prepare step, or prepare and calibrate the dense model again with these"
+            f"{module} was prepared with hadamard_sign {prepared}, and its amax is not valid for {now}: convert with "
+            "the specs of the prepare step, or prepare and calibrate the dense model again with these specs"
         )
 
 
 def _check_backend(weight: torch.Tensor, backend: ProductBackend) -> None:
-    """What is known before the first product: a weight still on a CPU may yet move to another device."""
+    """Check the backend before the first product. A weight on the CPU may still move to another device."""
     if weight.device.type == "cuda":
         check_backend(backend, weight.device, weight.dtype)
     elif weight.device.type != "meta":
@@ -144,14 +144,14 @@ def _check_backend(weight: torch.Tensor, backend: ProductBackend) -> None:
 
 
 def quantizable(module: nn.Module) -> nn.Linear:
-    """The module, if it is a linear with a dense weight that NVFP4 takes."""
+    """Return the module if it is a linear with a dense weight that can be quantized; otherwise raise an error."""
     if not isinstance(module, nn.Linear):
-        raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: leave it out with quantize_'s filter_fn")
+        raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: exclude it with quantize_'s filter_fn")
     weight = module.weight
     if isinstance(module, ObservedLinear):
         raise ValueError(
-            f'{module} is prepared, and what it observed would be lost: finish with NVFP4Config(step="convert"), '
-            "or undo it with stop_observing() of each ObservedLinear"
+            f'{module} is prepared, and its observations would be lost: finish with NVFP4Config(step="convert"), '
+            "or undo the step with stop_observing() of each ObservedLinear"
         )
     if isinstance(weight, NVFP4Tensor):
         raise ValueError(f"{module} is NVFP4 already: start from the dense model")
@@ -162,7 +162,7 @@ def quantizable(module: nn.Module) -> nn.Linear:
         )
     if type(weight.data) is not torch.Tensor or weight.dtype not in HIGH_PRECISION_DTYPES:
         raise TypeError(
-            f"{module} has a weight of {type(weight.data).__name__}, {weight.dtype}: NVFP4 takes plain tensors of "
-            "bfloat16, float16 or float32, so cast the model first"
+            f"{module} has a weight of {type(weight.data).__name__}, {weight.dtype}: only plain tensors of bfloat16, "
+            "float16 or float32 can be quantized, so cast the model first"
         )
     return module

@@ -19,18 +19,18 @@ MAGNITUDE_BINS = 1 << 13
 """Bins of the histogram of magnitudes: the exponent and five mantissa bits of float32, so 3 % wide at most."""
 
 HEADROOM = 1 << 14
-"""How far an amax may lie above a block's own: that block's scale is then 0.027 of 448, which e4m3 has at full
-precision (from 2^-6 on)."""
+"""The largest ratio of an amax to a block's own amax. The scale of that block is then 448 / 2^14 = 0.027, which e4m3
+represents at full precision (from 2^-6 on)."""
 
 
 def check_observable(linear: nn.Linear) -> None:
-    """Raises a TypeError for a subclass of nn.Linear, whose own forward an observer would put aside."""
+    """Raise a TypeError for a subclass of nn.Linear whose own forward an observer would bypass."""
     if not is_observable(linear):
-        raise TypeError(f"only a plain nn.Linear is observed, not {linear}: leave it out with filter_fn")
+        raise TypeError(f"only a plain nn.Linear can be observed, not {linear}: exclude it with filter_fn")
 
 
 def is_observable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is an nn.Linear, or one like Falcon's, whose forward stands by itself: it calls no super()."""
+    """Return whether the module is an nn.Linear, or a subclass (like Falcon's) whose forward does not call super()."""
     forward: Any = getattr(type(module).forward, "__code__", None)
     return type(module) is nn.Linear or (
         isinstance(module, nn.Linear)
@@ -42,17 +42,17 @@ def is_observable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 @functools.partial(pin, loadable=False)
 class ObservedLinear(nn.Linear):
-    """An nn.Linear that counts the magnitudes of its inputs, in buffers that a state_dict carries along.
+    """An nn.Linear that records the magnitudes of its inputs in buffers, which are part of its state_dict.
 
-    What is seen is the input after the Hadamard transform, if the activation gets one.
+    If the activation has a Hadamard transform, the transformed inputs are recorded.
 
     Attributes:
-        activation_amax: float32 0-d, the largest finite magnitude seen.
-        activation_histogram: int64 (8192,), how many magnitudes fell into each bin.
-        activation_block_histogram: int64 (8192,), how many blocks of 16 have their largest magnitude in each bin.
-        activation_squares: float32 (K,), the sum of the squares of each column's finite inputs.
-        activation_nonfinite: int64 0-d, how many inputs were NaN or infinite, which no other buffer counts. For
-            messages; no state_dict has it.
+        activation_amax: float32 0-d, the largest finite magnitude observed.
+        activation_histogram: int64 (8192,), the number of magnitudes in each bin.
+        activation_block_histogram: int64 (8192,), the number of blocks of 16 whose amax is in each bin.
+        activation_squares: float32 (K,), the sum of squares of the finite inputs of each column.
+        activation_nonfinite: int64 0-d, the number of NaN or infinite inputs, which no other buffer counts. Used in
+            messages; not in the state_dict.
     """
 
     activation_amax: Tensor
@@ -65,7 +65,7 @@ class ObservedLinear(nn.Linear):
 
     @classmethod
     def observe(cls, linear: nn.Linear, spec: QuantizeSpec) -> ObservedLinear:
-        """The same module, observed from now on."""
+        """Start observing ``linear`` and return it."""
         check_observable(linear)
         kind = type(linear)
         linear.__class__ = cls
@@ -87,7 +87,7 @@ class ObservedLinear(nn.Linear):
         return linear
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ObservedLinear:
-        """As any module's, but that floats stay float32: an amax rounded down by a cast would clip what was seen."""
+        """Apply ``fn``, but keep float buffers in float32: an amax rounded down by a cast would clip."""
         before = {name: getattr(self, name) for name in ("activation_amax", "activation_squares")}
         super()._apply(fn, recurse)
         for name, value in before.items():
@@ -116,16 +116,16 @@ class ObservedLinear(nn.Linear):
         return self.observed_class.forward(self, input)
 
     def check_observed(self) -> None:
-        """Raises a RuntimeError where nothing has been observed."""
+        """Raise a RuntimeError if nothing has been observed."""
         if self.activation_histogram.sum() == 0:
-            seen = "nothing but NaN and infinities" if self.activation_nonfinite else "no input"
+            observed = "only NaN and infinities" if self.activation_nonfinite else "no input"
             raise RuntimeError(
-                f"{self} has seen {seen}, so nothing was converted: run the model on data that reach it, or leave it "
-                "dense with its stop_observing(), then convert"
+                f"{self} has observed {observed}, and nothing was converted: run the model on data that reach it, or "
+                "keep it dense with its stop_observing(), then convert"
             )
 
     def amax_at(self, percentile: float | None) -> Tensor:
-        """The observed amax, or the magnitude below which that percentage of what was seen lies: float32 0-d.
+        """Return the observed amax, or the given percentile of the observed magnitudes, as a float32 0-d tensor.
 
         Raises:
             RuntimeError: nothing has been observed.
@@ -136,24 +136,24 @@ class ObservedLinear(nn.Linear):
         return torch.minimum(_percentile(self.activation_histogram, percentile), self.activation_amax)
 
     def amax_with_headroom(self) -> Tensor:
-        """As large as 99 % of the blocks allow, whose scales keep their precision; but no block of 10,000 saturates.
+        """Return the largest amax at which the scales of 99 % of the blocks keep full precision.
 
-        That is the larger of :data:`HEADROOM` times the first percentile of the blocks' amaxes (of those that are not
-        zero) and their 99.99th percentile: float32 0-d.
+        It is :data:`HEADROOM` times the 1st percentile of the nonzero block amaxes, but at least their 99.99th
+        percentile, so that no more than 1 block in 10,000 saturates. The result is a float32 0-d tensor.
 
         Raises:
             RuntimeError: nothing has been observed.
         """
         self.check_observed()
         blocks = self.activation_block_histogram.clone()
-        blocks[0] = 0  # zeros, and what is below 2^-126: their scales are zero under any amax
+        blocks[0] = 0  # blocks of zeros and subnormals, whose scales are zero with any amax
         if blocks.sum() == 0:
             return self.activation_amax.clone()
-        most = torch.minimum(_percentile(blocks, 99.99), self.activation_amax)
-        return torch.maximum(HEADROOM * _percentile(blocks, 1), most).clamp(max=FLOAT32_MAX)
+        least = torch.minimum(_percentile(blocks, 99.99), self.activation_amax)
+        return torch.maximum(HEADROOM * _percentile(blocks, 1), least).clamp(max=FLOAT32_MAX)
 
     def stop_observing(self) -> nn.Linear:
-        """The same module, a linear of its own class again."""
+        """Restore the original class of the module and return it."""
         for name in ("amax", "histogram", "block_histogram", "squares", "nonfinite"):
             delattr(self, f"activation_{name}")
         kind = self.observed_class
@@ -164,12 +164,12 @@ class ObservedLinear(nn.Linear):
 
 
 def _counts(magnitude: Tensor) -> Tensor:
-    """How many magnitudes, those below zero left out, fall into each bin: int64 (8192,)."""
+    """Return the number of magnitudes in each bin, ignoring negative ones: int64 (8192,)."""
     return torch.bincount(magnitude[magnitude >= 0].view(torch.int32) >> 18, minlength=MAGNITUDE_BINS)
 
 
 def _percentile(histogram: Tensor, percentile: float) -> Tensor:
-    """The upper edge of the bin in which that percentage is reached: float32 0-d."""
+    """Return the upper edge of the bin that contains the percentile: float32 0-d."""
     counts = histogram.cumsum(0)
     bin_ = torch.searchsorted(counts, torch.ceil(counts[-1].double() * (percentile / 100)).long().clamp(min=1))
     return (((bin_ + 1) << 18).int() - 1).view(torch.float32)

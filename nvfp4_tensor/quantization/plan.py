@@ -1,8 +1,8 @@
-"""What one call of torchao's quantize_ is about to do: checked before the first module changes, tied weights known.
+"""Plan one call of torchao's quantize_: check all modules before the first one changes, and find tied weights.
 
-torchao hands a config one module at a time and says nothing of the model, which a check of all modules needs, and a
-weight that two of them share. Both stand in the frame of ``quantize_``, so they are read there. A module that comes
-another way, from a caller of the handler itself, is taken for the whole model.
+torchao passes a handler one module at a time, without the model. Checking all modules and finding tied weights needs
+the model and the filter, so they are read from the frame of ``quantize_``. If a handler is called without
+``quantize_``, its module is treated as the model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Plan:
     """One call of quantize_, from its first module to its last.
 
     Attributes:
-        config: the call's.
-        left: how many modules are still to come, one that stands at two places counted twice.
+        config: the config of the call.
+        left: the number of calls of the handler still expected; a module with two paths is counted twice.
         chosen: all modules of the call.
-        tied: for a module, all that share its weight, itself among them; not there where it shares none.
-        dense: modules left dense, since what shares their weight is not to be quantized.
-        done: modules quantized, each when the first of those that share its weight came.
+        tied: all modules that share a module's weight, including itself. Modules with their own weight are absent.
+        dense: modules that stay dense because something that is not quantized shares their weight.
+        done: modules that are quantized. Modules that share a weight are quantized together.
     """
 
     config: AOBaseConfig
@@ -52,21 +52,21 @@ def plan_of(
     check: Callable[[nn.Module], bool],
     before: Callable[[nn.Module], None] | None = None,
 ) -> Plan:
-    """The plan of the call that hands over ``module``, made when its first one comes.
+    """Return the plan of the current call of quantize_, which is created for the first module of the call.
 
-    ``check`` says whether a module will be quantized, or raises what is wrong with it: then nothing has changed yet.
+    ``check`` returns whether a module will be quantized, or raises an error; no module has changed at that point.
     ``before`` is called once with the model, after all checks.
     """
-    model, whole, filter_fn = _call(module, config)
+    model, call_config, filter_fn = _current_call(module, config)
     plan = _plans.get(model)
-    if plan is None or plan.config is not whole or module not in plan.chosen:
-        is_first = plan is None or plan.config is not whole
+    if plan is None or plan.config is not call_config or module not in plan.chosen:
+        is_first = plan is None or plan.config is not call_config
         chosen = [module] if filter_fn is None else list(_selected(model, filter_fn))
         to_quantize = [each for each in chosen if check(each)]
-        plan = Plan(whole, len(chosen), weakref.WeakSet(chosen), *_ties(model, to_quantize))
+        plan = Plan(call_config, len(chosen), weakref.WeakSet(chosen), *_ties(model, to_quantize))
         _plans[model] = plan
         if filter_fn is not None:
-            _name_attention(model, filter_fn)
+            _warn_of_dense_attention(model, filter_fn)
         if is_first and before is not None:
             before(model)
     plan.left -= 1
@@ -75,21 +75,21 @@ def plan_of(
     return plan
 
 
-def _call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, AOBaseConfig, Filter | None]:
-    """(model, config, filter_fn) of the call under way; no filter where the config gets this module alone."""
+def _current_call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, AOBaseConfig, Filter | None]:
+    """Return (model, config, filter_fn) of the current quantize_ call; no filter if only this module has the config."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not quantize_.__code__:
         frame = frame.f_back  # type: ignore[assignment]
-    given: dict[str, Any] = {} if frame is None else frame.f_locals
-    if not isinstance(given.get("model"), nn.Module):
+    arguments: dict[str, Any] = {} if frame is None else frame.f_locals
+    if not isinstance(arguments.get("model"), nn.Module):
         return module, config, None
-    if given.get("config") is not config:  # it is one of several, by modules' names
-        return given["model"], config, None
-    return given["model"], config, given["filter_fn"]
+    if arguments.get("config") is not config:  # one of several configs, chosen by module names
+        return arguments["model"], config, None
+    return arguments["model"], config, arguments["filter_fn"]
 
 
 def _selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[nn.Module]:
-    """What quantize_ hands over, in its order: below a module that the filter takes, it does not look."""
+    """Yield the modules that quantize_ passes to a handler, in order. It does not descend into selected modules."""
     if filter_fn(module, name):
         yield module
         return
@@ -97,10 +97,10 @@ def _selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[
         yield from _selected(child, filter_fn, f"{name}.{child_name}" if name else child_name)
 
 
-def _name_attention(model: nn.Module, filter_fn: Filter) -> None:
-    """Warns of attention that stays dense, where the filter would take a plain linear in place of its last one.
+def _warn_of_dense_attention(model: nn.Module, filter_fn: Filter) -> None:
+    """Warn of nn.MultiheadAttention that stays dense, if the filter would select an nn.Linear in place of out_proj.
 
-    It hands its weights to one function, and calls no linear; torchao's own filter leaves that linear out.
+    Its forward passes the weights to one function and calls no linear; torchao's default filter excludes out_proj.
     """
     found = {
         name: module.out_proj for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
@@ -112,9 +112,9 @@ def _name_attention(model: nn.Module, filter_fn: Filter) -> None:
             dense.append(name or type(model).__name__)
     if dense:
         warnings.warn(
-            f"left dense, for nn.MultiheadAttention calls no nn.Linear: all weights of {', '.join(dense)}. To quantize "
-            "them write attention with an nn.Linear for each projection; a filter_fn that leaves them out by name "
-            "silences this",
+            f"left dense, because nn.MultiheadAttention calls no nn.Linear: all weights of {', '.join(dense)}. To "
+            "quantize them, write attention with one nn.Linear per projection; a filter_fn that excludes their names "
+            "silences this warning",
             stacklevel=2,
         )
 
@@ -122,7 +122,7 @@ def _name_attention(model: nn.Module, filter_fn: Filter) -> None:
 def _ties(
     model: nn.Module, linears: list[nn.Module]
 ) -> tuple[weakref.WeakKeyDictionary[nn.Module, list[nn.Module]], Modules]:
-    """(Plan.tied, Plan.dense); warns of the latter."""
+    """Return (Plan.tied, Plan.dense), and warn of the latter."""
     holders: dict[int, list[tuple[str, nn.Module, str]]] = {id(linear.weight): [] for linear in linears}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -143,8 +143,9 @@ def _ties(
             left.append(" = ".join(f"{path}.{name}".lstrip(".") for path, _, name in shared))
     if left:
         warnings.warn(
-            f"left dense, for what shares these weights is not quantized: {', '.join(left)}. To quantize the linear "
-            "alone, give it a weight of its own first: linear.weight = nn.Parameter(linear.weight.detach().clone())",
+            f"left dense, because something that is not quantized shares these weights: {', '.join(left)}. To quantize "
+            "only the linear, give it a weight of its own first: linear.weight = "
+            "nn.Parameter(linear.weight.detach().clone())",
             stacklevel=2,
         )
     return tied, dense

@@ -134,19 +134,19 @@ def test_batches_without_a_finite_number_are_named(value):
     m = model()
     before = copy.deepcopy(m.state_dict())
     batch = torch.full_like(batches(1)[0], value)
-    with pytest.raises(RuntimeError, match=r"batches gave 0.* nothing but NaN and infinities: the model is as it was"):
+    with pytest.raises(RuntimeError, match=r"all inputs of 0.* were NaN or infinite, and the model is unchanged"):
         calibrate(m, [batch], progress=False)
     assert all(torch.equal(m.state_dict()[name], value) for name, value in before.items())
     quantize_(m, NVFP4Config(step="prepare"))
     m(batch)
-    with pytest.raises(RuntimeError, match="has seen nothing but NaN and infinities, so nothing was converted"):
+    with pytest.raises(RuntimeError, match="has observed only NaN and infinities, and nothing was converted"):
         quantize_(m, NVFP4Config(step="convert"))
 
 
 def test_a_nan_beside_others_is_left_out_by_name():
     m, other, (first, *rest) = model(), model(), batches()
     other.load_state_dict(m.state_dict())
-    with pytest.warns(UserWarning, match="some inputs of 0.* were NaN or infinite, and were left out"):
+    with pytest.warns(UserWarning, match="some inputs of 0.* were NaN or infinite and were ignored"):
         calibrate(m, [torch.full_like(first, float("nan")), *rest], progress=False)
     calibrate(other, rest, progress=False)
     assert torch.equal(m[0].weight.activation_amax, other[0].weight.activation_amax)
@@ -158,7 +158,7 @@ def test_convert_changes_nothing_before_all_are_observed(dense):
     quantize_(m, NVFP4Config(step="prepare"))
     x = torch.ones(2, 16)
     m["last"](m["used"](x))
-    with pytest.raises(RuntimeError, match=r"seen no input.*nothing was converted.*stop_observing\(\)"):
+    with pytest.raises(RuntimeError, match=r"observed no input.*nothing was converted.*stop_observing\(\)"):
         quantize_(m, NVFP4Config(step="convert"))
     assert all(isinstance(layer, ObservedLinear) for layer in m.values())
     if dense:
@@ -320,17 +320,17 @@ def test_weighted_in_two_steps_and_for_linears_of_one_weight():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: NVFP4WeightOnlyConfig(weighted=True), ValueError, "weighted changes a scale search alone"),
-        (lambda: NVFP4WeightOnlyConfig(step="prepare"), ValueError, "step would change nothing"),
+        (lambda: NVFP4WeightOnlyConfig(weighted=True), ValueError, "weighted only affects a scale search"),
+        (lambda: NVFP4WeightOnlyConfig(step="prepare"), ValueError, "step would have no effect"),
         (
             lambda: quantize_(model(), NVFP4WeightOnlyConfig(scale_search="mse", weighted=True)),
             ValueError,
-            'weighted needs inputs: give the config to calibrate, or with step="prepare"',
+            'weighted needs inputs: pass the config to calibrate, or use step="prepare"',
         ),
         (lambda: calibrate(model(), batches(), NVFP4WeightOnlyConfig()), TypeError, "with weighted=True"),
-        (lambda: NVFP4Config(percentile=99, headroom=True), ValueError, "each choose the amax"),
-        (lambda: NVFP4Config(headroom=True, step="prepare"), ValueError, "headroom would change nothing"),
-        (lambda: quantize_(model(), NVFP4Config(headroom=True)), ValueError, "headroom would change nothing"),
+        (lambda: NVFP4Config(percentile=99, headroom=True), ValueError, "both choose the amax"),
+        (lambda: NVFP4Config(headroom=True, step="prepare"), ValueError, "headroom would have no effect"),
+        (lambda: quantize_(model(), NVFP4Config(headroom=True)), ValueError, "headroom would have no effect"),
         (lambda: quantize_weighted(torch.ones(2, 2), QuantizeSpec(), torch.ones(2) / 0), ValueError, "not finite"),
     ],
 )

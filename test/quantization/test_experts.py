@@ -110,7 +110,7 @@ def gpt2():
 @pytest.mark.parametrize("run", [calibrate, gptq, sensitivity])
 @pytest.mark.parametrize("make, filter_fn, match", [
     (gpt2, None, r"nothing to quantize in GPT2Model.*2 Embedding, 4 Conv1D"),
-    (lambda: nn.Sequential(nn.Linear(32, 32)), lambda module, name: False, r"1 Linear \(filter_fn takes none"),
+    (lambda: nn.Sequential(nn.Linear(32, 32)), lambda module, name: False, r"1 Linear \(filter_fn selects none"),
 ], ids=["gpt2", "filter"])  # fmt: skip
 def test_nothing_to_quantize(run, make, filter_fn, match):
     model = make()
@@ -173,7 +173,7 @@ def test_sensitivity_says_what_was_not_called():
 
 @pytest.mark.parametrize("answer", [lambda x: (x, x), lambda x: {"y": x}, lambda x: x.argmax(-1)])
 def test_sensitivity_without_logits(answer):
-    with pytest.raises(TypeError, match=r"compares logits .* and Unused gave (tuple|dict|Tensor)"):
+    with pytest.raises(TypeError, match=r"compares logits .* and Unused returned (tuple|dict|Tensor)"):
         sensitivity(Unused(answer), [torch.randn(4, 32)], progress=False)
 
 

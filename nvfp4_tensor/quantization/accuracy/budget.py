@@ -1,4 +1,4 @@
-"""Choose which linears stay dense, so that all of them together take a given number of bits per element."""
+"""Choose which linears stay dense so that the average number of bits per element is within a budget."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What it costs to quantize one group of weights alone.
+    """The cost of quantizing only one group of weights.
 
     Attributes:
-        loss: Kullback-Leibler divergence of the next-token distributions from the dense model's, in nats per token.
+        weights: the names of the weights.
+        loss: the Kullback-Leibler divergence of the next-token distributions from those of the dense model, in nats per
+            token.
+        elements: the number of elements of the weights.
         dense: whether the group stays dense.
     """
 
@@ -30,11 +33,13 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The groups of weights, the most costly first, and the bits per element that they take together.
+    """The groups of weights and their average number of bits per element.
 
     Attributes:
-        wanted: the bits that were asked for; bits: those that are used, scales included.
-        tokens: how many tokens the costs were measured on.
+        wanted: the requested bits per element.
+        bits: the bits per element used, including scales.
+        tokens: the number of tokens on which the costs were measured.
+        costs: the groups, in descending order of loss.
     """
 
     wanted: float
@@ -52,19 +57,23 @@ def spend(
     model: nn.Module, batch: Mapping[str, Any], bits: float, config: NVFP4WeightOnlyConfig, filter_fn: Filter,
     group_of: Callable[[str], str], *, progress: bool = True,
 ) -> Budget:  # fmt: skip
-    """Quantize each group of weights alone, and choose which stay dense so that all take ``bits`` on average.
+    """Measure the cost of each group of weights, and choose which groups stay dense within ``bits`` on average.
 
     Args:
-        model: a language model, called with ``**batch``; it stays as it is.
-        batch: arguments of the model, ``input_ids`` among them.
-        group_of: the name of the group that a weight belongs to. A group is dense or quantized as a whole.
+        model: a language model, called with ``**batch``; it is not changed.
+        batch: keyword arguments of the model, including ``input_ids``.
+        bits: the budget, in bits per element.
+        config: how weights are quantized.
+        filter_fn: selects the modules to quantize, by (module, name).
+        group_of: maps the name of a weight to the name of its group. All weights of a group are dense or quantized.
+        progress: show a progress bar.
 
     Raises:
-        ValueError: the filter chooses no linear, or ``bits`` are fewer than NVFP4 takes.
+        ValueError: the filter selects no linear, or ``bits`` is below the size of the quantized weights.
     """
     found = sensitivity(model, [batch], config, filter_fn=filter_fn, group_of=group_of, progress=progress)
     if not found.parts:
-        raise ValueError("no linear is quantized, so there are no bits to distribute: check exclude and include")
+        raise ValueError("no linear is quantized, so there is no budget to distribute: check exclude and include")
     dense = set(found.dense_within(bits))
     costs = [Cost(part.weights, part.loss, part.elements, part.weights[0] in dense) for part in found.parts]
     used = [(part.dense_bits if part.weights[0] in dense else part.bits) * part.elements for part in found.parts]

@@ -1,9 +1,9 @@
-"""AWQ's scaling (arXiv:2306.00978), folded into the norm before: columns that are fed much get finer steps.
+"""AWQ's scaling (arXiv:2306.00978), folded into the preceding norm: columns with large inputs get finer steps.
 
-A linear gives the same where column j of its weight is multiplied by s_j and its input divided by it. Where the input
-is what a norm with a weight gives, and nothing else reads it, that division is one of the norm's weight: the model
-computes what it did, and takes nothing at run time. What changes is which columns are large in their blocks of 16, and
-so how finely each is rounded.
+The output of a linear does not change if column j of its weight is multiplied by s_j and column j of its input is
+divided by s_j. If the input is the output of a norm with a weight, and only linears read it, the division can be folded
+into the norm's weight. The model then computes the same function without extra work at run time. What changes is which
+columns are large in their blocks of 16, and thus how finely each column is rounded.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 
 EXPONENTS = tuple(i / 10 for i in range(11))
-"""What the root mean square of a column's input is raised to; 0 changes nothing."""
+"""Exponents to try: the scale of a column is the root mean square of its input, to this power; 0 changes nothing."""
 
 
 @dataclasses.dataclass
 class Fold:
-    """A norm and the linears that alone read what it gives.
+    """A norm and the linears that read its output.
 
     Attributes:
         norm: the name and the module.
-        linears: by name.
-        exponent: of those tried the one of least loss.
-        loss, before: of the linears' outputs, squared and summed over what was seen, with that exponent and with 0.
+        linears: the linears, by name.
+        exponent: the exponent with the smallest loss.
+        loss, before: the sum of squared errors of the linears' outputs, with that exponent and with exponent 0.
     """
 
     norm: tuple[str, nn.Module]
@@ -57,23 +57,24 @@ def fold_scales(
     filter_fn: Filter | None = None,
     progress: bool = True,
 ) -> list[Fold]:
-    """Scale the columns of dense linears for NVFP4, and the norms before them back, in place.
+    """Scale the columns of dense linears for NVFP4, and the preceding norms inversely, in place.
 
-    The model computes what it did, but for the rounding of changed weights to their own dtype. Quantize it then, by
-    ``quantize_``, :func:`calibrate` or :func:`gptq`. Memory holds one K x K matrix for each norm.
+    The model computes the same function, except that the changed weights are rounded to their dtype. Afterwards,
+    quantize it with ``quantize_``, :func:`calibrate` or :func:`gptq`. The function keeps one K x K matrix per norm in
+    memory.
 
     Args:
-        model: dense.
-        batches: what it is called with, as :func:`calibrate` takes them.
-        config: how its weights will be quantized; NVFP4WeightOnlyConfig() by default.
-        filter_fn: the linears that will be quantized, as for ``quantize_``. Others that read the same norm are scaled
-            too, but their errors do not count.
+        model: a dense model.
+        batches: the inputs of the model, as in :func:`calibrate`.
+        config: how the weights will be quantized; NVFP4WeightOnlyConfig() by default.
+        filter_fn: selects the linears that will be quantized, as in ``quantize_``. Other linears that read the same
+            norm are scaled too, but their errors are not counted.
         progress: show a progress bar over the batches.
 
     Returns:
-        What was found, also where the exponent is 0 and nothing was changed. Norms whose output something other than
-        linears reads, or linears that read something else too, and norms of another form than ``weight * x`` or
-        ``(1 + weight) * x`` (+ bias), are not in it.
+        One :class:`Fold` per norm, including those with exponent 0, which are unchanged. A norm is skipped if anything
+        other than linears reads its output, if one of these linears has another input too, or if it does not compute
+        ``weight * x`` or ``(1 + weight) * x`` (+ bias).
 
     Raises:
         ValueError: no batches.
@@ -81,7 +82,7 @@ def fold_scales(
     spec = (NVFP4WeightOnlyConfig() if config is None else config).weight
     batches = list(batches)
     if not batches:
-        raise ValueError("fold_scales weighs columns by what they are fed: give at least one batch")
+        raise ValueError("fold_scales weighs columns by their inputs: give at least one batch")
     chosen = filter_fn or (lambda module, name: is_quantizable(module))
     names = {module: name for name, module in model.named_modules()}
     with in_eval_mode(model), _Readers.watching(model) as readers:
@@ -93,33 +94,38 @@ def fold_scales(
         counted = [linear for name, linear in linears.items() if chosen(linear, name)]
         if counted:
             fold = Fold((names[norm], norm), linears)
-            with torch.autocast(hessian.device.type, enabled=False):  # the model's own, which would round products
+            with torch.autocast(hessian.device.type, enabled=False):  # autocast would round the products
                 if _fold(fold, counted, hessian, spec):
                     folds.append(fold)
     return folds
 
 
 class _Readers(TorchFunctionMode):
-    """Which linears read what each norm gives, and the Hessians of these inputs; norms that anything else reads not."""
+    """Record which linears read the output of each norm, and the Hessians of these inputs.
+
+    Attributes:
+        outputs: the outputs of norms in the current call, by id. A reference is kept so that the id stays unique.
+        excluded: norms whose output is also read by something else.
+        fed_by: the norms that feed each linear; None if something else does, or reads its weight.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.by_weight = {id(m.weight): m for m in model.modules() if type(m) is nn.Linear}
-        self.given: dict[int, tuple[nn.Module, Tensor]] = {}
+        self.outputs: dict[int, tuple[nn.Module, Tensor]] = {}
         self.linears: dict[nn.Module, list[nn.Linear]] = {}
         self.hessians: dict[nn.Module, Tensor] = {}
-        self.refused: set[nn.Module] = set()
-        self.fed: dict[nn.Linear, set[nn.Module | None]] = {}
-        """The norms that feed each linear; None where something else does, or reads its weight."""
+        self.excluded: set[nn.Module] = set()
+        self.fed_by: dict[nn.Linear, set[nn.Module | None]] = {}
 
     @classmethod
     @contextmanager
     def watching(cls, model: nn.Module) -> Iterator[_Readers]:
         self = cls(model)
-        shared = _held_twice(model)
+        shared = _shared_parameters(model)
         norms = [m for m in model.modules() if _is_norm(m) and id(m.weight) not in shared]
-        hooks = [norm.register_forward_hook(self._gave) for norm in norms]
-        hooks.append(model.register_forward_hook(self._returned))
+        hooks = [norm.register_forward_hook(self._on_norm) for norm in norms]
+        hooks.append(model.register_forward_hook(self._on_model))
         try:
             with self:
                 yield self
@@ -127,40 +133,40 @@ class _Readers(TorchFunctionMode):
             for hook in hooks:
                 hook.remove()
         for norm, linears in self.linears.items():
-            if any(id(linear.weight) in shared or self.fed[linear] != {norm} for linear in linears):
-                self.refused.add(norm)
-        for norm in self.refused:
+            if any(id(linear.weight) in shared or self.fed_by[linear] != {norm} for linear in linears):
+                self.excluded.add(norm)
+        for norm in self.excluded:
             self.hessians.pop(norm, None)
 
-    def _returned(self, model: nn.Module, arguments: Any, output: Any) -> None:
-        """What the model gives to its caller somebody reads."""
-        self.refused |= {self.given[id(each)][0] for each in _tensors((output,)) if id(each) in self.given}
-        self.given.clear()
+    def _on_model(self, model: nn.Module, arguments: Any, output: Any) -> None:
+        """Exclude norms whose output the model returns."""
+        self.excluded |= {self.outputs[id(each)][0] for each in _tensors((output,)) if id(each) in self.outputs}
+        self.outputs.clear()
 
-    def _gave(self, norm: nn.Module, arguments: Any, output: Any) -> None:
+    def _on_norm(self, norm: nn.Module, arguments: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.shape[-1] == _width(norm):
-            self.given[id(output)] = norm, output  # held, so that its id stays its own
+            self.outputs[id(output)] = norm, output
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") != "__get__":  # a shape or a dtype is no reading
+        if getattr(func, "__name__", "") != "__get__":  # reading a shape or a dtype does not count
             read = list(_tensors((*args, *kwargs.values())))
-            norms = [self.given[id(each)] for each in read if id(each) in self.given]
+            norms = [self.outputs[id(each)] for each in read if id(each) in self.outputs]
             weights = [self.by_weight[id(each)] for each in read if id(each) in self.by_weight]
             product = func is nn.functional.linear and len(weights) == 1 and len(norms) == 1 and norms[0][1] is read[0]
             for linear in weights:
-                self.fed.setdefault(linear, set()).add(norms[0][0] if product else None)
+                self.fed_by.setdefault(linear, set()).add(norms[0][0] if product else None)
             if product:
-                self._feeds(*norms[0], weights[0])
+                self._add(*norms[0], weights[0])
             else:
-                self.refused |= {norm for norm, _ in norms}
+                self.excluded |= {norm for norm, _ in norms}
         return func(*args, **kwargs)
 
-    def _feeds(self, norm: nn.Module, x: Tensor, linear: nn.Linear) -> None:
+    def _add(self, norm: nn.Module, x: Tensor, linear: nn.Linear) -> None:
         linears = self.linears.setdefault(norm, [])
-        if not linears or linear is linears[0]:  # once for all that read it
+        if not linears or linear is linears[0]:  # once per norm output
             square = square_of(x.reshape(-1, x.shape[-1]))
             self.hessians[norm] = self.hessians[norm] + square if norm in self.hessians else square
         if linear not in linears:
@@ -178,8 +184,8 @@ def _width(norm: nn.Module) -> int:
     return weight.numel()
 
 
-def _held_twice(model: nn.Module) -> set[int]:
-    """Of parameters that stand at several places: what one changes, the others would see."""
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that several modules share, so that changing one would affect the others."""
     seen: list[int] = [id(p) for module in model.modules() for p in module._parameters.values() if p is not None]
     return {each for each in seen if seen.count(each) > 1} if len(seen) != len(set(seen)) else set()
 
@@ -195,7 +201,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _fold(fold: Fold, counted: Sequence[nn.Linear], hessian: Tensor, spec: QuantizeSpec) -> bool:
-    """Find the exponent and apply it; whether the norm is one that scales can be folded into."""
+    """Find the best exponent and apply it. Return whether scales can be folded into the norm."""
     norm = fold.norm[1]
     width = _width(norm)
     root_mean_square = hessian.diagonal()[:width].sqrt()
@@ -223,15 +229,17 @@ def _loss(weight: Tensor, scale: Tensor, hessian: Tensor, spec: QuantizeSpec) ->
 
 
 def _apply(norm: nn.Module, linears: Sequence[nn.Linear], scale: Tensor) -> bool:
-    """Divide what the norm multiplies by, and its bias, by the scale, and multiply the linears' columns; False, and
-    nothing done, where the norm does not then give its output divided by it."""
+    """Divide the norm's factor and bias by the scale, and multiply the linears' columns by it.
+
+    Return False, and change nothing, if this does not divide the norm's output by the scale.
+    """
     parts = {name: p for name in ("weight", "bias") if isinstance(p := getattr(norm, name, None), nn.Parameter)}
     before = {name: p.detach().clone() for name, p in parts.items()}
     probe = torch.linspace(-2, 3, 4 * len(scale), dtype=torch.float32, device=scale.device).view(4, -1)
     probe = probe.to(parts["weight"].dtype)
     try:
         expected = norm(probe).float()
-    except TypeError:  # it takes more than one input
+    except TypeError:  # the norm needs more than one input
         return False
     tolerance = max(2 * torch.finfo(probe.dtype).eps, 1e-5)
     for offset in (0.0, 1.0):  # Gemma's norms multiply by 1 + weight
@@ -248,10 +256,10 @@ def _apply(norm: nn.Module, linears: Sequence[nn.Linear], scale: Tensor) -> bool
 
 
 def _divide(parts: dict[str, nn.Parameter], before: dict[str, Tensor], scale: Tensor, offset: float) -> Tensor:
-    """Divide offset + weight, and bias; by what it really was, since weights are rounded to their dtype."""
+    """Divide offset + weight and bias by the scale. Return the exact divisor: weights are rounded to their dtype."""
     factor = before["weight"].float() + offset
     parts["weight"].copy_(factor / scale - offset)
-    # Where it is zero nothing comes through, whatever the scale.
+    # If the factor is zero, the output is zero with any scale.
     ratio = factor / (parts["weight"].float() + offset)
     exact = torch.where(ratio.isfinite() & (ratio > 0), ratio, scale)
     if "bias" in parts:

@@ -1,4 +1,4 @@
-"""Which weights cost a model most in NVFP4, and which of them to leave dense for a budget of bits."""
+"""Measure how much each weight's quantization costs, and choose which weights stay dense within a budget of bits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is quantized together, and what that alone costs.
+    """Weights that are quantized together, and the cost of quantizing only them.
 
     Attributes:
-        name: of the weight, or of the layer.
-        weights: the names of its weights.
-        loss: Kullback-Leibler divergence of the model's output from the dense one's, nats a token.
-        elements: of the weights.
-        dense_bits, bits: an element takes, as it was and in NVFP4.
-        called: whether a batch reached any of the weights; the loss of the others is zero because nothing was measured.
+        name: the name of the weight, layer or group.
+        weights: the names of the weights.
+        loss: the Kullback-Leibler divergence of the model's output from the dense model's, in nats per token.
+        elements: the number of elements of the weights.
+        dense_bits, bits: bits per element, dense and in NVFP4.
+        called: whether a batch reached any of the weights. If not, the loss is zero because nothing was measured.
     """
 
     name: str
@@ -43,23 +43,23 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """What :func:`sensitivity` found; ``str`` is a table, the most sensitive first."""
+    """The result of :func:`sensitivity`. Its ``str`` is a table in descending order of loss."""
 
     parts: tuple[Part, ...]
 
     def dense_within(self, bits: float) -> list[str]:
-        """The weights to leave dense so that all take at most ``bits`` an element together.
+        """Return the weights to leave dense so that the model uses at most ``bits`` per element on average.
 
-        Those come first whose loss is largest for the bits that they save; losses are taken to add up.
+        Weights are chosen greedily by loss per additional bit, assuming that losses add up.
 
         Raises:
-            ValueError: bits are fewer than NVFP4 alone takes.
+            ValueError: ``bits`` is below the average with every weight in NVFP4.
         """
         elements = sum(part.elements for part in self.parts)
         left = bits * elements - sum(part.bits * part.elements for part in self.parts)
-        if left < -1e-9 * bits * elements:  # the average that all take, given back as a budget, may be rounded
+        if left < -1e-9 * bits * elements:  # a budget equal to the average of all weights may be rounded
             least = bits - left / elements
-            raise ValueError(f"a budget of {bits} bits is below the {least:.3f} that everything takes in NVFP4")
+            raise ValueError(f"a budget of {bits} bits is below the {least:.3f} bits of every weight in NVFP4")
         chosen: list[str] = []
         for part in sorted(self.parts, key=lambda part: part.loss / self._extra(part), reverse=True):
             if self._extra(part) <= left:
@@ -68,20 +68,20 @@ class Sensitivity:
         return chosen
 
     def filter_for_bit_budget(self, bits: float, filter_fn: Filter | None = None) -> Filter:
-        """A filter for ``quantize_``, :func:`calibrate` or :func:`gptq` that leaves :meth:`dense_within` out.
+        """Return a filter for ``quantize_``, :func:`calibrate` or :func:`gptq` that excludes :meth:`dense_within`.
 
-        filter_fn: what else is left out; the one that :func:`sensitivity` was given.
+        filter_fn: the filter that was passed to :func:`sensitivity`; modules that it excludes stay excluded.
         """
         dense = set(self.dense_within(bits))
         known = {name for part in self.parts for name in part.weights}
 
-        def take(module: nn.Module, name: str) -> bool:
+        def is_selected(module: nn.Module, name: str) -> bool:
             if filter_fn is not None and not filter_fn(module, name):
                 return False
             own = {f"{name}.{parameter}".lstrip(".") for parameter in module._parameters} & known
             return bool(own) and not own & dense
 
-        return take
+        return is_selected
 
     def __str__(self) -> str:
         width = max([len(part.name) for part in self.parts], default=0)
@@ -107,23 +107,23 @@ def sensitivity(
     group_of: Callable[[str], str] | None = None,
     progress: bool = True,
 ) -> Sensitivity:
-    """What each weight costs in NVFP4 while all others are dense; the model stays as it is.
+    """Measure the cost of quantizing each weight while all others stay dense. The model is not changed.
 
-    It runs the model once for each weight and batch, so a few hundred tokens are a good start: divergences from the
-    model's own output need far fewer than a perplexity does. The logits of all batches are kept.
+    The model runs once per weight and batch. A few hundred tokens are a good start, because divergences from the
+    model's own output need far fewer tokens than a perplexity. The logits of all batches are kept in memory.
 
     Args:
-        model: gives logits (..., classes), or something with ``.logits``; it runs in eval mode.
-        batches: what it is called with, as :func:`calibrate` takes them.
+        model: returns logits (..., classes), or an object with ``.logits``. It runs in eval mode.
+        batches: the inputs of the model, as in :func:`calibrate`.
         config: how weights, or weights and activations, are quantized; NVFP4WeightOnlyConfig() by default.
-        filter_fn: which modules, as :func:`gptq` takes it.
-        by_layer: quantize all weights of a layer (of the longest nn.ModuleList) together: fewer runs.
-        group_of: the part that a weight, by its name, belongs to; those of one part are quantized together.
+        filter_fn: selects modules, as in :func:`gptq`.
+        by_layer: quantize all weights of a layer (of the longest nn.ModuleList) together, which needs fewer runs.
+        group_of: maps the name of a weight to the name of its group; weights of one group are quantized together.
         progress: show a progress bar.
 
     Raises:
-        ValueError: no batches, a config with a calibration, by_layer and group_of both, or nothing to quantize.
-        TypeError: the model gives a tuple, or something else without logits.
+        ValueError: no batches, a config that needs a calibration, both by_layer and group_of, or nothing to quantize.
+        TypeError: the model returns a tuple, or another object without logits.
 
     Example::
 
@@ -133,12 +133,12 @@ def sensitivity(
     config = NVFP4WeightOnlyConfig() if config is None else config
     config._check_calibrated()
     if config.step is not None:
-        raise ValueError("sensitivity takes a config without steps: what a calibration finds is not looked at")
+        raise ValueError("sensitivity needs a config without step, because it does not use a calibration")
     batches = list(batches)
     if not batches:
         raise ValueError("sensitivity compares outputs: give at least one batch")
     if by_layer and group_of is not None:
-        raise ValueError("by_layer and group_of each say what is quantized together: give one of them")
+        raise ValueError("by_layer and group_of both choose what is quantized together: give only one of them")
     groups = _groups(model, find_targets(model, filter_fn), by_layer, group_of)
     with in_eval_mode(model):
         with _calls(model) as called:
@@ -151,7 +151,7 @@ def sensitivity(
 
 @contextmanager
 def _calls(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """The modules that are called inside."""
+    """Collect the modules that are called inside the context."""
     called: set[nn.Module] = set()
     handles = [module.register_forward_pre_hook(lambda module, args: called.add(module)) for module in model.modules()]
     try:
@@ -200,7 +200,7 @@ def _part(
 
 
 def quantized(target: WeightRef, config: NVFP4WeightOnlyConfig) -> NVFP4Tensor:
-    """The weight of a place by a config without a calibration."""
+    """Quantize a weight by a config that needs no calibration."""
     if target.dense.dim() == 3:
         return quantized_experts(target.module, target.dense.detach(), config.weight, config.activation)
     return quantize(target.dense.detach(), config.weight)._replace(activation_spec=config.activation)
@@ -211,7 +211,7 @@ def _log_probabilities(model: nn.Module, batch: Any) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
         raise TypeError(
-            f"sensitivity compares logits (..., classes), or something with .logits, and {type(model).__name__} gave "
-            f"{type(logits).__name__}: give a module whose forward returns them alone"
+            f"sensitivity compares logits (..., classes) or an output with .logits, and {type(model).__name__} "
+            f"returned {type(logits).__name__}: pass a module whose forward returns only logits"
         )
     return logits.float().log_softmax(dim=-1)

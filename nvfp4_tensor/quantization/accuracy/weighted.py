@@ -1,4 +1,4 @@
-"""A scale search whose errors count by what each column is multiplied with: the diagonal of GPTQ's Hessian."""
+"""Scale search with errors weighted by the inputs of each column, the diagonal of GPTQ's Hessian."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor, amax: Tensor | None = None) -> NVFP4Tensor:
-    """weight (N, K) by a spec with a scale search, whose squared errors are weighted (contract, section 2).
+    """Quantize weight (N, K) by a spec with a scale search whose squared errors are weighted (contract, section 2).
 
-    squares: (K,), the sum or the mean of the squares that each column is multiplied with; their scale does not matter.
-    Columns that met nothing but zeros count as a millionth of the others' mean, so that they still are rounded well.
-    amax: float32 0-d, the largest magnitude that the per-tensor scale allows for, or (N,) with row_scaled; by default
-    the weight's.
+    Args:
+        weight: (N, K).
+        spec: a spec with a scale search.
+        squares: (K,), the sum or mean of squares of each column's inputs, up to a common factor. Columns whose inputs
+            were all zero get a millionth of the mean, so that they are still rounded well.
+        amax: the largest magnitude that the per-tensor scale allows, float32 0-d, or (N,) with row_scaled. By default
+            the amax of the weight.
 
     Raises:
         ValueError: squares that are not finite.
@@ -26,7 +29,7 @@ def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor, amax:
         raise ValueError("the squares of the inputs are not finite: calibrate on other data, or in another dtype")
     squares = squares.to(device=weight.device, dtype=torch.float32)
     mean = squares.mean()
-    # By the mean, so that sums of errors stay where float32 has room.
+    # Divided by the mean, so that sums of errors stay within the range of float32.
     weights = (squares / mean).clamp(min=1e-6) if mean > 0 else torch.ones_like(squares)
     if amax is None and spec.row_scaled:
         amax = reference.row_amax(weight, spec.hadamard_sign)

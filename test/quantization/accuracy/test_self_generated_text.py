@@ -32,7 +32,7 @@ def test_what_a_model_writes():
 
 @pytest.mark.parametrize("arguments", [{"tokens": 0}, {"window": 1}])
 def test_sizes(arguments):
-    with pytest.raises(ValueError, match="tokens is at least 1 and window at least 2"):
+    with pytest.raises(ValueError, match="tokens must be at least 1 and window at least 2"):
         generate_calibration_text(tiny(), **arguments)
 
 

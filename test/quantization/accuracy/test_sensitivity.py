@@ -150,7 +150,7 @@ def test_experts():
     [
         (([],), "at least one batch"),
         (([1], NVFP4WeightOnlyConfig(scale_search="mse", weighted=True)), "weighted needs inputs"),
-        (([1], NVFP4Config(step="convert")), "without steps"),
+        (([1], NVFP4Config(step="convert")), "without step"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments, message):
@@ -166,5 +166,5 @@ def test_what_is_grouped_is_quantized_together():
     assert found.parts[0].weights == tuple(part.name for part in alone.parts[:-1])
     assert found.parts[1].loss == alone.parts[-1].loss
     assert found.parts[0].loss > max(part.loss for part in alone.parts[:-1])
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="give only one of them"):
         sensitivity(model(), batches(), group_of=str, by_layer=True, progress=False)

@@ -1,4 +1,4 @@
-"""What is learned from the Hessian of a linear's output, X^T X of its inputs: GPTQ."""
+"""GPTQ: round weights using the Hessian of the linear's output, X^T X of its inputs."""
 
 from nvfp4_tensor.quantization.accuracy.gptq.config import GPTQConfig
 from nvfp4_tensor.quantization.accuracy.gptq.run import gptq

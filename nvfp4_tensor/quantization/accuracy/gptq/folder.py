@@ -1,4 +1,4 @@
-"""The layers that a run of GPTQ has finished, on disk, so that the next one goes on behind them."""
+"""Store finished layers of a GPTQ run on disk, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SETTINGS = "settings.json"
 
 
 class Finished:
-    """A folder with one file a finished layer, of one model, one config and one set of batches.
+    """A folder with one file per finished layer, for one model, one config and one set of batches.
 
     Raises:
-        ValueError: the folder holds the layers of another run.
+        ValueError: the folder has the layers of another run.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Finished:
         self.folder.mkdir(parents=True, exist_ok=True)
         weights = hashlib.blake2b(digest_size=16)
         _digest([target.name for target in targets], weights)
-        _digest(dict(model.named_parameters()), weights)  # norms and embeddings too: inputs depend on them
+        _digest(dict(model.named_parameters()), weights)  # including norms and embeddings: inputs depend on them
         inputs = hashlib.blake2b(digest_size=16)
         _digest(batches, inputs)
         settings = {"config": str(config), "weights": weights.hexdigest(), "batches": inputs.hexdigest()}
@@ -48,22 +48,22 @@ class Finished:
         found = json.loads(path.read_text())
         if differs := [name for name, value in settings.items() if found.get(name) != value]:
             raise ValueError(
-                f"{self.folder} holds the layers of a run with other {', '.join(differs)}: go on with the same, or "
+                f"{self.folder} has the layers of a run with other {', '.join(differs)}: resume with the same ones, or "
                 "give another folder"
             )
 
     def load(self, name: str, targets: Sequence[WeightRef]) -> dict[str, NVFP4Tensor] | None:
-        """The weights of layer ``name``, by the names of its places; None where it is not finished."""
+        """Return the weights of layer ``name`` by parameter name, or None if it is not finished."""
         path = self._path(name)
         if not path.exists():
             return None
         weights = torch.load(path, weights_only=True, map_location=targets[0].dense.device if targets else None)
         if set(weights) != {target.name for target in targets}:
-            raise ValueError(f"{path} does not hold the weights of {name}: delete it, and the layer is done again")
+            raise ValueError(f"{path} does not have the weights of {name}: delete it to quantize the layer again")
         return weights
 
     def save(self, name: str, weights: dict[str, NVFP4Tensor]) -> None:
-        """Whole or not at all."""
+        """Write the weights of a layer atomically."""
         path = self._path(name)
         torch.save(weights, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
@@ -73,7 +73,7 @@ class Finished:
 
 
 def _digest(value: Any, into: Any) -> None:
-    """Of tensors and what holds them, by value."""
+    """Update the hash ``into`` with the values of tensors and containers of tensors."""
     if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         names, context = value.__tensor_flatten__()
         into.update(repr(context).encode())

@@ -1,12 +1,12 @@
-"""GPTQ's rounding of one weight (arXiv:2210.17323) to NVFP4: column by column, each error passed on to those to come.
+"""GPTQ's rounding of one weight (arXiv:2210.17323) to NVFP4: column by column, with error feedback to later columns.
 
 The loss is that of the linear's output, ``trace((W - Q) H (W - Q)^T)`` with ``H = X^T X``. With U the upper Cholesky
-factor of H^-1, rounding column i to q costs ``((w_i - q) / U_ii)^2``, and moving what is left of the row by
-``-(w_i - q) / U_ii * U_i,i+1..`` makes up for as much of the rest as later columns can.
+factor of H^-1, rounding column i to q costs ``((w_i - q) / U_ii)^2``, and adding
+``-(w_i - q) / U_ii * U_i,i+1..`` to the later columns compensates for the error as far as they can.
 
-A block of 16 columns chooses its scale when its turn comes, of its weights as they are by then: each candidate rounds
-the block with its own feedback, and the one of least loss is kept. So blocks may come in any order, and so may the
-columns within one.
+The scale of a block of 16 columns is chosen when the block is rounded, from the weights updated so far: each candidate
+scale rounds the block with its own feedback, and the candidate with the smallest loss is kept. Blocks, and the columns
+within a block, can therefore be rounded in any order.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _LAZY_COLUMNS = 8 * BLOCK
-"""Columns behind these are moved once for all of them, by one product."""
+"""Later columns are updated once per so many columns, by one product."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
-    """What a Hessian tells of the order and the feedback of columns, for all weights that share an input.
+    """The rounding order and feedback factors of a Hessian, for all weights that share an input.
 
     Attributes:
         upper: float32 (K, K), U with H^-1 = U^T U, rows and columns in ``order``.
-        order: int64 (K,), the columns in the order in which they are rounded, whole blocks together.
+        order: int64 (K,), the columns in rounding order; the columns of a block are contiguous.
         damped: float64 (K, K), H with damping, in the order of the weight's columns.
     """
 
@@ -43,7 +43,9 @@ class Factor:
 
     @classmethod
     def of(cls, hessian: Tensor, damping: float, *, act_order: bool) -> Factor:
-        """Of ``hessian`` (K, K), K a multiple of 16, with ``damping`` times its mean diagonal added to its diagonal.
+        """Factorize ``hessian`` (K, K), with ``damping`` times the mean of its diagonal added to its diagonal.
+
+        K is a multiple of 16.
 
         Raises:
             ValueError: the Hessian is not finite, or not positive definite with this damping.
@@ -51,8 +53,8 @@ class Factor:
         damped = hessian.double()
         diagonal = damped.diagonal()
         if not diagonal.isfinite().all():
-            raise ValueError("the inputs hold NaN or Inf, so nothing can be learned of them")
-        unused = diagonal == 0  # never fed anything: rounded to nearest, and in nobody's way
+            raise ValueError("the inputs have NaN or Inf: check the batches and the dense model's weights")
+        unused = diagonal == 0  # columns whose inputs are all zero: rounded to nearest, without affecting others
         mean = float(diagonal[~unused].mean()) if not unused.all() else 1.0
         diagonal.add_(torch.full_like(diagonal, damping * mean).masked_fill(unused, mean))
         order = _order(diagonal) if act_order else torch.arange(len(damped), device=damped.device)
@@ -68,7 +70,7 @@ def _cholesky(matrix: Tensor, upper: bool = False) -> Tensor:
 
 
 def _order(diagonal: Tensor) -> Tensor:
-    """Blocks of 16 by how much their inputs weigh, the heaviest first; so the columns of each."""
+    """Return the columns, blocks of 16 and columns within a block in descending order of the diagonal."""
     blocks = diagonal.view(-1, BLOCK)
     within = blocks.argsort(dim=1, descending=True, stable=True)
     columns = within + torch.arange(0, diagonal.numel(), BLOCK, device=diagonal.device).unsqueeze(1)
@@ -76,9 +78,9 @@ def _order(diagonal: Tensor) -> Tensor:
 
 
 def moved_to_inputs(weight: Tensor, cross: Tensor, hessian: Tensor, factor: Factor) -> Tensor:
-    """The W* (N, K) whose outputs on the inputs met, X, come closest to those of W on the dense model's inputs, Z.
+    """Return W* (N, K) whose outputs on the actual inputs X are closest to those of W on the dense model's inputs Z.
 
-    ``min |W Z - W* X|^2`` has ``W* = W (Z^T X) (X^T X)^-1``; with damping, which pulls W* towards W.
+    The minimum of ``|W Z - W* X|^2`` is ``W* = W (Z^T X) (X^T X)^-1``. Damping pulls W* towards W.
     cross, hessian: Z^T X and X^T X.
     """
     columns = weight.shape[1]
@@ -88,9 +90,9 @@ def moved_to_inputs(weight: Tensor, cross: Tensor, hessian: Tensor, factor: Fact
 
 
 def round_weight(weight: Tensor, factor: Factor, spec: QuantizeSpec, amax: Tensor) -> NVFP4Tensor:
-    """weight (N, K), quantized by GPTQ with the per-tensor scale of ``amax``, 0-d, or those of its rows, (N,).
+    """Quantize weight (N, K) by GPTQ. ``amax`` is 0-d for one per-tensor scale, or (N,) for one scale per row.
 
-    Candidates for the scale of a block are the spec's: the usual one; two by four-over-six; those of a scale search.
+    The spec determines the candidate scales of a block: one, two with four-over-six, or those of a scale search.
     """
     rows, columns = weight.shape
     work = pad(weight.float(), (0, -columns % BLOCK)).mT[factor.order].contiguous()  # (K, N): a column is contiguous
@@ -107,14 +109,14 @@ def round_weight(weight: Tensor, factor: Factor, spec: QuantizeSpec, amax: Tenso
             codes[block], errors[start - first : start - first + BLOCK], scales[start // BLOCK] = _round_block(
                 work[block], upper, candidates, spec, amax
             )
-            behind = slice(start + BLOCK, last)
-            work[behind] -= factor.upper[block, behind].mT @ errors[start - first : start - first + BLOCK]
+            later = slice(start + BLOCK, last)
+            work[later] -= factor.upper[block, later].mT @ errors[start - first : start - first + BLOCK]
         work[last:] -= factor.upper[first:last, last:].mT @ errors
     return _assemble(codes, scales, factor.order, weight, spec, amax)
 
 
 def _candidates(block: Tensor, spec: QuantizeSpec, amax: Tensor) -> Tensor:
-    """The e4m3 bytes (C, N) that the scales of blocks (16, N) are chosen from."""
+    """Return the candidate scales (C, N) of blocks (16, N), as bytes of e4m3."""
     s_enc = reference.encode_scale(amax, spec)
     block_amax = block.abs().amax(dim=0)
     base = reference.to_e4m3(block_amax * (s_enc * amax.new_full((), 1 / 6)), spec.scale_rounding, block_amax)
@@ -131,7 +133,10 @@ def _candidates(block: Tensor, spec: QuantizeSpec, amax: Tensor) -> Tensor:
 def _round_block(
     block: Tensor, upper: Tensor, candidates: Tensor, spec: QuantizeSpec, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes (16, N), errors (16, N), bytes of scales (N,)) of the candidates (C, N) of least loss, a row each."""
+    """Round a block with each candidate scale (C, N), and keep the one with the smallest loss for each row.
+
+    Return (codes (16, N), errors (16, N), bytes of scales (N,)).
+    """
     s = candidates.view(torch.float8_e4m3fn).float()
     factor = reference.per_tensor_scale(amax, spec)
     encode, step = reference.block_encode(s, reference.encode_scale(amax, spec)), s * factor
@@ -150,12 +155,12 @@ def _round_block(
 def _assemble(
     codes: Tensor, scales: Tensor, order: Tensor, weight: Tensor, spec: QuantizeSpec, amax: Tensor
 ) -> NVFP4Tensor:
-    """Codes (K, N) and scales (K / 16, N), both in ``order``, as the tensor."""
-    in_place = torch.empty_like(codes)
-    in_place[order] = codes
-    scale_in_place = torch.empty_like(scales)
-    scale_in_place[order[::BLOCK] // BLOCK] = scales
-    qdata = layout.pack(in_place.mT).contiguous()
-    scale = layout.swizzle(scale_in_place.mT.contiguous()).view(torch.float8_e4m3fn)
+    """Return the NVFP4Tensor of codes (K, N) and scales (K / 16, N), both in ``order``."""
+    ordered_codes = torch.empty_like(codes)
+    ordered_codes[order] = codes
+    ordered_scales = torch.empty_like(scales)
+    ordered_scales[order[::BLOCK] // BLOCK] = scales
+    qdata = layout.pack(ordered_codes.mT).contiguous()
+    scale = layout.swizzle(ordered_scales.mT.contiguous()).view(torch.float8_e4m3fn)
     factor = reference.per_tensor_scale(amax, spec)
     return NVFP4Tensor(qdata, scale, factor, weight.shape[1], weight.dtype, spec)

@@ -1,4 +1,4 @@
-"""gptq(model, batches, config): a whole model, one layer at a time."""
+"""gptq(model, batches, config): quantize a model by GPTQ, one layer at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 REST = "rest"
-"""The file of what lies outside of layers."""
+"""The file with the weights outside of layers."""
 
 
 def gptq(
@@ -36,30 +36,31 @@ def gptq(
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> nn.Module:
-    """Quantize a model in place by GPTQ (arXiv:2210.17323), one layer after the other.
+    """Quantize a model in place by GPTQ (arXiv:2210.17323), one layer at a time.
 
-    Memory holds the model, the hidden states of all batches (twice with ``dense_target_weight``), the statistics of one
-    layer, and with ``dense_target_weight`` the dense inputs of one layer. The dense weights are kept until all is done:
-    after any exception, an interrupt too, the model is as it was.
+    The model, the hidden states of all batches (two copies with ``dense_target_weight``), the statistics of one layer
+    and, with ``dense_target_weight``, the dense inputs of one layer are kept in memory. The dense weights are kept
+    until the run is complete: after an exception or an interrupt, the model is restored.
 
     Args:
-        model: linears, and experts' parameters (E, N, K), are replaced in place; it runs in eval mode meanwhile.
-        batches: what the model is called with: a tensor, a tuple of arguments or a mapping of keyword arguments each. A
-            few thousand tokens at least, of the kind that the model will see.
-        config: a :class:`GPTQConfig`; an NVFP4WeightOnlyConfig or NVFP4Config stands for one with that base_config.
-        filter_fn: which modules, by (module, name): linears, and modules with experts' parameters. All by default. A
-            weight that something else shares stays dense, with a warning.
-        layers: the layers that follow one another; by default those of the longest nn.ModuleList that hold most of
-            what is quantized. ``[]``: the model as a whole, whose inputs are all taken before its first weight changes.
-        folder: where finished layers are kept, so that a run that was interrupted goes on behind them.
+        model: the model whose linears and experts' parameters (E, N, K) are replaced in place. It runs in eval mode.
+        batches: the inputs of the model. Each is a tensor, a tuple of arguments or a mapping of keyword arguments. Use
+            at least a few thousand tokens, similar to those that the model will process.
+        config: a :class:`GPTQConfig`. An NVFP4WeightOnlyConfig or NVFP4Config is used as its base_config.
+        filter_fn: selects modules by (module, name): linears, and modules with experts' parameters. All by default. A
+            shared weight stays dense, with a warning.
+        layers: the sequential layers of the model. By default, those of the longest nn.ModuleList that contain most of
+            the selected modules. ``[]`` treats the model as one layer: all inputs are recorded before its first weight
+            changes.
+        folder: a folder for finished layers, from which an interrupted run resumes.
         progress: show a progress bar over the weights.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: config or a selected module is of another kind.
-        ValueError: no batches; layers that are no chain; inputs that are not finite; a folder of another run.
+        TypeError: config or a selected module has another type.
+        ValueError: no batches, layers that do not form a chain, inputs that are not finite, or a folder of another run.
         RuntimeError: no batch reached a weight.
 
     Example::
@@ -70,15 +71,15 @@ def gptq(
     config = _checked(config)
     batches = list(batches)
     if not batches:
-        raise ValueError("GPTQ learns from what weights are fed: give at least one batch")
+        raise ValueError("GPTQ needs the inputs of weights: give at least one batch")
     targets = find_targets(model, filter_fn)
     chain = _chain(model, targets, layers)
     finished = None if folder is None else Finished(folder, config, model, targets, batches)
     bar = tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress)
-    with torch.no_grad(), in_eval_mode(model), _all_or_nothing(targets), bar:
+    with torch.no_grad(), in_eval_mode(model), _restored_on_error(targets), bar:
         run = _Run(config, finished, bar.update)
-        rest = run.chain(model, chain, targets, batches) if chain else targets
-        run.whole(model, rest, batches)
+        rest = run.quantize_layers(model, chain, targets, batches) if chain else targets
+        run.quantize_rest(model, rest, batches)
     return model
 
 
@@ -95,14 +96,14 @@ def _chain(
         return layers_of(model, [target.module for target in targets])
     names = {module: name for name, module in model.named_modules()}
     if len(set(layers)) < len(layers):
-        raise ValueError("one of the layers is given twice: give layers=[] to take the model as a whole")
-    if strangers := [layer for layer in layers if layer not in names]:
-        raise ValueError(f"layers are modules of the model, and {type(strangers[0]).__name__} is none of it")
+        raise ValueError("one of the layers is given twice: give layers=[] to treat the model as one layer")
+    if foreign := [layer for layer in layers if layer not in names]:
+        raise ValueError(f"layers must be modules of the model, and {type(foreign[0]).__name__} is not one of them")
     return [(names[layer], layer) for layer in layers]
 
 
 @contextmanager
-def _all_or_nothing(targets: Sequence[WeightRef]) -> Iterator[None]:
+def _restored_on_error(targets: Sequence[WeightRef]) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -113,20 +114,20 @@ def _all_or_nothing(targets: Sequence[WeightRef]) -> Iterator[None]:
 
 @dataclasses.dataclass
 class _Run:
-    """What one call of gptq goes by."""
+    """The state of one call of gptq."""
 
     config: GPTQConfig
     finished: Finished | None
     tick: Callable[[], object]
 
-    def chain(
+    def quantize_layers(
         self,
         model: nn.Module,
         layers: Sequence[tuple[str, nn.Module]],
         targets: Sequence[WeightRef],
         batches: Sequence[Any],
     ) -> list[WeightRef]:
-        """The layers in turn; the places outside of them are left."""
+        """Quantize the layers in sequence. Return the weights outside of them."""
         hidden, calls = record(model, layers, batches)
         streams = Streams(hidden, list(hidden) if self.config.dense_target_weight else None)
         left = list(targets)
@@ -137,8 +138,8 @@ class _Run:
             left = [target for target in left if target not in own]
         return left
 
-    def whole(self, model: nn.Module, targets: Sequence[WeightRef], batches: Sequence[Any]) -> None:
-        """Places outside of layers, in one pass over the model."""
+    def quantize_rest(self, model: nn.Module, targets: Sequence[WeightRef], batches: Sequence[Any]) -> None:
+        """Quantize weights outside of layers, in one pass over the model."""
         if not targets or self._load(REST, targets):
             return
         collected = self._collected(targets)
@@ -157,7 +158,7 @@ class _Run:
         if not self._load(name, targets):
             for group in self._groups(layer, calls, targets, streams, dense):
                 collected = self._collected(group)
-                for call, states, z in zip(calls, streams.met, fed, strict=True):
+                for call, states, z in zip(calls, streams.quantized, fed, strict=True):
                     with Watch(group) as watch:
                         call.run(layer, states)
                     collected.add(watch, z, rows=states.shape[:-1].numel())
@@ -176,12 +177,12 @@ class _Run:
         streams: Streams,
         dense: list[Watch] | None,
     ) -> list[list[WeightRef]]:
-        """What is summed up in one pass over the batches: what shares an input, or the whole layer."""
+        """Return the weights per pass over the batches: those that share an input, or all weights of the layer."""
         if not self.config.sequential_within_layer:
             return [list(targets)] if targets else []
         groups: list[list[WeightRef]] = []
         left = list(targets)
-        for i, (call, states) in enumerate(zip(calls, streams.met, strict=True)):
+        for i, (call, states) in enumerate(zip(calls, streams.quantized, strict=True)):
             if not left:
                 break
             if dense is not None:
@@ -196,7 +197,7 @@ class _Run:
     def _quantize(self, collected: Collected) -> None:
         made: dict[WeightRef, list[NVFP4Tensor]] = {}
         for each in collected.statistics():
-            with torch.autocast(each.hessian.device.type, enabled=False):  # the model's own, which would round products
+            with torch.autocast(each.hessian.device.type, enabled=False):  # autocast would round the products
                 weights = self._rounded(each)
             for (target, _), weight in zip(each.fed, weights, strict=True):
                 made.setdefault(target, []).append(weight)
@@ -213,7 +214,7 @@ class _Run:
             raise ValueError(f"{names}: {error}") from None
         weights = [target.matrix(expert).float() for target, expert in each.fed]
         if bad := [target.name for (target, _), w in zip(each.fed, weights, strict=True) if not w.isfinite().all()]:
-            raise ValueError(f"{', '.join(bad)} holds NaN or Inf, whose error nothing makes up for: mend it first")
+            raise ValueError(f"{', '.join(bad)} has NaN or Inf: replace these values, or exclude it with filter_fn")
         if each.cross is not None:
             weights = [moved_to_inputs(weight, each.cross, each.hessian, factor) for weight in weights]
         amax: Sequence[Tensor] = [
@@ -241,7 +242,7 @@ class _Run:
 
 
 def _joined(experts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
-    """Experts (E, N, K), each with its own per-tensor scale."""
+    """Stack experts to (E, N, K), each with its own per-tensor scale."""
     stacked = torch.stack(tuple(experts))
     assert isinstance(stacked, NVFP4Tensor)
     scales = torch.stack([expert.per_tensor_scale for expert in experts]).reshape(len(experts), -1)

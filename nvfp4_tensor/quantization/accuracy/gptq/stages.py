@@ -1,7 +1,7 @@
-"""A model as a chain of layers that can be run one at a time, each on what the one before it gave.
+"""Run a model as a chain of layers, one at a time, each on the output of the previous one.
 
-What a layer gets beside the hidden states (masks, positions) does not depend on weights, so one pass over the model in
-which layers hand on what they are given records it all; hidden states are then the only thing that is kept for each
+The other arguments of a layer (masks, positions) do not depend on weights. One pass over the model, in which each layer
+returns its input, therefore records the arguments of all layers. Afterwards, only hidden states are kept for each
 batch.
 """
 
@@ -18,15 +18,18 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass
 class Call:
-    """What a module is called with; the hidden states apart, which differ from stream to stream."""
+    """The arguments of a module's call, except the hidden states.
+
+    Attributes:
+        hidden: the keyword of the hidden states; None if they are the first positional argument.
+    """
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     hidden: str | None
-    """The keyword of the hidden states; None where they are the first argument."""
 
     def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
-        """The hidden states that ``module`` makes of these, which it may write to: they are copied."""
+        """Return the output hidden states of ``module``. The input is copied, because the module may write to it."""
         hidden = hidden.clone()
         if self.hidden is None:
             return _hidden_of(module(hidden, *self.arguments, **self.keywords))
@@ -34,29 +37,29 @@ class Call:
 
 
 class _Recorded(Exception):
-    """Raised behind the last layer: nothing after it is of interest."""
+    """Raised at the last layer, to stop the model's forward."""
 
 
 def layers_of(model: nn.Module, chosen: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The names and modules of the model's layers: of the longest nn.ModuleList whose items hold most of ``chosen``.
+    """Return the (name, module) of each layer: the items of the nn.ModuleList that contains most of ``chosen``.
 
-    Empty where there is none, or where one stands in it twice: such a model is taken as a whole.
+    Return an empty list if no nn.ModuleList contains at least half of them. Lists with a repeated item are ignored.
     """
     wanted = set(chosen)
     best: list[tuple[str, nn.Module]] = []
-    held = 0
+    most = 0
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2 or len(set(module)) < len(module):
             continue
         inside = sum(each in wanted for each in module.modules())
-        if inside > held:
-            held, best = inside, [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
-    return best if 2 * held >= len(wanted) else []
+        if inside > most:
+            most, best = inside, [(f"{name}.{i}", layer) for i, layer in enumerate(module)]
+    return best if 2 * most >= len(wanted) else []
 
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode; afterwards each as it was."""
+    """Set all modules to eval mode, and restore the mode of each afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -70,10 +73,10 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def record(
     model: nn.Module, layers: Sequence[tuple[str, nn.Module]], batches: Iterable[Any]
 ) -> tuple[list[Tensor], list[list[Call]]]:
-    """(hidden states before the first layer, the calls of all layers), both for each batch.
+    """Return (hidden states before the first layer, calls of all layers), both as one item per batch.
 
     Raises:
-        ValueError: the layers do not form a chain, each fed what the one before it gives.
+        ValueError: the layers do not form a chain in which the input of each is the output of the previous one.
     """
     hidden: list[Tensor] = []
     calls: list[list[Call]] = []
@@ -94,7 +97,7 @@ def record(
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """The model called with a batch: a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    """Call the model with a batch: a tensor, a tuple of arguments or a mapping of keyword arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, tuple | list):
@@ -103,22 +106,22 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 class _Recorder:
-    """Stands in for the layers' forward: each hands on the hidden states it is given, in the form of the first."""
+    """Replace the layers' forward: each layer returns its input hidden states, in the output format of the first."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self.layers = layers
         self.first: Tensor | None = None
-        self.given: Tensor | None = None
+        self.latest: Tensor | None = None
         self.calls: list[Call] = []
-        self.own: list[tuple[nn.Module, Any]] = []
+        self.replaced: list[tuple[nn.Module, Any]] = []
 
     def watch(self) -> None:
         for i, (_, layer) in enumerate(self.layers):
-            self.own.append((layer, layer.__dict__.get("forward")))  # of accelerate's hooks, for instance
+            self.replaced.append((layer, layer.__dict__.get("forward")))  # set by accelerate's hooks, for instance
             layer.forward = self._forward(i, layer.forward)  # type: ignore[method-assign]
 
     def stop(self) -> None:
-        for layer, forward in self.own:
+        for layer, forward in self.replaced:
             del layer.forward
             if forward is not None:
                 layer.forward = forward
@@ -127,16 +130,16 @@ class _Recorder:
         if len(self.calls) != len(self.layers):
             raise ValueError(
                 f"a batch reached {len(self.calls)} of the {len(self.layers)} layers from {self.layers[0][0]} on: "
-                "give layers=[] to take the model as a whole"
+                "give layers=[] to treat the model as one layer"
             )
 
     def _forward(self, target: int, forward: Any) -> Any:
-        def handed_on(*arguments: Any, **keywords: Any) -> Any:
+        def identity(*arguments: Any, **keywords: Any) -> Any:
             call, hidden = _split(arguments, keywords)
-            if target != len(self.calls) or (target and hidden is not self.given):
+            if target != len(self.calls) or (target and hidden is not self.latest):
                 raise ValueError(
-                    f"{self.layers[target][0]} is not fed what the layer before it gives, so layers cannot be run one "
-                    "at a time: give layers=[] to take the model as a whole"
+                    f"the input of {self.layers[target][0]} is not the output of the previous layer, so layers cannot "
+                    "be run one at a time: give layers=[] to treat the model as one layer"
                 )
             self.calls.append(call)
             if target == 0:
@@ -144,26 +147,26 @@ class _Recorder:
                 self.form = forward(*arguments, **keywords)
             if target == len(self.layers) - 1:
                 raise _Recorded
-            self.given = hidden
+            self.latest = hidden
             return hidden if isinstance(self.form, Tensor) else (hidden, *self.form[1:])
 
-        return handed_on
+        return identity
 
 
 def _split(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Tensor]:
-    arguments = tuple(_forgetful(value) for value in arguments)
-    keywords = {name: False if name == "use_cache" else _forgetful(value) for name, value in keywords.items()}
+    arguments = tuple(_without_cache(value) for value in arguments)
+    keywords = {name: False if name == "use_cache" else _without_cache(value) for name, value in keywords.items()}
     if arguments and isinstance(arguments[0], Tensor):
         return Call(arguments[1:], keywords, None), arguments[0]
     for name in ("hidden_states", *keywords):
         if isinstance(keywords.get(name), Tensor):
             hidden = keywords.pop(name)
             return Call(arguments, keywords, name), hidden
-    raise ValueError("a layer is called with no tensor: give layers=[] to take the model as a whole")
+    raise ValueError("a layer is called without a tensor: give layers=[] to treat the model as one layer")
 
 
-def _forgetful(value: Any) -> Any:
-    """None for a cache of transformers, by which a layer would remember one run in the next, whatever its name."""
+def _without_cache(value: Any) -> Any:
+    """Return None for a transformers cache, which would carry state from one run to the next."""
     return None if hasattr(value, "get_seq_length") else value
 
 

@@ -1,4 +1,4 @@
-"""What weights are fed, summed up as GPTQ needs it: X^T X, and Z^T X where Z is what the dense model feeds them."""
+"""The statistics of weights' inputs that GPTQ needs: X^T X, and Z^T X with Z the inputs in the dense model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from nvfp4_tensor.quantization.accuracy.gptq.targets import Fed, Watch, WeightRe
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 
 _CHUNK = 4096
-"""Rows taken at a time, in float32."""
+"""Rows converted to float32 at a time."""
 
 
 @dataclasses.dataclass
 class Statistics:
-    """Of the weights that share an input.
+    """The statistics of weights that share an input.
 
     Attributes:
-        fed: which.
-        hessian: float32 (K, K), X^T X over all rows, K rounded up to 16.
-        cross: float32 (K, K), Z^T X; None where X is what it should be.
-        rows: how many X had.
+        fed: the weights.
+        hessian: float32 (K, K), X^T X over all rows, K rounded up to a multiple of 16.
+        cross: float32 (K, K), Z^T X; None if Z is always X.
+        rows: the number of rows of X.
     """
 
     fed: list[Fed]
@@ -37,14 +37,14 @@ class Statistics:
 
     @classmethod
     def empty(cls, fed: list[Fed], with_cross: bool) -> Statistics:
-        """Of no rows yet."""
+        """Return the statistics of zero rows."""
         target = fed[0][0]
         width = ceil_to(target.dense.shape[-1], BLOCK)
         hessian = torch.zeros((width, width), dtype=torch.float32, device=target.dense.device)
         return cls(fed, hessian, hessian.clone() if with_cross else None)
 
     def add(self, x: Tensor, z: Tensor | None) -> None:
-        """x: (rows, K), what is multiplied; z: what should be, or None where that is x."""
+        """Add the actual inputs x (rows, K), and the target inputs z, or None if they are x."""
         self.rows += len(x)
         square = square_of(x)
         self.hessian += square
@@ -53,12 +53,12 @@ class Statistics:
 
 
 def square_of(x: Tensor) -> Tensor:
-    """X^T X of x (rows, K), in float32, K rounded up to 16."""
+    """Return X^T X of x (rows, K), in float32, with K padded to a multiple of 16."""
     return product_of(x, x)
 
 
 def product_of(z: Tensor, x: Tensor) -> Tensor:
-    """Z^T X of two (rows, K), in float32, K rounded up to 16."""
+    """Return Z^T X of z and x (rows, K), in float32, with K padded to a multiple of 16."""
     columns = ceil_to(x.shape[1], BLOCK)
     total = torch.zeros((columns, columns), dtype=torch.float32, device=x.device)
     for start in range(0, len(x), _CHUNK):
@@ -69,36 +69,36 @@ def product_of(z: Tensor, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Streams:
-    """Hidden states before a layer, for each batch: those of the model as it is by now, and of the dense model."""
+    """Hidden states before a layer, one per batch: of the partly quantized model, and of the dense model."""
 
-    met: list[Tensor]
+    quantized: list[Tensor]
     dense: list[Tensor] | None
 
     def advance_dense(
         self, layer: nn.Module, calls: Sequence[Call], targets: Sequence[WeightRef]
     ) -> list[Watch] | None:
-        """Move the dense ones behind a layer that is dense still; what it fed its weights, for each batch."""
+        """Run the dense hidden states through a layer that is still dense. Return the weights' inputs of each batch."""
         if self.dense is None:
             return None
-        seen = []
+        watches = []
         for i, call in enumerate(calls):
             with Watch(targets) as watch:
                 self.dense[i] = call.run(layer, self.dense[i])
-            seen.append(watch)
-        return seen
+            watches.append(watch)
+        return watches
 
     def advance(self, layer: nn.Module, calls: Sequence[Call]) -> None:
-        """Move the others behind a layer that is quantized."""
+        """Run the other hidden states through a quantized layer."""
         for i, call in enumerate(calls):
-            self.met[i] = call.run(layer, self.met[i])
+            self.quantized[i] = call.run(layer, self.quantized[i])
 
 
 class Collected:
-    """The statistics of places over batches, those of one input together.
+    """The statistics of weights over batches; weights that share an input share their statistics.
 
     Args:
-        activation: what a product quantizes its input to (W4A4); weights then make up for that error.
-        dense_target_weight: from 0, the inputs met are what they should be, to 1, those of the dense model are.
+        activation: the spec by which products quantize their input (W4A4). Weights then compensate for that error.
+        dense_target_weight: interpolates the target inputs between the actual ones (0) and the dense model's (1).
     """
 
     def __init__(
@@ -110,7 +110,10 @@ class Collected:
         self.of: dict[Fed, Statistics] = {}
 
     def add(self, watch: Watch, dense: Watch | None = None, rows: int | None = None) -> None:
-        """What ``watch`` saw of one batch; ``dense`` what the dense model fed, used where a weight got all ``rows``."""
+        """Add the inputs recorded for one batch.
+
+        ``dense`` has the inputs in the dense model. They are used for weights whose input has all ``rows``.
+        """
         for group in watch.groups():
             for fed in [(group[0], expert) for expert in range(group[0].experts)]:
                 x = watch.rows(fed)
@@ -126,21 +129,21 @@ class Collected:
         return Statistics.empty(together, self.activation is not None or self.dense_target_weight > 0)
 
     def _add(self, to: Statistics, x: Tensor, dense: Tensor | None) -> None:
-        """x: what was met, ``dense``: what the dense model fed for the same tokens, where that is known."""
-        should_be = x if dense is None else torch.lerp(x.float(), dense.float(), self.dense_target_weight)
+        """Add the inputs x, and the dense model's inputs of the same tokens if they are known."""
+        z = x if dense is None else torch.lerp(x.float(), dense.float(), self.dense_target_weight)
         if self.activation is None:
-            to.add(x, None if dense is None else should_be)
+            to.add(x, None if dense is None else z)
         else:
-            to.add(fake_quantize(x, self.activation), should_be)
+            to.add(fake_quantize(x, self.activation), z)
 
     def statistics(self) -> list[Statistics]:
-        """Of each input once, experts in order; an expert that no batch reached has nothing but zeros."""
+        """Return the statistics, one per input, experts in order. They are zero for an expert that no batch reached."""
         result: dict[int, Statistics] = {}
         for target in self.targets:
             every = [(target, expert) for expert in range(target.experts)]
             if not any(fed in self.of for fed in every):
                 raise RuntimeError(
-                    f"no batch reached {target.name}: the model is as it was; leave it out with filter_fn, or give "
+                    f"no batch reached {target.name}, and the model is unchanged: exclude it with filter_fn, or give "
                     "batches that use it"
                 )
             for fed in every:

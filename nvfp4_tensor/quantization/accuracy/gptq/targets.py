@@ -1,4 +1,4 @@
-"""Where the weights to quantize stand in a model, and what each is fed."""
+"""Find the weights to quantize in a model, and record the inputs of each."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Filter = Callable[[nn.Module, str], bool]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightRef:
-    """A parameter: a linear's weight (N, K), or the weights (E, N, K) of experts.
+    """A parameter of a model: a linear's weight (N, K), or the weights (E, N, K) of experts.
 
     Attributes:
-        name: the parameter's, ``model.layers.0.mlp.down_proj.weight`` for instance.
-        dense: what stood there before.
+        name: the full name of the parameter, for instance ``model.layers.0.mlp.down_proj.weight``.
+        module, attribute: the module that has the parameter, and its name there.
+        dense: the original parameter.
     """
 
     name: str
@@ -35,31 +36,31 @@ class WeightRef:
 
     @property
     def experts(self) -> int:
-        """How many matrices it holds, each fed by itself; 1 for a linear."""
+        """The number of matrices, each with an input of its own; 1 for a linear."""
         return len(self.dense) if self.dense.dim() == 3 else 1
 
     def matrix(self, expert: int) -> Tensor:
-        """The dense weight (N, K)."""
+        """Return the dense weight (N, K) of an expert."""
         return self.dense.detach()[expert] if self.dense.dim() == 3 else self.dense.detach()
 
     def put(self, weight: NVFP4Tensor) -> None:
-        """Let the model use ``weight`` from now on."""
+        """Replace the parameter by ``weight``."""
         if isinstance(self.module, nn.Linear):
             set_weight(self.module, weight)
         else:
             setattr(self.module, self.attribute, nn.Parameter(weight, requires_grad=False))
 
     def restore(self) -> None:
-        """As it was before."""
+        """Restore the dense parameter."""
         setattr(self.module, self.attribute, self.dense)
         if type(self.module) is NVFP4Linear:
             self.module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
-    """The weights of the modules that the filter takes: linears, and modules that hold parameters (E, N, K).
+    """Return the weights of the modules that the filter selects: linears, and modules with parameters (E, N, K).
 
-    What something else shares stays dense, with a warning.
+    Shared weights are left out, with a warning.
     """
     holders: dict[int, int] = {}
     for module in model.modules():
@@ -73,12 +74,12 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
         raise ValueError(nothing_matched(model, filter_fn))
     shared = [target.name for target in targets if holders[id(target.dense)] > 1]
     if shared:
-        warnings.warn(f"left dense, for something else has the same weight: {', '.join(shared)}", stacklevel=3)
+        warnings.warn(f"left dense, because several modules share the weight: {', '.join(shared)}", stacklevel=3)
     return [target for target in targets if target.name not in shared]
 
 
 def is_quantizable(module: nn.Module) -> bool:
-    """Whether it is a linear, or holds the weights of experts."""
+    """Return whether the module is a linear or has the weights of experts."""
     return isinstance(module, nn.Linear) or any(True for _ in _expert_weights(module))
 
 
@@ -100,14 +101,15 @@ def _of_module(name: str, module: nn.Module) -> Iterator[WeightRef]:
 
 
 Fed = tuple[WeightRef, int]
-"""A place, and which of its experts (0 for a linear): what has an input of its own."""
+"""A parameter and the index of its expert (0 for a linear): one matrix with an input of its own."""
 
 
 class Watch(TorchFunctionMode):
-    """While it is entered, it keeps what the dense weights of some places are multiplied with.
+    """Record the inputs by which dense weights are multiplied, while the mode is active.
 
-    Products are recognized by the storage of their weight: ``linear`` of a whole weight or of one expert's slice,
-    ``x @ weight.T``, and torch's grouped product over all experts. Inputs are copied: a model may write to them later.
+    Products are recognized by the storage of their weight: ``linear`` with the full weight or one expert's slice,
+    ``x @ weight.T``, and torch's grouped product over all experts. Inputs are copied, because the model may write to
+    them later.
     """
 
     def __init__(self, targets: Sequence[WeightRef]) -> None:
@@ -117,30 +119,30 @@ class Watch(TorchFunctionMode):
             self.targets.setdefault(target.dense.untyped_storage().data_ptr(), []).append(target)
         self._fed: dict[Fed, list[Tensor]] = {}
         self._inputs: dict[tuple[Any, ...], Tensor] = {}
-        """The latest copy of what stood at a place in memory, so that one input is kept once."""
+        """The latest copy of the input at each (address, shape, strides), so that a shared input is stored once."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.linear:
-            self._see(*_two(args, kwargs, "input", "weight"))
+            self._record(*_two(args, kwargs, "input", "weight"))
         elif func in _GROUPED:
             x, weight = _two(args, kwargs, "input" if "input" in kwargs else "self", "mat2")
-            self._see_grouped(x, weight, kwargs["offs"] if "offs" in kwargs else args[2])
+            self._record_grouped(x, weight, kwargs["offs"] if "offs" in kwargs else args[2])
         elif func in _MATMUL and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dim() == 2:
-            self._see(args[0], args[1].mT)
+            self._record(args[0], args[1].mT)
         return func(*args, **kwargs)
 
     def rows(self, fed: Fed) -> Tensor | None:
-        """What a weight was fed, (tokens, K), all of its products one behind the other; None where it was not."""
+        """Return the inputs of a weight, concatenated over its products (tokens, K); None if it was not used."""
         if fed not in self._fed:
             return None
         every = self._fed[fed]
         return every[0] if len(every) == 1 else torch.cat(every)
 
     def groups(self) -> list[list[WeightRef]]:
-        """The places seen, in the order in which they were fed, those of one input together."""
+        """Return the recorded weights in order of their first product, grouped by shared input."""
         groups: dict[tuple[int, ...], list[WeightRef]] = {}
         known: set[WeightRef] = set()
         for (target, expert), every in self._fed.items():
@@ -150,35 +152,35 @@ class Watch(TorchFunctionMode):
                 groups.setdefault(own, []).append(target)
         return list(groups.values())
 
-    def _see(self, x: Tensor, weight: Tensor) -> None:
+    def _record(self, x: Tensor, weight: Tensor) -> None:
         fed = self._find(weight)
         if fed is not None and weight.stride() == fed[0].dense.stride()[-2:] and x.shape[-1] == weight.shape[-1]:
-            self._keep(fed, x.detach())
+            self._add(fed, x.detach())
 
-    def _keep(self, fed: Fed, x: Tensor) -> None:
-        where, rows = (x.data_ptr(), x.shape, x.stride()), x.reshape(-1, x.shape[-1])
-        if where not in self._inputs or not torch.equal(self._inputs[where], rows):
-            self._inputs[where] = rows.clone()
-        self._fed.setdefault(fed, []).append(self._inputs[where])
+    def _add(self, fed: Fed, x: Tensor) -> None:
+        key, rows = (x.data_ptr(), x.shape, x.stride()), x.reshape(-1, x.shape[-1])
+        if key not in self._inputs or not torch.equal(self._inputs[key], rows):
+            self._inputs[key] = rows.clone()
+        self._fed.setdefault(fed, []).append(self._inputs[key])
 
-    def _see_grouped(self, x: Tensor, weight: Tensor, offs: Tensor) -> None:
+    def _record_grouped(self, x: Tensor, weight: Tensor, offs: Tensor) -> None:
         if (fed := self._find(weight)) is None:
             return
         target, start = fed[0], 0
         if weight.stride() != target.dense.mT.stride():
-            raise ValueError(f"{target.name} holds experts as (E, K, N): NVFP4 takes (E, N, K), blocks along K")
+            raise ValueError(f"{target.name} has shape (E, K, N): GPTQ supports only experts (E, N, K), blocks along K")
         for expert, end in enumerate(offs.tolist()):
             if end > start:
-                self._keep((target, expert), x.detach()[start:end])
+                self._add((target, expert), x.detach()[start:end])
             start = end
 
     def _find(self, weight: Tensor) -> Fed | None:
         if type(weight) not in (Tensor, nn.Parameter) or weight.device.type == "meta":
             return None
         for target in self.targets.get(weight.untyped_storage().data_ptr(), ()):
-            behind = weight.storage_offset() - target.dense.storage_offset()
-            if 0 <= behind < target.dense.numel():
-                return target, behind // target.dense.stride(0) if target.experts > 1 else 0
+            offset = weight.storage_offset() - target.dense.storage_offset()
+            if 0 <= offset < target.dense.numel():
+                return target, offset // target.dense.stride(0) if target.experts > 1 else 0
         return None
 
 

@@ -128,7 +128,7 @@ def test_weights_with_row_scales():
     assert weight.per_tensor_scale.shape == (96,) and weight.spec == spec
     dense = plain.layers[0].up.weight
     assert ((weight.dequantize() - dense).norm(dim=1) < 0.35 * dense.norm(dim=1)).all()
-    with pytest.raises(ValueError, match="share_scales is for one scale a weight"):
+    with pytest.raises(ValueError, match="share_scales needs one scale per weight"):
         GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=spec), share_scales=True)
 
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_done_changes_nothing():
     m = model()
     before = {name: weight for name, weight in weights(m).items()}
     m.layers[1].up.register_forward_hook(lambda module, args, y: y * float("nan"))
-    with pytest.raises(ValueError, match=r"layers\.1\.down\.weight: the inputs hold NaN or Inf"):
+    with pytest.raises(ValueError, match=r"layers\.1\.down\.weight: the inputs have NaN or Inf"):
         gptq(m, batches(), progress=False)
     m.layers[1].up._forward_hooks.clear()
     m.unused = nn.Linear(16, 16)
@@ -234,7 +234,7 @@ def test_layers_that_are_no_chain():
 
     torch.manual_seed(0)
     m = Crossed().eval()
-    with pytest.raises(ValueError, match=r"layers\.2 is not fed what the layer before it gives.*layers=\[\]"):
+    with pytest.raises(ValueError, match=r"the input of layers\.2 is not the output.*layers=\[\]"):
         gptq(m, batches(), progress=False)
     m.layers = m.layers[:2]
     m.forward = lambda x: m.head(m.layers[0](x, mask=1)[0])
@@ -332,7 +332,7 @@ def test_autocast_changes_nothing_but_what_the_model_computes(with_usual_default
 def test_a_weight_that_is_not_finite_is_named(value):
     m = model()
     m.layers[1].gate.weight.data[3, 5] = value
-    with pytest.raises(ValueError, match=r"layers\.1\.gate\.weight holds NaN or Inf"):
+    with pytest.raises(ValueError, match=r"layers\.1\.gate\.weight has NaN or Inf"):
         gptq(m, batches(), progress=False)
     assert all(type(module) is nn.Linear for module in m.modules() if isinstance(module, nn.Linear))
 
@@ -382,17 +382,17 @@ def test_a_layers_own_forward_comes_back():
     [
         (lambda: gptq(model(), [], progress=False), "give at least one batch"),
         (lambda: gptq(model(), batches(1), layers=[nn.Linear(2, 2)], progress=False), "modules of the model"),
-        (lambda: GPTQConfig(damping=0), "damping is above 0"),
-        (lambda: GPTQConfig(dense_target_weight=2), "dense_target_weight is from 0 to 1"),
+        (lambda: GPTQConfig(damping=0), "damping must be positive"),
+        (lambda: GPTQConfig(dense_target_weight=2), "dense_target_weight must be from 0 to 1"),
         (lambda: GPTQConfig(base_config=NVFP4WeightOnlyConfig(block_rows=16)), "block_rows=1"),
         (lambda: GPTQConfig(base_config=NVFP4WeightOnlyConfig(round_mode="stochastic")), "round_mode 'rne'"),
-        (lambda: GPTQConfig(base_config=NVFP4Config(step="prepare")), "belong to calibrate"),
+        (lambda: GPTQConfig(base_config=NVFP4Config(step="prepare")), "are only for calibrate"),
     ],
 )
 def test_arguments_that_do_not_fit(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-    with pytest.raises(TypeError, match="base_config is an NVFP4WeightOnlyConfig"):
+    with pytest.raises(TypeError, match="base_config must be an NVFP4WeightOnlyConfig"):
         GPTQConfig(base_config=QuantizeSpec())
 
 
