@@ -1,6 +1,6 @@
-"""Block formats in plain torch, for software validation: NVFP4 beside MXFP4, MXFP6, MXFP8, MXINT8, int4 and your own.
+"""Block formats in plain torch, for validation: NVFP4, MXFP4, MXFP6, MXFP8, MXINT8, int4 and user-defined formats.
 
-:func:`cast` is the door in, :func:`upcast` the door out; :func:`dot` and :func:`matmul` multiply what lies between.
+:func:`cast` converts a tensor to a format, :func:`upcast` decodes it, :func:`dot` and :func:`matmul` multiply.
 """
 
 from nvfp4_tensor.emulation.blocks import Block, BlockTensor

@@ -1,4 +1,4 @@
-"""BlockTensor: codes and scales of a cast, with access to any element or block without decoding the rest."""
+"""BlockTensor: the codes and scales of a cast tensor, with access to single elements and blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (..., K), uint8, to bytes without gaps (..., K * bits / 8); the first code in the lowest bits."""
+    """Pack codes (..., K), uint8, to bytes (..., K * bits / 8) without gaps, the first code in the lowest bits."""
     if bits == 8:
         return codes
     if bits == 4:
@@ -35,16 +35,23 @@ def unpack(data: Tensor, bits: int) -> Tensor:
 
 
 def _regrouped(data: Tensor, bits: int, into: int) -> Tensor:
-    """The same stream of bits, lowest first: from fields of ``bits`` bits each to fields of ``into``; uint8 both."""
-    length = math.lcm(bits, into)  # up to 56: a word that holds whole fields of both
-    places, others = (torch.arange(0, length, step, device=data.device) for step in (bits, into))
-    word = (data.long().unflatten(-1, (-1, len(places))) << places).sum(dim=-1, keepdim=True)
-    return (word >> others & ((1 << into) - 1)).flatten(-2).to(torch.uint8)
+    """Convert a bit stream, lowest bits first, from fields of ``bits`` bits to fields of ``into`` bits, both uint8."""
+    length = math.lcm(bits, into)  # at most 56: a word with an integer number of both fields
+    old_shifts, new_shifts = (torch.arange(0, length, step, device=data.device) for step in (bits, into))
+    word = (data.long().unflatten(-1, (-1, len(old_shifts))) << old_shifts).sum(dim=-1, keepdim=True)
+    return (word >> new_shifts & ((1 << into) - 1)).flatten(-2).to(torch.uint8)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """One block: its codes (elements,), uint8, the last block's without padding, and the scales that it has."""
+    """One block.
+
+    Attributes:
+        format: the format of the tensor.
+        codes: uint8 (elements,), without padding if it is the last block of a row.
+        scale: the scale of the block, 0-d.
+        tensor_scale: float32 0-d, or None in a format without one.
+    """
 
     format: BlockFormat
     codes: Tensor
@@ -52,7 +59,7 @@ class Block:
     tensor_scale: Tensor | None
 
     def values(self) -> Tensor:
-        """What it decodes to: float32 (elements,)."""
+        """Return the decoded values, float32 (elements,)."""
         values = self.format.element.values(self.codes) * self.scale.float()
         return values if self.tensor_scale is None else values * self.tensor_scale
 
@@ -61,14 +68,16 @@ class Block:
 class BlockTensor:
     """A tensor in a block format: value = element x block scale (x tensor scale).
 
-    ``t[i, j]`` is one element, float32 0-d; ``t.block(i, b)`` one block; neither decodes the rest.
+    ``t[i, j]`` is one element, float32 0-d, and ``t.block(i, b)`` is one block. Neither decodes the rest of the tensor.
 
     Attributes:
-        data: uint8. One code an element, in the shape of the tensor; or, where ``is_packed``, codes without gaps, each
-            row padded to whole blocks: (..., blocks * block_size * bits / 8).
-        scale: the format's scale dtype (..., blocks).
-        tensor_scale: float32 0-d, or None in a format of one level.
-        shape, dtype: of the tensor that was cast.
+        format: the block format.
+        data: uint8. One code per element, in the shape of the tensor. If ``is_packed``, codes without gaps, each row
+            padded to a multiple of the block size: (..., blocks * block_size * bits / 8).
+        scale: the scales (..., blocks), in the scale dtype of the format.
+        tensor_scale: float32 0-d, or None in a format without one.
+        shape, dtype: the shape and dtype of the original tensor.
+        is_packed: whether codes are packed.
     """
 
     format: BlockFormat
@@ -90,7 +99,7 @@ class BlockTensor:
         *,
         packed: bool,
     ) -> BlockTensor:
-        """Of one code an element (..., K) and the scales (..., blocks)."""
+        """Create a BlockTensor from one code per element (..., K) and the scales (..., blocks)."""
         shape = codes.shape
         if packed:
             codes = pack(pad(codes, (0, -shape[-1] % format.block_size)), format.element.bits)
@@ -102,21 +111,21 @@ class BlockTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales, as they are stored here."""
+        """The size of codes and scales in bytes, as stored."""
         return sum(t.numel() * t.element_size() for t in (self.data, self.scale, self.tensor_scale) if t is not None)
 
     def codes(self) -> Tensor:
-        """One code an element, uint8, in the shape of the tensor."""
+        """Return one code per element, uint8, in the shape of the tensor."""
         return unpack(self.data, self.format.element.bits)[..., : self.shape[-1]] if self.is_packed else self.data
 
     def elements(self) -> Tensor:
-        """The elements without any scale, padded with zeros: float32 (..., blocks, block_size)."""
+        """Return the elements without scales, padded with zeros: float32 (..., blocks, block_size)."""
         values = self.format.element.values(self.codes().contiguous())
         values = pad(values, (0, -self.shape[-1] % self.format.block_size))
         return values.unflatten(-1, (-1, self.format.block_size)) if values.shape[-1] else values.unsqueeze(-1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """(element x block scale) x tensor scale, rounded once to dtype, by default that of the tensor that was cast.
+        """Return (element x block scale) x tensor scale, rounded once to dtype (by default, the original dtype).
 
         Raises:
             TypeError: dtype is not bfloat16, float16 or float32.
@@ -130,10 +139,10 @@ class BlockTensor:
         return values[..., : self.shape[-1]].to(dtype)
 
     def block(self, *index: SupportsIndex) -> Block:
-        """The block at (*leading dimensions, number of the block in its row); negative ones count from the end.
+        """Return the block at (*leading indices, index of the block in its row). Negative indices count from the end.
 
         Raises:
-            IndexError: no such block.
+            IndexError: the index is out of range.
         """
         *leading, number = _checked(index, self.scale.shape, "block")
         size = self.format.block_size
@@ -146,26 +155,26 @@ class BlockTensor:
         return Block(self.format, codes[:count], self.scale[tuple(leading)][number], self.tensor_scale)
 
     def __getitem__(self, index: SupportsIndex | tuple[SupportsIndex, ...]) -> Tensor:
-        """One element: float32 0-d.
+        """Return one element, float32 0-d.
 
         Raises:
-            IndexError: not one whole number a dimension, or out of range.
+            IndexError: the index is not one integer per dimension, or is out of range.
         """
         *leading, column = _checked(index if isinstance(index, tuple) else (index,), self.shape, "element")
-        number, place = divmod(column, self.format.block_size)
-        return self.block(*leading, number).values()[place]
+        number, offset = divmod(column, self.format.block_size)
+        return self.block(*leading, number).values()[offset]
 
     def __repr__(self) -> str:
-        kind = "packed" if self.is_packed else "one code a byte"
+        kind = "packed" if self.is_packed else "one code per byte"
         return f"BlockTensor({self.format.name}, shape={tuple(self.shape)}, dtype={self.dtype}, {kind})"
 
 
 def _checked(index: tuple[SupportsIndex, ...], shape: torch.Size, what: str) -> list[int]:
-    """The index with negative numbers counted from the end; an IndexError for one that does not fit the shape."""
+    """Return the index with negative numbers resolved; raise an IndexError if it does not fit the shape."""
     try:
-        whole = [operator.index(i) for i in index]
+        integers = [operator.index(i) for i in index]
     except TypeError:
-        whole = []
-    if len(whole) != len(shape) or not all(-n <= i < n for i, n in zip(whole, shape, strict=True)):
-        raise IndexError(f"an index of one {what} is {len(shape)} whole numbers within {tuple(shape)}, not {index}")
-    return [i % n for i, n in zip(whole, shape, strict=True)]
+        integers = []
+    if len(integers) != len(shape) or not all(-n <= i < n for i, n in zip(integers, shape, strict=True)):
+        raise IndexError(f"the index of one {what} must be {len(shape)} integers within {tuple(shape)}, not {index}")
+    return [i % n for i, n in zip(integers, shape, strict=True)]

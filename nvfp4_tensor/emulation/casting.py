@@ -1,4 +1,4 @@
-"""cast and upcast: into a block format and out of it again."""
+"""cast and upcast: convert a tensor to a block format and back."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ def cast(
     rng_state: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor | BlockTensor:
-    """x in a block format, in blocks along its last dimension; the rows' ends are padded with zeros that never show.
+    """Quantize x to a block format, in blocks along its last dimension.
 
-    A block that holds a NaN or an Inf decodes to NaN; it leaves the other blocks as they are. Not differentiable.
+    The last block of a row is padded with zeros, which do not appear in the result. A block with NaN or Inf decodes to
+    NaN and does not affect other blocks. The function is not differentiable.
 
     Args:
         x: (..., K), at least 1-D; bfloat16, float16 or float32.
-        format: a name of :data:`FORMATS`, or a :class:`BlockFormat`.
-        scale_mode: how block scales are selected, see :class:`ScaleMode`; by default "floor" for powers of two and
+        format: a name in :data:`FORMATS`, or a :class:`BlockFormat`.
+        scale_mode: how block scales are computed, see :class:`ScaleMode`. By default "floor" for powers of two and
             "nearest" for scales with a mantissa.
-        round_mode: "even", "away", "zero" (all to nearest, the tie so) or "stochastic".
-        cast_mode: "virtual" for the decoded values, "actual" or "compressed" for a :class:`BlockTensor`.
-        compute_mode: "torch", or "native" for this package's operators. What they do not do, torch does, after a
-            UserWarning.
-        amax: in formats with a tensor scale, the largest magnitude that it allows for; by default that of x.
-        rng_state: int64 (seed, offset), the source of stochastic rounding's bits, which are those of the numerics
-            contract; drawn from ``generator``, or from torch's generator of the device, where none is given.
+        round_mode: "even", "away" or "zero", which round to nearest and name the direction of ties, or "stochastic".
+        cast_mode: "virtual" returns the decoded values, "actual" and "compressed" return a :class:`BlockTensor`.
+        compute_mode: "torch", or "native" for this package's operators. If the operators do not support the cast, a
+            UserWarning is issued and torch is used.
+        amax: the largest magnitude that the tensor scale allows, in formats that have one; by default the amax of x.
+        rng_state: int64 (seed, offset), which determines the random bits of stochastic rounding, as in the numerics
+            contract. By default it is sampled from ``generator``, or from torch's generator of the device.
+        generator: the generator of ``rng_state``.
 
     Raises:
-        TypeError: x is no tensor of those dtypes.
-        ValueError: an unknown format or mode; a scale_mode that the format does not have; amax without a tensor scale;
-            a 0-d x; rng_state and generator both.
+        TypeError: x is not a tensor of one of these dtypes.
+        ValueError: an unknown format or mode, a scale_mode that the format does not support, amax for a format without
+            a tensor scale, a 0-d x, or both rng_state and generator.
 
     Example:
         >>> y = cast(torch.randn(4, 64), "mxfp4", scale_mode="midmax", round_mode="stochastic")
@@ -60,45 +62,46 @@ def cast(
     mode = format.scale.checked_mode(scale_mode, format.element)
     rounding, how, compute = RoundingMode.of(round_mode), CastMode.of(cast_mode), ComputeMode.of(compute_mode)
     if rounding == RoundingMode.EDEN:
-        raise ValueError("round_mode 'eden' rotates: it is no rounding of elements; fake_quantize does it")
+        raise ValueError("round_mode 'eden' also rotates, so cast does not support it: use fake_quantize")
     _check(x, format, amax)
     x = x.detach()
     rng_state = resolve_rng_state(x, QuantizeSpec(round_mode=rounding), rng_state, generator)
     largest = _amax(x, amax) if format.two_level else None
     run = _by_torch
     if compute == ComputeMode.NATIVE:
-        why = _not_native(x, format)
-        run = _by_torch if why else _by_operators
-        if why:
-            warnings.warn(f"compute_mode 'native' {why}: torch computes this cast", UserWarning, stacklevel=2)
+        reason = _unsupported_reason(x, format)
+        run = _by_torch if reason else _by_operators
+        if reason:
+            warnings.warn(f"compute_mode 'native' {reason}: torch computes this cast", UserWarning, stacklevel=2)
     codes, scale, tensor_scale = run(x, format, mode, rounding, largest, rng_state)
     result = BlockTensor.of_codes(format, codes, scale, tensor_scale, x.dtype, packed=how == CastMode.COMPRESSED)
     return result.dequantize() if how == CastMode.VIRTUAL else result
 
 
 def upcast(t: BlockTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The values of a cast, dense, rounded once to dtype (by default that of the tensor that was cast).
+    """Decode a BlockTensor to a dense tensor, rounded once to dtype (by default, the original dtype).
 
     Raises:
-        TypeError: t is not a BlockTensor (a virtual cast is dense already); a dtype but bfloat16, float16, float32.
+        TypeError: t is not a BlockTensor (a virtual cast is already dense), or dtype is not bfloat16, float16 or
+            float32.
     """
     if not isinstance(t, BlockTensor):
         raise TypeError(
-            f"upcast takes the BlockTensor of cast_mode 'actual' or 'compressed', not a {type(t).__name__}: "
-            "what a virtual cast returns is dense already"
+            f"upcast needs the BlockTensor of cast_mode 'actual' or 'compressed', not a {type(t).__name__}: "
+            "the result of a virtual cast is already dense"
         )
     return t.dequantize(dtype)
 
 
 def _check(x: Tensor, format: BlockFormat, amax: Tensor | float | None) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"cast takes a tensor, got {type(x).__name__}: use torch.as_tensor first")
+        raise TypeError(f"cast needs a tensor, got {type(x).__name__}: use torch.as_tensor first")
     if x.layout != torch.strided or x.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"cast takes dense bfloat16, float16 or float32, got {x.layout}, {x.dtype}: convert it first")
+        raise TypeError(f"cast needs dense bfloat16, float16 or float32, got {x.layout}, {x.dtype}: convert it first")
     if x.dim() == 0:
-        raise ValueError("a 0-d tensor has no dimension to block: use x.reshape(1)")
+        raise ValueError("a 0-d tensor has no dimension to split into blocks: use x.reshape(1)")
     if amax is not None and not format.two_level:
-        raise ValueError(f"{format.name} has no tensor scale that amax would set: leave amax out")
+        raise ValueError(f"{format.name} has no tensor scale for amax to set: omit amax")
 
 
 def _amax(x: Tensor, amax: Tensor | float | None) -> Tensor:
@@ -130,7 +133,7 @@ def _by_torch(
 
 
 def _tensor_scale(x: Tensor, format: BlockFormat, amax: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What elements are multiplied by before their blocks are scaled, and the tensor scale (contract, section 2)."""
+    """Return the factor that multiplies elements before block scaling, and the tensor scale (contract, section 2)."""
     if amax is None:
         return torch.ones((), dtype=torch.float32, device=x.device), None
     largest = amax.new_full((), format.largest_value)
@@ -139,7 +142,7 @@ def _tensor_scale(x: Tensor, format: BlockFormat, amax: Tensor | None) -> tuple[
 
 
 def _random16(x: Tensor, rng_state: Tensor) -> Tensor:
-    """The contract's 16 random bits of each element: int32, in the shape of x."""
+    """Return 16 random bits per element as in the contract: int32, in the shape of x."""
     columns = x.shape[-1]
     rows = x.shape[:-1].numel()
     return reference.random16(rows, columns, rng_state)[:, :columns].reshape(x.shape)
@@ -148,11 +151,11 @@ def _random16(x: Tensor, rng_state: Tensor) -> Tensor:
 # --- this package's operators ----------------------------------------------------------------------------------------
 
 
-def _not_native(x: Tensor, format: BlockFormat) -> str:
-    """Why the operators cannot do it; nothing where they can."""
+def _unsupported_reason(x: Tensor, format: BlockFormat) -> str:
+    """Return why the operators do not support the cast, or an empty string if they do."""
     nvfp4 = FORMATS["nvfp4"]
     if format.replace(name=nvfp4.name) != nvfp4:
-        return f"knows nvfp4 alone, not {format.name}"
+        return f"supports only nvfp4, not {format.name}"
     if x.device.type not in ("cpu", "cuda"):
         return f"has no library for {x.device.type}"
     library = native.library(x.device.type)

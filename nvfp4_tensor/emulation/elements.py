@@ -1,7 +1,7 @@
-"""Element formats: small floats and integers, rounded, coded and decoded bit by bit in plain torch.
+"""Element formats: small floats and integers, rounded, encoded and decoded in plain torch.
 
-Every format here is a grid of magnitudes ``q * 2^(max(exponent, emin) - mantissa)``, q a whole number. An integer
-format is the case with one binade: its exponent is 0 whatever the value.
+Each format is a grid of magnitudes ``q * 2^(max(exponent, emin) - mantissa)`` with integer q. An integer format has a
+single binade, with exponent 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nvfp4_tensor.numerics.choices import RoundingMode
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, exactly: float32 of an integer tensor with values from -149 to 127."""
+    """Return 2^exponent exactly as float32, for an integer tensor with values from -149 to 127."""
     exponent = exponent.int()
     normal = (exponent + 127).clamp(min=0) << 23
     subnormal = torch.ones_like(exponent) << (exponent + 149).clamp(0, 22)
@@ -23,21 +23,22 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def floor_log2(a: Tensor) -> Tensor:
-    """floor(log2 a) of positive finite float32 values, subnormals included: int32; -1 for 0."""
+    """Return floor(log2 a) of positive finite float32 values, including subnormals, as int32; -1 for 0."""
     return torch.frexp(a).exponent - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """What one code of ``bits`` bits may be.
+    """A format of elements with codes of ``bits`` bits.
 
     Attributes:
-        bits: of a code, 2 to 8.
-        mantissa: bits of it, without the leading one (of an integer: all bits below the leading one).
-        emin, emax: the exponents of the smallest normal and of the largest value.
-        largest: the largest magnitude. Codes of larger magnitudes, where the format has them, are Inf and NaN.
-        is_integer: two's complement instead of sign and magnitude; the most negative code is never written.
-        dtype: torch's own dtype of these bits, if it has one.
+        name: the name in :data:`ELEMENTS`.
+        bits: the number of bits of a code, 2 to 8.
+        mantissa: the number of mantissa bits without the leading one; for integers, the bits below the leading one.
+        emin, emax: the exponents of the smallest normal value and of the largest value.
+        largest: the largest magnitude. Codes of larger magnitudes, if the format has any, are Inf and NaN.
+        is_integer: two's complement instead of sign and magnitude. The most negative code is never produced.
+        dtype: the torch dtype with these bits, if one exists.
     """
 
     name: str
@@ -51,11 +52,11 @@ class Element:
 
     def __post_init__(self) -> None:
         if self.bits not in range(2, 9):
-            raise ValueError(f"an element has 2 to 8 bits, not {self.bits!r}: a code is kept in a byte")
+            raise ValueError(f"an element must have 2 to 8 bits, not {self.bits!r}: a code is stored in a byte")
 
     @staticmethod
     def of(element: Element | str) -> Element:
-        """The element itself, or the one of :data:`ELEMENTS` that a word names; ValueError for any other."""
+        """Return ``element``, or the entry of :data:`ELEMENTS` with that name; raise a ValueError for other values."""
         if isinstance(element, Element):
             return element
         if isinstance(element, str) and element in ELEMENTS:
@@ -67,13 +68,13 @@ class Element:
         return 1 << (self.bits - 1)
 
     def round(self, v: Tensor, mode: RoundingMode, r16: Tensor | None = None) -> Tensor:
-        """Codes (uint8) of finite float32 values that are divided by their scales already; saturates.
+        """Return the codes (uint8) of finite float32 values, already divided by their scales. Large values saturate.
 
-        r16: the 16 random bits of each value, int32 of the shape of v, where the mode is stochastic.
+        r16: 16 random bits per value, int32 in the shape of v, for stochastic rounding.
         """
         a = v.abs().clamp(max=self.largest)
         exponent = torch.where(a == 0, self.emin, floor_log2(a).clamp(min=self.emin))
-        # The quotient is exact, and so is its fraction: both are a's own bits, shifted.
+        # The quotient and its fraction are exact: both are shifted bits of a.
         q = a * power_of_two(self.mantissa - exponent)
         floor = q.floor()
         steps = floor.int() + _goes_up(q - floor, floor, mode, r16).int()
@@ -83,7 +84,7 @@ class Element:
         return (code | torch.signbit(v).int() * self.sign_bit).to(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
-        """float32 values of codes (uint8); NaN and Inf for the codes that mean them."""
+        """Return the float32 values of codes (uint8), including NaN and Inf."""
         if self.dtype is not None:
             return codes.view(self.dtype).float()
         code = codes.int()
@@ -97,12 +98,12 @@ class Element:
 
 
 def _goes_up(fraction: Tensor, floor: Tensor, mode: RoundingMode, r16: Tensor | None) -> Tensor:
-    """Whether a value ``fraction`` above ``floor`` goes to the step above (numerics contract, section 3)."""
+    """Return whether a value ``fraction`` above ``floor`` rounds up (numerics contract, section 3)."""
     if mode == RoundingMode.STOCHASTIC:
         assert r16 is not None
         return (fraction * 65536).int() + r16 >= 65536
     tie = {
-        RoundingMode.RNE: floor.remainder(2) == 1,  # codes are as even or odd as the whole number of steps
+        RoundingMode.RNE: floor.remainder(2) == 1,  # a code has the parity of its number of steps
         RoundingMode.AWAY: torch.ones_like(floor, dtype=torch.bool),
         RoundingMode.ZERO: torch.zeros_like(floor, dtype=torch.bool),
     }[mode]
@@ -121,4 +122,4 @@ ELEMENTS = {
         Element("int4", bits=4, mantissa=2, emin=0, emax=0, largest=7 / 4, is_integer=True),
     )
 }
-"""The element formats by name. Integers have the OCP's binary point behind the leading bit: from -127/64 to 127/64."""
+"""The element formats by name. Integers have a binary point after the leading bit, as in OCP's MXINT8: up to 127/64."""

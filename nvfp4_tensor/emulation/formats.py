@@ -1,4 +1,4 @@
-"""A block format: which element, which scale, how many elements share one, and whether the tensor has a scale too."""
+"""Block formats: the element format, the scale format, the block size, and whether the tensor has a scale too."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from nvfp4_tensor.emulation.scales import SCALES, Scale
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """One block format; ``element`` and ``scale`` may be given by name.
+    """A block format. ``element`` and ``scale`` may be given by name.
 
     Args:
-        block_size: elements of the last dimension that share a scale.
-        two_level: whether the tensor has a float32 scale of its own, as NVFP4 has.
+        name: the name in messages.
+        element: the element format.
+        scale: the format of block scales.
+        block_size: the number of elements of the last dimension that share a scale.
+        two_level: whether the tensor also has a float32 scale, as in NVFP4.
 
     Raises:
-        ValueError: an unknown name, or a block that does not fill whole bytes.
+        ValueError: an unknown name, or a block whose elements do not fill an integer number of bytes.
 
     Example:
         >>> mine = BlockFormat(name="mine", element="e3m2", scale="e5m2", block_size=8, two_level=True)
@@ -37,27 +40,27 @@ class BlockFormat:
         object.__setattr__(self, "scale", Scale.of(self.scale))
         if not isinstance(self.block_size, int) or self.block_size < 1 or self.block_size * self.element.bits % 8:
             raise ValueError(
-                f"block_size {self.block_size!r} does not do: a block of {self.element.bits}-bit elements fills whole "
-                "bytes"
+                f"invalid block_size {self.block_size!r}: a block of {self.element.bits}-bit elements must fill an "
+                "integer number of bytes"
             )
 
     @property
     def bits_per_element(self) -> float:
-        """Bits of an element and its share of the block's scale."""
+        """The bits of an element plus its share of the block scale."""
         return self.element.bits + self.scale.bits / self.block_size
 
     @property
     def largest_value(self) -> float:
-        """What the largest element times the largest scale that a tensor scale allows for comes to."""
+        """The product of the largest element and the largest block scale that a tensor scale allows."""
         return self.element.largest * self.scale.ceiling
 
     def replace(self, **changes: Any) -> BlockFormat:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @staticmethod
     def of(format: BlockFormat | str) -> BlockFormat:
-        """The format itself, or the one of :data:`FORMATS` that a word names; ValueError for any other."""
+        """Return ``format``, or the entry of :data:`FORMATS` with that name; raise a ValueError for other values."""
         if isinstance(format, BlockFormat):
             return format
         if isinstance(format, str) and format in FORMATS:
@@ -85,4 +88,4 @@ FORMATS = {
         _format("int8", "int8", "float16", 32),
     )
 }
-"""The formats by name. int4 and int8 are symmetric, in groups of 32 with a float16 scale, whose range they have."""
+"""The formats by name. int4 and int8 are symmetric, in groups of 32, with the range of their float16 scale."""

@@ -1,4 +1,4 @@
-"""The choices of a cast: how scales are selected, what is returned, and what computes it."""
+"""The modes of a cast: how scales are computed, what is returned, and which implementation computes it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _Mode = TypeVar("_Mode", bound="_Named")
 
 
 class _Named(enum.Enum):
-    """A choice that its value, a word, names too."""
+    """An enum whose members can also be given by their value."""
 
     @classmethod
     def of(cls: type[_Mode], mode: _Mode | str) -> _Mode:
-        """The mode itself, or the one that a word names; ValueError with the list of words for any other."""
+        """Return ``mode``, or the member with that value; raise a ValueError with the list of values for others."""
         for member in cls:
             if mode is member or (isinstance(mode, str) and mode.lower() == member.value):
                 return member
@@ -23,46 +23,47 @@ class _Named(enum.Enum):
 
 
 class ScaleMode(_Named):
-    """How a block's largest magnitude m becomes its scale.
+    """How a block's scale is computed from its largest magnitude m.
 
-    Five of them give a power of two, 2^(e - emax), where emax is the exponent of the element's largest value. With
-    f = floor(log2 m) and r = m / 2^f, from 1 to under 2, e is:
+    Five modes give a power of two, 2^(e - emax), where emax is the exponent of the element's largest value. With
+    f = floor(log2 m), the exponent e is:
     """
 
     FLOOR = "floor"
-    """f: the OCP's rule. What exceeds the largest value, scaled, clips."""
+    """f, the OCP's rule. Scaled values above the largest value clip."""
     CEIL = "ceil"
-    """f + 1 unless m is a power of two: nothing clips, and the largest values of the element stay unused."""
+    """f + 1 unless m is a power of two. Nothing clips, and the largest values of the element stay unused."""
     MIDMAX = "midmax"
-    """f + 1 where m, scaled, is nearer to the binade above the largest value than to that value."""
+    """f + 1 if the scaled m is nearer to the next power of two than to the largest value, otherwise f."""
     OPTION3 = "option3"
-    """floor(log2) of m rounded to the element's mantissa bits, ties to even; torchao calls it even."""
+    """floor(log2) of m rounded to the element's mantissa bits, ties to even. torchao calls it even."""
     TOPBINADE = "topbinade"
-    """f + 1 where m, scaled, exceeds the largest value: the smallest scale that clips nothing; torchao's rceil."""
+    """f + 1 if the scaled m exceeds the largest value, otherwise f: the smallest scale without clipping. torchao calls
+    it rceil."""
     NEAREST = "nearest"
-    """Scales with a mantissa: m over the largest value, rounded to nearest even (NVIDIA's rule for NVFP4)."""
+    """For scales with a mantissa: m / largest value, rounded to nearest even (NVIDIA's rule for NVFP4)."""
     UP = "up"
-    """Scales with a mantissa: the next number at or above m over the largest value; nothing clips."""
+    """For scales with a mantissa: m / largest value, rounded up. Nothing clips."""
 
 
 POWERS_OF_TWO = (ScaleMode.FLOOR, ScaleMode.CEIL, ScaleMode.MIDMAX, ScaleMode.OPTION3, ScaleMode.TOPBINADE)
 
 
 class CastMode(_Named):
-    """What :func:`cast` returns."""
+    """The result of :func:`cast`."""
 
     VIRTUAL = "virtual"
     """The decoded values, in the shape and dtype of the input (fake quantization)."""
     ACTUAL = "actual"
-    """A BlockTensor with one code an element, in uint8."""
+    """A BlockTensor with one uint8 code per element."""
     COMPRESSED = "compressed"
-    """A BlockTensor whose codes are packed without gaps: two of 4 bits a byte, four of 6 bits in three."""
+    """A BlockTensor with packed codes: two 4-bit codes per byte, four 6-bit codes per three bytes."""
 
 
 class ComputeMode(_Named):
-    """What computes the codes."""
+    """The implementation that computes the codes."""
 
     TORCH = "torch"
     """Plain torch, for every format."""
     NATIVE = "native"
-    """The operators of this package, which know NVFP4; for anything else torch, with a warning."""
+    """The operators of this package, for NVFP4. Other formats use torch, with a warning."""

@@ -1,4 +1,4 @@
-"""Scale formats, and how a block's largest magnitude becomes a scale."""
+"""Scale formats, and the computation of a block's scale from its largest magnitude."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from nvfp4_tensor.numerics.layout import FLOAT32_MAX
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A format of block scales: torch's dtype of it, and the largest scale that a tensor scale allows for.
+    """A format of block scales.
 
-    With two levels, the tensor scale puts the largest block's scale at ``ceiling``; without, a scale may be as large as
-    ``largest``.
+    Attributes:
+        name: the name in :data:`SCALES`.
+        dtype: the torch dtype of a scale.
+        largest: the largest scale.
+        ceiling: the scale of the block with the largest magnitude, in formats with a tensor scale.
     """
 
     name: str
@@ -27,7 +30,7 @@ class Scale:
 
     @staticmethod
     def of(scale: Scale | str) -> Scale:
-        """The scale format itself, or the one of :data:`SCALES` that a word names; ValueError for any other."""
+        """Return ``scale``, or the entry of :data:`SCALES` with that name; raise a ValueError for other values."""
         if isinstance(scale, Scale):
             return scale
         if isinstance(scale, str) and scale in SCALES:
@@ -51,10 +54,10 @@ class Scale:
         return int(torch.tensor(float("nan"), device="cpu").to(self.dtype).view(self._bits_dtype))
 
     def checked_mode(self, mode: ScaleMode | str | None, element: Element) -> ScaleMode:
-        """The mode, or the default for None: floor for powers of two, nearest for scales with a mantissa.
+        """Return the mode, or for None the default: floor for powers of two, nearest for scales with a mantissa.
 
         Raises:
-            ValueError: the mode is not for this scale format; integer elements with anything but floor.
+            ValueError: the scale format does not support the mode; integer elements support only floor.
         """
         if mode is None:
             return ScaleMode.FLOOR if self.is_power_of_two else ScaleMode.NEAREST
@@ -65,14 +68,16 @@ class Scale:
         if mode not in allowed:
             words = ", ".join(repr(one.value) for one in allowed)
             raise ValueError(
-                f"scale_mode {mode.value!r} does not go with {self.name} scales of {element.name} elements: use {words}"
+                f"scale_mode {mode.value!r} is not supported for {self.name} scales of {element.name} elements: use "
+                f"{words}"
             )
         return mode
 
     def of_blocks(self, block_amax: Tensor, encode: Tensor, element: Element, mode: ScaleMode) -> Tensor:
-        """The scales (self.dtype) of blocks with these largest magnitudes, float32 (...); NaN where not finite.
+        """Return the scales (self.dtype) of blocks with the given largest magnitudes; NaN for nonfinite blocks.
 
-        encode: float32 0-d, what the tensor is multiplied by before its blocks are scaled: 1 without a tensor scale.
+        block_amax: float32 (...).
+        encode: float32 0-d, the factor that multiplies the tensor before block scaling; 1 without a tensor scale.
         """
         finite = block_amax <= FLOAT32_MAX
         block_amax = torch.where(finite, block_amax, 0.0)
@@ -80,12 +85,12 @@ class Scale:
             scale = _power_of_two((block_amax * encode).clamp(max=FLOAT32_MAX), element, mode)
         else:
             scale = self._with_mantissa(block_amax, encode, element, mode)
-        # A cast of NaN has other bits on a GPU than on a CPU: the CPU's, by number.
+        # A cast of NaN has different bits on a GPU and on a CPU: use the CPU's.
         bits = scale.to(self.dtype).view(self._bits_dtype).masked_fill(~finite, self._nan)
         return bits.view(self.dtype)
 
     def _with_mantissa(self, block_amax: Tensor, encode: Tensor, element: Element, mode: ScaleMode) -> Tensor:
-        """encode/largest first, then times the amax: the contract's order (section 2)."""
+        """Return the scale, computed as amax * (encode / largest), in the contract's order (section 2)."""
         v = (block_amax * (encode * encode.new_full((), 1 / element.largest))).clamp(max=self.largest)
         scale = v.to(self.dtype)
         if mode == ScaleMode.NEAREST:
@@ -96,9 +101,9 @@ class Scale:
 
 
 def _power_of_two(m: Tensor, element: Element, mode: ScaleMode) -> Tensor:
-    """2^(e - emax) for m >= 0 (see :class:`ScaleMode`), kept from 2^-127 to 2^127: float32."""
+    """Return 2^(e - emax) for m >= 0 (see :class:`ScaleMode`), clamped to [2^-127, 2^127]: float32."""
     f = floor_log2(m)
-    # r by two exact steps: 2^-f alone overflows for a subnormal m.
+    # r = m / 2^f, from 1 to 2, in two exact steps, because 2^-f overflows for a subnormal m.
     half = f.div(2, rounding_mode="floor")
     r = m * power_of_two(-half) * power_of_two(half - f)
     threshold = _threshold(element, mode)
@@ -108,7 +113,7 @@ def _power_of_two(m: Tensor, element: Element, mode: ScaleMode) -> Tensor:
 
 
 def _threshold(element: Element, mode: ScaleMode) -> float:
-    """Where in [1, 2] the exponent goes up by one."""
+    """Return the value in [1, 2] above which the exponent is increased by one."""
     largest = element.largest / 2.0**element.emax
     return {
         ScaleMode.FLOOR: 2.0,
@@ -129,4 +134,4 @@ SCALES = {
         Scale("bfloat16", torch.bfloat16, largest=torch.finfo(torch.bfloat16).max, ceiling=1.0),
     )
 }
-"""The scale formats by name; the 16-bit ones are what integers in groups usually have."""
+"""The scale formats by name. Grouped integers usually have 16-bit scales."""

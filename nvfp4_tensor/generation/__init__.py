@@ -1,6 +1,6 @@
-"""Text generation with transformers' models: native decoding steps, and a key-value cache in NVFP4."""
+"""Text generation with transformers models: native decoding on a CPU, and a key-value cache in NVFP4."""
 
-import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
+import nvfp4_tensor.dispatch  # noqa: F401  first: registers the tensor's operators and silences torchao's log lines
 from nvfp4_tensor.generation.cache import nvfp4_cache
 from nvfp4_tensor.generation.step import decode_natively
 

@@ -1,4 +1,4 @@
-"""Text written on a CPU: one token at a time through all layers of a Llama, by one op instead of some forty a layer."""
+"""Text generation on a CPU: one op per token for all layers of a Llama, instead of about forty ops per layer."""
 
 from __future__ import annotations
 
@@ -15,34 +15,38 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from nvfp4_tensor.generation.plan import MODELS, STEP, Plan
 
 _CHANGING = ("dynamic", "longrope")
-"""Rotations that depend on how long the text is."""
+"""Types of rotary embeddings that depend on the length of the text."""
 _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict"}
-"""What the op knows of a model's arguments."""
+"""The arguments of a model's forward that the op supports."""
 _CACHES = "_prepare_cache_for_generation"
 
 
 def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedModel:
-    """Let a Llama or Mistral with NVFP4 weights write text on a CPU by one native op a token. Returns the model.
+    """Generate text on a CPU with one native op per token, for a Llama or Mistral with NVFP4 weights.
 
-    From then on a token that follows others, batch 1, goes through ``torch.ops.nvfp4.decode_llama``; everything else
-    goes through transformers as before: prompts, batches, padded prompts, beams, assistants, other caches, and a
-    Mistral's tokens beyond its sliding window. The token needs a static cache, which ``generate`` makes for greedy
-    search and sampling unless it is told otherwise. Results are those of the model, rounded at the same places but
-    inside of attention, which is summed in float32. Nothing is compiled.
+    After this call, decoding one token at batch size 1 uses ``torch.ops.nvfp4.decode_llama``. Everything else still
+    uses transformers: prompts, batches, padded prompts, beam search, assistant models, other caches, and a Mistral's
+    tokens beyond its sliding window. The op needs a static cache, which ``generate`` creates for greedy search and
+    sampling unless another cache is requested. Results are rounded where the model rounds, except inside attention,
+    which accumulates in float32. Nothing is compiled.
 
-    Each token looks at the model first. After a change that the op does not know (an adapter, a hook, another module,
-    dtype, activation or attention) tokens go through transformers, with one warning that names it, until it is undone.
-    New weights, norms and rotations are simply used. Copies and pickles of the model decode natively too.
+    Before each token, the model is checked for changes. After a change that the op does not support (an adapter, a
+    hook, another module, dtype, activation or attention), tokens use transformers until the change is undone, and one
+    warning has the reason. New weights, norms and rotations are used without a warning. Copies and pickles of the model
+    decode natively too.
 
     Args:
-        model: bfloat16, on the CPU, every linear of its layers an :class:`NVFP4Tensor` without ``activation_spec``
-            (``quantize_(model.model, NVFP4WeightOnlyConfig())``); the output layer may be dense, which has a faster
-            product for one token too, or NVFP4.
-        enable: False undoes it.
+        model: a bfloat16 model on the CPU. The weight of each linear of its layers must be an :class:`NVFP4Tensor`
+            without ``activation_spec`` (``quantize_(model.model, NVFP4WeightOnlyConfig())``). The output layer may be
+            NVFP4 or dense; a dense one also gets a faster product for one token.
+        enable: False restores the model's own forward.
+
+    Returns:
+        The model.
 
     Raises:
-        TypeError: not a Llama or Mistral of transformers.
-        ValueError: a weight, bias, activation or size that the op does not take; it says which.
+        TypeError: the model is not a Llama or Mistral of transformers.
+        ValueError: the op does not support a weight, bias, activation or size of the model.
 
     Example::
 
@@ -51,7 +55,7 @@ def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedMo
     inner = getattr(model, "model", None)
     if type(inner) not in MODELS:
         names = " or ".join(each.__name__.removesuffix("Model") for each in MODELS)
-        raise TypeError(f"decode_natively takes a {names} of transformers with an output layer, not {type(model)}")
+        raise TypeError(f"decode_natively supports a {names} of transformers with an output layer, not {type(model)}")
     assert isinstance(inner, nn.Module)
     decoder: Any = NativeDecoder(inner) if enable else None
     for module, name in ((inner, "forward"), (model, _CACHES), (model.get_output_embeddings(), "forward")):
@@ -68,7 +72,7 @@ def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedMo
 
 
 class _Head:
-    """The forward of a dense output layer: on one row by an op of ours, which reads its weight once, as it lies."""
+    """The forward of a dense output layer. One row uses an op that reads the weight once, in memory order."""
 
     def __init__(self, head: nn.Linear) -> None:
         self.head = head
@@ -93,7 +97,7 @@ def _is_dense_head(head: Any) -> bool:
 
 
 class _Caches:
-    """What makes the cache of a call of ``generate``: a static one where tokens are decoded natively."""
+    """Replace the method of ``generate`` that creates the cache: native decoding needs a static one."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -109,8 +113,8 @@ class _Caches:
             and not config.is_assistant
             and arguments.get("past_key_values") is None
             and not torch.is_grad_enabled()
-            and "prepare_inputs_for_generation" not in vars(self.model)  # peft's, with prefixes, for a dynamic cache
-            and not torch.is_autocast_enabled("cpu")  # whose keys and values differ in dtype
+            and "prepare_inputs_for_generation" not in vars(self.model)  # set by peft's prefixes, for a dynamic cache
+            and not torch.is_autocast_enabled("cpu")  # under which keys and values differ in dtype
             and decoder.plan() is not None
         ):
             arguments["past_key_values"] = StaticCache(self.model.config.get_text_config(decoder=True), length)
@@ -119,31 +123,31 @@ class _Caches:
 
 
 class NativeDecoder:
-    """The forward of a LlamaModel: the op for one token that follows others, and for all else the model's own."""
+    """The forward of a LlamaModel: the op for one token after a prompt, and the model's own forward otherwise."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self._plan: Plan | None = Plan(inner)
         self._rotations: _Rotations | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy or a pickle: the model, of which it makes its own plan."""
+        """Return the state of a copy or a pickle, which makes its own plan."""
         return {"inner": self.inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.inner, self._plan, self._rotations, self._said = state["inner"], None, None, set()
+        self.inner, self._plan, self._rotations, self._warned = state["inner"], None, None, set()
 
     def plan(self) -> Plan | None:
-        """What the op reads of the model as it is now; None, and one warning, for a model that it does not take."""
+        """Return the plan of the current model, or None, with one warning, if the op does not support it."""
         if self._plan is None or not self._plan.holds(self.inner.config):
             try:
                 self._plan = Plan(self.inner)
-            except (ValueError, AttributeError) as error:  # a module replaced by one of another kind has other fields
+            except (ValueError, AttributeError) as error:  # AttributeError: a module of another class has other fields
                 self._plan = None
-                if str(error) not in self._said:
-                    self._said.add(str(error))
-                    warnings.warn(f"tokens go through transformers, and not natively: {error}", stacklevel=2)
+                if str(error) not in self._warned:
+                    self._warned.add(str(error))
+                    warnings.warn(f"tokens are decoded by transformers, not natively: {error}", stacklevel=2)
         return self._plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,9 +155,9 @@ class NativeDecoder:
         return type(self.inner).forward(self.inner, *args, **kwargs) if y is None else y
 
     def _natively(self, input_ids: Any = None, past_key_values: Any = None, **others: Any) -> Any:
-        """The token's output, or None for what transformers has to compute; then nothing has changed."""
+        """Return the output of one token, or None, without side effects, for calls that need transformers."""
         config = self.inner.config
-        if not _is_one_token(input_ids, past_key_values, others) or _asks_for_more(config):
+        if not _is_one_token(input_ids, past_key_values, others) or _requests_more(config):
             return None
         layers = past_key_values.layers
         position, position_ids = int(layers[0].get_seq_length()), others.get("position_ids")
@@ -174,11 +178,11 @@ class NativeDecoder:
         )  # fmt: skip
         torch._foreach_add_([each.cumulative_length for each in layers], 1)
         if layers[0].is_compileable or layers[0].is_sliding:
-            _note(layers)
+            _update_fields(layers)
         return BaseModelOutputWithPast(last_hidden_state=hidden[None], past_key_values=past_key_values)
 
     def _rotation(self, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (dim,), of all positions up to the next power of two: one by one they take 0.1 ms each."""
+        """Return cos and sin (dim,). They are computed up to the next power of two; one at a time costs 0.1 ms each."""
         rotary = self.inner.rotary_emb
         if rotary.rope_type in _CHANGING:
             cos, sin = rotary(x, position_ids=torch.tensor([[position]]))
@@ -190,7 +194,7 @@ class NativeDecoder:
 
 
 class _Rotations:
-    """cos and sin (count, dim) of the first positions, and what they were made of."""
+    """cos and sin (count, dim) of the first positions, and the frequencies that they were computed from."""
 
     def __init__(self, rotary: Any, x: Tensor, count: int) -> None:
         cos, sin = rotary(x, position_ids=torch.arange(count)[None])
@@ -199,16 +203,16 @@ class _Rotations:
         self._scaling = rotary.attention_scaling
 
     def holds(self, rotary: Any) -> bool:
-        now = rotary.inv_freq
+        frequencies = rotary.inv_freq
         return (
             rotary.attention_scaling == self._scaling
-            and now.dtype == self._frequencies.dtype
-            and torch.equal(now, self._frequencies)
+            and frequencies.dtype == self._frequencies.dtype
+            and torch.equal(frequencies, self._frequencies)
         )
 
 
 def _is_one_token(input_ids: Any, cache: Any, others: dict[str, Any]) -> bool:
-    """One token that follows others, on the CPU, and nothing asked for besides its hidden state."""
+    """Return whether the call decodes one token on the CPU and requests only its hidden state."""
     if not isinstance(input_ids, Tensor) or input_ids.shape != (1, 1) or type(cache) is not StaticCache:
         return False
     first: Any = cache.layers[0] if cache.layers else None
@@ -226,27 +230,27 @@ def _is_one_token(input_ids: Any, cache: Any, others: dict[str, Any]) -> bool:
     )
 
 
-def _asks_for_more(config: Any) -> bool:
-    """Whether the configuration wants what the op does not give."""
+def _requests_more(config: Any) -> bool:
+    """Return whether the configuration requests outputs that the op does not compute."""
     return bool(config.output_hidden_states or config.output_attentions or config.return_dict is False)
 
 
 def _fits(layers: list[Any], position: int, plan: Plan, config: Any) -> bool:
-    """Whether the cache is one of this model, within the window of its attention."""
+    """Return whether the cache fits the model, and the position is within the sliding window."""
     window = getattr(config, "sliding_window", None)
     kinds = {type(each) for each in layers}
     return len(layers) == plan.layers and len(kinds) == 1 and (window is None or position < window)
 
 
-def _note(layers: list[Any]) -> None:
+def _update_fields(layers: list[Any]) -> None:
     for each in layers:
-        each.is_compileable = False  # or generate makes a mask of four dimensions, 0.3 ms a token
+        each.is_compileable = False  # otherwise generate makes a 4-D mask, 0.3 ms per token
         if each.is_sliding:
             each.cumulative_length_int += 1
 
 
 def _sees_all(mask: Tensor | None, position: int) -> bool:
-    """Whether the token attends to all before it: the prompt was not padded."""
+    """Return whether the token attends to all earlier ones, that is, the prompt was not padded."""
     if mask is None:
         return True
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):

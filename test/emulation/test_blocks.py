@@ -48,11 +48,11 @@ def test_any_element_and_any_block_is_the_whole_decoded(name, cast_mode):
 def test_indices_that_do_not_fit():
     t = emulation.cast(normal(2, 40), "mxfp4", cast_mode="actual")
     for index in [(0,), (0, 40), (2, 0), (0, 0, 0), (0, 1.0), (slice(None), 0)]:
-        with pytest.raises(IndexError, match=r"an index of one element is 2 whole numbers within \(2, 40\)"):
+        with pytest.raises(IndexError, match=r"the index of one element must be 2 integers within \(2, 40\)"):
             t[index]
     with pytest.raises(IndexError, match="one block"):
         t.block(0, 2)
-    assert repr(t) == "BlockTensor(mxfp4, shape=(2, 40), dtype=torch.float32, one code a byte)"
+    assert repr(t) == "BlockTensor(mxfp4, shape=(2, 40), dtype=torch.float32, one code per byte)"
 
 
 @pytest.mark.parametrize("right", ["nvfp4", "e5m2 scales", "int4 16"])
@@ -108,9 +108,9 @@ def test_nvfp4_products_are_the_tensors():
     assert torch.allclose(emulation.matmul(a, b), ours, rtol=1e-6, atol=1e-5)
 
 
-def test_products_that_are_refused():
+def test_invalid_products_raise():
     a, b = (emulation.cast(normal(2, 64), name, cast_mode="actual") for name in ("nvfp4", "mxfp4"))
-    with pytest.raises(ValueError, match="nvfp4 has 16 elements a block, mxfp4 has 32"):
+    with pytest.raises(ValueError, match="nvfp4 has 16 elements per block, mxfp4 has 32"):
         emulation.dot(a, b)
     with pytest.raises(TypeError, match="BlockTensors, not a Tensor"):
         emulation.matmul(a, normal(2, 64))

@@ -1,4 +1,4 @@
-"""decode_natively: what generate writes, when it steps aside, and what it refuses."""
+"""Test decode_natively: generated text, fallbacks to transformers, errors. Needs no integration of transformers."""
 
 import copy
 import pickle
@@ -12,8 +12,7 @@ from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig
 
 transformers = pytest.importorskip("transformers")
 from nvfp4_tensor.generation.cache import nvfp4_cache  # noqa: E402
-from nvfp4_tensor.generation.step import NativeDecoder  # noqa: E402
-from nvfp4_tensor.integrations.transformers import decode_natively  # noqa: E402
+from nvfp4_tensor.generation.step import NativeDecoder, decode_natively  # noqa: E402
 
 PROMPT = torch.arange(3, 11)[None]
 
@@ -255,7 +254,7 @@ CHANGES = {  # by whether tokens are still decoded natively
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:tokens go through transformers")
+@pytest.mark.filterwarnings("ignore:tokens are decoded by transformers")
 @pytest.mark.parametrize("stays, change", [(stays, each) for stays, changes in CHANGES.items() for each in changes],
                          ids=lambda v: getattr(v, "__name__", str(v)))  # fmt: skip
 def test_a_changed_model(stays, change, steps):
@@ -267,7 +266,7 @@ def test_a_changed_model(stays, change, steps):
     assert compare(model, steps) == (7 if stays else 0)
 
 
-@pytest.mark.filterwarnings("ignore:tokens go through transformers")
+@pytest.mark.filterwarnings("ignore:tokens are decoded by transformers")
 @pytest.mark.parametrize("seed", range(4))
 def test_changes_in_a_row(seed, steps):
     """One change after the other: what is written is what the model's own forward writes."""
@@ -334,7 +333,7 @@ def test_other_ways_to_generate(arguments, steps):
     ("LoraConfig", {"r": 4, "init_lora_weights": False}), ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
     ("PromptTuningConfig", {"num_virtual_tokens": 3}), ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
 ], ids=lambda v: v[0])  # fmt: skip
-@pytest.mark.filterwarnings("ignore:tokens go through transformers")
+@pytest.mark.filterwarnings("ignore:tokens are decoded by transformers")
 def test_peft(config, steps):
     peft = pytest.importorskip("peft")
     kind, arguments = config
@@ -389,16 +388,16 @@ def test_autocast_and_a_saved_model(steps, tmp_path):
 
 
 @pytest.mark.parametrize("make, error, message", [
-    (lambda: torch.nn.Linear(2, 2), TypeError, "takes a Llama or Mistral"),
+    (lambda: torch.nn.Linear(2, 2), TypeError, "supports a Llama or Mistral"),
     (lambda: tiny(quantized=False), ValueError, "layers.0.self_attn.q_proj is dense"),
     (lambda: tiny(torch.float32), ValueError, "is torch.float32 on cpu"),
     (lambda: tiny(attention_bias=True), ValueError, "q_proj has a bias"),
-    (lambda: tiny(hidden_act="gelu"), ValueError, "this model's is gelu"),
+    (lambda: tiny(hidden_act="gelu"), ValueError, "this model has gelu"),
     (lambda: tiny(head_dim=16), ValueError, "head_dim is 16"),
     (lambda: quantize_(model := tiny(quantized=False), NVFP4Config(), filter_fn=_is_inner) or model,
      ValueError, "W4A4"),
 ], ids=["module", "dense", "float32", "bias", "gelu", "head_dim", "w4a4"])  # fmt: skip
-def test_what_is_refused(make, error, message):
+def test_unsupported_models_raise(make, error, message):
     model = make()
     with pytest.raises(error, match=message):
         decode_natively(model)
