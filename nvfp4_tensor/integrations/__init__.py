@@ -1,1 +1,1 @@
-"""Other libraries' front doors, thin: each module is imported where it is asked for."""
+"""Adapters to other libraries. Import the submodule of the library that you use."""

@@ -1,8 +1,8 @@
-"""torchao's QATConfig over our configs: prepare trains by a recipe, convert quantizes with the config itself.
+"""torchao's QATConfig with our configs: prepare trains with a recipe, convert quantizes with the config.
 
-torchao maps a base config to fake quantization by its class, from a closed list of its own classes. Its registry of
-what quantize_ does by a config is open: QATConfig's entry is wrapped here, and everything that is not ours goes on to
-torchao's. Importing this module does it; so does asking nvfp4_tensor for one of its configs.
+torchao chooses fake quantization by the class of the base config, from a fixed list. Its registry of quantize_ handlers
+is open, so this module wraps the handler of QATConfig, which still handles torchao's own configs. Importing this
+module, or accessing one of the configs of nvfp4_tensor, registers the wrapper.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nvfp4_tensor.training import NVFP4TrainingLinear, Recipe, WeightForDx
 from nvfp4_tensor.training.config import trainable
 
 _handlers = transform_module._QUANTIZE_CONFIG_HANDLER
-_torchaos = _handlers[QATConfig]
+_torchao_handler = _handlers[QATConfig]
 
 
 def recipe_of(config: NVFP4WeightOnlyConfig) -> Recipe:
-    """What a model converted with ``config`` will compute, in the forward; the backward is dense, straight through."""
+    """Return a recipe with the forward of a model converted with ``config`` and a dense, straight-through backward."""
     x = config.activation if isinstance(config, NVFP4Config) else None
     w_for_dx = WeightForDx.DENSE if config.weight.rotation is not None else WeightForDx.EXACT
     return Recipe(name=f"QAT of {type(config).__name__}", x=x, w=config.weight, w_for_dx=w_for_dx)
@@ -31,11 +31,11 @@ def recipe_of(config: NVFP4WeightOnlyConfig) -> Recipe:
 def _prepare_or_convert(module: nn.Module, config: QATConfig) -> nn.Module:
     base = config.base_config
     if not isinstance(base, NVFP4WeightOnlyConfig):
-        return _torchaos(module, config)
+        return _torchao_handler(module, config)
     if isinstance(base, NVFP4Config) and base.step is not None:
         raise ValueError("QATConfig has steps of its own: give it an NVFP4Config without step")
     if config.step == QATStep.PREPARE:
         return NVFP4TrainingLinear.convert(trainable(module), recipe_of(base))
     if not isinstance(module, NVFP4TrainingLinear):
-        return module  # as torchao does: only what was prepared is converted
+        return module  # as in torchao, only prepared modules are converted
     return _handlers[type(base)](module.to_dense(), base)

@@ -1,7 +1,7 @@
-"""torchtitan's linears, trained by our recipes on any device: an override, and a converter, for torchtitan 0.3.
+"""Train torchtitan's linears with our recipes on any device: an override and a converter for torchtitan 0.3.
 
-The override needs no code, only ``--override.imports``; the converter goes into a config function, and chooses linears
-by name. Both build :class:`NVFP4Linear`, whose recipe :func:`nvfp4_tensor.training.set_recipe` changes on a live model.
+The override needs no code, only ``--override.imports``. The converter is used in a config function and chooses linears
+by name. Both create :class:`NVFP4Linear`, whose recipe :func:`nvfp4_tensor.training.set_recipe` can change later.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import resolve
 
 MOST_LINEARS = ("*.attention.*", "*.feed_forward.w[123]", "*.shared_experts.w[123]")
-"""Those of a decoder's blocks; neither lm_head, nor routers and other gates."""
+"""The linears of a decoder's blocks, without lm_head, routers and other gates."""
 
 
 class NVFP4Linear(NVFP4TrainingLinear, Linear):
-    """torchtitan's Linear, trained by a recipe. Parameters, files and sharding stay those of torchtitan's."""
+    """torchtitan's Linear, trained with a recipe. Its parameters, checkpoints and sharding do not change."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        """A Linear.Config with a recipe, by its name: torchtitan writes configs down as JSON.
+        """A Linear.Config with the name of a recipe (torchtitan stores configs as JSON).
 
         Raises:
-            ValueError: no recipe has that name.
+            ValueError: unknown recipe.
         """
 
         recipe: str = "nvidia"
@@ -52,21 +52,22 @@ class NVFP4Linear(NVFP4TrainingLinear, Linear):
         NVFP4Linear.convert(self, resolve(config.recipe))
 
     def to_dense(self) -> nn.Linear:
-        """The same module, torchtitan's Linear again."""
+        """Convert the module back to torchtitan's Linear, in place, and return it."""
         dense = super().to_dense()
         dense.__class__ = Linear
         return dense
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """As any module's. Under tensor parallelism the ranks agree on amaxes, so that codes are those of one rank.
+        """Parallelize the module. Under tensor parallelism, amaxes are all-reduced, so codes equal those on one rank.
 
         Raises:
-            ValueError: the backend full_dtensor, under which no linear gets a local tensor; a weight that the ranks do
-                not cut, or cannot in whole blocks; a bias where the ranks' outputs are summed.
+            ValueError: the backend is full_dtensor, which passes no local tensors to linears; the weight is not
+                sharded, or cannot be sharded at block boundaries; or the linear has a bias and its outputs are summed
+                over ranks.
         """
         if parallel_dims.spmd_backend == "full_dtensor":
             raise ValueError(
-                f"{self} takes local tensors, which it does not get under full_dtensor: set "
+                f"{self} needs local tensors, which full_dtensor does not provide: set "
                 "--parallelism.spmd_backend to spmd_types or partial_dtensor"
             )
         if parallel_dims.tp_enabled and self._sharding_config is not None:
@@ -74,18 +75,18 @@ class NVFP4Linear(NVFP4TrainingLinear, Linear):
         Module.parallelize(self, parallel_dims)
 
     def _share_features(self, parallel_dims: ParallelDims) -> None:
-        """The weight is one rank's piece, and forward runs on local tensors."""
-        sharding: Any = self._sharding_config  # type: ignore[has-type]  # where torchtitan is not installed
-        cut = sharding.state_shardings["weight"].per_axis_spmd_types().get(MeshAxisName.TP)
-        if not isinstance(cut, spmd.Shard):
-            raise ValueError(f"{self} has a weight that tensor parallelism does not cut: leave this linear out")
-        if cut.dim == 1 and self.bias is not None:
+        """Register the sharding of the weight, and run forward on local tensors."""
+        sharding: Any = self._sharding_config  # type: ignore[has-type]  # if torchtitan is not installed
+        shard = sharding.state_shardings["weight"].per_axis_spmd_types().get(MeshAxisName.TP)
+        if not isinstance(shard, spmd.Shard):
+            raise ValueError(f"the weight of {self} is not sharded by tensor parallelism: exclude this linear")
+        if shard.dim == 1 and self.bias is not None:
             raise ValueError(
-                f"{self} has a bias, and would add it on each rank before their sum: leave this linear out"
+                f"{self} has a bias, which each rank would add before outputs are summed: exclude this linear"
             )
-        share_weight(self, cut.dim, parallel_dims.get_mesh("tp"))
-        x = dense_activation_placement(tp=spmd.R if cut.dim == 0 else spmd.S(2))  # of (batch, tokens, features)
-        dx = dense_activation_placement(tp=spmd.P if cut.dim == 0 else spmd.S(2))
+        share_weight(self, shard.dim, parallel_dims.get_mesh("tp"))
+        x = dense_activation_placement(tp=spmd.R if shard.dim == 0 else spmd.S(2))  # (batch, tokens, features)
+        dx = dense_activation_placement(tp=spmd.P if shard.dim == 0 else spmd.S(2))
         self._sharding_config = dataclasses.replace(
             sharding,
             in_src_shardings={**(sharding.in_src_shardings or {}), "input": x},
@@ -101,7 +102,7 @@ class NVFP4Linear(NVFP4TrainingLinear, Linear):
     description="attention and feed-forward linears train in NVFP4, on any device (nvfp4_tensor)",
 )
 def nvfp4_linear(config: Linear.Config, *, recipe: str = "nvidia") -> NVFP4Linear.Config:
-    """Train the linears of attention and feed-forward blocks by a recipe.
+    """Train the linears of attention and feed-forward blocks with a recipe.
 
     >>> # torchrun -m torchtitan.train --module llama3 --config llama3_debugmodel \\
     >>> #   --override.imports 'nvfp4_tensor.integrations.torchtitan.nvfp4_linear={"recipe":"nvidia"}'
@@ -110,18 +111,20 @@ def nvfp4_linear(config: Linear.Config, *, recipe: str = "nvidia") -> NVFP4Linea
 
 
 class NVFP4Converter(QuantizationConverter):
-    """Trains linears by a recipe, chosen by name: for ``model_registry(flavor, converters=[NVFP4Converter.Config()])``.
-
-    The names of ``fqns`` are globs, of which ``*`` crosses dots; those of ``dense`` stay as they are. The last
-    ``dense_tail`` of a decoder's layers, rounded up, stay dense too: 0.15 is usual.
-    """
+    """Train selected linears with a recipe: ``model_registry(flavor, converters=[NVFP4Converter.Config()])``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """What is converted to what.
+        """The config of the converter.
+
+        Args:
+            recipe: the name of the recipe.
+            fqns: globs of the names of linears to convert; ``*`` also matches dots.
+            dense: globs of the names of linears to leave dense.
+            dense_tail: the fraction of the decoder's layers, at its end, to leave dense, rounded up; 0.15 is usual.
 
         Raises:
-            ValueError: no recipe has that name, or dense_tail is not from 0 to 1.
+            ValueError: unknown recipe, or dense_tail is not from 0 to 1.
         """
 
         recipe: str = "nvidia"
@@ -132,16 +135,16 @@ class NVFP4Converter(QuantizationConverter):
         def __post_init__(self) -> None:
             resolve(self.recipe)
             if not 0 <= self.dense_tail <= 1:
-                raise ValueError(f"dense_tail is a part of the layers, from 0 to 1, got {self.dense_tail!r}")
+                raise ValueError(f"dense_tail must be a fraction of the layers, from 0 to 1, got {self.dense_tail!r}")
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """model_config, changed in place.
+        """Change model_config in place, and return it.
 
         Raises:
-            ValueError: no linear is chosen.
+            ValueError: no linear is selected.
         """
         dense = [*self.config.dense, *_last_layers(model_config, self.config.dense_tail)]
         chosen = [
@@ -150,26 +153,26 @@ class NVFP4Converter(QuantizationConverter):
             if type(config) is Linear.Config and _matches(fqn, self.config.fqns) and not _matches(fqn, dense)
         ]
         if not chosen:
-            raise ValueError(f"{self.config} chooses no Linear of {type(model_config).__qualname__}: see its fqns")
+            raise ValueError(f"{self.config} selects no Linear of {type(model_config).__qualname__}: check its fqns")
         for config, parent, attribute in chosen:
-            _put(parent, attribute, derive(config, NVFP4Linear.Config, recipe=self.config.recipe))
+            _replace(parent, attribute, derive(config, NVFP4Linear.Config, recipe=self.config.recipe))
         return model_config
 
 
-def _last_layers(model_config: Any, share: float) -> list[str]:
-    """Globs of a decoder's last layers."""
-    if not share:
+def _last_layers(model_config: Any, fraction: float) -> list[str]:
+    """Return globs of the last layers of a decoder."""
+    if not fraction:
         return []
     layers = len(model_config.layers)
-    return [f"layers.{i}.*" for i in range(layers - math.ceil(share * layers - 1e-9), layers)]
+    return [f"layers.{i}.*" for i in range(layers - math.ceil(fraction * layers - 1e-9), layers)]
 
 
 def _matches(fqn: str, globs: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(fqn, glob) for glob in globs)
 
 
-def _put(parent: Any, attribute: Any, config: Module.Config) -> None:
-    """In place of what is there: an entry of a list, or an attribute."""
+def _replace(parent: Any, attribute: Any, config: Module.Config) -> None:
+    """Replace an item of a list, or an attribute."""
     if isinstance(parent, list):
         parent[attribute] = config
     else:

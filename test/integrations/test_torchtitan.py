@@ -66,11 +66,11 @@ def test_the_converter_leaves_the_tail_and_names_dense():
     [
         ({"recipe": "x"}, "unknown recipe 'x'"),
         ({"dense_tail": 15}, "from 0 to 1, got 15"),
-        ({"fqns": ["encoder.*"]}, "chooses no Linear of Llama3Model.Config"),
-        ({"dense_tail": 1.0}, "chooses no Linear"),
+        ({"fqns": ["encoder.*"]}, "selects no Linear of Llama3Model.Config"),
+        ({"dense_tail": 1.0}, "selects no Linear"),
     ],
 )
-def test_the_converter_refuses(settings, message):
+def test_invalid_settings_of_the_converter_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         model_registry("debugmodel", converters=[titan.NVFP4Converter.Config(**settings)])
 

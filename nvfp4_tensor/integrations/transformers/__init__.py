@@ -1,11 +1,11 @@
-"""NVFP4 in transformers: ``import nvfp4_tensor.integrations.transformers`` teaches from_pretrained and save_pretrained.
+"""NVFP4 in transformers. Importing this package registers it with from_pretrained and save_pretrained.
 
-From then on ``from_pretrained(..., quantization_config=NVFP4TensorConfig(...))`` quantizes while it loads, and
-checkpoints in ModelOpt's layout (``quant_method`` "modelopt") load on any device. What ``save_pretrained`` writes is
-that layout, which vLLM, SGLang and TensorRT-LLM read.
+After the import, ``from_pretrained(..., quantization_config=NVFP4TensorConfig(...))`` quantizes while loading, and
+checkpoints in ModelOpt's layout (``quant_method`` "modelopt") load on any device. ``save_pretrained`` writes the same
+layout, which vLLM, SGLang and TensorRT-LLM read.
 """
 
-import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
+import nvfp4_tensor.dispatch  # noqa: F401  first: registers the tensor's operators and silences torchao's log lines
 
 # isort: split
 import warnings
@@ -13,7 +13,7 @@ import warnings
 import transformers
 from packaging.version import Version
 
-if Version(transformers.__version__) < Version("5.21"):  # whose converters take no quantizer's tensors along
+if Version(transformers.__version__) < Version("5.21"):  # older converters do not collect a quantizer's tensors
     raise ImportError(
         f"nvfp4_tensor.integrations.transformers needs transformers 5.21 or newer, not {transformers.__version__}: pip "
         "install -U transformers. nvfp4_tensor.checkpoints.load reads the same checkpoints into any version's models"
@@ -49,8 +49,8 @@ register_quantization_config(METHOD)(NVFP4TensorConfig)
 register_quantizer(METHOD)(WhileLoadingQuantizer)
 if "modelopt" in AUTO_QUANTIZER_MAPPING:
     warnings.warn(
-        f"transformers {transformers.__version__} reads ModelOpt's checkpoints by itself, so they are left to it: what "
-        "it cannot run here, nvfp4_tensor.checkpoints.load reads",
+        f"transformers {transformers.__version__} already reads ModelOpt's checkpoints, and its reader is kept: use "
+        "nvfp4_tensor.checkpoints.load for checkpoints that it cannot run here",
         stacklevel=2,
     )
 else:

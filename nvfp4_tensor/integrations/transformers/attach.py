@@ -1,4 +1,4 @@
-"""Models that were quantized in memory, by quantize_ or calibrate, made known to transformers."""
+"""Register models that were quantized in memory, by quantize_ or calibrate, with transformers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:
-    """Let transformers know of the NVFP4 weights of a model that ``quantize_``, ``calibrate`` or ``load`` put there.
+    """Attach a quantizer to a model whose NVFP4 weights were set by ``quantize_``, ``calibrate`` or ``load``.
 
-    From then on ``save_pretrained``, ``dequantize``, peft and Trainer take it like one from ``from_pretrained``.
-    Returns the model.
+    Afterwards, ``save_pretrained``, ``dequantize``, peft and Trainer treat it like a model from ``from_pretrained``.
+
+    Returns:
+        The model.
 
     Raises:
-        ValueError: it has no NVFP4 weights.
+        ValueError: the model has no NVFP4 weights.
     """
     names = {name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)}
     if not names:
-        raise ValueError("the model has no NVFP4 weights: quantize_(model, NVFP4WeightOnlyConfig()) first")
+        raise ValueError("the model has no NVFP4 weights: call quantize_(model, NVFP4WeightOnlyConfig()) first")
     config = ModelOptConfig(**modelopt.flat_config(ModelCheckpoint(model, {})))
     quantizer = CheckpointQuantizer(config, pre_quantized=True)
     quantizer.weights, quantizer.knows_specs = names, True
-    known: Any = model
-    known.hf_quantizer = quantizer
-    known.quantization_method = config.quant_method
-    known.is_quantized = True
-    known.config.quantization_config = config
-    known.config._is_quantized = True
+    attributes: Any = model
+    attributes.hf_quantizer = quantizer
+    attributes.quantization_method = config.quant_method
+    attributes.is_quantized = True
+    attributes.config.quantization_config = config
+    attributes.config._is_quantized = True
     return model

@@ -1,4 +1,4 @@
-"""The model card (README.md) of a quantized model: what was done, how small it became, how good it is."""
+"""The model card (README.md) of a quantized model: how it was quantized, its size and its quality."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _BODY = """
 # {name}
 
 {what} in [NVFP4](https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/):
-4-bit numbers, of which each 16 share an 8-bit scale. The layout is that of NVIDIA's ModelOpt.
+4-bit numbers in blocks of 16 that share an 8-bit scale. The files have the layout of NVIDIA's ModelOpt.
 
-## What was done
+## Quantization
 | | |
 | --- | --- |
 {done}
 
-## How good it is
+## Quality
 {quality}
 
 ## Use
-vLLM, SGLang and TensorRT-LLM read this folder as it is. In transformers, on a GPU of any kind or on a CPU:
+vLLM, SGLang and TensorRT-LLM read this folder directly. In transformers, on any GPU or on a CPU:
 
 ```python
 import nvfp4_tensor.integrations.transformers  # pip install nvfp4-tensor
@@ -55,12 +55,14 @@ def model_card(
     text: str | None = None,
     metadata: dict[str, Any] | None = None,
 ) -> ModelCard:
-    """The card of a model that is saved as ``checkpoint``.
+    """Return the card of a model that is saved as ``checkpoint``.
 
     Args:
-        name: of the folder or repository.
-        knows_specs: whether the weights say how they were quantized; those of a file say only what a file can.
-        base_model, perplexity, text, metadata: as :func:`save` takes them.
+        model: the quantized model.
+        checkpoint: the model as a checkpoint.
+        name: the name of the folder or repository.
+        knows_specs: whether the weights have the specs of their quantization. Files do not store complete specs.
+        base_model, perplexity, text, metadata: as in :func:`save`.
     """
     results = None
     if perplexity:
@@ -77,22 +79,22 @@ def model_card(
     body = _BODY.format(
         name=name,
         what=base_model or type(model).__name__,
-        done="\n".join(f"| {row} | {value} |" for row, value in _done(model, checkpoint, knows_specs).items()),
+        done="\n".join(f"| {row} | {value} |" for row, value in _table(model, checkpoint, knows_specs).items()),
         quality=_quality(perplexity, text),
     )
     return ModelCard(f"---\n{ModelCardData(**header)}\n---\n{body}")
 
 
-def _done(model: PreTrainedModel, checkpoint: Checkpoint, knows_specs: bool) -> dict[str, str]:
-    """The rows of the table."""
+def _table(model: PreTrainedModel, checkpoint: Checkpoint, knows_specs: bool) -> dict[str, str]:
+    """Return the rows of the table of properties."""
     quantized = [entry for entry in checkpoint.entries.values() if entry.quantized]
     stored = sum(_stored_bytes(entry) for entry in checkpoint.entries.values())
-    dense = sum(_numbers([entry]) * entry.dtype.itemsize for entry in checkpoint.entries.values())
-    bits = 8 * sum(_stored_bytes(entry) for entry in quantized) / _numbers(quantized)
+    dense = sum(_elements([entry]) * entry.dtype.itemsize for entry in checkpoint.entries.values())
+    bits = 8 * sum(_stored_bytes(entry) for entry in quantized) / _elements(quantized)
     algorithm = modelopt.quantization_of(checkpoint)["quant_algo"]
     rounding = _specs(model) if knows_specs else "as in the checkpoint that it was loaded from"
     return {
-        "weights": f"{algorithm}: {len(quantized)} matrices, {bits:.2f} bits a weight",
+        "weights": f"{algorithm}: {len(quantized)} matrices, {bits:.2f} bits per weight",
         "rounding (nvfp4_tensor.QuantizeSpec)": rounding,
         "activations": _activations(quantized),
         "left dense": ", ".join(dense_linears(checkpoint)) or "no linear",
@@ -113,18 +115,18 @@ def _specs(model: PreTrainedModel) -> str:
 def _activations(quantized: list[Entry]) -> str:
     count = sum(entry.quantizes_activations for entry in quantized)
     if not count:
-        return "as they come"
-    return f"NVFP4 by static scales, in front of {'all' if count == len(quantized) else count}"
+        return "not quantized"
+    return f"NVFP4 with static scales, for {'all matrices' if count == len(quantized) else f'{count} matrices'}"
 
 
 def _quality(perplexity: dict[str, float] | None, text: str | None) -> str:
     if not perplexity:
         return "Not measured."
     rows = "\n".join(f"| {model} | {value:.3f} |" for model, value in perplexity.items())
-    return f"Perplexity{f' of {text}' if text else ''}, lower is better:\n\n| | |\n| --- | ---: |\n{rows}"
+    return f"Perplexity{f' on {text}' if text else ''}, lower is better:\n\n| | |\n| --- | ---: |\n{rows}"
 
 
-def _numbers(entries: Iterable[Entry]) -> int:
+def _elements(entries: Iterable[Entry]) -> int:
     return sum(math.prod(entry.shape) for entry in entries)
 
 

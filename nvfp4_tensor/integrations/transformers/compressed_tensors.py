@@ -1,4 +1,4 @@
-"""compressed-tensors' NVFP4 checkpoints with NVFP4 weights in memory, instead of decompressed ones. By choice."""
+"""Load compressed-tensors' NVFP4 checkpoints with NVFP4 weights instead of decompressed ones. Opt-in."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ METHOD = "compressed-tensors"
 
 
 class CompressedTensorsNVFP4Config(CheckpointConfig):
-    """That of a checkpoint in compressed-tensors' layout."""
+    """The quantization_config of a checkpoint in compressed-tensors' layout."""
 
     checkpoint_format = compressed_tensors.FORMAT
     tensor_names = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
 
 
 def read_compressed_tensors(natively: bool = True) -> None:
-    """Load compressed-tensors' NVFP4 checkpoints as NVFP4 from now on, not decompressed on the first call.
+    """Load compressed-tensors' NVFP4 checkpoints as NVFP4, instead of decompressing them at the first call.
 
-    It takes the place of transformers' own reader for checkpoints of which every group is NVFP4, and hands all others
-    on to it. ``natively=False`` undoes it. The package compressed-tensors is not needed.
+    This replaces transformers' reader for checkpoints in which every group is NVFP4; other checkpoints still use it.
+    ``natively=False`` restores it. The package compressed-tensors is not needed.
 
     Example::
 
@@ -48,11 +48,11 @@ class _Config(CompressedTensorsConfig):
 def _quantizer(config: QuantizationConfigMixin, **kwargs: Any) -> HfQuantizer:
     if isinstance(config, CompressedTensorsNVFP4Config):
         return CheckpointQuantizer(config, **kwargs)
-    return CompressedTensorsHfQuantizer(config, **kwargs)  # type: ignore[arg-type]  # what it is registered for
+    return CompressedTensorsHfQuantizer(config, **kwargs)  # type: ignore[arg-type]
 
 
 def is_nvfp4(config: dict[str, Any]) -> bool:
-    """Whether every group of a quantization_config has NVFP4 weights."""
+    """Return whether every group of a quantization_config has NVFP4 weights."""
     groups = (config.get("config_groups") or {}).values()
     weights = [(group.get("weights") or {}) for group in groups]
     kinds = {(each.get("num_bits"), each.get("type"), each.get("group_size")) for each in weights}

@@ -1,4 +1,4 @@
-"""What from_pretrained takes as quantization_config: how to quantize, or what a checkpoint says of itself."""
+"""The quantization_config of from_pretrained: how to quantize while loading, or the config of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
     """Quantize a model's linears to NVFP4 while ``from_pretrained`` loads it, one weight at a time.
 
     Args:
-        config: what ``quantize_`` takes too: an NVFP4WeightOnlyConfig (W4A16; the default), or an NVFP4Config (W4A4,
-            the amax of each activation taken anew at each call).
-        modules_to_not_convert: names of linears to leave dense, as transformers matches them: whole names, their ends,
-            or regular expressions. By default the output layer, what is tied to the embedding, routers of experts and
-            encoders of other media. In any case those stay dense whose inputs are no multiple of 16, which no server
-            reads.
-        share_scales: quantize weights that servers fuse (q, k and v; gate and up) by one amax, so that the model can be
-            saved as it is. False takes each its own, as ``quantize_`` does: saving may then be refused.
-        quantize_lm_head: quantize the output layer too, which is then read at 4.5 bits a weight. Where it shares the
-            embedding's weight it gets a copy of its own in NVFP4, and the embedding stays as it is:
-            ``tie_word_embeddings`` of the model's config becomes False. vLLM loads no quantized output layer; llama.cpp
-            and this library do.
+        config: an NVFP4WeightOnlyConfig (W4A16, the default) or an NVFP4Config (W4A4, with an amax computed at each
+            call), as for ``quantize_``.
+        modules_to_not_convert: names of linears to leave dense, matched by transformers: full names, suffixes, or
+            regular expressions. By default the output layer, linears tied to the embedding, routers of experts and
+            encoders of other modalities. Linears whose inputs are not a multiple of 16 always stay dense, because no
+            server reads them.
+        share_scales: quantize weights that servers fuse (q, k and v; gate and up) with one amax, so that the model can
+            be saved without a change. With False, each weight has its own amax, as with ``quantize_``, and saving
+            requantizes these weights, with a warning.
+        quantize_lm_head: also quantize the output layer, to 4.5 bits per weight. If it shares the embedding's weight,
+            it gets its own copy in NVFP4, the embedding is not changed, and ``tie_word_embeddings`` of the model's
+            config becomes False. vLLM does not load a quantized output layer; llama.cpp and this library do.
 
     Raises:
-        TypeError: config is none of ours.
-        ValueError: it has a ``step``, which needs a dense model and data.
+        TypeError: config has another type.
+        ValueError: config has a field that needs a calibration, such as ``step``.
 
     Example::
 
@@ -57,33 +57,33 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
         quant_method: str = METHOD,
     ) -> None:
         if quant_method != METHOD:
-            raise ValueError(f"the quant_method of an NVFP4TensorConfig is {METHOD!r}, got {quant_method!r}")
-        self.quant_method: str = METHOD  # type: ignore[assignment]  # the enum has transformers' own methods alone
+            raise ValueError(f"the quant_method of an NVFP4TensorConfig must be {METHOD!r}, got {quant_method!r}")
+        self.quant_method: str = METHOD  # type: ignore[assignment]  # the enum has only transformers' own methods
         self.config = _config_of(config) if isinstance(config, dict) else config or NVFP4WeightOnlyConfig()
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.share_scales = share_scales
         self.quantize_lm_head = quantize_lm_head
         if not isinstance(self.config, NVFP4WeightOnlyConfig):
             raise TypeError(
-                f"config is an NVFP4WeightOnlyConfig or an NVFP4Config of nvfp4_tensor, not {type(config).__name__}"
+                f"config must be an NVFP4WeightOnlyConfig or NVFP4Config of nvfp4_tensor, not {type(config).__name__}"
             )
         if any(getattr(self.config, name, None) for name in ("step", "weighted", "percentile", "headroom")):
             raise ValueError(
-                "step, weighted, percentile and headroom belong to calibration, which needs a dense model and data: "
+                "step, weighted, percentile and headroom are only for calibration, which needs a dense model and data: "
                 "load the model without quantization_config, calibrate(model, batches), then attach_quantizer(model)"
             )
 
     def get_apply_tensor_subclass(self) -> NVFP4WeightOnlyConfig:
-        """The config that quantizes a merged weight: peft asks for it."""
+        """Return the config with which peft quantizes a merged weight."""
         return self.config
 
     @property
     def activation(self) -> QuantizeSpec | None:
-        """How products quantize activations; None for W4A16."""
+        """The spec of activations; None for W4A16."""
         return self.config.activation if isinstance(self.config, NVFP4Config) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types; ``NVFP4TensorConfig(**to_dict())`` is the same."""
+        """Return the config as JSON types, such that ``NVFP4TensorConfig(**to_dict())`` is equal to it."""
         config: dict[str, Any] = {"weight": _spec_to_dict(self.config.weight)}
         if isinstance(self.config, NVFP4Config):
             config["activation"] = _spec_to_dict(self.config.activation)
@@ -92,24 +92,25 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
 
 
 class CheckpointConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` that a checkpoint has in its config.json, as it stands there.
+    """The ``quantization_config`` in the config.json of a checkpoint.
 
-    Linears get the NVFP4 weights that the checkpoint holds; activations are quantized where it says so (W4A4), by the
-    amax of each call unless it has an ``input_scale``.
+    Linears get the NVFP4 weights of the checkpoint. If the checkpoint quantizes activations (W4A4), their amax is that
+    of the ``input_scale``, or is computed at each call if there is none.
 
     Args:
-        quantize_activations: False runs a W4A4 checkpoint weight-only, as servers do off Blackwell: faster there, and
-            more accurate. It is ours, and for loading alone: set it in the model's config before from_pretrained.
-        others: kept as they are.
+        quantize_activations: False runs a W4A4 checkpoint weight-only, as servers do without FP4 tensor cores, where
+            this is faster and more accurate. The field is not part of the file format and only affects loading: set it
+            in the model's config before from_pretrained.
+        others: other fields, kept unchanged.
     """
 
     checkpoint_format: ClassVar[SafetensorsFormat]
     tensor_names: ClassVar[tuple[str, ...]]
-    """The names that a linear's tensors may have there, instead of "weight" and beside it."""
+    """The possible names of a linear's tensors in the checkpoint, including "weight"."""
 
     @classmethod
     def keys_of(cls, name: str) -> dict[str, str]:
-        """By the full name of each tensor that a quantized parameter may have there: its own name."""
+        """Return the possible full names of a quantized parameter's tensors, each with its name in the layer."""
         stem = name.removesuffix("weight")
         return {f"{stem}{each}": each for each in cls.tensor_names}
 
@@ -119,34 +120,34 @@ class CheckpointConfig(QuantizationConfigMixin):
         self.__dict__.update(others)
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in config.json."""
+        """Return the fields of config.json."""
         return {name: value for name, value in super().to_dict().items() if name != "quantize_activations"}
 
     def get_apply_tensor_subclass(self) -> NVFP4WeightOnlyConfig:
-        """The config that quantizes a merged weight: peft asks for it, for all weights alike, so it is weight-only."""
+        """Return the config with which peft quantizes merged weights. It is the same for all, thus weight-only."""
         return NVFP4WeightOnlyConfig()
 
 
 class ModelOptConfig(CheckpointConfig):
-    """That of a checkpoint in ModelOpt's layout."""
+    """The quantization_config of a checkpoint in ModelOpt's layout."""
 
     checkpoint_format = modelopt.FORMAT
     tensor_names = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
     @classmethod
     def keys_of(cls, name: str) -> dict[str, str]:
-        """See the class; experts that are one tensor have keys of their own."""
+        """Return the possible names, as in the base class. Experts that are one tensor have different names."""
         stem = f"{name.rpartition('.')[0]}." if "." in name else ""
         return {key: key.removeprefix(stem) for key in modelopt.keys_of(name).values()}
 
 
 def _plain(value: Any) -> Any:
-    """A choice by its name, anything else as it is."""
+    """Return the name of a choice, and any other value unchanged."""
     return value.name.lower() if isinstance(value, Choice) else value
 
 
 def _spec_to_dict(spec: QuantizeSpec) -> dict[str, Any]:
-    """The fields of a spec in JSON's types: the ceiling, which others decide, and what differs from the plain spec."""
+    """Return the fields of a spec that differ from the default as JSON types; always include the ceiling."""
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     plain = QuantizeSpec()
     written = {name for name, value in fields.items() if value != getattr(plain, name)} | {"scale_ceiling"}
@@ -154,7 +155,7 @@ def _spec_to_dict(spec: QuantizeSpec) -> dict[str, Any]:
 
 
 def _config_of(fields: dict[str, Any]) -> NVFP4WeightOnlyConfig:
-    """The inverse of what to_dict writes."""
+    """Return the config that to_dict has written."""
     weight = QuantizeSpec(**fields["weight"])
     if "activation" not in fields:
         return NVFP4WeightOnlyConfig(weight_spec=weight)

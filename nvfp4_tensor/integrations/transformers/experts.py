@@ -1,4 +1,4 @@
-"""Experts, which files keep apart and models of transformers hold as parameters (E, N, K): joined as they are."""
+"""Join the experts of a checkpoint, which has one tensor per expert, to the parameters (E, N, K) of transformers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from nvfp4_tensor.checkpoints.wrappers import View
 
 
 def origins_in_model(model: PreTrainedModel, names: Iterable[str], checkpoint: Checkpoint) -> dict[str, Origin]:
-    """By parameter of the model: the weights of the checkpoint among ``names`` that it is made of.
+    """Return the origin of each parameter of the model: the weights among ``names`` that it is made of.
 
     Raises:
-        ValueError: the model joins them in another way than one expert on the other, gate on up.
+        ValueError: the model joins weights other than by stacking experts and concatenating gate and up.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -60,7 +60,9 @@ def _origin(
     kinds = tuple(type(operation) for operation in converter.operations)
     counts = {len(found[pattern]) for pattern in patterns}
     if kinds not in _STACKED or len(patterns) < len(converter.source_patterns) or len(counts) > 1:
-        raise ValueError(f"{target} is made of {found}, in a way that NVFP4 weights are not joined in")
+        raise ValueError(
+            f"{target} is made of {found} by an operation that NVFP4 weights do not support: load the dense model"
+        )
     groups = tuple(zip(*(found[pattern] for pattern in patterns), strict=True))
     rows = tuple(checkpoint.entries[name].shape[0] for name in groups[0])
     origin = Origin(groups, rows, stacked=True)
@@ -69,7 +71,7 @@ def _origin(
 
 
 def keep_origin(model: PreTrainedModel, parameter: str, origin: Origin) -> None:
-    """Remember what files call the parts of a parameter, for what saves the model."""
+    """Store the names in files of a parameter's weights, which are used when the model is saved."""
     path, _, name = parameter.rpartition(".")
     module = model.get_submodule(path)
     setattr(module, ORIGINS, {**getattr(module, ORIGINS, {}), name: dataclasses.asdict(origin)})
@@ -79,14 +81,14 @@ _STACKED = ((MergeModulelist,), (MergeModulelist, Concatenate))
 
 
 class DeserializeExperts(ConversionOps):
-    """The plain tensors of a layer's experts become one NVFP4Tensor (E, N, K); dense ones are joined as ever.
+    """Convert the plain tensors of a layer's experts to one NVFP4Tensor (E, N, K), and join dense ones as usual.
 
     Attributes:
-        hf_quantizer: transformers casts nothing on its way to an operation that has one.
-        checkpoint: where the tensors come from.
-        origins: the experts' names there, by parameter of the model.
-        activations: whether they are quantized where the checkpoint says so.
-        usual: the converter that joins dense experts.
+        hf_quantizer: a quantizer; transformers does not cast the inputs of an operation that has one.
+        checkpoint: the source of the tensors.
+        origins: the names of experts in the checkpoint, by parameter of the model.
+        activations: whether to quantize activations if the checkpoint does.
+        usual: the converter of dense experts.
     """
 
     def __init__(
@@ -104,16 +106,16 @@ class DeserializeExperts(ConversionOps):
         self.usual = usual
 
     def __deepcopy__(self, memo: dict) -> DeserializeExperts:
-        """Itself: transformers copies the operation for every parameter."""
+        """Return the operation itself: transformers copies it for every parameter."""
         return self
 
     def converter(self, suffixes: Iterable[str]) -> WeightConverter:
-        """The converter that collects, besides each weight, the tensors that belong to it."""
+        """Return the converter that collects all tensors of each weight."""
         sources = [re.sub("weight$", suffix, source) for source in self.usual.source_patterns for suffix in suffixes]
         return self.usual.copy(sources, self.usual._original_target_patterns, operations=[self])
 
     @torch.no_grad()
-    def convert(  # type: ignore[override]  # all that transformers hands over comes by name
+    def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Any]:
         dtype = model.get_parameter(full_layer_name).dtype
@@ -135,7 +137,7 @@ class DeserializeExperts(ConversionOps):
         return collected
 
     def _by_name(self, origin: Origin, collected: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-        """The tensors by their names in the checkpoint: what is collected is in the order of the experts."""
+        """Return the tensors by their names in the checkpoint. Collected tensors are in the order of experts."""
         tensors = {}
         for source, names in zip(self.usual.source_patterns, zip(*origin.groups, strict=True), strict=True):
             stem = source.removesuffix("weight")
@@ -148,7 +150,7 @@ class DeserializeExperts(ConversionOps):
 
 
 class _Collected(View):
-    """The checkpoint, of which some tensors have been read already."""
+    """A checkpoint some of whose tensors have already been read."""
 
     source: FolderCheckpoint
 

@@ -1,4 +1,4 @@
-"""from_pretrained of a checkpoint whose weights are NVFP4 already."""
+"""from_pretrained of a checkpoint with NVFP4 weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from nvfp4_tensor.quantization.experts import is_transposed
 
 
 class CheckpointQuantizer(NVFP4HfQuantizer):
-    """That of a CheckpointConfig, whatever the format."""
+    """The quantizer of a CheckpointConfig, for all formats."""
 
     quantization_config: CheckpointConfig
 
@@ -42,7 +42,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         if not checkpoint_files:
-            raise ValueError("an NVFP4 checkpoint is loaded from its folder, not from a state_dict")
+            raise ValueError("an NVFP4 checkpoint cannot be loaded from a state_dict: pass its folder")
         checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
         quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
         self._origins = origins_in_model(model, quantized, checkpoint)
@@ -53,22 +53,22 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         for name in stored.values():
             for full, key in self.quantization_config.keys_of(name).items():
                 self._operation.keys[apply_renamings(full, renamings)] = apply_renamings(name, renamings), key
-        # An FP8 cache's scales, which belong to no parameter of the model, and which transformers' caches do not use.
+        # Scales of an FP8 cache belong to no parameter of the model, and transformers' caches do not use them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, r"[kv]_proj\.[kv]_scale$"}
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """What makes NVFP4 weights of a checkpoint's tensors: of experts that are one tensor there, and of linears."""
+        """Return the converter to NVFP4 weights, for linears and for experts that are one tensor in the checkpoint."""
         assert self._operation is not None
         return [Tensors(sorted({key for _, key in self._operation.keys.values()}), "weight", [self._operation])]
 
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], model: PreTrainedModel
     ) -> list[WeightTransform]:
-        """Converters that join experts collect the tensors of NVFP4 weights too."""
-        return [self._of_experts(each) for each in weight_conversions] + self.get_weight_conversions()
+        """Let converters that join experts also collect the tensors of NVFP4 weights."""
+        return [self._expert_conversion(each) for each in weight_conversions] + self.get_weight_conversions()
 
-    def _of_experts(self, conversion: WeightTransform) -> WeightTransform:
+    def _expert_conversion(self, conversion: WeightTransform) -> WeightTransform:
         stacked = any(not origin.is_whole for origin in self._origins.values())
         sources = conversion.source_patterns
         if not (
@@ -82,7 +82,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         conversions: Any = model._weight_conversions
-        # What is saved has plain tensors already, whose names nothing has to take apart again; but dense experts do.
+        # Saving writes plain tensors, so the conversions of NVFP4 weights must not be reverted; others must be.
         model._weight_conversions = [kept for each in conversions for kept in _for_saving(each)]  # type: ignore
         self._operation = None
 
@@ -95,46 +95,41 @@ def _for_saving(conversion: WeightTransform) -> list[WeightTransform]:
 
 
 class Tensors(WeightConverter):
-    """Collects the tensors of NVFP4 weights by their full names: a dense parameter may be called ``in_proj_weight``."""
+    """Collect the tensors of NVFP4 weights by full name, because suffixes also match names like ``in_proj_weight``."""
 
     __slots__ = ()
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """(the weight's name, the tensor's own); the key as it is, and None, for a tensor of no NVFP4 weight."""
+        """Return (weight name, tensor name), or (source_key, None) for other tensors than those of NVFP4 weights."""
         (operation,) = self.operations
         assert isinstance(operation, Deserialize)
         return operation.keys.get(source_key, (source_key, None))
 
 
 class Deserialize(ConversionOps):
-    """The plain tensors of a weight become an NVFP4Tensor.
+    """Convert the plain tensors of a weight to an NVFP4Tensor.
 
     Attributes:
-        hf_quantizer: transformers casts nothing on its way to an operation that has one.
-        checkpoint: where the tensors come from.
-        stored: the quantized weights' names there, by those in the model.
-        activations: whether they are quantized where the checkpoint says so.
-        keys: by the name of each of their tensors: the weight's name, and the tensor's own. Both as the model's other
-            conversions leave them, which come first.
+        hf_quantizer: a quantizer; transformers does not cast the inputs of an operation that has one.
+        checkpoint: the source of the tensors.
+        stored: the names of quantized weights in the checkpoint, by their names in the model.
+        activations: whether to quantize activations if the checkpoint does.
+        keys: (weight name, tensor name) by the full name of each tensor, after the model's renamings, which run first.
     """
 
     def __init__(
         self, hf_quantizer: HfQuantizer, checkpoint: FolderCheckpoint, stored: dict[str, str], activations: bool
     ) -> None:
         self.keys: dict[str, tuple[str, str]] = {}
-        self.hf_quantizer, self.checkpoint, self.stored, self.activations = (
-            hf_quantizer,
-            checkpoint,
-            stored,
-            activations,
-        )
+        self.hf_quantizer, self.checkpoint = hf_quantizer, checkpoint
+        self.stored, self.activations = stored, activations
 
     def __deepcopy__(self, memo: dict) -> Deserialize:
-        """Itself: transformers copies the operation for every weight."""
+        """Return the operation itself: transformers copies it for every weight."""
         return self
 
     @torch.no_grad()
-    def convert(  # type: ignore[override]  # all that transformers hands over comes by name
+    def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
         module, _, name = full_layer_name.rpartition(".")
@@ -152,18 +147,18 @@ class Deserialize(ConversionOps):
 
 
 def config_of(path: str | Path, **kwargs: Any) -> PretrainedConfig:
-    """The config of a checkpoint of ModelOpt whose config.json says nothing of NVFP4, but hf_quant_config.json does.
+    """Return the config of a ModelOpt checkpoint whose quantization is described only in hf_quant_config.json.
 
     Args:
-        path: a folder.
-        kwargs: of AutoConfig.from_pretrained.
+        path: the folder of the checkpoint.
+        kwargs: arguments of AutoConfig.from_pretrained.
 
     Example::
 
         model = AutoModelForCausalLM.from_pretrained(path, config=nvfp4.config_of(path))
 
     Raises:
-        ValueError: neither says it, or it is no NVFP4.
+        ValueError: neither config.json nor hf_quant_config.json describes a quantization, or it is not NVFP4.
     """
     config = AutoConfig.from_pretrained(path, **kwargs)
     if getattr(config, "quantization_config", None) is None:

@@ -1,4 +1,4 @@
-"""The HfQuantizer of models with NVFP4 weights, wherever the weights come from: what transformers asks about them."""
+"""The HfQuantizer of models with NVFP4 weights, the common base for loading checkpoints and quantizing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 class NVFP4HfQuantizer(HfQuantizer):
-    """Plans by true sizes, refuses what cannot work, saves in ModelOpt's layout.
+    """Report stored sizes to transformers, reject unsupported options, and save in ModelOpt's layout.
 
     Attributes:
-        weights: names of the parameters that are NVFP4, or become it when they are loaded.
-        knows_specs: whether the weights say how they were quantized; those of a file say only what a file can.
-        weight_only: whether what is saved leaves out the quantization of activations.
+        weights: names of the parameters that are NVFP4, or become NVFP4 when loaded.
+        knows_specs: whether the weights have the specs of their quantization. Files do not store complete specs.
+        weight_only: whether saving omits the quantization of activations.
     """
 
     requires_calibration = False
@@ -36,31 +36,31 @@ class NVFP4HfQuantizer(HfQuantizer):
         self.weight_only = False
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raises a ValueError for weights on a disk, and where what is loaded would be thrown away at once."""
+        """Raise a ValueError for weights offloaded to disk, and inside accelerate.init_empty_weights()."""
         if _registers_on_meta():
             raise ValueError(
-                "accelerate.init_empty_weights() throws away what from_pretrained reads: call from_pretrained outside "
-                "of it, where no more than a few weights are dense at a time. For a model without values, "
+                "accelerate.init_empty_weights() discards the weights that from_pretrained reads: call from_pretrained "
+                "outside of it, where only a few weights are dense at a time. For a model without values, call "
                 "AutoModelForCausalLM.from_config inside; checkpoints.load(model, folder) fills it"
             )
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
-                "NVFP4 weights cannot be offloaded to a disk: give device_map (or max_memory) room on a GPU and in "
-                "memory ('cpu'), where they take 4.5 bits each"
+                "NVFP4 weights cannot be offloaded to a disk: give device_map (or max_memory) enough room on a GPU and "
+                "in memory ('cpu'), where weights have 4.5 bits per element"
             )
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
-        """Raises a ValueError for transformers' own tensor parallelism, which cuts weights before they are whole."""
+        """Raise a ValueError for transformers' tensor parallelism, which shards weights before they are complete."""
         distributed = getattr(model.config, "distributed_config", None)
         if (getattr(distributed, "tp_size", None) or 1) > 1:
-            raise ValueError("NVFP4 weights are not loaded in shards: load the model without tensor parallelism")
+            raise ValueError("NVFP4 weights cannot be loaded as shards: load the model without tensor parallelism")
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Whether a parameter is NVFP4, or will be."""
+        """Return whether a parameter is, or becomes, NVFP4."""
         return param_name in self.weights
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Bytes of an element as it will be stored, scales and padding included: what device_map="auto" plans by."""
+        """Return the stored bytes per element, including scales and padding, which device_map="auto" uses."""
         if param_name not in self.weights or isinstance(param, NVFP4Tensor):
             return param.element_size()
         shape = list(param.shape)
@@ -74,17 +74,17 @@ class NVFP4HfQuantizer(HfQuantizer):
         return (codes + scales + 4 * matrices) / param.numel()
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """What save_pretrained writes: ModelOpt's tensors. Of a model with adapters, it writes the adapters alone.
+        """Return ModelOpt's tensors for save_pretrained. For a model with adapters, only the adapters are saved.
 
         Raises:
-            ValueError: the model holds what that layout cannot, by name.
+            ValueError: the layout cannot represent a weight of the model. The message has its name.
         """
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}
         return plain_state_dict(model, self.weight_only), {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-        # A string is what a model's config has once the model was saved.
+        # After a model was saved, its config has the dtype as a string.
         wanted: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
@@ -95,29 +95,29 @@ class NVFP4HfQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """True: as ModelOpt's layout."""
+        """Return True: models are saved in ModelOpt's layout."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True: adapters train beside the weights, which stay as they are."""
+        """True: adapters can be trained; the NVFP4 weights stay frozen."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """True, without a graph break."""
+        """True: the model compiles without a graph break."""
         return True
 
 
 def _registers_on_meta() -> bool:
-    """Whether parameters go to the meta device when a module takes them, as under accelerate's init_empty_weights."""
+    """Return whether registered parameters move to the meta device, as under accelerate.init_empty_weights()."""
     module = nn.Module()
     module.register_parameter("probe", nn.Parameter(torch.empty(0, device="cpu")))
     return bool(module.probe.is_meta)  # type: ignore[union-attr]
 
 
 def parameter_of(model: PreTrainedModel, name: str, weight: NVFP4Tensor) -> nn.Parameter:
-    """The parameter of an NVFP4 weight; the linear that it is for prints as what it becomes."""
+    """Return the parameter of an NVFP4 weight; its nn.Linear becomes an NVFP4Linear."""
     linear = model.get_submodule(name.rpartition(".")[0])
     if type(linear) is nn.Linear:
         linear.__class__ = NVFP4Linear

@@ -1,4 +1,4 @@
-"""What save_pretrained writes: plain tensors and the configuration of ModelOpt's layout."""
+"""Save models in ModelOpt's layout: plain tensors and a quantization_config."""
 
 from __future__ import annotations
 
@@ -35,36 +35,41 @@ def save(
     metadata: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """A folder ready for the hub: ``model.save_pretrained(folder)``, hf_quant_config.json, a model card, the tokenizer.
+    """Save a folder for the hub: ``model.save_pretrained(folder)``, hf_quant_config.json, a model card, a tokenizer.
 
-    ``huggingface_hub.upload_folder(repo_id=..., folder_path=folder)`` publishes it.
+    Publish it with ``huggingface_hub.upload_folder(repo_id=..., folder_path=folder)``.
 
     Args:
-        tokenizer: saved too (anything with a save_pretrained).
-        weight_only: leave out the quantization of activations (W4A4 becomes W4A16).
-        base_model: what was quantized: its name on the hub, for the card.
-        perplexity: measured by the caller, for the card: {"NVFP4": 15.75, "bfloat16": 13.13}. The first is this model.
-        text: on what text it was measured.
-        metadata: more for the card's header: {"license": "apache-2.0", "language": "en"}.
-        options: of save_pretrained.
+        model: a model from ``from_pretrained``, or one with a quantizer from :func:`attach_quantizer`.
+        folder: the folder to write.
+        tokenizer: an object with a save_pretrained method, saved in the same folder.
+        weight_only: omit the quantization of activations (W4A4 becomes W4A16).
+        base_model: the name of the original model on the hub, for the card.
+        perplexity: measured perplexities for the card, this model first: {"NVFP4": 15.75, "bfloat16": 13.13}.
+        text: the name of the text on which perplexities were measured.
+        metadata: additional fields of the card's header: {"license": "apache-2.0", "language": "en"}.
+        options: arguments of save_pretrained.
 
     Raises:
-        ValueError: the model has no quantizer (attach_quantizer gives it one), or holds what ModelOpt's layout cannot;
-            push_to_hub, which would come before the card.
+        ValueError: the model has no quantizer, ModelOpt's layout cannot represent one of its weights, or push_to_hub is
+            set, which would upload the folder before the card is written.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
-        raise ValueError("the model is not known to be quantized: attach_quantizer(model) first")
+        raise ValueError("the model has no quantizer: call attach_quantizer(model) first")
     if options.pop("push_to_hub", False):
-        raise ValueError("the card is written last: save, then huggingface_hub.upload_folder(repo_id, folder_path)")
+        raise ValueError(
+            "push_to_hub would upload the folder before the card is written: save without it, then call "
+            "huggingface_hub.upload_folder(repo_id, folder_path)"
+        )
     folder = Path(folder)
     quantizer.weight_only = weight_only
     try:
         model.save_pretrained(folder, **options)
     finally:
         quantizer.weight_only = False
-    held = checkpoint_of(model, weight_only, mismatched_scales="keep")  # for what it holds; the values are written
-    checkpoint = _AsInFiles(model, held)
+    # Only the entries are needed: save_pretrained has written the values.
+    checkpoint = _NamedAsInFiles(model, checkpoint_of(model, weight_only, mismatched_scales="keep"))
     write_json(folder / modelopt.HF_QUANT_CONFIG, modelopt.hf_quant_config(checkpoint))
     card = model_card(
         model,
@@ -84,14 +89,14 @@ def save(
 def checkpoint_of(
     model: PreTrainedModel, weight_only: bool = False, mismatched_scales: MismatchedScales = "requantize"
 ) -> Checkpoint:
-    """The model as a checkpoint, one per-tensor scale where servers join linears."""
-    held: Any = _brought_back(model) or model
-    checkpoint: Checkpoint = ModelCheckpoint(held, {}, mismatched_scales)
+    """Return the model as a checkpoint, with one per-tensor scale for linears that servers fuse."""
+    source: Any = _offloaded_state_dict(model) or model
+    checkpoint: Checkpoint = ModelCheckpoint(source, {}, mismatched_scales)
     return WeightOnly(checkpoint) if weight_only else checkpoint
 
 
-def _brought_back(model: PreTrainedModel) -> dict[str, Tensor] | None:
-    """The state dict of a model of which accelerate keeps a part elsewhere; None where all of it is in place."""
+def _offloaded_state_dict(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """Return the state dict of a model with parameters offloaded by accelerate, or None if there are none."""
     state = model.state_dict(keep_vars=True)
     if not any(tensor.is_meta for tensor in state.values()):
         return None
@@ -99,7 +104,7 @@ def _brought_back(model: PreTrainedModel) -> dict[str, Tensor] | None:
 
 
 def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Tensor]:
-    """The tensors that are written; the model's config says from now on what they are."""
+    """Return the tensors to write, and set the quantization_config of the model accordingly."""
     checkpoint = checkpoint_of(model, weight_only)
     modelopt.FORMAT.check(checkpoint)
     modelopt.FORMAT.check_names(checkpoint)
@@ -109,21 +114,21 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     layout = modelopt.format_for({"model_type": model.config.model_type})
     for name, entry in checkpoint.entries.items():
         if not entry.quantized:
-            continue  # under the model's names, from which transformers makes those of files
+            continue  # dense tensors have the model's names, which transformers maps to those in files
         parts = checkpoint.linear(name)
         for key, tensor in layout.encode(name, parts, entry).items():
-            # Linears of one scale may share its tensor, which transformers would take for a tied weight.
+            # Linears with a common scale may share its tensor, which transformers would treat as a tied weight.
             tensors[key] = tensor.clone() if tensor.dim() == 0 else tensor
         if nan_blocks(parts):
             with_nan.append(name)
     if with_nan:
-        warnings.warn(f"{some(with_nan)} hold blocks that are NaN: vLLM refuses such a checkpoint", stacklevel=2)
-    model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(_AsInFiles(model, checkpoint)))
+        warnings.warn(f"{some(with_nan)} have NaN blocks: vLLM cannot load such a checkpoint", stacklevel=2)
+    model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(_NamedAsInFiles(model, checkpoint)))
     return tensors
 
 
-class _AsInFiles(View):
-    """A model whose tensors have the names that save_pretrained gives them: what its configuration speaks of."""
+class _NamedAsInFiles(View):
+    """A model with the tensor names that save_pretrained writes, to which its configuration refers."""
 
     def __init__(self, model: PreTrainedModel, source: Checkpoint) -> None:
         super().__init__(source)
@@ -132,10 +137,10 @@ class _AsInFiles(View):
 
 
 def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What is not NVFP4; a tensor of several names under the first, as a checkpoint has it."""
+    """Return the tensors that are not NVFP4. A tensor with several names has the first one, as in a checkpoint."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in (_brought_back(model) or model.state_dict(keep_vars=True)).items():
+    for name, tensor in (_offloaded_state_dict(model) or model.state_dict(keep_vars=True)).items():
         if id(tensor) not in seen and not isinstance(tensor, NVFP4Tensor):
             tensors[name] = tensor.detach()
         seen.add(id(tensor))

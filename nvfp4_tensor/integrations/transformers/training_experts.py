@@ -1,4 +1,4 @@
-"""Experts of transformers' models that train in NVFP4: an implementation for each recipe, beside "grouped_mm"."""
+"""Train the experts of transformers models in NVFP4: an experts implementation per recipe, like "grouped_mm"."""
 
 from __future__ import annotations
 
@@ -16,55 +16,57 @@ from nvfp4_tensor.training.recipe import resolve
 
 
 def train_experts(model: PreTrainedModel, recipe: Recipe | str = "nvidia") -> None:
-    """Train a model's experts by a recipe: what ``model.set_experts_implementation("nvfp4_nvidia")`` does for a name.
+    """Train a model's experts with a recipe, like ``model.set_experts_implementation("nvfp4_nvidia")``.
 
-    Each expert's two products are a :func:`training.grouped_linear`; routers, attention and shared experts are linears,
-    which ``quantize_(model, NVFP4TrainingConfig(...))`` is for. Parameters stay what they are.
-    ``model.set_experts_implementation("grouped_mm")`` goes back.
+    Both products of the experts use :func:`training.grouped_linear`. Routers, attention and shared experts are linears:
+    use ``quantize_(model, NVFP4TrainingConfig(...))`` for them. Parameters are not changed.
+    ``model.set_experts_implementation("grouped_mm")`` restores the default.
 
     Args:
-        model: one of transformers' mixtures of experts: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss, ...
+        model: a transformers mixture of experts: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss, ...
         recipe: a :class:`training.Recipe`, or the name of one.
 
     Raises:
-        ValueError: the model has no such experts, an unknown recipe, or another recipe has its name.
-        TypeError: the experts are quantized already.
+        ValueError: the model has no such experts, the recipe is unknown, or another recipe has its name.
+        TypeError: the experts are already quantized.
 
     >>> train_experts(model, "nvidia")
     """
     recipe = resolve(recipe)
     experts = {name: module for name, module in model.named_modules() if _is_experts(module)}
     if not experts:
-        raise ValueError(f"{type(model).__name__} has no experts that transformers lets an implementation compute")
+        raise ValueError(
+            f"{type(model).__name__} has no experts with interchangeable implementations: use "
+            "quantize_(model, NVFP4TrainingConfig()) for its linears"
+        )
     for name, module in experts.items():
         if any(isinstance(parameter, NVFP4Tensor) for parameter in module.parameters()):
-            raise TypeError(
-                f"{name} holds weights in NVFP4, which do not train: load the model without quantizing them"
-            )
+            raise TypeError(f"{name} has NVFP4 weights, which cannot be trained: load the model without quantization")
     model.set_experts_implementation(_registered(recipe))
 
 
 def _is_experts(module: nn.Module) -> bool:
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")  # what transformers' decorator gives
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")  # set by transformers' decorator
 
 
 def _registered(recipe: Recipe) -> str:
-    """The name under which transformers knows it."""
+    """Register the recipe with transformers, and return its name there."""
     name = f"nvfp4_{recipe.name}"
     known = ALL_EXPERTS_FUNCTIONS.get(name)
     if known is None:
         ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(_forward, recipe=recipe))
     elif known.keywords["recipe"] != recipe:
-        raise ValueError(f"another recipe is called {recipe.name!r}: give this one a name, recipe.replace(name=...)")
+        raise ValueError(f"another recipe is named {recipe.name!r}: rename this one, recipe.replace(name=...)")
     return name
 
 
 def _forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, recipe: Recipe
 ) -> Tensor:
-    """Of tokens (T, H), each by its experts (T, k) and their weights: (T, H). Rows go by experts, and back.
+    """Compute the output (T, H) of tokens (T, H), each with k experts and their weights (T, k).
 
-    An index past the last expert is one of another rank, whose rows come out as zero.
+    Rows are sorted by expert, and restored to token order. Indices past the last expert are experts of another rank,
+    whose rows are zero.
     """
     tokens, chosen = top_k_index.shape
     ids, order = torch.sort(top_k_index.flatten(), stable=True)
@@ -76,8 +78,8 @@ def _forward(
     rows = _linear(experts, names[1], rows, ids, offs, recipe)
     if experts.has_post_expert_norm:
         rows = experts.post_expert_norm(rows)
-    here = (ids < experts.num_experts)[:, None]  # a bias or a norm may have written where no expert is
-    rows = torch.where(here, rows * top_k_weights.flatten()[order][:, None], 0)
+    is_local = (ids < experts.num_experts)[:, None]  # a bias or a norm may have written to rows of other ranks
+    rows = torch.where(is_local, rows * top_k_weights.flatten()[order][:, None], 0)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return rows[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
 
@@ -85,7 +87,7 @@ def _forward(
 def _linear(experts: Any, name: str, rows: Tensor, ids: Tensor, offs: Tensor, recipe: Recipe) -> Tensor:
     weight = getattr(experts, name)
     if not (experts.training or torch.is_grad_enabled()):
-        weight = weight.detach()  # an evaluation draws nothing, and what trains after it gets the same bits
+        weight = weight.detach()  # evaluation must not advance the random state of training
     y = grouped_linear(rows, weight.mT if experts.is_transposed else weight, offs, recipe)
     if experts.has_bias:
         y = y + getattr(experts, f"{name}_bias")[ids.clamp(max=experts.num_experts - 1)]

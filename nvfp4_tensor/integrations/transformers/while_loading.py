@@ -1,4 +1,4 @@
-"""from_pretrained of a dense model that becomes NVFP4 weight by weight."""
+"""from_pretrained of a dense model that is quantized to NVFP4 weight by weight."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 
 class WhileLoadingQuantizer(NVFP4HfQuantizer):
-    """That of an NVFP4TensorConfig."""
+    """The quantizer of an NVFP4TensorConfig."""
 
     quantization_config: NVFP4TensorConfig
 
@@ -38,12 +38,12 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
         self._tied: tuple[str, ...] = ()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """As the class's own; a ValueError too for a config.json that has such settings in it."""
+        """Check the environment, and raise a ValueError if config.json has the settings of an NVFP4TensorConfig."""
         super().validate_environment(*args, **kwargs)
         if self.pre_quantized:
             raise ValueError(
-                "config.json has the settings of an NVFP4TensorConfig, which quantizes dense weights, and says nothing "
-                "of quantized ones: save the model itself (model.save_pretrained), or delete quantization_config there"
+                "config.json has the settings of an NVFP4TensorConfig, which apply to dense weights, not to quantized "
+                "ones: save the model with model.save_pretrained, or delete quantization_config from config.json"
             )
 
     def _process_model_before_weight_loading(
@@ -60,17 +60,17 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
             and not is_matched(name, left_dense)
         }
         if self.quantization_config.quantize_lm_head:
-            self._take_head(model)
+            self._select_head(model)
         if not self.weights:
             raise ValueError(
-                f"{type(model).__name__} has no linear that becomes NVFP4: expected an nn.Linear whose inputs are a "
-                f"multiple of {BLOCK} and that modules_to_not_convert={chosen} does not name (GPT-2's Conv1D is none)"
+                f"{type(model).__name__} has no linear to quantize: expected an nn.Linear whose inputs are a multiple "
+                f"of {BLOCK} and that modules_to_not_convert={chosen} does not match (GPT-2's Conv1D is not a linear)"
             )
         if checkpoint_files and any(name in self.weights for name, weight in quantizable(model) if weight.dim() == 3):
-            self._name_experts(model, checkpoint_files[0])
+            self._keep_expert_names(model, checkpoint_files[0])
 
-    def _take_head(self, model: PreTrainedModel) -> None:
-        """The output layer is quantized too; one that shares the embedding's weight gets a weight of its own."""
+    def _select_head(self, model: PreTrainedModel) -> None:
+        """Select the output layer. If it shares the embedding's weight, it gets its own."""
         head = name_of_head(model)
         self.weights.add(head)
         embedding = model.all_tied_weights_keys.pop(head, None)
@@ -80,11 +80,11 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
                 config.tie_word_embeddings = False
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Whether a parameter becomes NVFP4, or the output layer, which is quantized, is made of it."""
+        """Return whether a parameter becomes NVFP4, or is tied to a quantized output layer."""
         return param_name in self.weights or param_name in self._tied
 
-    def _name_experts(self, model: PreTrainedModel, file: str) -> None:
-        """Keep the names that experts have in the files: they are saved under these again."""
+    def _keep_expert_names(self, model: PreTrainedModel, file: str) -> None:
+        """Store the names of experts in the files, under which they are saved again."""
         if not file.endswith(".safetensors"):
             return
         with DENSE.read(Path(file).parent) as checkpoint:
@@ -94,23 +94,29 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
                     keep_origin(model, parameter, origin)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """What quantizes a weight that is dense in the checkpoint."""
+        """Return the operation that quantizes a dense weight of the checkpoint."""
         return Quantize(self.quantization_config, self.weights, self._waiting, self._tied)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if self._waiting:
-            here = sorted(self._waiting)
-            absent = sorted({name for each in here for name in joined_with(each, self.weights)} - {*here})
-            raise RuntimeError(f"the checkpoint has {', '.join(here)}, but not {', '.join(absent)}: it is not whole")
+            present = sorted(self._waiting)
+            absent = sorted({name for each in present for name in joined_with(each, self.weights)} - {*present})
+            raise RuntimeError(
+                f"the checkpoint has {', '.join(present)}, but not {', '.join(absent)}: it is incomplete, download it "
+                "again"
+            )
 
 
 class Quantize(ConversionOps):
-    """A dense weight on its way into the model becomes NVFP4; those that servers join wait until all of them have come.
+    """Quantize dense weights while they are loaded. Weights that servers fuse wait until all of their group are loaded.
 
-    So no more is dense at a time than q, k and v of one layer.
+    At most one group is dense at a time, for instance q, k and v of one layer.
 
     Attributes:
-        tied: the output layer's weight and the embedding's, of which a file has one, and which come apart here.
+        config: the config of the model.
+        names: the parameters to quantize.
+        waiting: dense weights whose group is incomplete, by name.
+        tied: the names of the output layer's and the embedding's weight, if the file has one weight for both.
     """
 
     def __init__(
@@ -119,7 +125,7 @@ class Quantize(ConversionOps):
         self.config, self.names, self.waiting, self.tied = config, names, waiting, tied
 
     @torch.no_grad()
-    def convert(  # type: ignore[override]  # all that transformers hands over comes by name
+    def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
         (value,) = input_dict.values()
@@ -138,7 +144,7 @@ class Quantize(ConversionOps):
         return {name: parameter_of(model, name, each) for name, each in zip(group, quantized, strict=True)}
 
     def _quantize(self, weights: list[Tensor]) -> list[NVFP4Tensor]:
-        """Each by the largest amax of all; of experts, each by its own, which is that of its gate and up together."""
+        """Quantize weights with their common amax. Each expert has its own amax, common to its gate and up."""
         config = self.config.config
         if weights[0].dim() == 3:
             return [quantize_experts(weights[0], config.weight, activation_spec=self.config.activation)]
@@ -151,10 +157,10 @@ class Quantize(ConversionOps):
 
 
 def name_of_head(model: PreTrainedModel) -> str:
-    """The name of the output layer's weight.
+    """Return the name of the output layer's weight.
 
     Raises:
-        ValueError: the model has none, or one that NVFP4 does not take.
+        ValueError: the model has no output layer, or one that cannot be quantized.
     """
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
@@ -167,13 +173,11 @@ def name_of_head(model: PreTrainedModel) -> str:
 
 
 def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The weights of linears (N, K) and of experts (E, N, K) of a model, by name; those held (E, K, N) are turned."""
+    """Yield the names and weights of linears (N, K) and experts (E, N, K); experts stored (E, K, N) are transposed."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear):
-            yield f"{path}.weight", module.weight  # a subclass too, as quantize_ takes them: Falcon's
-        elif hasattr(module, "is_transposed") or holds_llama4_experts(
-            module
-        ):  # what transformers makes of a class of experts
+            yield f"{path}.weight", module.weight  # including subclasses like Falcon's, as in quantize_
+        elif hasattr(module, "is_transposed") or holds_llama4_experts(module):  # set by transformers' decorator
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dim() == 3 and name in JOINED_AS:
                     yield f"{path}.{name}", weight.transpose(-2, -1) if is_transposed(module) else weight

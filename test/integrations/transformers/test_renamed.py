@@ -76,5 +76,5 @@ def test_loaded_without_from_pretrained_and_written_again(saved, tmp_path):
 def test_a_model_of_which_nothing_is_quantized_is_refused(tmp_path):
     config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear that becomes NVFP4"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear to quantize"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2", quantization_config=NVFP4TensorConfig())

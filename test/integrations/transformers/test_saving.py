@@ -149,7 +149,7 @@ def test_nan_is_warned_of(llama, tmp_path):
     dense, folder = llama()
     dense.model.layers[0].mlp.down_proj.weight.data[3, 17] = float("nan")
     dense.save_pretrained(folder)
-    with pytest.warns(UserWarning, match=r"layers.0.mlp.down_proj.weight hold blocks that are NaN: vLLM refuses"):
+    with pytest.warns(UserWarning, match=r"layers.0.mlp.down_proj.weight have NaN blocks: vLLM cannot load"):
         load(folder).save_pretrained(tmp_path / "a")
 
 
@@ -169,7 +169,7 @@ def test_the_card_tells_what_was_done(llama, tmp_path):
     numbers = sum(weight.numel() for weight in quantized(model).values())
     norms = sum(p.nbytes for n, p in model.named_parameters() if "layernorm" in n)
     rows = dict(line.strip("| ").split(" | ", 1) for line in card.content.splitlines() if line.startswith("| w"))
-    assert rows["weights"] == f"W4A16_NVFP4: 14 matrices, {8 * (stored - norms) / numbers:.2f} bits a weight"
+    assert rows["weights"] == f"W4A16_NVFP4: 14 matrices, {8 * (stored - norms) / numbers:.2f} bits per weight"
     assert "| rounding (nvfp4_tensor.QuantizeSpec) | rne, 1x16, 4/6 mse |" in card.content
     assert "| left dense | lm_head |" in card.content and "| bfloat16 | 13.128 |" in card.content
     assert (tmp_path / "tiny/tokenizer.json").exists()

@@ -134,11 +134,11 @@ def test_refused():
     model, _ = model_of("mixtral")
     with pytest.raises(ValueError, match="unknown recipe 'x'"):
         train_experts(model, "x")
-    with pytest.raises(ValueError, match=r"another recipe is called 'nvidia': .*recipe.replace\(name="):
+    with pytest.raises(ValueError, match=r"another recipe is named 'nvidia': .*recipe.replace\(name="):
         train_experts(model, RECIPES["accurate"].replace(name="nvidia"))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         train_experts(AutoModelForCausalLM.from_config(LlamaConfig(**DECODER)))
     experts = model.model.layers[1].mlp.experts
     experts.down_proj = torch.nn.Parameter(quantize_experts(experts.down_proj.detach()), requires_grad=False)
-    with pytest.raises(TypeError, match=r"model.layers.1.mlp.experts holds weights in NVFP4, which do not train"):
+    with pytest.raises(TypeError, match=r"model.layers.1.mlp.experts has NVFP4 weights, which cannot be trained"):
         train_experts(model)

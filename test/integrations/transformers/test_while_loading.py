@@ -195,7 +195,7 @@ def test_what_is_refused(llama):
     model, folder = llama()
     model.config.quantization_config = NVFP4TensorConfig()
     model.config.save_pretrained(folder)
-    with pytest.raises(ValueError, match="says nothing of quantized ones"):
+    with pytest.raises(ValueError, match="apply to dense weights, not to quantized ones"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -221,7 +221,7 @@ def test_what_cannot_be_done_changes_nothing():
         gptq(m, batches(), progress=False)
     m.layers[1].up._forward_hooks.clear()
     m.unused = nn.Linear(16, 16)
-    with pytest.raises(RuntimeError, match=r"no batch reached unused\.weight: .*filter_fn"):
+    with pytest.raises(RuntimeError, match=r"no batch reached unused\.weight.*filter_fn"):
         gptq(m, batches(), progress=False)
     assert all(weights(m)[name] is weight for name, weight in before.items())
     assert all(type(module) is nn.Linear for module in m.modules() if isinstance(module, nn.Linear))
