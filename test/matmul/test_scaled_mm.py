@@ -1,7 +1,7 @@
-"""The calls of FP4 tensor cores, as far as they can be checked without the hardware.
+"""Products on FP4 tensor cores, as far as they can be checked without the hardware.
 
-scaled_mm: torch's own validation of shapes and layouts. scaled_grouped_mm: a stand-in with its schema and its checks
-that computes the product from the bytes of its arguments, so that a wrong layout gives wrong numbers.
+scaled_mm: torch's own validation of shapes and layouts. scaled_grouped_mm: a replacement with the same schema and checks
+computes the product from the bytes of its arguments, so that a wrong layout gives wrong numbers.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor import quantize_experts as make_experts
 from nvfp4_tensor.matmul import scaled_mm
-from nvfp4_tensor.ops import composite as ops
+from nvfp4_tensor.ops.composite import products
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FP4 = torch.float4_e2m1fn_x2
@@ -127,7 +127,7 @@ def scaled_grouped_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swi
 
 @pytest.fixture
 def grouped(monkeypatch, blackwell):
-    monkeypatch.setattr(ops, "scaled_grouped_mm", scaled_grouped_mm)
+    monkeypatch.setattr(products, "scaled_grouped_mm", scaled_grouped_mm)
 
 
 GROUPS = [(3, 3, 11, 18), (0, 0, 0, 0), (300, 300, 300, 300), (0, 130, 131, 300), (128, 256, 257, 290), (0, 0, 0, 1)]
@@ -171,7 +171,7 @@ print("accepted", scaled_mm.scaled_grouped_product(x, w.mT, offs.int()).shape)
 def test_torchs_own_checks_of_the_grouped_product():
     """A Hopper passes torch's check of the device, so that all of its checks of arguments run.
 
-    In a process of its own: the kernel then launched is Blackwell's, and leaves the context unusable.
+    It runs in a subprocess, because the Blackwell kernel that is then launched leaves the CUDA context unusable.
     """
     for scales, accepted in (("right", True), ("wrong", False)):
         command = [sys.executable, "-c", ON_HOPPER, scales]
@@ -181,15 +181,15 @@ def test_torchs_own_checks_of_the_grouped_product():
 
 
 def test_what_the_grouped_product_leaves_to_decoding(monkeypatch, grouped):
-    def refuse(*_, **__):
-        raise AssertionError("not for tensor cores")
+    def fail(*_, **__):
+        raise AssertionError("called on tensor cores")
 
-    monkeypatch.setattr(ops, "scaled_grouped_mm", refuse)
+    monkeypatch.setattr(products, "scaled_grouped_mm", fail)
     weight, offs = torch.randn(2, 128, 64).bfloat16(), torch.tensor([4, 9], dtype=torch.int32)
     w, x = make_experts(weight)._replace(activation_spec=QuantizeSpec()), torch.randn(9, 64).bfloat16()
-    joined = torch.cat([w, w], dim=1)  # gate and up: a scale a row
+    joined = torch.cat([w, w], dim=1)  # gate and up: one scale per row
     torch._grouped_mm(x, joined.mT, offs=offs)
-    torch._grouped_mm(x.half(), w.to(torch.float16).mT, offs=offs)  # it gives bfloat16 only
+    torch._grouped_mm(x.half(), w.to(torch.float16).mT, offs=offs)  # tensor cores return only bfloat16
     torch._grouped_mm(torch.randn(9, 128).bfloat16(), w, offs=offs)  # across the blocks
     torch._grouped_mm(x, w._replace(activation_spec=None).mT, offs=offs)
     assert torch._grouped_mm(x[:0], w.mT, offs=offs * 0).shape == (0, 128)
