@@ -1,4 +1,4 @@
-"""What torch's operators mean on an NVFP4Tensor; importing this package registers them."""
+"""Implementations of torch's operators on an NVFP4Tensor; importing this package registers them."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""Collectives on NVFP4Tensors, as DTensor, torch.distributed.checkpoint and users call them.
+"""Collectives on NVFP4Tensors, as called by DTensor, torch.distributed.checkpoint and users.
 
-Each part travels by itself, as bytes. The ranks' tensors have to be alike: of one shape, stored by one spec.
+Each inner tensor is sent separately, as bytes. All ranks need tensors of the same shape and spec.
 """
 
 from __future__ import annotations
@@ -22,81 +22,80 @@ c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 
 
 def _bytes_of(t: NVFP4Tensor) -> list[Tensor]:
-    """The parts as they lie in memory, 1-D: a collective writes into them."""
-    parts = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
-    if not all(part.is_contiguous() for part in parts):
-        raise unsupported("a collective", "its parts do not lie together in memory", "clone() it first")
-    return [part.view(-1).view(torch.uint8) for part in parts]
+    """Return 1-D views of the inner tensors, into which a collective can write."""
+    inner = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+    if not all(data.is_contiguous() for data in inner):
+        raise unsupported("a collective", "its inner tensors are not contiguous", "use t.clone() first")
+    return [data.view(-1).view(torch.uint8) for data in inner]
 
 
-def _each_part(tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any]) -> Any:
-    """The work of the last part, begun after those before it have ended."""
-    of_parts = list(zip(*map(_bytes_of, tensors), strict=True))  # type: ignore[arg-type]  # all are NVFP4Tensors
-    for parts in of_parts[:-1]:
-        call(list(parts))[-1].wait()
-    return call(list(of_parts[-1]))[-1]
+def _for_each_inner_tensor(tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any]) -> Any:
+    """Call a collective on each inner tensor in turn, wait for all except the last, and return the last one's work."""
+    *first, last = zip(*map(_bytes_of, tensors), strict=True)  # type: ignore[arg-type]  # all are NVFP4Tensors
+    for data in first:
+        call(list(data))[-1].wait()
+    return call(list(last))[-1]
 
 
 def _asynchronous(func: Op, args: Args) -> Args:
-    """The arguments with async_op, for NCCL returns a null pointer as the work of a call without it.
+    """Return the arguments with async_op set, because NCCL returns a null pointer as the work of a call without it.
 
-    Who called waits for the work that we return, as for that of any other backend.
+    The caller waits for the work that we return, as with any other backend.
     """
-    at = [argument.name for argument in func._schema.arguments].index("async_op")
-    return (*args[:at], True, *args[at + 1 :])
+    index = [argument.name for argument in func._schema.arguments].index("async_op")
+    return (*args[:index], True, *args[index + 1 :])
 
 
 @implements(c10d.broadcast_.default)
 def _broadcast_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[list[Tensor], Any]:
-    tensors, *how = _asynchronous(func, args)
-    if (
-        caller_frame_locals("_broadcast_tensors", "_state_dict_utils.py") is not None
-    ):  # before other ranks get what does not fit
-        why = "broadcast_from_rank0=True makes dense buffers on the other ranks, which codes do not fit"
-        raise unsupported(func, why, "give every rank the full state dict, or load a checkpoint of shards")
-    return list(tensors), _each_part(tensors, lambda parts: func(parts, *how, **kwargs))
+    tensors, *rest = _asynchronous(func, args)
+    # Raise before other ranks receive data of the wrong size.
+    if caller_frame_locals("_broadcast_tensors", "_state_dict_utils.py") is not None:
+        why = "broadcast_from_rank0=True makes dense buffers on the other ranks, which cannot receive codes"
+        raise unsupported(func, why, "load the full state dict on every rank, or load a sharded checkpoint")
+    return list(tensors), _for_each_inner_tensor(tensors, lambda data: func(data, *rest, **kwargs))
 
 
 @implements(c10d.scatter_.default)
 def _scatter_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[list[Tensor], Any]:
-    (output,), inputs, *how = _asynchronous(func, args)
+    (output,), inputs, *rest = _asynchronous(func, args)
     tensors = [output, *(t for row in inputs for t in row)]
     for t in tensors[1:]:
         _check_alike(func, output, t)
 
-    def scatter(parts: list[Tensor]) -> Any:
-        return func(parts[:1], [parts[1:]] if len(parts) > 1 else [], *how, **kwargs)
+    def scatter(data: list[Tensor]) -> Any:
+        return func(data[:1], [data[1:]] if len(data) > 1 else [], *rest, **kwargs)
 
-    return [output], _each_part(tensors, scatter)
+    return [output], _for_each_inner_tensor(tensors, scatter)
 
 
 def _check_alike(func: Op, a: Tensor, b: Tensor) -> None:
     if not isinstance(a, NVFP4Tensor) or not isinstance(b, NVFP4Tensor):
-        raise unsupported(func, "NVFP4 tensors do not travel into dense ones, nor dense ones into them")
+        raise unsupported(func, "all tensors of a scatter must be NVFP4Tensors")
     if a.shape != b.shape or a.__tensor_flatten__()[0] != b.__tensor_flatten__()[0] or a.spec != b.spec:
         raise unsupported(func, f"{a!r} and {b!r} are stored differently")
 
 
 @implements(functional.all_gather_into_tensor.default)
 def _all_gather(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """The first dimensions of all ranks joined; with one per-tensor scale, if it is the same on all."""
+    """Concatenate along the first dimension, with one per-tensor scale if it is the same on all ranks."""
     t, world, *group = args
     if t.transposed:
-        raise unsupported(func, "it is transposed, and rows are what ranks are joined along", "contiguous() it first")
+        raise unsupported(func, "it is transposed, but ranks join along stored rows", "use t.contiguous() first")
 
-    def gathered(part: Tensor) -> Tensor:
-        return functional.wait_tensor(func(part.contiguous(), world, *group, **kwargs))
+    def gathered(data: Tensor) -> Tensor:
+        return functional.wait_tensor(func(data.contiguous(), world, *group, **kwargs))
 
     inputs, metadata = fsdp_transport.all_gather_inputs(t, world)
     qdata, scale, factor = map(gathered, inputs)
     if metadata.has_one_scale:
-        factor = _one_of(factor, t)
+        factor = _one_or_per_row(factor, t)
     scale = fsdp_transport.swizzle_gathered(qdata, scale, metadata)
     return t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor)
 
 
-def _one_of(factors: Tensor, t: NVFP4Tensor) -> Tensor:
-    """The per-tensor scale that all ranks have, or one for each row. A trace has no values: it takes them as equal."""
+def _one_or_per_row(factors: Tensor, t: NVFP4Tensor) -> Tensor:
+    """Return the per-tensor scale that all ranks share, or one per row. A trace has no values and assumes equality."""
     if type(factors) is not Tensor or factors.is_meta or bool((factors == factors[0]).all()):
         return factors[0]
     return factors.repeat_interleave(t.numel() // max(t.columns, 1))
@@ -104,7 +103,7 @@ def _one_of(factors: Tensor, t: NVFP4Tensor) -> Tensor:
 
 @implements(functional.wait_tensor.default)
 def _wait_tensor(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """As it is: gathered parts are waited for above, and no other collective gives an NVFP4Tensor."""
+    """Return the tensor: ``_all_gather`` has waited, and no other functional collective returns an NVFP4Tensor."""
     return args[0]
 
 

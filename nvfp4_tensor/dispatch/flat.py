@@ -1,4 +1,4 @@
-"""A matrix seen as one long row, as FSDP2 and others flatten every parameter they are given and seldom read it."""
+"""A lazy 1-D view of a matrix: FSDP2 and others flatten every parameter, but seldom read the result."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 View: TypeAlias = Callable[[NVFP4Tensor, Sequence[int]], NVFP4Tensor]
-"""What gives a tensor another shape."""
+"""A function that returns a tensor with another shape."""
 
 
 class FlatView(NVFP4Tensor):
-    """``source.view(-1)``: made when something reads it, for a row's scales in tiles of 128 rows take 8 bytes a value.
+    """``source.view(-1)``, computed when it is read, because the padded scales of one long row take 8 bytes per value.
 
-    Until then it holds nothing but its source. What it then is, an NVFP4Tensor that is a copy, refuses to be written
-    to. Rows that do not consist of whole blocks raise at that time.
+    Until then it holds only its source. Reading it creates a copy, which cannot be written to, or raises an error if
+    the rows do not consist of complete blocks.
     """
 
     source: NVFP4Tensor
     _view: View
 
-    def __new__(cls, source: NVFP4Tensor, view: View) -> FlatView:  # type: ignore[misc]  # of a tensor, not of parts
+    def __new__(cls, source: NVFP4Tensor, view: View) -> FlatView:  # type: ignore[misc]  # other arguments
         self = torch.Tensor._make_wrapper_subclass(
             cls, (source.numel(),), dtype=source.dtype, device=source.device, requires_grad=False
         )
@@ -36,7 +36,7 @@ class FlatView(NVFP4Tensor):
         return self
 
     def read(self) -> NVFP4Tensor:
-        """The row itself."""
+        """Compute the 1-D tensor."""
         return self._view(self.source, (self.source.numel(),))
 
     def share_memory_(self) -> FlatView:
@@ -47,13 +47,13 @@ class FlatView(NVFP4Tensor):
         return self.source.is_shared()
 
     def __deepcopy__(self, memo: dict) -> NVFP4Tensor:
-        """The row itself, which nothing else holds."""
+        """Return the 1-D tensor as an independent copy."""
         return memo.setdefault(id(self), self.read().clone())
 
     def __getattr__(self, name: str) -> Any:
         if name in ("source", "_view") or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.read(), name)  # a field, of those that its class only declares
+        return getattr(self.read(), name)  # a field, which the class only declares
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -83,7 +83,7 @@ def _read(value: Any) -> Any:
 
 
 def is_lazy(t: NVFP4Tensor, shape: Sequence[int]) -> bool:
-    """Whether ``t.view(shape)`` flattens several rows outside of any trace."""
+    """Return whether ``t.view(shape)`` flattens several rows outside of a trace."""
     return (
         len(shape) == 1
         and t.dim() > 1

@@ -1,4 +1,4 @@
-"""Gathers and joins of NVFP4Tensors: index_select, index, embedding, cat and stack."""
+"""Gather and join NVFP4Tensors: index_select, index, embedding, cat, stack and padding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 def _index_select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, dim, index = args
     if not isinstance(t, NVFP4Tensor) or isinstance(index, NVFP4Tensor):
-        raise IndexError("tensors used as indices are integers, not NVFP4")
+        raise IndexError("indices must be integers, not NVFP4")
     stored = stored_dim(t, dim)
     if stored == t.dim() - 1:
-        raise unsupported(func, "it would cut blocks of 16 apart")
+        raise unsupported(func, "it would split blocks of 16")
     return on_leading(t, lambda part: part.index_select(stored, index))
 
 
@@ -30,10 +30,10 @@ def _index_select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 def _index(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, indices = args
     if not isinstance(t, NVFP4Tensor) or any(isinstance(index, NVFP4Tensor) for index in indices):
-        raise IndexError("tensors used as indices are integers or booleans, not NVFP4")
+        raise IndexError("indices must be integers or booleans, not NVFP4")
     covered = sum(max(index.dim(), 1) if index is not None and index.dtype == torch.bool else 1 for index in indices)
     if t.transposed or covered >= t.dim():
-        raise unsupported(func, "it would cut blocks of 16 apart")
+        raise unsupported(func, "it would split blocks of 16")
     return on_leading(t, lambda part: aten.index.Tensor(part, indices))
 
 
@@ -41,9 +41,9 @@ def _index(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 def _embedding(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     weight, indices = args[:2]
     if not isinstance(weight, NVFP4Tensor) or weight.transposed or weight.dim() != 2:
-        raise unsupported(func, "the weight has to be a matrix, not transposed")
+        raise unsupported(func, "the weight must be a matrix that is not transposed")
     if indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"indices of an embedding are int32 or int64, not {indices.dtype}")
+        raise TypeError(f"indices of an embedding must be int32 or int64, got {indices.dtype}")
     rows = aten.index_select.default(weight, 0, indices.flatten()).dequantize()
     return rows.view(*indices.shape, weight.shape[1])
 
@@ -56,15 +56,15 @@ def _cat(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         _check_joins(func, first, t)
     stored = stored_dim(first, dim)
     if stored != first.dim() - 1 and any(t.columns != first.columns for t in tensors):
-        raise RuntimeError(f"sizes {[tuple(t.shape) for t in tensors]} differ outside the dimension joined, {dim}")
+        raise RuntimeError(f"sizes {[tuple(t.shape) for t in tensors]} differ outside of dimension {dim}")
     one_scale = _have_one_scale(tensors, along_blocks=stored == first.dim() - 1)
     if stored == first.dim() - 1:
         if not one_scale:
             raise unsupported(
-                func, "tensors joined along the blocks need one per-tensor scale (quantize them with one amax)"
+                func, "joining along the blocks needs one per-tensor scale (quantize the tensors with one amax)"
             )
         if any(t.columns % BLOCK for t in tensors[:-1]):
-            raise unsupported(func, "only the last of tensors joined along the blocks may end within a block of 16")
+            raise unsupported(func, "tensors joined along the blocks need multiples of 16 columns, except the last")
     qdata, scale, row_scale = zip(*(parts_of(t, per_row=not one_scale) for t in tensors), strict=True)
     joined = torch.cat(qdata, stored), torch.cat(scale, stored), None if one_scale else torch.cat(row_scale, stored)
     columns = sum(t.columns for t in tensors) if stored == first.dim() - 1 else first.columns
@@ -75,10 +75,10 @@ def _cat(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _have_one_scale(tensors: Sequence[NVFP4Tensor], along_blocks: bool) -> bool:
-    """Whether one 0-d per-tensor scale serves them all.
+    """Return whether all tensors have the same 0-d per-tensor scale.
 
-    Scales of equal values do. They are compared where nothing has to wait for it, or where there is no other way to
-    join; a graph that is traced has no values, and knows only one storage from another.
+    Values are compared on a CPU, and on CUDA (which synchronizes) only where a join is impossible otherwise. A traced
+    graph has no values, so only the storages are compared.
     """
     first, *others = (t.per_tensor_scale for t in tensors)
     if first.dim() or any(scale.dim() for scale in others):
@@ -95,27 +95,27 @@ def _is_one_storage(a: Tensor, b: Tensor) -> bool:
 
 def _check_joins(func: Op, first: NVFP4Tensor, t: Tensor) -> None:
     if not isinstance(t, NVFP4Tensor) or not isinstance(first, NVFP4Tensor):
-        raise unsupported(func, "NVFP4 tensors do not join dense ones")
+        raise unsupported(func, "NVFP4 tensors cannot be joined with dense ones")
     if t.dtype != first.dtype or t.transposed != first.transposed or t.dim() != first.dim():
-        raise unsupported(func, "the tensors joined differ in dtype, number of dimensions or transposition")
+        raise unsupported(func, "the tensors differ in dtype, number of dimensions or transposition")
     if t.spec.hadamard_sign != first.spec.hadamard_sign:
-        raise unsupported(func, "the tensors joined differ in their Hadamard transforms")
+        raise unsupported(func, "the tensors have different Hadamard transforms")
     if (t.activation_spec, t.product_backend) != (first.activation_spec, first.product_backend):
-        raise unsupported(func, "the tensors joined want their activations quantized or multiplied differently")
+        raise unsupported(func, "the tensors have different activation specs or product backends")
 
 
 def _joined_amax(tensors: Sequence[NVFP4Tensor]) -> Tensor | None:
-    """The largest, which clips nothing that any of them lets through; none where one of them has none."""
+    """Return the largest activation amax, or None if any tensor has none."""
     amax = [t.activation_amax for t in tensors if t.activation_amax is not None]
     return torch.stack(amax).amax() if len(amax) == len(tensors) else None
 
 
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """Rows of zeros, as DTensor gives them to the last of shards that do not divide."""
+    """Append or prepend rows of zeros, as DTensor pads uneven shards."""
     t, pad, value = fill_defaults(args, 3, [0])
     if value or t.transposed or any(pad[:2]):
-        raise unsupported(func, "it is padded by zeros, behind or before its rows, and not along the blocks")
+        raise unsupported(func, "it can be padded only with zeros and along the rows")
     return on_leading(t, lambda part: torch.nn.functional.pad(part, pad))
 
 

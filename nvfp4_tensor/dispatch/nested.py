@@ -1,4 +1,4 @@
-"""Nested tensors of layout strided, which nn.TransformerEncoder makes of a padded batch: they have no sizes."""
+"""Strided nested tensors, which nn.TransformerEncoder creates from a padded batch. They have no sizes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def is_nested(x: Tensor) -> bool:
-    """Whether x is one; those of layout jagged are a class of their own."""
+    """Return whether x is a strided nested tensor; jagged ones are a separate class."""
     return x.is_nested and x.layout == torch.strided
 
 
 def over_nested(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A linear over (tokens, features), of all rows of a nested tensor (batch, tokens, features)."""
-    parts = x.unbind()
-    y = linear(torch.cat(parts))
-    return torch.nested.as_nested_tensor(list(y.split([len(part) for part in parts])), layout=torch.strided)
+    """Apply a linear over (tokens, features) to all rows of a nested tensor (batch, tokens, features)."""
+    sequences = x.unbind()
+    y = linear(torch.cat(sequences))
+    return torch.nested.as_nested_tensor(list(y.split([len(rows) for rows in sequences])), layout=torch.strided)

@@ -1,4 +1,4 @@
-"""Storage of an NVFP4Tensor: copies, casts, writes and new tensors."""
+"""Copies, casts, writes and creation of NVFP4Tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from nvfp4_tensor.dispatch.parts import same_place, write_codes
+from nvfp4_tensor.dispatch.slice_writes import with_origin_of, write_codes
 from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
@@ -25,7 +25,7 @@ _CODE_OF_ONE = 2
 @implements([aten.detach.default, aten.alias.default])
 def _alias(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
-    alias = same_place(t._apply_fn_to_data(func)._marked(t.aliasing), t)
+    alias = with_origin_of(t._apply_fn_to_data(func)._marked(t.aliasing), t)
     return return_and_correct_aliasing(func, args, kwargs, alias)
 
 
@@ -45,7 +45,7 @@ def _to_copy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     dtype = kwargs.get("dtype") or t.dtype
     if dtype not in HIGH_PRECISION_DTYPES:
-        raise unsupported(func, f"it decodes to bfloat16, float16 or float32, and {dtype} was asked for")
+        raise unsupported(func, f"it decodes to bfloat16, float16 or float32, not to {dtype}")
     device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
     moved = t._apply_fn_to_data(lambda data: data.to(device, non_blocking=non_blocking, copy=True))
     return moved._replace(orig_dtype=dtype)
@@ -71,9 +71,9 @@ def _is_pinned(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
 
 @implements(aten.copy_.default)
 def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """From NVFP4: the codes as they are. From a dense tensor: quantized by the spec of the destination.
+    """Copy the codes of an NVFP4Tensor, or quantize a dense tensor with the spec of the destination.
 
-    Whether activations are quantized stays the destination's choice; their amax, if they are, goes with the codes.
+    The destination keeps its activation_spec; if both have one, the activation_amax is copied too.
     """
     t, source = args[:2]
     is_dense = not isinstance(source, NVFP4Tensor)
@@ -84,18 +84,18 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         if t.transposed:
             source = source.expand(t.shape).mT
         stored_shape = (*t.qdata.shape[:-1], t.columns)
-        by_matrix = t.per_tensor_scale.dim() == 2 and len(t) > 0
-        source = (quantize_experts if by_matrix else quantize)(
+        per_matrix = t.per_tensor_scale.dim() == 2 and len(t) > 0
+        source = (quantize_experts if per_matrix else quantize)(
             source.expand(stored_shape).to(t.device, t.dtype), t.spec
         )
         source = source.mT if t.transposed else source
     elif source.spec.hadamard_sign != t.spec.hadamard_sign:
-        raise unsupported(func, "the Hadamard transforms of source and destination differ")
+        raise unsupported(func, "source and destination have different Hadamard transforms")
     if source.shape != t.shape or source.transposed != t.transposed:
-        raise unsupported(func, f"source {_layout(source)} and destination {_layout(t)} are stored differently")
+        raise unsupported(func, f"source {_layout(source)} and destination {_layout(t)} have different layouts")
     write_codes(func, t, source)
     if t.activation_spec is not None and source.activation_spec is not None:
-        amax = source.activation_amax  # none where the source takes each call's own: another's would clip
+        amax = source.activation_amax  # None if the source computes it in each call: a fixed one could clip
         t.activation_amax = None if amax is None else amax.to(t.device, copy=True)
     return t
 
@@ -109,7 +109,7 @@ def _fill_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     value = 0 if func is aten.zero_.default else args[1]
     if isinstance(value, Tensor) and t.aliasing != Aliasing.WHOLE:
-        value = value.item()  # what ``t[a:b] = 0`` passes; only zero fits under any per-tensor scale
+        value = value.item()  # ``t[a:b] = 0`` passes a tensor; only zero fits any per-tensor scale
     if not isinstance(value, Tensor) and value == 0:
         check_writable(func, t, new_scale=False)
         t.qdata.zero_()
@@ -126,10 +126,10 @@ def _fill_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def _constant(spec: QuantizeSpec, shape: Sequence[int], value: Tensor) -> NVFP4Tensor:
-    """A tensor of the one value of a 0-d tensor, exact in its dtype: codes and block scales of 1, times the value.
+    """Return a tensor filled with a 0-d ``value``, exactly: codes and block scales are 1, the per-tensor scale |value|.
 
-    NaN and infinity make it NaN throughout, as they do their blocks in ``quantize``. A Hadamard transform spreads the
-    values, so that they are quantized as any others.
+    NaN and infinity fill it with NaN, as they fill their blocks in ``quantize``. With a Hadamard transform the values
+    are quantized like any others.
     """
     if spec.hadamard_sign is not None:
         rounded = spec.replace(round_mode="rne", hardware_rounding=False) if spec.is_stochastic else spec
@@ -150,7 +150,7 @@ def _constant(spec: QuantizeSpec, shape: Sequence[int], value: Tensor) -> NVFP4T
 
 
 def _new(like: NVFP4Tensor, shape: Sequence[int], kwargs: Kwargs, fill: float) -> Tensor:
-    """A tensor of that shape, NVFP4 by the spec of ``like`` unless another kind of dtype is asked for."""
+    """Return a filled tensor, in NVFP4 with the spec of ``like`` unless another kind of dtype is requested."""
     dtype = kwargs.get("dtype") or like.dtype
     device = kwargs.get("device") or like.device
     if dtype not in HIGH_PRECISION_DTYPES or len(shape) == 0:
@@ -164,7 +164,7 @@ def _new(like: NVFP4Tensor, shape: Sequence[int], kwargs: Kwargs, fill: float) -
 
 
 def _scales_like(like: NVFP4Tensor, new: NVFP4Tensor) -> Tensor:
-    """One per-tensor scale for each matrix, or row, where ``like`` has them so."""
+    """Return the per-tensor scales of ``new``, one per matrix or per row if ``like`` has them."""
     scale = new.per_tensor_scale
     if like.per_tensor_scale.dim() == 1 or (like.per_tensor_scale.dim() == 2 and new.dim() != 3):
         return scale.repeat(math.prod(new.qdata.shape[:-1]))
@@ -179,9 +179,9 @@ def _new_of_shape(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 @implements([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default])
 def _like(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """A dense tensor: an optimizer keeps its state in ``zeros_like`` of a parameter, and 4 bits cannot hold a state.
+    """Return a dense tensor, because optimizers store their state in ``zeros_like(parameter)``.
 
-    ``empty_like`` and ``new_zeros``, by which modules and FSDP2 allocate a parameter, give NVFP4.
+    ``empty_like`` and ``new_zeros``, with which modules and FSDP2 allocate parameters, return NVFP4.
     """
     fill = args[1] if func is aten.full_like.default else 1 if func is aten.ones_like.default else 0
     t = args[0]
@@ -191,9 +191,9 @@ def _like(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 @implements(aten.empty_like.default)
 def _empty_like(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """Zeros: a checkpoint that is loaded into its slices finds no codes, whose per-tensor scale it would have to keep.
+    """Return zeros, so that a checkpoint can be loaded slice by slice with any per-tensor scale.
 
-    Memory as it comes holds codes and a scale of earlier tensors, or none, by chance.
+    Uninitialized memory could contain codes of earlier tensors, whose per-tensor scale slices would have to keep.
     """
     t, dtype = args[0], kwargs.get("dtype")
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:

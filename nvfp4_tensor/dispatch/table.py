@@ -1,8 +1,8 @@
-"""The table of aten operators on an NVFP4Tensor, and those that read its values by decoding it.
+"""The table of aten operators on an NVFP4Tensor, and operators that decode it to read its values.
 
-The other files of this room fill the table. An operator that writes and is not in it decodes what it
-reads and quantizes what it writes. Anything else raises a RuntimeError that names the operator: of a TypeError, torch
-makes NotImplemented where Python called ``t *= 2`` or ``x @ t``, and Python would lose the write, or the message.
+The other modules of this package fill the table. A writing operator that is not in the table decodes its inputs and
+quantizes its outputs. Any other operator raises a RuntimeError with its name. It is not a TypeError, because torch
+turns that into NotImplemented for ``t *= 2`` and ``x @ t``, and Python would lose the write or the message.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ implements = NVFP4Tensor.implements
 
 
 class UnsupportedError(RuntimeError):
-    """An operator that has no meaning on the format, or not on these arguments."""
+    """The operator is not supported on an NVFP4Tensor, or not with these arguments."""
 
 
 def unsupported(func: Op, why: str = "", instead: str = "dequantize() first") -> UnsupportedError:
-    """The error that names the operator, and says why and what to do."""
+    """Return the error with the operator, the reason and the fix."""
     return UnsupportedError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; {instead}")
 
 
@@ -40,12 +40,12 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
             raise RuntimeError(str(error)) from error
     if implementation is not None:
         if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            with torch.inference_mode(False):  # a view of an ordinary tensor has to be an ordinary tensor
+            with torch.inference_mode(False):  # a view of an ordinary tensor must be an ordinary tensor
                 return implementation(func, types, args, kwargs)
         return implementation(func, types, args, kwargs)
     if _reads_values(func):
         return func(*tree_map(dense, args), **tree_map(dense, kwargs))
-    # Under inference mode composite operators arrive whole; their parts are what is registered here.
+    # Inference mode does not decompose composite operators; the table has their components.
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
         raise unsupported(func)
@@ -69,18 +69,18 @@ _READS = {
 
 
 def _reads_values(func: Op) -> bool:
-    """Functional reductions and elementwise operators: what they give is dense, so decoding changes no meaning."""
+    """Return whether the operator is a functional reduction or elementwise: its result is dense, so it may decode."""
     return func in _READS or torch.Tag.pointwise in func.tags or func._schema.name.startswith("aten::_foreach_")
 
 
 def dense(value: Any) -> Any:
-    """An NVFP4Tensor decoded, anything else as it is."""
+    """Decode an NVFP4Tensor; return anything else unchanged."""
     return value.dequantize() if isinstance(value, NVFP4Tensor) else value
 
 
 @implements(aten.equal.default)
 def _equal(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
-    """Equal in the dtype of the dense one, to which the other decodes; of two that are not, in float32."""
+    """Compare in the dtype of the dense operand, to which the other is decoded; in float32 if both are NVFP4."""
     a, b = args
     if a.shape != b.shape:
         return False
@@ -95,19 +95,19 @@ def _equal(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
 
 
 def check_writable(func: Op, t: NVFP4Tensor, new_scale: bool) -> None:
-    """Raises where a write into t would be lost, or a new per-tensor scale change what others hold."""
+    """Raise an error if a write into t would be lost, or a new per-tensor scale would change other values."""
     if t.aliasing != Aliasing.WHOLE and t.numel() == 0:
         return
     if t.aliasing == Aliasing.COPY:
-        raise unsupported(func, "this is a copy, its layout allowed no view, and the write would be lost (clone() it)")
+        raise unsupported(func, "this is a copy: its layout allowed no view, and the write would be lost (clone() it)")
     if t.aliasing == Aliasing.PART and new_scale:
-        raise unsupported(func, "this is part of a tensor whose other parts share its per-tensor scale (clone() it)")
+        raise unsupported(func, "this slice shares its per-tensor scale with the rest of its tensor (clone() it)")
 
 
 def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """An operator that writes: into dense tensors the decoded values of the others, as if all had been dense.
+    """Run a writing operator on decoded tensors, as if all had been dense.
 
-    What it writes into an NVFP4Tensor is computed from its decoded values, and quantized by its spec as ``copy_`` does.
+    A result that belongs in an NVFP4Tensor is then quantized with that tensor's spec, as by ``copy_``.
     """
     if torch.Tag.inplace_view in func.tags or func in (aten._resize_output_.default, aten.retain_grad.default):
         raise unsupported(func, "it would change a shape or a storage in place")
@@ -119,7 +119,7 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         if id(value) not in written:
             check_writable(func, value, new_scale=True)
             if value.spec.hadamard_sign is not None:
-                raise unsupported(func, "its values are Hadamard-transformed, and would be transformed again")
+                raise unsupported(func, "its values are Hadamard-transformed; quantizing would transform them again")
             written[id(value)] = value, value.dequantize()
         return written[id(value)][1]
 
@@ -132,6 +132,6 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     result = func(*map(prepared, arguments, args), **{name: prepared(name, value) for name, value in kwargs.items()})
     for t, values in written.values():
         if values.shape != t.shape:
-            raise unsupported(func, f"it has {tuple(t.shape)} and cannot be resized to {tuple(values.shape)}")
+            raise unsupported(func, f"its shape {tuple(t.shape)} cannot be resized to {tuple(values.shape)}")
     originals = {id(values): t.copy_(values) for t, values in written.values()}
     return tree_map(lambda value: originals.get(id(value), value), result)

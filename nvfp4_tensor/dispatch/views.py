@@ -1,11 +1,11 @@
-"""Views, gathers and joins of NVFP4Tensors.
+"""Views and slices of NVFP4Tensors.
 
-The leading dimensions behave as those of any tensor; the stored last dimension comes in blocks of 16 that share a
-scale, and scales lie in tiles of 128 rows by 64 columns. So an operator on leading dimensions is that operator on the
-codes, on the plain matrix of scales and on the scales per row. Where the result can share the tiles it is a view;
-where it cannot, everything is copied, and the copy refuses to be written to (the write would not reach the original).
-Only codes of another NVFP4Tensor are written to it: ``parts.py`` writes them to the original too.
-What would cut a block apart raises a RuntimeError.
+The leading dimensions behave as those of any tensor. The stored last dimension consists of blocks of 16 that share a
+scale, and scales are stored in tiles of 128 rows by 64 columns. An operator on leading dimensions is applied to the
+codes, to the unswizzled scales and to the scales per row. If the result can share the tiles, it is a view. Otherwise
+it is a copy, and writing to it raises an error because the write would not reach the original; only codes of another
+NVFP4Tensor can be written, which ``slice_writes.py`` also writes to the original. An operator that would split a block
+raises a RuntimeError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
 from nvfp4_tensor.dispatch.flat import FlatView, is_lazy
-from nvfp4_tensor.dispatch.parts import placed, same_place
+from nvfp4_tensor.dispatch.slice_writes import with_origin, with_origin_of
 from nvfp4_tensor.dispatch.table import aten, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS
@@ -35,15 +35,15 @@ TILE_ELEMENTS = TILE_COLUMNS * BLOCK
 
 
 def _share(func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, aliasing: Aliasing | None = None) -> NVFP4Tensor:
-    """t as the view that ``func`` returns of its first argument."""
+    """Return t as the view that ``func`` returns of its first argument."""
     t._marked(max(args[0].aliasing, aliasing or Aliasing.WHOLE))
     return return_and_correct_aliasing(func, args, kwargs, t)
 
 
 def rebuilt(t: NVFP4Tensor, parts: tuple[Tensor, Tensor, Tensor | None], **changes: Any) -> NVFP4Tensor:
-    """An NVFP4Tensor of codes (..., bytes), plain scales (..., blocks) and scales per row (..., 1) or None.
+    """Return t with new codes (..., bytes), unswizzled scales (..., blocks) and scales per row (..., 1) or None.
 
-    It owns all of its fields: a write into it, or into t, does not reach the other.
+    The result shares no storage with t.
     """
     qdata, scale, row_scale = parts
     scale = scale.reshape(math.prod(scale.shape[:-1]), scale.shape[-1]).contiguous()
@@ -61,7 +61,7 @@ def _copied(data: Tensor) -> Tensor:
 
 
 def parts_of(t: NVFP4Tensor, per_row: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, plain scales as bytes, and the scales per row with the leading dimensions (None if one serves all)."""
+    """Return codes, unswizzled scales as bytes, and scales per row (*leading, 1), or None for one per-tensor scale."""
     leading = t.qdata.shape[:-1]
     row_scale = None
     if t.per_tensor_scale.dim():
@@ -72,7 +72,7 @@ def parts_of(t: NVFP4Tensor, per_row: bool = False) -> tuple[Tensor, Tensor, Ten
 
 
 def on_leading(t: NVFP4Tensor, function: Callable[[Tensor], Tensor], **changes: Any) -> NVFP4Tensor:
-    """A copy with ``function`` applied along the leading dimensions."""
+    """Return a copy with ``function`` applied to the leading dimensions."""
     qdata, scale, row_scale = parts_of(t)
     return rebuilt(t, (function(qdata), function(scale), None if row_scale is None else function(row_scale)), **changes)
 
@@ -84,7 +84,7 @@ def checked_dim(t: NVFP4Tensor, dim: int) -> int:
 
 
 def stored_dim(t: NVFP4Tensor, dim: int) -> int:
-    """The stored dimension behind a logical one."""
+    """Return the stored dimension of a logical one."""
     dim = checked_dim(t, dim)
     if t.transposed and dim >= t.dim() - 2:
         return 2 * t.dim() - 3 - dim
@@ -117,17 +117,17 @@ def _permute(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     leading = [dim for dim in stored if dim != last]
     if leading == sorted(leading):
         return _share(func, args, kwargs, t._replace(transposed=transposed))
-    return on_leading(t, lambda part: part.permute(*leading, last), transposed=transposed)._marked(Aliasing.COPY)
+    return on_leading(t, lambda data: data.permute(*leading, last), transposed=transposed)._marked(Aliasing.COPY)
 
 
 def _with_shape(func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
-    """t with another logical shape of as many elements."""
+    """Return t with another logical shape of as many elements."""
     shape = list(shape)
     if shape == list(t.shape):
-        return _share(func, args, kwargs, same_place(t._replace(), t))
+        return _share(func, args, kwargs, with_origin_of(t._replace(), t))
     if t.transposed:
         if shape[-2:] != list(t.shape[-2:]):
-            raise unsupported(func, "a transposed NVFP4Tensor keeps its last two dimensions")
+            raise unsupported(func, "the last two dimensions of a transposed NVFP4Tensor cannot change")
         shape[-2:] = shape[:-3:-1]
     if t.numel() == 0 and shape:
         return _empty(t, shape)
@@ -135,14 +135,14 @@ def _with_shape(func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, shape: Seq
         qdata = t.qdata.view(*shape[:-1], t.qdata.shape[-1])
         factor = _scale_of_shape(t, shape)
         view = t._replace(qdata=qdata, per_tensor_scale=factor)
-        if factor.dim() < t.per_tensor_scale.dim() and factor.numel() > 1:  # those scales are copies, one a row
+        if factor.dim() < t.per_tensor_scale.dim() and factor.numel() > 1:  # the scales per row are copies
             return view.clone()._marked(Aliasing.COPY)
         return _share(func, args, kwargs, view)
     return FlatView(t, _in_other_rows) if is_lazy(t, shape) else _in_other_rows(t, shape)
 
 
 def _empty(t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
-    """Of no elements, so that there may be more rows than in t, or fewer."""
+    """Return a tensor without elements, whose number of rows may differ from that of t."""
     rows, columns, factor = math.prod(shape[:-1]), shape[-1], t.per_tensor_scale
     return t._replace(
         qdata=t.qdata.new_empty((*shape[:-1], layout.ceil_to(columns, BLOCK) // 2)),
@@ -153,17 +153,17 @@ def _empty(t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
 
 
 def _in_other_rows(t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
-    """A copy of the same blocks, not transposed, in rows of another length."""
+    """Return a copy with the same blocks in rows of another length, not transposed."""
     columns = shape[-1] if shape else 0
     if columns % BLOCK or t.columns % BLOCK:
         ragged = t.columns if t.columns % BLOCK else columns
         raise unsupported(
             aten.view.default,
-            f"rows of {t.columns} elements cannot become rows of {columns}, because {ragged} is no multiple of {BLOCK} "
-            "and a block would be cut",
+            f"rows of {t.columns} elements cannot become rows of {columns}, because {ragged} is not a multiple of "
+            f"{BLOCK} and a block would be split",
         )
     if t.per_tensor_scale.dim() and t.columns % columns:
-        raise unsupported(aten.view.default, "the new rows would have more than one per-tensor scale each")
+        raise unsupported(aten.view.default, "a new row would have more than one per-tensor scale")
     qdata, scale, row_scale = parts_of(t)
     if row_scale is not None:
         row_scale = row_scale.expand(*row_scale.shape[:-1], t.columns // columns)
@@ -172,7 +172,7 @@ def _in_other_rows(t: NVFP4Tensor, shape: Sequence[int]) -> NVFP4Tensor:
 
 
 def _scale_of_shape(t: NVFP4Tensor, shape: Sequence[int]) -> Tensor:
-    """The per-tensor scales for the same rows in other leading dimensions: one a matrix only while those stay."""
+    """Return the per-tensor scales for the same rows in other leading dimensions: per matrix only if those stay."""
     if t.per_tensor_scale.dim() < 2 or (len(shape) == 3 and shape[0] == t.per_tensor_scale.shape[0]):
         return t.per_tensor_scale
     return t.per_tensor_scale.view(()) if t.per_tensor_scale.numel() == 1 else t.row_scale()
@@ -180,12 +180,12 @@ def _scale_of_shape(t: NVFP4Tensor, shape: Sequence[int]) -> Tensor:
 
 @implements(aten.as_strided.default)
 def _as_strided(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    """The tensor itself or its transpose, which is how a compiled graph returns a view of its input; nothing else."""
+    """Support only the tensor itself and its transpose, which compiled graphs return as views of an input."""
     t, size, stride = args[:3]
     for candidate in (t, t.mT) if t.dim() > 1 else (t,):
         if (tuple(size), tuple(stride)) == (candidate.shape, candidate.stride()):
             return _share(func, args, kwargs, candidate._replace())
-    raise unsupported(func, "its elements have no strides of their own")
+    raise unsupported(func, "its elements have no strides")
 
 
 def _inferred(shape: Sequence[int], numel: int) -> list[int]:
@@ -208,7 +208,7 @@ def _view(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 def _view_dtype(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     if args[1] == args[0].dtype:
         return _share(func, args, kwargs, args[0]._replace())
-    raise unsupported(func, f"its codes are not the bits of another dtype. {OFFLOAD}")
+    raise unsupported(func, f"its codes cannot be viewed as another dtype. {OFFLOAD}")
 
 
 @implements(aten.unsqueeze.default)
@@ -227,7 +227,7 @@ def _squeeze(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     dims = range(t.dim()) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
     drop = {dim % t.dim() for dim in dims if t.shape[dim] == 1}
     if t.columns == 1 and stored_dim(t, t.dim() - 1) in drop and len(drop) == t.dim():
-        raise unsupported(func, "an NVFP4Tensor is not 0-d")
+        raise unsupported(func, "an NVFP4Tensor cannot be 0-d")
     return _with_shape(func, args, kwargs, t, [size for dim, size in enumerate(t.shape) if dim not in drop])
 
 
@@ -240,8 +240,8 @@ def _expand(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         return _share(func, args, kwargs, t._replace())
     stored = shape[:-2] + shape[:-3:-1] if t.transposed else shape
     if stored[-1] != t.columns:
-        raise unsupported(func, "the dimension of the blocks does not expand")
-    return on_leading(t, lambda part: part.expand(*stored[:-1], part.shape[-1]))._marked(Aliasing.COPY)
+        raise unsupported(func, "the dimension of the blocks cannot be expanded")
+    return on_leading(t, lambda data: data.expand(*stored[:-1], data.shape[-1]))._marked(Aliasing.COPY)
 
 
 # --- slices ----------------------------------------------------------------------------------------------------------
@@ -255,37 +255,37 @@ def _slice(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     start = _clamped(start, size, 0)
     end = max(start, _clamped(end, size, size))
     if (start, end, step) == (0, size, 1):
-        return _share(func, args, kwargs, same_place(t._replace(), t))
+        return _share(func, args, kwargs, with_origin_of(t._replace(), t))
     if stored == t.dim() - 1:
         return _slice_columns(func, args, kwargs, t, start, end, step)
     if step == 1 and math.prod(t.qdata.shape[:stored]) == 1:
         view = _slice_of_tiles(t, stored, start, end)
         if view is not None:
             own_scales = view.per_tensor_scale.dim() > 0
-            part = _share(func, args, kwargs, view, Aliasing.WHOLE if own_scales else Aliasing.PART)
-            return placed(part, t, stored, start, end - start)
-    copy = on_leading(t, lambda part: part[(slice(None),) * stored + (slice(start, end, step),)])
+            view = _share(func, args, kwargs, view, Aliasing.WHOLE if own_scales else Aliasing.PART)
+            return with_origin(view, t, stored, start, end - start)
+    copy = on_leading(t, lambda data: data[(slice(None),) * stored + (slice(start, end, step),)])
     if stored == 0 and t.per_tensor_scale.dim() == 2:
         copy = copy._replace(per_tensor_scale=t.per_tensor_scale[start:end:step].clone())
     copy._marked(Aliasing.COPY)
-    return placed(copy, t, stored, start, end - start) if step == 1 else copy
+    return with_origin(copy, t, stored, start, end - start) if step == 1 else copy
 
 
 def _clamped(index: int | None, size: int, default: int) -> int:
-    """As slice.indices has it, which would fix symbolic sizes to those of the first call."""
+    """Clamp as slice.indices does, which would specialize symbolic sizes."""
     if index is None:
         return default
     return min(max(index + size, 0) if index < 0 else index, size)
 
 
 def _slice_of_tiles(t: NVFP4Tensor, stored: int, start: int, end: int) -> NVFP4Tensor | None:
-    """The rows of one contiguous range as a view, if it starts and ends on a tile of scales (or at the end)."""
+    """Return a contiguous range of rows as a view, or None if it does not start and end at tiles of scales."""
     rows, rows_each = math.prod(t.qdata.shape[:-1]), math.prod(t.qdata.shape[stored + 1 : -1])
     first, last = start * rows_each, end * rows_each
     if first % TILE_ROWS or (last % TILE_ROWS and last != rows):
         return None
     per_tensor_scale = t.per_tensor_scale
-    if per_tensor_scale.dim() == 2:  # behind the first dimension, these are rows of the only matrix
+    if per_tensor_scale.dim() == 2:  # a slice of another dimension selects rows of a single matrix
         per_tensor_scale = per_tensor_scale[start:end] if stored == 0 else per_tensor_scale.view(())
     elif per_tensor_scale.dim():
         per_tensor_scale = per_tensor_scale[first:last]
@@ -300,16 +300,16 @@ def _slice_columns(
     func: Op, args: Args, kwargs: Kwargs, t: NVFP4Tensor, start: int, end: int, step: int
 ) -> NVFP4Tensor:
     if step != 1 or start % BLOCK:
-        raise unsupported(func, f"along the dimension of the blocks a slice starts on a multiple of {BLOCK}, step 1")
+        raise unsupported(func, f"a slice along the blocks must start at a multiple of {BLOCK} and have step 1")
     columns = end - start
     if end % BLOCK and end != t.columns and t.spec.hadamard_sign is not None:
-        raise unsupported(func, "a Hadamard-transformed block cannot be cut")
+        raise unsupported(func, "a Hadamard-transformed block cannot be split")
     stop = layout.ceil_to(end, BLOCK)
     qdata = t.qdata[..., start // 2 : stop // 2]
     if start % TILE_ELEMENTS == 0 and (end % TILE_ELEMENTS == 0 or end == t.columns):
         scale = t.scale[:, start // TILE_ELEMENTS : -(-end // TILE_ELEMENTS)]
-        part = _share(func, args, kwargs, t._replace(qdata=qdata, scale=scale, columns=columns), Aliasing.PART)
-        return placed(part, t, t.dim() - 1, start, columns)
+        view = _share(func, args, kwargs, t._replace(qdata=qdata, scale=scale, columns=columns), Aliasing.PART)
+        return with_origin(view, t, t.dim() - 1, start, columns)
     if end % BLOCK and end != t.columns:
         codes = layout.unpack(qdata)
         codes[..., columns:] = 0
@@ -317,8 +317,8 @@ def _slice_columns(
     _, scale, row_scale = parts_of(t)
     parts = qdata, scale[..., start // BLOCK : stop // BLOCK], row_scale
     copy = rebuilt(t, parts, columns=columns)._marked(Aliasing.COPY)
-    cuts_a_block = end % BLOCK and end != t.columns
-    return copy if cuts_a_block else placed(copy, t, t.dim() - 1, start, columns)
+    splits_a_block = end % BLOCK and end != t.columns
+    return copy if splits_a_block else with_origin(copy, t, t.dim() - 1, start, columns)
 
 
 @implements(aten.select.int)
@@ -326,7 +326,7 @@ def _select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, dim, index = args
     stored = stored_dim(t, dim)
     if stored == t.dim() - 1:
-        raise unsupported(func, "it would cut blocks of 16 apart")
+        raise unsupported(func, "it would split blocks of 16")
     if t.transposed and stored == t.dim() - 2:
         t = t._replace(transposed=False)._marked(t.aliasing)  # one row of the stored matrix is left
         dim = stored
@@ -334,9 +334,9 @@ def _select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
     index %= size
-    piece = aten.slice.Tensor(t, dim, index, index + 1)
-    shape = [size for i, size in enumerate(piece.shape) if i != dim % t.dim()]
-    return _with_shape(aten.view.default, (piece, shape), {}, piece, shape)
+    selected = aten.slice.Tensor(t, dim, index, index + 1)
+    shape = [size for i, size in enumerate(selected.shape) if i != dim % t.dim()]
+    return _with_shape(aten.view.default, (selected, shape), {}, selected, shape)
 
 
 @implements([aten.split.Tensor, aten.split_with_sizes.default])
@@ -345,13 +345,13 @@ def _split(func: Op, types: Types, args: Args, kwargs: Kwargs) -> list[NVFP4Tens
     length = t.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, length - start) for start in range(0, length, max(sizes, 1))] or [length]
-    pieces, start = [], 0
+    chunks, start = [], 0
     for size in sizes:
-        pieces.append(aten.slice.Tensor(t, dim, start, start + size))
+        chunks.append(aten.slice.Tensor(t, dim, start, start + size))
         start += size
     if start != length:
         raise RuntimeError(f"sizes {list(sizes)} do not add up to {length}, the size of dimension {dim}")
-    return _with_one_scale(t, pieces)
+    return _with_one_scale(t, chunks)
 
 
 @implements(aten.unbind.int)
@@ -360,13 +360,13 @@ def _unbind(func: Op, types: Types, args: Args, kwargs: Kwargs) -> list[NVFP4Ten
     return _with_one_scale(t, [aten.select.int(t, dim, index) for index in range(t.shape[dim])])
 
 
-def _with_one_scale(t: NVFP4Tensor, pieces: list[NVFP4Tensor]) -> list[NVFP4Tensor]:
-    """The pieces of t; copies that cannot be written to, as those in a trace, share one copy of its one scale.
+def _with_one_scale(t: NVFP4Tensor, chunks: list[NVFP4Tensor]) -> list[NVFP4Tensor]:
+    """Return the chunks of t; copies without an origin, as in a trace, share one copy of the per-tensor scale.
 
-    A join knows by it that the scale is the same.
+    A later join then detects that the scales are equal.
     """
-    copies = [piece for piece in pieces if piece.aliasing == Aliasing.COPY and piece.place is None]
+    copies = [chunk for chunk in chunks if chunk.aliasing == Aliasing.COPY and chunk.slice_origin is None]
     if t.per_tensor_scale.dim() == 0:
         for copy in copies:
             copy.per_tensor_scale = copies[0].per_tensor_scale
-    return pieces
+    return chunks

@@ -1,1 +1,1 @@
-"""Products: which one runs where, and how."""
+"""Matrix products with NVFP4 operands and the choice of their backend."""

@@ -1,9 +1,9 @@
-"""fbgemm's FP4 product, from a package that need not be there: found, loaded, and accounted for.
+"""Find and load fbgemm's FP4 product from an optional package.
 
 ``f4f4bf16(XQ, WQ, x_scale, w_scale, *, global_scale)`` is XQ @ WQ^T in bfloat16 on the tensor cores of compute
-capability 10: codes (M, K/2) and (N, K/2), two a byte; e4m3 block scales in the 128x4 order, which is how an
-:class:`NVFP4Tensor` stores them; one float32 that multiplies the sums. Without a global_scale the op would read the
-scales as MXFP4's. It comes with fbgemm-gpu-genai (``torch.ops.fbgemm``; fbgemm-gpu itself has no FP4 product) and with
+capability 10. Codes are (M, K/2) and (N, K/2), two per byte; e4m3 block scales are in the 128x4 order in which an
+:class:`NVFP4Tensor` stores them; one float32 multiplies the sums. Without a global_scale the op interprets the scales
+as MXFP4. It is in fbgemm-gpu-genai (``torch.ops.fbgemm``; fbgemm-gpu itself has no FP4 product) and with
 MSLK, its successor (``torch.ops.mslk``).
 """
 
@@ -19,17 +19,17 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 _PACKAGES = {"fbgemm": ("fbgemm_gpu.experimental.gen_ai", "fbgemm-gpu-genai"), "mslk": ("mslk", "mslk-cuda")}
-"""Namespace of the op: the module whose import registers it, the distribution that brings it."""
+"""Namespace of the op: the module whose import registers it, and the distribution that contains it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The op, or why there is none; ``str`` is what :func:`info` shows."""
+    """The op, or why there is none; ``str`` is the text in :func:`info`."""
 
     op: Callable[..., torch.Tensor] | None
     package: str
     reason: str
-    """Why the op is not there; empty where it is."""
+    """Why the op is missing; empty if it is available."""
 
     def __str__(self) -> str:
         return f"f4f4bf16 of {self.package}" if self.op is not None else self.reason
@@ -37,7 +37,7 @@ class Product:
 
 @functools.cache
 def product() -> Product:
-    """f4f4bf16 of the first package that has it: imports that package, once."""
+    """Return f4f4bf16 from the first package that has it, importing the package once."""
     reasons = []
     for namespace, (module, distribution) in _PACKAGES.items():
         found = _from_package(namespace, module, distribution)
@@ -58,7 +58,7 @@ def _from_package(namespace: str, module: str, distribution: str) -> Product:
         except ModuleNotFoundError as error:
             absent = error.name is not None and module.startswith(error.name)
             return Product(None, "", "" if absent else f"{distribution} does not import: {error}")
-        except Exception as error:  # its library was built for another torch, or for a GPU that is not here
+        except Exception as error:  # its library was built for another torch or GPU
             why = str(error.__cause__ or error).strip().splitlines()[0]
             return Product(None, "", f"{distribution} does not import: {why}")
         op = _registered(namespace)
@@ -72,7 +72,7 @@ def _from_package(namespace: str, module: str, distribution: str) -> Product:
 
 
 def _registered(namespace: str) -> Callable[..., torch.Tensor] | None:
-    """The op, told in older versions, which do not take a global_scale as the sign of it, that the format is NVFP4."""
+    """Return the op. Older versions need ``use_mx=False``, because global_scale does not imply NVFP4 there."""
     op = getattr(getattr(torch.ops, namespace), "f4f4bf16", None)
     if op is None:
         return None

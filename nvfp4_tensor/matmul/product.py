@@ -1,15 +1,15 @@
 """Products with quantized operands: on FP4 tensor cores (``scaled_mm.py``), or by the op ``nvfp4.matmul`` elsewhere.
 
-:func:`product` is behind mm, addmm, bmm, baddbmm, linear and matmul on an :class:`NVFP4Tensor`; :func:`multiply` is
-behind the products of training, whose operands are plain :class:`Codes`. Both end in the same two calls. The result is
+:func:`product` implements mm, addmm, bmm, baddbmm, linear and matmul on an :class:`NVFP4Tensor`; :func:`multiply`
+implements the products of training, whose operands are :class:`Codes`. Both call the same backends. The result is
 ``round_once(alpha * sum + bias)`` with a float32 sum (numerics contract, section 6) on every backend.
 
-On FP4 tensor cores two quantized operands are multiplied as codes. Elsewhere the left one is decoded to ``code x block
-scale``, exact in bfloat16, and the op multiplies it by the codes of the right one: the same sum, up to its order, with
-both per-tensor scales applied in float32 before the one rounding.
+FP4 tensor cores multiply two quantized operands as codes. Elsewhere the left one is decoded to ``code x block scale``,
+exact in bfloat16, and the op multiplies it by the codes of the right one: the same sum, up to the order of summation,
+with both per-tensor scales applied in float32 before the one rounding.
 
-With an ``activation_spec`` on the NVFP4 operand (W4A4), the dense one is quantized first, but only where the sum runs
-along the NVFP4 operand's blocks: that is the forward product. Its gradient sums across the blocks and stays dense.
+With an ``activation_spec`` on the NVFP4 operand (W4A4), the dense operand is quantized first, but only if the sum runs
+along the blocks of the NVFP4 operand, as in the forward product. Its gradient sums across the blocks and stays dense.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Left: TypeAlias = "Codes | Decoded | Tensor"
 
 
 def multiply(a: Left, b: Codes | Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a (M, K) @ b (N, K)^T + bias (N,), rounded once: (M, N). A dense operand is not quantized."""
+    """Return a (M, K) @ b (N, K)^T + bias (N,), rounded once: (M, N). A dense operand is not quantized."""
     if isinstance(a, Codes) and isinstance(b, Codes) and choose_for_codes(a, b).on_codes:
         return scaled_mm.scaled_mm_product(a, b, bias, 1, out_dtype)
     if isinstance(b, Codes):
@@ -47,17 +47,17 @@ def multiply(a: Left, b: Codes | Tensor, out_dtype: torch.dtype, bias: Tensor | 
         y = _decoded_product(b, None, a, None if bias is None else bias.unsqueeze(-1), b.shape[-1], False, out_dtype)
         return y.t().contiguous()
     y = torch.mm(a, b.t().to(a.dtype)) if bias is None else torch.addmm(bias.to(a.dtype), a, b.t().to(a.dtype))
-    # Under torch 2.11's compiler a cast that changes nothing, as an autograd.Function's output, cuts the gradient.
+    # In torch 2.11's compiler, a cast to the same dtype as the output of an autograd.Function loses the gradient.
     return y if y.dtype == out_dtype else y.to(out_dtype)
 
 
 def multiply_across_blocks(a: Tensor, factor: Tensor | None, b: Codes, columns: int, out_dtype: torch.dtype) -> Tensor:
-    """factor * a (M, N) @ b (N, K), summed across the blocks of b, whose values are decoded: (M, columns)."""
+    """Return factor * a (M, N) @ b (N, K), summed across the blocks of the decoded b: (M, columns)."""
     return _decoded_product(a, factor, b, None, columns, True, out_dtype)
 
 
 def decode_values(a: Codes | Decoded, columns: int | None = None) -> tuple[Tensor, Tensor]:
-    """code x block scale in bfloat16, exact: (R, C) or the first columns; and the per-tensor scale, not applied."""
+    """Return code x block scale, exact in bfloat16, (R, C) or the first ``columns``; and the per-tensor scale."""
     if isinstance(a, Decoded):
         return a.values if columns is None else a.values[:, :columns], a.per_tensor_scale
     width = a.columns if columns is None else columns
@@ -75,10 +75,10 @@ def _decoded_product(
 
 
 def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
-    """``alpha * a @ b + beta * bias`` of two matrices, or two batches of as many, at least one an NVFP4Tensor.
+    """Return ``alpha * a @ b + beta * bias`` of two matrices or two equal batches, at least one an NVFP4Tensor.
 
-    bias broadcasts to the result. The result has the operands' common dtype. As in BLAS, beta 0 leaves out the bias
-    and alpha 0 the product, with any NaN in them.
+    bias broadcasts to the result. The result has the common dtype of the operands. As in BLAS, beta = 0 ignores the
+    bias and alpha = 0 the product, including their NaNs.
     """
     _check_operands(a, b)
     if beta == 0:
@@ -98,20 +98,20 @@ def product(a: Tensor, b: Tensor, *, bias: Tensor | None = None, alpha: float = 
 
 
 def linear_product(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> Tensor:
-    """x (M, K) @ w^T + bias of a matrix w (N, K): what :func:`product` gives for w.t(), without making that view."""
+    """Return x (M, K) @ w^T + bias for a matrix w (N, K), as :func:`product` with w.t() but without that view."""
     if x.size(1) != w.size(1) or x.dtype != w.dtype or x.device != w.device:
         _check_operands(x, w.t())
     return _times_nvfp4(x, w, not w.transposed, bias, 1)
 
 
 def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
-    """Rows offs[e-1]..offs[e] of x (M, K) times w[e], w (E, K, N) of experts: what a mixture of experts multiplies."""
+    """Return rows offs[e-1]..offs[e] of x (M, K) times experts w[e] of w (E, K, N), for mixtures of experts."""
     if isinstance(x, NVFP4Tensor) or not isinstance(w, NVFP4Tensor) or x.dim() != 2 or w.dim() != 3:
-        raise TypeError("a grouped product takes dense rows (M, K) and NVFP4 experts (E, K, N)")
+        raise TypeError("a grouped product needs dense rows (M, K) and NVFP4 experts (E, K, N)")
     if x.shape[1] != w.shape[1] or x.dtype != w.dtype or offs.shape != w.shape[:1]:
         raise RuntimeError(
             f"rows {tuple(x.shape)} {x.dtype}, offsets {tuple(offs.shape)} and experts {tuple(w.shape)} {w.dtype} "
-            "do not fit: (M, K), (E,) and (E, K, N) of one dtype"
+            "do not match: they must be (M, K), (E,) and (E, K, N) of one dtype"
         )
     if not x.device == w.device == offs.device:
         raise RuntimeError(
@@ -119,7 +119,7 @@ def grouped_product(x: Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
         )
     x_scale, out_dtype = None, x.dtype
     if w.transposed and w.activation_spec is not None:
-        if w.activation_amax is None:  # it is that of the groups: rows behind the last are not to decide it
+        if w.activation_amax is None:  # rows after the last group must not affect the amax
             x = torch.where(torch.arange(len(x), device=x.device)[:, None] < offs[-1:], x, 0)
         if choose_grouped(x, w) == Backend.GROUPED_FP4:
             return scaled_mm.scaled_grouped_product(quantize(x, w.activation_spec, amax=w.activation_amax), w, offs)
@@ -140,24 +140,24 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
         raise RuntimeError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
     if a.dtype != b.dtype:
         raise RuntimeError(
-            f"both operands of a product have one dtype, got {a.dtype} and {b.dtype}: cast one, x.to({b.dtype}) "
-            "for instance (an NVFP4Tensor's is the one that it decodes to, and costs nothing to change)"
+            f"both operands of a product must have the same dtype, got {a.dtype} and {b.dtype}: cast one, for example "
+            f"with x.to({b.dtype}) (casting an NVFP4Tensor only changes the dtype that it decodes to)"
         )
     if a.device != b.device:
-        raise RuntimeError(f"both operands of a product are on one device, got {a.device} and {b.device}")
+        raise RuntimeError(f"both operands of a product must be on one device, got {a.device} and {b.device}")
 
 
 def _check_bias(bias: Tensor, x: Tensor) -> None:
-    """On the meta device it would have the ops infer a shape and compute nothing."""
+    """Check dtype and device. A bias on the meta device would make the ops infer a shape and compute nothing."""
     if bias.device != x.device or not bias.is_floating_point():
         raise RuntimeError(
-            f"a bias is of floating point and on the device of x, {x.device}, not {bias.dtype} on {bias.device}: "
-            "move it there, or give it a value if it is still on the meta device"
+            f"bias must be floating point on the device of x, {x.device}, got {bias.dtype} on {bias.device}: move it, "
+            "or initialize it if it is on the meta device"
         )
 
 
 def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | None, alpha: float) -> Tensor:
-    """x (M, K) or (E, M, K) times what w stores, transposed if the sum runs along its blocks."""
+    """Return x (M, K) or (E, M, K) times the stored w, transposed if the sum runs along its blocks."""
     if bias is not None:
         _check_bias(bias, x)
     out_dtype, backend = x.dtype, choose(x, w, along_blocks)
@@ -178,9 +178,9 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | N
 
 
 def _sign_to_undo(w: NVFP4Tensor, along_blocks: bool) -> int | None:
-    """Of the transform that w brings into a sum across its blocks, where w stands for the weight without one.
+    """Return the sign of the Hadamard transform of w that a sum across its blocks must invert, or None.
 
-    It does where activations are transformed before they meet it: their gradient is in the basis they came in.
+    If activations are transformed before the product, their gradient must be that of the untransformed activations.
     """
     return None if along_blocks or w.activation_spec is None else w.activation_spec.hadamard_sign
 
@@ -206,7 +206,7 @@ def _codes(w: NVFP4Tensor) -> Codes:
 
 
 def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
-    """x as the codes x block scales that it quantizes to, exact in bfloat16, and the per-tensor scale left out."""
+    """Quantize x; return code x block scale, exact in bfloat16, and the per-tensor scale."""
     spec = w.activation_spec
     assert spec is not None
     rng_state = resolve_rng_state(x, spec, None, None)
@@ -221,8 +221,8 @@ def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decoded(x: NVFP4Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Tensor, Tensor | None]:
-    """(values, factor) of an NVFP4 left operand: exact bfloat16 values wherever the factor can stay out of the sum."""
-    if x.transposed:  # the sum runs across the rows that have the factors
+    """Return (values, factor) of an NVFP4 left operand, with exact bfloat16 values if the factor can be left out."""
+    if x.transposed:  # the sum runs over the rows, which may have different factors
         if x.per_tensor_scale.dim():
             return x._decode(torch.float32, x.row_scale()).mT, None
         return x._decode(torch.bfloat16, None).mT, x.per_tensor_scale
@@ -232,5 +232,5 @@ def _decoded(x: NVFP4Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Tensor
 
 
 def _fit_columns(values: Tensor, w: NVFP4Tensor) -> Tensor:
-    """Transformed values fill their padding; the product sums it only if w was transformed alike."""
+    """Cut off the padding, which a transform fills, unless w is transformed too."""
     return values if w.spec.hadamard_sign is not None else values[..., : w.columns]

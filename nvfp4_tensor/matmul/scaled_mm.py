@@ -1,9 +1,9 @@
 """Products of two NVFP4 operands on FP4 tensor cores: torch's scaled_mm and scaled_grouped_mm, fbgemm's f4f4bf16.
 
-All take codes two a byte and block scales in the 128x4 order, as an :class:`NVFP4Tensor` stores them. They want K in
-multiples of 32 (16 bytes of codes) and N of 16, so zeros fill up what does not divide; the scales' tiles cover it.
-None of this has run on the hardware: the calls pass torch's validation, and products computed from the arguments' bytes
-have the right values (test_scaled_mm.py).
+All need two codes per byte and block scales in the 128x4 order, as an :class:`NVFP4Tensor` stores them. K must be a
+multiple of 32 (16 bytes of codes) and N of 16, so operands are padded with zeros; the tiles of scales already cover it.
+This module has not been run on the hardware. The calls pass torch's validation, and products computed from the bytes
+of the arguments have the right values (test_scaled_mm.py).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SWIZZLE = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
 
 
 def scaled_mm_product(a: Codes, b: Codes, bias: Tensor | None, alpha: float, out_dtype: torch.dtype) -> Tensor:
-    """alpha * a (M, K) @ b (N, K)^T + bias by cuBLASLt; a and b have one per-tensor scale each.
+    """Return alpha * a (M, K) @ b (N, K)^T + bias by cuBLASLt; a and b have one per-tensor scale each.
 
-    It adds a bias (N,) of a 16-bit out_dtype itself. With any other bias, or an alpha, the product leaves the tensor
-    cores in float32, so that it is rounded once.
+    cuBLASLt adds a bias (N,) if out_dtype is a 16-bit dtype. With any other bias, or an alpha, the product is computed
+    in float32, so that the result is rounded once.
     """
     rows, codes_b = b.qdata.shape[0], _padded(b.qdata, N_ALIGNMENT)
     fused = None
@@ -58,14 +58,14 @@ def scaled_mm_product(a: Codes, b: Codes, bias: Tensor | None, alpha: float, out
 
 
 def fbgemm_product(a: Codes, b: Codes, bias: Tensor | None, alpha: float, out_dtype: torch.dtype) -> Tensor:
-    """alpha * a (M, K) @ b (N, K)^T + bias by fbgemm; a and b have one per-tensor scale each.
+    """Return alpha * a (M, K) @ b (N, K)^T + bias by fbgemm; a and b have one per-tensor scale each.
 
-    alpha multiplies the float32 sums; the op gives bfloat16, so a bias, added afterwards, rounds a second time.
+    alpha multiplies the float32 sums. The op returns bfloat16, so adding a bias rounds a second time.
     """
     op = fbgemm.product().op
     assert op is not None  # check_backend
     y = op(
-        _padded(a.qdata),  # as bytes: it does not look at their dtype, and Inductor cannot write FP4
+        _padded(a.qdata),  # as bytes: the op ignores the dtype, and Inductor does not support FP4
         _padded(b.qdata, N_ALIGNMENT),
         a.scale.contiguous(),
         b.scale.contiguous(),
@@ -77,23 +77,23 @@ def fbgemm_product(a: Codes, b: Codes, bias: Tensor | None, alpha: float, out_dt
 
 
 def _padded(qdata: Tensor, row_alignment: int = 1) -> Tensor:
-    """Codes (..., rows, K/2), zeros filling K up to K_ALIGNMENT and the rows up to row_alignment."""
+    """Pad codes (..., rows, K/2) with zeros to multiples of K_ALIGNMENT and row_alignment."""
     *_, rows, half = qdata.shape
     return pad(qdata.contiguous(), (0, -half % (K_ALIGNMENT // 2), 0, -rows % row_alignment))
 
 
-# --- products of groups ----------------------------------------------------------------------------------------------
+# --- grouped products ----------------------------------------------------------------------------------------------
 
 
 def scaled_grouped_product(x: NVFP4Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:
-    """Rows offs[e-1]..offs[e] of x (M, K) times the stored w[e] (N, K), transposed: bfloat16 (M, N).
+    """Return rows offs[e-1]..offs[e] of x (M, K) times the stored w[e] (N, K), transposed: bfloat16 (M, N).
 
-    What the op leaves of the rows beyond the last group is undefined.
+    Rows after the last group are undefined.
     """
     experts, rows, _ = w.qdata.shape
     w_scale = w.scale
-    if rows % TILE_ROWS:  # its tiles would hold rows of two experts
-        w_scale = torch.stack([layout.swizzle(part) for part in w.unswizzled_scale()])
+    if rows % TILE_ROWS:  # a tile would contain rows of two experts
+        w_scale = torch.stack([layout.swizzle(scale) for scale in w.unswizzled_scale()])
     y = torch.ops.nvfp4.grouped_fp4_matmul(
         _padded(x.qdata),
         grouped_scale(x, offs),
@@ -107,19 +107,19 @@ def scaled_grouped_product(x: NVFP4Tensor, w: NVFP4Tensor, offs: Tensor) -> Tens
 
 
 def grouped_scale(x: NVFP4Tensor, offs: Tensor) -> Tensor:
-    """The block scales of x (M, K) as scaled_grouped_mm reads them: each group's begin on a tile of 128 rows.
+    """Return the block scales of x (M, K) as scaled_grouped_mm requires: each group starts a new tile of 128 rows.
 
-    There are as many tiles as the worst offsets need, so that offs stays on the device; those that no group has are
-    zero, and so are rows beyond the last group, behind all others.
+    There are as many tiles as any offsets can need, so that offs stays on the device. Unused tiles are zero; rows after
+    the last group come last.
     """
     m, groups = x.qdata.shape[0], offs.shape[0]
     ends = torch.cat([offs, offs.new_full((1,), m)]).long()
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])
     tiles = (ends - begins + TILE_ROWS - 1) // TILE_ROWS
-    shift = (tiles.cumsum(0) - tiles) * TILE_ROWS - begins  # from a row of x to where its scales go
+    shift = (tiles.cumsum(0) - tiles) * TILE_ROWS - begins  # from a row of x to the row of its scales
     row = torch.arange(m, device=offs.device)
-    to = row + shift[torch.searchsorted(offs.long(), row, right=True)]
+    target = row + shift[torch.searchsorted(offs.long(), row, right=True)]
     scale = x.unswizzled_scale().view(torch.uint8)
-    placed = scale.new_zeros((m // TILE_ROWS + groups + 1) * TILE_ROWS, scale.shape[1]).index_copy(0, to, scale)
+    padded = scale.new_zeros((m // TILE_ROWS + groups + 1) * TILE_ROWS, scale.shape[1]).index_copy(0, target, scale)
     columns = ceil_to(x.qdata.shape[1] * 2 // BLOCK, TILE_COLUMNS)
-    return layout.swizzle(placed).reshape(-1, columns).view(torch.float8_e4m3fn)
+    return layout.swizzle(padded).reshape(-1, columns).view(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Quantize and decode in one pass, with a straight-through gradient."""
+"""Fake quantization: quantize and decode in one pass, with a straight-through gradient."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ def fake_quantize(
     full_width: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``quantize(x, ...).dequantize(dtype)`` in one pass, with a straight-through gradient to x.
+    """Compute ``quantize(x, ...).dequantize(dtype)`` in one pass, with a straight-through gradient to x.
 
-    The result is (..., K); with a Hadamard transform in the spec it is the transformed tensor, K rounded up to 16.
-    EDEN's rotation is taken back, so that the result is an unbiased estimate of x.
+    The result is (..., K). If the spec has a Hadamard transform, the result is the transformed tensor, with K rounded
+    up to 16. EDEN's rotation is inverted, so that the result is an unbiased estimate of x.
 
     Raises:
-        TypeError, ValueError: as :func:`quantize` does; TypeError too where dtype is none of the three that x may have.
+        TypeError, ValueError: as :func:`quantize`; also a TypeError if dtype is not bfloat16, float16 or float32.
     """
     check_dense(x)
     spec = checked_spec(spec)
-    amax, rng_state, place = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
+    amax, rng_state, offsets = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     if amax is None and not spec.row_scaled:
-        amax = resolve_amax(x, spec, None, rng_state, place[1])
+        amax = resolve_amax(x, spec, None, rng_state, offsets[1])
     dtype = x.dtype if dtype is None else dtype
     if dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"fake_quantize gives bfloat16, float16 or float32, not {dtype}")
-    arguments = amax, rng_state, spec, dtype, *place
+        raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}: cast the result instead")
+    arguments = amax, rng_state, spec, dtype, *offsets
     if is_transformed():
         values = _values(x.detach(), *arguments)
-        return _carrying(values, x.float() if spec.hadamard_sign is None else float_hadamard(x, spec.hadamard_sign))
+        smooth = x.float() if spec.hadamard_sign is None else float_hadamard(x, spec.hadamard_sign)
+        return _with_derivative_of(values, smooth)
     if x.requires_grad and torch.is_grad_enabled():
         return _StraightThrough.apply(x, *arguments)
     return _values(x, *arguments)
@@ -61,13 +62,13 @@ def _values(
     col0: int,
     full_width: int,
 ) -> Tensor:
-    place = row0, col0, full_width
+    offsets = row0, col0, full_width
     if spec.row_scaled:
-        values, factor = row_scaled_values(x, amax, rng_state, spec, torch.float32, *place)
+        values, factor = row_scaled_values(x, amax, rng_state, spec, torch.float32, *offsets)
         return (values * factor.view(*x.shape[:-1], 1)).to(dtype)
     if not spec.is_eden:
-        return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), dtype, True, *place)[0]
-    rotated = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.float32, True, *place)[0]
+        return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), dtype, True, *offsets)[0]
+    rotated = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.float32, True, *offsets)[0]
     return torch.ops.nvfp4.rotate(rotated, rng_state, True, col0)[..., : x.shape[-1]].to(dtype)
 
 
@@ -77,32 +78,33 @@ def row_scaled_values(
     rng_state: Tensor | None,
     spec: QuantizeSpec,
     dtype: torch.dtype,
-    *place: int,
+    *offsets: int,
 ) -> tuple[Tensor, Tensor]:
-    """What x decodes to with its rows' scales left out (exact in bfloat16), and these, float32 (rows,)."""
-    qdata, scale, factor = torch.ops.nvfp4.quantize_rows(x, amax, rng_state, spec.pack(), *place)
+    """Return x quantized and decoded without its row scales (exact in bfloat16), and the scales, float32 (rows,)."""
+    qdata, scale, factor = torch.ops.nvfp4.quantize_rows(x, amax, rng_state, spec.pack(), *offsets)
     columns = columns_of_values(x.shape[-1], spec.pack())
     return torch.ops.nvfp4.dequantize(qdata, scale, None, columns, dtype), factor
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func, or forward-mode AD, is under way: then ``requires_grad`` does not tell all."""
+    """Return whether a torch.func transform or forward-mode AD is active, which ``requires_grad`` does not show."""
     functorch = torch._C._functorch
-    # isinstance, because torch.compile's None is not None here
+    # isinstance, because under torch.compile the result is not None where it should be
     return isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter) or (
         torch.autograd.forward_ad._current_level >= 0
     )
 
 
-def _carrying(values: Tensor, smooth: Tensor) -> Tensor:
-    """``values`` as they are, with the derivatives of ``smooth``: minus (and not plus) zero, which would cost -0.0."""
+def _with_derivative_of(values: Tensor, smooth: Tensor) -> Tensor:
+    """Return ``values`` with the derivatives of ``smooth``."""
+    # Subtracts zero, because adding it would turn -0.0 into 0.0.
     return (values - (smooth.detach() - smooth).nan_to_num(0, 0, 0)).to(values.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Fake quantization whose gradient is that of what it approximates: the identity, or the Hadamard transform.
+    """Fake quantization with the gradient of the function that it approximates: identity or Hadamard transform.
 
-    Not for torch.func's transforms: they want a ``setup_context``, which torch.compile does not take (2.13).
+    It does not support torch.func transforms, which need ``setup_context``; torch.compile (2.13) does not support that.
     """
 
     @staticmethod

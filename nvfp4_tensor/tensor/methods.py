@@ -1,6 +1,6 @@
-"""Methods of torch.Tensor that reach for a storage, which an NVFP4Tensor has one of for each of its parts.
+"""Methods of torch.Tensor that access the storage. An NVFP4Tensor has one storage per inner tensor.
 
-They never come to ``__torch_dispatch__``: torch follows a null pointer, or changes nothing and says nothing.
+These methods do not reach ``__torch_dispatch__``: torch would dereference a null pointer, or silently do nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _is_shared(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
 
 @NVFP4Tensor.implements_torch_function(Tensor.data_ptr)
 def _data_ptr(func: Op, types: Types, args: Args, kwargs: Kwargs) -> int:
-    """That of the codes: by it accelerate and others know one tensor from another, which by 0 are all the same.
+    """Return the address of the codes, because accelerate and others tell tensors apart by it.
 
-    0 for what stages dcp.async_save's tensors: it then copies the parts, and not a storage that is not there.
+    Return 0 when dcp.async_save stages tensors: it then copies the inner tensors instead of a missing storage.
     """
     if caller_frame_locals("_offload_tensor", "_state_dict_stager.py") is not None:
         return 0
@@ -44,18 +44,18 @@ def _data_ptr(func: Op, types: Types, args: Args, kwargs: Kwargs) -> int:
 
 @NVFP4Tensor.implements_torch_function(Tensor.data.__set__)  # type: ignore[attr-defined]  # a property of C
 def _set_data(func: Op, types: Types, args: Args, kwargs: Kwargs) -> None:
-    """The parts of another NVFP4Tensor in place of those of t, whatever its shape, dtype and device."""
+    """Replace the fields of t by those of another NVFP4Tensor of any shape, dtype and device."""
     t, new = args
     if not isinstance(new, NVFP4Tensor):
         raise RuntimeError(
-            f"the data of an NVFP4Tensor is another NVFP4Tensor, not a {type(new).__name__}: t.copy_(x) quantizes x "
-            "into it, and module.weight = torch.nn.Parameter(x) replaces it"
+            f"t.data = x needs an NVFP4Tensor, got {type(new).__name__}: use t.copy_(x) to quantize x into t, or "
+            "module.weight = torch.nn.Parameter(x) to replace t"
         )
     with torch._C.DisableTorchFunctionSubclass():
         func(t, new)  # shape, strides, dtype and device
     for name, value in new._fields().items():
         setattr(t, name, value)
-    t.aliasing, t.place = new.aliasing, new.place
+    t.aliasing, t.slice_origin = new.aliasing, new.slice_origin
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.tolist)
@@ -63,18 +63,18 @@ def _tolist(func: Op, types: Types, args: Args, kwargs: Kwargs) -> list:
     return args[0].dequantize().tolist()
 
 
-OFFLOAD = "accelerate's disk_offload writes such an array, which nothing could quantize again: use its cpu_offload"
+OFFLOAD = "accelerate's disk_offload cannot store an NVFP4Tensor: use cpu_offload"
 
 
-def _refused(func: Op, types: Types, args: Args, kwargs: Kwargs) -> NoReturn:
+def _raise_no_storage(func: Op, types: Types, args: Args, kwargs: Kwargs) -> NoReturn:
     name = func.__name__
     raise RuntimeError(
-        f"Tensor.{name} reads or writes one storage of plain elements, which an NVFP4Tensor does not have: "
-        f"t.dequantize().{name}(...) does it to a dense copy, and t.copy_(x) quantizes x into t"
+        f"Tensor.{name} needs one storage of plain elements, which an NVFP4Tensor does not have: "
+        f"use t.dequantize().{name}(...) for a dense copy, or t.copy_(x) to quantize x into t"
         + (f". {OFFLOAD}" if name == "numpy" else "")
     )
 
 
 NVFP4Tensor.implements_torch_function([
     Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,
-])(_refused)  # fmt: skip
+])(_raise_no_storage)  # fmt: skip

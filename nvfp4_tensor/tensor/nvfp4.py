@@ -1,4 +1,4 @@
-"""NVFP4Tensor: a tensor whose values are NVFP4, and the functions that make one."""
+"""NVFP4Tensor: a tensor stored in NVFP4, and the functions that create one."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 
 class Aliasing(enum.IntEnum):
-    """What writing into a tensor would mean for the one that a view op took it from."""
+    """How a tensor shares storage with the tensor that a view operator created it from."""
 
     WHOLE = 0
-    """Its own storage, or all of another's: writing is fine."""
+    """It owns its storage, or shares all of another tensor's: writes are allowed."""
     PART = 1
-    """It shares storage with a larger tensor, whose per-tensor scale is not its own to change."""
+    """It shares storage with a larger tensor, so a write must not change the per-tensor scale that both use."""
     COPY = 2
-    """The layout did not allow a view: writing would be lost, so it is refused, or carried to the original."""
+    """The layout did not allow a view. A write raises an error, or also writes to the original, so it is never lost."""
 
 
 NOT_IN_SAFETENSORS = (
-    "a safetensors file holds plain tensors alone: nvfp4_tensor.checkpoints.save(model, folder) writes what servers "
-    "read, nvfp4_tensor.integrations.transformers.attach_quantizer(model) lets save_pretrained do the same, and "
-    "torch.save(model.state_dict(), path) keeps all there is, for model.load_state_dict(torch.load(path), assign=True)"
+    "a safetensors file stores only plain tensors: use nvfp4_tensor.checkpoints.save(model, folder) for a checkpoint "
+    "that servers load, nvfp4_tensor.integrations.transformers.attach_quantizer(model) before save_pretrained, or "
+    "torch.save(model.state_dict(), path) and model.load_state_dict(torch.load(path), assign=True)"
 )
 
 with quietly():
@@ -55,34 +55,34 @@ _operators: Callable[..., Any] = _no_operators
 
 
 def register_operators(operators: Callable[..., Any]) -> None:
-    """Let ``__torch_dispatch__`` call this function; :mod:`nvfp4_tensor.dispatch` does so when it is imported."""
+    """Set the function that ``__torch_dispatch__`` calls; importing :mod:`nvfp4_tensor.dispatch` does this."""
     global _operators
     _operators = operators
 
 
 @pin
 class NVFP4Tensor(TorchAOBaseTensor):
-    """A tensor of any shape (not 0-d) stored as NVFP4: 4.5 bits an element, behaving as one of dtype ``orig_dtype``.
+    """A tensor of at least one dimension stored in NVFP4, 4.5 bits per element. Its dtype is ``orig_dtype``.
 
-    Make one with :meth:`to_nvfp4` or :func:`quantize`. Value = code x block scale x per-tensor scale.
+    Create one with :meth:`to_nvfp4` or :func:`quantize`. Value = code x block scale x per-tensor scale.
 
     An operator that writes (``t *= 2``, ``out=t``, ``torch.nn.init``) computes on the decoded values, and its result is
-    quantized by ``spec``, as :meth:`copy_` from a dense tensor is. It raises a RuntimeError instead, and changes
-    nothing, where t is a view whose layout or shared per-tensor scale does not let the write through.
+    quantized with ``spec``, as in :meth:`copy_` from a dense tensor. If t is a view whose layout or shared per-tensor
+    scale does not allow the write, it raises a RuntimeError and changes nothing.
 
     Attributes:
-        qdata: uint8 (*leading, columns rounded up to 16, halved), two codes a byte, the even element low.
-        scale: float8_e4m3fn (row tiles, column tiles, 32, 16), swizzled as cuBLASLt takes it; rows are the leading
-            dimensions flattened. :meth:`unswizzled_scale` gives the plain matrix.
-        per_tensor_scale: float32, 0-d; or (E, 1), one for each matrix of (E, N, K); or one per row (rows joined from
-            tensors of different scales have one each). :meth:`row_scale` gives the last in place of the second.
+        qdata: uint8 (*leading, columns rounded up to 16, halved), two codes per byte, the even element in the low bits.
+        scale: float8_e4m3fn (row tiles, column tiles, 32, 16), swizzled as cuBLASLt requires; rows are the flattened
+            leading dimensions. :meth:`unswizzled_scale` returns the plain matrix.
+        per_tensor_scale: float32, 0-d; or (E, 1), one per matrix of (E, N, K); or one per row, if rows of tensors with
+            different scales were joined. :meth:`row_scale` returns the last form instead of the second.
         columns: size of the stored last dimension, without padding.
-        orig_dtype: bfloat16, float16 or float32: what it decodes to by default.
-        spec: how the codes were made, and how ``copy_`` from a dense tensor makes new ones.
-        activation_spec: None, or how a product quantizes the dense operand it meets (W4A4).
-        activation_amax: None, or the calibrated amax of that operand, float32 0-d; else each call takes its own.
-        transposed: whether the logical tensor has the stored one's last two dimensions swapped.
-        product_backend: what multiplies it by quantized operands.
+        orig_dtype: bfloat16, float16 or float32; the default dtype of :meth:`dequantize`.
+        spec: how the codes were quantized, and how ``copy_`` from a dense tensor quantizes.
+        activation_spec: how a product quantizes its dense operand (W4A4), or None to keep that operand dense.
+        activation_amax: the calibrated amax of that operand, float32 0-d, or None to compute it in each call.
+        transposed: whether the logical tensor is the stored one with its last two dimensions swapped.
+        product_backend: the backend of products with quantized operands.
     """
 
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale", "per_tensor_scale"]
@@ -102,8 +102,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
     transposed: bool
     product_backend: ProductBackend
     aliasing: Aliasing
-    place: Any = None
-    """Where a slice lies in what it was cut from: see :mod:`nvfp4_tensor.dispatch.parts`."""
+    slice_origin: Any = None
+    """The SliceOrigin of a slice, or None: see :mod:`nvfp4_tensor.dispatch.slice_writes`."""
 
     def __new__(
         cls,
@@ -120,7 +120,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         *,
         requires_grad: bool = False,
     ) -> NVFP4Tensor:
-        if isinstance(qdata, NVFP4Tensor):  # as accelerate makes a parameter of the class of another
+        if isinstance(qdata, NVFP4Tensor):  # accelerate creates a parameter by calling the class of another one
             return torch.nn.Parameter(qdata, requires_grad)  # type: ignore[return-value]  # still an NVFP4Tensor
         fields: dict[str, Any] = {
             "qdata": qdata,
@@ -151,7 +151,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         product_backend: ProductBackend = ProductBackend.AUTO,
         activation_amax: Tensor | None = None,
     ) -> NVFP4Tensor:
-        """Of parts that fit, which are not checked again: every operator makes a tensor so."""
+        """Create a tensor from fields that are known to be valid, without checks."""
         shape = [*qdata.shape[:-1], columns]
         strides = [1]
         for size in reversed(shape[1:]):
@@ -166,7 +166,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
             dtype=orig_dtype,
             device=qdata.device,
             requires_grad=False,
-            storage_size=qdata.numel() + scale.numel() + 4 * per_tensor_scale.numel(),  # nbytes has no symbols
+            storage_size=qdata.numel() + scale.numel() + 4 * per_tensor_scale.numel(),  # nbytes is not symbolic
         )
         self.qdata = qdata
         self.scale = scale
@@ -196,11 +196,11 @@ class NVFP4Tensor(TorchAOBaseTensor):
         rng_state: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> NVFP4Tensor:
-        """Quantize x: any shape but 0-d; bfloat16, float16 or float32; contiguous or not.
+        """Quantize x, a bfloat16, float16 or float32 tensor of at least one dimension, contiguous or not.
 
         Args:
-            round_mode: a RoundingMode or its name; replaces that of ``spec``. To nearest even by default.
-            spec, amax, rng_state, generator: as :func:`quantize` takes them.
+            round_mode: a RoundingMode or its name; replaces the mode of ``spec``. Default: round to nearest even.
+            spec, amax, rng_state, generator: see :func:`quantize`.
         """
         spec = checked_spec(spec)
         if round_mode is not None:
@@ -208,69 +208,69 @@ class NVFP4Tensor(TorchAOBaseTensor):
         return quantize(x, spec, amax=amax, rng_state=rng_state, generator=generator)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a dense tensor of ``dtype`` (``orig_dtype`` by default), rounded once.
+        """Return the values as a dense tensor of ``dtype`` (``orig_dtype`` by default), rounded once.
 
-        Of a Hadamard-transformed tensor, these are the transformed values.
+        A Hadamard-transformed tensor returns the transformed values.
 
         Raises:
             TypeError: dtype is not bfloat16, float16 or float32.
         """
         dtype = self.orig_dtype if dtype is None else dtype
         if dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"dequantize gives bfloat16, float16 or float32, not {dtype}: cast its result instead")
+            raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}: cast the result instead")
         values = self._decode(dtype, self.row_scale())
         return values.transpose(-2, -1) if self.transposed else values
 
     def _decode(self, dtype: torch.dtype, per_tensor_scale: Tensor | None, columns: int | None = None) -> Tensor:
-        """The stored, never transposed, tensor decoded; without per_tensor_scale exact in bfloat16."""
+        """Decode the stored tensor, not transposed; without per_tensor_scale the result is exact in bfloat16."""
         columns = self.columns if columns is None else columns
         return torch.ops.nvfp4.dequantize(
             self.qdata.contiguous(), self.scale.contiguous(), per_tensor_scale, columns, dtype
         )
 
     def row_scale(self) -> Tensor:
-        """The per-tensor scale if there is one, else one per row: float32 0-d or (rows,), as the ops take it."""
+        """Return the per-tensor scale as the ops require it: float32 0-d, or (rows,) if there is more than one."""
         if self.per_tensor_scale.dim() < 2:
             return self.per_tensor_scale
         return self.per_tensor_scale.expand(self.qdata.shape[:-1]).reshape(-1)
 
     def unswizzled_scale(self) -> Tensor:
-        """Block scales in the order of the stored tensor: e4m3 (*leading, columns / 16, rounded up)."""
+        """Return the block scales in the order of the stored tensor: e4m3 (*leading, columns / 16, rounded up)."""
         *leading, half = self.qdata.shape
         scale = layout.unswizzle(self.scale, math.prod(leading), half * 2 // BLOCK)
         return scale.view(*leading, half * 2 // BLOCK)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the codes, the block scales (padding included) and the per-tensor scale."""
+        """Number of bytes of the codes, block scales (including padding) and per-tensor scale."""
         return sum(t.numel() * t.element_size() for t in (self.qdata, self.scale, self.per_tensor_scale))
 
     @property
     def bits_per_element(self) -> float:
-        """:attr:`stored_bytes` in bits, over the elements without padding."""
+        """Number of stored bits per element, padding not counted as elements."""
         return 8 * self.stored_bytes / max(self.numel(), 1)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # torch's is a property too, of C
-        """:attr:`stored_bytes`."""
+        """The same as :attr:`stored_bytes`."""
         return self.stored_bytes
 
     def element_size(self) -> float:  # type: ignore[override]
-        """Bytes of an element, a fraction: so that libraries that multiply it by the elements find what is stored."""
+        """Return bytes per element as a fraction, so that ``element_size() * numel()`` is :attr:`stored_bytes`."""
         return self.stored_bytes / max(self.numel(), 1)
 
     def storage(self) -> NoReturn:  # type: ignore[override]
-        """Raises a TypeError: the parts have a storage each. safetensors asks for it, and transformers by it."""
+        """Raise a TypeError, because each inner tensor has its own storage. safetensors and transformers call it."""
         raise TypeError(NOT_IN_SAFETENSORS)
 
     @property
     def optional_tensor_attribute_names(self) -> NoReturn:
-        """Raises a TypeError: torchao's writer of safetensors asks for it, and takes this class for its own by name."""
+        """Raise a TypeError: torchao's safetensors writer reads it and mistakes this class for its own of that name."""
         raise TypeError(NOT_IN_SAFETENSORS)
 
     def _replace(self, **changes: Any) -> NVFP4Tensor:
-        """A tensor of the same fields but those given."""
-        return _made_of(**{**self._fields(), **changes})
+        """Return a tensor with some fields changed."""
+        return _from_valid_fields(**{**self._fields(), **changes})
 
     def _apply_fn_to_data(self, fn: Callable[[Tensor], Tensor]) -> NVFP4Tensor:
         names = self.__tensor_flatten__()[0]
@@ -307,25 +307,25 @@ class NVFP4Tensor(TorchAOBaseTensor):
         return fsdp_transport.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable, tuple]:
-        # Each part as an object of its own, or pickle alone would let two tensors share some of their parts; it lets
-        # two views of a dense one share nothing. Scales travel as bytes: it cannot load a float8 storage.
+        # Detach each inner tensor: otherwise pickle would let two tensors share inner tensors as objects, which it does
+        # not do for two views of a dense tensor. Scales are stored as bytes: pickle cannot load a float8 storage.
         parts = {name: getattr(self, name).detach() for name in self.__tensor_flatten__()[0]}
         fields = {**self._fields(), **parts, "scale": self.scale.view(torch.uint8)}
-        mark = (int(self.aliasing),) if self.aliasing else ()  # 0.1.0 reads what has none
+        mark = (int(self.aliasing),) if self.aliasing else ()  # 0.1.0 can read tensors without it
         return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False), *mark)
 
     @classmethod
     def _from_pickle(cls, fields: dict, requires_grad: bool, is_parameter: bool, aliasing: int = 0) -> NVFP4Tensor:
         scale = fields.get("scale")
         if not isinstance(scale, Tensor) or scale.dtype != torch.uint8 or scale.dim() == 0:
-            raise TypeError(f"a pickled NVFP4Tensor holds its scale as bytes, in uint8, not as {scale!r}")
+            raise TypeError(f"the scale of a pickled NVFP4Tensor must be a uint8 tensor, got {scale!r}")
         t = cls(**{**fields, "scale": scale.view(torch.float8_e4m3fn)})._marked(Aliasing(aliasing))
         if is_parameter:
             return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]  # still an NVFP4Tensor
         return t.requires_grad_(requires_grad)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict]:
-        # Compiled code calls this two or three times a call for each weight, so it asks nobody for the names.
+        # Compiled code calls this two or three times per call and weight, so the names are written out.
         names = ["qdata", "scale", "per_tensor_scale"]
         if self.activation_amax is not None:
             names.append("activation_amax")
@@ -349,19 +349,19 @@ class NVFP4Tensor(TorchAOBaseTensor):
     ) -> NVFP4Tensor:
         attributes = dict(tensor_attributes)
         aliasing = attributes.pop("aliasing", Aliasing.WHOLE)
-        if outer_size is not None:  # the size may be symbolic where the attribute is a trace's constant
+        if outer_size is not None:  # the size may be symbolic, while the attribute is a constant of the trace
             attributes["columns"] = outer_size[-2 if attributes["transposed"] else -1]
         return cls._of_parts(**tensor_data_dict, **attributes)._marked(aliasing)
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compiled graph may depend on, for torch's cache of graphs on disk."""
+        """Return a hash of everything that a compiled graph may depend on, for torch's graph cache on disk."""
         names, fields = self.__tensor_flatten__()
         inner = [(name, t.shape, t.stride(), t.dtype, t.device) for name in names for t in (getattr(self, name),)]
         what = self.shape, self.requires_grad, inner, fields, _source_digest()
         return hashlib.blake2b(repr(what).encode()).hexdigest()
 
     def describe(self) -> str:
-        """The spec in words, that of the activation if a product quantizes it, and the bits per element."""
+        """Return a description of the spec, the activation's spec (W4A4) and the bits per element."""
         static = ", static" if self.activation_amax is not None else ""
         backend = f", by {self.product_backend.name.lower()}" if self.product_backend != ProductBackend.AUTO else ""
         activation = (
@@ -371,7 +371,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     def _bits(self) -> str:
         if not isinstance(self.numel(), int):
-            return "?"  # a compiler's sizes are symbols
+            return "?"  # symbolic sizes
         return f"{self.bits_per_element:.2f}"
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -384,27 +384,27 @@ class NVFP4Tensor(TorchAOBaseTensor):
         )
 
 
-def _made_of(*parts: Any, **fields: Any) -> NVFP4Tensor:
-    """The tensor of parts that fit; where torch.compile reads along, by a call of the class, all that it follows."""
-    make = NVFP4Tensor if torch.compiler.is_dynamo_compiling() else NVFP4Tensor._of_parts
-    return make(*parts, **fields)
+def _from_valid_fields(*args: Any, **fields: Any) -> NVFP4Tensor:
+    """Create a tensor from valid fields. Under Dynamo this calls the class, because Dynamo traces nothing else."""
+    create = NVFP4Tensor if torch.compiler.is_dynamo_compiling() else NVFP4Tensor._of_parts
+    return create(*args, **fields)
 
 
 @functools.cache
 def _source_digest() -> str:
-    """Of this package's code: what one version traced must not serve another, and torch's key knows only its own."""
+    """Return a digest of this package's code, on which a traced graph depends; torch's cache key lacks it."""
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.blake2b(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
-if torch.__version__ < "2.13":  # whose cache does not ask tensors for a hash: into the tag of all of its keys
+if torch.__version__ < "2.13":  # its cache does not call _stable_hash_for_caching, so the digest goes into all keys
     torch.compiler.config.cache_key_tag += f"nvfp4_tensor {_source_digest()}"
 
 
 def check_dense(x: object) -> None:
-    """Raises a TypeError for an NVFP4Tensor, which is not quantized again."""
+    """Raise a TypeError if x is already an NVFP4Tensor."""
     if isinstance(x, NVFP4Tensor):
-        raise TypeError("x is an NVFP4Tensor already: dequantize() first to quantize it anew")
+        raise TypeError("x is already an NVFP4Tensor: use x.dequantize() first to quantize it again")
 
 
 def quantize(
@@ -421,27 +421,28 @@ def quantize(
 
     Args:
         x: (..., K), at least 1-D; bfloat16, float16 or float32.
-        spec: how; the plain spec (to nearest even, 1x16) by default.
-        amax: the largest magnitude to allow for, a float or a floating-point tensor of one element; that of x by
-            default. Larger elements saturate. One below zero is refused, but not on CUDA, where the value of a tensor
-            is not looked at and its sign left out. With ``row_scaled`` a tensor of one magnitude a row.
-        rng_state: int64 (seed, offset) on the device of x, the source of all random bits; drawn from ``generator``,
-            or from torch's generator of the device, where a stochastic spec comes without one.
-        origin, full_width: where x lies in the logical tensor it is a shard of: its first row (a multiple of
-            block_rows) and column (a multiple of 16), and that tensor's columns. It then gets the bits that the
-            whole would have had there.
+        spec: how to quantize. Default: round to nearest even, 1x16 blocks.
+        amax: the largest magnitude that must be representable, as a float or a floating-point tensor of one element;
+            larger elements saturate. Default: the amax of x. A negative value raises a ValueError, except in a CUDA
+            tensor, whose sign is ignored. If ``spec.row_scaled``, a tensor with one magnitude per row.
+        rng_state: int64 (seed, offset) on the device of x, the source of all random bits. By default, a stochastic spec
+            samples it from ``generator``, or from torch's default generator of the device.
+        generator: see ``rng_state``.
+        origin, full_width: the offset (row, column) of the shard x in the full tensor, and the number of columns of the
+            full tensor. The row is a multiple of block_rows, the column of 16. The shard then gets the same bits as
+            these elements of the full tensor.
 
     Raises:
-        TypeError: x is not a tensor of those dtypes.
-        ValueError: 0-d x; an amax, rng_state, origin or full_width that does not fit; rng_state and generator both; a
-            spec of EDEN, which :func:`fake_quantize` and the ops take.
+        TypeError: x is not a tensor of these dtypes.
+        ValueError: x is 0-d; amax, rng_state, origin or full_width is invalid; both rng_state and generator are given;
+            or the spec is EDEN, which only :func:`fake_quantize` and the ops support.
     """
     check_dense(x)
     spec = stored_spec(spec)
-    amax, rng_state, place = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
+    amax, rng_state, offsets = resolve_arguments(x, spec, amax, rng_state, generator, origin, full_width)
     op = torch.ops.nvfp4.quantize_rows if spec.row_scaled else torch.ops.nvfp4.quantize
-    qdata, scale, per_tensor_scale = op(x.detach(), amax, rng_state, spec.pack(), *place)
-    return _made_of(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
+    qdata, scale, per_tensor_scale = op(x.detach(), amax, rng_state, spec.pack(), *offsets)
+    return _from_valid_fields(qdata, scale, per_tensor_scale, x.shape[-1], x.dtype, spec)
 
 
 def quantize_experts(
@@ -452,26 +453,28 @@ def quantize_experts(
     generator: torch.Generator | None = None,
     activation_spec: QuantizeSpec | None = None,
 ) -> NVFP4Tensor:
-    """Quantize experts (E, N, K), each with a per-tensor scale of its own.
+    """Quantize experts (E, N, K), each with its own per-tensor scale.
 
-    spec, rng_state, generator: as :func:`quantize` takes them; one rng_state serves all, whose bits differ by place.
-    activation_spec: how products quantize what they multiply the experts by (W4A4); by default it stays as it is.
+    Args:
+        x: (E, N, K), at least one expert; bfloat16, float16 or float32.
+        spec, rng_state, generator: see :func:`quantize`. All experts use one rng_state at different offsets.
+        activation_spec: how products quantize the dense operand (W4A4). Default: the operand stays dense.
 
     Raises:
-        ValueError: x is not (E, N, K) with at least one expert, the two specs have different Hadamard transforms, or as
-            :func:`quantize` does.
+        ValueError: x is not (E, N, K) with at least one expert, the two specs have different Hadamard transforms, or
+            for the reasons of :func:`quantize`.
     """
     if not isinstance(x, Tensor) or x.dim() != 3 or len(x) == 0:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"experts are a tensor (E, N, K) of at least one, got {got}")
+        raise ValueError(f"experts must be a tensor (E, N, K) with at least one expert, got {got}")
     spec = checked_spec(spec)
     if activation_spec is not None and stored_spec(activation_spec).hadamard_sign != spec.hadamard_sign:
-        raise ValueError("spec and activation_spec need the same hadamard_sign: the transform only cancels in pairs")
+        raise ValueError("spec and activation_spec must have the same hadamard_sign: only equal transforms cancel")
     rng_state = resolve_rng_state(x, spec, rng_state, generator)
     rows = ceil_to(x.shape[1], spec.block_rows)
     parts = tuple(quantize(w, spec, rng_state=rng_state, origin=(e * rows, 0)) for e, w in enumerate(x))
     experts = torch.stack(parts)
     assert isinstance(experts, NVFP4Tensor)
-    # One each, which a stack joins to one where all happen to be equal.
+    # torch.stack merges equal per-tensor scales into one.
     scales = torch.stack([part.per_tensor_scale for part in parts]).reshape(len(parts), -1)
     return experts._replace(per_tensor_scale=scales, activation_spec=activation_spec)

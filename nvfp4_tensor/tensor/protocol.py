@@ -1,4 +1,4 @@
-"""The types of what torch calls an operator's implementation with: ``(func, types, args, kwargs)``."""
+"""Types of the arguments ``(func, types, args, kwargs)`` with which torch calls an operator's implementation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 Op: TypeAlias = Any
-"""The operator, an OpOverload; or the function of torch."""
+"""An OpOverload, or a function of torch."""
 Types: TypeAlias = Sequence[type]
 """The types of the tensors among the arguments."""
 Args: TypeAlias = tuple[Any, ...]

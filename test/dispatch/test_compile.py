@@ -271,17 +271,17 @@ def test_cuda_graph_replays_draw_afresh():
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("refused, message", [
+@pytest.mark.parametrize("call, message", [
     (lambda t: t.sort(), "aten.sort.default is not supported on an NVFP4Tensor; dequantize() first"),
-    (lambda t: t[:, 3:5], "along the dimension of the blocks a slice starts on a multiple of 16, step 1"),
+    (lambda t: t[:, 3:5], "a slice along the blocks must start at a multiple of 16 and have step 1"),
     (lambda t: t[3:40].fill_(3.0), "the write would be lost (clone() it)"),
 ], ids=["operator", "slice", "write"])  # fmt: skip
-def test_a_refusal_in_a_graph_is_a_runtime_error_that_holds_the_message(refused, message, fullgraph):
+def test_unsupported_in_a_graph_is_a_runtime_error_with_the_message(call, message, fullgraph):
     t = quantize(torch.randn(64, 96))
-    for function in (refused, torch.compile(refused, fullgraph=fullgraph, backend="aot_eager")):
+    for function in (call, torch.compile(call, fullgraph=fullgraph, backend="aot_eager")):
         with pytest.raises(RuntimeError) as error:
             function(t)
-        assert message in str(error.value) and (function is refused or "got UnsupportedError(" in str(error.value))
+        assert message in str(error.value) and (function is call or "got UnsupportedError(" in str(error.value))
 
 
 STALE = """

@@ -112,7 +112,7 @@ def test_a_compiled_view_keeps_its_mark():
 def test_a_scale_that_others_share_is_not_rewritten(name, make, view, index):
     t = make()
     before = t.dequantize()
-    with pytest.raises(RuntimeError, match="share its per-tensor scale"):
+    with pytest.raises(RuntimeError, match="shares its per-tensor scale"):
         view(t).copy_(torch.randn(view(t).shape) * 1000)
     assert torch.equal(t.dequantize(), before)
     view(t).zero_()
@@ -243,7 +243,7 @@ def test_a_refused_write_is_no_type_error(write):
 def test_nothing_is_half_written():
     t, part, dense = matrix(), matrix()[0:128], torch.ones(256, 128)
     before = [t.dequantize(), part.dequantize()]
-    with pytest.raises(RuntimeError, match="share its per-tensor scale"):
+    with pytest.raises(RuntimeError, match="shares its per-tensor scale"):
         torch._foreach_mul_([dense, t, part], 2.0)
     with pytest.raises(RuntimeError, match="cannot be resized"), pytest.warns(UserWarning, match="resized"):
         torch.add(torch.ones(3, 4), 1, out=t)

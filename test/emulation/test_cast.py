@@ -307,7 +307,7 @@ def test_native_without_a_library_warns(monkeypatch):
         ({"x": torch.ones(())}, ValueError, "use x.reshape\\(1\\)"),
         ({"x": torch.ones(4, dtype=torch.float64)}, TypeError, "bfloat16, float16 or float32, got .*float64"),
         ({"x": [1.0]}, TypeError, "use torch.as_tensor first"),
-        ({"rng_state": torch.tensor([1.0, 2.0])}, ValueError, "rng_state is int64"),
+        ({"rng_state": torch.tensor([1.0, 2.0])}, ValueError, "rng_state must be int64"),
     ],
 )
 def test_invalid_arguments_raise(change, error, message):

@@ -136,7 +136,7 @@ def test_where_fbgemm_is_missing(no_fbgemm, blackwell):
 def test_where_the_device_has_no_fp4_tensor_cores(fbgemm_op, backend):
     linear = nn.Linear(64, 32, dtype=torch.bfloat16)
     quantize_(linear, NVFP4Config(product_backend=backend))  # a CPU's weight may yet move
-    with pytest.raises(RuntimeError, match=r"cpu has not: choose ProductBackend\.AUTO"):
+    with pytest.raises(RuntimeError, match=r"cpu does not have: use ProductBackend\.AUTO"):
         linear(torch.randn(2, 64).bfloat16())
 
 

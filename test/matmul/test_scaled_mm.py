@@ -1,6 +1,6 @@
 """Products on FP4 tensor cores, as far as they can be checked without the hardware.
 
-scaled_mm: torch's own validation of shapes and layouts. scaled_grouped_mm: a replacement with the same schema and checks
+scaled_mm: torch's own validation of shapes and layouts. scaled_grouped_mm: a replacement with its schema and checks
 computes the product from the bytes of its arguments, so that a wrong layout gives wrong numbers.
 """
 

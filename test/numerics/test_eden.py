@@ -195,7 +195,7 @@ def test_fake_quantize_takes_the_rotation_back_and_passes_gradients_through():
 
 def test_what_is_refused():
     x = torch.randn(4, 128)
-    with pytest.raises(ValueError, match="EDEN makes no NVFP4Tensor"):
+    with pytest.raises(ValueError, match="EDEN cannot create an NVFP4Tensor"):
         quantize(x, EDEN)
     with pytest.raises(ValueError, match="EDEN needs rng_state"):
         reference.quantize(x, x.abs().max(), None, EDEN)

@@ -43,7 +43,7 @@ def test_dispatched_models_keep_their_ties_and_no_others():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_disk_offload_says_what_to_do(tmp_path, dtype):
-    with pytest.raises(RuntimeError, match="use its cpu_offload"):
+    with pytest.raises(RuntimeError, match="use cpu_offload"):
         accelerate.disk_offload(quantized_model(CONFIGS[0], dtype), tmp_path, execution_device="cpu")
 
 
@@ -51,5 +51,5 @@ def test_a_parameter_made_of_another_by_its_class():
     t = quantize(torch.randn(4, 32))
     made = NVFP4Tensor(t, requires_grad=False)
     assert isinstance(made, torch.nn.Parameter) and made.qdata.data_ptr() == t.qdata.data_ptr()
-    with pytest.raises(TypeError, match="columns is the integer size of the last dimension, not None"):
+    with pytest.raises(TypeError, match="columns must be an integer, the size of the last dimension, got None"):
         NVFP4Tensor(t.qdata)

@@ -20,7 +20,7 @@ def fields(*shape: int) -> dict:
 
 
 @pytest.mark.smoke
-def test_parts_that_fit_make_the_tensor():
+def test_valid_fields_make_the_tensor():
     plain = torch.randint(0, 0x7F, (130, 5), dtype=torch.uint8)
     qdata, factor = torch.randint(0, 256, (130, 40), dtype=torch.uint8), torch.tensor(0.5)
     t = NVFP4Tensor(
@@ -39,38 +39,42 @@ def test_parts_that_fit_make_the_tensor():
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"qdata": None}, TypeError, "qdata is a tensor of torch.uint8, not a NoneType"),
-        ({"qdata": torch.zeros(130, 40)}, TypeError, "qdata is a tensor of torch.uint8, not of torch.float32"),
-        ({"qdata": torch.tensor(0, dtype=torch.uint8)}, ValueError, "qdata has at least one dimension"),
-        ({"qdata": torch.zeros(129, 40, dtype=torch.uint8).to_sparse()}, TypeError, "qdata is a dense tensor"),
-        ({"qdata": torch.zeros(300, 40, dtype=torch.uint8)}, ValueError, r"scale is \(3, 2, 32, 16\)"),
-        ({"columns": 64}, ValueError, r"columns 64 does not fit qdata \(130, 40\)"),
-        ({"columns": 81}, ValueError, "columns 81 does not fit"),
-        ({"columns": -70}, ValueError, "columns -70 does not fit"),
-        ({"columns": 70.0}, TypeError, "columns is the integer size.*70.0"),
-        ({"columns": True}, TypeError, "columns is the integer size.*True"),
-        ({"scale": torch.zeros(2, 2, 32, 16)}, TypeError, "scale is a tensor of torch.float8_e4m3fn, not of"),
-        ({"scale": torch.zeros(130, 5).to(torch.float8_e4m3fn)}, ValueError, r"scale is \(2, 2, 32, 16\).*swizzle"),
-        ({"scale": torch.zeros(2, 1, 32, 16).to(torch.float8_e4m3fn)}, ValueError, r"not \(2, 1, 32, 16\)"),
+        ({"qdata": None}, TypeError, "qdata must be a tensor of torch.uint8, got NoneType"),
+        ({"qdata": torch.zeros(130, 40)}, TypeError, "qdata must be a tensor of torch.uint8, got torch.float32"),
+        ({"qdata": torch.tensor(0, dtype=torch.uint8)}, ValueError, "qdata must have at least one dimension"),
+        ({"qdata": torch.zeros(129, 40, dtype=torch.uint8).to_sparse()}, TypeError, "qdata must be a dense tensor"),
+        ({"qdata": torch.zeros(300, 40, dtype=torch.uint8)}, ValueError, r"scale must be swizzled, \(3, 2, 32, 16\)"),
+        ({"columns": 64}, ValueError, r"columns 64 does not match qdata \(130, 40\)"),
+        ({"columns": 81}, ValueError, "columns 81 does not match"),
+        ({"columns": -70}, ValueError, "columns -70 does not match"),
+        ({"columns": 70.0}, TypeError, "columns must be an integer.*70.0"),
+        ({"columns": True}, TypeError, "columns must be an integer.*True"),
+        ({"scale": torch.zeros(2, 2, 32, 16)}, TypeError, "scale must be a tensor of torch.float8_e4m3fn, got"),
+        ({"scale": torch.zeros(130, 5).to(torch.float8_e4m3fn)}, ValueError, r"\(2, 2, 32, 16\).*layout.swizzle"),
+        ({"scale": torch.zeros(2, 1, 32, 16).to(torch.float8_e4m3fn)}, ValueError, r"got \(2, 1, 32, 16\)"),
         ({"scale": torch.zeros(2, 2, 32, 16, device="meta").to(torch.float8_e4m3fn)}, ValueError, "scale is on meta"),
-        ({"per_tensor_scale": 0.5}, TypeError, "per_tensor_scale is a tensor of torch.float32, not a float"),
+        ({"per_tensor_scale": 0.5}, TypeError, "per_tensor_scale must be a tensor of torch.float32, got float"),
         ({"per_tensor_scale": torch.ones((), dtype=torch.bfloat16)}, TypeError, "per_tensor_scale.*torch.bfloat16"),
-        ({"per_tensor_scale": torch.ones(1)}, ValueError, r"per_tensor_scale is \(\) or \(130,\)"),
-        ({"per_tensor_scale": torch.ones(130, 1)}, ValueError, r"not \(130, 1\)"),
-        ({"per_tensor_scale": torch.ones((), device="meta")}, ValueError, "per_tensor_scale is on meta and qdata on"),
-        ({"orig_dtype": torch.float64}, TypeError, "orig_dtype is torch.bfloat16.*torch.float64"),
-        ({"orig_dtype": "bfloat16"}, TypeError, "orig_dtype is torch.bfloat16"),
-        ({"spec": None}, TypeError, "spec is a QuantizeSpec, not None"),
-        ({"spec": {"round_mode": 0}}, TypeError, "spec is a QuantizeSpec"),
-        ({"activation_spec": "rne"}, TypeError, "activation_spec is a QuantizeSpec or None, not 'rne'"),
-        ({"activation_spec": HADAMARD}, ValueError, "need the same hadamard_sign"),
-        ({"activation_amax": 3.0}, TypeError, "activation_amax is a tensor of torch.float32, not a float"),
-        ({"activation_amax": torch.ones(1)}, ValueError, r"activation_amax is one number, 0-d, not \(1,\)"),
-        ({"transposed": 1}, TypeError, "transposed is True or False, not 1"),
-        ({"product_backend": "auto"}, TypeError, "product_backend is a ProductBackend.*'auto'"),
+        ({"per_tensor_scale": torch.ones(1)}, ValueError, r"per_tensor_scale must be \(\) or \(130,\)"),
+        ({"per_tensor_scale": torch.ones(130, 1)}, ValueError, r"got \(130, 1\)"),
+        (
+            {"per_tensor_scale": torch.ones((), device="meta")},
+            ValueError,
+            "per_tensor_scale is on meta, but qdata is on",
+        ),
+        ({"orig_dtype": torch.float64}, TypeError, "orig_dtype must be torch.bfloat16.*torch.float64"),
+        ({"orig_dtype": "bfloat16"}, TypeError, "orig_dtype must be torch.bfloat16"),
+        ({"spec": None}, TypeError, "spec must be a QuantizeSpec, got None"),
+        ({"spec": {"round_mode": 0}}, TypeError, "spec must be a QuantizeSpec"),
+        ({"activation_spec": "rne"}, TypeError, "activation_spec must be a QuantizeSpec or None, got 'rne'"),
+        ({"activation_spec": HADAMARD}, ValueError, "must have the same hadamard_sign"),
+        ({"activation_amax": 3.0}, TypeError, "activation_amax must be a tensor of torch.float32, got float"),
+        ({"activation_amax": torch.ones(1)}, ValueError, r"activation_amax must be one number, 0-d, got \(1,\)"),
+        ({"transposed": 1}, TypeError, "transposed must be True or False, got 1"),
+        ({"product_backend": "auto"}, TypeError, "product_backend must be a ProductBackend.*'auto'"),
     ],
 )
-def test_what_does_not_fit_is_named(changed, error, message):
+def test_invalid_fields_raise_an_error_that_names_them(changed, error, message):
     parts = {**fields(), **changed}
     with pytest.raises(error, match=message):
         NVFP4Tensor(**parts)
@@ -80,22 +84,22 @@ def test_what_does_not_fit_is_named(changed, error, message):
             NVFP4Tensor._from_pickle(parts, False, False)
 
 
-def test_one_factor_a_matrix_is_for_matrices():
+def test_one_scale_per_matrix_needs_matrices():
     with pytest.raises(ValueError, match=r"\(\) or \(15,\) or \(3, 1\)"):
         NVFP4Tensor(**{**fields(3, 5, 32), "per_tensor_scale": torch.ones(5, 1)})
-    with pytest.raises(ValueError, match="transposed swaps the last two dimensions"):
+    with pytest.raises(ValueError, match="transposed=True needs two dimensions"):
         NVFP4Tensor(**{**fields(16), "transposed": True})
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_a_file_with_other_parts_is_refused(weights_only):
-    """As torch.load reads it: the codes of one tensor beside the scales of another."""
+def test_loading_inconsistent_fields_raises(weights_only):
+    """A pickle that combines the codes of one tensor with the scales of another."""
     rebuild, (parts, *rest) = quantize(torch.randn(130, 70)).__reduce_ex__(2)[:2]
     cut = Reduced(rebuild, ({**parts, "qdata": parts["qdata"][:, :16]}, *rest))
     file = io.BytesIO()
     torch.save(cut, file)
     file.seek(0)
-    with pytest.raises((ValueError, pickle.UnpicklingError), match=r"columns 70 does not fit qdata \(130, 16\)"):
+    with pytest.raises((ValueError, pickle.UnpicklingError), match=r"columns 70 does not match qdata \(130, 16\)"):
         torch.load(file, weights_only=weights_only)
     for name in ("scale", "qdata", "spec"):
         left = {key: value for key, value in parts.items() if key != name}

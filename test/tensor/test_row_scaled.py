@@ -67,7 +67,7 @@ def test_a_given_amax():
     assert torch.equal(quantize(x, ROWS, amax=2 * amax).per_tensor_scale, 2 * quantize(x, ROWS).per_tensor_scale)
     assert torch.equal(fake_quantize(x, ROWS, amax=amax), fake_quantize(x, ROWS))
     for wrong in (1.0, torch.ones(2), torch.ones(10, dtype=torch.int64)):
-        with pytest.raises(ValueError, match="one number for each of the 10 rows"):
+        with pytest.raises(ValueError, match="one number per row, 10 in total"):
             quantize(x, ROWS, amax=wrong)
 
 
@@ -85,9 +85,9 @@ def test_the_ops(device):
     nvfp4 = torch.ops.nvfp4
     opcheck(nvfp4.quantize_rows.default, (x, None, state, spec, 16, 32, 500, 1))
     opcheck(nvfp4.quantize_rows.default, (x, reference.row_amax(x), state, spec))
-    with pytest.raises((ValueError, RuntimeError), match=r"amax is float32 \(20,\), one a row"):
+    with pytest.raises((ValueError, RuntimeError), match=r"amax .*float32 \(20,\)"):
         nvfp4.quantize_rows(x, reference.row_amax(x)[:3], state, spec)
-    with pytest.raises((ValueError, RuntimeError), match="takes a spec with row_scaled=True"):
+    with pytest.raises((ValueError, RuntimeError), match="a spec with row_scaled=True"):
         nvfp4.quantize_rows(x, None, None, QuantizeSpec().pack())
 
 

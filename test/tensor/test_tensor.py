@@ -92,7 +92,7 @@ def nested(layout):
         (lambda: quantize(torch.zeros(4), amax=math.inf), ValueError, "amax"),
         (lambda: quantize(torch.zeros(4), amax=torch.ones(2)), ValueError, "amax"),
         (lambda: quantize(torch.zeros(4), amax=torch.ones((), dtype=torch.int64)), ValueError, "amax"),
-        (lambda: quantize(torch.zeros(4), amax=[3.0]), ValueError, r"amax is a finite magnitude.*got \[3.0\]"),
+        (lambda: quantize(torch.zeros(4), amax=[3.0]), ValueError, r"amax must be a finite.*got \[3.0\]"),
         (lambda: quantize(torch.zeros(4), generator=42), TypeError, r"torch.Generator\(\).manual_seed\(42\)"),
         (lambda: quantize(torch.ones(4, 32).to_sparse()), TypeError, r"torch.sparse_coo: use x.to_dense\(\)"),
         (lambda: quantize(torch.ones(4, 32).to_sparse_csr()), TypeError, r"torch.sparse_csr: use x.to_dense\(\)"),
@@ -101,7 +101,7 @@ def nested(layout):
         (lambda: quantize(nested(torch.jagged)), TypeError, r"nested tensor: use x.to_padded_tensor\(0\)"),
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2)), ValueError, "int64"),
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(3, dtype=torch.int64)), ValueError, "rng_state"),
-        (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "not both"),  # noqa: E501
+        (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "mutually exclusive"),  # noqa: E501
         (lambda: quantize(torch.zeros(4), origin=(0, 8), full_width=64), ValueError, "multiple of 16"),
         (lambda: quantize(torch.zeros(4), origin=(0, 16)), ValueError, "full_width"),
         (lambda: quantize(torch.zeros(4), origin=(0, 16), full_width=19), ValueError, "full_width"),
@@ -110,7 +110,7 @@ def nested(layout):
         (lambda: fake_quantize(torch.zeros(4), dtype=torch.float64), TypeError, "float64"),
     ],
 )  # fmt: skip
-def test_what_is_refused(call, error, message):
+def test_invalid_arguments_raise(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -223,12 +223,12 @@ def test_gradient_of_fake_quantize_does_not_depend_on_the_default_dtype_or_on_au
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda x: quantize(x, "stochastic"), TypeError, "spec is a QuantizeSpec"),
-        (lambda x: NVFP4Tensor.to_nvfp4(x, round_mode="rne", spec="x"), TypeError, "spec is a QuantizeSpec"),
-        (lambda x: fake_quantize(x, "rne"), TypeError, "spec is a QuantizeSpec"),
+        (lambda x: quantize(x, "stochastic"), TypeError, "spec must be a QuantizeSpec"),
+        (lambda x: NVFP4Tensor.to_nvfp4(x, round_mode="rne", spec="x"), TypeError, "spec must be a QuantizeSpec"),
+        (lambda x: fake_quantize(x, "rne"), TypeError, "spec must be a QuantizeSpec"),
         (lambda x: quantize(x, SPECS[1], rng_state=(1, 2)), TypeError, r"torch.tensor\(\[seed, offset\]\)"),
-        (lambda x: quantize(x, amax="3"), ValueError, "amax is a finite magnitude"),
-        (lambda x: quantize_experts([1]), ValueError, "experts are a tensor"),
+        (lambda x: quantize(x, amax="3"), ValueError, "amax must be a finite nonnegative number"),
+        (lambda x: quantize_experts([1]), ValueError, "experts must be a tensor"),
         (lambda x: quantize_experts(torch.ones(0, 16, 16)), ValueError, "at least one"),
         (
             lambda x: quantize_experts(x[None], activation_spec=QuantizeSpec(hadamard_sign=True)),
@@ -237,7 +237,7 @@ def test_gradient_of_fake_quantize_does_not_depend_on_the_default_dtype_or_on_au
         ),
     ],
 )
-def test_errors_say_what_to_give(call, error, message):
+def test_errors_name_the_expected_argument(call, error, message):
     with pytest.raises(error, match=message):
         call(torch.randn(4, 32))
 
