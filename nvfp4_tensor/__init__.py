@@ -1,7 +1,7 @@
 """NVFP4 for PyTorch: identical bits on CPU and Hopper; Blackwell and Ampere kernels compile but have not been run.
 
 ``import nvfp4_tensor`` registers the operators ``torch.ops.nvfp4.*`` and loads their kernels. The tensor and the
-configs are imported where they are first used, because torchao, which they build on, takes longer than torch.
+configs are imported on first use, because they import torchao, which takes longer than torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from nvfp4_tensor._compat.pickles import _rebuild, keep_earlier_names  # noqa: F401  files name nvfp4_tensor._rebuild
+from nvfp4_tensor._compat.pickles import _rebuild, keep_earlier_names  # noqa: F401  _rebuild is in pickles
 from nvfp4_tensor.info import info
 from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops import composite, fakes, native  # noqa: F401  they define the ops
+from nvfp4_tensor.ops import composite, fakes, native  # noqa: F401  define the ops
 from nvfp4_tensor.sizes import ModelSize, model_size
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ _LATER = {
     ),
     "_no_fast_path": "quantization.fast_path",
 }
-"""Public names, and those that pickles hold, by the room that has them."""
+"""Names that are public or in pickles, and the subpackage that defines each."""
 
 _ROOMS = ("checkpoints", "distributed", "emulation", "generation", "quantization", "training")
-"""Rooms that are public by their own name, imported at the first use of it."""
+"""Public subpackages, imported on first use."""
 
 try:
     __version__ = version("nvfp4-tensor")
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"nvfp4_tensor.{_LATER[name]}"), name)
-    if name in ("NVFP4Config", "NVFP4WeightOnlyConfig"):  # so that torchao's QATConfig takes them
+    if name in ("NVFP4Config", "NVFP4WeightOnlyConfig"):  # so that torchao's QATConfig accepts them
         importlib.import_module("nvfp4_tensor.integrations.torchao_qat")
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""What is installed, which machine this is, and what serves each device."""
+"""Report versions, devices and the kernels in use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvfp4_tensor.ops import native
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """What is installed, which machine this is, and what serves each device; ``str`` is meant to be read."""
+    """Versions, devices, and which kernels are in use; ``str`` formats a table."""
 
     versions: dict[str, str]
     devices: list[str]
@@ -40,7 +40,7 @@ class Info:
 
 
 def info() -> Info:
-    """What is in use, and why: see :class:`Info`."""
+    """Return versions, devices and which kernels are in use, with the reason if plain torch is used."""
     native.load()
     record = _build_record()
     return Info(

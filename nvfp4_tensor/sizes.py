@@ -1,4 +1,4 @@
-"""How much memory a model's tensors take, by kind."""
+"""Memory of a model's tensors by kind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """Bytes that a model's parameters and buffers take; ``str`` is meant to be read.
+    """Bytes of a model's parameters and buffers; ``str`` formats a summary.
 
     Attributes:
         codes: the codes of NVFP4 tensors, half a byte each.
-        scales: their block scales, per-tensor scales and calibrated amaxes, padding included.
-        dense: everything else, the parts of other libraries' quantized tensors among it.
-        unquantized: what all of it would take with each NVFP4 tensor in its ``orig_dtype``.
+        scales: their block scales, per-tensor scales and calibrated amaxes, including padding.
+        dense: everything else, including quantized tensors of other libraries.
+        unquantized: the total if each NVFP4 tensor were stored in its ``orig_dtype``.
     """
 
     codes: int
@@ -27,7 +27,7 @@ class ModelSize:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """The sum of codes, scales and dense."""
         return self.codes + self.scales + self.dense
 
     def __str__(self) -> str:
@@ -41,10 +41,10 @@ class ModelSize:
 
 
 def model_size(model: nn.Module) -> ModelSize:
-    """The bytes of a model's parameters and buffers, by kind; what several modules share is counted once.
+    """Return the bytes of a model's parameters and buffers by kind. Shared tensors are counted once.
 
-    torch's own ``numel() * element_size()`` counts an NVFP4 tensor by what it stores too, but accelerate's
-    ``compute_module_sizes`` and whatever goes by the dtype count it as dense.
+    ``numel() * element_size()`` returns the stored bytes of an NVFP4 tensor too, but code that computes sizes from the
+    dtype, such as accelerate's ``compute_module_sizes``, counts it as dense.
 
     Example::
 
@@ -64,18 +64,18 @@ def model_size(model: nn.Module) -> ModelSize:
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, or of all the parts of a tensor subclass (ours or another library's)."""
+    """Return the bytes of a tensor, or of all inner tensors of a tensor subclass."""
     return sum(part.nbytes for _, part in _parts(tensor))
 
 
 def bits_per_weight(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool]) -> float:
-    """Stored bits per element, padding included, of the weights of the modules that ``filter_fn`` chooses."""
+    """Return stored bits per element, including padding, of the weights of the modules that ``filter_fn`` selects."""
     weights = [module.weight for name, module in model.named_modules() if filter_fn(module, name)]
     return 8 * sum(map(stored_bytes, weights)) / sum(weight.numel() for weight in weights)
 
 
 def _parts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors that a tensor is made of, its own parts' parts included, and the kind of each."""
+    """Yield the kind and data of each plain tensor in a tensor, through nested tensor subclasses."""
     names = getattr(tensor.data, "__tensor_flatten__", None)
     if names is None:
         yield "dense", tensor
@@ -88,7 +88,7 @@ def _parts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_counted(part: Tensor, seen: set[tuple]) -> bool:
-    """Whether the memory was seen before, under another name perhaps."""
+    """Return whether the memory of a tensor was counted before, and remember it."""
     key = part.untyped_storage()._cdata, part.storage_offset(), part.nbytes
     counted = key in seen
     seen.add(key)

@@ -1,1 +1,1 @@
-"""What other libraries and earlier files need: torchao's import, names that pickles hold, caller frames."""
+"""Compatibility with other libraries and earlier files: torchao's import, names in pickles, caller frames."""

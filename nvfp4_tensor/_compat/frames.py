@@ -1,6 +1,6 @@
-"""Which of torch's functions a hook of ours was called by: for what they do next, and NVFP4 weights cannot.
+"""Find which of torch's functions called a hook, because some do next what NVFP4 weights do not support.
 
-torch hands its hooks no more than their arguments; to look up the stack is what lets us refuse in time and in words.
+torch passes its hooks nothing about the caller. Inspecting the stack lets a hook raise a clear error in time.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-_NEAR = 16
-"""How many callers are looked at."""
+_MAX_DEPTH = 16
+"""Number of callers that are inspected."""
 
 
 def caller_frame_locals(function: str, file: str) -> Mapping[str, Any] | None:
-    """The local variables of the nearest caller of that name, in a file whose path ends so; None if there is none."""
+    """Return the locals of the nearest caller ``function`` in a file whose path ends with ``file``, or None."""
     frame = sys._getframe(1).f_back
-    for _ in range(_NEAR):
+    for _ in range(_MAX_DEPTH):
         if frame is None:
             return None
         if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file):

@@ -1,4 +1,4 @@
-"""Importing torchao without what it prints: lines that a user of this package can do nothing about."""
+"""Import torchao without its messages, which do not concern users of this package."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-_SPEAKERS = ("torchao", "torch.utils._pytree")
-"""Loggers that speak while torchao is imported: of extensions not loaded, of deprecations in its own code."""
+_LOGGERS = ("torchao", "torch.utils._pytree")
+"""Loggers that write while torchao is imported: about missing extensions, and deprecations in its own code."""
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Warnings, and what these loggers and those below them say short of errors, are dropped inside."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, _SPEAKERS)}
+    """Suppress warnings, and messages below errors from these loggers and their children."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, _LOGGERS)}
     for logger in levels:
         logger.setLevel(logging.ERROR)
     try:

@@ -85,7 +85,7 @@ def choose_grouped(x: Tensor, w: NVFP4Tensor) -> Backend:
     return backend
 
 
-# --- printing -------------------------------------------------------------------------------------------------
+# --- printing --------------------------------------------------------------------------------------------------------
 
 PRINTS_PLANS = os.environ.get("NVFP4_TENSOR_PRINT_PLANS") == "1"
 
@@ -95,7 +95,7 @@ def _print_plan(x: tuple, w: tuple, dtype: str, device: str, backend: Backend, w
     print(f"nvfp4_tensor: {x} x {w} {dtype} on {device}: {backend.value} ({why})", file=sys.stderr)
 
 
-# --- device capabilities -----------------------------------------------------------------------------------------------
+# --- device capabilities ---------------------------------------------------------------------------------------------
 
 
 def capability(device: torch.device) -> tuple[int, int]:

@@ -82,7 +82,7 @@ def _padded(qdata: Tensor, row_alignment: int = 1) -> Tensor:
     return pad(qdata.contiguous(), (0, -half % (K_ALIGNMENT // 2), 0, -rows % row_alignment))
 
 
-# --- grouped products ----------------------------------------------------------------------------------------------
+# --- grouped products ------------------------------------------------------------------------------------------------
 
 
 def scaled_grouped_product(x: NVFP4Tensor, w: NVFP4Tensor, offs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The fused multiply-add in plain torch, exactly: what the contract's ``fma`` is on every device."""
+"""An exact fused multiply-add in plain torch: the contract's ``fma`` on every device."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """float32 a * b + c, rounded once to nearest even.
+    """Return float32 a * b + c, rounded once to nearest even.
 
-    In float64 the product is exact. Its sum with c is rounded to odd, which a second rounding, to float32, cannot
-    mistake for a tie: float64 has more than the two bits beyond float32's that this takes (Boldo and Melquiond, 2008).
+    In float64 the product is exact. Its sum with c is rounded to odd, so that the second rounding, to float32, cannot
+    mistake it for a tie. This needs two bits more than float32 has, and float64 has more (Boldo and Melquiond, 2008).
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
-    # Knuth's TwoSum: what the sum has lost, exactly; NaN where something is not finite, which needs no repair.
+    # Knuth's TwoSum: the exact rounding error of the sum, or NaN if an input is not finite, which needs no correction.
     part = total - product
     lost = (product - (total - part)) + (addend - part)
     bits = total.view(torch.int64)

@@ -10,33 +10,33 @@ from nvfp4_tensor.numerics.layout import BLOCK
 
 
 def hadamard(x: Tensor, sign: int) -> Tensor:
-    """The random Hadamard transform of each 16 elements of the last dimension (contract, section 7).
+    """Apply the random Hadamard transform to each 16 elements of the last dimension (contract, section 7).
 
-    (..., K) to bfloat16 (..., K rounded up to 16). ``x @ (diag(sign) @ H16 * 0.25)``, added in the order of the fast
-    transform: butterflies over distances 1, 2, 4, 8, in float32.
+    x (..., K) becomes bfloat16 (..., K rounded up to 16): ``x @ (diag(sign) @ H16 * 0.25)``, summed in the order of the
+    fast transform, with butterflies over distances 1, 2, 4, 8, in float32.
     """
     return float_hadamard(x, sign).bfloat16()
 
 
 def float_hadamard(x: Tensor, sign: int) -> Tensor:
-    """:func:`hadamard` before it is rounded: float32."""
+    """Return :func:`hadamard` before rounding: float32."""
     x = pad(x.float(), (0, -x.shape[-1] % BLOCK))
     return butterflies(x.unflatten(-1, (-1, BLOCK)) * _hadamard_signs(sign, x.device)).flatten(-2)
 
 
 def inverse_hadamard(y: Tensor, sign: int) -> Tensor:
-    """What :func:`hadamard` made y (..., K), K a multiple of 16, from, but for its rounding: float32 (..., K)."""
+    """Invert :func:`hadamard`, except for its rounding: y (..., K), K a multiple of 16, to float32 (..., K)."""
     return (butterflies(y.float().unflatten(-1, (-1, BLOCK))) * _hadamard_signs(sign, y.device)).flatten(-2)
 
 
 def _hadamard_signs(sign: int, device: torch.device) -> Tensor:
     if not 0 <= sign <= 0xFFFF:
-        raise ValueError(f"the sign of a Hadamard transform is a mask from 0 to 0xFFFF, not {sign}")
+        raise ValueError(f"the sign of a Hadamard transform must be a mask from 0 to 0xFFFF, not {sign}")
     return 0.25 - 0.5 * (sign >> torch.arange(BLOCK, device=device) & 1).float()
 
 
 def butterflies(y: Tensor) -> Tensor:
-    """The fast Walsh-Hadamard transform of the last dimension, a power of two, over distances 1, 2, 4, ..."""
+    """Apply the fast Walsh-Hadamard transform to the last dimension, a power of two: distances 1, 2, 4, ..."""
     for distance in (1 << i for i in range((y.shape[-1] - 1).bit_length())):
         low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
         y = torch.stack((low + high, low - high), dim=-2).flatten(-3)

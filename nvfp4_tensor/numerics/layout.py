@@ -1,7 +1,7 @@
-"""The NVFP4 format itself: constants, nibbles, bytes and the order of block scales in memory.
+"""The NVFP4 format: constants, packing of codes, and the order of block scales in memory.
 
-One value is ``code x block scale x per-tensor scale``: an E2M1 nibble, an e4m3 number shared by 16 consecutive elements
-of a row, and a float32 shared by the tensor. Nothing here rounds; ``reference.py`` does that.
+A value is ``code x block scale x per-tensor scale``: a 4-bit E2M1 code, an e4m3 number shared by 16 consecutive
+elements of a row, and a float32 shared by the tensor. This module does no rounding; ``reference.py`` does.
 """
 
 from __future__ import annotations
@@ -15,65 +15,65 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 FLOAT32_MAX = torch.finfo(torch.float32).max
 E4M3_NAN = 0x7F
-"""The byte of the one NaN that we write as a block scale; bytes above, which others may write, mean NaN too."""
+"""The byte that we write for a NaN block scale. Larger bytes, which other software may write, are NaN too."""
 
 CODE_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitude of codes 0..7; bit 3 of the nibble is the sign."""
+"""Magnitudes of codes 0..7; bit 3 of a code is the sign."""
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
-"""A tile of block scales, as cuBLASLt lays them out: 128 rows by 4 scales (64 elements), stored as 32 x 16 bytes."""
+"""A tile of block scales in cuBLASLt's layout: 128 rows by 4 scales (64 elements), stored as 32 x 16 bytes."""
 
 DEFAULT_HADAMARD_SIGN = 0xD7E8
-"""Element i of a block of 16 is negated before the Hadamard transform where bit i is set (NVIDIA's choice)."""
+"""Element i of a block of 16 is negated before the Hadamard transform if bit i is set (NVIDIA's mask)."""
 
 ROTATION = 128
-"""Columns that EDEN rotates together (contract, section 9): eight blocks."""
+"""Number of columns that EDEN rotates together (contract, section 9): eight blocks."""
 
 FP4_CAPABILITY = (10, 0)
-"""The first compute capability whose tensor cores take FP4 through torch's scaled_mm."""
+"""The first compute capability whose tensor cores support FP4 in torch's scaled_mm."""
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def ceil_to(n: int, multiple: int) -> int:
-    """n rounded up to a multiple."""
+    """Round n up to a multiple."""
     return (n + multiple - 1) // multiple * multiple
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes 0..15, uint8 (..., K) with K even, to bytes (..., K/2), the even element in the low nibble."""
+    """Pack codes 0..15, uint8 (..., K) with K even, to bytes (..., K/2), the even element in the low four bits."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack(qdata: Tensor) -> Tensor:
-    """Bytes (..., K/2) to codes 0..15, uint8 (..., K)."""
+    """Unpack bytes (..., K/2) to codes 0..15, uint8 (..., K)."""
     return torch.stack((qdata & 0xF, qdata >> 4), dim=-1).flatten(-2)
 
 
 def code_values(codes: Tensor) -> Tensor:
-    """Codes 0..15 (...) to float32 values (...); code 8 is -0.0."""
+    """Convert codes 0..15 to float32 values of the same shape; code 8 is -0.0."""
     magnitude = (codes & 7).float()
-    # 2, 3 | 4, 5 | 6, 7 stand for 1 and 1.5 times 1, 2, 4. No table: copying one to a GPU would break graph capture.
+    # Codes 2, 3 | 4, 5 | 6, 7 are 1 and 1.5 times 1, 2, 4. Copying a table to a GPU would break CUDA graph capture.
     magnitude = torch.where(magnitude < 4, magnitude / 2, torch.where(magnitude < 6, magnitude - 2, 2 * magnitude - 8))
     return torch.where(codes >= 8, -magnitude, magnitude)
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """Block scales, e4m3 or their bytes (...), to float32 (...): NaN for every byte from :data:`E4M3_NAN` on."""
+    """Convert block scales, e4m3 or their bytes, to float32: NaN for all bytes from :data:`E4M3_NAN`."""
     data = scale.view(torch.uint8).clamp(max=E4M3_NAN)
     return data.view(torch.float8_e4m3fn).float()
 
 
 def scale_tiles(rows: int, columns: int) -> tuple[int, int]:
-    """How many 128 x 64-element tiles cover a tensor of so many rows and columns."""
+    """Return the numbers of tiles of 128 x 64 elements, (down, across), that cover rows x columns elements."""
     return (rows + TILE_ROWS - 1) // TILE_ROWS, (columns + BLOCK * TILE_COLUMNS - 1) // (BLOCK * TILE_COLUMNS)
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Block scales (rows, K/16), linear, to (row tiles, column tiles, 32, 16), padded with zeros.
+    """Swizzle block scales (rows, K/16) to (row tiles, column tiles, 32, 16), padded with zeros.
 
-    Scale (r, c) lands at flat offset ``((r//128 * C4 + c//4) * 32 + r%32) * 16 + (r%128)//32 * 4 + c%4``, C4 the
-    column tiles: the 128x4 layout in which cuBLASLt takes the scales of block-scaled operands.
+    Scale (r, c) is at flat offset ``((r//128 * C4 + c//4) * 32 + r%32) * 16 + (r%128)//32 * 4 + c%4``, where C4 is the
+    number of column tiles: the 128x4 layout that cuBLASLt requires for the scales of block-scaled operands.
     """
     rows, columns = scale.shape
     row_tiles, column_tiles = scale_tiles(rows, columns * BLOCK)
@@ -84,7 +84,7 @@ def swizzle(scale: Tensor) -> Tensor:
 
 
 def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of :func:`swizzle`: (row tiles, column tiles, 32, 16) to (rows, columns), linear."""
+    """Invert :func:`swizzle`: (row tiles, column tiles, 32, 16) to (rows, columns)."""
     row_tiles, column_tiles = scale.shape[:2]
     data = scale.view(torch.uint8) if scale.element_size() == 1 else scale
     data = data.reshape(row_tiles, column_tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)

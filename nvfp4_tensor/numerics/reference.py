@@ -1,9 +1,9 @@
-"""The numerics contract in plain torch, on any device: slow, obvious, and the oracle of every kernel.
+"""The numerics contract in plain torch, on any device: the slow and simple reference for all kernels.
 
-Every function states the formula it computes; float32 throughout, IEEE round to nearest even, in the order written.
-Two habits keep torch to that: a divisor is always a tensor (a Python scalar would be turned into a multiplication by
-its reciprocal), and nothing here is traced by a compiler (the ops are opaque to it). A third keeps it capturable in a
-CUDA graph: no constant is copied from the host, all are filled or computed on the device.
+Every function states the formula that it computes, in float32 with IEEE rounding to nearest even, in the written order.
+Two rules ensure that: a divisor is always a tensor (torch multiplies by the reciprocal of a Python scalar), and no
+compiler traces this module (the ops are opaque to it). A third rule makes it capturable in CUDA graphs: constants are
+not copied from the host, but filled or computed on the device.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX, E4M3_NAN, FL
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Taken about this many elements at a time, so that the intermediates of a large layer stay small."""
+"""Number of elements that are processed at a time, to keep the intermediates of large layers small."""
 
 
 def amax(x: Tensor) -> Tensor:
-    """max |x| over the finite elements of x (any shape): float32, 0-d; 0 where there is none."""
+    """Return max |x| over the finite elements of x (any shape): float32, 0-d; 0 if there are none."""
     largest = x.new_zeros((), dtype=torch.float32)
-    for piece in x.reshape(-1).split(_CHUNK_ELEMENTS) if x.numel() else ():
-        magnitude = piece.float().abs()
+    for chunk in x.reshape(-1).split(_CHUNK_ELEMENTS) if x.numel() else ():
+        magnitude = chunk.float().abs()
         largest = torch.maximum(largest, torch.where(magnitude <= FLOAT32_MAX, magnitude, 0.0).amax())
     return largest
 
 
 def row_amax(x: Tensor, hadamard_sign: int | None = None) -> Tensor:
-    """max |x| over the finite elements of each row of x (..., K), or of its transform: float32 (rows,)."""
+    """Return max |x| over the finite elements of each row of x (..., K), or of its transform: float32 (rows,)."""
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
     largest = flat.new_zeros(len(flat), dtype=torch.float32)
     step = max(_CHUNK_ELEMENTS // max(x.shape[-1], 1), 1)
     for start in range(0, len(flat) if x.numel() else 0, step):
-        piece = flat[start : start + step]
-        values = (piece if hadamard_sign is None else hadamard(piece, hadamard_sign)).float().abs()
+        chunk = flat[start : start + step]
+        values = (chunk if hadamard_sign is None else hadamard(chunk, hadamard_sign)).float().abs()
         largest[start : start + step] = torch.where(values <= FLOAT32_MAX, values, 0.0).amax(dim=-1)
     return largest
 
 
 def philox4x32_7(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Philox-4x32 with 7 rounds (Salmon et al., SC11): 32-bit words in int64 tensors, in and out."""
+    """Compute Philox-4x32 with 7 rounds (Salmon et al., SC11). Inputs and outputs are 32-bit words in int64 tensors."""
     mask = 0xFFFFFFFF
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -66,9 +66,9 @@ def philox4x32_7(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tens
 def random16(
     rows: int, columns: int, rng_state: Tensor, *, stream: int = 0, row0: int = 0, col0: int = 0, full_width: int = 0
 ) -> Tensor:
-    """The 16 random bits of each element (contract, section 4): int32 (rows, columns rounded up to 16).
+    """Return 16 random bits per element (contract, section 4): int32 (rows, columns rounded up to 16).
 
-    ``row0``, ``col0`` say where this piece lies in a logical tensor of ``full_width`` columns (0: of its own width).
+    ``row0``, ``col0``: the offset of this shard in a full tensor of ``full_width`` columns (0: those of the shard).
     """
     device = rng_state.device
     blocks = -(-columns // BLOCK)
@@ -85,7 +85,7 @@ def random16(
 
 
 def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_bits: int = 16) -> Tensor:
-    """Codes 0..15 (uint8) of float32 values already divided by their scales (contract, section 3); saturates at 6."""
+    """Round float32 values, divided by their scales, to codes 0..15 (uint8), saturating at 6 (contract, section 3)."""
     a = v.abs().clamp(max=E2M1_MAX)
     if mode == RoundingMode.STOCHASTIC:
         assert r16 is not None
@@ -93,10 +93,10 @@ def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_
         first = torch.where(a < 2, 0, torch.where(a < 4, 2, 4))
         floor = (a * step).floor()
         fraction = ((a * step - floor) * (1 << random_bits)).int()
-        draw = r16 if random_bits == 16 else r16 >> 8
-        code = floor.int() + first + (fraction + draw >= 1 << random_bits).int()
+        random = r16 if random_bits == 16 else r16 >> 8
+        code = floor.int() + first + (fraction + random >= 1 << random_bits).int()
     else:
-        # Seven midpoints; a tie goes up where the neighbour above is the one the mode prefers.
+        # Seven midpoints: at a tie, round up if the mode prefers the neighbour above.
         up_at_tie = {
             RoundingMode.RNE: (False, True, False, True, False, True, False),
             RoundingMode.AWAY: (True,) * 7,
@@ -110,39 +110,39 @@ def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_
 
 
 def nearest_value(u: Tensor) -> Tensor:
-    """The values of the codes that float32 u has by RNE: :func:`round_e2m1` in fewer passes, for searches."""
+    """Return the values of the codes of float32 u by RNE: :func:`round_e2m1` in fewer passes, for searches."""
     a = u.abs().clamp(max=E2M1_MAX)
     per_step = torch.where(a < 2, 2.0, torch.where(a < 4, 1.0, 0.5))
     return torch.copysign((a * per_step).round() / per_step, u)
 
 
 def magnitude(amax: Tensor) -> Tensor:
-    """|amax|; one below zero is refused where looking at it neither waits for a device nor cuts a graph in two."""
+    """Return |amax|; on a CPU outside of traces, raise a ValueError if it is negative."""
     if amax.is_cpu and not torch.compiler.is_compiling() and (amax < 0).any():
-        raise ValueError(f"amax is a magnitude, not {amax.min().item()}: give amax.abs()")
+        raise ValueError(f"amax must not be negative, got {amax.min().item()}: use amax.abs()")
     return amax.abs()
 
 
 def encode_scale(amax: Tensor, spec: QuantizeSpec) -> Tensor:
-    """S_enc = min(6 * ceiling / amax, FLT_MAX), and 1 where amax is 0: float32, the shape of amax."""
+    """Return S_enc = min(6 * ceiling / amax, FLT_MAX), and 1 where amax is 0: float32, the shape of amax."""
     s_enc = (amax.new_full((), spec.largest_value) / amax).clamp(max=FLOAT32_MAX)
     return torch.where(amax == 0, 1.0, s_enc)
 
 
 def per_tensor_scale(amax: Tensor, spec: QuantizeSpec) -> Tensor:
-    """amax / (6 * ceiling), and 1 where amax is 0: float32, the shape of amax."""
+    """Return amax / (6 * ceiling), and 1 where amax is 0: float32, the shape of amax."""
     return torch.where(amax == 0, 1.0, amax / amax.new_full((), spec.largest_value))
 
 
 def block_encode(s_b: Tensor, s_enc: Tensor) -> Tensor:
-    """enc = min(1 / (s_b * S_dec), FLT_MAX), and 0 where s_b is 0: what an element of the block is multiplied by."""
+    """Return enc = min(1 / (s_b * S_dec), FLT_MAX), the factor of a block's elements, and 0 where s_b is 0."""
     one = s_b.new_ones(())
     enc = (one / (s_b * (one / s_enc))).clamp(max=FLOAT32_MAX)
     return torch.where(s_b == 0, 0.0, enc)
 
 
 def to_e4m3(v: Tensor, rounding: ScaleRounding, block_amax: Tensor) -> Tensor:
-    """Nonnegative float32 values to e4m3 bytes (uint8), at most 448; UP never gives 0 for a block that is not zero."""
+    """Round nonnegative float32 to e4m3 bytes (uint8), at most 448; UP never returns 0 for a nonzero block."""
     v = v.clamp(max=E4M3_MAX)
     bits = v.to(torch.float8_e4m3fn).view(torch.uint8)
     if rounding == ScaleRounding.UP:
@@ -152,7 +152,7 @@ def to_e4m3(v: Tensor, rounding: ScaleRounding, block_amax: Tensor) -> Tensor:
 
 
 def _four_over_six_error(blocks: Tensor, bits: Tensor, s_enc: Tensor, amax: Tensor, spec: QuantizeSpec) -> Tensor:
-    """The error of each row's block, (rows, blocks, 16) with scale bits (rows, blocks), elements added in order."""
+    """Return the error of each block (rows, blocks, 16) with scale bits (rows, blocks), summed in order."""
     s = bits.view(torch.float8_e4m3fn).float().unsqueeze(-1)
     s_enc, amax = s_enc.unsqueeze(-1), amax.unsqueeze(-1)
     code = round_e2m1(blocks * block_encode(s, s_enc), RoundingMode.RNE)
@@ -167,7 +167,7 @@ def _four_over_six_error(blocks: Tensor, bits: Tensor, s_enc: Tensor, amax: Tens
 
 
 def _squared_error(blocks: Tensor, s: Tensor, s_enc: Tensor) -> Tensor:
-    """sum(s) of the scale search: (rows, blocks) of (rows, blocks, 16) with scales s (rows, blocks)."""
+    """Return sum(s) of the scale search for blocks (rows, blocks, 16) with scales s (rows, blocks)."""
     u = blocks.abs() * block_encode(s, s_enc).unsqueeze(-1)
     difference = layout.code_values(round_e2m1(u, RoundingMode.RNE)) - u
     total = torch.zeros_like(s)
@@ -177,7 +177,7 @@ def _squared_error(blocks: Tensor, s: Tensor, s_enc: Tensor) -> Tensor:
 
 
 def _weighted_error(blocks: Tensor, s: Tensor, s_enc: Tensor, weights: Tensor) -> Tensor:
-    """sum(s) of the weighted search: as :func:`_squared_error`, the columns' weights (blocks, 16) in it."""
+    """Return sum(s) of the weighted search: :func:`_squared_error` with column weights (blocks, 16)."""
     u = blocks.abs() * block_encode(s, s_enc).unsqueeze(-1)
     difference = nearest_value(u) - u
     square = difference * difference * weights
@@ -188,7 +188,7 @@ def _weighted_error(blocks: Tensor, s: Tensor, s_enc: Tensor, weights: Tensor) -
 
 
 def search_steps(spec: QuantizeSpec) -> tuple[int, int]:
-    """The candidates of a scale search: the usual byte plus each of ``range(*search_steps(spec))``."""
+    """Return the range of steps that a scale search adds to the usual byte: ``range(*search_steps(spec))``."""
     first = 0 if spec.scale_rounding == ScaleRounding.UP else -1
     return first, first + 7
 
@@ -196,7 +196,7 @@ def search_steps(spec: QuantizeSpec) -> tuple[int, int]:
 def _search_scales(
     blocks: Tensor, base: Tensor, s_enc: Tensor, spec: QuantizeSpec, weights: Tensor | None = None
 ) -> Tensor:
-    """Of the seven e4m3 bytes around ``base`` (rows, blocks), the one of least squared error; the smallest of equal."""
+    """Return the e4m3 byte of least squared error among seven around ``base`` (rows, blocks), at a tie the smallest."""
     best = least = None
     for step in range(*search_steps(spec)):
         bits = (base.int() + step).clamp(1, E4M3_NAN - 1).to(torch.uint8)
@@ -214,7 +214,7 @@ def _search_scales(
 
 
 def _over_tile(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """(rows, blocks) values of 1x16 blocks reduced over each 16 rows and given back to each of them."""
+    """Reduce values (rows, blocks) of 1x16 blocks over each 16 rows, and repeat the result for each of them."""
     rows = values.shape[0]
     tiles = pad(values, (0, 0, 0, -rows % BLOCK)).unflatten(0, (-1, BLOCK))
     return reduce(tiles).repeat_interleave(BLOCK, dim=0)[:rows]
@@ -227,9 +227,9 @@ def _add_in_halves(tiles: Tensor) -> Tensor:
 
 
 def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec, weights: Tensor | None = None) -> Tensor:
-    """The e4m3 bytes (rows, blocks), uint8, of float32 blocks (rows, blocks, 16) (contract, section 2).
+    """Return the e4m3 bytes (rows, blocks), uint8, of float32 blocks (rows, blocks, 16) (contract, section 2).
 
-    amax: 0-d, or (rows, 1) where the spec is row-scaled. weights: of the columns in a scale search, (blocks, 16).
+    amax: 0-d, or (rows, 1) if the spec is row-scaled. weights: column weights (blocks, 16) for a scale search.
     """
     s_enc = encode_scale(amax, spec)
     block_amax = blocks.abs().amax(dim=-1)
@@ -264,16 +264,16 @@ def quantize(
     stream: int = 0,
     column_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., K), at least 1-D, and its amax to (qdata, scale, per_tensor_scale) (contract, sections 2 to 5).
+    """Quantize x (..., K), given its amax, to (qdata, scale, per_tensor_scale) (contract, sections 2 to 5).
 
     qdata: uint8 (..., K rounded up to 16, halved); scale: e4m3 (row tiles, column tiles, 32, 16), swizzled;
-    per_tensor_scale: float32 0-d; it and amax are (rows,) where the spec is row-scaled. A NaN block has the NaN scale
-    and codes of zero. EDEN: see :func:`eden.quantize`.
-    column_weights: float32 (K,), or as many as are stored, how much the squared error of each column counts in a scale
-    search; only here, for no op takes them.
+    per_tensor_scale: float32 0-d; it and amax are (rows,) if the spec is row-scaled. A NaN block has the NaN scale
+    and codes of zero. For EDEN see :func:`eden.quantize`.
+    column_weights: weights of the columns' squared errors in a scale search, float32 (K,) or one per stored column;
+    no op supports them.
     """
     if spec.is_eden:
-        from nvfp4_tensor.numerics import eden  # which is built on this module
+        from nvfp4_tensor.numerics import eden  # imports this module
 
         return eden.quantize(x, amax, rng_state, spec, row0, col0, full_width, stream)
     amax = magnitude(amax.reshape(-1 if spec.row_scaled else ()))
@@ -288,21 +288,20 @@ def quantize(
     )
     step = max(_CHUNK_ELEMENTS // max(columns, 1) // BLOCK, 1) * BLOCK
     for start in range(0, rows if columns else 0, step):
-        piece = flat[start : start + step]
+        chunk = flat[start : start + step]
         if spec.hadamard_sign is not None:
-            piece = hadamard(piece, spec.hadamard_sign)
-        blocks = pad(piece.float(), (0, -piece.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-        own = slice(start, start + step)
-        piece_amax, piece_enc = (t[own, None] if spec.row_scaled else t for t in (amax, s_enc))
-        bits = block_scales(blocks, piece_amax, spec, weights)
-        enc = block_encode(bits.view(torch.float8_e4m3fn).float(), piece_enc).unsqueeze(-1)
+            chunk = hadamard(chunk, spec.hadamard_sign)
+        blocks = pad(chunk.float(), (0, -chunk.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+        chunk_amax, chunk_enc = (t[start : start + step, None] if spec.row_scaled else t for t in (amax, s_enc))
+        bits = block_scales(blocks, chunk_amax, spec, weights)
+        enc = block_encode(bits.view(torch.float8_e4m3fn).float(), chunk_enc).unsqueeze(-1)
         v = torch.where((bits == E4M3_NAN).unsqueeze(-1), 0.0, blocks * enc)
         r16 = None
         if spec.is_stochastic:
             if rng_state is None:
                 raise ValueError("stochastic rounding needs rng_state, an int64 tensor (seed, offset)")
             r16 = random16(
-                len(piece), x.shape[-1], rng_state, stream=stream, row0=row0 + start, col0=col0, full_width=full_width
+                len(chunk), x.shape[-1], rng_state, stream=stream, row0=row0 + start, col0=col0, full_width=full_width
             ).view_as(v)
         qdata[start : start + step] = layout.pack(round_e2m1(v, spec.round_mode, r16, spec.random_bits).flatten(-2))
         scale[start : start + step] = bits
@@ -312,22 +311,22 @@ def quantize(
 
 def _check_scale(scale: Tensor, rows: int, columns: int) -> None:
     if scale.dtype not in (torch.float8_e4m3fn, torch.uint8):
-        raise ValueError(f"scale is float8_e4m3fn or its bytes in uint8, not {scale.dtype}")
+        raise ValueError(f"scale must be float8_e4m3fn or its bytes in uint8, not {scale.dtype}")
     expected = (*layout.scale_tiles(rows, columns), 32, 16)
     if scale.shape != expected:
         raise ValueError(
-            f"scale is swizzled, {expected} for {rows} rows of {columns} codes, not {tuple(scale.shape)}: "
-            "nvfp4_tensor.numerics.layout.swizzle does it"
+            f"scale must be swizzled, {expected} for {rows} rows of {columns} codes, got {tuple(scale.shape)}: use "
+            "nvfp4_tensor.numerics.layout.swizzle"
         )
 
 
 def dequantize(
     qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """(code * s_b) * per_tensor_scale, rounded once to dtype (contract, section 6): (..., columns).
+    """Return (code * s_b) * per_tensor_scale, rounded once to dtype (contract, section 6): (..., columns).
 
-    scale: e4m3 or its bytes. per_tensor_scale: float32 0-d, or one per row (leading dimensions flattened), or None to
-    leave the factor out.
+    scale: e4m3 or its bytes. per_tensor_scale: float32 0-d, or one per row (leading dimensions flattened), or None for
+    a factor of 1.
     """
     *leading, half = qdata.shape
     rows = qdata.shape[:-1].numel()
@@ -352,20 +351,19 @@ def matmul(
     across_blocks: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """round_once(alpha * sum + bias), the sum over exact products in float32 (contract, section 6).
+    """Return round_once(alpha * sum + bias), the sum over exact products in float32 (contract, section 6).
 
-    x: (..., M, K) floating point. Weight: qdata (N, K/2) or a batch of them (E, N, K/2) against x (E, M, K).
-    across_blocks False: x @ w^T, True: x @ w, a sum across the blocks. x_scale: float32 0-d or one per row of x, the
-    factor left out of x.
+    x: (..., M, K) floating point. Weight: qdata (N, K/2), or a batch (E, N, K/2) for x (E, M, K). across_blocks False:
+    x @ w^T; True: x @ w, a sum across the blocks. x_scale: a factor of x, float32 0-d or one per row of x.
     per_tensor_scale: 0-d or one per row of the weight. bias: anything that broadcasts to the result.
     """
     w = dequantize(qdata, scale, None, columns, torch.float32)
     alpha = x_scale.reshape(*x.shape[:-1], 1) if x_scale is not None and x_scale.dim() else x_scale
-    if per_tensor_scale.dim() and across_blocks:  # one a row: a factor of each summand
+    if per_tensor_scale.dim() and across_blocks:  # one per row: a factor of each summand
         w = w * per_tensor_scale.reshape(*qdata.shape[:-1], 1)
     else:
         factor = per_tensor_scale
-        if factor.dim():  # one a row of w: beside the columns of y
+        if factor.dim():  # one per row of w: broadcast over the rows of y
             factor = factor.reshape(-1) if qdata.dim() == 2 else factor.reshape(len(qdata), 1, -1)
         alpha = factor if alpha is None else factor * alpha
     y = x.float() @ (w if across_blocks else w.mT)

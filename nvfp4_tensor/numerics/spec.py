@@ -1,4 +1,4 @@
-"""QuantizeSpec: everything that decides which bits a tensor becomes, in one frozen object."""
+"""QuantizeSpec: all options that determine the bits of a quantized tensor."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from nvfp4_tensor.numerics.layout import BLOCK, DEFAULT_HADAMARD_SIGN, ROTATION
 @pin
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeSpec:
-    """How to quantize: hashable, comparable, and one integer for the ops (:meth:`pack`).
+    """How to quantize a tensor. Frozen and hashable; :meth:`pack` converts it to an integer for the ops.
 
     Args:
         round_mode: a :class:`RoundingMode`, or "rne", "even", "away", "zero", "stochastic", "eden".
-            EDEN stores a tensor rotated in groups of 128 columns: it is for products of two tensors rotated alike, and
-            for :func:`fake_quantize`, which rotates back.
-        block_rows: 1 for 1x16 blocks, 16 for 16x16 tiles, whose scales serve the transposed tensor too.
+            EDEN stores a tensor rotated in groups of 128 columns, for products of two tensors with equal rotations and
+            for :func:`fake_quantize`, which inverts the rotation.
+        block_rows: 1 for 1x16 blocks, or 16 for 16x16 tiles, whose scales are also those of the transposed tensor.
         scale_rounding: NEAREST (NVIDIA's rule) or UP (nothing clips, so stochastic rounding is unbiased).
-        four_over_six: None, or by which error ("mae", "mse"; True is "mse") a block chooses between 6 and 4 as the
-            code of its largest element (Four Over Six, arXiv:2512.02010).
-        scale_search: None, or by which error ("mse"; True is the same) a block chooses among the seven e4m3 numbers
-            around its usual scale; in place of four-over-six, whose two choices are among them.
-        scale_ceiling: the largest block scale that the per-tensor scale allows for, 448 or 256; by default 448, and
-            256 with four-over-six, a scale search or EDEN.
-        hadamard_sign: None, or the 16-bit sign mask of a random Hadamard transform applied to each 16 elements of a
-            row before quantization; True is NVIDIA's mask 0xD7E8. What is stored is the transformed tensor.
-        row_scaled: one scale a row in place of the per-tensor scale, of that row's own amax: a row's bits then do not
-            depend on the rows beside it, and nothing is reduced over the tensor. For activations (a row is a token).
+        four_over_six: None, or the error ("mae" or "mse"; True is "mse") by which a block chooses 6 or 4 as the code of
+            its largest element (Four Over Six, arXiv:2512.02010).
+        scale_search: None, or the error ("mse" or True) by which a block chooses among the seven e4m3 numbers around
+            its usual scale. Replaces four-over-six, whose two choices are among them.
+        scale_ceiling: the largest block scale for which the per-tensor scale is computed, 448 or 256. Default: 256 with
+            four-over-six, scale search or EDEN, otherwise 448.
+        hadamard_sign: None, or the 16-bit sign mask of a random Hadamard transform of each 16 elements of a row before
+            quantization; True is NVIDIA's mask 0xD7E8. The transformed tensor is stored.
+        row_scaled: use one scale per row, from the amax of the row, instead of one per tensor. The bits of a row are
+            then independent of the other rows, without a reduction over the tensor. For activations (a row is a token).
         random_bits: 16, or 8 for the resolution of Blackwell's ``cvt.rs`` (biased toward zero by up to 1/256 step).
-        hardware_rounding: with STOCHASTIC and 8 bits, let sm_100a and sm_103a round by ``cvt.rs`` itself. The only
-            setting whose bits depend on the device: elsewhere it means the contract's 8-bit rounding.
+        hardware_rounding: with STOCHASTIC and 8 bits, round with ``cvt.rs`` on sm_100a and sm_103a. This is the only
+            option with which bits depend on the device: other devices use the contract's 8-bit rounding.
 
     Raises:
-        ValueError: a value outside these, hardware_rounding without its two companions, scale_search with
-            four_over_six, EDEN with anything but 1x16 blocks, 16 random bits, plain scales and no other transform,
-            row_scaled with 16x16 tiles.
+        ValueError: a value is not one of these; hardware_rounding without STOCHASTIC and 8 bits; scale_search with
+            four_over_six; row_scaled with 16x16 tiles; or EDEN with options other than 1x16 blocks, 16 random bits,
+            NEAREST scales and no other transform.
     """
 
     round_mode: RoundingMode = RoundingMode.RNE
@@ -64,21 +64,21 @@ class QuantizeSpec:
         if self.hadamard_sign is True:
             fix(self, "hadamard_sign", DEFAULT_HADAMARD_SIGN)
         if self.block_rows not in (1, BLOCK):
-            raise ValueError(f"block_rows is 1 (1x16 blocks) or 16 (16x16 tiles), got {self.block_rows!r}")
+            raise ValueError(f"block_rows must be 1 (1x16 blocks) or 16 (16x16 tiles), got {self.block_rows!r}")
         if self.scale_ceiling not in (448, 256):
-            raise ValueError(f"scale_ceiling is 448 or 256, got {self.scale_ceiling!r}")
+            raise ValueError(f"scale_ceiling must be 448 or 256, got {self.scale_ceiling!r}")
         if self.random_bits not in (16, 8):
-            raise ValueError(f"random_bits is 16 or 8, got {self.random_bits!r}")
+            raise ValueError(f"random_bits must be 16 or 8, got {self.random_bits!r}")
         sign = self.hadamard_sign
         if sign is not None and (isinstance(sign, bool) or not isinstance(sign, int) or not 0 <= sign <= 0xFFFF):
-            raise ValueError(f"hadamard_sign is None, True or a mask from 0 to 0xFFFF, got {sign!r}")
+            raise ValueError(f"hadamard_sign must be None, True or a mask from 0 to 0xFFFF, got {sign!r}")
         if not isinstance(self.row_scaled, bool) or (self.row_scaled and self.block_rows != 1):
-            raise ValueError(f"row_scaled is True or False, and goes with block_rows=1, got {self.row_scaled!r}")
+            raise ValueError(f"row_scaled must be False, or True with block_rows=1, got {self.row_scaled!r}")
         if self.hardware_rounding and (self.round_mode != RoundingMode.STOCHASTIC or self.random_bits != 8):
             raise ValueError("hardware_rounding needs round_mode=RoundingMode.STOCHASTIC and random_bits=8")
         if self.scale_search is not None and self.four_over_six is not None:
             raise ValueError(
-                "scale_search takes the place of four_over_six, whose choices it contains: give one of them"
+                "scale_search and four_over_six are mutually exclusive: scale_search includes the other's choices"
             )
         if self.round_mode == RoundingMode.EDEN:
             self._check_eden()
@@ -95,7 +95,7 @@ class QuantizeSpec:
         }
         for name, value in allowed.items():
             if getattr(self, name) != value:
-                raise ValueError(f"round_mode='eden' goes with {name}={value!s} alone, got {getattr(self, name)!s}")
+                raise ValueError(f"round_mode='eden' needs {name}={value!s}, got {getattr(self, name)!s}")
 
     @property
     def _default_ceiling(self) -> int:
@@ -103,36 +103,36 @@ class QuantizeSpec:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether it takes random bits: for the codes (STOCHASTIC), or for rotation and block scales (EDEN)."""
+        """Whether it uses random bits: for the codes (STOCHASTIC), or for rotation and block scales (EDEN)."""
         return self.round_mode in (RoundingMode.STOCHASTIC, RoundingMode.EDEN)
 
     @property
     def is_eden(self) -> bool:
-        """Whether the mode is EDEN, whose codes and scales are made together (contract, section 9)."""
+        """Whether the mode is EDEN (contract, section 9)."""
         return self.round_mode == RoundingMode.EDEN
 
     @property
     def rotation(self) -> int | None:
-        """How many columns are transformed together before they are quantized: 16 (Hadamard), 128 (EDEN) or None."""
+        """Number of columns that are transformed together before quantization: 16 (Hadamard), 128 (EDEN) or None."""
         if self.is_eden:
             return ROTATION
         return None if self.hadamard_sign is None else BLOCK
 
     @property
     def column_multiple(self) -> int:
-        """What the stored columns are rounded up to: 16, or 128 for EDEN, which fills its last group."""
+        """The stored columns are a multiple of this: 16, or 128 for EDEN."""
         return ROTATION if self.is_eden else BLOCK
 
     @property
     def largest_value(self) -> float:
-        """6 * scale_ceiling: what the largest code times the largest block scale comes to."""
+        """6 * scale_ceiling: the largest code times the largest block scale."""
         assert self.scale_ceiling is not None  # __post_init__ has resolved it
         return 6.0 * self.scale_ceiling
 
     def replace(self, **changes: Any) -> QuantizeSpec:
-        """A copy with some fields changed; a change of what has a ceiling of its own resets that to its default.
+        """Return a copy with some fields changed.
 
-        That is four_over_six, scale_search, and round_mode from or to EDEN.
+        Changing four_over_six or scale_search, or round_mode from or to EDEN, resets scale_ceiling to its default.
         """
         mode = RoundingMode.of(changes.get("round_mode", self.round_mode))
         if "four_over_six" in changes or "scale_search" in changes or self.is_eden != (mode == RoundingMode.EDEN):
@@ -140,7 +140,7 @@ class QuantizeSpec:
         return dataclasses.replace(self, **changes)
 
     def pack(self) -> int:
-        """The spec as one integer, what the ops take; csrc/numerics/spec.h reads the same bits."""
+        """Return the spec as an integer for the ops; csrc/numerics/spec.h reads the same bits."""
         sign = self.hadamard_sign
         return (
             (1 << 12 if self.is_eden else int(self.round_mode))
@@ -156,13 +156,13 @@ class QuantizeSpec:
         )
 
     def __deepcopy__(self, memo: dict) -> QuantizeSpec:
-        """Itself: nothing in it changes, and a compiled graph's guards compare identical objects without Python."""
+        """Return self: it is immutable, and guards of compiled graphs compare identical objects faster."""
         return self
 
     @classmethod
     @functools.cache
     def unpack(cls, bits: int) -> QuantizeSpec:
-        """The inverse of :meth:`pack`; ValueError for an integer that no spec packs to."""
+        """Invert :meth:`pack`; raise a ValueError for any other integer."""
         choice, search = bits >> 4 & 3, bits >> 10 & 3
         spec = cls(
             round_mode=RoundingMode.EDEN if bits & 1 << 12 else RoundingMode(bits & 3),
@@ -177,11 +177,11 @@ class QuantizeSpec:
             row_scaled=bool(bits & 1 << 13),
         )
         if spec.pack() != bits:
-            raise ValueError(f"spec is what QuantizeSpec.pack() gives, and that is never {bits}")
+            raise ValueError(f"spec must be a result of QuantizeSpec.pack(), got {bits}")
         return spec
 
     def __str__(self) -> str:
-        """What differs from the plain spec, in a few words: "stochastic, 16x16, scales up, 4/6 mse"."""
+        """Describe what differs from the default spec: "stochastic, 16x16, scales up, 4/6 mse"."""
         words = [self.round_mode.name.lower(), f"{self.block_rows}x{BLOCK}"]
         if self.scale_rounding == ScaleRounding.UP:
             words.append("scales up")

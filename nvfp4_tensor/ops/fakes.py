@@ -1,4 +1,4 @@
-"""Shapes and dtypes of what the ops return, for torch.compile and export. A fake names only the arguments it needs."""
+"""Fake implementations of the ops for torch.compile and export. A fake has only the arguments that it needs."""
 
 from __future__ import annotations
 

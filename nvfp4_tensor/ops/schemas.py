@@ -1,7 +1,7 @@
-"""Register an op: the signature of its plain-torch implementation is its schema, and stands nowhere else.
+"""Register an op. Its schema is derived from the signature of its plain-torch implementation.
 
-C++ registers kernels for CPU and CUDA under the same schemas, and the dispatcher picks. Exported programs contain
-the schemas as text: ``test/data/op_schemas.txt`` has them, and a test compares.
+C++ registers kernels for CPU and CUDA with the same schemas, and the dispatcher chooses. Exported programs contain the
+schemas as text, so a test compares them with ``test/data/op_schemas.txt``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 library = torch.library.Library("nvfp4", "DEF")
 
 SymInt: TypeAlias = int
-"""An int that may be symbolic under torch.compile. A plain ``int`` of a schema makes the graph special to its value."""
+"""An int that may be symbolic under torch.compile. A plain ``int`` in a schema specializes the graph to its value."""
 
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
@@ -29,8 +29,7 @@ _SCHEMA_TYPES = {
     "int": "int",
     "torch.dtype": "ScalarType",
 }
-"""Annotations as they are written, to types of a schema. ``torch.library.infer_schema`` knows only SymInt, and does not
-name results."""
+"""Python annotations to schema types. ``torch.library.infer_schema`` supports only SymInt and no names of results."""
 
 _parameters: dict[str, dict[str, inspect.Parameter]] = {}
 
@@ -38,11 +37,11 @@ _parameters: dict[str, dict[str, inspect.Parameter]] = {}
 def op(
     *, returns: str = "", mutates_args: Sequence[str] = (), tags: Sequence[torch.Tag] = ()
 ) -> Callable[[_Function], _Function]:
-    """Define ``torch.ops.nvfp4.NAME`` from a function of that name, which serves devices without a kernel of their own.
+    """Define ``torch.ops.nvfp4.NAME`` from a function of that name, which runs on devices without a native kernel.
 
     Args:
-        returns: names of the results, "qdata, scale", where the op returns a tuple.
-        mutates_args: arguments that the op writes to.
+        returns: names of the results, such as "qdata, scale", if the op returns a tuple.
+        mutates_args: arguments that the op modifies in place.
         tags: in addition to ``pt2_compliant_tag``.
     """
 
@@ -69,7 +68,7 @@ def _schema(name: str, returns: str, mutates_args: Sequence[str]) -> str:
 
 
 def fake(*names: str) -> Callable[[_Function], _Function]:
-    """Register a function of some of an op's arguments, by their names, as the fake implementation of these ops."""
+    """Register the fake implementation of ops: a function whose parameters are a subset of the ops' arguments."""
 
     def register(function: _Function) -> _Function:
         for name in names:
@@ -85,7 +84,7 @@ def _bind(function: Callable[..., object], parameters: dict[str, inspect.Paramet
     defaults = {name: parameter.default for name, parameter in parameters.items()}
 
     def call(*args: object, **kwargs: object) -> object:
-        # The dispatcher has checked the arguments. It leaves out those at the end that equal their defaults.
+        # The dispatcher has checked the arguments, and omits trailing ones that equal their defaults.
         given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
         return function(*(given[name] for name in wanted))
 

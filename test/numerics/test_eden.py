@@ -103,7 +103,7 @@ def test_codes_and_corrections_are_those_of_float64(dtype, ceiling):
 def test_draws_are_one_philox_a_rotation():
     """Of t halfway between two bytes, whether it goes up is the top bit of the 16 that the contract names."""
     t = torch.tensor([0.5 + 2**-5] * 8)  # between 0.5 and 0.5625
-    r16 = eden._scale_draws(3, 2, STATE, 1, 5, 256, 1000)
+    r16 = eden._scale_random_bits(3, 2, STATE, 1, 5, 256, 1000)
     assert r16.shape == (3, 2, 8) and r16.min() >= 0 and r16.max() < 1 << 16
     up = eden.round_scales(t, r16) != 0x30
     assert torch.equal(up, r16 >= 1 << 15)

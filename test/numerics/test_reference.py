@@ -278,7 +278,7 @@ def test_what_would_decode_to_other_numbers_is_refused():
     qdata, scale, factor = reference.quantize(x, torch.tensor(4.0), None, spec)
     for bad, message in (
         (scale.view(torch.float8_e5m2), "float8_e4m3fn or its bytes in uint8, not torch.float8_e5m2"),
-        (scale.transpose(2, 3), r"\(1, 1, 32, 16\) for 24 rows of 48 codes, not \(1, 1, 16, 32\)"),
+        (scale.transpose(2, 3), r"\(1, 1, 32, 16\) for 24 rows of 48 codes, got \(1, 1, 16, 32\)"),
     ):
         with pytest.raises(ValueError, match=message):
             reference.dequantize(qdata, bad, factor, 48, torch.float32)

@@ -237,7 +237,7 @@ def run_with(**environment: str) -> list[str]:
 @pytest.mark.slow
 def test_switched_off_plain_torch_serves_the_same_bits():
     off, on = run_with(NVFP4_TENSOR_NATIVE="0"), run_with(NVFP4_TENSOR_NATIVE="1")
-    assert off[:2] == ["plain torch (switched off by NVFP4_TENSOR_NATIVE=0)", "torch"]
+    assert off[:2] == ["plain torch (disabled by NVFP4_TENSOR_NATIVE=0)", "torch"]
     assert on[0] == "native" and on[2] == off[2]
     portable = run_with(NVFP4_TENSOR_ISA="portable")
     assert portable == ["native", "portable", off[2]]

@@ -153,7 +153,7 @@ def test_offsets_that_are_no_ends_of_groups_are_refused(device, transposed, ends
     qdata, scale, factor = quantized(torch.randn(2, 40, 48, device=device))
     x = torch.randn(5, 40 if transposed else 48, device=device)
     offs = ends.to(device) if isinstance(ends, torch.Tensor) else torch.tensor(ends, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"offs (is int32 \(2,\)|are the ends of groups in order, from 0 to the 5)"):
+    with pytest.raises(ValueError, match=r"offs must be (int32 \(2,\)|ascending ends of groups from 0 to the 5)"):
         nvfp4.grouped_matmul(x, None, qdata, scale, factor, offs, 48, transposed, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The ops in plain torch: their signatures are the schemas, and devices without a native kernel run them."""
+"""The ops in plain torch. Their signatures are the schemas, and devices without a native kernel run them."""
 
 from nvfp4_tensor.ops.composite.generation import decode_llama, linear_row
 from nvfp4_tensor.ops.composite.products import grouped_fp4_matmul, grouped_linear, grouped_matmul, matmul

@@ -10,8 +10,8 @@ from torch import Tensor
 from nvfp4_tensor.ops.schemas import op
 
 LAYER_TENSORS = 23
-"""Of a layer: its first norm; q, k, v and o; its second norm; gate, up and down. Norms are one tensor, weights three:
-qdata, scale, per_tensor_scale."""
+"""Number of tensors per layer: first norm; q, k, v and o; second norm; gate, up and down. A norm is one tensor, a
+weight three: qdata, scale, per_tensor_scale."""
 
 
 @op(mutates_args=("keys", "values"))
@@ -26,15 +26,15 @@ def decode_llama(
     eps: float,
     scaling: float,
 ) -> Tensor:
-    """One token, x (1, D), through all layers and the last norm; (1, D). All in bfloat16.
+    """Run one token x (1, D) through all layers and the last norm: (1, D). All tensors are bfloat16.
 
-    Rounds where a model in PyTorch does, but for attention, which is float32 from its queries to its sums.
+    Rounds where a model in PyTorch does, except in attention, which is float32 from the queries to the sums.
 
     Args:
-        weights: LAYER_TENSORS a layer, then the last norm.
-        keys, values: (1, heads, length, dim) a layer, of which ``position`` tokens are there; this one is written.
+        weights: LAYER_TENSORS per layer, then the last norm.
+        keys, values: caches (1, heads, length, dim) per layer with ``position`` tokens; this token is appended.
         cos, sin: (dim,) of this position.
-        scaling: of products of queries and keys.
+        scaling: factor of the products of queries and keys.
     """
     cos, sin = cos.flatten(), sin.flatten()
     for i, (k_cache, v_cache) in enumerate(zip(keys, values, strict=True)):
@@ -69,7 +69,7 @@ def _attend(
     position: int,
     scaling: float,
 ) -> Tensor:
-    """(1, heads * dim) of q alike, k and v (1, kv_heads * dim): rotated, appended to the caches, attended to."""
+    """Rotate q (1, heads * dim) and k (1, kv_heads * dim), append k and v to the caches, and return the attention."""
     kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
     k_cache[0, :, position] = _rotate(k.view(kv_heads, dim), cos, sin)
     v_cache[0, :, position] = v.view(kv_heads, dim)
@@ -86,5 +86,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @op()
 def linear_row(x: Tensor, w: Tensor) -> Tensor:
-    """x (1, K) times w (N, K), both dense and bfloat16: (1, N). A multiple of 32 for K."""
+    """Return x (1, K) @ w (N, K)^T, both dense bfloat16: (1, N). K is a multiple of 32."""
     return (x.float() @ w.mT.float()).to(x.dtype)

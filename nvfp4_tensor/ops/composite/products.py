@@ -1,4 +1,4 @@
-"""Plain-torch implementations of products: x times an NVFP4 weight, or times those of experts."""
+"""Plain-torch implementations of products of x with an NVFP4 weight or NVFP4 experts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def matmul(
     across_blocks: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """x @ w^T (or x @ w where ``across_blocks``) of a dense x and an NVFP4 w; see :func:`reference.matmul`."""
-    with torch.autocast(x.device.type, enabled=False):  # which would multiply in 16 bits
+    """Return x @ w^T, or x @ w if ``across_blocks``, of a dense x and an NVFP4 w; see :func:`reference.matmul`."""
+    with torch.autocast(x.device.type, enabled=False):  # autocast would multiply in 16 bits
         return reference.matmul(x, x_scale, qdata, scale, per_tensor_scale, bias, columns, across_blocks, out_dtype)
 
 
 def _group_ends(offs: Tensor, experts: int, rows: int) -> list[int]:
     if offs.dtype != torch.int32 or offs.shape != (experts,):
-        raise ValueError(f"offs is int32 ({experts},), where each group ends, not {offs.dtype} {tuple(offs.shape)}")
+        raise ValueError(f"offs must be int32 ({experts},), the ends of groups, got {offs.dtype} {tuple(offs.shape)}")
     ends = offs.tolist()
     if any(start > end for start, end in itertools.pairwise([0, *ends, rows])):
-        raise ValueError(f"offs are the ends of groups in order, from 0 to the {rows} rows of x, not {ends}")
+        raise ValueError(f"offs must be ascending ends of groups from 0 to the {rows} rows of x, got {ends}")
     return ends
 
 
@@ -51,10 +51,11 @@ def grouped_matmul(
     across_blocks: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Rows offs[e-1]..offs[e] of x (M, K) times expert e of qdata (E, N, K/2), as ``matmul``; zeros behind the last.
+    """Return rows offs[e-1]..offs[e] of x (M, K) times expert e of qdata (E, N, K/2), as ``matmul`` computes it.
 
-    offs: int32 (E,), the ends of the groups. x_scale: 0-d or one per row. per_tensor_scale: 0-d, (E, 1) or one per
-    row of w (E * N,). This implementation reads offs on the host and calls ``matmul`` for each expert that has rows.
+    Rows after the last group are zero. offs: int32 (E,), the ends of the groups. x_scale: 0-d or one per row.
+    per_tensor_scale: 0-d, (E, 1) or one per row of w (E * N,). This implementation copies offs to the host, and calls
+    ``matmul`` for each expert that has rows.
     """
     experts, rows, half = qdata.shape
     ends = _group_ends(offs, experts, x.shape[0])
@@ -92,7 +93,7 @@ def grouped_linear(
     offs: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """``grouped_matmul`` along the blocks, for x in bfloat16 or float16: on CUDA nothing waits for offs."""
+    """Return ``grouped_matmul`` along the blocks for bfloat16 or float16 x, without synchronizing on CUDA."""
     return grouped_matmul(x, x_scale, qdata, scale, per_tensor_scale, offs, x.shape[-1], False, out_dtype)
 
 
@@ -100,10 +101,10 @@ def grouped_linear(
 def grouped_fp4_matmul(
     x: Tensor, x_scale: Tensor, x_factor: Tensor, w: Tensor, w_scale: Tensor, w_factor: Tensor, offs: Tensor
 ) -> Tensor:
-    """x (M, K/2) times w (E, N, K/2), transposed, by group, on FP4 tensor cores: bfloat16 (M, N).
+    """Return groups of rows of x (M, K/2) times w (E, N, K/2), transposed, on FP4 tensor cores: bfloat16 (M, N).
 
-    torch's scaled_grouped_mm as an op, because it has no shape inference of its own (2.13). Codes are uint8, two each;
-    x_scale is what :func:`scaled_mm.grouped_scale` gives, w_scale (E, swizzled); x_factor 0-d, w_factor (E,).
+    This is torch's scaled_grouped_mm as an op, because torch 2.13 has no shape inference for it. Codes are uint8, two
+    per byte; x_scale is from :func:`scaled_mm.grouped_scale`, w_scale is (E, swizzled); x_factor 0-d, w_factor (E,).
     """
     recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]

@@ -1,15 +1,15 @@
-"""Plain-torch implementations of the ops that quantize and decode: every device without a kernel of its own runs them.
+"""Plain-torch implementations of the ops that quantize and decode, for devices without a native kernel.
 
-All ops are functional and take their randomness as a tensor (``rng_state``), so that torch.compile, CUDA graphs,
+All ops are functional and get their randomness from a tensor (``rng_state``), so that torch.compile, CUDA graphs,
 activation checkpointing and export need nothing special. ``spec`` is :meth:`QuantizeSpec.pack`'s integer.
 
-No op has a gradient. They run below autograd: NVFP4Tensor's aten operators call them, which torch differentiates, and
-so does :func:`tensor.fake_quantize`, which passes its gradient through. Called on a tensor that requires a gradient,
-backward warns and gives none. With torch's stable ABI a kernel for autograd can only be registered from Python, and a
-compiled graph would pay 5 us of CPU time for it at each call, under no_grad too.
+No op has a gradient. They run below autograd: NVFP4Tensor's aten operators, which torch differentiates, and
+:func:`tensor.fake_quantize`, which has a straight-through gradient, call them. If an op is called on a tensor that
+requires a gradient, backward warns and returns none. With torch's stable ABI, an autograd kernel can only be registered
+from Python, and would cost compiled graphs 5 us of CPU time per call, even under no_grad.
 
-Where x is part of a larger tensor, ``row0`` and ``col0`` are the offsets of its first element there, and
-``full_width`` (and ``full_rows``) the size of that tensor, 0 for x's own: only the random bits depend on them.
+If x is a shard of a larger tensor, ``row0`` and ``col0`` are the offsets of its first element, and ``full_width`` (and
+``full_rows``) is the size of the full tensor, 0 for the size of x. Only the random bits depend on them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from nvfp4_tensor.ops.schemas import SymInt, op
 
 @op(tags=(torch.Tag.nondeterministic_seeded,))
 def draw_rng_state(like: Tensor) -> Tensor:
-    """A fresh (seed, offset), int64 (2,), from torch's generator of the device of ``like``.
+    """Sample (seed, offset), int64 (2,), from torch's default generator of the device of ``like``.
 
-    An op of its own, not a torch.randint in the graph: Inductor would give randint other bits than eager gives, and
-    fold two calls with equal arguments where it does not know them to be random.
+    This is a separate op, because Inductor would sample other bits for torch.randint than eager mode, and would merge
+    two calls with equal arguments of an op that it does not know to be random.
     """
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=like.device)
 
@@ -43,30 +43,30 @@ def draw_rng_state(like: Tensor) -> Tensor:
 
 @op()
 def amax(x: Tensor, hadamard_sign: int = -1) -> Tensor:
-    """Largest finite magnitude of x, or of its Hadamard transform along the last dimension: float32 0-d."""
+    """Return the largest finite magnitude of x, or of its Hadamard transform along the last dimension: float32 0-d."""
     return reference.amax(x if hadamard_sign == -1 else reference.hadamard(x, hadamard_sign))
 
 
 @op(returns="amax, amax_t")
 def amax_pair(x: Tensor, hadamard_sign: int = -1) -> tuple[Tensor, Tensor]:
-    """amax of x (2-D) and of its transpose, the latter Hadamard-transformed if a sign is given: float32 0-d each."""
+    """Return amax of x (2-D) and of its transpose, Hadamard-transformed if a sign is given: each float32 0-d."""
     return amax(x), amax(x.t(), hadamard_sign)
 
 
 @op()
 def hadamard(x: Tensor, sign: int) -> Tensor:
-    """Random Hadamard transform of each 16 elements of the last dimension, padded to 16: bfloat16."""
+    """Apply the random Hadamard transform to each 16 elements of the last dimension, padded to 16: bfloat16."""
     return reference.hadamard(x, sign)
 
 
-# --- rotation (EDEN; contract, section 9) -----------------------------------------------------------------------------
+# --- rotation (EDEN; contract, section 9) ----------------------------------------------------------------------------
 
 
 @op()
 def rotate(x: Tensor, rng_state: Tensor, inverse: bool = False, col0: SymInt = 0) -> Tensor:
-    """EDEN's rotation of each 128 columns (contract, section 9): float32 (..., K rounded up to 128); or its inverse.
+    """Apply EDEN's rotation to each 128 columns (contract, section 9), or its inverse: float32 (..., K padded to 128).
 
-    x: (..., K), a multiple of 128 for the inverse. col0: where x begins in the tensor that it is a shard of.
+    x: (..., K); for the inverse, K is a multiple of 128. col0: the first column of the shard x in the full tensor.
     """
     _check_rotation(x, col0)
     if inverse and x.shape[-1] % ROTATION:
@@ -83,12 +83,13 @@ def _check_rotation(x: Tensor, col0: int) -> None:
 
 @op()
 def amax_rotated(x: Tensor, rng_state: Tensor, col0: SymInt = 0) -> Tensor:
-    """The largest magnitude of ``rotate(x)``, float32 0-d; groups that hold a NaN or an Inf are left out."""
+    """Return the largest magnitude of ``rotate(x)``, ignoring rotations with a NaN or an Inf: float32 0-d."""
     _check_rotation(x, col0)
     return eden.amax(x, rng_state, col0)
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
+# The messages of these checks are those of csrc/arguments.h.
 
 
 @op(returns="qdata, scale, per_tensor_scale")
@@ -102,11 +103,11 @@ def quantize(
     full_width: SymInt = 0,
     stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., K) to (qdata, scale, per_tensor_scale), amax that of x by default; see :func:`reference.quantize`."""
+    """Quantize x (..., K), by default with its own amax; see :func:`reference.quantize`."""
     how = QuantizeSpec.unpack(spec)
     if how.row_scaled:
         raise ValueError(
-            "a spec with row_scaled=True goes to the op quantize_rows, whose per-tensor scales are one a row"
+            "the op quantize does not support row_scaled=True: use quantize_rows, which returns one scale per row"
         )
     check_origin(math.prod(x.shape[:-1]), x.shape[-1], row0, col0, full_width, how.column_multiple)
     if amax is None:
@@ -115,15 +116,15 @@ def quantize(
 
 
 def check_origin(rows: int, columns: int, row0: int, col0: int, full_width: int, multiple: int) -> None:
-    """Refuse what block_numbers of csrc/arguments.h refuses."""
+    """Raise a ValueError for offsets that block_numbers in csrc/arguments.h does not accept."""
     if min(row0, col0, full_width) < 0:
         raise ValueError(
             "row0, col0 and full_width, where x lies in a larger tensor, must not be negative, not "
             f"{row0}, {col0} and {full_width}"
         )
     if col0 % multiple:
-        begins = "a block" if multiple == BLOCK else "a rotation"
-        raise ValueError(f"col0 must be a multiple of {multiple}, where {begins} begins, not {col0}")
+        unit = "a block" if multiple == BLOCK else "a rotation"
+        raise ValueError(f"col0 must be a multiple of {multiple}, where {unit} begins, not {col0}")
     width = full_width or columns
     last = (row0 + rows) * (ceil_to(width, multiple) // multiple) + (col0 + ceil_to(columns, multiple)) // multiple
     if last >= 1 << 63:
@@ -131,7 +132,7 @@ def check_origin(rows: int, columns: int, row0: int, col0: int, full_width: int,
 
 
 def own_amax(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, col0: int = 0) -> Tensor:
-    """The amax of what the spec quantizes: of x, of its Hadamard transform, or of its rotation (EDEN): float32 0-d."""
+    """Return the amax of x after the spec's Hadamard transform or rotation (EDEN), if any: float32 0-d."""
     if not spec.is_eden:
         return torch.ops.nvfp4.amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
     if rng_state is None:
@@ -150,17 +151,16 @@ def quantize_rows(
     full_width: SymInt = 0,
     stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (..., K) to (qdata, scale, per_tensor_scale (rows,)), rows being the leading dimensions flattened.
+    """Quantize each row of x (..., K) with its own amax, to (qdata, scale, per_tensor_scale (rows,)).
 
-    The op ``quantize`` of each row by itself, with that row's amax: amax (rows,) where it is given. ``spec`` has
-    ``row_scaled`` set.
+    rows is the product of the leading dimensions. amax is (rows,) if given. ``spec`` must have ``row_scaled`` set.
     """
     how = QuantizeSpec.unpack(spec)
     rows = math.prod(x.shape[:-1])
     if not how.row_scaled:
-        raise ValueError("quantize_rows takes a spec with row_scaled=True")
+        raise ValueError("quantize_rows needs a spec with row_scaled=True")
     if amax is not None and (amax.shape != (rows,) or amax.dtype != torch.float32):
-        raise ValueError(f"amax is float32 ({rows},), one a row, not {amax.dtype} {tuple(amax.shape)}")
+        raise ValueError(f"amax must be float32 ({rows},), one per row, got {amax.dtype} {tuple(amax.shape)}")
     check_origin(rows, x.shape[-1], row0, col0, full_width, how.column_multiple)
     amax = reference.row_amax(x, how.hadamard_sign) if amax is None else amax
     return reference.quantize(x, amax, rng_state, how, row0, col0, full_width, stream)
@@ -180,9 +180,9 @@ def quantize_pair(
     full_width: SymInt = 0,
     stream_t: int = 1,
 ) -> tuple[Tensor, ...]:
-    """x (M, K) quantized, and its transpose (K, M) quantized by spec_t from random stream ``stream_t``.
+    """Quantize x (M, K), and its transpose (K, M) by spec_t with random stream ``stream_t``.
 
-    Two operands of one rng_state whose EDEN rotations are to cancel give different streams: their draws then differ.
+    Two operands with one rng_state, whose EDEN rotations shall cancel, need different streams for independent rounding.
     """
     if row0 < 0 or row0 % BLOCK:
         raise ValueError(f"row0 must be a multiple of {BLOCK}, where a block of the transpose begins, not {row0}")
@@ -209,15 +209,15 @@ def quantize_pair_values(
     full_width: SymInt = 0,
     stream_t: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op ``quantize_pair`` to what dense products read: (values, per_tensor_scale, t, scale_t, per_tensor_scale_t).
+    """Run ``quantize_pair`` and decode for dense products: (values, per_tensor_scale, t, scale_t, per_tensor_scale_t).
 
-    values, bfloat16 (M, K): code x block scale of x (M, K), exact, the per-tensor scale left out. The transpose is
-    (t, scale_t) = (qdata_t, its scales), to be saved and decoded later, where ``codes_t``; else t is its values,
-    bfloat16 (K, M), and scale_t empty (0,). A side that is transformed keeps its columns padded to 16, or 128 for EDEN.
+    values, bfloat16 (M, K), is code x block scale of x (M, K), exact. If ``codes_t``, (t, scale_t) are the codes and
+    scales of the transpose, to be saved and decoded later. Otherwise t has its values, bfloat16 (K, M), and scale_t is
+    empty (0,). A transformed operand keeps its columns padded to 16, or to 128 for EDEN.
 
-    A training step off FP4 tensor cores calls it with codes_t for x (whose values fprop multiplies, and whose transpose
-    waits for backward), and without for dy, both of whose sides are multiplied at once: one pass over x or dy, where
-    quantize_pair and dequantize move each value twice more. Bits are theirs.
+    Without FP4 tensor cores, a training step calls this with codes_t for x, whose values fprop multiplies and whose
+    transpose is saved for backward, and without codes_t for dy, whose values are both multiplied in backward. It is one
+    pass over x or dy; quantize_pair and dequantize, with the same bits, would move each value two more times.
     """
     qdata, scale, factor, qdata_t, scale_t, factor_t = torch.ops.nvfp4.quantize_pair(
         x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t
@@ -233,17 +233,17 @@ def quantize_pair_values(
 
 @op(returns="qdata_t, scale_t")
 def transpose_codes(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (R, C/2) in 16x16 tiles and their scales as those of the transpose: (C, R/2), R padded to 16.
+    """Transpose codes (R, C/2) in 16x16 tiles and their scales: (C, R/2), with R padded to 16.
 
-    A tile's scale serves both directions, so nothing is rounded: codes and scales move. With 1x16 blocks the result
-    would mean something else; that the scales of a tile's rows are equal is not looked at.
+    A tile has the same scale in both directions, so nothing is rounded. With 1x16 blocks the result would be wrong;
+    this does not check that all rows of a tile have equal scales.
 
-    A training step's dgrad calls it for a weight that the forward quantized.
+    dgrad calls it in training for a weight that the forward quantized.
     """
     rows, columns = qdata.shape[0], qdata.shape[1] * 2
     codes = pad(layout.unpack(qdata), (0, 0, 0, -rows % BLOCK)).t().contiguous()
-    of_tiles = layout.unswizzle(scale.view(torch.uint8), rows, columns // BLOCK)[::BLOCK]
-    scale_t = layout.swizzle(of_tiles.t().repeat_interleave(BLOCK, dim=0))
+    tile_scale = layout.unswizzle(scale.view(torch.uint8), rows, columns // BLOCK)[::BLOCK]
+    scale_t = layout.swizzle(tile_scale.t().repeat_interleave(BLOCK, dim=0))
     return layout.pack(codes), scale_t.view(torch.float8_e4m3fn)
 
 
@@ -254,12 +254,12 @@ def transpose_codes(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(
     qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, columns: SymInt, dtype: torch.dtype
 ) -> Tensor:
-    """Decode to (..., columns) of dtype; without per_tensor_scale, code * block scale alone (exact in bfloat16)."""
+    """Decode to (..., columns) in dtype; without per_tensor_scale, return code * block scale (exact in bfloat16)."""
     return reference.dequantize(qdata, scale, per_tensor_scale, columns, dtype)
 
 
 def columns_of_values(columns: int, spec: int) -> int:
-    """A transform fills the padding of the last columns that it takes together, so what it returns keeps it."""
+    """Return the number of decoded columns: a transform fills the padding of its last columns, which is kept."""
     how = QuantizeSpec.unpack(spec)
     return columns if how.rotation is None else ceil_to(columns, how.rotation)
 
@@ -276,7 +276,7 @@ def fake_quantize(
     col0: SymInt = 0,
     full_width: SymInt = 0,
 ) -> tuple[Tensor, Tensor]:
-    """What x decodes to after quantization, and the per-tensor scale, which values hold only where ``scaled``."""
+    """Quantize and decode x. Return values, and the per-tensor scale, which values include only if ``scaled``."""
     qdata, scale, factor = quantize(x, amax, rng_state, spec, row0, col0, full_width)
     columns = columns_of_values(x.shape[-1], spec)
     return dequantize(qdata, scale, factor if scaled else None, columns, dtype), factor
@@ -284,6 +284,6 @@ def fake_quantize(
 
 @op(returns="values, per_tensor_scale")
 def quantize_activation(x: Tensor, rng_state: Tensor | None, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """:func:`fake_quantize` by the amax of x itself, the per-tensor scale left out: what a W4A4 product multiplies."""
+    """Run :func:`fake_quantize` with the amax of x and without the per-tensor scale, for W4A4 products."""
     amax = own_amax(x, QuantizeSpec.unpack(spec), rng_state)
     return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec, dtype, False)
