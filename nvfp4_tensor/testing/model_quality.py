@@ -23,11 +23,11 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The output of a linear of b against that of the same linear of a, both on the inputs that a's linear has.
+    """The error of a linear's output in b compared with a, both computed from the inputs of a's linear.
 
     Attributes:
         relative: ``norm(y_b - y_a) / norm(y_a)`` over all tokens.
-        bits, dense_bits: stored bits of the whole weight in b and in a.
+        bits, dense_bits: the number of bits that store the weight in b and in a.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """b with ``dense_layers`` linears as in a: the average bits per element of all these linears, and perplexity."""
+    """The average bits per element of the quantized linears, and perplexity, of b with ``dense_layers`` linears of a."""
 
     dense_layers: int
     bits: float
@@ -47,15 +47,15 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Two models on the same tokens.
+    """The comparison of two models on the same tokens.
 
     Attributes:
-        perplexity: of a and of b.
+        perplexity: the perplexities of a and of b.
         divergence: the mean of KL(a || b) over the tokens, in nats.
-        agreement: the share of tokens at which both models find the same next token likeliest.
-        outputs: the linears that are NVFP4 in b, in the order in which to leave them dense. Linears that servers join
-            follow each other, because all of them are dense or none.
-        sweep: bits against perplexity.
+        agreement: the share of tokens after which both models predict the same token.
+        outputs: the linears that are NVFP4 in b, in the order in which to keep them dense. Linears that inference
+            servers fuse are adjacent, because either all or none of them are dense.
+        sweep: perplexity by bits per element.
     """
 
     tokens: int
@@ -69,11 +69,11 @@ class Quality:
 def compare_models(
     a: nn.Module, b: nn.Module, tokens: Tensor, *, window: int = 512, sweep: int = 0, progress: bool = True
 ) -> Quality:
-    """Run two models of one architecture on tokens (count,), in windows that do not see each other.
+    """Compare two models of one architecture on tokens (count,), which are split into independent windows.
 
     Args:
-        sweep: at how many points to measure perplexity with the most sensitive linears of b as in a. Afterwards b has
-            the linears of a.
+        sweep: the number of points at which to measure perplexity with the most sensitive linears of b replaced by
+            those of a. If it is not 0, all quantized linears of b are replaced afterwards.
     """
     windows = windows_of(tokens, window)
     with tqdm(total=len(windows) * (1 + sweep), desc="running", unit="window", disable=not progress) as bar:
@@ -88,7 +88,7 @@ def compare_models(
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor, window: int, tick: Callable[[], object] = lambda: None) -> float:
-    """Return exp of the mean negative log likelihood of tokens (count,), in windows that do not see each other.
+    """Return exp of the mean negative log likelihood of tokens (count,), which are split into independent windows.
 
     The first token of each window is not predicted. ``tick`` is called after each window.
     """
@@ -142,7 +142,7 @@ def _run(
 
 
 def by_gain(outputs: Sequence[Output]) -> list[list[Output]]:
-    """Group the linears that servers join, and sort the groups by the squared error that each bit more removes."""
+    """Group the linears that servers fuse, and sort the groups by the squared error that an additional bit removes."""
     by_name = {f"{output.name}.weight": output for output in outputs}
     groups = dict.fromkeys(joined_with(name, by_name) for name in by_name)
     together = [[by_name[name] for name in group] for group in groups]
@@ -162,7 +162,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _watch_outputs(a: nn.Module, b: nn.Module) -> Iterator[dict[str, list[float]]]:
-    """Sum up, while a runs, the squared norms of the error and of a's output for each linear that is NVFP4 in b."""
+    """Sum the squared norms of the error and of a's output while a runs, for each linear that is NVFP4 in b."""
     sums: dict[str, list[float]] = {}
     handles = []
     for name, linear in a.named_modules():
@@ -197,19 +197,19 @@ def _module(model: nn.Module, name: str) -> Any:
 def _sweep(
     a: nn.Module, b: nn.Module, outputs: Sequence[Output], points: int, quantized: float, measure: Callable[[], float]
 ) -> list[Point]:
-    """Measure b with none, some and all of its linears as in a; afterwards b has the linears of a."""
+    """Measure b with none, some and all of its quantized linears replaced by those of a."""
     if not points or not outputs:
         return []
-    numbers = sum(_module(a, output.name).weight.numel() for output in outputs)
+    elements = sum(_module(a, output.name).weight.numel() for output in outputs)
     groups = by_gain(outputs)
     ends = [0, *itertools.accumulate(map(len, groups))]
-    done, found = 0, [Point(0, sum(output.bits for output in outputs) / numbers, quantized)]
+    done, found = 0, [Point(0, sum(output.bits for output in outputs) / elements, quantized)]
     for point in range(1, points + 1):
         count = ends[round(len(groups) * point / points)]
         for output in outputs[done:count]:
             parent, _, last = output.name.rpartition(".")
             setattr(b.get_submodule(parent), last, _module(a, output.name))
         done = count
-        bits = sum(o.dense_bits if i < done else o.bits for i, o in enumerate(outputs)) / numbers
+        bits = sum(o.dense_bits if i < done else o.bits for i, o in enumerate(outputs)) / elements
         found.append(Point(done, bits, measure()))
     return found

@@ -1,7 +1,7 @@
-"""Every op on this machine against the reference, bit for bit: ``python -m nvfp4_tensor selftest``.
+"""Compare every op on this machine with the reference, bit for bit: ``python -m nvfp4_tensor selftest``.
 
-The reference on the CPU is the oracle of every device: a kernel is right when it gives the reference's bits. Only a
-product may differ, in the order of its additions, and is held to the error bound of a float32 sum.
+A kernel is correct if it gives the bits of the reference on the CPU, on every device. Only products may add in another
+order, and have to stay within the error bound of a float32 sum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One op under one config on one device: how many elements of its results differ from the reference's."""
+    """The number of elements in which an op's results differ from the reference, for one config on one device."""
 
     op: str
     config: str
@@ -53,7 +53,7 @@ class Check:
 
 
 def main() -> int:
-    """Print versions, devices and the table of checks; 1 if anything differs, else 0."""
+    """Print versions, devices and the table of checks; return 1 if a check fails, and 0 otherwise."""
     print(info(), end="\n\n")
     checks = []
     for check in run():
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def run() -> Iterator[Check]:
-    """All checks on the CPU and on each kind of accelerator that torch sees."""
+    """Run all checks on the CPU and, if there is one, on a CUDA GPU."""
     for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
         for spec in SPECS:
             yield from check_spec(spec, device)
@@ -81,7 +81,7 @@ def run() -> Iterator[Check]:
 
 
 def samples() -> Iterator[Tensor]:
-    """Gaussian tensors of every dtype and shape, with zeros, tiny values, ties and non-finite elements among them."""
+    """Yield Gaussian tensors of every dtype and shape that include zeros, tiny values, ties and non-finite elements."""
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
         for rows, columns in SHAPES:
@@ -96,7 +96,7 @@ def samples() -> Iterator[Tensor]:
 
 
 def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
-    """The amax, quantize, quantize_pair, dequantize and the ways to values under one spec; with EDEN, its rotation."""
+    """Check the ops that quantize, dequantize or compute an amax, with one spec; for EDEN, also its rotation."""
     bits, rng = spec.pack(), torch.tensor([0x1234567890ABCDEF, 42])
     tally: dict[str, list[int]] = {}
     for x in samples():
@@ -118,7 +118,7 @@ def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
 
 
 def own_amaxes(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> tuple[Tensor, Tensor]:
-    """Of what the spec quantizes of x and of its transpose, by the reference."""
+    """Return the amaxes of x and of its transpose after the spec's transform, by the reference."""
     if spec.is_eden:
         return ops.amax_rotated(x, rng), ops.amax_rotated(x.t(), rng)
     sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
@@ -126,7 +126,7 @@ def own_amaxes(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> tuple[Tensor, Tens
 
 
 def amax_arguments(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> dict[str, tuple]:
-    """What finds those, by name of the op."""
+    """Return the ops that compute these amaxes, by name, with their arguments."""
     if spec.is_eden:
         return {"amax_rotated": (x, rng, 128), "rotate": (x, rng, False, 128)}
     sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
@@ -134,7 +134,7 @@ def amax_arguments(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> dict[str, tupl
 
 
 def check_hadamard(device: str) -> Check:
-    """The transform alone, on all samples."""
+    """Check the Hadamard transform on all samples."""
     tally = [0, 0]
     for x in samples():
         _compare(tally, "hadamard", (x, DEFAULT_HADAMARD_SIGN), device)
@@ -142,10 +142,10 @@ def check_hadamard(device: str) -> Check:
 
 
 def _compare(tally: list[int], name: str, arguments: tuple, device: str) -> None:
-    """Add to tally (elements, differing ones) what the op gives on the device beside what the reference gives."""
+    """Run the op on the device and the reference, and add the numbers of elements and of differing ones to tally."""
     expected = getattr(ops, name)(*arguments)
-    there = (value.to(device) if isinstance(value, Tensor) else value for value in arguments)
-    actual = getattr(torch.ops.nvfp4, name)(*there)
+    on_device = (value.to(device) if isinstance(value, Tensor) else value for value in arguments)
+    actual = getattr(torch.ops.nvfp4, name)(*on_device)
     if isinstance(expected, Tensor):
         expected, actual = (expected,), (actual,)
     for e, a in zip(expected, actual, strict=True):
@@ -154,7 +154,7 @@ def _compare(tally: list[int], name: str, arguments: tuple, device: str) -> None
 
 
 def differing_bits(expected: Tensor, actual: Tensor) -> int:
-    """How many elements differ in any bit, every element where shape or dtype differ; a NaN equals a NaN."""
+    """Return how many elements differ in any bit; all, if shape or dtype differ. All NaNs are equal."""
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return max(expected.numel(), 1)
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
@@ -165,7 +165,7 @@ def differing_bits(expected: Tensor, actual: Tensor) -> int:
 
 
 def check_matmul(device: str) -> Check:
-    """x @ w^T and x @ w, with bias, of sizes that leave every kernel's tiles ragged."""
+    """Check x @ w^T and x @ w with bias, with sizes that are not multiples of any kernel's tiles."""
     generator = torch.Generator().manual_seed(2)
     elements = differing = 0
     for m, n, k in ((1, 96, 320), (5, 130, 83), (70, 64, 512)):
@@ -185,9 +185,10 @@ def check_matmul(device: str) -> Check:
 
 
 def outside_bound(y: Tensor, a: Tensor, b: Tensor, bias: Tensor | float = 0.0) -> int:
-    """How many elements of y are farther from a @ b + bias than a float32 sum in any order, rounded once, may be.
+    """Return how many elements of y exceed the error bound of a float32 sum in any order that is rounded once.
 
-    a (M, K) and b (K, N): float64. One half ulp of y's dtype, and K + 2 roundings of float32 on the sum of magnitudes.
+    a (M, K) and b (K, N) are float64; the exact result is a @ b + bias. The bound is half an ulp of y's dtype plus
+    K + 2 float32 roundings of the sum of magnitudes.
     """
     exact = a @ b + bias
     magnitude = a.abs() @ b.abs() + (bias.abs() if isinstance(bias, Tensor) else abs(bias))
@@ -196,7 +197,7 @@ def outside_bound(y: Tensor, a: Tensor, b: Tensor, bias: Tensor | float = 0.0) -
 
 
 def check_scaled_mm(device: str) -> Check:
-    """NVFP4 x NVFP4 through FP4 tensor cores, against the product of what the operands decode to."""
+    """Compare NVFP4 x NVFP4 on FP4 tensor cores with the product of the decoded operands."""
     generator = torch.Generator().manual_seed(3)
     elements = differing = 0
     for m, n, k in ((128, 128, 256), (37, 50, 83), (1, 96, 320)):
@@ -209,7 +210,7 @@ def check_scaled_mm(device: str) -> Check:
 
 
 def check_fbgemm(device: str) -> Check:
-    """NVFP4 x NVFP4 through fbgemm's f4f4bf16, against the product of what the operands decode to."""
+    """Compare NVFP4 x NVFP4 by fbgemm's f4f4bf16 with the product of the decoded operands."""
     generator = torch.Generator().manual_seed(4)
     elements = differing = 0
     for m, n, k in ((128, 128, 256), (37, 50, 83), (1, 96, 320)):
@@ -222,7 +223,7 @@ def check_fbgemm(device: str) -> Check:
 
 
 def check_experts(name: str, device: str, activation: QuantizeSpec | None) -> Check:
-    """Rows in groups, some of them empty, times each group's own expert; quantized first where ``activation`` says."""
+    """Check grouped products, with empty groups; ``activation`` is the spec that quantizes rows, or None."""
     generator = torch.Generator().manual_seed(5)
     elements = differing = 0
     for ends, n, k in (((1, 1, 3), 128, 256), ((20, 90, 90), 72, 320), ((150, 151, 300), 256, 96)):
@@ -230,8 +231,8 @@ def check_experts(name: str, device: str, activation: QuantizeSpec | None) -> Ch
         w = quantize_experts(weight.to(device))._replace(activation_spec=activation)
         x = torch.randn(ends[-1], k, generator=generator).bfloat16().to(device)
         y = torch._grouped_mm(x, w.mT, offs=torch.tensor(ends, dtype=torch.int32, device=device)).cpu()
-        seen = x if activation is None else quantize(x, activation).dequantize(torch.float32)
-        x64, w64, elements = seen.cpu().double(), w.dequantize(torch.float32).cpu().double(), elements + y.numel()
+        decoded = x if activation is None else quantize(x, activation).dequantize(torch.float32)
+        x64, w64, elements = decoded.cpu().double(), w.dequantize(torch.float32).cpu().double(), elements + y.numel()
         for expert, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
             differing += outside_bound(y[start:end], x64[start:end], w64[expert].t())
     return Check(name, "within the bound of a float32 sum", device, elements, differing)

@@ -1,15 +1,15 @@
-"""What stochastic rounding promises, measured: probabilities, bias, correlations, the bits themselves, convergence.
+"""Statistical tests of stochastic rounding: probabilities, bias, correlations, the random bits, convergence.
 
-A *rounder* is any function ``codes(v, rng_state, **place)`` from values on the grid's own scale, v: float32 (rows, K)
-in [-6, 6], to E2M1 codes, uint8 (rows, K); ``place`` is row0, col0, full_width and stream, as in the ops. The checks
-see nothing but codes, so they judge the ops on every device, and planted faults, alike (:func:`op_rounder`).
+A *rounder* is a function ``codes(v, rng_state, **origin)`` from values on the grid's scale, v: float32 (rows, K) in
+[-6, 6], to E2M1 codes, uint8 (rows, K). ``origin`` is row0, col0, full_width and stream, as in the ops. The checks use
+only codes, so the same checks test the ops on every device (:func:`op_rounder`) and rounders with planted faults.
 
-How sure. z is the measured deviation in standard deviations, in a form whose tail has a proven bound: for counts the
-signed root of twice the log-likelihood ratio (Chernoff), for means Bernstein's t / sqrt(V + M t / 3), both with
-P(|z| > t) <= 2 exp(-t^2 / 2) for independent draws; for chi-square and convergence it is their normal approximation.
-Neighbours' 16-bit windows share a byte, which moves the variance of a sum by under 2/256, so that |z| > 7 = Z_BOUND
-has a probability below 2 exp(-6.97^2 / 2) = 6e-11 each time: a thousand checks together raise a false alarm less than
-once in 1e7 runs.
+**Confidence.** z is the measured deviation in standard deviations, in a form whose tail has a proven bound: for counts,
+the signed root of twice the log-likelihood ratio (Chernoff), and for means, Bernstein's t / sqrt(V + M t / 3). For
+independent samples, both satisfy P(|z| > t) <= 2 exp(-t^2 / 2). For chi-square and convergence, z is their normal
+approximation. The 16-bit windows of neighbours share a byte, which changes the variance of a sum by less than 2/256. So
+|z| > 7 = Z_BOUND has a probability below 2 exp(-6.97^2 / 2) = 6e-11 per check: a thousand checks raise a false alarm
+less than once in 1e7 runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 
 Z_BOUND = 7.0
 ONE = 1 << 16
-"""Probabilities are counted in 1/65536, the resolution of 16 random bits."""
+"""The probability 1 in units of 1/65536, the resolution of 16 random bits."""
 Rounder = Callable[..., Tensor]
 PairRounder = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Findings = Iterator["Finding"]
@@ -37,7 +37,7 @@ Findings = Iterator["Finding"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of a report: what was checked over n samples, and how far from its exact expectation it came out."""
+    """One line of a report: a quantity measured over n samples, its exact expectation, and the deviation z."""
 
     check: str
     n: int
@@ -47,20 +47,20 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether chance alone may have done it."""
+        """Whether the deviation is consistent with chance."""
         return abs(self.z) <= Z_BOUND
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """The finding that deviates most."""
+    """Return the finding with the largest deviation."""
     return max(findings, key=lambda finding: abs(finding.z))
 
 
-# --- how far is far --------------------------------------------------------------------------------------------------
+# --- deviations ------------------------------------------------------------------------------------------------------
 
 
 def count_z(count: int, n: int, p: float) -> float:
-    """Signed root of 2 n KL(count/n || p): exact at every p, infinite where what cannot happen has happened."""
+    """Return the signed root of 2 n KL(count/n || p), which is exact for every p; infinite for an impossible count."""
     share = count / n
     divergence = 0.0
     for observed, probability in ((share, p), (1 - share, 1 - p)):
@@ -70,7 +70,7 @@ def count_z(count: int, n: int, p: float) -> float:
 
 
 def mean_z(deviation: float, variance: float, largest: float) -> float:
-    """z of a sum's deviation from its expectation, with the sum's variance and the largest single summand."""
+    """Return z of a sum's deviation from its expectation, given the sum's variance and its largest summand."""
     spread = variance + largest * abs(deviation) / 3
     if spread == 0:
         return 0.0 if deviation == 0 else math.copysign(math.inf, deviation)
@@ -78,7 +78,7 @@ def mean_z(deviation: float, variance: float, largest: float) -> float:
 
 
 def chi_square(check: str, samples: Tensor, bins: int) -> Finding:
-    """Chi-square of samples (integers 0..bins-1) against equal probability; Wilson and Hilferty's normal form of it."""
+    """Test samples (integers 0..bins-1) for equal probabilities by chi-square, in Wilson and Hilferty's approximation."""
     n = samples.numel()
     counts = torch.bincount(samples.flatten().long(), minlength=bins).double()
     statistic = ((counts - n / bins).square().sum() / (n / bins)).item()
@@ -89,32 +89,32 @@ def chi_square(check: str, samples: Tensor, bins: int) -> Finding:
 
 
 def equal(check: str, a: Tensor, b: Tensor) -> Finding:
-    """Share of elements that differ, where none may."""
+    """Return the share of elements that differ; any difference fails."""
     differing = int((a != b).sum())
     return Finding(check, a.numel(), differing / a.numel(), 0.0, math.inf if differing else 0.0)
 
 
-# --- rounders and what they are given --------------------------------------------------------------------------------
+# --- rounders and their inputs ---------------------------------------------------------------------------------------
 
 
 def unit_amax(like: Tensor, spec: QuantizeSpec) -> Tensor:
-    """The amax that makes S_enc exactly 1, so that a block whose largest element is 6 has a scale of exactly 1."""
+    """Return the amax that makes S_enc exactly 1: a block whose largest element is 6 then has a scale of exactly 1."""
     assert spec.scale_ceiling is not None
     return like.new_tensor(E2M1_MAX * spec.scale_ceiling)
 
 
 def op_rounder(spec: QuantizeSpec) -> Rounder:
-    """``torch.ops.nvfp4.quantize`` as a rounder of tensors with a 6 in every block: x * enc = x = v."""
+    """Return ``torch.ops.nvfp4.quantize`` as a rounder of tensors with a 6 in every block: x * enc = x = v."""
 
-    def codes(v: Tensor, rng_state: Tensor, **place: int) -> Tensor:
+    def codes(v: Tensor, rng_state: Tensor, **origin: int) -> Tensor:
         amax = unit_amax(v, spec)
-        return unpack(torch.ops.nvfp4.quantize(v, amax, rng_state, spec.pack(), **place)[0])[..., : v.shape[-1]]
+        return unpack(torch.ops.nvfp4.quantize(v, amax, rng_state, spec.pack(), **origin)[0])[..., : v.shape[-1]]
 
     return codes
 
 
 def op_pair(spec: QuantizeSpec) -> PairRounder:
-    """``torch.ops.nvfp4.quantize_pair`` as (v, rng_state) to the codes of v (M, K) and of its transpose (K, M)."""
+    """Return ``torch.ops.nvfp4.quantize_pair`` as a function to the codes of v (M, K) and of its transpose (K, M)."""
 
     def codes(v: Tensor, rng_state: Tensor) -> tuple[Tensor, Tensor]:
         amax = unit_amax(v, spec)
@@ -125,16 +125,20 @@ def op_pair(spec: QuantizeSpec) -> PairRounder:
 
 
 def pair_of(rounder: Rounder) -> PairRounder:
-    """The same from two calls of a rounder."""
+    """Return a function to the codes of v and of its transpose, by two calls of a rounder."""
     return lambda v, rng_state: (rounder(v, rng_state), rounder(v.t().contiguous(), rng_state, stream=1))
 
 
 @dataclasses.dataclass
 class Probe:
-    """Values with a known place on the grid, (rows, K) each, an anchor of 6 in every block of 16 of a row or column.
+    """Values (rows, K) with known positions on the grid, and an anchor of 6 in every block of 16 in a row or column.
 
-    code: lower neighbour 0..6, int32. fraction: how far above it, in 1/65536 of the step, 0..65536, int32.
-    negative: bool. The anchors are code 6 with fraction 65536, which always rounds up: they tell nothing and vary not.
+    Anchors are code 6 with fraction 65536, which always rounds up, and are not part of the samples.
+
+    Attributes:
+        code: the lower neighbour, 0..6, int32.
+        fraction: the distance to it in 1/65536 of the step, 0..65536, int32.
+        negative: bool.
     """
 
     code: Tensor
@@ -150,61 +154,64 @@ class Probe:
 
     @classmethod
     def uniform(cls, rows: int, columns: int, generator: torch.Generator) -> Probe:
-        """Cells, fractions and signs all uniform."""
+        """Sample cells, fractions and signs uniformly."""
 
-        def draw(high: int, dtype: torch.dtype) -> Tensor:
+        def sample(high: int, dtype: torch.dtype) -> Tensor:
             return torch.randint(high, (rows, columns), generator=generator, device=generator.device, dtype=dtype)
 
-        return cls(draw(7, torch.int32), draw(ONE, torch.int32), draw(2, torch.uint8).bool())
+        return cls(sample(7, torch.int32), sample(ONE, torch.int32), sample(2, torch.uint8).bool())
 
     @property
     def step(self) -> Tensor:
-        """Distance between the two neighbours: float32."""
+        """Return the distance between the two neighbours, float32."""
         steps = [upper - lower for lower, upper in itertools.pairwise(CODE_VALUES)]
         return torch.tensor(steps, device=self.code.device)[self.code.long()]
 
     @property
     def values(self) -> Tensor:
-        """v itself, exact in float32."""
+        """Return v, exact in float32."""
         magnitude = code_values(self.code) + self.fraction * (self.step / ONE)
         return torch.where(self.negative, -magnitude, magnitude)
 
     def probability(self, random_bits: int) -> Tensor:
-        """Of rounding away from zero, exact in float32: the fraction, cut to the resolution of the random bits."""
+        """Return the probability of rounding up (away from zero), exact in float32.
+
+        It is the fraction, rounded down to the resolution of the random bits.
+        """
         unit = 1 << 16 - random_bits
         return (self.fraction // unit * unit) / ONE
 
     def ups(self, codes: Tensor) -> Tensor:
-        """0 or 1 as each element went down or up, and -1 where it left its cell or changed its sign: int32."""
+        """Return 1 for each element that was rounded up, 0 for down, -1 if it left its cell or changed sign; int32."""
         up = (codes & 7).int() - self.code
         return torch.where(((codes >> 3).bool() == self.negative) & ((up == 0) | (up == 1)), up, -1)
 
     def residuals(self, codes: Tensor, random_bits: int) -> Tensor:
-        """ups less their probability: zero mean, variance p (1 - p), float32."""
+        """Return ups minus their probability: mean zero, variance p (1 - p), float32."""
         return self.ups(codes) - self.probability(random_bits)
 
 
 def rng_state(seed: int, offset: int, device: torch.device | str = "cpu") -> Tensor:
-    """(seed, offset) as the ops take it: int64 (2,)."""
+    """Return (seed, offset) as an int64 tensor (2,), the rng_state of ops."""
     return torch.tensor([seed, offset], dtype=torch.int64, device=device)
 
 
 # --- the checks ------------------------------------------------------------------------------------------------------
 
 FRACTIONS = (0, 1, 255, 1572, 21845, 32768, 65281, 65535)
-"""In 1/65536: a grid point, the smallest fraction, the largest that 8 bits cannot see, 1/500 of a block's largest
-element (1572/65536 of the lowest step: 6/500.25), a third, a half, and the mirror images of the small ones."""
+"""In 1/65536: a grid point, the smallest fraction, the largest that 8 random bits round to 0, 1/500 of a block's
+largest element (1572/65536 of the lowest step: 6/500.25), a third, a half, and 1 minus the small ones."""
 
 
 def cells(rounder: Rounder, random_bits: int, rows: int, device: torch.device | str = "cpu") -> Findings:
-    """Every cell of the grid, both signs, each of FRACTIONS: share rounded up against the exact probability.
+    """Check the share rounded up against the probability, for every cell of the grid, sign, and one of FRACTIONS.
 
-    ``rows`` rows of 4096 a combination (3840 samples each, 256 anchors), all of them in one tensor.
+    Each combination has ``rows`` rows of 4096 elements (3840 samples and 256 anchors each); all are in one tensor.
     """
     grid = torch.cartesian_prod(torch.arange(7), torch.arange(2), torch.tensor(FRACTIONS)).int().to(device)
     code, negative, fraction = (column.repeat_interleave(rows).unsqueeze(1) for column in grid.unbind(1))
     width = 4096
-    probe = Probe(*(part.expand(-1, width).contiguous() for part in (code, fraction, negative.bool())))
+    probe = Probe(*(t.expand(-1, width).contiguous() for t in (code, fraction, negative.bool())))
     ups = probe.ups(rounder(probe.values, rng_state(11, 5, device)))
     yield Finding("left its cell", ups.numel(), n := int((ups < 0).sum()), 0, math.inf if n else 0.0)
     samples = rows * (width - width // BLOCK)
@@ -218,44 +225,46 @@ def cells(rounder: Rounder, random_bits: int, rows: int, device: torch.device | 
 
 
 def bias(rounder: Rounder, random_bits: int, rows: int, columns: int, generator: torch.Generator) -> Findings:
-    """Mean error away from zero, in steps, of fractions uniform in 1/65536: zero with 16 bits, over all and by cell.
+    """Check the mean error away from zero, in steps, of uniform fractions in 1/65536, over all cells and per cell.
 
-    With 8 random bits the contract's own bias of -(255/2)/65536 step on the average is what is expected.
+    The expectation is 0 with 16 random bits. With 8, it is the contract's bias, on average -(255/2)/65536 step.
     """
     probe = Probe.uniform(rows, columns, generator)
     ups = probe.ups(rounder(probe.values, rng_state(3, 1, generator.device)))
     p = probe.probability(random_bits)
     truth = probe.fraction / ONE
     everywhere = ~probe.anchor
-    parts = {"all cells": everywhere, "all cells, +": everywhere & ~probe.negative}
-    parts["all cells, -"] = everywhere & probe.negative
+    masks = {"all cells": everywhere, "all cells, +": everywhere & ~probe.negative}
+    masks["all cells, -"] = everywhere & probe.negative
     for cell in range(7):
-        parts[f"({CODE_VALUES[cell]:g}, {CODE_VALUES[cell + 1]:g})"] = everywhere & (probe.code == cell)
-    for name, part in parts.items():
-        up, chance, exact = ups[part].double(), p[part].double(), truth[part].double()
+        masks[f"({CODE_VALUES[cell]:g}, {CODE_VALUES[cell + 1]:g})"] = everywhere & (probe.code == cell)
+    for name, mask in masks.items():
+        up, chance, exact = ups[mask].double(), p[mask].double(), truth[mask].double()
         n = up.numel()
         z = mean_z((up - chance).sum().item(), (chance * (1 - chance)).sum().item(), 1.0)
         yield Finding(name, n, (up - exact).mean().item(), (chance - exact).mean().item(), z)
 
 
 def shared_byte_covariance(first: Tensor, second: Tensor) -> Tensor:
-    """Covariance of the ups of two neighbours with 16-bit fractions (int32): they share one of their two bytes.
+    """Return the covariance of the ups of two neighbours with 16-bit fractions (int32), which share one byte.
 
-    The first's window is bytes (low a, high b), the second's (low b, high c), and each goes up where its window is at
-    least its threshold. So P(both) = P(first) P(c > high) + P(first and b >= low) / 256, low and high the second's.
+    The window of the first is bytes (low a, high b), and of the second (low b, high c). An element is rounded up if its
+    window is at least its threshold. So P(both) = P(first) P(c > high) + P(first and b >= low) / 256, where low and
+    high are the bytes of the second's threshold.
     """
     low1, high1 = (ONE - first) & 0xFF, (ONE - first) >> 8
     low2, high2 = (ONE - second) & 0xFF, (ONE - second) >> 8
-    above = 256 - torch.maximum(high1 + 1, low2)  # bytes b that take the first up whatever a is, and are >= low2
+    above = 256 - torch.maximum(high1 + 1, low2)  # bytes b >= low2 that round the first up for every a
     joint = above.clamp(min=0) + (high1 >= low2) * (high1 < 256) * (256 - low1) / 256.0
     both = (first / ONE) * (255 - high2).clamp(min=0) / 256 + (high2 < 256) * joint / 256 / 256
     return both - (first / ONE) * (second / ONE)
 
 
 def correlation(check: str, a: Tensor, b: Tensor, pa: Tensor, pb: Tensor, covariance: Tensor | None = None) -> Finding:
-    """Correlation of residuals a and b, of the same shape, with probabilities pa and pb of going up.
+    """Check the correlation of residuals a and b, of the same shape, with probabilities pa and pb of rounding up.
 
-    Independent rounding gives a sum of products with expectation zero and variance sum pa qa pb qb, nothing estimated.
+    For independent rounding, the sum of products has expectation 0 and variance sum pa qa pb qb, both exact. The
+    expectation is ``covariance`` if it is given.
     """
     va, vb = pa * (1 - pa), pb * (1 - pb)
     expected = 0.0 if covariance is None else covariance.double().sum().item()
@@ -266,7 +275,7 @@ def correlation(check: str, a: Tensor, b: Tensor, pa: Tensor, pb: Tensor, covari
 
 
 def correlations(rounder: Rounder, random_bits: int, rows: int, columns: int, generator: torch.Generator) -> Findings:
-    """Errors of neighbours in a block, across blocks, rows, columns and 256-row periods of one draw."""
+    """Check the correlations of errors within a block, between blocks and between rows, in one rounded tensor."""
     probe = Probe.uniform(rows, columns, generator)
     p = probe.probability(random_bits)
     u = probe.residuals(rounder(probe.values, rng_state(-7, 2, generator.device)), random_bits)
@@ -278,7 +287,7 @@ def correlations(rounder: Rounder, random_bits: int, rows: int, columns: int, ge
             shared = shared_byte_covariance(block_f[..., near], block_f[..., far])
         elif random_bits == 16 and lag == BLOCK - 1:  # the windows are cyclic: element 15 shares a byte with element 0
             shared = shared_byte_covariance(block_f[..., far], block_f[..., near])
-        a, b, pa, pb = (t[..., part] for t in (block_u, block_p) for part in (near, far))
+        a, b, pa, pb = (t[..., elements] for t in (block_u, block_p) for elements in (near, far))
         yield correlation(f"in a block, {lag} apart", a, b, pa, pb, shared)
     for lag in (1, 2, 4, columns // 32):
         near, far = slice(0, columns - BLOCK * lag), slice(BLOCK * lag, columns)
@@ -292,15 +301,15 @@ def correlations(rounder: Rounder, random_bits: int, rows: int, columns: int, ge
 
 
 def draws(rounder: Rounder, random_bits: int, rows: int, columns: int, generator: torch.Generator) -> Findings:
-    """Errors of two draws of one tensor: successive offsets, other seeds, the other stream, other shards."""
+    """Check the correlations of errors when a tensor is rounded with another offset, seed, stream, or shard."""
     probe = Probe.uniform(rows, columns, generator)
     device = generator.device
     p = probe.probability(random_bits)
     v = probe.values
     state = rng_state(17, 40, device)
 
-    def residuals(state: Tensor, **place: int) -> Tensor:
-        return probe.residuals(rounder(v, state, **place), random_bits)
+    def residuals(state: Tensor, **origin: int) -> Tensor:
+        return probe.residuals(rounder(v, state, **origin), random_bits)
 
     u = residuals(state)
     for name, other in {
@@ -316,7 +325,7 @@ def draws(rounder: Rounder, random_bits: int, rows: int, columns: int, generator
 
 
 def transposed(pair: PairRounder, random_bits: int, size: int, generator: torch.Generator) -> Findings:
-    """Errors of the row-wise and of the transposed draw of one square tensor, by element and by place in memory."""
+    """Check the correlations of errors of a square tensor and its transpose, by element and by memory position."""
     probe = Probe.uniform(size, size, generator)
     flipped = Probe(*(t.t().contiguous() for t in (probe.code, probe.fraction, probe.negative)))
     codes, codes_t = pair(probe.values, rng_state(23, 9, generator.device))
@@ -327,41 +336,41 @@ def transposed(pair: PairRounder, random_bits: int, size: int, generator: torch.
 
 
 def shards(rounder: Rounder, rows: int, columns: int, generator: torch.Generator) -> Findings:
-    """Pieces rounded each with its origin against the same places of the whole: not one code may differ."""
+    """Check that shards, rounded with their origins, have the same codes as in the full tensor."""
     v = Probe.uniform(rows, columns, generator).values
     state = rng_state(31, 12, generator.device)
-    whole = rounder(v, state)
-    yield equal("again, the same state", whole, rounder(v, state))
+    full = rounder(v, state)
+    yield equal("again, the same state", full, rounder(v, state))
     row, column = BLOCK * (rows // 3 // BLOCK), BLOCK * (columns // 3 // BLOCK)
     for row0, row1 in ((0, row), (row, rows)):
         for col0, col1 in ((0, column), (column, columns)):
-            piece = v[row0:row1, col0:col1].contiguous()
-            codes = rounder(piece, state, row0=row0, col0=col0, full_width=columns)
-            yield equal(f"shard at ({row0}, {col0})", whole[row0:row1, col0:col1], codes)
+            shard = v[row0:row1, col0:col1].contiguous()
+            codes = rounder(shard, state, row0=row0, col0=col0, full_width=columns)
+            yield equal(f"shard at ({row0}, {col0})", full[row0:row1, col0:col1], codes)
 
 
-def recover_random16(rounder: Rounder, rows: int, columns: int, state: Tensor, **place: int) -> tuple[Tensor, Tensor]:
-    """The 16 random bits of every element but the anchors, int32, and which those are, by bisection of each element.
+def recover_random16(rounder: Rounder, rows: int, columns: int, state: Tensor, **origin: int) -> tuple[Tensor, Tensor]:
+    """Recover the 16 random bits of every element, int32, and a mask that excludes anchors, by bisection.
 
-    An element at fraction f goes up exactly where its bits are at least 65536 - f: sixteen roundings with the same
-    state, each element's fraction chosen by what it did before, give its bits away.
+    An element with fraction f is rounded up if its bits are at least 65536 - f. Sixteen roundings with the same state,
+    with fractions that depend on the results so far, determine the bits.
     """
     bits = torch.zeros(rows, columns, dtype=torch.int32, device=state.device)
     positive = torch.zeros_like(bits, dtype=torch.bool)
     for bit in reversed(range(16)):
         trial = bits + (1 << bit)
         probe = Probe(torch.zeros_like(bits), ONE - trial, positive)
-        bits = torch.where(probe.ups(rounder(probe.values, state, **place)) > 0, trial, bits)
+        bits = torch.where(probe.ups(rounder(probe.values, state, **origin)) > 0, trial, bits)
     return bits, ~probe.anchor
 
 
 def bits(rounder: Rounder, rows: int, columns: int, device: torch.device | str = "cpu") -> Findings:
-    """The bits that a 16-bit rounder used, against the contract's and against uniformity (bytes, windows)."""
+    """Compare the bits that a 16-bit rounder used with the contract's, and test them for uniformity."""
     state = rng_state(0x0123456789ABCDEF, 77, device)
     recovered, known = recover_random16(rounder, rows, columns, state)
     contract = reference.random16(rows, columns, state)
     yield equal("the contract's bits", recovered[known], contract[known])
-    yield chi_square("bytes", (recovered & 0xFF)[known], 256)  # each element's low byte is its own
+    yield chi_square("bytes", (recovered & 0xFF)[known], 256)  # no two elements share a low byte
     position = torch.arange(columns, device=device) % BLOCK * 256
     yield chi_square("bytes by position in the block", ((recovered & 0xFF) + position)[known], 16 * 256)
     disjoint = known[:, ::2]  # windows of every second element share no byte
@@ -377,9 +386,9 @@ def bits(rounder: Rounder, rows: int, columns: int, device: torch.device | str =
 
 @dataclasses.dataclass
 class Neighbours:
-    """What each element of x (rows, K) may decode to: lower and upper neighbour and the chance of the upper, float32.
+    """The lower and upper neighbour of each element of x (rows, K) and the probability of the upper one, float32.
 
-    "Lower" is toward zero. Where the scaled value is beyond 6 both are the clipped value.
+    "Lower" means toward zero. If the scaled value is larger than 6, both are the clipped value.
     """
 
     x: Tensor
@@ -389,7 +398,7 @@ class Neighbours:
 
     @classmethod
     def of(cls, x: Tensor, amax: Tensor, spec: QuantizeSpec) -> Neighbours:
-        """From the actual scales; x: what is rounded (Hadamard-transformed already), rows and K multiples of 16."""
+        """Compute them from the spec's scales; x is the transformed tensor, with rows and K multiples of 16."""
         x = x.float()
         blocks = x.unflatten(-1, (-1, BLOCK))
         s_b = reference.block_scales(blocks, amax, spec).view(torch.float8_e4m3fn).float()
@@ -409,13 +418,13 @@ class Neighbours:
 
     @property
     def nearest_square_error(self) -> Tensor:
-        """Of the nearer neighbour: float64."""
+        """Return the squared error of the nearer neighbour, float64."""
         return torch.minimum((self.lower.double() - self.x).square(), (self.upper.double() - self.x).square())
 
     def mean_square_error(self, n: int) -> tuple[Tensor, Tensor]:
-        """Expectation and variance of the squared error of the mean of n stochastic roundings, exact: float64.
+        """Return expectation and variance of the squared error of the mean of n stochastic roundings, exact in float64.
 
-        The mean is b off on the average and Binomial(n, p) * h / n about that, whose central moments are known.
+        The error of the mean is b plus a centered Binomial(n, p) times h / n, whose central moments are known.
         """
         p, h = self.probability.double(), self.upper.double() - self.lower
         b = self.lower + p * h - self.x.double()
@@ -427,9 +436,9 @@ class Neighbours:
 
 
 def convergence(x: Tensor, spec: QuantizeSpec, draws: int = 4096, together: int = 64) -> Findings:
-    """RMSE of the mean of N = 1, 4, 16, ... quantizations of one row x (1, K) against the exact expectation.
+    """Check the RMSE of the mean of N = 1, 4, 16, ... quantizations of one row x (1, K) against its expectation.
 
-    ``together`` draws are rows of one call, so that 1x16 blocks keep their scales; spec is a stochastic 1x16 one.
+    The spec is stochastic with 1x16 blocks, so ``together`` copies of the row in one call have the same scales.
     """
     amax = torch.ops.nvfp4.amax(x, -1)
     neighbours = Neighbours.of(x, amax, spec)

@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Bigram(nn.Module):
-    """A language model of four tokens: the next one is the last plus one, with known odds."""
+    """A language model with four tokens, which predicts the last token plus one with known odds."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Inputs that exercise kernels, and comparisons of bits (NaN equal to NaN) between what they make and an oracle."""
+"""Inputs that exercise kernels, and comparisons of their results with an oracle, bit for bit; all NaNs are equal."""
 
 import torch
 
@@ -16,7 +16,7 @@ MAGNITUDES[torch.float16] = (1e-6, 1.0, 100.0, 6e4)
 
 
 def inputs(shape, dtype, magnitude, poison=True):
-    """Gaussian values of a magnitude, with zeros, -0.0 and (poison) a NaN and an Inf among them."""
+    """Return Gaussian values of a magnitude, including zeros, -0.0 and (poison) a NaN and an infinity."""
     x = torch.randn(shape).clamp(-1, 1).mul(magnitude).to(dtype)
     flat = x.view(-1)
     if flat.numel() > 40:
@@ -42,6 +42,6 @@ def assert_same_bits(actual, expected, what=""):
 
 
 def equal_bits(actual, expected):
-    """Whether large tensors have the same bits, without leaving their device."""
+    """Whether tensors have the same bits, compared on their device."""
     pairs = zip(actual, expected, strict=True)
     return all(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)

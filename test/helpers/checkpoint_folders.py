@@ -1,4 +1,4 @@
-"""Small checkpoints that tests start from, and how two of them are compared."""
+"""Create, change and compare small checkpoint folders."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ ATTENTION = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
 
 
 def dense_tensors(layers=2, hidden=64, dtype=torch.bfloat16):
-    """As a Llama has them; q, k and v of very different sizes."""
+    """Return the tensors of a small Llama; q, k and v have very different magnitudes."""
     tensors = {"model.embed_tokens.weight": torch.randn(80, hidden), "lm_head.weight": torch.randn(80, hidden)}
     for i in range(layers):
         for j, (name, rows) in enumerate(ATTENTION.items()):
@@ -31,7 +31,7 @@ def dense_tensors(layers=2, hidden=64, dtype=torch.bfloat16):
 
 
 def write_dense(folder, tensors=None, files=1):
-    """A folder of dense safetensors, in one file or in several with an index."""
+    """Write a folder of dense safetensors, in one file or in several with an index, and return the tensors."""
     tensors = dense_tensors() if tensors is None else tensors
     folder.mkdir()
     names = list(tensors)
@@ -48,7 +48,7 @@ def write_dense(folder, tensors=None, files=1):
 
 
 def edit(folder, change):
-    """Rewrite a folder of one file: ``change`` gets its tensors and changes them in place."""
+    """Rewrite a folder with one file; ``change`` changes its tensors in place."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     metadata = Shards(file).metadata
@@ -57,28 +57,28 @@ def edit(folder, change):
 
 
 def assert_refused(folder, change, message):
-    """A folder of one file is not read when ``change`` has damaged its tensors; the message says what is wrong."""
+    """Damage the tensors of a folder with one file by ``change``, and check that reading it raises a ValueError."""
     edit(folder, change)
     with pytest.raises(ValueError, match=message):
         checkpoints.read(folder)
 
 
 def edit_json(file, change):
-    """The same of a JSON file."""
+    """Rewrite a JSON file; ``change`` changes its value in place."""
     value = json.loads(file.read_text())
     change(value)
     file.write_text(json.dumps(value))
 
 
 def content(folder):
-    """The bytes of each tensor of a folder, with dtype and shape."""
+    """Return dtype, shape and bytes of each tensor of a folder."""
     shards = Shards(folder)
     return {name: (info.dtype, info.shape, shards[name].reshape(-1).view(torch.uint8).tolist())
             for name, info in shards.info.items()}  # fmt: skip
 
 
 def same_files(a, b):
-    """Whether two folders hold the same files, byte for byte."""
+    """Assert that two folders have the same files, byte for byte, and return True."""
     files = [sorted(file.name for file in folder.iterdir()) for folder in (a, b)]
     assert files[0] == files[1], files
     different = [name for name in files[0] if (a / name).read_bytes() != (b / name).read_bytes()]

@@ -1,4 +1,4 @@
-"""A checkpoint of tensors in memory, and a small Llama to fill one."""
+"""Checkpoints of tensors in memory, and the tensors of small models."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ EXPERTS = {
 
 
 class InMemory(Checkpoint):
-    """Of tensors by name, NVFP4Tensors among them."""
+    """A checkpoint of tensors by name, which can be NVFP4Tensors."""
 
     format = "memory"
     path = None
@@ -67,7 +67,7 @@ class InMemory(Checkpoint):
 
 
 def tiny_tensors(config: dict[str, Any] = TINY, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """The state dict of a dense model of that configuration, random."""
+    """Return the state dict of a dense model with that configuration and random weights."""
     import transformers
 
     settings = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
@@ -80,22 +80,22 @@ def tiny_tensors(config: dict[str, Any] = TINY, dtype: torch.dtype = torch.bfloa
 
 
 def expert_tensors(kind: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Those of one of :data:`EXPERTS` under the names of its files, attention and experts quantized."""
+    """Return the tensors of one of :data:`EXPERTS` by their names in files, with quantized attention and experts."""
     tensors: dict[str, torch.Tensor] = {}
-    parts = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     for name, t in tiny_tensors(EXPERTS[kind], dtype).items():
         name = name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
         prefix, _, last = name.rpartition(".")
         for i, matrix in enumerate(t) if t.dim() == 3 else ():
-            found = zip(parts[:2], matrix.chunk(2), strict=True) if last == "gate_up_proj" else [(parts[2], matrix)]
-            tensors |= {f"{prefix}.{i}.{part}.weight": quantize(piece.contiguous()) for part, piece in found}
+            found = zip((gate, up), matrix.chunk(2), strict=True) if last == "gate_up_proj" else [(down, matrix)]
+            tensors |= {f"{prefix}.{i}.{linear}.weight": quantize(w.contiguous()) for linear, w in found}
         if t.dim() < 3:
             tensors[name] = quantize(t) if "_proj.weight" in name else t
     return tensors
 
 
 def quantized(tensors: dict[str, torch.Tensor], spec=None) -> dict[str, torch.Tensor]:
-    """The same with every projection of the blocks in NVFP4."""
+    """Quantize every projection of the blocks."""
     return {name: quantize(t, spec) if "_proj.weight" in name else t for name, t in tensors.items()}
 
 
@@ -115,7 +115,7 @@ def same_parts(a: LinearParts, b: LinearParts) -> bool:
 def write_gguf(
     path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = TINY, **options: Any
 ) -> Checkpoint:
-    """A GGUF of these tensors, open; without a tokenizer unless one is given."""
+    """Write a GGUF file of these tensors and open it; it has no tokenizer unless one is given."""
     from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT
 
     options.setdefault("tokenizer", None)

@@ -1,10 +1,10 @@
-"""How often each operator ran."""
+"""Count how often each operator runs."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Ops(TorchDispatchMode):
-    """Counts operators inside ``with``; ``ops["quantize"]`` is that of nvfp4."""
+    """Counts the operators that run inside ``with``; ``ops["quantize"]`` is the count of ``nvfp4::quantize``."""
 
     def __init__(self):
         super().__init__()
@@ -20,5 +20,5 @@ class Ops(TorchDispatchMode):
 
     @property
     def pairs(self):
-        """How often a matrix was quantized together with its transpose."""
+        """Return how often a matrix was quantized together with its transpose."""
         return self["quantize_pair"] + self["quantize_pair_values"]

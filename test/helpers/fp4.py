@@ -1,4 +1,4 @@
-"""What FP4 operands stand for, by the formulas of their layout, and the bound of a product in bfloat16."""
+"""Decode FP4 operands by the formulas of their layout, and check a product in bfloat16."""
 
 import torch
 
@@ -6,7 +6,7 @@ VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3,
 
 
 def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """codes FP4 (R, K/2), scale the bytes of whole 128x4 tiles, by the formula of their order: float64 (R, K)."""
+    """Decode codes FP4 (R, K/2), with scale the bytes of complete 128x4 tiles, to float64 (R, K)."""
     rows, half = codes.shape
     blocks = half // 8
     tiles = -(-blocks // 4)

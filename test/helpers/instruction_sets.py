@@ -1,4 +1,4 @@
-"""The CPU kernels held to each instruction set in turn, and what their results are compared by."""
+"""Run the CPU kernels with each instruction set, and compare their results."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ INSTRUCTION_SETS = available_instruction_sets()
 
 
 def each_instruction_set():
-    """Holds the kernels to each instruction set in turn: the reference, which is slow, then runs once for all."""
+    """Select each instruction set and yield its name, so that the slow reference runs only once for all of them."""
     try:
         for name in INSTRUCTION_SETS:
             native.set_instruction_set(name)
@@ -38,7 +38,7 @@ def each_instruction_set():
 
 
 def assert_op(op, args, expected):
-    """An op's results on each instruction set, against those of the reference."""
+    """Check an op's results with each instruction set against those of the reference."""
     for name in each_instruction_set():
         results = op(*args)
         results = results if isinstance(results, (tuple, list)) else (results,)
@@ -47,7 +47,7 @@ def assert_op(op, args, expected):
 
 
 def assert_same_bits(actual, expected, what=""):
-    """Equal shapes, dtypes and bits; any NaN equals any NaN."""
+    """Assert equal shapes, dtypes and bits; all NaNs are equal."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
     if actual.dtype == torch.float8_e4m3fn:
         actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
@@ -60,7 +60,7 @@ def assert_same_bits(actual, expected, what=""):
 
 
 def sample(shape, dtype, seed=0):
-    """Values over several binades, on and near the grid's midpoints too, signed zeros among them."""
+    """Return values over several binades, including some on and near the grid's midpoints, and signed zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
     grid = torch.randint(-28, 29, shape, generator=generator) * 0.25
@@ -74,7 +74,7 @@ def reference_amax(x, spec, rng_state=None, col0=0):
 
 
 def at_byte(x, offset):
-    """A copy of x, contiguous, that begins so many bytes behind where an allocation does."""
+    """Return a contiguous copy of x that begins at this byte offset in its allocation."""
     memory = torch.empty(x.numel() * x.element_size() + offset, dtype=torch.uint8).numpy()
     if not x.numel():
         return x.contiguous()

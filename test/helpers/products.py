@@ -1,4 +1,4 @@
-"""Random weights, and the check of a product against float64."""
+"""Create random weights, and check a product against float64."""
 
 import torch
 
@@ -11,7 +11,7 @@ SMALLEST = {torch.bfloat16: 1e-38, torch.float16: 2.0**-24, torch.float32: 1e-38
 
 
 def random_weight(*shape, low=0x10, high=0x70):
-    """Random codes (..., N, K/2 padded) and swizzled random scale bytes: every weight that the format can hold."""
+    """Return random codes (..., N, K/2 padded) and swizzled random scale bytes, which cover the whole format."""
     *leading, rows, columns = shape
     columns = ceil_to(columns, BLOCK)
     codes = torch.randint(0, 256, (*leading, rows, columns // 2), dtype=torch.uint8, device="cuda")
@@ -21,13 +21,13 @@ def random_weight(*shape, low=0x10, high=0x70):
 
 
 def zero_padding(codes, columns):
-    """Codes beyond the logical columns are zero, as quantize leaves them."""
+    """Set codes beyond the logical columns to zero, as quantize does."""
     keep = torch.arange(codes.shape[-1] * 2, device=codes.device).view(-1, 2) < columns
     return codes & (keep[:, 0] * 0x0F + keep[:, 1] * 0xF0).to(torch.uint8)
 
 
 def products(x, x_scale, codes, scale, factor, bias, columns, transposed=False):
-    """The product in float64, and the float64 sum of its summands' magnitudes."""
+    """Return the product and the sum of its summands' magnitudes, both in float64."""
     w = reference.dequantize(codes, scale, None, columns, torch.float32).double()
     if factor.dim() and transposed:
         w, alpha = w * factor.double().reshape(*codes.shape[:-1], 1), 1.0
@@ -43,9 +43,9 @@ def products(x, x_scale, codes, scale, factor, bias, columns, transposed=False):
 def check(
     x, codes, scale, factor, *, x_scale=None, bias=None, columns=None, transposed=False, out_dtype=None, repeats=1
 ):
-    """Within the bound of one rounding to out_dtype and of float32 addition in any order, and the same bits each time.
+    """Check that a product is deterministic and within the error bound, and return it.
 
-    Returns the product.
+    The bound is one rounding to out_dtype plus float32 additions in any order.
     """
     columns = (codes.shape[-1] * 2 if transposed else x.shape[-1]) if columns is None else columns
     out_dtype = out_dtype or x.dtype

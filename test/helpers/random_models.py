@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
-    """In bfloat16, every parameter of a size that shows in the logits; the same at each call."""
+    """Return a bfloat16 model, equal at each call, whose parameters are large enough to affect the logits."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     for parameter in model.parameters():

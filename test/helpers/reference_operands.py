@@ -1,4 +1,4 @@
-"""What a recipe makes of x, w and dy, by the reference alone."""
+"""Quantize x, w and dy by a recipe, with the reference implementation only."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,20 @@ from nvfp4_tensor.training import WeightForDx
 
 
 class Stored(NamedTuple):
-    """What the reference quantizes a matrix to."""
+    """A matrix quantized by the reference."""
 
     qdata: Tensor
     scale: Tensor
     per_tensor_scale: Tensor
 
     def values(self, columns=None):
-        """In float64, the per-tensor scale left out."""
+        """Return the decoded values without the per-tensor scale, float64."""
         columns = self.qdata.shape[-1] * 2 if columns is None else columns
         return reference.dequantize(self.qdata, self.scale, None, columns, torch.float32).double()
 
 
 def quantized(x: Tensor, spec: QuantizeSpec, rng_state, stream: int) -> Stored:
-    """x (R, C) by its own amax."""
+    """Quantize x (R, C) by its amax."""
     if spec.is_eden:
         amax = eden.amax(x, rng_state)
     else:
@@ -33,32 +33,35 @@ def quantized(x: Tensor, spec: QuantizeSpec, rng_state, stream: int) -> Stored:
 
 
 def expected_products(x, w, dy, recipe, rng_state):
-    """(left, right) of fprop, dgrad and wgrad, so that each is left @ right^T: :class:`Stored`, or dense."""
+    """Return the operands (left, right) of fprop, dgrad and wgrad, each of which is left @ right^T.
+
+    An operand is :class:`Stored`, or a dense tensor.
+    """
 
     def operand(t, spec, stream):
         return t if spec is None else quantized(t, spec, rng_state, stream)
 
-    of_w = operand(w, recipe.w, 4)
+    w_operand = operand(w, recipe.w, 4)
     if isinstance(recipe.w_for_dx, QuantizeSpec):
         w_for_dx = quantized(w.t(), recipe.w_for_dx, rng_state, 2)
     else:
-        w_for_dx = w if recipe.w_for_dx == WeightForDx.DENSE else of_w
+        w_for_dx = w if recipe.w_for_dx == WeightForDx.DENSE else w_operand
     return {
-        "fprop": (operand(x, recipe.x, 0), of_w),
+        "fprop": (operand(x, recipe.x, 0), w_operand),
         "dgrad": (operand(dy, recipe.dy, 0), w_for_dx),
         "wgrad": (operand(dy.t(), recipe.dy_t, 1), operand(x.t(), recipe.x_t, 3)),
     }
 
 
 def wide(operand, columns=None):
-    """(float64 values, float64 factor) of a stored or a dense operand."""
+    """Return (values, per-tensor scale) of a stored or a dense operand, both float64."""
     if isinstance(operand, Tensor):
         return operand.double(), 1.0
     return operand.values(columns), operand.per_tensor_scale.double()
 
 
 def multiplied(left, right):
-    """left @ right^T of float64 values and factors, and the sum of its summands' magnitudes."""
+    """Return left @ right^T of float64 values and scales, and the sum of its summands' magnitudes."""
     (a, fa), (b, fb) = left, right
     columns = min(a.shape[1], b.shape[1])
     a, b = a[:, :columns], b[:, :columns]

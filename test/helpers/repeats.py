@@ -1,8 +1,8 @@
-"""How often a test repeats itself."""
+"""The number of repetitions in a test."""
 
 import os
 
 
 def times(n: int) -> range:
-    """How often a test does the same again: under a sanitizer, where a product takes a minute, less often."""
+    """Return a range of n repetitions, or fewer under a sanitizer, where a product takes a minute."""
     return range(min(n, int(os.environ.get("NVFP4_TEST_REPEATS", n))))

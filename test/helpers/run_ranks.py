@@ -1,7 +1,7 @@
-"""Runs a function on several ranks of one machine: processes with gloo, or with NCCL on a GPU each.
+"""Run a function on several ranks of one machine: processes with gloo, or with NCCL and one GPU each.
 
-Processes with gloo are forked from a server that has imported torch once. A rank that fails fails the run with its own
-traceback; one that hangs does so when its collective, or the whole run, is out of time.
+Processes with gloo are forked from a server that has imported torch. If a rank fails, the run fails with its traceback.
+If a rank hangs, the run fails when a collective or the run itself times out.
 """
 
 import importlib.util
@@ -31,11 +31,11 @@ on_devices = pytest.mark.parametrize(
         ),
     ],
 )
-"""Two ranks: processes with gloo, and GPUs with NCCL."""
+"""Parametrize a test with two ranks: processes with gloo, and GPUs with NCCL."""
 
 
 def here() -> torch.device:
-    """This rank's device."""
+    """Return this rank's device."""
     return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
@@ -46,17 +46,17 @@ _PRELOADED = [
 
 
 def run_ranks(body: Callable, world: int, *args: Any, device: str = "cpu", seconds: float = 120) -> list:
-    """What ``body(*args)``, a function of a test module, returns on each of ``world`` ranks.
+    """Call ``body(*args)``, a function of a test module, on each of ``world`` ranks and return the results.
 
     Raises:
-        RuntimeError: a rank raised; with the traceback of the first that did, for others fail in its wake.
-        TimeoutError: some rank did not end.
+        RuntimeError: if a rank raised an error; with the traceback of the first one, which makes others fail.
+        TimeoutError: if a rank did not end.
     """
     mp.multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    where = inspect.getfile(body), body.__name__
+    function = inspect.getfile(body), body.__name__
     with tempfile.TemporaryDirectory() as folder:
-        job = (where, world, device, folder, args)
-        method = "forkserver" if device == "cpu" else "spawn"  # a fork cannot use CUDA where its parent has
+        job = (function, world, device, folder, args)
+        method = "forkserver" if device == "cpu" else "spawn"  # a fork cannot use CUDA if its parent did
         context = mp.start_processes(_rank, args=job, nprocs=world, join=False, start_method=method)
         end = time.monotonic() + seconds
         try:
@@ -76,11 +76,11 @@ def _first_error(folder: str) -> str:
     return f"rank {errors[0].stem} raised\n{errors[0].read_text()}" if errors else ""
 
 
-def _rank(rank: int, where: tuple[str, str], world: int, device: str, folder: str, args: tuple) -> None:
+def _rank(rank: int, function: tuple[str, str], world: int, device: str, folder: str, args: tuple) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        body = getattr(_module(where[0]), where[1])
+        body = getattr(_module(function[0]), function[1])
         if device == "cuda":
             torch.cuda.set_device(rank)
         dist.init_process_group(

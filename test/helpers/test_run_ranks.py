@@ -1,4 +1,4 @@
-"""The launcher itself: results in the order of ranks, and the message of the rank that failed first."""
+"""run_ranks returns results in the order of ranks, and raises the error of the rank that failed first."""
 
 import time
 

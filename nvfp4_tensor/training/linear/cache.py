@@ -62,11 +62,13 @@ class WeightCodes:
 
     def put(self, weight: Tensor, spec: QuantizeSpec, operand: Codes) -> None:
         """Replace the cached codes."""
-        self._kept = _Weight(weight, _weight_key(weight, spec), operand)
+        self._kept = _Weight(weight, weight.untyped_storage(), _weight_key(weight, spec), operand)
 
 
 class _Weight(NamedTuple):
     tensor: Tensor
+    storage: UntypedStorage
+    """A reference, so that ``weight.data = ...`` cannot get the same address for new values."""
     key: tuple
     operand: Codes
 

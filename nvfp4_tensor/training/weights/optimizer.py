@@ -208,7 +208,7 @@ def _check_group(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -> N
 def _check_dense(grad: Tensor) -> None:
     if isinstance(grad, NVFP4Tensor) or grad.layout != torch.strided:
         raise RuntimeError(
-            "the gradient of an NVFP4 parameter has to be a dense tensor, as F.linear's backward makes it"
+            "an NVFP4 parameter needs a gradient that is a dense tensor, as F.linear's backward makes it"
         )
 
 

@@ -27,9 +27,7 @@ _CELLS = 1 << 16
 def check_writable(w: NVFP4Tensor, name: str) -> None:
     """Raise a ValueError if :func:`write_back` does not support the tensor."""
     if w.spec.hadamard_sign is not None:
-        raise ValueError(
-            f"{name} holds Hadamard-transformed values, but updates do not: quantize without hadamard_sign"
-        )
+        raise ValueError(f"{name} holds Hadamard-transformed values, updates do not: quantize without hadamard_sign")
     if w.transposed:
         raise ValueError(f"{name} is a transposed view: pass the tensor that it was made from")
     if w.aliasing != Aliasing.WHOLE:
@@ -141,7 +139,7 @@ def _with_exponent(old: Tensor, largest: Tensor, grown: Tensor) -> Tensor:
 
 
 def _free_exponents(scale: Tensor, per_tensor_scale: Tensor) -> Tensor:
-    """Return how often the block scales of each per-tensor scale can double within e4m3; negative if they must halve."""
+    """Return how often the block scales of a per-tensor scale can double within e4m3; negative if they must halve."""
     groups = per_tensor_scale.reshape(-1)
     top = scale.nan_to_num(0.0).view(len(groups), -1).amax(dim=1)
     shift = torch.frexp(top.new_full((), E4M3_MAX) / top)[1] - 1
