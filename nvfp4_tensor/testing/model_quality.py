@@ -38,7 +38,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The average bits per element of the quantized linears, and perplexity, of b with ``dense_layers`` linears of a."""
+    """Bits per element, averaged over the quantized linears, and perplexity of b with ``dense_layers`` linears of a."""
 
     dense_layers: int
     bits: float

@@ -78,7 +78,7 @@ def mean_z(deviation: float, variance: float, largest: float) -> float:
 
 
 def chi_square(check: str, samples: Tensor, bins: int) -> Finding:
-    """Test samples (integers 0..bins-1) for equal probabilities by chi-square, in Wilson and Hilferty's approximation."""
+    """Test samples (integers 0..bins-1) for equal probabilities by chi-square (Wilson and Hilferty's approximation)."""
     n = samples.numel()
     counts = torch.bincount(samples.flatten().long(), minlength=bins).double()
     statistic = ((counts - n / bins).square().sum() / (n / bins)).item()

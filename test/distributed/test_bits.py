@@ -1,4 +1,4 @@
-"""Codes and random bits that do not know the ranks: each has those of its piece of the whole, for every recipe."""
+"""Codes and random bits are independent of the number of ranks, for every recipe."""
 
 import re
 
@@ -124,7 +124,7 @@ def codes_are_those_of_one_rank(how):
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("how", ["tokens", "outputs", "inputs"])
-def test_codes_are_those_of_one_rank(how, world):
+def test_codes_equal_those_of_one_rank(how, world):
     """Every operand of every product, bit for bit; y, dx and dw up to the order of sums."""
     run_ranks(codes_are_those_of_one_rank, world, how)
 
@@ -185,14 +185,14 @@ def gradients_of_a_shared_input(how, seeded):
 
 
 @pytest.mark.parametrize("how, seeded", [("outputs", True), ("outputs", False), ("inputs", True), ("tokens", True)])
-def test_linears_of_one_input_draw_as_on_one_rank(how, seeded):
+def test_linears_with_one_input_have_the_random_bits_of_one_rank(how, seeded):
     run_ranks(gradients_of_a_shared_input, 2, how, seeded)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("how", ["tokens", "outputs", "inputs"])
-def test_codes_on_two_gpus_are_those_of_one(how):
+def test_codes_on_two_gpus_equal_those_of_one(how):
     run_ranks(codes_are_those_of_one_rank, 2, how, device="cuda")
 
 
@@ -207,7 +207,7 @@ def model_of(recipe, seed=7):
 
 
 def losses(recipe, engine, total):
-    """Of a few steps over the ranks at hand; tokens of the whole step divided among them."""
+    """Return the losses of a few steps, whose tokens are divided among the ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(here().type, (world,))
     model = model_of(recipe).to(here())
@@ -275,15 +275,15 @@ def a_draw_is_a_seed_a_name_and_a_step():
     return x, grads[0]
 
 
-def test_a_draw_is_a_seed_a_name_and_a_step():
+def test_random_bits_depend_on_seed_name_and_step():
     (x, one), (_, other) = run_ranks(a_draw_is_a_seed_a_name_and_a_step, 2)
     assert torch.equal(one, other) and x.shape == (32, 64)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def refusal(case):
+def error_of(case):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     rank = dist.get_rank()
     model = model_of(
@@ -332,6 +332,6 @@ def quantized_linear(columns, rows):
         ("step", "RuntimeError: 0 has no seed: call distributed.seed_rounding"),
     ],
 )
-def test_refused_on_every_rank(case, message):
-    for said in run_ranks(refusal, 2, case):
-        assert re.match(message, said), said
+def test_errors_are_raised_on_every_rank(case, message):
+    for error in run_ranks(error_of, 2, case):
+        assert re.match(message, error), error

@@ -63,7 +63,7 @@ def loads_plain(folder):
 
 
 @pytest.mark.parametrize("ways", [(2, 1), (2, 4), (1, 2)], ids=str)
-def test_plain_parts_go_to_any_number_of_ranks(ways, tmp_path):
+def test_plain_tensors_load_on_any_number_of_ranks(ways, tmp_path):
     saving, loading = ways
     run_ranks(saves, saving, str(tmp_path), True)
     run_ranks(loads_plain, loading, str(tmp_path))
@@ -145,7 +145,7 @@ def test_columns_over_ranks(tmp_path):
     run_ranks(reshards_columns, 4, str(tmp_path), False)
 
 
-# --- saved beside the training ---------------------------------------------------------------------------------------
+# --- saved during training -------------------------------------------------------------------------------------------
 
 
 def saved_asynchronously(kind, folder):

@@ -156,7 +156,7 @@ def test_autocast(kind, sequence):
 
 
 def _of_edge(case):
-    """A model whose sequences travel in another way for each case."""
+    """Return a model whose sequences are gathered differently in each case."""
     if case == "weight alone":
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).bfloat16()
@@ -192,7 +192,7 @@ def edges(case):
         return str(error)
 
 
-def test_no_sequence_at_all():
+def test_an_empty_sequence():
     assert run_ranks(edges, 2, "empty") == [(0, 48, WIDTH)] * 2
 
 
@@ -207,9 +207,9 @@ def test_no_sequence_at_all():
         ("dtensor", "has 95 tokens .* 2 ranks"),
     ],
 )
-def test_unequal_pieces_are_an_error_before_they_travel(case, message):
-    for said in run_ranks(edges, 2, case):
-        assert re.search(message, said), said
+def test_unequal_shards_raise_before_they_are_sent(case, message):
+    for error in run_ranks(edges, 2, case):
+        assert re.search(message, error), error
 
 
 # --- accumulation, and several models --------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_accumulation_with_gathered_codes(world):
 
 
 def without_sync():
-    """DDP's no_sync: nothing travels but for the last micro-batch, whose reduction as NVFP4 has the sum of all."""
+    """With DDP's no_sync, only the last micro-batch communicates, and reduces the sum of all gradients in NVFP4."""
     models = [DistributedDataParallel(trained(seeded=False)) for _ in range(2)]
     reduction = distributed.reduce_gradients_in_nvfp4(models[1])
     sent = []
@@ -311,7 +311,7 @@ def through_a_checkpoint(source, target):
     return model(torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16())
 
 
-def test_tied_weights_go_from_two_ranks_to_one_to_four(tmp_path):
+def test_tied_weights_load_on_other_numbers_of_ranks(tmp_path):
     first, second = str(tmp_path / "two"), str(tmp_path / "one")
     two = run_ranks(through_a_checkpoint, 2, None, first)
     one = run_ranks(through_a_checkpoint, 1, first, second)

@@ -63,12 +63,12 @@ def trained():
 
 
 @on_devices
-def test_trained_linears_stay_alike(device):
+def test_trained_linears_stay_equal_on_all_ranks(device):
     one, other = run_ranks(trained, 2, device=device)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))
 
 
-def refused(case):
+def error_of(case):
     model = make(0, block_rows=16 if case == "specs" and dist.get_rank() else 1)
     if case == "trained":
         model[0].weight.requires_grad_()
@@ -82,6 +82,6 @@ def refused(case):
     ("case", "message"),
     [("specs", "weight of '0.weight' is .*1x16.* on rank 0 and .*16x16"), ("trained", "'0.weight'")],
 )
-def test_refused_on_every_rank(case, message):
-    for said in run_ranks(refused, 2, case):
-        assert re.search(message, said), said
+def test_errors_are_raised_on_every_rank(case, message):
+    for error in run_ranks(error_of, 2, case):
+        assert re.search(message, error), error

@@ -100,7 +100,7 @@ def amax_refused(activation, calibrated):
     ("activation", "calibrated", "message"),
     [(None, False, "are dense"), (QuantizeSpec(row_scaled=True), False, "per row"), (QuantizeSpec(), True, "calibr")],
 )
-def test_experts_without_an_amax_of_each_call_are_refused(activation, calibrated, message):
+def test_experts_that_do_not_need_share_amax_raise(activation, calibrated, message):
     (said,) = run_ranks(amax_refused, 1, activation, calibrated)
     assert message in said
 
@@ -114,7 +114,7 @@ def rows_behind_the_last():
     return share_amax(experts, rows, ends(torch.tensor([2, 2])), mesh).activation_amax.item()
 
 
-def test_the_amax_is_that_of_all_ranks_rows():
+def test_the_amax_covers_the_rows_of_all_ranks():
     assert run_ranks(rows_behind_the_last, 2) == [2.0, 2.0]
 
 
@@ -176,11 +176,11 @@ def pieces_of_experts():
 
 
 @on_devices
-def test_each_rank_has_a_piece_of_every_expert(device):
+def test_every_expert_is_sharded_over_the_ranks(device):
     run_ranks(pieces_of_experts, 2, device=device)
 
 
-def test_each_expert_has_bits_of_its_own():
+def test_each_expert_has_its_own_random_bits():
     """With one state, experts of equal weights and rows draw apart, and each the same wherever it stands."""
     torch.manual_seed(0)
     w, x = torch.randn(1, N, K).repeat(2, 1, 1).requires_grad_(), torch.randn(16, K).repeat(2, 1)

@@ -61,9 +61,9 @@ def writes_between_forwards(codes):
                 model.reshard()
 
 
-def test_gathered_as_they_are():
+def test_dense_gather_of_changed_shards():
     run_ranks(writes_between_forwards, 2, False)
 
 
-def test_gathered_as_codes():
+def test_codes_gather_of_changed_shards():
     run_ranks(writes_between_forwards, 2, True)

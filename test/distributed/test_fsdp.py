@@ -1,4 +1,4 @@
-"""FSDP2 with frozen NVFP4 weights: what one rank computes, bit for bit, and how many bytes travel for it."""
+"""FSDP2 with frozen NVFP4 weights: results equal those of one rank, bit for bit; bytes sent are counted."""
 
 import copy
 import re
@@ -27,7 +27,7 @@ CONFIGS = {
 
 
 class LoRA(nn.Module):
-    """A frozen linear with a small trained one beside it."""
+    """A frozen linear with a small trained one."""
 
     def __init__(self, columns, rows):
         super().__init__()
@@ -90,22 +90,22 @@ def steps_are_those_of_one_rank(config, sizes, reshard):
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        ("weight only", (64, 512, 48)),  # whole tiles of scales travel, and rows of them
+        ("weight only", (64, 512, 48)),  # scales are sent in complete tiles, and in rows
         ("weight only", (50, 512, 256)),  # columns that end within a block
         ("16x16", (64, 256, 64)),
         ("w4a4", (64, 96, 512)),
     ],
 )
-def test_steps_are_those_of_one_rank(config, sizes, device):
+def test_steps_equal_those_of_one_rank(config, sizes, device):
     """Forward and gradients equal in all bits, and after training the codes are what they were."""
     run_ranks(steps_are_those_of_one_rank, 2, config, sizes, True, device=device)
 
 
-def test_steps_on_four_ranks_that_keep_the_whole():
+def test_steps_on_four_ranks_without_resharding():
     run_ranks(steps_are_those_of_one_rank, 4, "weight only", (64, 512, 48), False)
 
 
-def bytes_that_travel():
+def bytes_sent():
     sent = []
     real = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
@@ -121,18 +121,18 @@ def bytes_that_travel():
 
 
 @pytest.mark.parametrize("world", [2, 8])
-def test_bytes_that_travel(world):
-    """4.5 bits an element, whether its scales travel in tiles (2 ranks) or in rows (8): 0.28125 of bfloat16's.
+def test_bytes_sent(world):
+    """4.5 bits per element, whether scales are sent in tiles (2 ranks) or in rows (8): 0.28125 of bfloat16's.
 
     And the per-tensor scale, to be compared.
     """
-    assert run_ranks(bytes_that_travel, world) == [[512 // world * 256 * 9 // 16 + 4]] * world
+    assert run_ranks(bytes_sent, world) == [[512 // world * 256 * 9 // 16 + 4]] * world
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_bytes_that_travel_between_gpus():
-    assert run_ranks(bytes_that_travel, 2, device="cuda") == [[256 * 256 * 9 // 16 + 4]] * 2
+def test_bytes_sent_between_gpus():
+    assert run_ranks(bytes_sent, 2, device="cuda") == [[256 * 256 * 9 // 16 + 4]] * 2
 
 
 def holds_its_shard_once():
@@ -149,8 +149,8 @@ def holds_its_shard_once():
     return sizes, [part.untyped_storage().size() for part in (gathered.qdata, gathered.scale)]
 
 
-def test_a_shard_is_held_once_and_the_whole_is_freed():
-    """A root keeps the whole after the forward; then its codes and its swizzled scales are freed."""
+def test_a_shard_is_stored_once_and_the_full_weight_is_freed():
+    """A root keeps the full weight after the forward; then its codes and its swizzled scales are freed."""
     assert run_ranks(holds_its_shard_once, 2) == [([96 * 128, 128 * 16], [0, 0])] * 2
 
 
@@ -185,7 +185,7 @@ def test_cpu_offload(device):
 
 
 def mixes_precisions():
-    """float32 parameters and norms beside codes: the gathered weight decodes to the dtype of the products."""
+    """float32 parameters and norms together with codes: the gathered weight decodes to the dtype of the products."""
     model = nn.Sequential(LoRA(64, 96), nn.LayerNorm(96), LoRA(96, 32)).to(here())
     quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith("base"))
     alone = copy.deepcopy(model).bfloat16()
@@ -264,10 +264,10 @@ def test_shards_of_different_scales_are_an_error():
         assert "different per-tensor scales" in first and "is a shard of an NVFP4 weight" in second
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def refusal_of(case):
+def error_of(case):
     rows = {"rows": 49}.get(case, 64)
     linear = nn.Linear(64, rows, bias=False).bfloat16().requires_grad_(False)
     if case.startswith("trained"):
@@ -295,8 +295,8 @@ def refusal_of(case):
         ("trained, groups", 4, r"NVFP4TrainingLinear\(.* resharded to groups of 2 of 4 ranks"),
     ],
 )
-def test_refused_on_every_rank_before_anything_travels(case, world, message):
-    for said in run_ranks(refusal_of, world, case):
+def test_errors_are_raised_on_every_rank_before_communication(case, world, message):
+    for said in run_ranks(error_of, world, case):
         assert re.search(message, said), said
 
 
@@ -311,7 +311,7 @@ def broadcasts_from_rank_0():
         return str(error)
 
 
-def test_a_state_dict_of_rank_0_alone_is_an_error_and_no_crash():
+def test_a_state_dict_only_on_rank_0_raises():
     """Rank 0 says why, before it sends what would end the process of a rank with dense buffers."""
     with pytest.raises(RuntimeError, match=r"(?s)rank 0 raised.*broadcast_from_rank0=True makes dense buffers"):
         run_ranks(broadcasts_from_rank_0, 2)

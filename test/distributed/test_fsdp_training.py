@@ -1,4 +1,4 @@
-"""FSDP2 of weights that train: codes travel, and they are those that one rank makes of the whole weight."""
+"""FSDP2 of weights that train: it gathers codes, which equal those of the full weight on one rank."""
 
 import copy
 import io
@@ -55,7 +55,7 @@ def every_recipe():
 
 
 @on_devices
-def test_gathered_codes_are_those_of_the_whole(device):
+def test_gathered_codes_equal_those_of_the_full_weight(device):
     run_ranks(every_recipe, 2, device=device)
 
 
@@ -100,8 +100,8 @@ def count_all_gathers():
 
 @on_devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_run_is_that_of_the_dense_gather(dtype, device):
-    """All bits of weights and gradients, from 0.28 of the bytes (biases travel as they are)."""
+def test_a_run_equals_one_with_a_dense_gather(dtype, device):
+    """Weights and gradients are equal bit for bit, with 0.28 of the bytes (biases are gathered dense)."""
     dense, by_weight, batched = (
         run_ranks(trains, 2, codes, precompute, dtype, device=device)[0]
         for codes, precompute in ((False, False), (True, False), (True, True))
@@ -175,7 +175,7 @@ def a_changed_weight_is_seen():
     assert torch.equal(y, alone(x))
 
 
-def test_an_amax_out_of_date_is_not_used():
+def test_an_outdated_amax_is_not_used():
     run_ranks(a_changed_weight_is_seen, 2)
 
 
@@ -196,7 +196,7 @@ def test_a_copy_has_the_amax_of_its_shard():
     run_ranks(a_copy_has_the_amax, 2)
 
 
-def refusal(case):
+def error_of(case):
     other = case == "ranks" and dist.get_rank() == 1
     model = make("unbiased" if other else "nvidia", hidden=72 if case == "blocks" else 64)
     if case == "recipe":
@@ -223,6 +223,6 @@ def refusal(case):
         ("blocks", r"the weight of \w*NVFP4TrainingLinear\(.*\) has 36 rows .* 2 ranks, .* not a multiple of the 16"),
     ],
 )
-def test_refused_on_every_rank(case, message):
-    for said in run_ranks(refusal, 2, case):
-        assert re.search(message, said), said
+def test_errors_are_raised_on_every_rank(case, message):
+    for error in run_ranks(error_of, 2, case):
+        assert re.search(message, error), error

@@ -141,7 +141,7 @@ def both(cases):
 
 
 @on_devices
-def test_runs_are_those_of_the_dense_gather(device):
+def test_runs_equal_those_with_a_dense_gather(device):
     for wrong in run_ranks(both, 2, CASES, device=device):
         assert not wrong, wrong
 
@@ -171,7 +171,7 @@ def tied_to_others(case):
         ("recipes", "the weights of a and b are tied, but their recipes"),
     ],
 )
-def test_weights_tied_to_what_takes_no_codes_are_refused(case, message):
+def test_weights_tied_to_modules_without_codes_raise(case, message):
     assert re.search(message, tied_to_others(case))
 
 
@@ -183,7 +183,7 @@ def sixty_four_rows():
     return str(raised.value)
 
 
-def test_what_to_pad_to_has_whole_blocks_on_each_rank():
+def test_the_suggested_padding_gives_complete_blocks_per_rank():
     for said in run_ranks(sixty_four_rows, 3):
         assert "has 64 rows, which 3 ranks cannot share evenly: pad them to 96" in said
 

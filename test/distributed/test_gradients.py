@@ -1,4 +1,4 @@
-"""Gradients that travel as NVFP4: what arrives, what it weighs, that it is unbiased; by FSDP2 and by DDP."""
+"""Reduction of gradients in NVFP4 with FSDP2 and DDP: values, bytes, and unbiasedness."""
 
 import copy
 
@@ -24,20 +24,20 @@ UNCLIPPED = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pieces, columns", [(1, 1), (2, 8192), (2, 8193), (3, 100), (4, 24_592)])
-def test_a_message_holds_the_piece_as_the_contract_quantizes_it(pieces, columns, dtype):
-    x = torch.randn(pieces, columns).to(dtype) * 1e-3
+@pytest.mark.parametrize("chunks, columns", [(1, 1), (2, 8192), (2, 8193), (3, 100), (4, 24_592)])
+def test_a_message_has_the_codes_of_the_contract(chunks, columns, dtype):
+    x = torch.randn(chunks, columns).to(dtype) * 1e-3
     state = torch.tensor([7, 3])
     messages = encode(x, state)
     tiles = -(-columns // 8192)
-    assert messages.shape == (pieces, tiles * (4096 + 512) + 16)
+    assert messages.shape == (chunks, tiles * (4096 + 512) + 16)
     padded = nn.functional.pad(x, (0, tiles * 8192 - columns)).view(-1, 64)
-    whole = quantize(padded, UNCLIPPED, rng_state=state).dequantize(torch.float32).view(pieces, -1)[:, :columns]
+    whole = quantize(padded, UNCLIPPED, rng_state=state).dequantize(torch.float32).view(chunks, -1)[:, :columns]
     assert torch.equal(torch.stack([decode(message, columns) for message in messages]), whole)
     assert torch.equal(decoded_sum(messages, columns), sum(whole[1:], start=whole[0]))
 
 
-def test_nan_and_infinity_arrive():
+def test_nan_and_infinity_are_kept():
     x = torch.ones(2, 100)
     x[0, 3], x[1, 50] = float("nan"), float("inf")
     total = decoded_sum(encode(x, torch.tensor([0, 0])), 100)
@@ -132,7 +132,7 @@ def test_both_ranks_have_the_same_mean(body, device):
     assert torch.equal(one, other)
 
 
-def refused():
+def raises_errors():
     model = make()
     with pytest.raises(ValueError, match="neither sharded by fully_shard nor a DistributedDataParallel"):
         reduce_gradients_in_nvfp4(model)
@@ -143,8 +143,8 @@ def refused():
     return True
 
 
-def test_what_cannot_be_reduced_is_refused():
-    assert all(run_ranks(refused, 2))
+def test_unsupported_reductions_raise():
+    assert all(run_ranks(raises_errors, 2))
 
 
 def reduced_alone(dtype, columns):
@@ -168,5 +168,5 @@ def reduced_alone(dtype, columns):
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 8192), (torch.float32, 8193)])
-def test_a_piece_is_summed_divided_and_cast(dtype, columns, world):
+def test_a_chunk_is_summed_divided_and_cast(dtype, columns, world):
     run_ranks(reduced_alone, world, dtype, columns)

@@ -82,7 +82,7 @@ def rowwise_codes(config, compiled):
 
 @on_devices
 @pytest.mark.parametrize("config", CONFIGS)
-def test_activations_of_a_rowwise_plan_have_the_codes_of_one_process(config, device):
+def test_activations_of_a_rowwise_plan_equal_one_process(config, device):
     assert run_ranks(rowwise_codes, 2, config, False, device=device) == [(96, 128)] * 2
 
 
@@ -142,13 +142,13 @@ def differing(case):
         ),
     ],
 )
-def test_ranks_that_differ_are_refused_before_anything_travels(case, message):
-    for said in run_ranks(differing, 2, case):
-        assert re.search(message, said), said
+def test_ranks_that_differ_raise_before_communication(case, message):
+    for error in run_ranks(differing, 2, case):
+        assert re.search(message, error), error
 
 
 def three_ranks():
-    """Inputs of 64 do not divide by 3 in blocks, and are refused; outputs of 6 do."""
+    """3 ranks cannot share 64 inputs in blocks, but they can share 6 outputs."""
     mesh = init_device_mesh("cpu", (3,))
     model = nn.Sequential(nn.Linear(64, 6), nn.Linear(64, 96)).requires_grad_(False)
     quantize_(model, NVFP4WeightOnlyConfig())

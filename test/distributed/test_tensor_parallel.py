@@ -26,7 +26,7 @@ TOLERANCES = {"weight only": 0.01, "w4a4": 0.1}
 
 
 def error(a, b):
-    """Relative, of the whole."""
+    """Return the relative error over the full tensor."""
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 

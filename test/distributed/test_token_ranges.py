@@ -79,7 +79,7 @@ def step(model, x, dy):
 
 
 def equal_at(found, expected, tokens, name):
-    """Operands of x and of dy, and of their transposes, at tokens of the whole."""
+    """Compare the operands of x, dy and their transposes at global token offsets."""
     assert len(found) == len(expected) > 0, name
     for i, (mine, whole) in enumerate(zip(found, expected, strict=True)):
         for dim, (part, of_whole) in enumerate(zip(mine, whole, strict=True)):
@@ -155,7 +155,7 @@ def plan():
     return {"0": distributed.NVFP4ColwiseParallel(input_layouts=Shard(1))}
 
 
-def sequences_travel_as_codes():
+def gather_sequences_as_codes():
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(here().type, (world,))
     batch, sequence = 2, 128 * world
@@ -174,10 +174,10 @@ def sequences_travel_as_codes():
 
 @on_devices
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_sequence_that_travels_as_codes_has_those_of_one_process(world, device):
+def test_a_sequence_gathered_as_codes_equals_one_process(world, device):
     if device == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    run_ranks(sequences_travel_as_codes, world, device=device)
+    run_ranks(gather_sequences_as_codes, world, device=device)
 
 
 class Sent(TorchDispatchMode):
@@ -275,10 +275,10 @@ def test_compiled():
     run_ranks(compiled, 2)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def refusal(case):
+def error_of(case):
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     model = linear("accurate_eden" if case == "blocks" else "nvidia")
@@ -302,6 +302,6 @@ def refusal(case):
         ("blocks", r"x\^T has (32|64) columns in a range of one of 2 ranks.* 128"),
     ],
 )
-def test_refused_on_every_rank(case, message):
-    for said in run_ranks(refusal, 2, case):
-        assert re.search(message, said), said
+def test_errors_are_raised_on_every_rank(case, message):
+    for error in run_ranks(error_of, 2, case):
+        assert re.search(message, error), error

@@ -7,7 +7,7 @@ from helpers.bigram import Bigram
 from nvfp4_tensor.testing.model_quality import perplexity
 
 
-def test_perplexity_is_that_of_the_known_odds_and_windows_are_apart():
+def test_perplexity_matches_known_odds_in_independent_windows():
     ticks = []
     right = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])  # every next token has probability 5/8
     assert perplexity(Bigram(), right, 4, lambda: ticks.append(1)) == pytest.approx(8 / 5)

@@ -53,7 +53,7 @@ def test_a_wrong_product_leaves_the_bound(monkeypatch):
         assert check.differing > check.elements / 2
 
 
-def test_bits_are_what_is_compared():
+def test_results_are_compared_bit_for_bit():
     x = torch.tensor([0.0, 1.0, float("nan")])
     assert selftest.differing_bits(x, x.clone()) == 0
     assert selftest.differing_bits(x, torch.tensor([-0.0, 1.0, 2.0])) == 2
@@ -61,7 +61,7 @@ def test_bits_are_what_is_compared():
     assert selftest.differing_bits(x, x[:2]) == 3
 
 
-def test_the_bound_takes_a_rounded_sum_and_refuses_the_next_number():
+def test_the_bound_accepts_a_rounded_sum_and_rejects_the_next_number():
     a, b = torch.ones(1, 16, dtype=torch.float64), torch.full((16, 1), 1 / 3, dtype=torch.float64)
     y = (a @ b).to(torch.bfloat16)
     assert selftest.outside_bound(y, a, b) == 0

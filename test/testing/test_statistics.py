@@ -58,19 +58,19 @@ def test_bias(spec: QuantizeSpec, device: str) -> None:
 
 
 @of_each_width
-def test_errors_of_one_draw_are_uncorrelated(spec: QuantizeSpec, device: str) -> None:
+def test_errors_within_a_tensor_are_uncorrelated(spec: QuantizeSpec, device: str) -> None:
     """About 9e5 pairs a lag, so that a correlation of 0.008 shows: blocks, rows, columns, 256-row periods."""
     assert_sound(statistics.correlations(op_rounder(spec), spec.random_bits, 1024, 1024, sow(device)))
 
 
 @of_each_width
-def test_two_draws_are_uncorrelated(spec: QuantizeSpec, device: str) -> None:
+def test_errors_of_two_roundings_are_uncorrelated(spec: QuantizeSpec, device: str) -> None:
     """491,520 pairs each: successive calls, other seeds, the other stream, other shards."""
     assert_sound(statistics.draws(op_rounder(spec), spec.random_bits, 1024, 512, sow(device)))
 
 
 @of_each_width
-def test_row_and_transposed_draw_are_uncorrelated(spec: QuantizeSpec, device: str) -> None:
+def test_errors_of_a_tensor_and_its_transpose_are_uncorrelated(spec: QuantizeSpec, device: str) -> None:
     """589,824 elements, by element and by place in memory."""
     assert_sound(statistics.transposed(op_pair(spec), spec.random_bits, 768, sow(device)))
 
@@ -80,7 +80,7 @@ def test_bits_are_the_contracts_and_uniform(device: str) -> None:
     assert_sound(statistics.bits(op_rounder(STOCHASTIC), 512, 1024, device))
 
 
-def test_drawn_states_are_independent(device: str) -> None:
+def test_sampled_states_are_independent(device: str) -> None:
     """What the generator hands to successive calls: 61,440 pairs, and the same again under the same seed."""
     like = torch.empty((), device=device)
     torch.manual_seed(5)
@@ -95,8 +95,8 @@ def test_drawn_states_are_independent(device: str) -> None:
 
 @given(rows=st.integers(1, 70), columns=st.integers(1, 150), wide=st.booleans(), seed=st.integers(-(2**63), 2**63 - 1))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_shards_of_any_shape_reproduce_the_whole(device: str, rows: int, columns: int, wide: bool, seed: int) -> None:
-    """Exact: each piece, cut at any row and any multiple of 16 columns, gets the codes it has in the whole."""
+def test_shards_of_any_shape_equal_the_full_tensor(device: str, rows: int, columns: int, wide: bool, seed: int) -> None:
+    """Each shard, from any row and any multiple of 16 columns on, has the codes of the full tensor."""
     spec = STOCHASTIC if wide else SPECS["8 bits"]
     v = statistics.Probe.uniform(rows, columns, sow(device, seed & 0xFFFF)).values
     state = rng_state(seed, -seed - 1, device)
@@ -215,7 +215,7 @@ def test_z_of_counts_is_exact_at_the_ends() -> None:
 
 
 @pytest.mark.parametrize("x", [4.5, -5.9999995])
-def test_another_expectation_is_told_apart(x: float) -> None:
+def test_a_wrong_expectation_is_detected(x: float) -> None:
     """Two resolutions too low or three too high are seen, so are 8 bits in place of 16, and a scale 1e-4 off."""
     lower, upper = math.copysign(4, x), math.copysign(6, x)
     p = math.floor((abs(x) - 4) / 2 * 65536) / 65536

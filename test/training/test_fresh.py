@@ -171,7 +171,7 @@ def test_an_average_of_weights_swaps_in_and_out():
             p.data, q.data = q.data, p.data
 
 
-def test_functional_call_by_weights_that_come_and_go():
+def test_functional_call_with_temporary_weights():
     torch.manual_seed(0)
     linear, x = linear_of(), torch.randn(16, 32)
     for _ in range(5):
@@ -208,7 +208,7 @@ def test_an_activation_written_between_two_linears(write):
 
 
 @pytest.mark.parametrize("write", UNSEEN.values(), ids=UNSEEN)
-def test_the_remedy_for_what_an_activation_does_not_show(write):
+def test_a_view_of_a_written_activation_is_quantized_again(write):
     """The guide's: another tensor object. A dense layer before such a write has a wrong gradient, unnoticed."""
     torch.manual_seed(0)
     first, second = linear_of(), linear_of()
@@ -234,7 +234,7 @@ def test_compiled_on_a_buffer(write):
 
 
 @pytest.mark.parametrize("write", (OF_MODULES | WRITES).values(), ids=OF_MODULES | WRITES)
-def test_writes_that_show_even_where_the_caller_says_that_there_are_none(write):
+def test_reuse_weight_codes_detects_some_writes(write):
     torch.manual_seed(0)
     linear, x = linear_of(), torch.randn(16, 32)
     write = write if write in OF_MODULES.values() else lambda linear, new, w=write: w(linear.weight, new)

@@ -1,4 +1,4 @@
-"""Every kind of adapter that peft has: merged as it was apart, within rounding, or refused by name, unchanged."""
+"""Every kind of adapter in peft is merged, within rounding, or raises an error and leaves the model unchanged."""
 
 import copy
 import random
@@ -215,7 +215,7 @@ def check_merged(model):
     assert (outputs(merged) - apart).norm() < tolerance * apart.norm()
 
 
-def check_refused(model, message):
+def check_raises(model, message):
     apart, state = outputs(model), copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
         merge_lora(model, seed=0)
@@ -233,13 +233,13 @@ def test_merged(kind):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused(kind):
+def test_errors_leave_the_model_unchanged(kind):
     make, message = REFUSED[kind]
-    check_refused(make(), message)
+    check_raises(make(), message)
 
 
 def drawn(seed):
-    """A model with adapters of any kinds together; peft's error, if it refuses them."""
+    """Return a model with several kinds of adapters, or peft's error if it does not support them."""
     draw = random.Random(seed)
 
     def some(values, least=0):
@@ -269,14 +269,14 @@ def drawn(seed):
 
 
 def check_drawn(seed):
-    """Whether the model was merged, and not refused."""
+    """Whether merging the model raised no error."""
     model = drawn(seed)
     if isinstance(model, Exception):
         return False
     try:
         merge_lora(copy.deepcopy(model), seed=0)
     except ValueError:
-        check_refused(model, "")
+        check_raises(model, "")
         return False
     check_merged(model)
     return True

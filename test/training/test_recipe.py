@@ -101,13 +101,13 @@ def test_recipes_are_values(recipe):
         (dict(x=HADAMARD, w=HADAMARD, w_for_dx=WeightForDx.EXACT), "transformed along its rows.*w_for_dx=DENSE"),
     ],
 )
-def test_recipes_that_cannot_be(fields, message):
+def test_invalid_recipes_raise(fields, message):
     with pytest.raises(ValueError, match=message):
         Recipe(**fields)
 
 
 @pytest.mark.parametrize("fields", [dict(x="nearest"), dict(w=True), dict(w_for_dx=None), dict(w_for_dx="codes")])
-def test_fields_of_another_kind(fields):
+def test_fields_of_the_wrong_type_raise(fields):
     with pytest.raises(TypeError, match=f"{next(iter(fields))} of recipe 'custom' is a "):
         Recipe(**fields)
 
@@ -200,7 +200,7 @@ def test_set_recipe_switches_each_half_alone_and_back():
     assert dense_halves() == (False, False) and linear.active_recipe == nvidia
 
 
-def test_a_dense_forward_quantizes_the_weight_for_dgrad_as_the_forward_had():
+def test_a_dense_forward_keeps_the_weight_of_dgrad():
     x, w, dy = torch.randn(16, 32, requires_grad=True), torch.randn(48, 32), torch.randn(16, 48)
     gradients = []
     for recipe in (RECIPES["nvidia"], RECIPES["nvidia"].dense_forward()):

@@ -108,7 +108,7 @@ def test_every_pair(optimizer, scheduler, seed):
     check(optimizer, scheduler, seed)
 
 
-def test_none_is_left_out():
+def test_all_schedulers_and_optimizers_are_listed():
     def of(module, base):
         return {name for name, kind in vars(module).items() if inspect.isclass(kind) and issubclass(kind, base)}
 

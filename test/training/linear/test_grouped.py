@@ -124,7 +124,7 @@ def test_autocast_and_no_rows(experts):
         (dict(recipe="x"), "unknown recipe"),
     ],
 )
-def test_refused(experts, change, message):
+def test_errors(experts, change, message):
     x, w, offs = experts
     offs = torch.tensor(change.pop("offs"), dtype=torch.int32) if "offs" in change else offs
     arguments = dict(x=x, weight=w, offs=offs) | change

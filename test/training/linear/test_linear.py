@@ -23,13 +23,13 @@ MORE = (
     RECIPES["nvidia"].dense_forward(),
     RECIPES["nvidia"].dense_backward(),
     RECIPES["accurate_eden"].dense_forward(),
-    Recipe(name="all anew", x=STOCHASTIC, w=STOCHASTIC, dy=STOCHASTIC, w_for_dx=STOCHASTIC, dy_t=STOCHASTIC,
+    Recipe(name="all stochastic", x=STOCHASTIC, w=STOCHASTIC, dy=STOCHASTIC, w_for_dx=STOCHASTIC, dy_t=STOCHASTIC,
            x_t=STOCHASTIC.replace(scale_rounding="up")),
     Recipe(name="all EDEN", dy=EDEN, w_for_dx=EDEN, dy_t=EDEN, x_t=EDEN),
     Recipe(name="dy alone", dy=STOCHASTIC),
     Recipe(name="dy^T alone", x=QuantizeSpec(), dy_t=STOCHASTIC),
     Recipe(name="x^T alone", x_t=QuantizeSpec()),
-    Recipe(name="EDEN beside a dense weight", dy=EDEN),
+    Recipe(name="EDEN with a dense weight", dy=EDEN),
 )  # fmt: skip
 ALL = [*RECIPES.values(), *MORE]
 
@@ -191,7 +191,7 @@ def test_inputs_of_any_rank(shape):
     assert torch.equal(y.reshape(-1, 48), rows)
 
 
-def test_gradients_that_views_and_expansions_are():
+def test_gradients_that_are_views_or_expanded():
     x, w, _, _ = case(dtype=torch.float32)
     results = []
     for strided in (False, True):
@@ -207,7 +207,7 @@ def test_gradients_that_views_and_expansions_are():
 # --- what is asked for -----------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_made_for_a_backward_that_will_not_come():
+def test_without_a_backward_only_the_forward_is_quantized():
     x, w, bias, _ = case()
     for trained in (True, False):  # a checkpoint's first run draws without a gradient, as its second does with one
         x, w, bias = (t.requires_grad_(trained) for t in (x, w, bias))
@@ -217,7 +217,7 @@ def test_nothing_is_made_for_a_backward_that_will_not_come():
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_only_the_gradients_asked_for_are_computed(frozen):
+def test_only_needed_gradients_are_computed(frozen):
     x, w, _, dy = case()
     x, w = (x.detach(), w) if frozen == "x" else (x, w.detach())
     with Ops() as ops:
@@ -228,7 +228,7 @@ def test_only_the_gradients_asked_for_are_computed(frozen):
     assert (x.grad is None) == (frozen == "x") and (w.grad is None) == (frozen == "weight")
 
 
-def test_a_frozen_side_does_not_change_the_others_bits():
+def test_freezing_one_tensor_does_not_change_the_other_gradient():
     x, w, _, dy = case()
     torch.manual_seed(5)
     training.linear(x, w, None, "nvidia").backward(dy)
@@ -257,7 +257,7 @@ READ_CODES = ["nvidia", "nvidia_4over6", "unbiased", "accurate", "accurate_eden"
 
 
 @pytest.mark.parametrize("name", READ_CODES)
-def test_what_is_saved_for_backward_is_nvfp4(name):
+def test_tensors_saved_for_backward_are_nvfp4(name):
     x, w, bias, _ = case(256, 384, 256)
     dense = 2 * (x.numel() + w.numel())
     assert sum(saved_bytes(name, x, w, bias).values()) <= 0.30 * dense
@@ -315,7 +315,7 @@ def test_a_compiled_graph_does_not_save_the_codes_either():
     assert sizes[False] <= 0.30 * 2 * x.numel()
 
 
-def test_a_weight_changed_before_its_backward_is_noticed():
+def test_a_weight_changed_before_its_backward_raises():
     x, w, _, dy = case()
     y = training.linear(x, w, None, training.RECIPES["nvidia"].replace(keep_w=False))
     with torch.no_grad():
@@ -324,7 +324,7 @@ def test_a_weight_changed_before_its_backward_is_noticed():
         y.backward(dy)
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_raises():
     x, w, _, _ = case()
     y = training.linear(x, w).square().sum()
     with pytest.raises(RuntimeError, match=r'no second derivative.*set_recipe\(model, forward="bf16"'):
@@ -378,12 +378,12 @@ def test_the_arguments_on_blackwell_decode_to_the_same_products(size, name, blac
         (torch.ones(2, 16).bfloat16(), TypeError, "cast one of them, or use torch.autocast"),
     ],
 )
-def test_refused_inputs(x, kind, message):
+def test_invalid_inputs_raise(x, kind, message):
     with pytest.raises(kind, match=message):
         training.linear(x, torch.ones(8, 16))
 
 
-def test_a_weight_of_another_dtype_is_refused_under_autocast():
+def test_a_weight_of_another_dtype_raises_under_autocast():
     weight, dy_alone = torch.ones(8, 16).double(), training.Recipe(dy=QuantizeSpec(round_mode="stochastic"))
     for recipe in ("nvidia", dy_alone):
         bf16 = torch.autocast("cpu", dtype=torch.bfloat16)
@@ -398,7 +398,7 @@ def test_unknown_recipes():
         training.linear(torch.ones(2, 16), torch.ones(8, 16), recipe=3)
 
 
-def test_weight_for_dx_is_what_is_multiplied():
+def test_dgrad_multiplies_by_weight_for_dx():
     """EXACT multiplies by the very values of fprop, CODES too; DENSE by the weight."""
     x, w, _, dy = case(dtype=torch.float32)
     plain = Recipe(w=QuantizeSpec(block_rows=16), w_for_dx=WeightForDx.CODES)

@@ -45,7 +45,7 @@ def test_a_training_step_after_inference_mode():
     assert same(step(linear, linear.parameters()), step(fresh, fresh.parameters()))
 
 
-def test_codes_made_of_fake_tensors_are_not_kept():
+def test_codes_of_fake_tensors_are_not_cached():
     linear = linear_of()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         linear(mode.from_tensor(torch.randn(4, 32)))
@@ -53,7 +53,7 @@ def test_codes_made_of_fake_tensors_are_not_kept():
     assert same(step(linear, linear.parameters()), step(fresh, fresh.parameters()))
 
 
-def test_a_trace_holds_no_codes_of_before():
+def test_a_trace_contains_no_cached_codes():
     linear, x = linear_of(), torch.randn(4, 32)
     linear(x)
     graph = make_fx(linear)(x)
@@ -80,7 +80,7 @@ def test_parameters_are_swapped(operation):
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def test_a_thread_never_sees_the_key_of_new_codes_beside_old_ones():
+def test_threads_never_see_a_new_key_with_old_codes():
     weight, spec = torch.randn(16, 16), QuantizeSpec()
     old = quantize_operand(weight, spec)
     seen = []
@@ -101,7 +101,7 @@ def test_a_thread_never_sees_the_key_of_new_codes_beside_old_ones():
     assert seen and seen[-1] is new and not any(operand is old for operand in seen)
 
 
-def test_a_neighbour_with_a_dense_weight_takes_its_own_input():
+def test_a_linear_with_a_dense_weight_does_not_share_operands():
     first, second = linear_of(), linear_of()
     training.set_recipe(second, RECIPES["nvidia"].replace(name="x", w=None, w_for_dx=training.WeightForDx.DENSE))
     x = torch.randn(8, 32, requires_grad=True) * 1
@@ -115,7 +115,7 @@ def test_a_neighbour_with_a_dense_weight_takes_its_own_input():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", ["linear", "grouped_linear", "module"])
-def test_a_dropout_behind_has_one_mask(kind, reentrant):
+def test_dropout_after_a_reentrant_checkpoint_has_one_mask(kind, reentrant):
     weight, experts = torch.randn(32, 32, requires_grad=True), torch.randn(2, 32, 32, requires_grad=True)
     call = {
         "linear": lambda x: training.linear(x, weight),

@@ -110,7 +110,7 @@ def test_inductor_agrees_with_eager():
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_a_compiled_graph_quantizes_a_shared_input_once_and_draws_for_each_layer():
+def test_a_compiled_graph_quantizes_a_shared_input_once_and_samples_per_layer():
     counts = {}
 
     def count(graph, inputs):
@@ -133,12 +133,12 @@ def test_a_compiled_graph_quantizes_a_shared_input_once_and_draws_for_each_layer
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["nvidia", "unbiased", "accurate", "accurate_eden"])
-def test_checkpointing_changes_no_bit(reentrant, recipe):
+def test_activation_checkpointing_changes_no_bit(reentrant, recipe):
     model = model_of(recipe)
     assert same(step(model, lambda x: model(x, checkpointed=reentrant)), step(model))
 
 
-def test_the_seed_governs_and_every_step_draws_anew():
+def test_each_step_has_new_random_bits_from_the_seed():
     model = model_of()
     first, again, other = step(model, seed=1), step(model, seed=1), step(model, seed=2)
     assert same(first, again) and not same(first, other)
@@ -154,7 +154,7 @@ def test_the_seed_governs_and_every_step_draws_anew():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["nvidia", "accurate", "accurate_eden"])
-def test_a_cuda_graph_replays_with_the_weights_and_bits_of_the_moment(recipe):
+def test_a_cuda_graph_replay_uses_current_weights_and_new_random_bits(recipe):
     model = model_of(recipe).cuda().eval()
     x = torch.randn(64, 32, device="cuda", requires_grad=True)
     stream = torch.cuda.Stream()
@@ -172,7 +172,7 @@ def test_a_cuda_graph_replays_with_the_weights_and_bits_of_the_moment(recipe):
         model.zero_grad(set_to_none=False)
         graph.replay()
         seen.append(model.layers[0].q.weight.grad.clone())
-    assert not torch.equal(*seen), "every replay draws anew"
+    assert not torch.equal(*seen), "every replay has new random bits"
     with torch.no_grad():
         model.layers[0].out.weight.mul_(2)
     graph.replay()
@@ -200,7 +200,7 @@ def counted(model, x=None, call=None):
     return ops
 
 
-def test_weights_are_quantized_once_where_the_caller_says_that_they_do_not_change():
+def test_reuse_weight_codes_quantizes_weights_once():
     model = model_of()
     weights = 4 * 3
     assert [counted(model)["quantize"] for _ in range(2)] == [weights] * 2
@@ -289,7 +289,7 @@ def test_parameters_of_each_dtype(dtype):
     assert {t.dtype for t in results} == {dtype}
 
 
-def test_other_dtypes_are_refused_by_name():
+def test_other_dtypes_raise():
     linear = model_of().layers[0].q
     with pytest.raises(TypeError, match=r"NVFP4TrainingLinear.*is torch.bfloat16 and its weight torch.float32"):
         linear(torch.randn(4, 32).bfloat16())
@@ -298,7 +298,7 @@ def test_other_dtypes_are_refused_by_name():
 # --- a model's life --------------------------------------------------------------------------------------------------
 
 
-def test_the_weight_stays_the_same_parameter_and_an_earlier_optimizer_serves():
+def test_the_weight_stays_the_same_parameter_for_an_earlier_optimizer():
     torch.manual_seed(0)
     model = Decoder()
     parameters = list(model.parameters())
@@ -337,7 +337,7 @@ def test_copies(copied):
     assert same(step(model), expected)
 
 
-def test_a_whole_model_saved_by_torch():
+def test_torch_saves_and_loads_a_model():
     model = model_of()
     file = io.BytesIO()
     torch.save(model, file)
@@ -406,13 +406,13 @@ def of_integers():
         (lambda: nn.Conv1d(1, 1, 1), TypeError, "NVFP4 configs quantize nn.Linear, not Conv1d"),
     ],
 )
-def test_what_cannot_train_in_nvfp4(make, kind, message):
+def test_modules_that_cannot_train_in_nvfp4_raise(make, kind, message):
     module = make()
     with pytest.raises(kind, match=message):
         quantize_(module, NVFP4TrainingConfig(), filter_fn=lambda module, name: True)
 
 
-def test_a_model_is_converted_whole_or_not_at_all():
+def test_an_error_leaves_all_linears_unconverted():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16).double())
     with pytest.raises(TypeError, match=r"torch\.float64"):
         quantize_(model, NVFP4TrainingConfig())

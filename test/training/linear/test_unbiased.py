@@ -79,7 +79,7 @@ def test_rounding_to_nearest_is_caught():
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["dx", "dw"])
-def test_the_error_falls_as_one_over_the_root_of_the_draws(which):
+def test_the_error_falls_with_the_root_of_the_number_of_samples(which):
     drawn, mean = gradients(RECIPES["unbiased"])
 
     def error(draws):

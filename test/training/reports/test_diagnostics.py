@@ -44,7 +44,7 @@ def test_planted_elements_are_counted():
     assert math.isnan(record.w_error)
 
 
-def test_a_scale_a_row_is_that_of_its_row():
+def test_row_scaled_operands_use_the_scale_of_each_row():
     """Rows of powers of two that only differ by a factor round alike; of a square matrix a column would fit, too."""
     rows = QuantizeSpec(row_scaled=True)
     model = nn.Linear(32, 32, bias=False)
@@ -63,7 +63,7 @@ def test_unclipped_scales_do_not_clip_and_stochastic_rounding_keeps_what_nearest
     assert 0.05 < nvidia["x_error"] < 0.15 and 0.05 < nvidia["w_error"] < 0.15
 
 
-def test_signal_is_that_of_the_gradient_that_training_gets():
+def test_signal_matches_the_gradient_of_training():
     model = model_of()
     x, dy = torch.randn(256, 64), torch.randn(256, 32)
     report = diagnosed(model, x, dy)

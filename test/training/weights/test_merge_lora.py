@@ -1,4 +1,4 @@
-"""Adapters folded into NVFP4 weights: the formula bit for bit, the mean of the draws, and what is refused."""
+"""Adapters merged into NVFP4 weights: the formula bit for bit, the expectation, and errors."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_the_formula(spec, dtype):
     assert merged.spec == spec and merged.dtype == dtype and merged.shape == w.shape
 
 
-def test_small_deltas_stay_in_the_mean_and_vanish_to_nearest():
+def test_small_deltas_survive_stochastic_rounding_only():
     """A delta of 1/200 of the weights: to nearest under a tenth of it is found again, stochastically all."""
     x, a, b = pair()
     w = quantize(x)
@@ -92,7 +92,7 @@ def test_a_model(config):
         assert 0 < (merged(x) - apart).norm() < 0.4 * apart.norm()
 
 
-def test_repeats_by_seed():
+def test_equal_seeds_give_equal_models():
     codes = [merge_lora(network(NVFP4WeightOnlyConfig()), seed=seed)[0].weight.qdata for seed in (1, 1, 2)]
     assert torch.equal(codes[0], codes[1]) and not torch.equal(codes[0], codes[2])
     torch.manual_seed(3)
@@ -146,7 +146,7 @@ def merged_by_peft():
     ],
     ids=["no peft model", "dora", "nan", "merged", "hadamard"],
 )
-def test_errors_leave_all_as_it_was(make, error, message):
+def test_errors_leave_the_model_unchanged(make, error, message):
     model = make()
     codes = [p.qdata.clone() for p in model.parameters() if isinstance(p, NVFP4Tensor)]
     with pytest.raises(error, match=message):

@@ -1,4 +1,4 @@
-"""NVFP4Optimizer: what it trains, what it keeps, what it refuses."""
+"""NVFP4Optimizer: training, state and errors."""
 
 import copy
 import io
@@ -63,7 +63,7 @@ def test_stochastic_writes_train_and_nearest_stalls(spec):
     assert stochastic < 0.35
 
 
-def test_error_feedback_trains_too_where_writes_are_to_nearest():
+def test_error_feedback_trains_with_rounding_to_nearest():
     net = model()
     assert final(train(net, adamw(net, error_feedback="momentum", round_mode="rne"), STEPS)) < 0.6
     net = model()
@@ -207,7 +207,7 @@ def test_every_optimizer_resumes_bit_for_bit(inner, dtype):
             assert value.data_ptr() != other.data_ptr()
 
 
-def test_runs_repeat_by_seed_alone():
+def test_runs_depend_only_on_the_seed():
     weights = []
     for seed, noise in ((0, 1), (0, 2), (1, 1)):
         net = model()
@@ -218,7 +218,7 @@ def test_runs_repeat_by_seed_alone():
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-def test_a_copy_goes_on_alike():
+def test_a_copy_continues_equally():
     net = model()
     optimizer = adamw(net)
     train(net, optimizer, 2)
@@ -305,7 +305,7 @@ def test_a_step_with_a_sparse_gradient_writes_nothing():
     assert torch.equal(first.weight.qdata, before) and optimizer.param_groups[0]["writes"] == 0
 
 
-def test_a_group_that_is_refused_is_not_added():
+def test_an_invalid_group_is_not_added():
     net = model()
     optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="momentum above 0"):
@@ -343,7 +343,7 @@ def test_a_gpu_writes_the_same_bits():
 
 
 @pytest.mark.gpu
-def test_a_step_refuses_to_be_captured():
+def test_capturing_a_step_raises():
     net = model().cuda()
     optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.25)
     net.weight.grad = torch.ones(40, 48, device="cuda")

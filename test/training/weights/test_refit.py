@@ -121,7 +121,7 @@ def test_tied_parameters_need_one_name():
     assert isinstance(refit_(model, weights), RefitReport)
 
 
-def test_not_strict_takes_what_there_is():
+def test_not_strict_writes_the_given_weights():
     model = server()
     old = model[2].weight.qdata.clone()
     report = refit_(model, {"0.weight": torch.randn(48, 72), "other": torch.randn(2)}, strict=False)
@@ -167,7 +167,7 @@ def twice():
         (changed(), {"round_mode": "bogus"}, ValueError, "bogus"),
     ],
 )
-def test_errors_leave_all_as_it_was(weights, options, error, message):
+def test_errors_leave_the_model_unchanged(weights, options, error, message):
     model = server()
     before = copy.deepcopy(parts(model))
     with pytest.raises(error, match=message):

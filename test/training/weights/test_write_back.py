@@ -41,8 +41,8 @@ def values(w):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["stochastic", "rne"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_nothing_moves_without_an_update(spec, mode, dtype):
-    """Quantizing anew does not keep to that: it is what the held grid is for."""
+def test_elements_without_an_update_do_not_change(spec, mode, dtype):
+    """Quantizing again does change them, which is why write_back keeps the grid."""
     w, update = case(SPECS[spec], dtype)
     w = write_back(w, update, rng_state=rng(1))  # blocks of every kind: grown, shrunk, filled
     for i in range(4):
@@ -50,10 +50,10 @@ def test_nothing_moves_without_an_update(spec, mode, dtype):
         assert torch.equal(values(again), values(w))
 
 
-def test_quantizing_anew_moves_what_has_no_update():
+def test_quantizing_again_changes_elements_without_an_update():
     w = write_back(*case(QuantizeSpec()), rng_state=rng(1))
-    anew = quantize(values(w), QuantizeSpec(round_mode="stochastic", scale_rounding="up"), rng_state=rng(2))
-    assert (values(anew) != values(w)).float().mean() > 0.1
+    again = quantize(values(w), QuantizeSpec(round_mode="stochastic", scale_rounding="up"), rng_state=rng(2))
+    assert (values(again) != values(w)).float().mean() > 0.1
 
 
 def units(w):
@@ -130,8 +130,8 @@ def test_updates_below_2_to_the_minus_16_of_a_step_keep_their_mean(direction, ce
     assert abs(moves - expected) < 6 * expected**0.5
 
 
-def test_noise_is_in_proportion_to_the_update():
-    """Of an element between two points, step * |update| at most; quantizing anew has step^2 / 4 whatever the update."""
+def test_noise_is_proportional_to_the_update():
+    """The noise of an element between two points is at most step * |update|; quantizing again has up to step^2 / 4."""
     w, _ = case(QuantizeSpec())
     update = torch.full(SHAPE, 1e-4)
     moved = torch.stack([(values(write_back(w, update, rng_state=rng(i))) - values(w)) for i in range(50)])

@@ -1,0 +1,174 @@
+"""Sharding layouts: the global ranges of local rows, tiles with their offsets, and the errors for incomplete blocks."""
+
+import itertools
+
+import pytest
+import torch
+
+from nvfp4_tensor import QuantizeSpec
+from nvfp4_tensor.sharding.layout import (
+    UNSHARDED,
+    UNSHARDED_DIM,
+    UNSHARDED_LINEAR,
+    LinearSharding,
+    MatrixSharding,
+    ShardedDim,
+    TokenSharding,
+    flatten_token_shardings,
+)
+from nvfp4_tensor.sharding.sequence import GatheredShape
+
+STOCHASTIC = QuantizeSpec(round_mode="stochastic")
+NEAREST, EDEN, TILES = QuantizeSpec(), QuantizeSpec(round_mode="eden"), QuantizeSpec(block_rows=16)
+
+
+def on(rank, ranks, name="group"):
+    return ShardedDim(rank, ranks, (name,))
+
+
+# --- ranges of tokens ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "leading, shardings, ranges",
+    [
+        ((4, 8), [TokenSharding(on(1, 2), dim=1)], ((8, 8), (24, 8), (40, 8), (56, 8))),
+        ((1, 8), [TokenSharding(on(1, 4), dim=1)], ((8, 8),)),
+        ((2, 8), [TokenSharding(on(0, 2), dim=1, chunks=(0, 3))], ((0, 4), (12, 8), (28, 4))),
+        ((2, 8), [TokenSharding(on(1, 2), dim=1, chunks=(1, 2))], ((4, 8), (20, 8))),
+        ((3, 2), [TokenSharding(on(2, 3), dim=0, chunks=(2, 0, 5))], ((4, 2), (0, 2), (10, 2))),
+        ((2, 4), [TokenSharding(on(1, 2), dim=0), TokenSharding(on(0, 2), dim=1)], ((16, 4), (24, 4))),
+        ((2, 4), [TokenSharding(on(1, 2), dim=1), TokenSharding(on(1, 2), dim=1)], ((12, 4), (28, 4))),
+    ],
+    ids=["sequence", "one sequence", "head and tail", "middle", "batch", "both", "nested"],
+)
+def test_ranges_of_tokens(leading, shardings, ranges):
+    dim = flatten_token_shardings(leading, shardings)
+    assert dim.ranges == ranges and dim.rank == 0
+    assert dim.ranks == torch.Size([sharding.axis.ranks for sharding in shardings]).numel()
+    assert dim.groups == ("group",) * len(shardings)
+    assert dim.local_sizes(leading[0] * leading[1]) == [length for _, length in ranges]
+
+
+def test_a_batch_in_the_order_of_ranks_needs_no_ranges():
+    axis = on(1, 4)
+    assert flatten_token_shardings((2, 8), [TokenSharding(axis)]) is axis
+    assert axis.local_sizes(16) == [16] and UNSHARDED_DIM.local_sizes(16) == []
+    assert flatten_token_shardings((2, 8), [TokenSharding(UNSHARDED_DIM, dim=1)]) == UNSHARDED_DIM
+
+
+@pytest.mark.parametrize("ranks, count", [(1, 1), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_chunks_of_all_ranks_are_all_tokens(ranks, count, dim):
+    """Each rank's rows of a numbered tensor are those that its ranges list, in local order."""
+    order = torch.randperm(ranks * count, generator=torch.Generator().manual_seed(ranks)).tolist()
+    full = torch.arange(12 * 24).view(12, 24)
+    found = []
+    for rank in range(ranks):
+        chunks = tuple(order[rank * count : (rank + 1) * count])
+        local = torch.cat([full.chunk(ranks * count, dim)[chunk] for chunk in chunks], dim)
+        rows = flatten_token_shardings(local.shape, [TokenSharding(on(rank, ranks), dim, chunks)])
+        ranges = rows.ranges or ((0, local.numel()),)
+        indices = list(itertools.chain.from_iterable(range(first, first + length) for first, length in ranges))
+        assert indices == local.flatten().tolist()
+        found += indices
+    assert sorted(found) == list(range(12 * 24))
+
+
+def test_shardings_that_do_not_fit_raise():
+    with pytest.raises(ValueError, match=r"dimension 1 of an input has 7 tokens .* not a multiple of its 2 chunks"):
+        flatten_token_shardings((2, 7), [TokenSharding(on(0, 2), dim=1, chunks=(0, 3))])
+    with pytest.raises(ValueError, match=r"dim=1, but an input has tokens of shape \(64,\): use inputs \(batch"):
+        flatten_token_shardings((64,), [TokenSharding(on(0, 2), dim=1)])
+
+
+# --- linears ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_matrices_of_a_linear():
+    batch, sequence = TokenSharding(on(1, 2, "dp")), TokenSharding(on(0, 2, "tp"), dim=1)
+    outputs, inputs = on(1, 2, "out"), on(0, 4, "in")
+    linear = LinearSharding((batch,), outputs, inputs, sequence)
+    gathered, local = linear.for_input((4, 32)), linear.for_input((4, 16), local=True)
+    assert gathered.tokens == batch.axis
+    assert local.tokens.ranks == 4 and local.tokens.ranges == ((128, 16), (160, 16), (192, 16), (224, 16))
+    assert gathered.x == (batch.axis, inputs) and gathered.dy == (batch.axis, outputs)
+    assert gathered.w == (outputs, inputs) and gathered.w.t == (inputs, outputs)
+    assert UNSHARDED_LINEAR.for_input((4, 32)) is UNSHARDED_LINEAR and not UNSHARDED_LINEAR.x.is_sharded
+    replaced = linear.with_tokens(TokenSharding(on(0, 8, "other")))
+    assert [each.axis.ranks for each in replaced.token_shardings] == [8]
+    assert len(linear.with_tokens(sequence).token_shardings) == 2
+
+
+def test_a_sequence_is_gathered_only_where_inputs_have_one():
+    linear = LinearSharding(sequence=TokenSharding(on(0, 2), dim=1))
+    x = torch.zeros(3, 8, 16)
+    assert linear.sequence_of(x) == linear.sequence and linear.sequence_of(x[0]) is None
+    assert GatheredShape.of(x, linear.sequence).leading == (3, 16)
+
+
+def test_shards_are_joined_along_the_sequence():
+    full = torch.arange(2 * 6 * 5).view(2, 6, 5)
+    shards = full.chunk(3, dim=1)
+    gathered = GatheredShape.of(shards[0], TokenSharding(on(0, 3), dim=1))
+    flattened = [shard.reshape(4, 5) for shard in shards]
+    assert torch.equal(gathered.join(flattened, 0), full.view(12, 5))
+    assert torch.equal(gathered.join([shard.t() for shard in flattened], 1), full.view(12, 5).t())
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_unsharded_matrix_is_one_tile():
+    x = torch.zeros(32, 48)
+    (tile,) = UNSHARDED.tiles(x, STOCHASTIC)
+    assert tile.x is x and tile.origin == (0, 0, 0) and tile.full_rows == 0
+    assert UNSHARDED.split_dim is None and UNSHARDED.fits(torch.zeros(7, 5), EDEN)
+
+
+def test_offsets_of_equal_shards():
+    (tile,) = MatrixSharding(on(2, 3), on(1, 4)).tiles(torch.zeros(32, 48), STOCHASTIC)
+    assert tile.origin == (64, 48, 192) and tile.full_rows == 96
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_range_is_a_tile_for_random_bits(transposed):
+    rows = ShardedDim(0, 2, ("group",), ((0, 16), (48, 32)))
+    sharding, x = MatrixSharding(rows, on(1, 2)), torch.arange(48 * 32.0).view(48, 32)
+    if transposed:
+        sharding, x = sharding.t, x.t()
+    assert sharding.is_sharded and sharding.split_dim == (1 if transposed else 0)
+    first, second = sharding.tiles(x, NEAREST, STOCHASTIC)
+    offsets = [(0, 32), (48, 32)]
+    assert [tile[1:3] for tile in (first, second)] == [offset[::-1] if transposed else offset for offset in offsets]
+    assert {tile[3:] for tile in (first, second)} == {(64, 96) if transposed else (96, 64)}
+    assert [tuple(tile.x.shape) for tile in (first, second)] == ([(32, 16), (32, 32)] if transposed else
+                                                                 [(16, 32), (32, 32)])  # fmt: skip
+    assert torch.equal(torch.cat([first.x, second.x], sharding.split_dim), x)
+    assert first.x.is_contiguous() and second.x.is_contiguous()
+    (one,) = sharding.tiles(x, NEAREST)  # no random bits, which depend on the offset
+    assert one.x is x
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rows, columns, spec, message",
+    [
+        (on(0, 2), on(0, 2), NEAREST, None),
+        (on(0, 2), UNSHARDED_DIM, TILES, "operand has 40 rows in a range of one of 2 ranks.* 16 rows"),
+        (UNSHARDED_DIM, on(0, 2), EDEN, "operand has 48 columns in a range of one of 2 ranks.* a multiple of 128"),
+        (UNSHARDED_DIM, ShardedDim(0, 2, (), ((0, 24), (72, 24))), NEAREST, "operand has 24 columns.* of 16"),
+        (ShardedDim(0, 2, (), ((0, 24), (56, 16))), UNSHARDED_DIM, TILES, "operand has 24 rows"),
+        (ShardedDim(0, 2, (), ((0, 24), (56, 16))), UNSHARDED_DIM, NEAREST, None),
+        (UNSHARDED_DIM, UNSHARDED_DIM, EDEN, None),
+    ],
+)
+def test_ranges_need_complete_blocks(rows, columns, spec, message):
+    x, sharding = torch.zeros(40, 48), MatrixSharding(rows, columns)
+    assert sharding.fits(x, spec) == (message is None)
+    if message is None:
+        return sharding.check(x, spec, "operand")
+    with pytest.raises(ValueError, match=message):
+        sharding.check(x, spec, "operand")
