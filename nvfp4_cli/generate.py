@@ -76,8 +76,8 @@ def chat(path: Path, json_: bool, **given: Any) -> None:
     """
     writer = Writer(path, **given)
     messages: list[dict[str, str]] = []
-    while said := _ask():
-        messages.append({"role": "user", "content": said})
+    while prompt := _ask():
+        messages.append({"role": "user", "content": prompt})
         answer = writer.answer(messages, stream=not json_)
         messages.append({"role": "assistant", "content": answer.text})
         if json_:

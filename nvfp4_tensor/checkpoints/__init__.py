@@ -1,6 +1,6 @@
-"""Checkpoints that others made, and checkpoints that others take: read, written, converted, byte for byte."""
+"""Read, write and convert NVFP4 checkpoints in the formats of other libraries, without rounding."""
 
-import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
+import nvfp4_tensor.dispatch  # noqa: F401  first: it registers the tensor's operators, and silences torchao's import
 from nvfp4_tensor.checkpoints.checkpoint import FORMATS, Checkpoint, Entry, Format, detect, read
 from nvfp4_tensor.checkpoints.convert import convert
 from nvfp4_tensor.checkpoints.formats import mxfp4

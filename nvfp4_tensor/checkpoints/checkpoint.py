@@ -33,21 +33,21 @@ FORMATS = {
     "torchao": "nvfp4_tensor.checkpoints.formats.torchao",
     "dense": "nvfp4_tensor.checkpoints.formats.dense",
 }
-"""The formats by name, each the ``FORMAT`` of a module, imported when it is asked for. ``detect`` asks in this order:
-"dense" takes what is left and stays last."""
+"""The module of each format, which has it as ``FORMAT`` and is imported on first use. ``detect`` tries the formats in
+this order; "dense" matches any safetensors file, so it is last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What stands under a parameter's name, known from headers alone.
+    """The description of one parameter, from file headers only.
 
     Attributes:
-        shape: the logical one.
-        dtype: as stored; of a quantized weight what it decodes to.
+        shape: the logical shape.
+        dtype: the stored dtype; for a quantized weight, the dtype that it decodes to.
         quantized: whether it is NVFP4.
-        quantizes_activations, has_input_scale: of a quantized one, as :class:`LinearParts` says.
-        scales: shape of its per-tensor scale.
-        shard: the file that holds it, None where there is no file.
+        quantizes_activations, has_input_scale: for a quantized weight, as in :class:`LinearParts`.
+        scales: the shape of the per-tensor scale.
+        shard: the name of its file, or None if there is no file.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Entry:
     shard: str | None = None
 
     def meta(self) -> LinearParts:
-        """The parts without their values: a writer lays out a file by what it makes of them."""
+        """Return the parts on the meta device, from which a writer computes the layout of a file."""
         *rows, columns = self.shape
         empty = functools.partial(torch.empty, device="meta")
         return LinearParts(
@@ -73,14 +73,14 @@ class Entry:
 
 
 class Checkpoint(abc.ABC):
-    """A checkpoint that is open for reading; a context manager.
+    """A checkpoint that is open for reading. It is a context manager.
 
     Attributes:
         format: the name of its format.
-        path: its folder or file; None where it is a model in memory.
-        config: of config.json, without ``quantization_config``; {} where there is none.
-        entries: by parameter's name ("model.layers.0.mlp.up_proj.weight"), in the order of the files.
-        files: those that it is read from, None where there are none.
+        path: its folder or file; None for a model in memory.
+        config: the content of config.json without ``quantization_config``; {} if there is no config.json.
+        entries: by parameter name ("model.layers.0.mlp.up_proj.weight"), in the order of the files.
+        files: the files that it is read from; None for a model in memory.
     """
 
     format: str
@@ -91,45 +91,50 @@ class Checkpoint(abc.ABC):
 
     @abc.abstractmethod
     def linear(self, name: str) -> LinearParts:
-        """A quantized weight; on a CPU, nothing shared with what was read before."""
+        """Read a quantized weight into new CPU tensors."""
 
     @abc.abstractmethod
     def dense(self, name: str) -> Tensor:
-        """A tensor that is not quantized."""
+        """Read a tensor that is not quantized."""
 
     def per_tensor_scale(self, name: str) -> Tensor:
-        """That of a quantized weight, without its codes where the format has it apart."""
+        """Read the per-tensor scale of a quantized weight, without its codes if the format stores them separately."""
         return self.linear(name).per_tensor_scale
 
     def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
-        """Some rows of a dense tensor, the leading dimensions flattened; ``buffer`` (uint8) may be used for them."""
+        """Read rows of a dense tensor with its leading dimensions flattened; the result may use the memory of
+        ``buffer``
+        (uint8)."""
         values = self.dense(name)
         return values.reshape(-1, values.shape[-1])[first:last]
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """A dense tensor in flat contiguous pieces, in order: what a writer copies, however large it is."""
+        """Read a dense tensor of any size in flat contiguous chunks, in order, for writers that copy it."""
         yield self.dense(name).contiguous().view(-1)
 
     def write_auxiliary_files(self, folder: Path) -> None:  # noqa: B027  a model in memory has none
-        """Put into ``folder`` what belongs to the model beside weights and configuration: its tokenizer, above all."""
+        """Write the tokenizer and other files of the model, except weights and configuration, to ``folder``."""
 
     def identity(self) -> list[Any] | None:
-        """What the content follows from, as JSON: names, sizes and times of files, settings. None: nobody can tell."""
+        """Return everything that determines the content, as JSON: names, sizes and times of files, and settings.
+
+        None means that the content cannot be identified.
+        """
         if self.path is None or self.files is None:
             return None
         return [str(self.path.resolve()), self.format, self.files.identity()]
 
     def check_unchanged(self) -> None:
-        """What is to be called after all has been read, and before anything that was made of it counts.
+        """Check that no file has changed. Call it after reading, before using the result.
 
         Raises:
-            ValueError: a file of the checkpoint has been written or replaced since it was opened.
+            ValueError: a file of the checkpoint was written or replaced after it was opened.
         """
         if self.files is not None:
             self.files.check_unchanged()
 
     def close(self) -> None:  # noqa: B027  nothing to do for a model in memory
-        """Closes what is open."""
+        """Close all files."""
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -139,13 +144,13 @@ class Checkpoint(abc.ABC):
 
 
 class Format(abc.ABC):
-    """One layout of checkpoints; each module of :data:`FORMATS` has one as ``FORMAT``.
+    """A checkpoint format. Each module of :data:`FORMATS` has an instance as ``FORMAT``.
 
     Attributes:
-        name: as in :data:`FORMATS`.
-        is_file: whether a checkpoint is one file (GGUF) and not a folder.
-        is_served: whether its readers join q, k and v, gate and up, which then need one per-tensor scale.
-        holds_experts: whether NVFP4 experts that are one tensor (E, N, K) can be written.
+        name: the key in :data:`FORMATS`.
+        is_file: whether a checkpoint is one file (GGUF) instead of a folder.
+        is_served: whether its readers join q, k and v, or gate and up, which then need equal per-tensor scales.
+        holds_experts: whether NVFP4 experts in one tensor (E, N, K) can be written.
     """
 
     name: ClassVar[str]
@@ -155,69 +160,71 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def detect(self, path: Path) -> bool:
-        """Whether ``path`` is a checkpoint of this format; by headers and configs, and without an exception."""
+        """Return whether ``path`` is a checkpoint of this format, from headers and configs. Does not raise."""
 
     @abc.abstractmethod
     def read(self, path: Path) -> Checkpoint:
-        """Open it, and check all that headers and configs say.
+        """Open a checkpoint and check its headers and configs.
 
         Raises:
-            ValueError: a file that is wrong, truncated or of another kind: it names file, tensor, expected and found.
+            ValueError: a file is invalid, truncated or of another format. The message has the file, the tensor, and
+                what was expected and found.
         """
 
     def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
-        """Whether readers multiply that weight by a per-tensor scale; without, it is quantized with a scale of 1."""
+        """Return whether readers multiply a weight by its per-tensor scale. If not, it is quantized with a scale of
+        1."""
         return True
 
     @abc.abstractmethod
     def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> None:
-        """Write ``checkpoint`` to ``path``, which appears when it is whole; nothing is rounded.
+        """Write ``checkpoint`` to ``path`` without rounding. ``path`` appears when it is complete.
 
         Args:
-            progress: show a bar.
-            options: of the format alone, each with a default.
+            progress: show a progress bar.
+            options: options of this format, each with a default.
 
         Raises:
-            ValueError: it holds what this format cannot, by name; then nothing is written.
+            ValueError: a tensor cannot be stored in this format; the message has its name. Nothing is written.
         """
 
 
 def format_named(name: str) -> Format:
-    """The format of that name.
+    """Return the format with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such format.
     """
     if name not in FORMATS:
-        raise ValueError(f"no checkpoint format {name!r}: there are {', '.join(FORMATS)}")
+        raise ValueError(f"no checkpoint format {name!r}: expected one of {', '.join(FORMATS)}")
     return importlib.import_module(FORMATS[name]).FORMAT
 
 
 def detect(path: str | Path) -> str:
-    """The name of the format of a checkpoint: a folder or a file.
+    """Return the name of the format of a checkpoint, which is a folder or a file.
 
     Example::
 
         checkpoints.detect("Llama-3.1-8B-Instruct-NVFP4")  # "modelopt"
 
     Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: it is none of the formats.
+        FileNotFoundError: ``path`` does not exist.
+        ValueError: it is not a checkpoint in any of the formats.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there: give the folder (or the .gguf or .safetensors file) itself")
+        raise FileNotFoundError(f"{path} does not exist: pass a checkpoint folder, or a .gguf or .safetensors file")
     for name in FORMATS:
         if format_named(name).detect(path):
             return name
     raise ValueError(
-        f"{path} is no checkpoint that is read here: expected a folder with *.safetensors (and config.json), a "
-        f".safetensors or a .gguf file; found {what_is_in(path)}"
+        f"{path} is not a checkpoint: expected a folder with *.safetensors (and config.json), a .safetensors or a "
+        f".gguf file; found {what_is_in(path)}"
     )
 
 
 def read(path: str | Path, format: str | None = None) -> Checkpoint:
-    """Open a checkpoint; ``format`` is detected where none is given.
+    """Open a checkpoint. Its ``format`` is detected by default.
 
     Example::
 
@@ -225,7 +232,8 @@ def read(path: str | Path, format: str | None = None) -> Checkpoint:
             parts = checkpoint.linear("model.layers.0.mlp.up_proj.weight")
 
     Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: it is none of the formats, or wrong: the message names file, tensor, expected and found.
+        FileNotFoundError: ``path`` does not exist.
+        ValueError: it is not a checkpoint, or is invalid. The message has the file, the tensor, and what was expected
+            and found.
     """
     return format_named(detect(path) if format is None else format).read(Path(path))

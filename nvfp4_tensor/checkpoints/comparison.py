@@ -22,7 +22,8 @@ _ELEMENTS = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """16 neighbours of a row, or fewer at its end: the norm of their error, that over their norm, where they start."""
+    """16 neighbours of a row, or fewer at its end: the norm of their error, its ratio to their norm, and their
+    position."""
 
     error: float
     relative: float
@@ -38,7 +39,7 @@ class Layer:
     Attributes:
         kinds: "NVFP4" or the dtype, in a and in b.
         bits: stored bits per element in b.
-        relative: ``norm(b - a) / norm(a)``; snr: the same in dB, None where they are identical.
+        relative: ``norm(b - a) / norm(a)``; snr: the same in dB, None if they are identical.
         largest: the largest ``|b - a|``.
         clipped: elements of a larger than what their block in b can hold (6 x scale); 0 where b is dense.
         bad: elements that are NaN or infinite in a or b; the other fields leave them out.
@@ -78,13 +79,13 @@ class Comparison:
 
 
 def compare(a: str | Path, b: str | Path, *, worst: int = 5, progress: bool = True) -> Comparison:
-    """Compare two checkpoints of any formats, some rows of a weight at a time.
+    """Compare two checkpoints of any formats. Some rows of a weight are in memory at a time.
 
     Args:
-        worst: how many blocks to list, those with the largest errors.
+        worst: how many blocks to list, from the largest error on.
 
     Raises:
-        ValueError: they have no tensor in common, or one has another shape in b.
+        ValueError: they have no tensor in common, or a tensor has another shape in b.
     """
     with read(a) as first, read(b) as second:
         names = [name for name in first.entries if name in second.entries]
@@ -133,7 +134,7 @@ class _Tally:
 
 
 def _ratio(error: float, signal: float) -> tuple[float, float | None]:
-    """The norm of the error over that of the signal, from their squares, and the same in dB: None for no error."""
+    """Return the norm of the error over the norm of the signal, from their squares, and in dB (None for no error)."""
     if not error:
         return 0.0, None
     return (math.sqrt(error / signal), 10 * math.log10(signal / error)) if signal else (math.inf, -math.inf)
@@ -178,12 +179,12 @@ def _add(tally: _Tally, x: Tensor, y: Tensor, limit: Tensor | None, first: int, 
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """(rows, columns) as (rows, blocks, 16), padded with zeros."""
+    """Reshape (rows, columns) to (rows, blocks, 16), padded with zeros."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
 def _rows(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Some rows of a weight at a time, float32 (rows, columns), leading dimensions flattened."""
+    """Yield chunks of rows of a weight, float32 (rows, columns), with leading dimensions flattened."""
     entry = checkpoint.entries[name]
     if entry.quantized:
         yield from _decoded_rows(checkpoint.linear(name))
@@ -197,7 +198,7 @@ def _rows(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Tensor, Tensor | 
 
 
 def _decoded_rows(parts: LinearParts) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The rows of a quantized weight, with the largest value that each block can hold."""
+    """Yield chunks of decoded rows of a quantized weight, with the largest value that each block can hold."""
     rows = math.prod(parts.shape[:-1])
     qdata, scale = parts.qdata.reshape(rows, -1), parts.scale.reshape(rows, -1)
     per_row = parts.per_tensor_scale

@@ -1,4 +1,4 @@
-"""From one format into another, without rounding anything."""
+"""Convert a checkpoint to another format without rounding."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from nvfp4_tensor.checkpoints.wrappers import WeightOnly, Without
 def convert(
     src: str | Path, dst: str | Path, *, to: str, weight_only: bool = False, progress: bool = True, **options: Any
 ) -> None:
-    """Write the checkpoint ``src`` in another format: the same codes and scales, nothing is rounded.
+    """Write the checkpoint ``src`` in another format, with the same codes and scales.
 
-    It goes shard by shard, in little memory. ``dst`` appears when it is whole; the same call takes up an interrupted
-    one at its last whole shard.
+    Shards are converted one by one, so little memory is needed. ``dst`` appears when it is complete. If a call is
+    interrupted, the same call continues after its last complete shard.
 
     Args:
-        src: a folder or file of any format that :func:`detect` knows.
-        dst: is not there yet.
-        to: a name of :data:`FORMATS`.
-        weight_only: leave out the quantization of activations (W4A4 becomes W4A16).
-        progress: show a bar.
-        options: of the format that is written.
+        src: a folder or file of any format of :data:`FORMATS`.
+        dst: a path that does not exist yet.
+        to: the name of the target format in :data:`FORMATS`.
+        weight_only: omit the quantization of activations (W4A4 becomes W4A16).
+        progress: show a progress bar.
+        options: options of the target format.
 
     Example::
 
         checkpoints.convert("Llama-3.1-8B-Instruct-NVFP4", "Llama-ct", to="compressed-tensors")
 
     Raises:
-        ValueError: ``src`` is wrong, or holds what the other format cannot; the message names it. Then nothing is
-            written.
+        ValueError: ``src`` is invalid, or a tensor cannot be stored in the target format; the message has its name.
+            Nothing is written.
     """
     target = format_named(to)
     with read(src) as source:
@@ -48,19 +48,21 @@ def convert(
 
 
 def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
-    """Without the scales of a quantized key-value cache, which layouts name differently; with a warning."""
+    """Return a checkpoint without the scales of a quantized key-value cache, whose names differ; warn if there are
+    any."""
     left_out = [name for name in checkpoint.entries if name.endswith(CACHE_SCALES)]
     if not left_out:
         return checkpoint
     warnings.warn(
-        f"scales of a quantized key-value cache are left out, {some(left_out)}: servers keep the cache in 16 bits then",
+        f"the scales of a quantized key-value cache are omitted ({some(left_out)}): servers will store the cache in 16 "
+        "bits",
         stacklevel=3,
     )
     return Without(checkpoint, left_out)
 
 
 def warn_of_different_scales(checkpoint: Checkpoint) -> None:
-    """A warning that names linears which servers join and which have different per-tensor scales."""
+    """Warn if linears that servers join have different per-tensor scales."""
     if different := different_scales(checkpoint):
         names = some([" and ".join(group) for group in different])
         warnings.warn(
@@ -72,7 +74,7 @@ def warn_of_different_scales(checkpoint: Checkpoint) -> None:
 
 
 def different_scales(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
-    """The groups of linears that servers join and that do not have one per-tensor scale."""
+    """Return the groups of linears that servers join and whose per-tensor scales differ."""
     quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized and not entry.scales]
     known = set(quantized)
     groups = dict.fromkeys(joined_with(name, known) for name in quantized)

@@ -29,7 +29,7 @@ class Weight:
     Attributes:
         kind: "W4A4", "W4A16", or the dtype of a dense tensor.
         bits: stored bits per element, scales included.
-        per_tensor_scale: the smallest and the largest; they differ where each row or expert has its own.
+        per_tensor_scale: the smallest and the largest; they differ if each row or expert has its own.
         input_scale: the static scale of the activations.
         scales: the smallest block scale above zero and the largest.
         blocks, clipped, zero, nan: how many blocks there are, have the scale 448, decode to zeros, decode to NaN.
@@ -62,7 +62,7 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """The format of a checkpoint, its architecture where config.json names one, and its tensors."""
+    """The format of a checkpoint, its architecture if config.json has one, and its tensors."""
 
     format: str
     architecture: str | None

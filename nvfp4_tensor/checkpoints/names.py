@@ -1,4 +1,4 @@
-"""What parameters' names say: which linears a server joins to one, and which weights are no linears."""
+"""Parameter names: patterns, groups of linears that servers join, and lists of names in messages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _GROUP = {name: group for group in JOINED for name in group}
 
 
 def is_matched(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns names a parameter, or the module that it is the weight of.
+    """Return whether a pattern matches a parameter, or the module that it is the weight of.
 
-    A pattern is an exact name, one with wildcards ("*.down_proj", "model.layers.0.*"), or "re:" and a regular
-    expression that matches from the start, as compressed-tensors writes them.
+    A pattern is an exact name, a name with wildcards ("*.down_proj", "model.layers.0.*"), or "re:" and a regular
+    expression that matches from the start, as in compressed-tensors.
 
     Raises:
-        ValueError: what stands behind "re:" is no regular expression.
+        ValueError: the text after "re:" is not a regular expression.
     """
     module = name.removesuffix(".weight")
     for pattern in patterns:
@@ -39,11 +39,11 @@ def _compiled(expression: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)
     except re.error as error:
-        raise ValueError(f"'re:{expression}' is no regular expression: {error}") from None
+        raise ValueError(f"'re:{expression}' is not a regular expression: {error}") from None
 
 
 def joined_with(name: str, names: Container[str]) -> tuple[str, ...]:
-    """The weights that a server joins with this one, itself among them, as far as they are among ``names``."""
+    """Return the weights among ``names`` that a server joins to one with this weight, including itself."""
     prefix, _, module = name.removesuffix(".weight").rpartition(".")
     if module not in _GROUP or not name.endswith(".weight"):
         return (name,)
@@ -52,9 +52,9 @@ def joined_with(name: str, names: Container[str]) -> tuple[str, ...]:
 
 
 def dense_linears(checkpoint: Checkpoint) -> list[str]:
-    """The modules that may be linears and are not quantized: what goes into a list of excluded modules.
+    """Return the modules that may be linears and are not quantized, for a list of excluded modules.
 
-    The output layer is among them although no file holds it, where it shares the embedding's weight.
+    It includes the output layer even if the checkpoint has none because it shares the embedding's weight.
     """
     modules = [
         name.removesuffix(".weight")
@@ -70,7 +70,7 @@ def dense_linears(checkpoint: Checkpoint) -> list[str]:
 
 
 def warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
-    """Linears that servers join to one are all W4A4, all W4A16 or all dense; so are the experts of a layer."""
+    """Warn unless linears that servers join are all W4A4, all W4A16 or all dense, and the experts of a layer too."""
     entries = checkpoint.entries
     groups: dict[object, list[str]] = {}
     for name in entries:
@@ -80,48 +80,48 @@ def warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
     dense = [name for names in mixed for name in names if not entries[name].quantized]
     if dense:
         warnings.warn(
-            f"{some(dense)} are dense, and what servers join them with is not: vLLM refuses such a checkpoint. "
-            "Leave all of q, k and v dense, or none; gate and up alike, and all weights of a layer's experts",
+            f"{some(dense)} are dense, but linears that servers join them with are quantized, and vLLM raises an "
+            "error: leave all of q, k and v dense, or none; likewise gate and up, and all experts of a layer",
             stacklevel=2,
         )
     uneven = [names for names in mixed if len({entries[name].quantizes_activations for name in names}) > 1]
     weight_only = [name for names in uneven for name in names if not entries[name].quantizes_activations]
     if set(weight_only) - set(dense):
         warnings.warn(
-            f"{some(weight_only)} are weight-only (W4A16), and what servers join them with is W4A4: vLLM refuses "
-            "such a checkpoint. Calibrate all of q, k and v, or none; gate and up alike, and all of a layer's experts",
+            f"{some(weight_only)} are weight-only (W4A16), but linears that servers join them with are W4A4, and vLLM "
+            "raises an error: calibrate all of q, k and v, or none; likewise gate and up, and all experts of a layer",
             stacklevel=2,
         )
 
 
 def without_input_scale(entries: Mapping[str, Entry]) -> list[str]:
-    """The weights that quantize activations by the amax of each call, where others of the checkpoint have a scale."""
+    """Return the W4A4 weights without an input scale, if some of the W4A4 weights have one."""
     names = [name for name, entry in entries.items() if entry.quantizes_activations]
     missing = [name for name in names if not entries[name].has_input_scale]
     return missing if len(missing) < len(names) else []
 
 
 def warn_of_missing_input_scales(path: Path, entries: Mapping[str, Entry]) -> None:
-    """A warning where some weights have an input scale, of a format in which each may have one or not."""
+    """Warn if some W4A4 weights have an input scale and others do not, in formats that allow this."""
     if missing := without_input_scale(entries):
         warnings.warn(
-            f"{path}: {some(missing)} have no input scale, as others do: their activations are quantized by the amax "
-            "of each call",
+            f"{path}: {some(missing)} have no input scale, but other weights do: their activations are quantized by "
+            "the amax of each call",
             stacklevel=5,
         )
 
 
 def _layer_of_expert(name: str) -> str | None:
-    """ "model.layers.0.mlp.experts" of the weight of one of its experts; None of any other."""
+    """Return "model.layers.0.mlp.experts" for the weight of one of its experts; None for other weights."""
     found = re.match(r"(.*\bexperts)\.\d+\.\w+\.weight$", name)
     return None if found is None else found[1]
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first few names and the number of others, for a message."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -15,26 +15,26 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 LARGEST = 2688.0
-"""6 * 448: an activation's amax over its input scale, by the rule that every reader applies."""
+"""6 * 448. All formats define an input scale as the activation's amax over this number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearParts:
-    """A quantized weight (*leading, N, K) in plain tensors, nothing swizzled. Value = code x scale x per_tensor_scale.
+    """Unswizzled tensors of a quantized weight (*leading, N, K): value = code * scale * per_tensor_scale.
 
     Attributes:
-        qdata: uint8 (*leading, N, K / 2, K rounded up to 16), two codes a byte, the even element low.
-        scale: float8_e4m3fn (*leading, N, K / 16, rounded up), in the order of the weight.
-        per_tensor_scale: float32 in the direction of decoding (it multiplies, amax / 2688): 0-d, or (E, 1), one for
-            each matrix of (E, N, K), or (rows,), one a row.
+        qdata: uint8 (*leading, N, K / 2), with K rounded up to a multiple of 16; two codes per byte, the even element
+            in the low nibble.
+        scale: float8_e4m3fn (*leading, N, K / 16), with K rounded up, in the order of the weight.
+        per_tensor_scale: float32, amax / 2688, a factor: 0-d, or (E, 1) with one per matrix of (E, N, K), or (rows,)
+            with one per row.
         columns: K, without padding.
-        quantizes_activations: whether products quantize what they multiply the weight by (W4A4).
-        input_scale: None, or the static scale of that operand, float32 0-d, in the direction of decoding (its
-            amax / 2688).
-        divisor, input_divisor: None, or the inverse of per_tensor_scale and of input_scale as a file had it, float32 of
-            the same shape: 1/x taken twice is another number. They are kept so that a checkpoint that goes there and
-            back is the same, byte for byte.
-        input_amax: None, or the amax that input_scale was made of, float32 0-d, for the same reason: a tensor keeps it.
+        quantizes_activations: whether products quantize the activations (W4A4).
+        input_scale: None, or the static scale of the activations, float32 0-d, amax / 2688.
+        divisor, input_divisor: None, or the inverse of per_tensor_scale and of input_scale as read from a file, float32
+            of the same shape. They are kept because 1 / (1 / x) can differ from x, so that a checkpoint that is
+            converted and converted back is byte-identical.
+        input_amax: None, or the amax that input_scale was computed from, float32 0-d, kept for the same reason.
     """
 
     qdata: Tensor
@@ -49,31 +49,32 @@ class LinearParts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape, (*leading, N, K)."""
+        """Return the logical shape, (*leading, N, K)."""
         return (*self.qdata.shape[:-1], self.columns)
 
     @property
     def bits(self) -> float:
-        """Stored bits per element: codes, block scales and per-tensor scales."""
+        """Return the stored bits per element: codes, block scales and per-tensor scales."""
         stored = self.qdata.nbytes + self.scale.nbytes + self.per_tensor_scale.nbytes
         return 8 * stored / max(math.prod(self.shape), 1)
 
     def replace(self, **changes: Any) -> LinearParts:
-        """A copy with some fields changed."""
+        """Return a copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
     def weight_divisor(self) -> Tensor:
-        """What a writer of divisors writes: the one that a file had, else 1 / per_tensor_scale."""
+        """Return the divisor for formats that store one: ``divisor`` if there is one, else 1 / per_tensor_scale."""
         return self.per_tensor_scale.reciprocal() if self.divisor is None else self.divisor
 
     def activation_divisor(self) -> Tensor | None:
-        """The same of input_scale; None where there is none."""
+        """Return the divisor of the activations, or None if there is no input scale."""
         if self.input_scale is None or self.input_divisor is not None:
             return self.input_divisor
         return self.input_scale.reciprocal()
 
     def activation_amax(self) -> Tensor | None:
-        """The amax that products quantize by: the one that input_scale was made of, else input_scale * 2688."""
+        """Return the static amax of the activations: ``input_amax`` if it matches input_scale, else input_scale *
+        2688."""
         if self.input_scale is None or not self.quantizes_activations:
             return None
         if self.input_amax is not None and torch.equal(self.input_amax / LARGEST, self.input_scale):
@@ -88,21 +89,21 @@ def parts_of(
     divisor: Tensor | None = None,
     input_divisor: Tensor | None = None,
 ) -> LinearParts:
-    """The plain tensors of an NVFP4Tensor: byte for byte, and :func:`tensor_of` makes the same tensor of them.
+    """Return the plain tensors of an NVFP4Tensor. :func:`tensor_of` is the exact inverse.
 
     Args:
-        input_scale, divisor, input_divisor: as a file had them, float32. Each is used where it still says what the
-            tensor says, and left out where the tensor has changed since.
+        input_scale, divisor, input_divisor: float32 values that were read from a file with the tensor. Each is used
+            if it still matches the tensor, and ignored if the tensor has changed.
 
     Raises:
-        ValueError: the tensor is transposed, or holds Hadamard-transformed values: no layout can say so.
+        ValueError: the tensor is transposed, or has Hadamard-transformed values, which no format supports.
     """
     if weight.transposed:
-        raise ValueError("a transposed NVFP4Tensor has no layout in checkpoints: save the one it is the transpose of")
+        raise ValueError("a transposed NVFP4Tensor cannot be stored in a checkpoint: save its transpose")
     if weight.spec.hadamard_sign is not None:
         raise ValueError(
             f"a weight quantized with hadamard_sign {weight.spec.hadamard_sign:#06x} holds transformed values, which "
-            "no checkpoint's layout can say: quantize without the transform, or save it with torch.save"
+            "no checkpoint format supports: quantize without the transform, or save it with torch.save"
         )
     if divisor is not None and not torch.equal(divisor.reciprocal(), weight.per_tensor_scale):
         divisor = None
@@ -133,22 +134,22 @@ def tensor_of(
     spec: QuantizeSpec | None = None,
     activation_spec: QuantizeSpec | None = None,
 ) -> NVFP4Tensor:
-    """The NVFP4Tensor of plain tensors, which it shares its codes with.
+    """Return an NVFP4Tensor of plain tensors. It shares their codes.
 
     Args:
-        dtype: what it decodes to: bfloat16, float16 or float32.
-        spec: how ``copy_`` from a dense tensor quantizes; the plain spec by default, for files do not say.
-        activation_spec: how products quantize what they meet, where the parts say that they do (the plain spec by
-            default).
+        dtype: the dtype that it decodes to: bfloat16, float16 or float32.
+        spec: how ``copy_`` from a dense tensor quantizes. The default is the plain spec, because files do not store it.
+        activation_spec: how products quantize activations if ``parts.quantizes_activations``. The default is the plain
+            spec.
 
     Raises:
-        TypeError, ValueError: the parts do not fit together.
+        TypeError, ValueError: dtypes or shapes do not match.
     """
     rows = math.prod(parts.qdata.shape[:-1])
     blocks = ceil_to(parts.columns, BLOCK) // BLOCK
     if tuple(parts.scale.shape) != (*parts.qdata.shape[:-1], blocks):
         raise ValueError(
-            f"block scales are {(*parts.qdata.shape[:-1], blocks)} for codes {tuple(parts.qdata.shape)}, not "
+            f"expected block scales {(*parts.qdata.shape[:-1], blocks)} for codes {tuple(parts.qdata.shape)}, found "
             f"{tuple(parts.scale.shape)}"
         )
     if parts.quantizes_activations and activation_spec is None:
@@ -166,20 +167,21 @@ def tensor_of(
 
 
 def nan_blocks(parts: LinearParts) -> int:
-    """How many block scales are NaN (bytes 0x7F and above): vLLM takes them for scales that were never loaded."""
+    """Return the number of NaN block scales (bytes 0x7F and above), which vLLM treats as scales that were not
+    loaded."""
     data = parts.scale.view(torch.uint8)
     return int((data >= layout.E4M3_NAN).sum()) if data.numel() and data.max() >= layout.E4M3_NAN else 0
 
 
 def check_scales(parts: LinearParts) -> LinearParts:
-    """The parts, if their scales can be those of some tensor.
+    """Return ``parts`` unchanged if their scales are valid.
 
-    A per-tensor scale of 0 is right where all that it multiplies is zero: ModelOpt and torchao write it for a weight of
-    zeros. NaN block scales are right too, they mean NaN. Block scales on the meta device are not looked at.
+    A per-tensor scale of 0 is valid if all of its codes are zero: ModelOpt and torchao write it for a weight of zeros.
+    NaN block scales are valid and mean NaN. Block scales on the meta device are not checked.
 
     Raises:
-        ValueError: a per-tensor scale that is negative, infinite, NaN, or 0 beside codes that are not zero; a negative
-            block scale; an input scale that is not above zero, or infinite.
+        ValueError: a per-tensor scale is negative, infinite, NaN, or 0 with nonzero codes; a block scale is negative;
+            or an input scale is infinite or not above zero.
     """
     factor, static = parts.per_tensor_scale, parts.input_scale
     if (wrong := ~(factor.isfinite() & (factor >= 0))).any():
@@ -193,5 +195,5 @@ def check_scales(parts: LinearParts) -> LinearParts:
         raise ValueError("expected a per-tensor scale above zero, found 0 for codes that are not all zero")
     data = parts.scale.view(torch.uint8)
     if data.numel() and data.max() > layout.E4M3_NAN and (negative := (data > layout.E4M3_NAN) & (data != 0xFF)).any():
-        raise ValueError(f"expected block scales that are not negative, found {int(negative.sum())} that are")
+        raise ValueError(f"expected block scales that are not negative, found {int(negative.sum())} negative ones")
     return parts

@@ -1,8 +1,8 @@
-"""A state dict in plain tensors alone, and back: for distributed checkpoints, safetensors, and whoever knows no NVFP4.
+"""Convert state dicts to plain tensors and back, for distributed checkpoints, safetensors and other libraries.
 
 Names and bytes are ModelOpt's: ``weight`` (uint8), ``weight_scale`` (float8_e4m3fn, in the order of the weight) and
-``weight_scale_2`` (float32). Two more say what ModelOpt has no name for: ``weight_settings`` (JSON as uint8) how the
-tensor was made and what it decodes to, and ``input_amax`` (float32 0-d) a static activation amax.
+``weight_scale_2`` (float32). Two tensors are additions: ``weight_settings`` (JSON as uint8) has the spec and the dtype
+that the weight decodes to, and ``input_amax`` (float32 0-d) has a static activation amax.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with every NVFP4Tensor replaced by plain tensors; :func:`from_plain` gives it back bit for bit.
+    """Return a state dict with every NVFP4Tensor replaced by plain tensors. :func:`from_plain` is the exact inverse.
 
-    Everything else is passed on as it is. Codes are shared, not copied.
+    Other values are unchanged. Codes are shared, not copied.
 
     Example::
 
@@ -46,10 +46,10 @@ def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`to_plain`; a ModelOpt state dict, without settings, becomes one of plain specs in bfloat16.
+    """Invert :func:`to_plain`. Weights without settings, as in ModelOpt state dicts, get plain specs and bfloat16.
 
     Raises:
-        ValueError: parts that are missing or do not fit together; the message names the tensor.
+        ValueError: tensors of a weight are missing or do not match; the message has its name.
     """
     weights = [name for name in state_dict if keys_of(name)["scale"] in state_dict]
     parts = {key for name in weights for key in part_names(name).values()}
@@ -59,14 +59,14 @@ def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 state[name] = _nvfp4(name, state_dict)
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{name}: expected the parts of an NVFP4 weight, found {error}") from None
+                raise ValueError(f"{name}: not an NVFP4 weight: {error}") from None
         elif name not in parts:
             state[name] = value
     return state
 
 
 def part_names(name: str) -> dict[str, str]:
-    """The names of a weight's parts beside its codes, which have its own."""
+    """Return the names of the tensors of a weight. Its codes have the name of the weight itself."""
     keys = keys_of(name)
     stem = keys["scale"].removesuffix("weight_scale")
     return {**keys, "settings": f"{stem}weight_settings", "input_amax": f"{stem}input_amax"}
@@ -119,7 +119,7 @@ def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
         columns=settings.get("columns", qdata.shape[-1] * 2),
         quantizes_activations=activation_spec is not None,
     )
-    if not settings:  # ours may be NaN, as a tensor filled with it is
+    if not settings:  # with settings, the weight is ours, and its scales may be NaN
         check_scales(parts.replace(input_scale=None if input_scale is None else input_scale.reshape(())))
     spec = QuantizeSpec(**settings["spec"]) if "spec" in settings else None
     weight = tensor_of(parts, dtype, spec=spec, activation_spec=activation_spec)

@@ -1,4 +1,4 @@
-"""Quantizing a folder of dense safetensors, or a GGUF, without a model and without its size in memory."""
+"""Quantize a folder of dense safetensors, or a GGUF file, weight by weight, without building a model."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.arguments import stored_spec
 
-HELD = 256 << 20
-"""Bytes of dense weights that are kept between the search for their largest magnitude and their quantization."""
+KEPT_BYTES = 256 << 20
+"""Dense weights up to this size are read once and kept for computing the amax and for quantizing; larger ones are read
+twice."""
 
 
 def quantize(
@@ -53,39 +54,40 @@ def quantize(
     progress: bool = True,
     **options: Any,
 ) -> None:
-    """Quantize a folder of dense safetensors, or a GGUF, into ``dst``. No model is built, and memory stays under 2 GB.
+    """Quantize a folder of dense safetensors, or a GGUF file. No model is built, and memory stays under 2 GB.
 
-    Every weight of two dimensions and columns in multiples of 16 is quantized, but those that names say to be
-    embeddings, output layers, routers of experts or encoders of other media (``names.LEFT_DENSE``). In ModelOpt's
-    layout the experts of gpt-oss and Llama 4 are quantized too, each with a per-tensor scale of its own. Linears that
-    servers join (q, k, v; gate and up) get one per-tensor scale, that of the largest magnitude of them all. The same
-    call takes up an interrupted one at its last whole shard.
+    All two-dimensional weights whose columns are a multiple of 16 are quantized, except embeddings, output layers,
+    routers of experts and encoders of images and audio (``architectures.LEFT_DENSE``). In ModelOpt's format, experts of
+    gpt-oss and Llama 4 are quantized too, each with its own per-tensor scale. Linears that servers join (q, k and v;
+    gate and up) get one per-tensor scale, from the largest magnitude of the group. If a call is interrupted, the same
+    call continues after its last complete shard.
 
     Args:
-        src: a folder with *.safetensors, or one such file: bfloat16, float16 or float32. Or a GGUF, whose weights of
-            llama.cpp's other types are decoded first.
-        dst: is not there yet; it appears when it is whole.
-        to: a name of :data:`FORMATS`.
-        spec: how; to nearest by default. ``QuantizeSpec(four_over_six=True)`` or ``(scale_search=True)`` lose less.
+        src: a folder with *.safetensors, or one such file, in bfloat16, float16 or float32; or a GGUF file, whose
+            weights of other types are decoded first.
+        dst: a path that does not exist yet. It appears when it is complete.
+        to: the name of the target format in :data:`FORMATS`.
+        spec: how to quantize; the default rounds to nearest. ``QuantizeSpec(four_over_six=True)`` and
+            ``QuantizeSpec(scale_search=True)`` have smaller errors.
         exclude: more weights to leave dense: names of modules or parameters, with wildcards ("*.down_proj"), or "re:"
             and a regular expression.
-        include: weights to quantize although LEFT_DENSE names them ("lm_head").
-        quantize_lm_head: quantize the output layer too. Where it shares the embedding's weight it gets a copy of its
-            own, in NVFP4, and the embedding stays dense; config.json says so (``tie_word_embeddings``). vLLM reads no
-            such file.
-        input_amax: makes it W4A4: by parameter's name ("model.layers.0.mlp.up_proj.weight"), or module's, the largest
-            magnitude of what the linear is fed. Linears that it does not name stay weight-only.
-        seed: for stochastic rounding; each weight draws from it and from its name.
-        progress: show a bar.
-        options: of the format that is written.
+        include: weights to quantize although they match LEFT_DENSE ("lm_head").
+        quantize_lm_head: quantize the output layer too. If it shares the embedding's weight, a copy is quantized, the
+            embedding stays dense, and config.json gets ``tie_word_embeddings`` False. vLLM does not support such
+            checkpoints.
+        input_amax: the largest input magnitude of each linear, by parameter name
+            ("model.layers.0.mlp.up_proj.weight") or module name. These linears become W4A4, others stay weight-only.
+        seed: the seed of stochastic rounding; the random bits of a weight depend on the seed and on its name.
+        progress: show a progress bar.
+        options: options of the target format.
 
     Example::
 
         checkpoints.quantize("SmolLM2-135M", "SmolLM2-135M-NVFP4", spec=QuantizeSpec(four_over_six=True))
 
     Raises:
-        ValueError: nothing to quantize, a pattern that matches nothing, a source that is wrong or quantized already, a
-            spec with a Hadamard transform. Then nothing is written.
+        ValueError: there is nothing to quantize, a pattern matches nothing, the source is invalid or already
+            quantized, or the spec has a Hadamard transform. Nothing is written.
     """
     target = format_named(to)
     source: Checkpoint = GGUF.read(Path(src)) if GGUF.detect(Path(src)) else FolderCheckpoint(DENSE, Path(src))
@@ -104,7 +106,7 @@ def quantize(
 
 
 class Quantized(View):
-    """A dense checkpoint as one whose linears are NVFP4: each is quantized when it is asked for."""
+    """A dense checkpoint whose linears are quantized to NVFP4 when they are read."""
 
     def __init__(
         self,
@@ -119,25 +121,27 @@ class Quantized(View):
     ) -> None:
         """
         Args:
-            has_scale: whether a weight has a per-tensor scale other than 1.
-            experts: whether the format that is written holds experts that are one tensor.
-            others: as :func:`quantize` takes them.
+            has_scale: whether a weight, given by name, can have a per-tensor scale other than 1.
+            experts: whether the target format supports experts in one tensor.
+            others: as in :func:`quantize`.
         """
         super().__init__(source)
         self.spec = stored_spec(spec)
         self.seed = seed
         if self.spec.hadamard_sign is not None:
-            raise ValueError("no checkpoint's layout can say that weights are Hadamard-transformed: quantize without")
+            raise ValueError(
+                "no checkpoint format supports Hadamard-transformed weights: pass a spec without hadamard_sign"
+            )
         if source.config.get("model_type") in TRANSPOSED_LINEARS:
             raise ValueError(
-                f"{source.path}: {source.config['model_type']} stores weights as (inputs, outputs), and NVFP4's blocks "
-                "run along the inputs: quantize the model itself, layer by layer"
+                f"{source.path}: {source.config['model_type']} stores weights as (inputs, outputs), but NVFP4 "
+                "blocks are along the inputs: load the model, and quantize it with quantize_"
             )
         self.chosen = chosen_linears(source, exclude, include, experts)
-        self._of_one = {name for name in self.chosen if not has_scale(name)}
+        self._unscaled = {name for name in self.chosen if not has_scale(name)}
         self._input_amax = _by_parameter(input_amax or {}, self.chosen, source)
         self._amax: dict[tuple[str, ...], Tensor] = {}
-        self._held: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         for name in self.chosen:
             static = name in self._input_amax
@@ -151,7 +155,7 @@ class Quantized(View):
             str(self.spec),
             self.spec.pack(),
             self.seed,
-            sorted(self._of_one),
+            sorted(self._unscaled),
             sorted(self.chosen),
             sorted(self._input_amax.items()),
         ]
@@ -169,10 +173,10 @@ class Quantized(View):
             return self._experts(name)
         amax = self._shared_amax(name)
         rows, columns = entry.shape
-        if name in self._held:
+        if name in self._kept:
             qdata, scale, per_tensor_scale = self._quantized(name, 0, rows, amax)
         else:
-            qdata, scale, per_tensor_scale = self._quantized_in_pieces(name, amax)
+            qdata, scale, per_tensor_scale = self._quantized_in_chunks(name, amax)
         input_amax = torch.tensor(self._input_amax[name]) if entry.has_input_scale else None
         return LinearParts(
             qdata=qdata,
@@ -185,7 +189,7 @@ class Quantized(View):
         )
 
     def _experts(self, name: str) -> LinearParts:
-        """Experts that lie (E, K, N) in the file, one after the other: the bits of ``quantize_experts``."""
+        """Quantize experts that are stored as (E, K, N), one by one; bitwise equal to ``quantize_experts``."""
         count, rows, columns = self.entries[name].shape
         rng_state = self._rng_state(name)
         parts = []
@@ -204,8 +208,8 @@ class Quantized(View):
     def _rng_state(self, name: str) -> Tensor | None:
         return torch.tensor([self.seed, zlib.crc32(name.encode())]) if self.spec.is_stochastic else None
 
-    def _quantized_in_pieces(self, name: str, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """:meth:`_quantized` of all rows, of which a few are in memory at a time."""
+    def _quantized_in_chunks(self, name: str, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize a weight as :meth:`_quantized` does, with some rows in memory at a time."""
         rows, columns = self.entries[name].shape
         qdata = torch.empty((rows, columns // 2), dtype=torch.uint8)
         scale = torch.empty((rows, columns // BLOCK), dtype=torch.float8_e4m3fn)
@@ -216,63 +220,64 @@ class Quantized(View):
         return qdata, scale, factor
 
     def _quantized(self, name: str, first: int, last: int, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, block scales in order and per-tensor scale of some rows: the bits of the whole weight."""
+        """Return codes, unswizzled block scales and per-tensor scale of some rows, bitwise equal to those of the
+        weight."""
         columns = self.entries[name].shape[1]
-        x = self._held[name][first:last] if name in self._held else self._rows(name, first, last)
+        x = self._kept[name][first:last] if name in self._kept else self._rows(name, first, last)
         rng_state = self._rng_state(name)
         qdata, scale, factor = torch.ops.nvfp4.quantize(x, amax, rng_state, self.spec.pack(), first, 0, columns)
         return qdata, layout.unswizzle(scale, last - first, columns // BLOCK), factor
 
     def _rows(self, name: str, first: int, last: int) -> Tensor:
-        """Some rows of a dense weight, until the next ones are read."""
+        """Read rows of a dense weight into the shared buffer; they are valid until the next call."""
         self._grow((last - first) * _row_bytes(self.entries[name]))
         return self.source.rows(name, first, last, self._buffer)
 
     def _grow(self, nbytes: int) -> None:
-        """All weights are read into one buffer: fresh memory for each would cost as much as reading."""
+        """Enlarge the shared buffer. Allocating new memory for each weight would take as long as reading it."""
         if len(self._buffer) < nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
 
     def _shared_amax(self, name: str) -> Tensor:
-        """The largest magnitude of the weights that a server joins with this one; they are kept if they are small."""
-        if name in self._of_one:
+        """Return the amax of the weights that servers join with this one, and keep the weights if they are small."""
+        if name in self._unscaled:
             return torch.tensor(self.spec.largest_value)
         group = joined_with(name, self.chosen)
         if group not in self._amax:
-            self._hold(group)
+            self._keep(group)
             self._amax = {group: torch.stack([self._own_amax(each) for each in group]).amax()}
         return self._amax[group]
 
-    def _hold(self, group: tuple[str, ...]) -> None:
-        """Read the weights that are quantized together, if they are small."""
-        self._held.clear()
+    def _keep(self, group: tuple[str, ...]) -> None:
+        """Read and keep the weights of a group, if they are small."""
+        self._kept.clear()
         entries = {name: self.entries[name] for name in group}
-        whole = sum(map(_nbytes, entries.values()))
-        if whole > HELD:
+        nbytes = sum(map(_nbytes, entries.values()))
+        if nbytes > KEPT_BYTES:
             return
-        self._grow(whole)
+        self._grow(nbytes)
         offset = 0
         for name, entry in entries.items():
-            self._held[name] = self.source.rows(name, 0, entry.shape[0], self._buffer[offset:])
+            self._kept[name] = self.source.rows(name, 0, entry.shape[0], self._buffer[offset:])
             offset += _nbytes(entry)
 
     def _own_amax(self, name: str) -> Tensor:
-        if name in self._held:
-            return torch.ops.nvfp4.amax(self._held[name])
+        if name in self._kept:
+            return torch.ops.nvfp4.amax(self._kept[name])
         rows, step = self.entries[name].shape[0], _rows_of_a_chunk(self.entries[name])
-        pieces = (self._rows(name, first, min(first + step, rows)) for first in range(0, rows, step))
-        return torch.stack([torch.ops.nvfp4.amax(piece) for piece in pieces]).amax()
+        chunks = (self._rows(name, first, min(first + step, rows)) for first in range(0, rows, step))
+        return torch.stack([torch.ops.nvfp4.amax(chunk) for chunk in chunks]).amax()
 
 
 def chosen_linears(
     source: Checkpoint, exclude: Sequence[str], include: Sequence[str], experts: bool = False
 ) -> dict[str, Entry]:
-    """What is quantized, by name; a warning names weights that would be but for their size or dtype.
+    """Return the weights to quantize, by name. Warn of weights whose size or dtype does not allow it.
 
-    With ``experts``, those of gpt-oss and Llama 4 too, which are one tensor: in their entries (E, N, K).
+    With ``experts``, include the experts of gpt-oss and Llama 4 that are one tensor, with entries of shape (E, N, K).
 
     Raises:
-        ValueError: nothing is, or a pattern matches no weight.
+        ValueError: there are none, or a pattern matches no weight.
     """
     if quantized := [name for name, entry in source.entries.items() if entry.quantized]:
         raise ValueError(
@@ -286,12 +291,12 @@ def chosen_linears(
     if experts and source.config.get("model_type") in TRANSPOSED_EXPERTS:
         weights |= {
             name: dataclasses.replace(entry, shape=(entry.shape[0], entry.shape[2], entry.shape[1]))
-            for name, entry in _stacked(source).items()
+            for name, entry in _experts_in_one_tensor(source).items()
         }
     for pattern in (*exclude, *include):
         if not any(is_matched(name, [pattern]) for name in weights):
             raise ValueError(
-                f"{pattern!r} matches no linear of {source.path}, as there are {some(list(weights))}"
+                f"{pattern!r} matches no linear of {source.path}, which has {some(list(weights))}"
                 + (
                     ": its output layer is the embedding, and quantize_lm_head=True quantizes a copy of it"
                     if is_matched(LM_HEAD, [pattern])
@@ -308,20 +313,21 @@ def chosen_linears(
             unfit.append(f"{name} {list(entry.shape)} {str(entry.dtype).removeprefix('torch.')}")
     if unfit:
         warnings.warn(
-            f"left dense, for NVFP4 takes bfloat16, float16, float32 in columns of multiples of {BLOCK}: {some(unfit)}",
+            f"left dense, because NVFP4 needs bfloat16, float16 or float32 and columns in multiples of {BLOCK}: "
+            f"{some(unfit)}",
             stacklevel=4,
         )
     _warn_of_experts(source, chosen)
     if not chosen:
         raise ValueError(
-            f"{source.path}: expected linears (*.weight of two dimensions) to quantize, found none"
-            + (f" that NVFP4 takes (bfloat16, float16, float32): {some(unfit)}" if unfit else "")
+            f"{source.path}: expected linears (two-dimensional *.weight) to quantize, found none"
+            + (f" in bfloat16, float16 or float32 with columns in multiples of {BLOCK}: {some(unfit)}" if unfit else "")
         )
     return chosen
 
 
-def _stacked(source: Checkpoint) -> dict[str, Entry]:
-    """Experts that are one tensor a layer."""
+def _experts_in_one_tensor(source: Checkpoint) -> dict[str, Entry]:
+    """Return the experts that are one tensor per layer."""
     return {
         name: entry
         for name, entry in source.entries.items()
@@ -330,29 +336,32 @@ def _stacked(source: Checkpoint) -> dict[str, Entry]:
 
 
 def _warn_of_experts(source: Checkpoint, chosen: Mapping[str, Entry]) -> None:
-    """They are most of the model."""
-    stacked = [f"{name} {list(entry.shape)}" for name, entry in _stacked(source).items() if name not in chosen]
-    if stacked:
+    """Warn of experts that stay dense, because they are most of the model."""
+    dense = [
+        f"{name} {list(entry.shape)}" for name, entry in _experts_in_one_tensor(source).items() if name not in chosen
+    ]
+    if dense:
         warnings.warn(
-            f"experts in one tensor stay dense: {some(stacked)}. The format modelopt supports NVFP4 experts of gpt-oss "
+            f"experts in one tensor stay dense: {some(dense)}. The format modelopt supports NVFP4 experts of gpt-oss "
             "and Llama 4; for other models, load the model with transformers and NVFP4TensorConfig, and save it",
             stacklevel=5,
         )
 
 
 def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source: Checkpoint) -> dict[str, float]:
-    """input_amax by parameter's name, in float32; joined linears, which are fed the same, get their largest."""
+    """Return input_amax by parameter name. Joined linears, which have the same input, get the largest of their
+    values."""
     named = {name if name in chosen else f"{name}.weight": float(value) for name, value in amax.items()}
     if unknown := [name for name in named if name not in chosen]:
-        raise ValueError(f"input_amax names {some(unknown)}, which {source.path} does not have or which stay dense")
-    scales = {name: torch.tensor(value) / LARGEST for name, value in named.items()}  # as they will be stored
+        raise ValueError(f"input_amax names {some(unknown)}, which are not in {source.path} or stay dense")
+    scales = {name: torch.tensor(value) / LARGEST for name, value in named.items()}  # as stored
     if bad := [name for name, scale in scales.items() if not 0 < scale < math.inf]:
-        raise ValueError(f"input_amax is a finite number above zero in float32, and not for {some(bad)}")
+        raise ValueError(f"input_amax of {some(bad)}: expected a finite number above zero in float32")
     return {name: max(named[each] for each in joined_with(name, named)) for name in named}
 
 
 def _rows_of_a_chunk(entry: Entry) -> int:
-    """A multiple of 128, so that chunks' block scales are whole tiles."""
+    """Return the rows per chunk, a multiple of 128, so that block scales are full tiles."""
     return max(CHUNK // _row_bytes(entry) // TILE_ROWS, 1) * TILE_ROWS
 
 

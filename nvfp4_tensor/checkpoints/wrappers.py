@@ -1,4 +1,4 @@
-"""Checkpoints seen through another: without the quantization of activations, without some tensors, with a head."""
+"""Checkpoints that change another one: weights only, without some tensors, or with an output layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nvfp4_tensor.checkpoints.parts import LinearParts
 
 
 class View(Checkpoint):
-    """Another checkpoint, as it is: what a subclass does not change."""
+    """A checkpoint that passes every call on to another one, for subclasses that change some."""
 
     def __init__(self, source: Checkpoint) -> None:
         self.source = source
@@ -53,7 +53,7 @@ class View(Checkpoint):
 
 
 class WeightOnly(View):
-    """The same weights, with which products do not quantize activations (W4A16)."""
+    """A checkpoint without the quantization of activations (W4A16)."""
 
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source)
@@ -65,7 +65,7 @@ class WeightOnly(View):
 
 
 class Without(View):
-    """All but some tensors."""
+    """A checkpoint without some of its tensors."""
 
     def __init__(self, source: Checkpoint, names: Iterable[str]) -> None:
         super().__init__(source)
@@ -74,7 +74,7 @@ class Without(View):
 
 
 class WithHead(View):
-    """With a weight of its own for the output layer: the embedding's, where a file has that alone for both.
+    """A checkpoint whose output layer has its own weight: a copy of the embedding's if they were shared.
 
     Attributes:
         head: the name of the output layer's weight.
@@ -83,7 +83,7 @@ class WithHead(View):
     def __init__(self, source: Checkpoint) -> None:
         """
         Raises:
-            ValueError: there is neither an output layer nor one embedding.
+            ValueError: there is no output layer, and not exactly one embedding.
         """
         super().__init__(source)
         self.config = _untied(source.config)
@@ -108,7 +108,7 @@ class WithHead(View):
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of transformers whose output layer is not the embedding; of a model with media, of its text."""
+    """Return a transformers configuration with ``tie_word_embeddings`` False, in its ``text_config`` too."""
     inner = {name: _untied(value) for name, value in config.items() if name == "text_config"}
     return {**config, **inner, "tie_word_embeddings": False}
 

@@ -92,5 +92,5 @@ def test_strange_names_are_read_again_or_refused(tmp_path, name, to):
 
 
 def test_what_is_no_regular_expression():
-    with pytest.raises(ValueError, match=r"'re:\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"'re:\(' is not a regular expression"):
         is_matched("a.weight", ["re:("])

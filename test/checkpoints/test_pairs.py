@@ -25,7 +25,7 @@ HOLD = {
     "static activations": [format for format in FORMATS if format != "mlx"],
     "some activations": [format for format in FORMATS if format != "mlx"],
 }
-"""What each format can say; MLX has no per-tensor scale, and says nothing of activations."""
+"""What each format can say; MLX has no per-tensor scale, and says does not quantize activations."""
 CASES = [
     (what, one, other)
     for what, formats in HOLD.items()
@@ -107,7 +107,7 @@ def test_mlx_refuses_what_it_cannot_hold(sources, tmp_path, what):
 
 def test_a_gguf_has_to_have_a_configuration(sources, tmp_path):
     a = write(sources["scales"], tmp_path / "a", "comfy")
-    with pytest.raises(ValueError, match=r"needs a configuration of transformers, and .*m\.safetensors has none"):
+    with pytest.raises(ValueError, match=r"needs a transformers configuration, but .*m\.safetensors has none"):
         through(a, tmp_path / "b", "gguf")
 
 
@@ -118,12 +118,12 @@ def test_the_scales_beside_a_file_are_nobody_elses(sources, tmp_path, format):
     kept = tmp_path / "a/m.nvfp4_tensor.json"
     assert kept.exists()
     path.unlink()
-    with pytest.raises(ValueError, match=r"m\.nvfp4_tensor\.json is there already"):
+    with pytest.raises(ValueError, match=r"m\.nvfp4_tensor\.json already exists"):
         format_named(format).write(sources["scales"], path, progress=False)
     assert not path.exists()
     kept.unlink()
     options = {"tokenizer": None} if format == "gguf" else {}
     format_named(format).write(sources["scales"], path, progress=False, **options)
     kept.write_text('{"factors": [1]}')
-    with pytest.raises(ValueError, match=r"m\.nvfp4_tensor\.json: expected factors by tensor's name"):
+    with pytest.raises(ValueError, match=r"m\.nvfp4_tensor\.json: expected factors by tensor name"):
         checkpoints.read(path)

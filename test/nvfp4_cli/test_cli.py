@@ -178,7 +178,7 @@ def test_faults_of_ours_keep_their_traceback(monkeypatch):
 
 def test_the_environment_asks_for_a_traceback(monkeypatch, tmp_path):
     monkeypatch.setenv(nvfp4_cli.TRACEBACK, "1")
-    with pytest.raises(ValueError, match="is no checkpoint"):
+    with pytest.raises(ValueError, match="is not a checkpoint"):
         nvfp4_cli.main(["inspect", str(tmp_path)])
 
 

@@ -31,12 +31,12 @@ def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized
     alone.mkdir()
     (alone / "model.safetensors").write_bytes((dense / "model.safetensors").read_bytes())
     cases = [
-        (["inspect", tmp_path / "empty"], "is no checkpoint"),
+        (["inspect", tmp_path / "empty"], "is not a checkpoint"),
         (["inspect", broken], "model.safetensors"),
         (["quantize", quantized, tmp_path / "x"], "dense"),
-        (["quantize", dense, there], "is there already"),
+        (["quantize", dense, there], "already exists"),
         (["quantize", dense, tmp_path / "x", "--exclude", "*.nothing"], "matches no linear"),
-        (["quantize", dense, there, "--calibrate", text], "is there already"),
+        (["quantize", dense, there, "--calibrate", text], "already exists"),
         (["quantize", dense, tmp_path / "x", "--calibrate", tmp_path / "bytes.txt"], "not text in UTF-8"),
         (["convert", dense, tmp_path / "x"], "holds no NVFP4"),
         (["convert", quantized, tmp_path / "x", "--to", "mlx"], "pass --lossy"),
@@ -63,4 +63,4 @@ def test_a_process_exits_1_and_says_it_in_json(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout
     error = json.loads(done.stderr.strip().splitlines()[-1])
-    assert error["type"] == "ValueError" and "is no checkpoint" in error["error"]
+    assert error["type"] == "ValueError" and "is not a checkpoint" in error["error"]

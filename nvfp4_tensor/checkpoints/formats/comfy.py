@@ -1,16 +1,16 @@
-"""ComfyUI's quantized files: one .safetensors, with a marker for every layer.
+"""ComfyUI's quantized files: one .safetensors file with a marker for every quantized layer.
 
 ====================  ====================================================================================
 ``weight``            uint8 (N, K / 2), both rounded up to multiples of 16, the even element in the **high** nibble
 ``weight_scale``      float8_e4m3fn, swizzled 128x4: rows rounded up to 128, columns to 4
-``weight_scale_2``    float32 0-d: it multiplies
+``weight_scale_2``    float32 0-d, a factor
 ``input_scale``       float32 0-d, the activation's amax / 2688; optional
 ``comfy_quant``       the marker, JSON as uint8: ``{"format": "nvfp4"}``
 ====================  ====================================================================================
 
-The markers stand in the header too, under ``_quantization_metadata``, and some files have them there alone.
-``full_precision_matrix_mult`` in a marker says that activations are not quantized. ``shape`` is ours: that of a weight
-that had to be padded, for ComfyUI takes shapes from its models.
+The header has the markers too, as ``_quantization_metadata``; some files have them only there. With
+``full_precision_matrix_mult`` in a marker, activations are not quantized. ``shape`` is an addition of this package: the
+shape of a weight that was padded. ComfyUI itself uses the shapes of its models.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _PARTS = ("weight_scale", "weight_scale_2", "input_scale", _MARKER)
 
 
 def swap_nibbles(codes: Tensor) -> Tensor:
-    """The even element from the low nibble to the high one, or back: uint8 of any shape."""
+    """Swap the nibbles of each byte, uint8 of any shape."""
     return codes >> 4 | codes << 4
 
 
 class ComfyUI(SafetensorsFormat):
-    """See the module."""
+    """ComfyUI's format."""
 
     name = "comfy"
     is_file = True
@@ -63,7 +63,7 @@ class ComfyUI(SafetensorsFormat):
             return False
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-        config.clear()  # a config.json beside the file is another model's
+        config.clear()  # a config.json in the same folder belongs to another model
         return {}
 
     def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
@@ -75,7 +75,7 @@ class ComfyUI(SafetensorsFormat):
         parts = {f"{layer}.{part}" for layer in markers for part in _PARTS}
         lost = [layer for layer in markers if f"{layer}.weight" not in info]
         if lost:
-            raise ValueError(f"{checkpoint.path}: it is marked that {some(lost)} are quantized, and have no weight")
+            raise ValueError(f"{checkpoint.path}: markers name {some(lost)} as quantized, but they have no weight")
         entries = {}
         for name, each in info.items():
             if name.endswith(".weight") and name.removesuffix(".weight") in markers:
@@ -83,7 +83,7 @@ class ComfyUI(SafetensorsFormat):
             elif name not in parts:
                 entries[name] = Entry(shape=each.shape, dtype=each.dtype, shard=each.file.name)
         if lonely := [name for name in entries if name.endswith(".weight_scale_2")]:
-            raise ValueError(f"{checkpoint.path}: {some(lonely)} belong to layers of which no marker says {_NVFP4}")
+            raise ValueError(f"{checkpoint.path}: {some(lonely)} belong to layers without a marker of {_NVFP4}")
         warn_of_missing_input_scales(checkpoint.path, entries)
         return entries
 
@@ -95,7 +95,9 @@ class ComfyUI(SafetensorsFormat):
             raise ValueError(f"{info[name].file}: tensor {name}: expected uint8 (N, K / 2), found {info[name]}")
         shape = _shape(marker, stored)
         if (ceil_to(shape[0], _ROWS), ceil_to(shape[1], BLOCK) // 2) != stored and shape != (stored[0], 2 * stored[1]):
-            raise ValueError(f"{info[name].file}: tensor {name}: expected one for {list(shape)}, found {info[name]}")
+            raise ValueError(
+                f"{info[name].file}: tensor {name}: expected codes of shape {list(shape)}, found {info[name]}"
+            )
         checkpoint.expect(name, torch.uint8, stored, name)
         checkpoint.expect(f"{layer}.weight_scale", torch.float8_e4m3fn, _scale_shape(*stored), name)
         checkpoint.expect(f"{layer}.weight_scale_2", torch.float32, (), name)
@@ -144,9 +146,9 @@ class ComfyUI(SafetensorsFormat):
         check_writable(checkpoint, self.name, padded=True)
         quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
         if odd := [f"{n} {list(e.shape)}" for n, e in quantized.items() if len(e.shape) != 2 or 0 in e.shape]:
-            raise ValueError(f"ComfyUI takes quantized weights (N, K), not {some(odd)}")
+            raise ValueError(f"ComfyUI supports quantized weights (N, K), not {some(odd)}")
         if bare := [name for name in quantized if not name.endswith(".weight")]:
-            raise ValueError(f"ComfyUI takes quantized weights that are some layer's .weight, not {some(bare)}")
+            raise ValueError(f"ComfyUI supports only quantized parameters named .weight, not {some(bare)}")
 
     def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
         entries = sorted(checkpoint.entries.items())
@@ -165,18 +167,18 @@ class ComfyUI(SafetensorsFormat):
         quantize_activations: bool | None = None,
         **options: Any,
     ) -> None:
-        """Write ``checkpoint`` to the file ``path``, which appears when it is whole.
+        """Write ``checkpoint`` to the file ``path``, which appears when it is complete.
 
         Args:
-            quantize_activations: whether ComfyUI quantizes them too where the GPU multiplies FP4, by the amax of each
-                call where the checkpoint has no static scale: much faster, less accurate. By default as the checkpoint
-                says, layer by layer.
+            quantize_activations: whether ComfyUI quantizes activations on GPUs that multiply FP4, with the amax of
+                each call if the checkpoint has no static scale. This is faster and less accurate. The default is the
+                checkpoint's setting of each layer.
         """
         if options:
-            raise ValueError(f"{self.name} has no option {', '.join(options)}: it takes quantize_activations")
+            raise ValueError(f"{self.name} has no option {', '.join(options)}, only quantize_activations")
         path = Path(path)
         if path.suffix != ".safetensors":
-            raise ValueError(f"ComfyUI takes one .safetensors file, and {path.name} has another ending")
+            raise ValueError(f"ComfyUI uses one .safetensors file: expected a path with this suffix, found {path.name}")
         check_is_new(path, is_file=True)
         sidecar = check_sidecar(path)
         if quantize_activations is not None:
@@ -189,7 +191,7 @@ class ComfyUI(SafetensorsFormat):
             try:
                 write_factors(sidecar, factors)
             except OSError:
-                path.unlink()  # without them it would not be what it was made of
+                path.unlink()  # without the factors, the file would differ from its source
                 raise
         warn_of_nan(with_nan)
 
@@ -198,7 +200,7 @@ FORMAT = ComfyUI()
 
 
 class _Activations(View):
-    """The same weights, whose activations are quantized, all or none."""
+    """A checkpoint in which the activations of all or of no weights are quantized."""
 
     def __init__(self, source: Checkpoint, quantizes: bool) -> None:
         super().__init__(source)
@@ -215,19 +217,19 @@ class _Activations(View):
 
 
 def _markers(shards: Shards) -> dict[str, dict[str, Any]]:
-    """By layer; those of the header and those beside the weights, which count where both are."""
+    """Return the markers by layer, from the header and from tensors, which take precedence."""
     try:
         found = parse_json(shards.metadata.get(_HEADER, "{}")).get("layers") or {}
         for name in shards.info:
             if name.endswith(f".{_MARKER}"):
                 found[name.removesuffix(f".{_MARKER}")] = parse_json(bytes(shards[name].tolist()))
     except (ValueError, AttributeError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{shards.path}: expected markers of layers in JSON, found {error}") from None
+        raise ValueError(f"{shards.path}: expected layer markers in JSON, found {error}") from None
     return {layer: marker if isinstance(marker, dict) else {"format": marker} for layer, marker in found.items()}
 
 
 def _is_plain(marker: Mapping[str, Any]) -> bool:
-    """NVFP4, and not of rotated weights."""
+    """Return whether a marker is of NVFP4 without rotation."""
     return marker.get("format") == _NVFP4 and not marker.get("convrot")
 
 
@@ -248,5 +250,5 @@ def _shape(marker: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...
 
 
 def _scale_shape(rows: int, half: int) -> tuple[int, int]:
-    """Of the swizzled scales for codes (rows, half)."""
+    """Return the shape of the swizzled scales for codes (rows, half)."""
     return ceil_to(rows, TILE_ROWS), ceil_to(half * 2 // BLOCK, TILE_COLUMNS)

@@ -1,13 +1,13 @@
-"""compressed-tensors' layout "nvfp4-pack-quantized", which llm-compressor writes and vLLM, SGLang, transformers read.
+"""compressed-tensors' format "nvfp4-pack-quantized": llm-compressor writes it; vLLM, SGLang and transformers read it.
 
 ========================  ==============================================================
 ``weight_packed``         uint8 (N, K / 2), the even element in the low nibble
 ``weight_scale``          float8_e4m3fn (N, K / 16), in the order of the weight
-``weight_global_scale``   float32 (1,), 2688 / amax: values are divided by it
+``weight_global_scale``   float32 (1,), 2688 / amax, a divisor
 ``input_global_scale``    float32 (1,), 2688 / the activation's amax; W4A4 only
 ========================  ==============================================================
 
-The configuration is config.json's ``quantization_config``: groups of linears, each with its scheme and its targets.
+The configuration is config.json's ``quantization_config``: groups of linears, each with a scheme and targets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.modelopt import check_static
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, folder_says
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, config_has
 from nvfp4_tensor.checkpoints.names import dense_linears, is_matched, some, warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import BLOCK
@@ -31,19 +31,19 @@ _FOREIGN = (
     ".weight_scale", ".weight_global_scale", ".input_global_scale", ".input_scale", ".weight_zero_point",
     ".input_zero_point", ".weight_shape",
 )  # fmt: skip
-"""What belongs to some compressed weight."""
+"""Suffixes of tensors that belong to compressed weights."""
 _PARTS = ("weight_scale", "weight_global_scale", "input_global_scale")
 
 
 class CompressedTensors(SafetensorsFormat):
-    """See the module."""
+    """compressed-tensors' format."""
 
     name = "compressed-tensors"
     stores_divisors = True
     reserved = (".weight_packed", *_FOREIGN)
 
     def detect(self, path: Path) -> bool:
-        return folder_says(path, _configuration)
+        return config_has(path, _configuration)
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         found = _configuration(config)
@@ -62,8 +62,8 @@ class CompressedTensors(SafetensorsFormat):
         others = [name for name in info if name.endswith(_FOREIGN) and name not in parts]
         if others:
             raise ValueError(
-                f"{info[others[0]].file}: {some(others)} belong to weights that are not NVFP4: no other compression "
-                "is read here"
+                f"{info[others[0]].file}: {some(others)} belong to weights that are not NVFP4, and other compressions "
+                "are not supported"
             )
         entries = {}
         for name, tensor in info.items():
@@ -73,7 +73,7 @@ class CompressedTensors(SafetensorsFormat):
                 entries[name] = Entry(shape=tensor.shape, dtype=tensor.dtype, shard=tensor.file.name)
         if missing := without_input_scale(entries):
             raise ValueError(
-                f"{checkpoint.path}: {some(missing)} have no input_global_scale, as other weights do: it is missing"
+                f"{checkpoint.path}: input_global_scale is missing for {some(missing)}, but other weights have one"
             )
         return entries
 
@@ -87,7 +87,7 @@ class CompressedTensors(SafetensorsFormat):
         if f"{module}weight_global_scale" in info or scheme["weights"].get("strategy") != "group":
             _expect_divisor(checkpoint, f"{module}weight_global_scale", packed)
         activations = scheme.get("input_activations") or {}
-        # "dynamic" is True where each call takes its own amax; "local" is of block scales alone.
+        # "dynamic" is True if each call computes its amax. "local" refers only to block scales.
         has_input_scale = bool(activations) and (
             activations.get("dynamic") is not True or f"{module}input_global_scale" in info
         )
@@ -130,7 +130,7 @@ class CompressedTensors(SafetensorsFormat):
         for key in list(tensors)[2:]:
             if not tensors[key].is_meta and not tensors[key].isfinite().all():
                 raise ValueError(
-                    f"{name}: its scale is too small for compressed-tensors, whose {key} would be infinite"
+                    f"{name}: its scale is too small for compressed-tensors, because {key} would be infinite"
                 )
         return tensors
 
@@ -154,23 +154,23 @@ FORMAT = CompressedTensors()
 
 
 def _configuration(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """quantization_config, or compression_config as earlier releases named it."""
+    """Return quantization_config, or compression_config, its name in earlier releases; None if there is none."""
     found = config.get("quantization_config") or config.get("compression_config")
     return found if isinstance(found, dict) and found.get("quant_method") == "compressed-tensors" else None
 
 
 def _checked(file: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """The configuration, if it has groups of NVFP4 and nothing that changes what the weights mean."""
+    """Return the configuration if it has groups of NVFP4, and no transform or sparsity."""
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not any(_is_nvfp4(group) for group in groups.values()):
         raise ValueError(
             f"{file}: expected a config group of 4-bit floats with group_size {BLOCK} ({PACKED}), found {groups}"
         )
     if found.get("transform_config"):
-        raise ValueError(f"{file}: its transform_config rotates activations, which is not read here")
+        raise ValueError(f"{file}: its transform_config rotates activations, which is not supported")
     sparsity = (found.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
-        raise ValueError(f"{file}: expected weights that are not sparse, found sparsity {sparsity}")
+        raise ValueError(f"{file}: expected dense weights, found sparsity {sparsity}")
     return found
 
 
@@ -185,14 +185,14 @@ def _is_nvfp4(group: Mapping[str, Any]) -> bool:
 
 
 def _scheme(checkpoint: FolderCheckpoint, module: str) -> Mapping[str, Any]:
-    """The group of a module: one that names it, or one of all linears."""
+    """Return the group of a module: the one that names it, or that of all linears."""
     groups = [group for group in checkpoint.quantization["config_groups"].values() if _is_nvfp4(group)]
     named = [group for group in groups if is_matched(module, group.get("targets") or [])]
     general = [group for group in groups if "Linear" in (group.get("targets") or [])]
     found = named or general or (groups if len(groups) == 1 else [])
     if not found:
         raise ValueError(
-            f"{checkpoint.path}: tensor {module}.weight_packed is in none of the config groups of NVFP4 in config.json"
+            f"{checkpoint.path}: tensor {module}.weight_packed is in no config group of NVFP4 in config.json"
         )
     activations = found[0].get("input_activations")
     if activations and (activations.get("num_bits"), activations.get("type")) != (4, "float"):
@@ -203,13 +203,13 @@ def _scheme(checkpoint: FolderCheckpoint, module: str) -> Mapping[str, Any]:
     return found[0]
 
 
-def _expect_divisor(checkpoint: FolderCheckpoint, key: str, beside: str) -> None:
+def _expect_divisor(checkpoint: FolderCheckpoint, key: str, owner: str) -> None:
     info = checkpoint.shards.info.get(key)
-    checkpoint.expect(key, torch.float32, () if info is not None and not info.shape else (1,), beside)
+    checkpoint.expect(key, torch.float32, () if info is not None and not info.shape else (1,), owner)
 
 
 def _both(divisor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(what values are multiplied by, the divisor where that does not give it back)."""
+    """Return the factor 1 / divisor, and the divisor."""
     if divisor is None:
         return None, None
     divisor = divisor.reshape(())
@@ -217,7 +217,7 @@ def _both(divisor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """config.json's quantization_config: one group of all linears, or two of named ones where they differ."""
+    """Return config.json's quantization_config: one group of all linears, or one for W4A4 and one for W4A16 linears."""
     entries = {name.removesuffix(".weight"): entry for name, entry in checkpoint.entries.items() if entry.quantized}
     with_activations = [module for module, entry in entries.items() if entry.quantizes_activations]
     weight_only = [module for module, entry in entries.items() if not entry.quantizes_activations]

@@ -1,4 +1,4 @@
-"""A folder of safetensors that are not quantized: what there is to quantize, and what a dequantized model becomes."""
+"""Folders of safetensors that are not quantized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvfp4_tensor.checkpoints.parts import LinearParts
 
 
 class Dense(SafetensorsFormat):
-    """See the module."""
+    """A folder of safetensors that are not quantized."""
 
     name = "dense"
 
@@ -41,7 +41,7 @@ class Dense(SafetensorsFormat):
     def check(self, checkpoint: Checkpoint) -> None:
         quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
         if quantized:
-            raise ValueError(f"a dense checkpoint holds no NVFP4, and {some(quantized)} are: choose another format")
+            raise ValueError(f"the format dense has no NVFP4, but {some(quantized)} are NVFP4: choose another format")
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
         raise AssertionError(name)

@@ -1,14 +1,14 @@
 """MLX's folders, as mlx-lm reads them: mode "nvfp4", groups of 16.
 
 ==================  =============================================================================
-``m.weight``        uint32 (N, K / 8), eight codes a word, the first in the lowest nibble
+``m.weight``        uint32 (N, K / 8), eight codes per word, the first in the lowest nibble
 ``m.scales``        uint8 (N, K / 16): the bytes of e4m3
 ``m.global_scale``  float32 0-d, the weight's amax: values are code x scale x global_scale / 2688
 ==================  =============================================================================
 
-mlx's own layers know no ``global_scale`` (its operators and other programs built on them do), so it is written on
-demand alone. Without it a per-tensor scale has to go into the block scales, which is exact where each product is an
-e4m3 number, as with a per-tensor scale of 1: :data:`AMAX_OF_ONE`. Mode "mxfp4" is read as well.
+mlx's layers do not support ``global_scale`` (its operators and some other programs do), so it is written only on
+request. Without it, the per-tensor scale is folded into the block scales, which is exact if each product is an e4m3
+number, as for a per-tensor scale of 1: :data:`AMAX_OF_ONE`. Mode "mxfp4" can be read too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable, folder_says
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable, config_has
 from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, parts_of, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import View
@@ -32,7 +32,7 @@ from nvfp4_tensor.numerics.layout import BLOCK, E4M3_NAN
 from nvfp4_tensor.tensor.nvfp4 import quantize
 
 AMAX_OF_ONE = LARGEST
-"""``quantize(x, amax=AMAX_OF_ONE)`` has a per-tensor scale of 1, with which nothing is rounded on the way to MLX."""
+"""``quantize(x, amax=AMAX_OF_ONE)`` has a per-tensor scale of 1, so that conversion to MLX does not round."""
 
 _FIX = "Other modes are not supported: quantize the dense model by checkpoints.quantize with to='mlx'"
 
@@ -40,18 +40,18 @@ _GROUPS = {"nvfp4": BLOCK, "mxfp4": MX_BLOCK}
 
 
 class MLX(SafetensorsFormat):
-    """See the module."""
+    """MLX's format."""
 
     name = "mlx"
     is_served = False
     reserved = (".scales", ".biases", ".global_scale")
 
     def __init__(self, global_scale: bool = False) -> None:
-        """global_scale: whether it writes one; either is read."""
+        """global_scale: whether to write one. Files with and without one can be read."""
         self._global_scale = global_scale
 
     def detect(self, path: Path) -> bool:
-        return folder_says(path, _quantization)
+        return config_has(path, _quantization)
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         found = _quantization(config)
@@ -70,15 +70,15 @@ class MLX(SafetensorsFormat):
             if name.endswith(".weight") and info[name].dtype == torch.uint32 and name not in quantized:
                 checkpoint.expect(_key(name, "scales"), torch.uint8, None, name)
         for name in quantized:
-            _mode(checkpoint, name)  # biases belong to mode affine, which is then what to speak of
+            _mode(checkpoint, name)  # before the check of biases, which are of mode affine, for a better message
         if lonely := [n for n in info if n not in parts and n.endswith((".scales", ".biases", ".global_scale"))]:
             raise ValueError(
-                f"{checkpoint.path}: {some(lonely)} belong to no weight of mode nvfp4 or mxfp4: a weight is missing, "
-                f"or another mode's. {_FIX}"
+                f"{checkpoint.path}: {some(lonely)} belong to no weight of mode nvfp4 or mxfp4: a weight is missing or "
+                f"has another mode. {_FIX}"
             )
         own = [name for name in quantized if _key(name, "global_scale") in info]
         if own and (missing := [name for name in quantized if name not in own]):
-            raise ValueError(f"{checkpoint.path}: {some(missing)} have no global_scale, as other weights do. {_FIX}")
+            raise ValueError(f"{checkpoint.path}: {some(missing)} have no global_scale, but other weights do. {_FIX}")
         return {
             name: self._linear_entry(checkpoint, name)
             if name in quantized
@@ -95,7 +95,7 @@ class MLX(SafetensorsFormat):
         checkpoint.expect(_key(name, "scales"), torch.uint8, (*leading, words * 8 // group), name)
         if _key(name, "global_scale") in info and info[_key(name, "global_scale")].shape != (1,):
             checkpoint.expect(_key(name, "global_scale"), torch.float32, (), name)
-        experts = len(leading) > 1 and group == MX_BLOCK  # each gets a per-tensor scale
+        experts = len(leading) > 1 and group == MX_BLOCK  # one per-tensor scale for each
         return Entry(
             shape=(*leading, words * 8),
             dtype=checkpoint.dtype(),
@@ -128,9 +128,9 @@ class MLX(SafetensorsFormat):
         check_writable(checkpoint, self.name, rows=not self._global_scale)
         quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
         if bare := [name for name in quantized if not name.endswith(".weight")]:
-            raise ValueError(f"MLX takes quantized weights that are some module's .weight, not {some(bare)}")
+            raise ValueError(f"MLX supports only quantized parameters named .weight, not {some(bare)}")
         if self._global_scale and (experts := [name for name, entry in quantized.items() if entry.scales]):
-            raise ValueError(f"MLX takes one global_scale a weight, and experts have one each: {some(experts)}")
+            raise ValueError(f"MLX has one global_scale per weight, but these experts have one each: {some(experts)}")
 
     def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
         return bool(options.get("global_scale"))
@@ -142,7 +142,8 @@ class MLX(SafetensorsFormat):
         return None
 
     def files_of(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-        """config.json once more: mlx-lm reads "quantization", and others the name that transformers gave it."""
+        """Return config.json with "quantization", which mlx-lm reads, and "quantization_config", its transformers
+        name."""
         quantization = {"group_size": BLOCK, "bits": 4, "mode": "nvfp4"}
         both = {"quantization": quantization, "quantization_config": quantization}
         return {"config.json": {**checkpoint.config, **both}}
@@ -157,18 +158,18 @@ class MLX(SafetensorsFormat):
         lossy: bool = False,
         **options: Any,
     ) -> None:
-        """As :meth:`SafetensorsFormat.write`.
+        """See :meth:`SafetensorsFormat.write`.
 
         Args:
-            global_scale: keep per-tensor scales, as tensors of that name, which mlx-lm does not load.
-            lossy: where block scales cannot take the per-tensor scale exactly, quantize the decoded values again,
-                and where a global_scale cannot say it exactly, take the nearest, a last bit away.
+            global_scale: keep per-tensor scales as tensors ``global_scale``, which mlx-lm does not load.
+            lossy: if a per-tensor scale cannot be folded into block scales exactly, quantize the decoded values again;
+                if a global_scale cannot represent it exactly, use the nearest one, which differs in the last bit.
 
         Raises:
-            ValueError: that would be needed and is not allowed, by name; or what any format refuses.
+            ValueError: a weight needs ``lossy``, or cannot be stored; the message has its name.
         """
         if any(entry.quantizes_activations for entry in checkpoint.entries.values()):
-            warnings.warn("MLX's folders say nothing of activations: their quantization is left out", stacklevel=2)
+            warnings.warn("MLX does not quantize activations: their quantization is omitted", stacklevel=2)
         target = MLX(global_scale)
         target.check(checkpoint)
         view = (_Global if global_scale else _Folded)(checkpoint, lossy)
@@ -183,16 +184,16 @@ def _key(name: str, part: str) -> str:
 
 
 def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """MLX's part of config.json; None where there is none."""
+    """Return MLX's quantization settings of config.json, or None."""
     found = config.get("quantization", config.get("quantization_config"))
     return found if isinstance(found, dict) and {"group_size", "bits"} <= set(found) else None
 
 
 def _mode(checkpoint: FolderCheckpoint, name: str) -> str:
-    """That of a weight: the folder's, or its own.
+    """Return the mode of a weight: its own, or that of the folder.
 
     Raises:
-        ValueError: it is neither nvfp4 nor mxfp4.
+        ValueError: the mode is neither nvfp4 nor mxfp4.
     """
     own = checkpoint.quantization.get(name.removesuffix(".weight"))
     settings = own if isinstance(own, dict) else checkpoint.quantization
@@ -203,25 +204,25 @@ def _mode(checkpoint: FolderCheckpoint, name: str) -> str:
         or settings.get("bits", 4) != 4
         or settings.get("group_size", _GROUPS[mode]) != _GROUPS[mode]
     ):
-        said = {"mode": mode, "bits": settings.get("bits"), "group_size": settings.get("group_size")}
-        raise ValueError(f"{checkpoint.path}: {name}: expected mode nvfp4 or mxfp4, found {said}. {_FIX}")
+        found = {"mode": mode, "bits": settings.get("bits"), "group_size": settings.get("group_size")}
+        raise ValueError(f"{checkpoint.path}: {name}: expected mode nvfp4 or mxfp4, found {found}. {_FIX}")
     return str(mode)
 
 
 class _View(View):
-    """Weights as MLX can say them; exactly, or as near as it gets."""
+    """A checkpoint with weights that MLX can represent, exactly or approximately."""
 
     def __init__(self, source: Checkpoint, lossy: bool) -> None:
         """
         Raises:
-            ValueError: some cannot be said exactly, and lossy does not allow it.
+            ValueError: some weights cannot be represented exactly, and ``lossy`` is False.
         """
         super().__init__(source)
         self._lossy = lossy
         quantized = [name for name, entry in self.entries.items() if entry.quantized]
         inexact = [] if lossy else [name for name in quantized if not self._is_exact(name)]
         if inexact:
-            raise ValueError(self._refusal(some(inexact)))
+            raise ValueError(self._message(some(inexact)))
 
     def identity(self) -> list[Any] | None:
         inner = super().identity()
@@ -231,34 +232,34 @@ class _View(View):
         parts = self.source.linear(name).replace(
             quantizes_activations=False, input_scale=None, input_divisor=None, input_amax=None
         )  # fmt: skip
-        return self._said(parts)
+        return self._represented(parts)
 
     def per_tensor_scale(self, name: str) -> Tensor:
         return self.linear(name).per_tensor_scale
 
     @abc.abstractmethod
     def _is_exact(self, name: str) -> bool:
-        """Whether MLX can say this weight as it is."""
+        """Return whether MLX can represent this weight exactly."""
 
     @abc.abstractmethod
-    def _said(self, parts: LinearParts) -> LinearParts:
-        """The weight as MLX says it, or as near as it gets."""
+    def _represented(self, parts: LinearParts) -> LinearParts:
+        """Return the weight as MLX represents it."""
 
     @abc.abstractmethod
-    def _refusal(self, names: str) -> str:
-        """What to tell whoever does not allow the latter."""
+    def _message(self, names: str) -> str:
+        """Return the message for weights that cannot be represented exactly."""
 
 
 class _Folded(_View):
-    """Per-tensor scales in the block scales."""
+    """A checkpoint with per-tensor scales folded into block scales."""
 
     def _is_exact(self, name: str) -> bool:
         return folds_exactly(self.source, name)
 
-    def _said(self, parts: LinearParts) -> LinearParts:
+    def _represented(self, parts: LinearParts) -> LinearParts:
         return with_scale_of_one(parts)
 
-    def _refusal(self, names: str) -> str:
+    def _message(self, names: str) -> str:
         return (
             f"MLX has no per-tensor scales, and those of {names} cannot be folded into their block scales exactly: "
             "quantize the dense weights by checkpoints.quantize with to='mlx' (which uses per-tensor scales of 1), "
@@ -267,7 +268,7 @@ class _Folded(_View):
 
 
 def folds_exactly(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether the block scales of a weight can take its per-tensor scale without a rounding."""
+    """Return whether a per-tensor scale can be folded into the block scales without rounding."""
     factor = checkpoint.per_tensor_scale(name)
     if (factor == 1).all():
         return True
@@ -278,7 +279,7 @@ def folds_exactly(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def with_scale_of_one(parts: LinearParts) -> LinearParts:
-    """The weight with its per-tensor scale in the block scales; quantized again where these cannot take it exactly."""
+    """Fold the per-tensor scale into the block scales, or quantize the weight again if this is not exact."""
     scale = _folded(parts)
     if scale is not None:
         return parts.replace(scale=scale, per_tensor_scale=torch.ones(()), divisor=None)
@@ -287,7 +288,7 @@ def with_scale_of_one(parts: LinearParts) -> LinearParts:
 
 
 def _folded(parts: LinearParts) -> Tensor | None:
-    """The block scales times the per-tensor scale, e4m3; None where a product is no e4m3 number."""
+    """Return the block scales times the per-tensor scale, e4m3, or None if a product is not an e4m3 number."""
     factor = parts.per_tensor_scale.double()
     factor = factor.reshape(*factor.shape, *(1,) * (parts.scale.dim() - factor.dim()))
     product = parts.scale.double() * factor  # exact: 4 bits times 24
@@ -297,16 +298,16 @@ def _folded(parts: LinearParts) -> Tensor | None:
 
 
 class _Global(_View):
-    """Per-tensor scales as they are: those that some float32, divided by 2688, is."""
+    """A checkpoint with per-tensor scales that are a float32 divided by 2688."""
 
     def _is_exact(self, name: str) -> bool:
         scale = self.source.per_tensor_scale(name)
         return bool((scale * LARGEST / LARGEST == scale).all())
 
-    def _said(self, parts: LinearParts) -> LinearParts:
+    def _represented(self, parts: LinearParts) -> LinearParts:
         return parts
 
-    def _refusal(self, names: str) -> str:
+    def _message(self, names: str) -> str:
         return (
             f"MLX stores 2688 times the per-tensor scale, which no float32 is exactly for {names}: pass lossy=True, "
             "which changes the last bit"

@@ -1,16 +1,16 @@
-"""NVIDIA ModelOpt's layout of a Hugging Face folder, which vLLM, SGLang and TensorRT-LLM read.
+"""NVIDIA ModelOpt's format of a Hugging Face folder, which vLLM, SGLang and TensorRT-LLM read.
 
 ====================  ==================================================================
 ``weight``            uint8 (N, K / 2), the even element in the low nibble
 ``weight_scale``      float8_e4m3fn (N, K / 16), in the order of the weight
-``weight_scale_2``    float32 0-d, amax / 2688: it multiplies
+``weight_scale_2``    float32 0-d, amax / 2688, a factor
 ``input_scale``       float32 0-d, the activation's amax / 2688; W4A4 only
 ====================  ==================================================================
 
-A parameter that is no module's ``weight`` (experts' ``gate_up_proj``) has them as ``gate_up_proj``,
-``gate_up_proj_weight_scale`` and so on. Those of Llama 4 and gpt-oss, whose models multiply by (E, K, N), lie so in
-files too, bytes and block scales alike: uint8 (E, K / 2, N) and float8_e4m3fn (E, K / 16, N). The configuration stands
-in hf_quant_config.json, in config.json, or in both.
+A parameter with another name than ``weight`` (``gate_up_proj`` of experts) is stored as ``gate_up_proj``,
+``gate_up_proj_weight_scale`` and so on. The experts of Llama 4 and gpt-oss, whose models multiply by (E, K, N), are
+stored transposed: uint8 (E, K / 2, N) and float8_e4m3fn (E, K / 16, N). The configuration is in hf_quant_config.json,
+in config.json, or in both.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 LAYOUT_VERSION = "0.47.0"
-"""The release of ModelOpt whose layout this is."""
+"""The release of ModelOpt that defines this format."""
 
 ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}
-"""Those that are read, and whether each quantizes activations."""
+"""The algorithms that are supported, and whether each quantizes activations."""
 
 
 def keys_of(name: str) -> dict[str, str]:
-    """The names of a weight's tensors by their part: qdata, scale, per_tensor_scale, input_scale."""
+    """Return the names of the tensors of a weight: qdata, scale, per_tensor_scale, input_scale."""
     prefix = name.removesuffix("weight") if name == "weight" or name.endswith(".weight") else f"{name}_"
     return {
         "qdata": name,
@@ -52,14 +52,14 @@ def keys_of(name: str) -> dict[str, str]:
 
 
 class ModelOpt(SafetensorsFormat):
-    """See the module."""
+    """ModelOpt's format."""
 
     name = "modelopt"
     holds_experts = True
     reserved = (".weight_scale", ".weight_scale_2")
 
     def __init__(self, transposes_experts: bool = False) -> None:
-        """transposes_experts: whether it writes experts as (E, K / 2, N); either is read."""
+        """transposes_experts: whether to write experts as (E, K / 2, N). Both layouts can be read."""
         self._transposes = transposes_experts
 
     def detect(self, path: Path) -> bool:
@@ -85,8 +85,8 @@ class ModelOpt(SafetensorsFormat):
         lonely = [name for name in info if name not in parts and _is_scale_of_other(name, info)]
         if lonely:
             raise ValueError(
-                f"{info[lonely[0]].file}: {some(lonely)} belong to weights that are not NVFP4 (uint8): no other "
-                "quantization is read here"
+                f"{info[lonely[0]].file}: {some(lonely)} belong to weights that are not NVFP4 (uint8), and other "
+                "quantizations are not supported"
             )
         for name, each in info.items():
             if each.dtype == torch.uint8 and name.endswith("weight") and name not in quantized:
@@ -102,8 +102,8 @@ class ModelOpt(SafetensorsFormat):
                 entries[name] = Entry(shape=info[name].shape, dtype=info[name].dtype, shard=info[name].file.name)
         if missing := without_input_scale(entries):
             raise ValueError(
-                f"{checkpoint.path}: tensor {keys_of(missing[0])['input_scale']} is missing, as others have one: the "
-                f"input scales of {some(missing)}"
+                f"{checkpoint.path}: tensor {keys_of(missing[0])['input_scale']} is missing: {some(missing)} have no "
+                "input scale, but other weights do"
             )
         return entries
 
@@ -133,7 +133,7 @@ class ModelOpt(SafetensorsFormat):
         keys = keys_of(name)
         qdata, scale = tensors[name], tensors[keys["scale"]]
         if _are_transposed(qdata.shape, scale.shape):
-            qdata, scale = _turned(qdata), _turned(scale)
+            qdata, scale = _transposed_copy(qdata), _transposed_copy(scale)
         return LinearParts(
             qdata=qdata,
             scale=scale,
@@ -145,10 +145,10 @@ class ModelOpt(SafetensorsFormat):
 
     def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
         keys = keys_of(name)
-        turn = self._transposes and parts.qdata.dim() == 3
+        transpose = self._transposes and parts.qdata.dim() == 3
         tensors = {
-            keys["qdata"]: _turned(parts.qdata) if turn else parts.qdata,
-            keys["scale"]: _turned(parts.scale) if turn else parts.scale,
+            keys["qdata"]: _transposed_copy(parts.qdata) if transpose else parts.qdata,
+            keys["scale"]: _transposed_copy(parts.scale) if transpose else parts.scale,
             keys["per_tensor_scale"]: parts.per_tensor_scale.reshape(entry.scales[:1]),
         }
         if parts.input_scale is not None:
@@ -159,8 +159,10 @@ class ModelOpt(SafetensorsFormat):
         super().check_names(checkpoint)
         entries = checkpoint.entries
         own = [key for name, entry in entries.items() if entry.quantized for key in keys_of(name).values()]
-        if taken := [key for key in own if key in entries and not entries[key].quantized]:
-            raise ValueError(f"modelopt has scales of NVFP4 weights under such names, and {some(taken)} are dense")
+        if reserved := [key for key in own if key in entries and not entries[key].quantized]:
+            raise ValueError(
+                f"modelopt uses these names for scales of NVFP4 weights, but {some(reserved)} are dense: rename them"
+            )
 
     def check(self, checkpoint: Checkpoint) -> None:
         super().check(checkpoint)
@@ -181,12 +183,13 @@ FORMAT = ModelOpt()
 
 
 def format_for(config: Mapping[str, Any]) -> ModelOpt:
-    """What writes a model of that config.json: experts lie in files as ModelOpt lays those of its kind."""
+    """Return the format that writes a model with this config.json, with experts as ModelOpt stores them."""
     return ModelOpt(config.get("model_type") in TRANSPOSED_EXPERTS)
 
 
 def _is_scale_of_other(name: str, info: Mapping[str, Any]) -> bool:
-    """Whether a tensor is the scale of a weight in another quantization, and not a parameter that is called so."""
+    """Return whether a tensor is the scale of a weight in another quantization, and not a parameter with such a
+    name."""
     owner = re.sub(r"_?weight_scale(_2)?$", "", name)
     if owner == name:
         return False
@@ -194,14 +197,14 @@ def _is_scale_of_other(name: str, info: Mapping[str, Any]) -> bool:
 
 
 def _are_transposed(weight: Sequence[int], scale: Sequence[int]) -> bool:
-    """Whether codes are (E, K / 2, N) and not (E, N, K / 2), by the shape of their block scales."""
+    """Return whether codes are (E, K / 2, N) instead of (E, N, K / 2), from the shape of their block scales."""
     return len(weight) == len(scale) == 3 and weight[2] == scale[2] and weight[1] * 2 == scale[1] * BLOCK
 
 
-def _turned(data: Tensor) -> Tensor:
-    """(E, a, b) as (E, b, a), laid out anew."""
-    turned: Tensor = data.view(torch.uint8).transpose(-2, -1).contiguous().view(data.dtype)
-    return turned
+def _transposed_copy(data: Tensor) -> Tensor:
+    """Return a contiguous transpose of (E, a, b)."""
+    copy: Tensor = data.view(torch.uint8).transpose(-2, -1).contiguous().view(data.dtype)
+    return copy
 
 
 def _is_modelopt(folder: Path) -> bool:
@@ -210,7 +213,7 @@ def _is_modelopt(folder: Path) -> bool:
 
 
 def _configuration(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The configuration in one form, the flat one; None where there is none of ModelOpt."""
+    """Return ModelOpt's configuration in its flat form, or None if there is none."""
     flat = config.get("quantization_config")
     if isinstance(flat, dict) and str(flat.get("quant_method", "")).startswith("modelopt"):
         return _flattened(flat)
@@ -221,7 +224,7 @@ def _configuration(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | 
 
 
 def _flattened(found: Mapping[str, Any]) -> dict[str, Any]:
-    """hf_quant_config.json puts all under "quantization", and so do some config.json."""
+    """Flatten a configuration with a "quantization" object, which hf_quant_config.json and some config.json have."""
     inner = found.get("quantization")
     flat = {**found, **inner} if isinstance(inner, dict) else dict(found)
     flat.setdefault("ignore", flat.get("exclude_modules") or [])
@@ -229,7 +232,7 @@ def _flattened(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(folder: Path, flat: dict[str, Any]) -> dict[str, Any]:
-    """The configuration, if all that it names is NVFP4."""
+    """Return the configuration if all its layers are NVFP4."""
     algorithm = flat.get("quant_algo")
     layers = flat.get("quantized_layers") or {}
     if algorithm == "MIXED_PRECISION":
@@ -258,39 +261,39 @@ def _quantizes_activations(checkpoint: FolderCheckpoint, name: str, mixed: Mappi
         layer = mixed.get(name.removesuffix(".weight"))
         if layer is None:
             raise ValueError(
-                f"{checkpoint.path}: tensor {name} is NVFP4 (uint8, with weight_scale), and quantized_layers of the "
-                "MIXED_PRECISION configuration does not name it"
+                f"{checkpoint.path}: tensor {name} is NVFP4 (uint8, with weight_scale), but is not in quantized_layers "
+                "of the MIXED_PRECISION configuration"
             )
         algorithm = layer["quant_algo"]
     groups = checkpoint.quantization.get("config_groups") or {}
-    # NVFP4 of which no group quantizes activations is weight-only, and so servers take it.
+    # NVFP4 without a group that quantizes activations is weight-only, for servers too.
     if algorithm == "NVFP4" and groups and all(not group.get("input_activations") for group in groups.values()):
         return False
     return ALGORITHMS[algorithm]
 
 
-def _expect_number(checkpoint: FolderCheckpoint, key: str, shape: tuple[int, ...], beside: str) -> None:
-    """A scale of that shape, float32; where it is one number, as (1,) too."""
+def _expect_number(checkpoint: FolderCheckpoint, key: str, shape: tuple[int, ...], owner: str) -> None:
+    """Check that a scale is float32 and has this shape; () also allows (1,)."""
     info = checkpoint.shards.info.get(key)
     checkpoint.expect(
-        key, torch.float32, (1,) if info is not None and not shape and info.shape == (1,) else shape, beside
+        key, torch.float32, (1,) if info is not None and not shape and info.shape == (1,) else shape, owner
     )
 
 
 def check_static(checkpoint: Checkpoint, format: str) -> None:
-    """Raises a ValueError where activations are quantized by scales of each call: servers want static ones."""
+    """Raise a ValueError for weights without a static input scale, which servers need."""
     dynamic = [
         name for name, entry in checkpoint.entries.items() if entry.quantizes_activations and not entry.has_input_scale
     ]
     if dynamic:
         raise ValueError(
-            f"{some(dynamic)} quantize activations by the amax of each call, and {format} needs a static input scale: "
-            "calibrate(model, batches) gives it, or write the weights alone with weight_only=True"
+            f"{some(dynamic)} quantize activations by the amax of each call, but {format} needs a static input scale: "
+            "use calibrate(model, batches), or write only the weights with weight_only=True"
         )
 
 
 def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """quant_algo, group_size and, where linears differ, quantized_layers."""
+    """Return quant_algo, group_size and, if linears differ, quantized_layers."""
     entries = {name.removesuffix(".weight"): entry for name, entry in checkpoint.entries.items() if entry.quantized}
     algorithms = {
         module: "NVFP4" if entry.quantizes_activations else "W4A16_NVFP4" for module, entry in entries.items()
@@ -302,13 +305,13 @@ def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def hf_quant_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """hf_quant_config.json: servers ask for all three of group_size, kv_cache_quant_algo and exclude_modules."""
+    """Return hf_quant_config.json. Servers need group_size, kv_cache_quant_algo and exclude_modules."""
     quantization = {**quantization_of(checkpoint), "kv_cache_quant_algo": None}
     return {"producer": _producer(), "quantization": {**quantization, "exclude_modules": dense_linears(checkpoint)}}
 
 
 def flat_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """config.json's quantization_config."""
+    """Return config.json's quantization_config."""
     quantization = quantization_of(checkpoint)
     groups: dict[str, list[str]] = {}
     for module, layer in quantization.get("quantized_layers", {}).items():
@@ -333,7 +336,7 @@ def _group(algorithm: str, targets: list[str]) -> dict[str, Any]:
 
 
 def _producer() -> dict[str, str]:
-    """Servers take hf_quant_config.json only from a producer of this name."""
+    """Return the producer. Servers accept hf_quant_config.json only from one with this name."""
     try:
         ours = version("nvfp4-tensor")
     except PackageNotFoundError:

@@ -1,9 +1,9 @@
-"""torchao's own NVFP4 tensors, flattened into safetensors as torchao and transformers' ``TorchAoConfig`` do it.
+"""torchao's NVFP4Tensor in safetensors, as torchao and transformers' ``TorchAoConfig`` write it.
 
-The weight of module ``m`` stands as ``m._weight_qdata`` (uint8 (N, K / 2), the even element low), ``m._weight_scale``
-(float8_e4m3fn, swizzled 128x4 or in order), ``m._weight_per_tensor_scale`` (float32 0-d, or (E, 1, 1)) and
-``m._weight_act_per_tensor_scale`` (float32 0-d, static W4A4). The header's metadata has the class and the attributes of
-every tensor as JSON, and their names under ``tensor_names``; of several files each has all of it.
+The weight of module ``m`` is stored as ``m._weight_qdata`` (uint8 (N, K / 2), the even element in the low nibble),
+``m._weight_scale`` (float8_e4m3fn, swizzled 128x4 or in order), ``m._weight_per_tensor_scale`` (float32 0-d, or
+(E, 1, 1)) and ``m._weight_act_per_tensor_scale`` (float32 0-d, static W4A4). The metadata of every file's header has
+the class and attributes of all tensors as JSON, and their names as ``tensor_names``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _PARTS = ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale")
 
 
 def key_of(name: str, part: str) -> str:
-    """ "m.weight", "qdata" to "m._weight_qdata"."""
+    """Return the name of a stored tensor: "m._weight_qdata" for "m.weight" and "qdata"."""
     module, _, attribute = name.rpartition(".")
     return f"{module}._{attribute}_{part}"
 
 
 class TorchAO(SafetensorsFormat):
-    """See the module."""
+    """torchao's format."""
 
     name = "torchao"
 
@@ -70,14 +70,14 @@ class TorchAO(SafetensorsFormat):
             if name not in parts:
                 entries[name] = Entry(shape=info[name].shape, dtype=info[name].dtype, shard=info[name].file.name)
         if lost := [name for name in described if name not in entries]:
-            raise ValueError(f"{checkpoint.path}: its headers describe {some(lost)}, and no file holds them")
+            raise ValueError(f"{checkpoint.path}: the headers describe {some(lost)}, but no file has them")
         return entries
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
         *leading, columns = entry.shape
         blocks = columns // BLOCK
         scale = tensors[key_of(name, "scale")]
-        if scale.shape != (*leading, blocks):  # swizzled, which no scales in order have the shape of
+        if scale.shape != (*leading, blocks):  # swizzled; the shapes always differ
             rows = torch.Size(leading).numel()
             scale = layout.unswizzle(scale.reshape(*layout.scale_tiles(rows, columns), 32, 16), rows, blocks)
         per_tensor_scale = tensors.get(key_of(name, "per_tensor_scale"))
@@ -108,7 +108,7 @@ class TorchAO(SafetensorsFormat):
         check_writable(checkpoint, self.name)
         odd = [n for n, e in checkpoint.entries.items() if e.quantized and len(e.shape) > 2 and e.shape[-2] % 128]
         if odd:
-            raise ValueError(f"torchao's swizzled experts have rows in multiples of 128, unlike {some(odd)}")
+            raise ValueError(f"torchao's swizzled experts need rows in multiples of 128, unlike {some(odd)}")
         if bare := [n for n, e in checkpoint.entries.items() if e.quantized and "." not in n]:
             raise ValueError(f"torchao's keys need a module's name before the parameter's, unlike {some(bare)}")
 
@@ -118,7 +118,7 @@ class TorchAO(SafetensorsFormat):
         return {"format": "pt", **described, "tensor_names": json.dumps(names)}
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """quantization_config as transformers' TorchAoConfig writes it; it is for what is not quantized yet."""
+        """Return quantization_config as transformers' TorchAoConfig writes it, which applies to dense weights."""
         w4a4 = any(entry.quantizes_activations for entry in checkpoint.entries.values())
         name = "NVFP4DynamicActivationNVFP4WeightConfig" if w4a4 else "NVFP4WeightOnlyConfig"
         data = {"use_dynamic_per_tensor_scale": True, **({"use_triton_kernel": False} if w4a4 else {})}
@@ -140,17 +140,17 @@ def _method(config: Mapping[str, Any]) -> object:
 
 
 def _described(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """What headers say of each tensor; {} where they say nothing as torchao does."""
+    """Return the description of each tensor in the headers; {} if they have no torchao metadata."""
     try:
         names = parse_json(metadata.get("tensor_names", "[]"))
         described = {name: parse_json(metadata[name]) for name in names}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"expected torchao's metadata in the headers, found some that is damaged: {error}") from None
+        raise ValueError(f"torchao's metadata in the headers is invalid: {error}") from None
     return {name: fields for name, fields in described.items() if isinstance(fields, dict) and "_type" in fields}
 
 
 def _description(entry: Entry) -> dict[str, Any]:
-    """As torchao's encoder writes it."""
+    """Return the description of a tensor, as torchao writes it."""
     if not entry.quantized:
         return {"_type": _DENSE}
     activation = None
@@ -172,14 +172,14 @@ def _description(entry: Entry) -> dict[str, Any]:
 
 
 def _linear_entry(checkpoint: FolderCheckpoint, name: str, fields: Mapping[str, Any]) -> Entry:
-    """The entry of an NVFP4 weight whose tensors fit what the header says of it."""
+    """Return the entry of an NVFP4 weight, and check its tensors against the header."""
     info, qdata, attributes = checkpoint.shards.info, key_of(name, "qdata"), fields["_data"]
     if qdata not in info or info[qdata].dtype != torch.uint8 or len(info[qdata].shape) < 2:
         found = info.get(qdata, "none")
         raise ValueError(f"{checkpoint.path}: tensor {qdata}: expected uint8 (N, K / 2), found {found}")
-    said, stored = fields["_tensor_data_names"], [part for part in _PARTS if key_of(name, part) in info]
-    if sorted(said) != sorted(stored):
-        raise ValueError(f"{checkpoint.path}: {name}: expected {said}, as its header says, found {stored}")
+    listed, stored = fields["_tensor_data_names"], [part for part in _PARTS if key_of(name, part) in info]
+    if sorted(listed) != sorted(stored):
+        raise ValueError(f"{checkpoint.path}: {name}: the header lists {listed}, found {stored}")
     if attributes.get("block_size") != BLOCK:
         raise ValueError(
             f"{checkpoint.path}: {name}: expected block_size {BLOCK}, found {attributes.get('block_size')}"
@@ -210,7 +210,7 @@ def _linear_entry(checkpoint: FolderCheckpoint, name: str, fields: Mapping[str, 
 
 
 def _swizzled_shape(leading: Sequence[int], columns: int) -> tuple[int, ...]:
-    """Of scales (*leading, N, columns / 16): torchao keeps experts apart, whose rows come in multiples of 128."""
+    """Return the shape of swizzled scales (*leading, N, columns / 16). Those of experts are separate."""
     *experts, rows = leading
     row_tiles, column_tiles = layout.scale_tiles(rows, columns)
     return (*experts, row_tiles * 32, column_tiles * 16)

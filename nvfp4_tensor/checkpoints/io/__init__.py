@@ -1,1 +1,1 @@
-"""Files: safetensors, folders, sidecars, and writes that can be resumed."""
+"""Files: safetensors, folders, sidecar files, and writes that can be resumed."""

@@ -1,4 +1,4 @@
-"""What is being written: under another name until it is whole, by one process, and taken up after an interruption."""
+"""Write a file or folder under a temporary name, by one process at a time, and resume after an interruption."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MANIFEST = "progress.json"
 
 
 def check_is_new(path: Path, *, is_file: bool = False) -> None:
-    """Raises a ValueError where something is already, but for an empty folder that what is written can replace."""
+    """Raise a ValueError if ``path`` exists, unless it is an empty folder that can be replaced."""
     if os.path.lexists(path) and (is_file or not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is there already: remove it first, or write to another place")
+        raise ValueError(f"{path} already exists: remove it, or choose another path")
     if path.is_dir():
         _check_replaceable(path)
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raises a ValueError for an empty folder that has to stay, before hours of work: it is removed and made again."""
+    """Raise a ValueError for an empty folder that cannot be replaced, before hours of work. Removes and creates it."""
     try:
         if path.samefile(Path.cwd()) or os.path.ismount(path):
             raise OSError("it is in use")
@@ -39,7 +39,7 @@ def _check_replaceable(path: Path) -> None:
     except OSError as error:
         inside = path / "model"
         raise ValueError(
-            f"{path} cannot be replaced by the folder that is written, as a mount point or the current folder cannot "
+            f"{path} cannot be replaced by the output folder, because it is a mount point or in use "
             f"({error.strerror or error}): write to a new folder in it, such as {inside}"
         ) from None
     path.resolve().mkdir(exist_ok=True)
@@ -47,14 +47,14 @@ def _check_replaceable(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary(path: Path) -> Iterator[Path]:
-    """``<path>.tmp``, for this process alone, to be written and renamed to ``path``; what is left of it is removed.
+    """Lock ``<path>.tmp`` for writing. The caller renames it to ``path``; otherwise it is removed at the end.
 
     Raises:
-        ValueError: another process writes it, or has written ``path``.
+        ValueError: another process is writing it, or has written ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.with_name(path.name + ".tmp")
-    with _alone(file, os.O_RDWR | os.O_CREAT) as lock, _named(file):
+    with _locked_open(file, os.O_RDWR | os.O_CREAT) as lock, _naming_errors(file):
         check_is_new(path, is_file=True)
         try:
             yield file
@@ -64,19 +64,19 @@ def temporary(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """An open descriptor of a file or folder that no other process has here; the lock ends with the process."""
+def _locked_open(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file or folder and lock it against other processes that call this. The lock ends with the process."""
     lock = os.open(path, flags, 0o666)
     try:
-        if not _locked(lock) or not _is_at(lock, path):
-            raise ValueError(f"{path} is being written by another process: wait for it, or write to another place")
+        if not _lock(lock) or not _is_at(lock, path):
+            raise ValueError(f"{path} is being written by another process: wait for it, or choose another path")
         yield lock
     finally:
         os.close(lock)
 
 
-def _locked(descriptor: int) -> bool:
-    """Whether nobody else had the lock; True where the file system knows no locks."""
+def _lock(descriptor: int) -> bool:
+    """Lock a file. Return False if another process has the lock, True if the file system has no locks."""
     if fcntl is not None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,43 +88,45 @@ def _locked(descriptor: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether what was opened still has that name."""
+    """Return whether ``path`` is still the file that was opened."""
     return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of the system, a full disk for one, say what was being written."""
+def _naming_errors(path: Path) -> Iterator[None]:
+    """Add the path to operating system errors without a file name, such as a full disk."""
     try:
         yield
     except OSError as error:
         if error.filename is not None:
             raise
-        raise OSError(f"{path}: could not be written: {error}") from error
+        raise OSError(f"{path} could not be written: {error}") from error
 
 
-class Progress:
-    """The folder ``<path>.partial`` and its manifest, until :meth:`finish` gives it its name; a context manager.
+class ResumableFolder:
+    """The folder ``<path>.partial`` and its manifest, which :meth:`finish` renames to ``path``. It is a context
+    manager.
 
     Attributes:
-        path: the folder's name when it is whole.
-        folder: the folder that is written to.
-        factors: for the sidecar; with_nan: linears that hold NaN.
+        path: the final path of the folder.
+        folder: the temporary folder.
+        factors: the content of the sidecar; with_nan: linears with NaN.
     """
 
     def __init__(self, path: Path, key: str | None) -> None:
-        """key: what is written, from what; shards of an earlier run with the same key are kept. None keeps none.
+        """key: identifies the output and its inputs. Shards of an earlier run with the same key are kept; None keeps
+        none.
 
         Raises:
-            ValueError: a folder of that name is there that no such run made, or another process writes it.
+            ValueError: the temporary folder was not made by such a run, or another process is writing it.
         """
-        self.path = path = path.resolve() if path.is_dir() else path  # an empty folder that a link leads to
+        self.path = path = path.resolve() if path.is_dir() else path  # the target, if it is a link to an empty folder
         self.folder = path.with_name(path.name + ".partial")
         self._manifest: dict[str, Any] = {"key": key, "shards": {}}
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_alone(self.folder))
-            stack.enter_context(_named(self.folder))
+            stack.enter_context(_locked_open(self.folder))
+            stack.enter_context(_naming_errors(self.folder))
             check_is_new(path)
             earlier = _read_manifest(self.folder)
             if key is not None and earlier.get("key") == key:
@@ -139,12 +141,12 @@ class Progress:
         return self._manifest["shards"]
 
     def is_done(self, file: str) -> bool:
-        """Whether a shard is whole already."""
+        """Return whether a shard is complete."""
         shard, path = self._shards.get(file), self.folder / file
         return shard is not None and path.is_file() and path.stat().st_size == shard["bytes"]
 
     def done(self, file: str, nbytes: int, factors: dict[str, Any], with_nan: list[str]) -> None:
-        """A shard is whole: the manifest says so from now on."""
+        """Record in the manifest that a shard is complete."""
         self._shards[file] = {"bytes": nbytes, "factors": factors, "with_nan": with_nan}
         self._write_manifest()
 
@@ -160,9 +162,9 @@ class Progress:
         return [name for shard in self._shards.values() for name in shard["with_nan"]]
 
     def finish(self) -> None:
-        """The folder is whole, and gets its name; where it cannot, the manifest stays, for the next run."""
+        """Rename the folder to its final path. If that fails, keep the manifest for the next run."""
         if self.path.is_dir():
-            self.path.rmdir()  # an empty one
+            self.path.rmdir()  # it is empty
         (self.folder / MANIFEST).unlink(missing_ok=True)
         try:
             self.folder.replace(self.path)
@@ -170,34 +172,34 @@ class Progress:
             self._write_manifest()
             raise
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ResumableFolder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """An unfinished folder stays, for the next run; one that nothing could take up again goes."""
+        """Keep an unfinished folder for the next run, unless it has no key and cannot be resumed."""
         if self._manifest["key"] is None and self.folder.exists():
             shutil.rmtree(self.folder)
         self._open.__exit__(*exception)  # type: ignore[arg-type]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """{} of an empty folder, or of one where the first manifest was not whole yet."""
+    """Read the manifest; {} if the folder is empty, or has only an incomplete manifest."""
     file = folder / MANIFEST
     if file.is_file():
         return read_json(file)
     if {each.name for each in folder.iterdir()} <= {file.with_suffix(".tmp").name}:
         return {}
-    raise ValueError(f"{folder} is there already, and no interrupted run made it: move it away first")
+    raise ValueError(f"{folder} already exists, and was not made by an interrupted run: remove it first")
 
 
 def _empty(folder: Path) -> None:
-    """Remove what is in it; the folder itself holds the lock."""
+    """Remove the content of a folder. The folder itself stays, because it is locked."""
     for each in folder.iterdir():
         shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
 
 
 def fingerprint(format: str, checkpoint: Checkpoint, *settings: object) -> str | None:
-    """A key of what is written from what; None for a model in memory, of which nobody knows whether it changed."""
+    """Return a key of the output and its inputs; None for a model in memory, whose changes cannot be detected."""
     identity = checkpoint.identity()
     if identity is None:
         return None

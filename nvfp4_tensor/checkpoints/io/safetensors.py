@@ -1,7 +1,7 @@
-"""safetensors files: many read as one, one written in any order, neither ever whole in memory.
+"""Read the safetensors files of a folder as one mapping, and write a file in any order, in chunks of tensors.
 
-The library of safetensors checks each file that is read; the bytes are read and written here, by their offsets, since
-that library takes and gives whole tensors only, and an output layer alone can be larger than the memory there is.
+The safetensors library checks each file. The bytes are read and written here by their offsets, because the library
+reads and writes only entire tensors, and a single output layer may not fit in memory.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""By the name that headers have for them, in the order in which the library of safetensors lays out a file."""
+"""By their names in headers, in the order in which the safetensors library writes them."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 DEPTH = 100
-"""How deep JSON may be nested: what is deeper reads, or writes, by recursion beyond Python's limit."""
+"""The deepest nesting of JSON that is read. Reading and writing are recursive, and Python limits the recursion."""
 
 CHUNK = 32 << 20
-"""Bytes of a piece that is read, quantized or copied at once."""
+"""Bytes of a tensor that are read, quantized or copied at a time."""
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies: its file, and its first byte there."""
+    """The dtype and shape of a tensor, its file, and the offset of its first byte."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -55,20 +55,20 @@ class TensorInfo(NamedTuple):
 
 
 class Shards(Mapping[str, Tensor]):
-    """The tensors of a folder of safetensors files, or of one file, by name; each read when it is asked for.
+    """The tensors of a folder of safetensors files, or of one file, by name. Each is read on access.
 
     Attributes:
         path: the folder or file.
         files: the files, in order.
-        info: by tensor's name, in the order of the files and of the bytes in them.
-        metadata: of all files' headers together.
+        info: by tensor name, in the order of the files and of the bytes in them.
+        metadata: the metadata of all headers.
     """
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            ValueError: no safetensors files, one that is no such file or truncated, an index that names what is not
-                there, or a name in two files.
+            ValueError: there are no safetensors files, a file is invalid or truncated, the index names a missing file
+                or tensor, or a name is in two files.
         """
         self.path = path
         self.info: dict[str, TensorInfo] = {}
@@ -85,7 +85,7 @@ class Shards(Mapping[str, Tensor]):
                 self.info[name] = info
         for name, where in index.items():
             if name not in self.info or self.info[name].file.name != where:
-                raise ValueError(f"{path}: the index says that tensor {name} is in {where}, and it is not there")
+                raise ValueError(f"{path}: the index says that tensor {name} is in {where}, but it is not")
 
     def __getitem__(self, name: str) -> Tensor:
         info = self.info[name]
@@ -94,9 +94,9 @@ class Shards(Mapping[str, Tensor]):
         return data.view(info.dtype).view(info.shape) if info.shape else data.view(info.dtype)[0]
 
     def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
-        """Rows first to last of a tensor, the leading dimensions flattened: (last - first, columns).
+        """Read rows of a tensor with its leading dimensions flattened: (last - first, columns).
 
-        buffer: uint8, whose first bytes then hold them. Memory that has been used before takes half the time.
+        buffer: uint8 memory for the result. Reading into memory that was used before takes half the time.
         """
         info = self.info[name]
         columns = info.shape[-1]
@@ -107,16 +107,16 @@ class Shards(Mapping[str, Tensor]):
         return data.view(info.dtype).view(last - first, columns)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """The tensor's bytes in order, uint8; each piece is overwritten by the next."""
+        """Yield the bytes of a tensor in order, uint8. Each chunk overwrites the previous one."""
         info = self.info[name]
         buffer = torch.empty(min(CHUNK, info.nbytes), dtype=torch.uint8)
         for start in range(0, info.nbytes, CHUNK):
-            piece = buffer[: min(CHUNK, info.nbytes - start)]
-            self._fill(piece, info, start)
-            yield piece
+            chunk = buffer[: min(CHUNK, info.nbytes - start)]
+            self._fill(chunk, info, start)
+            yield chunk
 
     def _fill(self, data: Tensor, info: TensorInfo, start: int) -> None:
-        """Read into ``data``, all of it, from that byte of the tensor on."""
+        """Fill ``data`` with bytes of the tensor, from byte ``start`` on."""
         file = self._open.get(info.file)
         if file is None:
             file = self._open[info.file] = info.file.open("rb", buffering=0)
@@ -126,7 +126,7 @@ class Shards(Mapping[str, Tensor]):
         while view:
             count = file.readinto(view)  # type: ignore[attr-defined]  # unbuffered files have it
             if not count:
-                raise ValueError(f"{info.file} became shorter while it was read")
+                raise ValueError(f"{info.file} was truncated while it was read")
             view = view[count:]
 
     def __iter__(self) -> Iterator[str]:
@@ -136,7 +136,7 @@ class Shards(Mapping[str, Tensor]):
         return len(self.info)
 
     def close(self) -> None:
-        """Closes the files; the next read opens its file again."""
+        """Close the files. The next read opens its file again."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -145,12 +145,12 @@ class Shards(Mapping[str, Tensor]):
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files of a checkpoint, and by tensor's name the file that the index names."""
+    """Return the files of a checkpoint, and the weight map of its index (file by tensor), {} if there is none."""
     if path.is_file():
         return [path], {}
     indices = sorted(path.glob("*.safetensors.index.json"))
     usual = path / "model.safetensors.index.json"
-    if usual in indices:  # and not consolidated.safetensors.index.json, which is the same model under other names
+    if usual in indices:  # consolidated.safetensors.index.json has the same model under other names
         indices = [usual]
     if len(indices) > 1:
         raise ValueError(f"{path} has {len(indices)} indices, expected one: {', '.join(each.name for each in indices)}")
@@ -172,25 +172,23 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def what_is_in(path: Path) -> str:
-    """For a message: the first files of a folder, or how large a file is."""
+    """Describe a path for a message: the first files of a folder, or the size of a file."""
     if not path.is_dir():
         return f"a file of {path.stat().st_size} bytes"
     names = sorted(each.name for each in path.iterdir())
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt"))]
     if pickles:
-        return f"{', '.join(pickles[:3])}: pickles, which can run code and are never read"
+        return f"{', '.join(pickles[:3])}: pickles, which are not read because they can run code"
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "an empty folder"
 
 
 def _header(file: Path, metadata: dict[str, str]) -> dict[str, TensorInfo]:
-    """The tensors of a file in the order of their bytes; its metadata are added to those given."""
+    """Return the tensors of a file in the order of their bytes, and add its metadata to ``metadata``."""
     try:
         with safe_open(file, "pt") as checked:  # lengths, offsets and overlaps
             metadata.update(checked.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{file}: expected a whole safetensors file, found {file.stat().st_size} bytes that are none: {error}"
-        ) from None
+        raise ValueError(f"{file} is not a complete safetensors file ({file.stat().st_size} bytes): {error}") from None
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -205,15 +203,15 @@ def _header(file: Path, metadata: dict[str, str]) -> dict[str, TensorInfo]:
 
 
 class ShardFile:
-    """A safetensors file that is written tensor by tensor, in any order, once it is known what it will hold.
+    """A safetensors file that is written tensor by tensor, in any order, after its layout is fixed.
 
-    It is written under ``<name>.tmp``, and gets its name in :meth:`finish`; a context manager, which closes it.
+    It is written as ``<name>.tmp``, and renamed by :meth:`finish`. It is a context manager that closes the file.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """tensors: with dtype and shape as they will be; their values are not looked at, they may be on meta."""
-        # As that library orders them, so that every tensor is aligned and the file is the one that it would write.
-        order = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+        """tensors: tensors with the final dtypes and shapes, possibly on the meta device; values are not read."""
+        # The order of the safetensors library: every tensor is aligned, and the file equals the one that it writes.
+        order = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
         names = sorted(tensors, key=lambda name: (order[tensors[name].dtype], name))
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         self.offsets: dict[str, int] = {}
@@ -237,26 +235,26 @@ class ShardFile:
         self._pending: Future[None] | None = None
         self._write_at(0, memoryview(len(text).to_bytes(8, "little") + text))
 
-    def write(self, name: str, piece: Tensor) -> None:
-        """The next bytes of a tensor: all of it, or a piece behind those that came before."""
+    def write(self, name: str, chunk: Tensor) -> None:
+        """Write a tensor, or its next chunk."""
         self._wait()
-        self._write_piece(name, piece)
+        self._write_chunk(name, chunk)
 
-    def _write_piece(self, name: str, piece: Tensor) -> None:
-        data = piece.contiguous().view(-1).view(torch.uint8)
+    def _write_chunk(self, name: str, chunk: Tensor) -> None:
+        data = chunk.contiguous().view(-1).view(torch.uint8)
         assert data.numel() <= self._left[name], name
         self._write_at(self._start + self.offsets[name], data.numpy().data)
         self.offsets[name] += data.numel()
         self._left[name] -= data.numel()
 
     def write_later(self, tensors: Mapping[str, Tensor]) -> None:
-        """Whole tensors, by another thread: while they are written, the next ones are made. They must not change."""
+        """Write entire tensors in another thread. They must not change until the next call."""
         self._wait()
-        self._pending = self._writer.submit(self._write_whole, tensors)
+        self._pending = self._writer.submit(self._write_all, tensors)
 
-    def _write_whole(self, tensors: Mapping[str, Tensor]) -> None:
+    def _write_all(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            self._write_piece(name, tensor)
+            self._write_chunk(name, tensor)
 
     def _write_at(self, offset: int, data: memoryview) -> None:
         self._file.seek(offset)
@@ -264,13 +262,13 @@ class ShardFile:
             data = data[self._file.write(data) :]
 
     def _wait(self) -> None:
-        """For what is being written; what went wrong there is raised here."""
+        """Wait for the other thread, and raise its exception if there is one."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def finish(self) -> None:
-        """Every tensor is there: the file gets its name."""
+        """Rename the file to its final name. All tensors must have been written."""
         self._wait()
         missing = [name for name, left in self._left.items() if left]
         assert not missing, missing
@@ -278,7 +276,7 @@ class ShardFile:
         self._written.replace(self.path)
 
     def close(self) -> None:
-        """Closes the file; unfinished, it keeps its temporary name."""
+        """Close the file. Unless it is finished, it keeps its temporary name."""
         self._writer.shutdown()
         self._file.close()
 
@@ -290,10 +288,10 @@ class ShardFile:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object of a JSON file.
+    """Read a JSON object from a file.
 
     Raises:
-        ValueError: it is none; the message names the file.
+        ValueError: the file is not a JSON object; the message has its name.
     """
     check_regular(file)
     try:
@@ -306,20 +304,20 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of JSON.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is none, or nested deeper than :data:`DEPTH`.
+        ValueError: the text is not JSON, or is nested deeper than :data:`DEPTH`.
     """
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError(f"some that is nested deeper than {DEPTH}") from None
+        raise ValueError(f"JSON that is nested deeper than {DEPTH}") from None
     level, depth = [value], 0
     while level := [inner for each in level if isinstance(each, dict | list) for inner in _inside(each)]:
         depth += 1
         if depth > DEPTH:
-            raise ValueError(f"some that is nested deeper than {DEPTH}")
+            raise ValueError(f"JSON that is nested deeper than {DEPTH}")
     return value
 
 
@@ -328,7 +326,7 @@ def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """As JSON that people can read; the file appears, or replaces an older one, when it is whole."""
+    """Write indented JSON. The file appears, or replaces an older one, when it is complete."""
     written = file.with_suffix(".tmp")
     try:
         written.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""A JSON file beside the weights with the scales that a format cannot hold: 1 / x taken twice is another number.
+"""A JSON file next to the weights with the scales that a format cannot store, because 1 / (1 / x) can differ from x.
 
-In a folder it is ``nvfp4_tensor.json``, beside ``model.gguf`` it is ``model.nvfp4_tensor.json``. Other readers pass it
-by, and what no longer fits the weights is not used.
+In a folder it is ``nvfp4_tensor.json``; for ``model.gguf`` it is ``model.nvfp4_tensor.json``. Other libraries ignore
+it. Values that no longer match the weights are not used.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _MAY_BE_SET = ("divisor", "input_divisor", "per_tensor_scale", "input_scale", "i
 
 
 def sidecars_of(path: Path) -> list[Path]:
-    """Where it may be, of a checkpoint that is a folder or a file; the first that there is counts."""
+    """Return the possible paths of the sidecar of a folder or file. The first one that exists is used."""
     return [path / SIDECAR] if path.is_dir() else [path.with_suffix(f".{SIDECAR}"), path.parent / SIDECAR]
 
 
 def check_sidecar(path: Path) -> Path:
-    """Where the sidecar of a file that is going to be written will be.
+    """Return the path of the sidecar for a file that will be written.
 
     Raises:
-        ValueError: something is there already.
+        ValueError: the path exists.
     """
     file = path.with_suffix(f".{SIDECAR}")
     if file.exists():
-        raise ValueError(f"{file} is there already, and belongs to another {path.name}: remove it first")
+        raise ValueError(f"{file} already exists, and belongs to another {path.name}: remove it first")
     return file
 
 
 def read_factors(path: Path) -> dict[str, dict[str, Any]]:
-    """By weight, what the sidecar of a checkpoint says; {} where there is none.
+    """Read the sidecar of a checkpoint: values by weight, {} if there is no sidecar.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the sidecar is invalid.
     """
     file = next((file for file in sidecars_of(path) if file.exists()), None)
     if file is None:
@@ -53,21 +53,21 @@ def read_factors(path: Path) -> dict[str, dict[str, Any]]:
         for each in factors.values()
     )
     if not fits:
-        raise ValueError(f"{file}: expected factors by tensor's name, found {json.dumps(factors)[:80]}")
+        raise ValueError(f"{file}: expected factors by tensor name, found {json.dumps(factors)[:80]}")
     assert isinstance(factors, dict)
     return factors
 
 
 def write_factors(file: Path, factors: Mapping[str, Any]) -> None:
-    """Nothing where there are none."""
+    """Write a sidecar, unless there are no factors."""
     if factors:
         write_json(file, {"version": 1, "factors": dict(sorted(factors.items()))})
 
 
 def lost_factors(parts: LinearParts, *, stores_divisors: bool) -> dict[str, Any]:
-    """The scales that reading the file would not give back bit for bit.
+    """Return the scales that would change by a bit when the file is read again.
 
-    stores_divisors: whether per-tensor scales are written as what values are divided by.
+    stores_divisors: whether the format stores the inverse of per-tensor scales.
     """
     if not stores_divisors:
         lost = {
@@ -85,9 +85,9 @@ def lost_factors(parts: LinearParts, *, stores_divisors: bool) -> dict[str, Any]
     return {key: value.tolist() for key, value in lost.items() if value is not None}
 
 
-def with_factors(parts: LinearParts, said: Mapping[str, Any]) -> LinearParts:
-    """The parts with what the sidecar says of them, as far as it still fits the files."""
-    factors = {key: torch.tensor(value) for key, value in said.items()}
+def with_factors(parts: LinearParts, values: Mapping[str, Any]) -> LinearParts:
+    """Return the parts with the values of the sidecar that match the file."""
+    factors = {key: torch.tensor(value) for key, value in values.items()}
     pairs = [("per_tensor_scale", "divisor"), ("input_scale", "input_divisor")]
     for scale, divisor in pairs:
         kept, stored = factors.get(scale), getattr(parts, divisor)
@@ -100,13 +100,13 @@ def with_factors(parts: LinearParts, said: Mapping[str, Any]) -> LinearParts:
 
 
 def _unless_inverse(value: Tensor | None, stored: Tensor | None) -> Tensor | None:
-    """The value, unless it is the inverse of what is stored."""
+    """Return ``value``, or None if it is the inverse of ``stored``."""
     return None if value is None or stored is None or torch.equal(stored.reciprocal(), value) else value
 
 
 def _is_numbers(value: object) -> bool:
-    """Whether it is a number, or an array of them."""
+    """Return whether ``value`` is a float or an array of floats."""
     try:
         return torch.tensor(value).is_floating_point()
-    except (TypeError, ValueError, RuntimeError):  # of other things, or ragged
+    except (TypeError, ValueError, RuntimeError):  # other types, or ragged lists
         return False

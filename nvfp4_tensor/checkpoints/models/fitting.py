@@ -73,7 +73,7 @@ def fit_by_gptq(
 def fit_by_scale_search(
     model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, filter_fn: Filter, *, progress: bool = True
 ) -> None:
-    """Quantize linears in place by a scale search that weighs each column's error by the inputs it meets.
+    """Quantize linears in place by a scale search that weights the error of each column by its inputs.
 
     Linears that servers join get one per-tensor scale.
     """
@@ -106,18 +106,18 @@ def _observe(
         f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, ObservedLinear)
     }
     if idle := [name.removesuffix(".weight") for name, linear in observed.items() if not linear.activation_amax]:
-        raise ValueError(f"the text reached no input of {', '.join(idle[:4])}: give more text, or exclude them")
+        raise ValueError(f"{', '.join(idle[:4])} had no input above zero: use more text, or exclude them")
     return observed
 
 
 def check_scales_fit(source: Checkpoint, to: str, options: Mapping[str, Any]) -> None:
-    """Raise a ValueError if the format has no per-tensor scale for weights that are fitted to a text."""
+    """Raise a ValueError if the format has no per-tensor scales for weights that are fitted to a text."""
     target, names = format_named(to), [name for name, entry in source.entries.items() if len(entry.shape) == 2]
     without = [name for name in names if not target.has_scale(source, name, dict(options))]
     if without and not options.get("lossy"):
         raise ValueError(
-            f"--gptq and --weighted give weights per-tensor scales, and readers of --to {to} have none for "
-            f"{some(without)}: add --lossy, which quantizes these again, or leave --gptq and --weighted out"
+            f"--gptq and --weighted need per-tensor scales, but readers of --to {to} have none for {some(without)}: "
+            "add --lossy, which quantizes these weights again, or omit --gptq and --weighted"
         )
 
 
@@ -126,7 +126,7 @@ def write_fitted(
 ) -> None:
     """Write the checkpoint ``source``, and close it, with the weights of the model that was made from it.
 
-    head: whether the model's output layer has a weight of its own where the checkpoint's has none.
+    head: whether the model's output layer has its own weight, which the checkpoint's may not have.
     """
     with source:
         fitted = Fitted(WithHead(source) if head else source, model)

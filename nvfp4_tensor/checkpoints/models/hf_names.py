@@ -1,6 +1,6 @@
-"""What models of transformers call their tensors, where their files have other names: GPT-NeoX, models with vision.
+"""Map tensor names of transformers models to names in their files, which differ for GPT-NeoX and models with vision.
 
-transformers renames while it loads and again while it saves; its own tables of that are asked, where it is in use.
+transformers renames tensors when it loads and when it saves. These functions use its tables.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def names_in_model(model: object, names: Iterable[str]) -> dict[str, str]:
-    """By the model's name of a tensor: the file's, of those ``names`` in files that differ."""
+    """Return a mapping from names in the model to ``names`` in files, for those that differ."""
     conversions = _conversions(model)
     if conversions is None:
         return {}
@@ -24,7 +24,7 @@ def names_in_model(model: object, names: Iterable[str]) -> dict[str, str]:
 
 
 def names_in_files(model: object, names: Iterable[str]) -> dict[str, str]:
-    """By the model's name of a tensor: what ``save_pretrained`` calls it, for all of ``names``."""
+    """Return a mapping from ``names`` in the model to the names that ``save_pretrained`` writes."""
     conversions = _conversions(model, loaded=True)
     if conversions is None:
         return {name: name for name in names}
@@ -35,14 +35,14 @@ def names_in_files(model: object, names: Iterable[str]) -> dict[str, str]:
 
 
 def _conversions(model: object, loaded: bool = False) -> list[Any] | None:
-    """transformers' renamings of a model, ``loaded`` those that it was loaded by; None where there are none."""
+    """Return transformers' renamings of a model, or None; with ``loaded``, those that it was loaded with."""
     if "transformers" not in sys.modules:
         return None
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
-    except ImportError:  # older ones rename elsewhere
+    except ImportError:  # older releases rename elsewhere
         return None
     if not isinstance(model, PreTrainedModel):
         return None

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a model that is there already, its linears quantized as the file has them."""
+"""Load a checkpoint into an existing model. Weights that are quantized in the file stay quantized."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 ORIGINS = "_nvfp4_origins"
-"""An attribute of modules: by parameter's name, the fields of its :class:`Origin`; :func:`save` writes that again."""
+"""The attribute of modules with the fields of the :class:`Origin` of each parameter, which :func:`save` uses."""
 
-_PASSED_BY = (*CACHE_SCALES, ".inv_freq")
-"""Ends of names that a model need not have: scales of a quantized key-value cache, tables that are computed."""
+_IGNORED = (*CACHE_SCALES, ".inv_freq")
+"""Suffixes of tensors that are ignored if the model does not have them: scales of a key-value cache, computed
+tables."""
 
 
 def load(
@@ -39,22 +40,25 @@ def load(
     strict: bool = True,
     progress: bool = True,
 ) -> nn.Module:
-    """Load a checkpoint into ``model``, in place: NVFP4 weights stay NVFP4, the rest is dense. Returns the model.
+    """Load a checkpoint into ``model`` in place. NVFP4 weights stay NVFP4, others are dense.
 
     The model may be on the meta device (``accelerate.init_empty_weights(include_buffers=False)``), dense or quantized.
-    Its parameters keep their dtypes and devices (a CPU for meta); an NVFP4 weight decodes to the dtype of the
-    parameter that it replaces. Parameters that share a tensor go on sharing one. A ``qkv_proj`` or ``gate_up_proj`` of
-    the model, and experts (E, N, K), are joined of the parts that a file keeps apart. Everything is read and checked
-    before the model changes: after any error it is as it was.
+    Its parameters keep their dtypes and devices (meta becomes CPU), and an NVFP4 weight decodes to the dtype of the
+    parameter that it replaces. Shared parameters stay shared. ``qkv_proj``, ``gate_up_proj`` and experts (E, N, K) of
+    the model are joined from the separate tensors of a file. The model changes only after everything was read and
+    checked: after an error it is unchanged.
 
     Args:
-        path: a folder or file of any format that :func:`detect` knows.
-        format: its name; detected by default.
-        weight_only: do not quantize activations although the checkpoint does (W4A4 becomes W4A16): more accurate, and
-            faster where no FP4 tensor cores are.
-        strict: raise where the checkpoint holds tensors that the model does not, or lacks some. Without it the first
-            are passed by and parameters that it lacks stay as they are.
-        progress: show a bar.
+        path: a folder or file of any format of :data:`FORMATS`.
+        format: the name of the format, which is detected by default.
+        weight_only: do not quantize activations (W4A4 becomes W4A16). This is more accurate, and faster without FP4
+            tensor cores.
+        strict: raise an error if the checkpoint has tensors that the model does not have, or the reverse. If False,
+            additional tensors are ignored, and missing parameters are unchanged.
+        progress: show a progress bar.
+
+    Returns:
+        ``model``.
 
     Example::
 
@@ -63,7 +67,8 @@ def load(
         checkpoints.load(model, path)
 
     Raises:
-        ValueError: the file is wrong, or is not of this model: the message names file, tensor, expected and found.
+        ValueError: the file is invalid, or belongs to another model. The message has the file, the tensor, and what was
+            expected and found.
     """
     with read(path, format) as opened:
         checkpoint: Checkpoint = WeightOnly(opened) if weight_only else opened
@@ -81,19 +86,19 @@ def load(
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """A parameter or persistent buffer, and the modules that hold it (several share one), by names in the model."""
+    """A parameter or persistent buffer, and by its names in the model the modules that share it."""
 
     tensor: Tensor
     holders: dict[str, tuple[nn.Module, str]]
 
     @property
     def is_transposed(self) -> bool:
-        """Whether it is the experts' weights as (E, K, N): what is NVFP4 has blocks along K, and lies as (E, N, K)."""
+        """Return whether it has experts (E, K, N), which NVFP4 stores as (E, N, K), with blocks along K."""
         return self.tensor.dim() == 3 and any(is_transposed(module) for module, _ in self.holders.values())
 
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:
-    """By the first name of each tensor."""
+    """Return the parameters and buffers of a model by the first name of each."""
     by_id: dict[int, _Slot] = {}
     for path, module in model.named_modules():
         buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
@@ -106,7 +111,7 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 
 def _tie(model: nn.Module, by_id: dict[int, _Slot]) -> None:
-    """Parameters that transformers says are one: on the meta device they are apart until somebody ties them."""
+    """Join parameters that transformers ties. On the meta device they are separate until then."""
     by_name = {name: slot for slot in by_id.values() for name in slot.holders}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in tied.items():
@@ -117,23 +122,23 @@ def _tie(model: nn.Module, by_id: dict[int, _Slot]) -> None:
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Buffers that no checkpoint holds have no values on meta, and nothing would give them any."""
+    """Raise a ValueError for non-persistent buffers on the meta device, which no checkpoint has values for."""
     for path, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.is_meta:
                 raise ValueError(
-                    f"{path}.{name} is on the meta device and in no checkpoint: make the model with "
-                    "accelerate.init_empty_weights(include_buffers=False), which leaves such tables computed"
+                    f"{path}.{name} is on the meta device and not in checkpoints: make the model with "
+                    "accelerate.init_empty_weights(include_buffers=False), which computes such buffers"
                 )
 
 
 def _plan(
     slots: dict[str, _Slot], checkpoint: Checkpoint, strict: bool, renamed: Mapping[str, str]
 ) -> dict[str, Origin]:
-    """By slot: what it is loaded from. All that headers and the model tell is checked.
+    """Return the origin of each slot, checked against the headers.
 
-    renamed: by the model's name, the file's, where they differ.
+    renamed: names in the file by names in the model, for those that differ.
     """
     plan: dict[str, Origin] = {}
     used: set[str] = set()
@@ -148,12 +153,13 @@ def _plan(
         plan[first] = origins[0]
         for origin in origins:
             _check_slot(slot, origin, checkpoint)
-    unexpected = [name for name in checkpoint.entries if name not in used and not name.endswith(_PASSED_BY)]
+    unexpected = [name for name in checkpoint.entries if name not in used and not name.endswith(_IGNORED)]
     wanted = missing if strict else [name for name in missing if slots[name].tensor.is_meta]
     if wanted or (strict and unexpected):
+        differences = [f"the checkpoint has no tensors for {some(wanted)}"] if wanted else []
+        differences += [f"the model does not have {some(unexpected)}"] if unexpected else []
         raise ValueError(
-            f"{checkpoint.path} is not of this model: expected tensors for {some(wanted) or 'all its parameters'}; "
-            f"found {some(unexpected) or 'none'} that the model does not have. The model is as it was"
+            f"{checkpoint.path} belongs to another model: {'; '.join(differences)}. The model is unchanged"
         )
     return plan
 
@@ -174,14 +180,14 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
     for holder, (module, _) in slot.holders.items():
         if not isinstance(module, nn.Linear) and slot.tensor.dim() != 3:
             raise ValueError(
-                f"{file}: tensor {origin.names[0]}: expected a dense tensor for {holder}, of a "
-                f"{type(module).__name__}, found NVFP4, which linears and experts (E, N, K) take"
-                + (": give the output layer a weight of its own first" if len(slot.holders) > 1 else "")
+                f"{file}: tensor {origin.names[0]}: expected a dense tensor for {holder} of a "
+                f"{type(module).__name__}, found NVFP4, which only linears and experts (E, N, K) support"
+                + (": untie the output layer from the embedding first" if len(slot.holders) > 1 else "")
             )
 
 
 def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, Origin]:
-    """The tensor as it will stand in the model, on its device."""
+    """Return the tensor for the model, on its device, and its origin."""
     device = torch.device("cpu") if slot.tensor.is_meta else slot.tensor.device
     value, origin = gather(origin, checkpoint)
     if isinstance(value, LinearParts):
@@ -195,7 +201,7 @@ def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, 
 
 
 def _assign(slot: _Slot, tensor: Tensor, origin: Origin) -> None:
-    """Into every module that holds it; nothing here can fail."""
+    """Set the tensor in all modules that share it. This cannot fail."""
     quantized = isinstance(tensor, NVFP4Tensor)
     value = tensor
     if isinstance(slot.tensor, nn.Parameter):

@@ -58,24 +58,22 @@ def _config(transformers: Any, path: Path) -> Any:
         settings = dict(checkpoint.config)
     kind = settings.pop("model_type", None)
     if kind is None:
-        raise ValueError(f"{path} has no config.json to make a model from: give config_from=PATH, which has one")
+        raise ValueError(f"{path} has no config.json to make a model from: pass config_from=PATH with one")
     if kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"{path}: transformers {transformers.__version__} has no model of type {kind!r}")
     return transformers.CONFIG_MAPPING[kind].from_dict(settings)
 
 
 def untie_head(model: Any) -> str:
-    """Give a model's output layer a weight of its own, and return the layer's name.
+    """Copy the weight of the output layer if it is shared with the embedding, and return the name of the layer.
 
     Raises:
-        ValueError: it has no such layer.
+        ValueError: the model has no output layer that is a linear.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = [name for name, module in model.named_modules() if module is head and isinstance(module, nn.Linear)]
     if not names:
-        raise ValueError(
-            f"{type(model).__name__} has no output layer that is a linear: leave out quantize_lm_head=True"
-        )
+        raise ValueError(f"{type(model).__name__} has no output layer that is a linear: omit quantize_lm_head=True")
     if head.weight is embedding.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
     model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
@@ -100,7 +98,7 @@ def open_tokenizer(*paths: Path | None) -> Any:
                 tokenizer = tokenizer_of(path, opened.fields)
             if tokenizer is not None:
                 return tokenizer
-    raise ValueError(f"no tokenizer in {', '.join(map(str, given))}: give config_from=PATH, which has one")
+    raise ValueError(f"no tokenizer in {', '.join(map(str, given))}: pass config_from=PATH with one")
 
 
 def read_tokens(text: Path, tokenizer: Any, count: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make a parameter of a model: the one of its name, several joined, experts stacked.
+"""Map a parameter of a model to tensors of a checkpoint: one of the same name, several joined, or stacked experts.
 
-Files keep q, k and v apart, gate and up, and every expert. Models join some: ``qkv_proj``, ``gate_up_proj``, and the
-experts of transformers, parameters (E, N, K). The parts are joined as they are, with a per-tensor scale a row where
-theirs differ, and taken apart again by what :class:`Origin` remembers.
+Files have separate tensors for q, k and v, for gate and up, and for every expert. Models join some of them:
+``qkv_proj``, ``gate_up_proj``, and the experts of transformers, parameters (E, N, K). Joining does not round: the
+result has one per-tensor scale per row if the scales differ. :class:`Origin` records how to split it again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _KEPT = ("divisor", "input_scale", "input_divisor")
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a parameter is made of.
+    """The tensors of a checkpoint that make up a parameter.
 
     Attributes:
-        groups: names in the checkpoint, one tuple an expert, in each the names that are joined along the rows.
-        rows: the rows of each of a group's names; () where one name is the whole parameter.
-        stacked: whether the parameter is (E, N, K), a matrix a group.
-        factors: by name, the scales as the file had them (Python floats, which hold float32 exactly).
+        groups: names in the checkpoint, one tuple per expert, with the names that are joined along the rows.
+        rows: the number of rows of each name of a group; () if a single tensor is the parameter.
+        stacked: whether the parameter is (E, N, K), with one matrix per group.
+        factors: by name, the scales that were read from the file, as Python floats, which represent float32 exactly.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -38,16 +38,16 @@ class Origin:
 
     @property
     def names(self) -> list[str]:
-        """All names, in order."""
+        """Return all names in order."""
         return [name for group in self.groups for name in group]
 
     @property
     def is_whole(self) -> bool:
-        """Whether one tensor of the checkpoint is the parameter."""
+        """Return whether a single tensor of the checkpoint is the parameter."""
         return not self.rows
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of that shape can still be made of it."""
+        """Return whether a parameter of this shape can be split into these tensors."""
         if self.is_whole:
             return True
         rows = sum(self.rows)
@@ -55,7 +55,7 @@ class Origin:
 
 
 def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origin | None:
-    """What makes the parameter ``name`` of a model, or None where the checkpoint does not have it."""
+    """Return the origin of the parameter ``name`` of a model, or None if the checkpoint does not have it."""
     mixtral = in_mixtral(name)
     for each in (name, mixtral):
         if each in entries:
@@ -68,7 +68,7 @@ def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origi
 
 
 def in_mixtral(name: str) -> str:
-    """ "layers.0.mlp.gate.weight" -> "layers.0.block_sparse_moe.gate.weight", as Mixtral's files have it."""
+    """Return the name in Mixtral's files: "layers.0.block_sparse_moe.gate.weight" for "layers.0.mlp.gate.weight"."""
     return name.replace(".mlp.", ".block_sparse_moe.")
 
 
@@ -83,7 +83,10 @@ def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str
 
 
 def expert_group(name: str, expert: int, called: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """For "experts.gate_up_proj": ("experts.0.gate_proj.weight", "experts.0.up_proj.weight"), or as ``called``."""
+    """Return ("experts.0.gate_proj.weight", "experts.0.up_proj.weight") for "experts.gate_up_proj" and expert 0.
+
+    called: other names of gate_proj, up_proj and down_proj.
+    """
     prefix, _, last = name.rpartition(".")
     called = {} if called is None else called
     return tuple(f"{prefix}.{expert}.{called.get(part, part)}.weight" for part in JOINED_AS.get(last, ()))
@@ -92,7 +95,7 @@ def expert_group(name: str, expert: int, called: Mapping[str, str] | None = None
 def _expert_groups(
     name: str, names: Container[str], called: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, ...]]:
-    """Those that there are, of expert 0, 1 and so on."""
+    """Yield the group of each expert that the checkpoint has, from expert 0 on."""
     expert = 0
     while group := expert_group(name, expert, called):
         if not all(each in names for each in group):
@@ -102,10 +105,10 @@ def _expert_groups(
 
 
 def shape_of(origin: Origin, entries: Mapping[str, Entry]) -> tuple[int, ...]:
-    """The shape that the parts come to.
+    """Return the shape of the joined parameter.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: the tensors cannot be joined.
     """
     if origin.is_whole:
         return entries[origin.names[0]].shape
@@ -115,18 +118,18 @@ def shape_of(origin: Origin, entries: Mapping[str, Entry]) -> tuple[int, ...]:
             found = ", ".join(
                 f"{each} {list(entries[each].shape)}{' NVFP4' if entries[each].quantized else ''}" for each in group
             )
-            raise ValueError(f"expected tensors that join along their rows, found {found}")
-    whole = (sum(origin.rows), *entries[origin.names[0]].shape[1:])
-    return (len(origin.groups), *whole) if origin.stacked else whole
+            raise ValueError(f"expected tensors that can be joined along their rows, found {found}")
+    shape = (sum(origin.rows), *entries[origin.names[0]].shape[1:])
+    return (len(origin.groups), *shape) if origin.stacked else shape
 
 
 def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[LinearParts | Tensor, Origin]:
-    """The parameter's parts, or a dense tensor, and the origin with the scales as the file had them."""
+    """Read a parameter: its parts or a dense tensor, and the origin with the scales of the file."""
     if not checkpoint.entries[origin.names[0]].quantized:
-        pieces = [[checkpoint.dense(name) for name in group] for group in origin.groups]
+        tensors = [[checkpoint.dense(name) for name in group] for group in origin.groups]
         if origin.is_whole:
-            return pieces[0][0], origin
-        joined = [torch.cat(group) for group in pieces]
+            return tensors[0][0], origin
+        joined = [torch.cat(group) for group in tensors]
         return (torch.stack(joined) if origin.stacked else joined[0]), origin
     factors: dict[str, Mapping[str, float]] = {}
     groups = []
@@ -134,8 +137,8 @@ def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[LinearParts | Tensor
         parts = [checkpoint.linear(name) for name in group]
         factors.update((name, kept) for name, each in zip(group, parts, strict=True) if (kept := _kept(each)))
         groups.append(parts[0] if origin.is_whole else _joined(parts))
-    whole = _stacked(groups) if origin.stacked else groups[0]
-    return whole, dataclasses.replace(origin, factors=factors)
+    parameter = _stacked(groups) if origin.stacked else groups[0]
+    return parameter, dataclasses.replace(origin, factors=factors)
 
 
 def _kept(parts: LinearParts) -> dict[str, float]:
@@ -144,7 +147,7 @@ def _kept(parts: LinearParts) -> dict[str, float]:
 
 
 def _joined(parts: Sequence[LinearParts]) -> LinearParts:
-    """Along the rows; activations are quantized by the largest of the input scales."""
+    """Join along the rows. Activations are quantized with the largest of the input scales."""
     scales = [each.per_tensor_scale for each in parts]
     if not all(torch.equal(scales[0], scale) for scale in scales):
         scales = [torch.cat([each.per_tensor_scale.expand(each.shape[0]) for each in parts])]
@@ -160,7 +163,7 @@ def _joined(parts: Sequence[LinearParts]) -> LinearParts:
 
 
 def _stacked(parts: Sequence[LinearParts]) -> LinearParts:
-    """Experts (E, N, K), with a per-tensor scale each, or one a row."""
+    """Stack experts to (E, N, K), with one per-tensor scale per expert, or per row."""
     scales = [each.per_tensor_scale for each in parts]
     if any(scale.dim() for scale in scales):
         per_tensor_scale = torch.cat([scale.expand(each.shape[0]) for scale, each in zip(scales, parts, strict=True)])
@@ -182,22 +185,22 @@ def _cat_bytes(scales: Sequence[Tensor]) -> Tensor:
 
 
 def _largest(scales: Sequence[Tensor | None]) -> Tensor | None:
-    """None where one has none: then each call takes its own."""
+    """Return the largest scale, or None if any is None: then each call computes its own."""
     given = [scale for scale in scales if scale is not None]
     return torch.stack(given).amax() if given and len(given) == len(scales) else None
 
 
 def split(parts: LinearParts, origin: Origin) -> dict[str, LinearParts]:
-    """The parts of each name of the origin; with the scales that the file had, where they still hold.
+    """Split a parameter into the tensors of its origin, with the scales of the file if they still match.
 
     Raises:
-        ValueError: rows of one name have different per-tensor scales.
+        ValueError: rows of one tensor have different per-tensor scales.
     """
-    pieces = {origin.names[0]: parts} if origin.is_whole else dict(_pieces(parts, origin))
-    return with_factors(pieces, origin.factors)
+    tensors = {origin.names[0]: parts} if origin.is_whole else dict(_split_rows(parts, origin))
+    return with_factors(tensors, origin.factors)
 
 
-def _pieces(parts: LinearParts, origin: Origin) -> Iterator[tuple[str, LinearParts]]:
+def _split_rows(parts: LinearParts, origin: Origin) -> Iterator[tuple[str, LinearParts]]:
     matrices = parts.qdata if origin.stacked else parts.qdata[None]
     scales = parts.scale if origin.stacked else parts.scale[None]
     rows = sum(origin.rows)
@@ -211,7 +214,7 @@ def _pieces(parts: LinearParts, origin: Origin) -> Iterator[tuple[str, LinearPar
             first += count
             factor = factors[expert, where]
             if not (factor == factor[0]).all():
-                raise ValueError(f"{name}: its rows have different per-tensor scales, and no layout can hold them")
+                raise ValueError(f"{name}: its rows have different per-tensor scales, which no format supports")
             yield (
                 name,
                 parts.replace(
@@ -221,15 +224,15 @@ def _pieces(parts: LinearParts, origin: Origin) -> Iterator[tuple[str, LinearPar
 
 
 def with_factors(
-    pieces: Mapping[str, LinearParts], factors: Mapping[str, Mapping[str, float]]
+    tensors: Mapping[str, LinearParts], factors: Mapping[str, Mapping[str, float]]
 ) -> dict[str, LinearParts]:
-    """The parts of one parameter with the scales that files had of them, as far as they still say the same."""
+    """Return the parts of one parameter with the scales of the file, if they still match."""
     kept = {name: {key: torch.tensor(value) for key, value in values.items()} for name, values in factors.items()}
-    inputs = [kept.get(name, {}).get("input_scale") for name in pieces]
+    inputs = [kept.get(name, {}).get("input_scale") for name in tensors]
     largest = _largest(inputs)
-    whole = next(iter(pieces.values())).input_scale
-    holds = largest is not None and whole is not None and whole in (largest, largest * LARGEST / LARGEST)
-    return {name: _with(parts, kept.get(name, {}), holds) for name, parts in pieces.items()}
+    input_scale = next(iter(tensors.values())).input_scale
+    holds = largest is not None and input_scale is not None and input_scale in (largest, largest * LARGEST / LARGEST)
+    return {name: _with(parts, kept.get(name, {}), holds) for name, parts in tensors.items()}
 
 
 def _with(parts: LinearParts, kept: Mapping[str, Tensor], input_holds: bool) -> LinearParts:

@@ -1,4 +1,4 @@
-"""A model in memory as a checkpoint, and saving it in any format."""
+"""Save a model in any format, as a checkpoint in memory."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ def save(
     progress: bool = True,
     **options: Any,
 ) -> None:
-    """Save a model with NVFP4 weights in the layout ``format``. What :func:`load` read is written again, byte for byte.
+    """Save a model with NVFP4 weights in a checkpoint format. Weights that :func:`load` read are written unchanged.
 
-    A tensor that several modules share is written once, under its first name. Experts (E, N, K) and joined linears that
-    :func:`load` put together are taken apart again; so are the experts of transformers' models.
+    A tensor that several modules share is written once, under its first name. Linears and experts that :func:`load`
+    joined are split again, and so are the experts of transformers models.
 
     Args:
         model: a module, or a state dict.
-        path: is not there yet; it appears when it is whole.
-        format: a name of :data:`FORMATS`.
-        weight_only: leave out the quantization of activations (W4A4 becomes W4A16).
-        mismatched_scales: what becomes of linears that servers join to one (q, k, v; gate and up) and that have
-            different per-tensor scales, with which vLLM computes wrong numbers. "requantize" gives them the largest,
-            with a warning: their block scales and codes are rounded anew, which adds 3 to 4 % to their error. "keep"
-            writes them as they are, "refuse" raises.
-        config: what config.json says; by default ``model.config`` of a transformers model, else none is written.
-        progress: show a bar.
-        options: of the format.
+        path: a path that does not exist yet. It appears when it is complete.
+        format: the name of a format of :data:`FORMATS`.
+        weight_only: omit the quantization of activations (W4A4 becomes W4A16).
+        mismatched_scales: what to do with linears that servers join (q, k and v; gate and up) if their per-tensor
+            scales differ, because vLLM computes wrong numbers with them. "requantize" warns, and quantizes them again
+            with the largest scale, which adds 3 to 4 % to their error. "keep" writes them unchanged. "refuse" raises a
+            ValueError.
+        config: the content of config.json. The default is ``model.config`` of a transformers model; without one,
+            config.json is not written.
+        progress: show a progress bar.
+        options: options of the format.
 
     Example::
 
@@ -61,10 +62,10 @@ def save(
         checkpoints.save(model, "SmolLM2-135M-NVFP4", format="compressed-tensors")
 
     Raises:
-        ValueError: the model holds what the format cannot, by name. Then nothing is written.
+        ValueError: a tensor cannot be stored in the format; the message has its name. Nothing is written.
     """
     if mismatched_scales not in ("requantize", "keep", "refuse"):
-        raise ValueError(f"mismatched_scales is 'requantize', 'keep' or 'refuse', not {mismatched_scales!r}")
+        raise ValueError(f"mismatched_scales: expected 'requantize', 'keep' or 'refuse', found {mismatched_scales!r}")
     target = format_named(format)
     checkpoint: Checkpoint = ModelCheckpoint(model, config, mismatched_scales)
     target.write(WeightOnly(checkpoint) if weight_only else checkpoint, Path(path), progress=progress, **options)
@@ -84,9 +85,10 @@ class ModelCheckpoint(Checkpoint):
     ) -> None:
         """
         Raises:
-            ValueError: a weight that no layout can hold, or on the meta device; different scales to be refused.
+            ValueError: a weight is on the meta device, or no format can store it, or scales differ and
+                mismatched_scales is "refuse".
         """
-        self._tensors = {name: _upright(tensor) for name, tensor in _named_tensors(model)}
+        self._tensors = {name: _stored_orientation(tensor) for name, tensor in _named_tensors(model)}
         self._origins = _origins(model, self._tensors) if isinstance(model, nn.Module) else {}
         self._shared: dict[str, Tensor] = {}
         self._parameter: dict[str, str] = {}
@@ -107,9 +109,9 @@ class ModelCheckpoint(Checkpoint):
         if not isinstance(tensor, NVFP4Tensor):
             if origin.is_whole:
                 return {origin.names[0]: Entry(shape=tuple(tensor.shape), dtype=tensor.dtype)}
-            return {n: Entry(shape=tuple(p.shape), dtype=p.dtype) for n, p in _dense_pieces(tensor, origin).items()}
+            return {n: Entry(shape=tuple(p.shape), dtype=p.dtype) for n, p in _split_dense(tensor, origin).items()}
         try:
-            pieces = split(check_scales(parts_of(tensor)), origin)
+            split_parts = split(check_scales(parts_of(tensor)), origin)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         return {
@@ -121,12 +123,12 @@ class ModelCheckpoint(Checkpoint):
                 has_input_scale=parts.input_scale is not None,
                 scales=tuple(parts.per_tensor_scale.shape),
             )
-            for each, parts in pieces.items()
+            for each, parts in split_parts.items()
         }
 
     def linear(self, name: str) -> LinearParts:
         parameter = self._parameter[name]
-        if self._last[0] != parameter:  # the pieces of one parameter are asked for one after the other
+        if self._last[0] != parameter:  # the tensors of one parameter are read one after the other
             weight = self._tensors[parameter]
             assert isinstance(weight, NVFP4Tensor)
             origin = self._origins.get(parameter, Origin(((parameter,),)))
@@ -138,14 +140,14 @@ class ModelCheckpoint(Checkpoint):
         parameter = self._parameter[name]
         tensor = self._tensors[parameter].detach()
         if parameter in self._origins and not self._origins[parameter].is_whole:
-            tensor = _dense_pieces(tensor, self._origins[parameter])[name]
+            tensor = _split_dense(tensor, self._origins[parameter])[name]
         return tensor.cpu()
 
     def per_tensor_scale(self, name: str) -> Tensor:
         return self.linear(name).per_tensor_scale
 
     def _share_scales(self, groups: list[tuple[str, ...]], mismatched_scales: MismatchedScales) -> None:
-        """From now on, the linears of each group have the largest of their per-tensor scales."""
+        """Give the linears of each group the largest of their per-tensor scales."""
         names = some([" and ".join(group) for group in groups])
         if mismatched_scales == "refuse":
             raise ValueError(
@@ -153,12 +155,12 @@ class ModelCheckpoint(Checkpoint):
                 "mismatched_scales='requantize' gives them one"
             )
         warnings.warn(
-            f"requantizing {len(groups)} groups of linears that servers join to one, for they need one per-tensor "
-            f"scale: {names}. checkpoints.quantize gives them one from the start, which loses nothing",
+            f"requantizing {len(groups)} groups of linears that servers join, because each group needs one per-tensor "
+            f"scale: {names}. checkpoints.quantize avoids this: it gives each group one scale",
             stacklevel=4,
         )
         for group in groups:
-            # A weight of zeros has a scale of 1 that says nothing.
+            # The scale of a weight of zeros is 1, and does not matter.
             scales = [
                 parts.per_tensor_scale for name in group if (parts := self.linear(name)).qdata.bitwise_and(0x77).any()
             ]
@@ -166,7 +168,8 @@ class ModelCheckpoint(Checkpoint):
             self._shared.update(dict.fromkeys(group, largest))
 
     def _requantized(self, name: str, parts: LinearParts) -> LinearParts:
-        """With the shared scale; the weight that has it already, and one of zeros, keep their codes."""
+        """Quantize a weight again with the shared scale. Weights that have this scale, or are zero, keep their
+        codes."""
         shared = self._shared[name]
         if torch.equal(parts.per_tensor_scale, shared):
             return parts
@@ -181,26 +184,26 @@ class ModelCheckpoint(Checkpoint):
 
 
 def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers; what several names share comes once, under the first."""
+    """Yield parameters and persistent buffers. A shared tensor comes once, under its first name."""
     if isinstance(model, nn.Module):
         model = model.state_dict(keep_vars=True)
     seen: set[int] = set()
     for name, tensor in model.items():
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}: checkpoints hold tensors alone")
+            raise ValueError(f"{name} is a {type(tensor).__name__}: checkpoints can only have tensors")
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
 
 
-def _upright(tensor: Tensor) -> Tensor:
-    """Experts that a model holds as (E, K, N) are (E, N, K) in files, as they lie."""
+def _stored_orientation(tensor: Tensor) -> Tensor:
+    """Return experts (E, K, N) of a model as (E, N, K), as they are in memory and in files."""
     transposed = isinstance(tensor, NVFP4Tensor) and tensor.transposed and tensor.dim() == 3
     return tensor.detach().transpose(-2, -1) if transposed else tensor
 
 
 def _origins(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Origin]:
-    """What parameters were loaded from, and how experts of transformers' models stand in files."""
+    """Return the origins of loaded parameters, and of the experts of transformers models."""
     origins = {}
     mixtral = getattr(getattr(model, "config", None), "model_type", None) in MIXTRAL_TYPES
     for path, module in model.named_modules():
@@ -218,7 +221,7 @@ def _origins(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Origi
 
 
 def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> Origin | None:
-    """transformers joins experts to one parameter (E, N, K), gate above up, which files keep apart."""
+    """Return the origin of experts, which transformers joins to one parameter (E, N, K), with gate above up."""
     last = name.rpartition(".")[2]
     stored = in_mixtral(name) if mixtral else name
     if tensor.dim() != 3 or last not in JOINED_AS or getattr(module, "is_transposed", None) is not False:
@@ -230,16 +233,16 @@ def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> 
     return Origin(groups, (tensor.shape[1] // parts,) * parts, stacked=True)
 
 
-def _dense_pieces(tensor: Tensor, origin: Origin) -> dict[str, Tensor]:
+def _split_dense(tensor: Tensor, origin: Origin) -> dict[str, Tensor]:
     matrices = tensor if origin.stacked else tensor[None]
-    pieces: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for matrix, group in zip(matrices, origin.groups, strict=True):
-        pieces.update(zip(group, matrix.split(list(origin.rows)), strict=True))
-    return pieces
+        tensors.update(zip(group, matrix.split(list(origin.rows)), strict=True))
+    return tensors
 
 
 def _config(model: object) -> dict[str, Any]:
-    """config.json of a transformers model."""
+    """Return the config.json of a transformers model, {} for other models."""
     config = getattr(model, "config", None)
     to_json = getattr(config, "to_json_string", None)
     return {} if to_json is None else json.loads(to_json())

@@ -121,8 +121,13 @@ def test_refusals(tmp_path):
     rows = torch.cat([quantize(torch.randn(16, 32)), quantize(torch.randn(16, 32) * 9)])
     for tensors, options, name, message in [
         ({"m.weight": experts}, {}, "a.safetensors", r"weights \(N, K\), not m.weight"),
-        ({"m.weight": rows}, {}, "a.safetensors", "one per-tensor scale a weight"),
-        ({"weights": quantize(torch.randn(16, 32))}, {}, "a.safetensors", "some layer's .weight, not weights"),
+        ({"m.weight": rows}, {}, "a.safetensors", "one per-tensor scale per weight"),
+        (
+            {"weights": quantize(torch.randn(16, 32))},
+            {},
+            "a.safetensors",
+            "only quantized parameters named .weight, not weights",
+        ),
         (a_model(), {}, "a.ckpt", "one .safetensors file"),
         (a_model(), {"shards": 2}, "a.safetensors", "no option shards"),
     ]:
@@ -138,14 +143,14 @@ def test_wrong_files_are_refused_by_name(tmp_path):
     marker = torch.tensor(list(b'{"format": "nvfp4", "convrot": true}'), dtype=torch.uint8)
     changes = [
         ({"blocks.0.up.weight_scale": None}, r"up\.weight_scale .*is missing"),
-        ({"blocks.0.up.weight": None}, "marked that blocks.0.up"),
+        ({"blocks.0.up.weight": None}, "markers name blocks.0.up"),
         (
             {"blocks.0.up.weight_scale": torch.zeros(128, 4).to(torch.float8_e4m3fn)},
             r"expected float8_e4m3fn \[128, 8\]",
         ),
         ({"blocks.0.up.weight_scale_2": torch.ones(2)}, r"weight_scale_2: expected float32 \[\]"),
         ({"blocks.0.up.comfy_quant": marker}, r"format nvfp4, found blocks\.0\.up"),
-        ({"blocks.0.up.comfy_quant": marker[:9]}, "expected markers of layers in JSON"),
+        ({"blocks.0.up.comfy_quant": marker[:9]}, "expected layer markers in JSON"),
     ]
     for change, message in changes:
         kept = {name: t for name, t in {**tensors, **change}.items() if t is not None}

@@ -143,7 +143,10 @@ def test_quantizing_for_mlx_needs_no_second_rounding(tmp_path):
 
 def test_activations_are_left_out_with_a_warning(tmp_path):
     weight = of_one()[NAME]._replace(activation_spec=QuantizeSpec())
-    with pytest.warns(UserWarning, match="nothing of activations"), write(tmp_path / "a", {NAME: weight}) as checkpoint:
+    with (
+        pytest.warns(UserWarning, match="does not quantize activations"),
+        write(tmp_path / "a", {NAME: weight}) as checkpoint,
+    ):
         assert not checkpoint.linear(NAME).quantizes_activations
 
 

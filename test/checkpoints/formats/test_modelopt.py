@@ -143,7 +143,7 @@ def test_mixed_precision_of_other_formats_is_refused_by_name(w4a4):
 def test_mixed_precision_has_to_name_every_layer(w4a4):
     mixed(w4a4)
     edit_json(w4a4 / "config.json", lambda config: config["quantization_config"]["quantized_layers"].pop(Q_PROJ))
-    with pytest.raises(ValueError, match=rf"tensor {Q_PROJ}\.weight is NVFP4 .* does not name it"):
+    with pytest.raises(ValueError, match=rf"tensor {Q_PROJ}\.weight is NVFP4 .* not in quantized_layers"):
         checkpoints.read(w4a4)
 
 
@@ -257,8 +257,8 @@ def state(**changes):
 def test_what_it_cannot_hold_is_named_and_nothing_is_written(tmp_path):
     joined = torch.cat([quantize(torch.randn(16, 64)), quantize(torch.randn(16, 64) * 9)])
     cases = {
-        "one per-tensor scale a weight, and a.weight have one a row": {"a.weight": joined},
-        r"columns that are a multiple of 16, not a.weight \[8, 40\]": {"a.weight": quantize(torch.randn(8, 40))},
+        "one per-tensor scale per weight, but a.weight have one per row": {"a.weight": joined},
+        r"columns in multiples of 16: leave a.weight \[8, 40\] dense": {"a.weight": quantize(torch.randn(8, 40))},
         "a.weight quantize activations by the amax of each call": state(activation_spec=QuantizeSpec()),
         "a.weight: a transposed": {"a.weight": quantize(torch.randn(32, 64)).t()},
     }
@@ -277,8 +277,8 @@ def test_a_folder_of_others_is_not_taken_for_it(tmp_path):
     assert checkpoints.detect(tmp_path / "x.safetensors") == "dense"
     with pytest.raises(ValueError, match="expected ModelOpt's configuration"):
         checkpoints.read(tmp_path / "src", "modelopt")
-    with pytest.raises(FileNotFoundError, match="is not there"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         checkpoints.detect(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"no checkpoint format .awq.: there are .*modelopt"):
+    with pytest.raises(ValueError, match=r"no checkpoint format .awq.: expected one of .*modelopt"):
         checkpoints.convert(tmp_path / "src", tmp_path / "dst", to="awq")
     assert content(tmp_path / "src")

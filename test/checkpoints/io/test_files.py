@@ -32,11 +32,11 @@ def test_what_is_no_file(folder, name, kind):
         os.mkfifo(folder / name)
     else:
         (folder / name).symlink_to("/dev/zero" if kind == "device" else "nowhere")
-    with pytest.raises(ValueError, match=rf"src/{name}: expected a regular file|src is no checkpoint|neither$"):
+    with pytest.raises(ValueError, match=rf"src/{name}: expected a regular file|src is not a checkpoint|neither$"):
         checkpoints.read(folder)
     with pytest.raises(ValueError, match=rf"src/{name}: expected a regular file"):
         checkpoints.read(folder, "modelopt")
-    with pytest.raises(ValueError, match=r"regular file|no checkpoint|neither|quantized"):
+    with pytest.raises(ValueError, match=r"regular file|not a checkpoint|neither|quantized"):
         checkpoints.quantize(folder, folder.parent / "dst", progress=False)
     assert not (folder.parent / "dst").exists()
 
@@ -44,7 +44,7 @@ def test_what_is_no_file(folder, name, kind):
 def test_a_fifo_by_its_own_name(tmp_path):
     for name in ("a.safetensors", "a.gguf", "a"):
         os.mkfifo(tmp_path / name)
-        with pytest.raises(ValueError, match=rf"{name}\b.*(regular file|no checkpoint)"):
+        with pytest.raises(ValueError, match=rf"{name}\b.*(regular file|not a checkpoint)"):
             checkpoints.read(tmp_path / name)
 
 
@@ -121,14 +121,14 @@ def test_markers_that_are_nested_deeply(folder):
     header["__metadata__"]["_quantization_metadata"] = DEEP
     text = json.dumps(header).encode()
     (folder.parent / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    with pytest.raises(ValueError, match=r"a\.safetensors: expected markers .*nested deeper than 100"):
+    with pytest.raises(ValueError, match=r"a\.safetensors: expected layer markers .*nested deeper than 100"):
         checkpoints.read(folder.parent / "a.safetensors", "comfy")
 
 
 @pytest.mark.parametrize("factors", [{"a": {"divisor": [[1.0], [2.0, 3.0]]}}, {"a": {"divisor": [1.0, "x"]}}])
 def test_a_sidecar_that_is_ragged(folder, factors):
     (folder / "nvfp4_tensor.json").write_text(json.dumps({"factors": factors}))
-    with pytest.raises(ValueError, match=r"src/nvfp4_tensor\.json: expected factors by tensor's name"):
+    with pytest.raises(ValueError, match=r"src/nvfp4_tensor\.json: expected factors by tensor name"):
         checkpoints.read(folder)
 
 

@@ -8,7 +8,7 @@ from helpers.checkpoint_folders import CONFIG, content, dense_tensors, write_den
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints.checkpoint import format_named
-from nvfp4_tensor.checkpoints.io.folder import folder_says
+from nvfp4_tensor.checkpoints.io.folder import config_has
 
 
 @pytest.fixture
@@ -56,21 +56,21 @@ def test_a_folder_that_is_empty_is_taken_and_a_file_is_not(src, tmp_path):
     checkpoints.quantize(src, tmp_path / "dst", progress=False)
     assert checkpoints.detect(tmp_path / "dst") == "modelopt"
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         checkpoints.quantize(src, tmp_path / "file", progress=False)
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_what_a_folder_says(tmp_path):
-    assert not folder_says(tmp_path, bool) and not folder_says(tmp_path / "none", bool)
+def test_config_has(tmp_path):
+    assert not config_has(tmp_path, bool) and not config_has(tmp_path / "none", bool)
     for text, says in ((b'{"a": 1}', True), (b"{}", False), (b"[1]", False), (b"{", False), (b"\xff", False)):
         (tmp_path / "config.json").write_bytes(text)
-        assert folder_says(tmp_path, lambda config: config.get("a")) == says, text
+        assert config_has(tmp_path, lambda config: config.get("a")) == says, text
 
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "mlx", "mxfp4", "dense"])
 def test_options_that_nobody_has_are_refused_and_nothing_is_written(src, tmp_path, format):
-    message = "is read and not written" if format == "mxfp4" else "has no option shards"
+    message = "cannot be written" if format == "mxfp4" else "has no option shards"
     with checkpoints.read(src) as checkpoint, pytest.raises(ValueError, match=message):
         format_named(format).write(checkpoint, tmp_path / "dst", progress=False, shards=3)
     assert [each.name for each in tmp_path.iterdir()] == ["src"]

@@ -70,7 +70,7 @@ def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path):
     write_dense(tmp_path / "src")
     (tmp_path / "dst.partial").mkdir()
     (tmp_path / "dst.partial/thesis.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"dst\.partial is there already, and no interrupted run made it"):
+    with pytest.raises(ValueError, match=r"dst\.partial already exists, and was not made by an interrupted run"):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     assert (tmp_path / "dst.partial/thesis.txt").read_text() == "x"
 
@@ -200,7 +200,7 @@ def test_a_link_to_nothing(tmp_path, to):
     write_dense(tmp_path / "src")
     dst = tmp_path / ("dst.safetensors" if to == "comfy" else "dst")
     dst.symlink_to(tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"dst.* is there already"):
+    with pytest.raises(ValueError, match=r"dst.* already exists"):
         checkpoints.quantize(tmp_path / "src", dst, to=to, progress=False)
 
 

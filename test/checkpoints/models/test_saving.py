@@ -111,7 +111,7 @@ def test_keep_and_refuse(tmp_path, block):
     quantize_(block, NVFP4WeightOnlyConfig())
     with pytest.raises(ValueError, match=r"1 groups of linears that servers join have different per-tensor scales"):
         checkpoints.save(block, tmp_path / "a", mismatched_scales="refuse", progress=False)
-    with pytest.raises(ValueError, match="mismatched_scales is 'requantize', 'keep' or 'refuse', not 'no'"):
+    with pytest.raises(ValueError, match="mismatched_scales: expected 'requantize', 'keep' or 'refuse', found 'no'"):
         checkpoints.save(block, tmp_path / "a", mismatched_scales="no", progress=False)
     assert not list(tmp_path.iterdir())
     checkpoints.save(block, tmp_path / "a", mismatched_scales="keep", progress=False)
@@ -173,7 +173,7 @@ REFUSED = {
     ),
     "dynamic": (
         lambda b: quantize_(b, NVFP4Config()),
-        r"needs a static input scale: calibrate\(model, batches\) gives it",
+        r"needs a static input scale: use calibrate\(model, batches\)",
     ),
 }
 
@@ -188,5 +188,5 @@ def test_refused_by_name_and_nothing_written(tmp_path, block, case):
 
 
 def test_no_pickles(tmp_path):
-    with pytest.raises(ValueError, match="extra is a dict: checkpoints hold tensors alone"):
+    with pytest.raises(ValueError, match="extra is a dict: checkpoints can only have tensors"):
         checkpoints.save({"extra": {}}, tmp_path / "a")

@@ -1,8 +1,8 @@
-"""The bytes of GGUF's 4-bit types, to codes and scales and back.
+"""Convert the bytes of GGUF's 4-bit types to codes and scales, and back.
 
-NVFP4, type 40: a super-block is 64 elements of a row in 36 bytes: four block scales, the e4m3 bytes as they are, then 8
-bytes a block, byte j with element j in its low nibble and element j + 8 in the high one. (llama.cpp reads the scale
-halved and the codes doubled, which is the same.) MXFP4, type 39: 32 elements in 17 bytes.
+NVFP4 is type 40: a super-block has 64 elements of a row in 36 bytes, four block scales (e4m3 bytes) followed by 8 bytes
+per block. Byte j has element j in its low nibble and element j + 8 in its high nibble. (llama.cpp halves the scales and
+doubles the codes, which is equivalent.) MXFP4 is type 39: 32 elements in 17 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _BLOCKS = SUPER_BLOCK // BLOCK
 
 
 def pack_blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    """Codes uint8 (N, K/2), the even element low, and scales e4m3 (N, K/16) to bytes (N, K/64 * 36); K % 64 == 0."""
+    """Pack codes uint8 (N, K/2), the even element low, and scales e4m3 (N, K/16) to bytes (N, K/64 * 36); K % 64 ==
+    0."""
     rows, blocks = scale.shape
     elements = unpack(codes).view(rows, blocks, BLOCK)
     nibbles = elements[..., : BLOCK // 2] | elements[..., BLOCK // 2 :] << 4
@@ -27,7 +28,7 @@ def pack_blocks(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def unpack_blocks(data: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse: bytes (N, K/64 * 36) to codes uint8 (N, K/2) and scales e4m3 (N, K/16)."""
+    """Unpack bytes (N, K/64 * 36) to codes uint8 (N, K/2) and scales e4m3 (N, K/16)."""
     rows = len(data)
     scale, nibbles = data.view(rows, -1, _BYTES).split([_BLOCKS, _BYTES - _BLOCKS], dim=-1)
     nibbles = nibbles.reshape(rows, -1, BLOCK // 2)
@@ -36,7 +37,7 @@ def unpack_blocks(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack_mxfp4(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Type 39, bytes (N, K/32 * 17) to codes uint8 (N, K/2), the even element low, and e8m0 scales uint8 (N, K/32)."""
+    """Unpack bytes (N, K/32 * 17) to codes uint8 (N, K/2), the even element low, and e8m0 scales uint8 (N, K/32)."""
     rows = len(data)
     scale, nibbles = data.view(rows, -1, 1 + MX_BLOCK // 2).split([1, MX_BLOCK // 2], dim=-1)
     return pack(torch.cat((nibbles & 0xF, nibbles >> 4), dim=-1).reshape(rows, -1)), scale.reshape(rows, -1)

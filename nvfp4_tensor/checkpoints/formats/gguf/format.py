@@ -1,7 +1,7 @@
-"""GGUF, the one file that llama.cpp runs: NVFP4 as its tensor type 40, written here.
+"""GGUF, the file format of llama.cpp, and its writer. NVFP4 is tensor type 40.
 
 The per-tensor scale of ``blk.0.ffn_up.weight`` is the tensor ``blk.0.ffn_up.scale``. The experts of a layer are one
-tensor, ``blk.0.ffn_up_exps.weight`` (E, N, K), and ``blk.0.ffn_up_exps.scale`` has a scale for each.
+tensor, ``blk.0.ffn_up_exps.weight`` (E, N, K), and ``blk.0.ffn_up_exps.scale`` has one scale per expert.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
     architecture_of,
     expert_of,
     frequency_factors,
-    place,
     row_order,
     settings_of,
+    tensor_sort_key,
     to_gguf_name,
 )
 from nvfp4_tensor.checkpoints.formats.gguf.reading import NEEDS, PLAIN, VECTORS, WRITTEN, GGUFCheckpoint
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 _MAGIC = b"GGUF"
 _STORED = {dtype: name for name, dtype in PLAIN.items()}
 DENSE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-"""What ``write(..., dense=)`` takes: the types that the package gguf rounds to."""
+"""The values of ``dense`` in :meth:`GGUF.write`: the types that the package gguf can quantize to."""
 
 _DENSE_BLOCK = 32
 
 
 class GGUF(Format):
-    """llama.cpp's one file. Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3's experts are written and read."""
+    """llama.cpp's format. Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE can be read and written."""
 
     name = "gguf"
     is_file = True
@@ -67,7 +67,7 @@ class GGUF(Format):
 
     def read(self, path: Path) -> GGUFCheckpoint:
         if not self.detect(path):
-            raise ValueError(f"{path}: expected a GGUF file, found one that does not begin with {_MAGIC.decode()}")
+            raise ValueError(f"{path}: expected a GGUF file, found one that does not start with {_MAGIC.decode()}")
         return GGUFCheckpoint(path)
 
     def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
@@ -85,25 +85,24 @@ class GGUF(Format):
         lossy: bool = False,
         **options: Any,
     ) -> None:
-        """Write ``checkpoint`` to the file ``path``, which appears when it is whole.
+        """Write ``checkpoint`` to the file ``path``, which appears when it is complete.
 
         Args:
-            dense: what matrices that are not quantized are stored as, one of :data:`DENSE_TYPES`; by default what
-                they are. Vectors (norms, biases) are float32, as llama.cpp wants them.
-            tokenizer: a tokenizer of transformers, a folder that has one, or None for a file that runs on tokens
-                alone; by default the checkpoint's own, and a warning where it has none.
-            lossy: where llama.cpp multiplies by no per-tensor scale (Qwen2's feed-forward weights) and block scales
-                cannot take it exactly, quantize the decoded values again.
+            dense: the type of matrices that are not quantized, one of :data:`DENSE_TYPES`. By default, they keep their
+                dtype. Vectors (norms, biases) are float32, as llama.cpp requires.
+            tokenizer: a transformers tokenizer, a folder with one, or None for a file that runs on tokens only. The
+                default is the tokenizer of the checkpoint, with a warning if it has none.
+            lossy: if llama.cpp ignores a per-tensor scale (of Qwen2's feed-forward weights) that cannot be folded into
+                block scales exactly, quantize the decoded values again.
 
         Raises:
-            ValueError: an architecture or a rope scaling that is not written; a weight whose columns are no multiple of
-                64, that has a per-tensor scale for each row, is NaN in places, or has another name than transformers'
-                models give it. Nothing is written then.
+            ValueError: the architecture or the rope scaling is not supported, or a weight has columns that are not a
+                multiple of 64, one per-tensor scale per row, NaN blocks, or an unknown name. Nothing is written.
         """
         if options:
-            raise ValueError(f"GGUF has no option {', '.join(options)}: it takes dense, tokenizer and lossy")
+            raise ValueError(f"GGUF has no option {', '.join(options)}, only dense, tokenizer and lossy")
         if dense is not None and dense.upper() not in DENSE_TYPES:
-            raise ValueError(f"dense is one of {', '.join(DENSE_TYPES)}, not {dense!r}")
+            raise ValueError(f"dense: expected one of {', '.join(DENSE_TYPES)}, found {dense!r}")
         if importlib.util.find_spec("gguf") is None:
             raise ImportError(NEEDS)
         path = Path(path)
@@ -113,14 +112,12 @@ class GGUF(Format):
 
 
 class _Writer:
-    """One file on its way: the header of all tensors first, then their bytes, one tensor in memory at a time."""
+    """Writes one file: first the header, then the tensors, with one tensor in memory at a time."""
 
     def __init__(self, checkpoint: Checkpoint, path: Path, dense: str | None, tokenizer: Any, lossy: bool) -> None:
         self.checkpoint, self.path, self.dense, self.lossy = checkpoint, path, dense, lossy
         if not checkpoint.config:
-            raise ValueError(
-                f"a GGUF needs a configuration of transformers, and {checkpoint.path or 'a model'} has none"
-            )
+            raise ValueError(f"GGUF needs a transformers configuration, but {checkpoint.path or 'the model'} has none")
         self.architecture = architecture_of(checkpoint.config)
         self.settings = settings_of(checkpoint.config, self.architecture)
         self.factors: dict[str, dict[str, Any]] = {}
@@ -162,7 +159,7 @@ class _Writer:
                 bar.update(size)
 
     def settings_int(self, key: str) -> int:
-        """A setting that is a whole number."""
+        """Return an integer setting."""
         return int(self.settings[key])
 
     def _own_tokenizer(self) -> Any:
@@ -183,59 +180,64 @@ class _Writer:
         return path
 
     def _tensors(self) -> dict[str, list[str]]:
-        """By the file's name of a tensor: the one weight that it is, or those of all experts, in order."""
+        """Return by name in the file: the weight, or the weights of all experts in order."""
         tensors: dict[str, list[str]] = {}
         for name, entry in self.checkpoint.entries.items():
             gguf_name = to_gguf_name(name)
             if gguf_name is None or (expert_of(name) is not None and not self.architecture.experts):
-                raise ValueError(f"{name} has no name in llama.cpp's {self.architecture.name}: leave it out, or dense")
+                raise ValueError(
+                    f"{name} is not a tensor of llama.cpp's {self.architecture.name}: remove it from the checkpoint"
+                )
             if name == "lm_head.weight" and self.checkpoint.config.get("tie_word_embeddings") and not entry.quantized:
-                continue  # llama.cpp takes the embedding for it
+                continue  # llama.cpp uses the embedding
             tensors.setdefault(gguf_name, []).append(name)
-        in_order = sorted(tensors.items(), key=lambda item: place(item[0]))
+        in_order = sorted(tensors.items(), key=lambda item: tensor_sort_key(item[0]))
         return {gguf_name: sorted(names, key=natural) for gguf_name, names in in_order}
 
     def _check_experts(self, gguf_name: str, names: list[str]) -> None:
-        """Raises a ValueError unless all experts of a layer are there, alike: a file has one tensor of them."""
+        """Raise a ValueError unless all experts of a layer exist and are alike, because they are stored as one
+        tensor."""
         experts = [expert_of(name) for name in names]
         if experts == [None]:
             return
         count = self.settings_int("expert_count")
         if experts != list(range(count)):
-            raise ValueError(f"{gguf_name} needs experts 0 to {count - 1}, as config.json says, found {some(names)}")
+            raise ValueError(f"{gguf_name} needs experts 0 to {count - 1}, from config.json, found {some(names)}")
         first = self.checkpoint.entries[names[0]]
         others = [n for n in names if dataclasses.replace(self.checkpoint.entries[n], shard=first.shard) != first]
         if others:
             raise ValueError(
-                f"{gguf_name} holds all experts, in one type: {some(others)} differ from {names[0]} in shape, dtype or "
-                "quantization"
+                f"{gguf_name} stores all experts as one type, but {some(others)} differ from {names[0]} in shape, "
+                "dtype or quantization"
             )
 
     def _check(self, name: str, entry: Entry) -> None:
         if not entry.quantized:
             if entry.dtype not in _STORED:
-                raise ValueError(f"{name} is {entry.dtype}, and GGUF takes float32, float16 and bfloat16")
+                raise ValueError(f"{name} is {entry.dtype}, but GGUF supports float32, float16 and bfloat16")
             kind = self._dense_type(entry, to_gguf_name(name) or "")
             if kind not in PLAIN and entry.shape[-1] % _DENSE_BLOCK:
-                raise ValueError(f"{name} has {entry.shape[-1]} columns, and {kind} needs a multiple of {_DENSE_BLOCK}")
+                raise ValueError(f"{name} has {entry.shape[-1]} columns, but {kind} needs a multiple of {_DENSE_BLOCK}")
             return
         if len(entry.shape) != 2:
-            raise ValueError(f"{name} is {entry.shape}, and NVFP4 in GGUF is of matrices (N, K)")
+            raise ValueError(f"{name} has shape {entry.shape}, but NVFP4 in GGUF needs matrices (N, K)")
         if entry.shape[-1] % SUPER_BLOCK:
             raise ValueError(
-                f"{name} has {entry.shape[-1]} columns, and NVFP4 in GGUF needs a multiple of {SUPER_BLOCK}: leave it "
+                f"{name} has {entry.shape[-1]} columns, but NVFP4 in GGUF needs a multiple of {SUPER_BLOCK}: leave it "
                 "dense with exclude=[...]"
             )
         if entry.scales not in ((), (1,)):
-            raise ValueError(f"{name} has per-tensor scales {entry.scales}, and GGUF one: split what was joined")
+            raise ValueError(
+                f"{name} has per-tensor scales {entry.scales}, but GGUF has only one: split joined linears first"
+            )
         if ".mlp." in name:
             self._check_ffn(name)
 
     def _check_ffn(self, name: str) -> None:
-        """Raises a ValueError for what llama.cpp reads and computes wrongly, or aborts at."""
+        """Raise a ValueError for feed-forward weights with which llama.cpp computes wrong numbers or aborts."""
         bias = name.removesuffix("weight") + "bias"
         if bias in self.checkpoint.entries:
-            raise ValueError(f"llama.cpp runs no NVFP4 feed-forward weights with a bias, as {name} has: leave it dense")
+            raise ValueError(f"llama.cpp does not support NVFP4 feed-forward weights with a bias: leave {name} dense")
         if self.architecture.ignores_scale(name) and not (self.lossy or folds_exactly(self.checkpoint, name)):
             raise ValueError(
                 f"llama.cpp ignores the per-tensor scales of {self.architecture.name}'s feed-forward weights, and that "
@@ -259,14 +261,11 @@ class _Writer:
                 writer.add_float32(key, value)
             else:
                 writer.add_uint32(key, value)
-        for (
-            dtype,
-            kind,
-        ) in VECTORS.items():  # float32 here, and again what they were when they are read
+        for dtype, kind in VECTORS.items():  # they are float32 in the file, and get their dtype back when read
             if names := [gguf_name for gguf_name in self.tensors if self._is_vector(gguf_name, dtype)]:
                 writer.add_array(kind, names)
         writer.add_uint32(WRITTEN, 1)
-        if quantized:  # which weights meet 4-bit activations, on hardware that has them
+        if quantized:  # which weights are multiplied by 4-bit activations, on hardware that supports it
             values = [entry.quantizes_activations for entry in quantized.values()]
             writer.add_array("general.tensor_extra.name", list(quantized))
             writer.add_array("general.tensor_extra.prec_a4", values)
@@ -283,7 +282,7 @@ class _Writer:
         return gguf.LlamaFileType.ALL_F32 if kind == "F32" else gguf.LlamaFileType[f"MOSTLY_{kind}"]
 
     def _plan(self, writer: gguf.GGUFWriter) -> Iterator[tuple[str, int]]:
-        """Announce every tensor; (name, bytes) of all but scales, in the order in which they are written."""
+        """Add every tensor to the header; yield (name, bytes) of all except scales, in the order of the file."""
         import gguf
 
         float32, types = np.dtype(np.float32), gguf.GGMLQuantizationType
@@ -304,11 +303,11 @@ class _Writer:
             yield gguf_name, nbytes
 
     def _entry(self, gguf_name: str) -> Entry:
-        """That of the weight, or of each of the experts."""
+        """Return the entry of the weight, or of the first of its experts, which are alike."""
         return self.checkpoint.entries[self.tensors[gguf_name][0]]
 
     def _dense_type(self, entry: Entry, gguf_name: str = "") -> str:
-        """Vectors in float32, as llama.cpp wants them; routers, which are small and choose, are not rounded."""
+        """Return the type of a dense tensor. Vectors are float32, as llama.cpp requires; routers keep their dtype."""
         if len(entry.shape) < 2:
             return "F32"
         return _STORED[entry.dtype] if self.dense is None or ".ffn_gate_inp." in gguf_name else self.dense
@@ -320,7 +319,7 @@ class _Writer:
         return ["scale", "input_scale"] if entry.has_input_scale else ["scale"]
 
     def _data(self, gguf_name: str) -> Iterator[np.ndarray]:
-        """A tensor's bytes, then its scales."""
+        """Yield the bytes of a tensor, then its scales."""
         if gguf_name == FREQUENCIES:
             factors = frequency_factors(self.checkpoint.config, self.settings_int("rope.dimension_count"))
             assert factors is not None
@@ -336,12 +335,12 @@ class _Writer:
             yield torch.stack(values).view(-1).float().numpy()
 
     def _packed(self, name: str, scales: dict[str, list[Tensor]]) -> np.ndarray:
-        """The blocks of a weight; its scales go to those given."""
+        """Return the blocks of a weight, and append its scales to ``scales``."""
         parts = self.checkpoint.linear(name)
         if self.architecture.ignores_scale(name):
             parts = with_scale_of_one(parts)
         if nan_blocks(parts):
-            raise ValueError(f"{name} has {nan_blocks(parts)} NaN blocks, which llama.cpp would read as zeros")
+            raise ValueError(f"{name} has {nan_blocks(parts)} NaN blocks, which llama.cpp reads as zeros")
         if lost := lost_factors(parts, stores_divisors=False):
             self.factors[name] = lost
         for sidecar, values in scales.items():
@@ -367,10 +366,10 @@ class _Writer:
         return gguf.quants.quantize(values.float().numpy(), gguf.GGMLQuantizationType[kind])
 
 
-def _stacked(pieces: Iterator[np.ndarray]) -> np.ndarray:
-    """One, or all experts' behind each other."""
-    every = list(pieces)
-    return every[0] if len(every) == 1 else np.concatenate(every)
+def _stacked(arrays: Iterator[np.ndarray]) -> np.ndarray:
+    """Concatenate the arrays of all experts."""
+    all_arrays = list(arrays)
+    return all_arrays[0] if len(all_arrays) == 1 else np.concatenate(all_arrays)
 
 
 FORMAT = GGUF()

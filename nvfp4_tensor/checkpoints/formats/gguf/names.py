@@ -1,4 +1,4 @@
-"""What transformers and llama.cpp call the same things: architectures, tensors, settings, and the order of q's rows."""
+"""Map names of tensors and settings, and the order of rows of q and k, between transformers and llama.cpp."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.
 _STACKED = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down)_exps)\.weight")
 _KINDS = ("weight", "bias")
 FREQUENCIES = "rope_freqs.weight"
-"""The tensor that says in GGUF what rope scaling of type llama3 says in a configuration."""
+"""The tensor with the frequency factors of rope scaling of type llama3."""
 
 
 _SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -61,8 +61,8 @@ _EXPERT_SETTINGS: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
 }
 """By :attr:`GGUFArchitecture.experts`."""
 _ALWAYS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-"""Settings of qwen3_moe that llama.cpp's qwen3moe has no others of."""
-_UNSAID = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""The only values of these settings of qwen3_moe that llama.cpp's qwen3moe supports."""
+_DEFAULTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def expert_modules(architecture: GGUFArchitecture) -> dict[str, str]:
@@ -72,39 +72,39 @@ def expert_modules(architecture: GGUFArchitecture) -> dict[str, str]:
 
 
 def architecture_of(config: dict[str, Any]) -> GGUFArchitecture:
-    """Of a configuration of transformers.
+    """Return the architecture of a transformers configuration.
 
     Raises:
-        ValueError: it is none of :data:`GGUF_ARCHITECTURES`, or has settings that those of llama.cpp have not.
+        ValueError: it is not in :data:`GGUF_ARCHITECTURES`, or has settings that llama.cpp does not support.
     """
     for architecture in GGUF_ARCHITECTURES:
         if config.get("model_type") == architecture.model_type:
             break
     else:
         raise ValueError(
-            f"a GGUF file is written of model_type {', '.join(a.model_type for a in GGUF_ARCHITECTURES)}, not of "
+            f"GGUF supports model_type {', '.join(a.model_type for a in GGUF_ARCHITECTURES)}, not "
             f"{config.get('model_type')!r}"
         )
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"llama.cpp computes {architecture.name} with hidden_act silu, not {config['hidden_act']!r}")
+        raise ValueError(f"llama.cpp supports {architecture.name} with hidden_act silu, not {config['hidden_act']!r}")
     if architecture.experts == "mlp":
-        found = {name: config.get(name) or _UNSAID[name] for name in _ALWAYS}
+        found = {name: config.get(name) or _DEFAULTS[name] for name in _ALWAYS}
         if others := [f"{name} {found[name]}" for name, value in _ALWAYS.items() if found[name] != value]:
-            raise ValueError(f"llama.cpp computes {architecture.name} with {_ALWAYS}, not with {', '.join(others)}")
+            raise ValueError(f"llama.cpp supports {architecture.name} with {_ALWAYS}, not with {', '.join(others)}")
     window, length = config.get("sliding_window"), config.get("max_position_embeddings", 0)
     if window and window < length and config.get("use_sliding_window", True):
-        warnings.warn(f"llama.cpp attends to all tokens, not to the last {window} alone", stacklevel=2)
+        warnings.warn(f"llama.cpp attends to all tokens, not only to the last {window}", stacklevel=2)
     return architecture
 
 
 def architecture_named(name: str, experts: bool = False) -> GGUFArchitecture:
-    """Of a GGUF's general.architecture; ValueError where it is none of :data:`GGUF_ARCHITECTURES`."""
+    """Return the architecture with this general.architecture, or raise a ValueError if it is not supported."""
     for architecture in GGUF_ARCHITECTURES:
         if architecture.name == name and bool(architecture.experts) == experts:
             return architecture
     raise ValueError(
-        f"architecture {name!r}: {', '.join(sorted({a.name for a in GGUF_ARCHITECTURES}))} are read"
-        + (", that one without experts" if experts and any(a.name == name for a in GGUF_ARCHITECTURES) else "")
+        f"architecture {name!r} is not supported: expected {', '.join(sorted({a.name for a in GGUF_ARCHITECTURES}))}"
+        + (", this one without experts" if experts and any(a.name == name for a in GGUF_ARCHITECTURES) else "")
     )
 
 
@@ -112,10 +112,10 @@ def architecture_named(name: str, experts: bool = False) -> GGUFArchitecture:
 
 
 def to_gguf_name(name: str) -> str | None:
-    """ "model.layers.0.self_attn.q_proj.weight" -> "blk.0.attn_q.weight"; None for what has no such name.
+    """Return "blk.0.attn_q.weight" for "model.layers.0.self_attn.q_proj.weight"; None if llama.cpp has no such tensor.
 
-    All experts' weights of a layer have one name, "model.layers.0.mlp.experts.3.up_proj.weight" and its siblings
-    "blk.0.ffn_up_exps.weight".
+    All experts of a layer have the same name: "blk.0.ffn_up_exps.weight" for
+    "model.layers.0.mlp.experts.3.up_proj.weight".
     """
     found = _EXPERT.fullmatch(name)
     if found is not None and found[3] in _EXPERT_MODULES:
@@ -124,13 +124,13 @@ def to_gguf_name(name: str) -> str | None:
 
 
 def expert_of(name: str) -> int | None:
-    """3 of "model.layers.0.mlp.experts.3.up_proj.weight"; None for what is no expert's."""
+    """Return 3 for "model.layers.0.mlp.experts.3.up_proj.weight"; None if the weight is not of an expert."""
     found = _EXPERT.fullmatch(name)
     return None if found is None else int(found[2])
 
 
 def from_gguf_name(name: str, architecture: GGUFArchitecture, experts: int = 0) -> list[str]:
-    """The inverse of :func:`to_gguf_name`: one name, or that of each expert; none for what has no such name."""
+    """Invert :func:`to_gguf_name`: return one name, or the names of all experts, or none if the tensor is unknown."""
     found = _STACKED.fullmatch(name)
     if found is not None and architecture.experts:
         layer, module = f"model.layers.{found[1]}.{architecture.experts}", expert_modules(architecture)[found[2]]
@@ -143,7 +143,7 @@ def from_gguf_name(name: str, architecture: GGUFArchitecture, experts: int = 0) 
 def _translated(
     name: str, layers: tuple[str, str], modules: dict[str, str], layer_modules: dict[str, str]
 ) -> str | None:
-    """A name, whose modules within the layers and outside of them are called otherwise."""
+    """Translate a name with ``modules`` outside of layers and ``layer_modules`` within them; None if it has neither."""
     module, _, kind = name.rpartition(".")
     head, _, rest = module.removeprefix(layers[0]).partition(".")
     if kind not in _KINDS:
@@ -161,8 +161,8 @@ _ORDER = ("token_embd", *_LAYER_MODULES.values(), *_EXPERT_MODULES.values(), "ou
 _RANKS = {module: rank for rank, module in enumerate(dict.fromkeys(_ORDER))}
 
 
-def place(gguf_name: str) -> tuple[float, int, str]:
-    """What to sort a file's tensors by: the order of a pass through the model, and q beside k beside v."""
+def tensor_sort_key(gguf_name: str) -> tuple[float, int, str]:
+    """Return a sort key for tensors: the order of a forward pass, with q, k and v adjacent."""
     parts = gguf_name.split(".")
     layer = int(parts[1]) if parts[0] == "blk" else -1 if parts[0] == "token_embd" else math.inf
     return layer, _RANKS[parts[-2]], parts[-1]
@@ -172,12 +172,12 @@ def place(gguf_name: str) -> tuple[float, int, str]:
 
 
 def row_order(name: str, rows: int, config: dict[str, Any], architecture: GGUFArchitecture) -> Tensor | None:
-    """Which row of transformers' q or k each row of llama.cpp's is, int64 (rows,); None where the order is the same.
+    """Return the index in transformers' q or k of each row in llama.cpp's, int64 (rows,), or None if they are equal.
 
     transformers rotates row i of a head with row i + head_dim / 2, llama.cpp row 2i with row 2i + 1.
 
     Raises:
-        ValueError: the rows are not those of the configuration's heads.
+        ValueError: the number of rows does not match the heads of the configuration.
     """
     module = name.rpartition(".")[0]
     if not architecture.permutes or not module.endswith(("self_attn.q_proj", "self_attn.k_proj")):
@@ -187,7 +187,7 @@ def row_order(name: str, rows: int, config: dict[str, Any], architecture: GGUFAr
         heads = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or config["hidden_size"] // max(config["num_attention_heads"], 1)
     if heads * size != rows or size % 2:
-        raise ValueError(f"{name} has {rows} rows, and the configuration says {heads} heads of {size}")
+        raise ValueError(f"{name} has {rows} rows, but the configuration has {heads} heads of {size}")
     return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
@@ -195,10 +195,10 @@ def row_order(name: str, rows: int, config: dict[str, Any], architecture: GGUFAr
 
 
 def settings_of(config: dict[str, Any], architecture: GGUFArchitecture) -> dict[str, int | float]:
-    """Keys and values of a GGUF, without the architecture's prefix.
+    """Return the keys and values of a GGUF file for a transformers configuration, without the architecture's prefix.
 
     Raises:
-        ValueError: a setting is missing, or the rope scaling is none that llama.cpp's files can say.
+        ValueError: a setting is missing, or llama.cpp does not support the rope scaling.
     """
     config = {"num_key_value_heads": config.get("num_attention_heads"), **config}
     if "num_local_experts" in config:  # two names for one setting
@@ -213,12 +213,12 @@ def settings_of(config: dict[str, Any], architecture: GGUFArchitecture) -> dict[
     settings["rope.freq_base"] = float(_rope(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = _rope_type(config)
     if kind not in ("default", "llama3"):
-        raise ValueError(f"rope scaling of type {kind!r} is not written to GGUF: only default and llama3 are")
+        raise ValueError(f"rope scaling of type {kind!r} is not supported in GGUF: expected default or llama3")
     return settings
 
 
 def config_of(settings: dict[str, Any], architecture: GGUFArchitecture, tied: bool) -> dict[str, Any]:
-    """A configuration of transformers, of a GGUF's keys without the architecture's prefix.
+    """Return a transformers configuration for the keys of a GGUF file, without the architecture's prefix.
 
     Raises:
         ValueError: a key is missing.
@@ -244,7 +244,7 @@ def config_of(settings: dict[str, Any], architecture: GGUFArchitecture, tied: bo
 
 
 def _decimal(value: Any) -> Any:
-    """1e-05 for the float32 nearest to it: the shortest number that rounds to the same."""
+    """Return the shortest decimal that rounds to the same float32, such as 1e-05."""
     return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
@@ -263,7 +263,8 @@ def _rope_type(config: dict[str, Any]) -> str:
 
 
 def frequency_factors(config: dict[str, Any], head_dim: int) -> Tensor | None:
-    """What each rotary frequency is divided by, float32 (head_dim / 2,), for rope scaling of type llama3; else None."""
+    """Return the divisors of rotary frequencies, float32 (head_dim / 2,), for rope scaling of type llama3; else
+    None."""
     if _rope_type(config) != "llama3":
         return None
     rope = _LLAMA_3 | _rope(config)
@@ -271,19 +272,19 @@ def frequency_factors(config: dict[str, Any], head_dim: int) -> Tensor | None:
     length, factor = rope["original_max_position_embeddings"], rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     wavelength = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    smooth = ((length / wavelength - low) / (high - low)).clamp(0, 1)  # 0: as slow as scaled, 1: as it was
+    smooth = ((length / wavelength - low) / (high - low)).clamp(0, 1)  # 0: fully scaled, 1: unscaled
     return (1 / ((1 - smooth) / factor + smooth)).float()
 
 
 def scaling_of(factors: Tensor, config: dict[str, Any]) -> dict[str, Any]:
-    """The rope scaling whose :func:`frequency_factors` these are, with Llama 3's settings.
+    """Return the rope scaling with these :func:`frequency_factors` and Llama 3's settings.
 
     Raises:
-        ValueError: it is none of those.
+        ValueError: there is none.
     """
     rope = {"rope_type": "llama3", "factor": _decimal(float(factors.max())), **_LLAMA_3}
     again = frequency_factors(config | {"rope_scaling": rope}, config["head_dim"])
     assert again is not None
     if again.shape != factors.shape or not torch.allclose(again, factors, rtol=1e-5):
-        raise ValueError(f"{FREQUENCIES} holds frequency factors that are not those of Llama 3")
+        raise ValueError(f"the frequency factors in {FREQUENCIES} are not those of Llama 3")
     return rope

@@ -1,4 +1,4 @@
-"""A GGUF that is open for reading, of any of llama.cpp's types."""
+"""Read GGUF files with any of llama.cpp's tensor types."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 
 NEEDS = "GGUF needs the package gguf: pip install 'gguf>=0.19'"
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The types that are no blocks."""
+"""The types without blocks."""
 VECTORS = {torch.bfloat16: "nvfp4_tensor.vectors_bf16", torch.float16: "nvfp4_tensor.vectors_f16"}
-"""Keys of ours: the names of tensors that are float32 for llama.cpp alone."""
+"""Keys of this package with the names of vectors that were converted to float32 for llama.cpp."""
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
-"""Tokens by transformers' names and llama.cpp's: without the second, models that are read from here would not stop."""
+"""Special tokens by transformers' and llama.cpp's names. Without the end token, generation would not stop."""
 WRITTEN = "nvfp4_tensor.version"
-"""Another, which says that a file is ours."""
+"""A key that marks files that this package wrote."""
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A GGUF that is open: NVFP4 and MXFP4 are quantized weights, everything else is dense.
+    """An open GGUF file. NVFP4 and MXFP4 tensors are quantized weights, all others are dense.
 
-    What is stored in another of llama.cpp's types (Q4_K, ...) is decoded to bfloat16. Names, the order of q's and k's
-    rows and the configuration are those of transformers.
+    Tensors of llama.cpp's other types (Q4_K, ...) are decoded to bfloat16. Names, the order of rows of q and k, and the
+    configuration are those of transformers.
 
     Attributes:
-        fields: keys and values, as the package gguf reads them.
+        fields: the keys and values of the file, from the package gguf.
     """
 
     format = "gguf"
@@ -75,7 +75,7 @@ class GGUFCheckpoint(Checkpoint):
                 for key, field in self.fields.items()
                 if key.startswith(prefix)
             }
-            if "token_embd.weight" in self._tensors:  # older files leave the number out
+            if "token_embd.weight" in self._tensors:  # older files do not have the number
                 settings.setdefault("vocab_size", int(self._tensors["token_embd.weight"].shape[1]))
             self.config = config_of(settings, self._architecture, "output.weight" not in self._tensors)
             self.config["_name_or_path"] = self._value("general.name", path.stem)
@@ -84,19 +84,19 @@ class GGUFCheckpoint(Checkpoint):
                     self.config[f"{name}_token_id"] = int(self._value(f"tokenizer.ggml.{key}_token_id"))
             if FREQUENCIES in self._tensors:
                 self.config["rope_scaling"] = scaling_of(self._plain(FREQUENCIES), self.config)
-            self._places = self._places_of_names()
+            self._locations = self._find_tensors()
             names = self._value("general.tensor_extra.name", [])
             self._a4 = dict(zip(names, self._value("general.tensor_extra.prec_a4", []), strict=True))
             self._factors = read_factors(path)
-            self.entries = {name: self._entry(*place) for name, place in self._places.items()}
+            self.entries = {name: self._entry(*location) for name, location in self._locations.items()}
             warn_of_missing_input_scales(path, self.entries)
             if embedding := self.entries.get("model.embed_tokens.weight"):
                 self.config["dtype"] = str(embedding.dtype).removeprefix("torch.")
             for name, entry in self.entries.items():
-                self._order(name, math.prod(entry.shape[:1]))  # whose rows are those of the heads
+                self._order(name, math.prod(entry.shape[:1]))  # check the rows of q and k
 
     def linear(self, name: str) -> LinearParts:
-        gguf_name, expert = self._places[name]
+        gguf_name, expert = self._locations[name]
         tensor, entry = self._tensors[gguf_name], self.entries[name]
         rows = math.prod(entry.shape[:-1])
         data = torch.from_numpy(self._data(tensor, expert)).view(rows, -1)
@@ -119,13 +119,13 @@ class GGUFCheckpoint(Checkpoint):
             return with_factors(check_scales(parts), self._factors.get(name, {}))
 
     def write_auxiliary_files(self, folder: Path) -> None:
-        """Its tokenizer, as files of transformers; a warning where that cannot be."""
+        """Write the tokenizer as transformers files, or warn if it cannot be read."""
         try:
             tokenizer = tokenizer_of(self.path, self.fields)
         except (ImportError, ValueError, OSError, KeyError) as error:
             warnings.warn(
-                f"the tokenizer of {self.path.name} is left out, for it cannot be read ({error}): put the model's own "
-                "tokenizer.json and tokenizer_config.json there",
+                f"the tokenizer of {self.path.name} is omitted, because it cannot be read ({error}): copy the model's "
+                "tokenizer.json and tokenizer_config.json to the output",
                 stacklevel=2,
             )
             return
@@ -133,18 +133,18 @@ class GGUFCheckpoint(Checkpoint):
             tokenizer.save_pretrained(folder)
 
     def per_tensor_scale(self, name: str) -> Tensor:
-        gguf_name, expert = self._places[name]
+        gguf_name, expert = self._locations[name]
         if self._tensors[gguf_name].tensor_type.name == "MXFP4":
             return self.linear(name).per_tensor_scale
         return self._factor(gguf_name, expert)
 
     def dense(self, name: str) -> Tensor:
-        values = self._plain(*self._places[name])
+        values = self._plain(*self._locations[name])
         order = self._order(name, len(values))
         return values if order is None else values[order.argsort()]
 
     def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
-        """The tensor whose rows were asked for last is kept: decoding it takes long."""
+        """Read rows of a dense tensor. The last tensor is kept, because decoding it is slow."""
         if self._last is None or self._last[0] != name:
             self._last = name, self.dense(name)
         return self._last[1][first:last]
@@ -163,12 +163,12 @@ class GGUFCheckpoint(Checkpoint):
         return torch.from_numpy(quants.dequantize(data, tensor.tensor_type)).to(torch.bfloat16).view(shape)
 
     def _data(self, tensor: gguf.ReaderTensor, expert: int | None) -> np.ndarray:
-        """A tensor's blocks or numbers, or those of one expert; not by the memory map, which a cut file would crash."""
+        """Read the data of a tensor, or of one expert. A memory map would crash if the file were truncated."""
         like = tensor.data if expert is None else tensor.data[expert]
         start = tensor.data_offset + (expert or 0) * like.nbytes
         data = np.fromfile(self.path, like.dtype, like.size, offset=start)
         if data.size != like.size:
-            raise ValueError(f"{self.path} became shorter while it was read")
+            raise ValueError(f"{self.path} was truncated while it was read")
         return data.reshape(like.shape)
 
     def _value(self, key: str, default: Any = None) -> Any:
@@ -177,26 +177,23 @@ class GGUFCheckpoint(Checkpoint):
             raise ValueError(f"the file has no {key}")
         return default if field is None else field.contents()
 
-    def _places_of_names(self) -> dict[str, tuple[str, int | None]]:
-        """Names of transformers, and what the file has under them: a tensor, and which of its experts.
-
-        The scales that belong to others are left out.
-        """
-        places: dict[str, tuple[str, int | None]] = {}
-        strange = []
+    def _find_tensors(self) -> dict[str, tuple[str, int | None]]:
+        """Return the tensor of each transformers name, and the index of the expert in it; without scales of weights."""
+        locations: dict[str, tuple[str, int | None]] = {}
+        unknown = []
         for name, tensor in self._tensors.items():
             stem, _, kind = name.rpartition(".")
-            ours = from_gguf_name(name, self._architecture, self._experts)
-            if len(tensor.shape) == 3 and ours and len(ours) != tensor.shape[2]:
-                raise ValueError(f"{name} is of {tensor.shape[2]} experts, and there are {self._experts}")
-            if ours:
+            names = from_gguf_name(name, self._architecture, self._experts)
+            if len(tensor.shape) == 3 and names and len(names) != tensor.shape[2]:
+                raise ValueError(f"{name} has {tensor.shape[2]} experts, expected {self._experts}")
+            if names:
                 stacked = len(tensor.shape) == 3
-                places.update((each, (name, i if stacked else None)) for i, each in enumerate(ours))
+                locations.update((each, (name, i if stacked else None)) for i, each in enumerate(names))
             elif name != FREQUENCIES and not (kind in ("scale", "input_scale") and f"{stem}.weight" in self._tensors):
-                strange.append(name)
-        if strange:
-            raise ValueError(f"tensors that no {self._architecture.model_class} has: {', '.join(strange[:5])}")
-        return places
+                unknown.append(name)
+        if unknown:
+            raise ValueError(f"{self._architecture.model_class} does not have the tensors {', '.join(unknown[:5])}")
+        return locations
 
     def _entry(self, gguf_name: str, expert: int | None) -> Entry:
         tensor = self._tensors[gguf_name]
@@ -204,8 +201,8 @@ class GGUFCheckpoint(Checkpoint):
         if kind not in ("NVFP4", "MXFP4"):
             return Entry(shape=shape, dtype=self._vectors.get(gguf_name, PLAIN.get(kind, torch.bfloat16)))
         if len(shape) != 2:
-            raise ValueError(f"{gguf_name} is {shape}: NVFP4 and MXFP4 are read of matrices and of experts")
-        # llama.cpp's converter writes an input scale of 1 where there is none.
+            raise ValueError(f"{gguf_name} has shape {shape}: NVFP4 and MXFP4 are supported for matrices and experts")
+        # llama.cpp's converter writes an input scale of 1 if there is none.
         scale = self._sidecar(gguf_name, "input_scale", expert)
         static = scale is not None and (float(scale) != 1.0 or WRITTEN in self.fields)
         quantizes = bool(self._a4.get(gguf_name, static))
@@ -218,14 +215,14 @@ class GGUFCheckpoint(Checkpoint):
         )
 
     def _factor(self, gguf_name: str, expert: int | None) -> Tensor:
-        """A weight's per-tensor scale: 1 where a file of others has none."""
+        """Return the per-tensor scale of a weight; 1 if the file has none and another program wrote it."""
         scale = self._sidecar(gguf_name, "scale", expert)
         if scale is None and WRITTEN in self.fields:
-            raise ValueError(f"{self.path}: tensor {gguf_name}: its scale is missing, which this file had when written")
+            raise ValueError(f"{self.path}: tensor {gguf_name}: its scale is missing")
         return torch.ones(()) if scale is None else scale
 
     def _sidecar(self, gguf_name: str, kind: str, expert: int | None) -> Tensor | None:
-        """A weight's .scale or .input_scale, of one expert, float32 0-d."""
+        """Return the .scale or .input_scale of a weight or of one expert, float32 0-d, or None."""
         name = f"{gguf_name.rpartition('.')[0]}.{kind}"
         if name not in self._tensors:
             return None
@@ -247,30 +244,32 @@ def _opened(path: Path) -> gguf.GGUFReader:
         reader = gguf.GGUFReader(path)
     except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError, MemoryError) as error:
         size = path.stat().st_size
-        raise ValueError(f"{path}: expected a whole GGUF file, found {size} bytes that are none: {error}") from None
+        raise ValueError(f"{path} is not a complete GGUF file ({size} bytes): {error}") from None
     _check_layout(path, reader)
     return reader
 
 
 def _check_layout(path: Path, reader: gguf.GGUFReader) -> None:
-    """Raises a ValueError unless each tensor has bytes of its own, where llama.cpp looks for them too."""
+    """Raise a ValueError unless tensors are complete, aligned, and do not overlap."""
     end, before = 0, ""
     for tensor in sorted(reader.tensors, key=lambda each: each.data_offset):
         where = f"{path}: tensor {tensor.name}"
         if 0 in tensor.shape:
             raise ValueError(f"{where}: expected rows and columns, found a shape of {tensor.shape.tolist()[::-1]}")
         if tensor.data.nbytes != tensor.n_bytes:
-            raise ValueError(f"{where}: expected {tensor.n_bytes} bytes, the file ends before")
+            raise ValueError(f"{where}: expected {tensor.n_bytes} bytes, but the file is shorter")
         if tensor.data_offset % reader.alignment:
-            raise ValueError(f"{where}: expected an offset in multiples of {reader.alignment}, found another")
+            raise ValueError(
+                f"{where}: expected an offset in multiples of {reader.alignment}, found {tensor.data_offset}"
+            )
         if tensor.data_offset < end:
-            raise ValueError(f"{where}: expected bytes of its own, found some that belong to {before} too")
+            raise ValueError(f"{where}: its bytes overlap with those of {before}")
         end, before = tensor.data_offset + tensor.n_bytes, tensor.name
 
 
 @contextlib.contextmanager
 def _naming(path: Path, tensor: str | None = None) -> Iterator[None]:
-    """Errors get the file's name, and the tensor's."""
+    """Add the names of the file and the tensor to errors."""
     try:
         yield
     except ValueError as error:
@@ -278,6 +277,6 @@ def _naming(path: Path, tensor: str | None = None) -> Iterator[None]:
 
 
 def _shape(tensor: gguf.ReaderTensor, expert: int | None) -> tuple[int, ...]:
-    """As torch has it, of one expert."""
+    """Return the shape in torch's order, of one expert if given."""
     shape = tuple(reversed(tensor.shape.tolist()))
     return shape if expert is None else shape[1:]

@@ -1,4 +1,4 @@
-"""A tokenizer's part of a GGUF file: without it llama.cpp runs no text."""
+"""Write a tokenizer to a GGUF file. Without it, llama.cpp runs on tokens only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "tokenizer."
 
-# How a byte-level tokenizer cuts text before it merges: a piece of its pattern, and what llama.cpp calls it.
+# A distinctive substring of the pattern by which a byte-level tokenizer splits text, and llama.cpp's name for it.
 _PATTERNS = (
     (r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*", "llama-bpe"),
     (r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*", "qwen2"),
@@ -23,14 +23,14 @@ _PATTERNS = (
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, source: Any, vocab_size: int) -> None:
-    """Write what llama.cpp needs of a tokenizer.
+    """Write the tokenizer ``source`` to a GGUF file.
 
     Args:
         source: a tokenizer of transformers, a folder with tokenizer.json, the fields of another GGUF (a
             ``GGUFReader``'s), or None for a file that only runs on tokens.
 
     Raises:
-        ValueError: its kind is none that is known to mean the same in llama.cpp.
+        ValueError: its type is not supported by llama.cpp.
     """
     if source is None:
         writer.add_tokenizer_model("no_vocab")
@@ -50,7 +50,7 @@ def _copy(writer: gguf.GGUFWriter, fields: dict[str, gguf.ReaderField]) -> None:
 
 @contextmanager
 def _folder(source: Any) -> Iterator[Path]:
-    """A folder with the tokenizer's files: the one given, or one that a tokenizer is saved to for the while."""
+    """Yield a folder with the files of a tokenizer: the given one, or a temporary one that it is saved to."""
     if isinstance(source, str | Path):
         yield Path(source)
         return
@@ -81,7 +81,7 @@ def _add_folder(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
 
 
 def _prefixed(content: dict[str, Any]) -> bool | None:
-    """Whether text gets a space before its first word, as tokenizer.json says; None where it does not say."""
+    """Return whether tokenizer.json adds a space before the first word; None if it has no such setting."""
     for step in _steps(content.get("pre_tokenizer")):
         if step["type"] in ("ByteLevel", "Metaspace"):
             return bool(step.get("add_prefix_space", step.get("prepend_scheme") in ("first", "always")))
@@ -89,7 +89,7 @@ def _prefixed(content: dict[str, Any]) -> bool | None:
 
 
 def _add_sentencepiece(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """A tokenizer that came from SentencePiece (Llama 2, Mistral)."""
+    """Write a tokenizer that was converted from SentencePiece (Llama 2, Mistral)."""
     import gguf
 
     tokens, scores, types = zip(*gguf.LlamaHfVocab(folder).all_tokens(), strict=True)
@@ -119,7 +119,7 @@ def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _pre_tokenizer(content: dict[str, Any], path: Path) -> str:
-    """llama.cpp's name for how the text is cut before merging: its code has one rule for each name."""
+    """Return llama.cpp's name for the rule that splits text before merging."""
     steps = _steps(content.get("pre_tokenizer"))
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -128,8 +128,8 @@ def _pre_tokenizer(content: dict[str, Any], path: Path) -> str:
         return "smollm"
     if kinds == ["Split", "ByteLevel"]:
         pattern = steps[0]["pattern"].get("Regex", "")
-        for piece, name in _PATTERNS:
-            if piece in pattern:
+        for substring, name in _PATTERNS:
+            if substring in pattern:
                 return name
     raise ValueError(
         f"{path} splits text by {' + '.join(kinds) or 'nothing'}, which matches no known rule of llama.cpp: pass "

@@ -1,7 +1,7 @@
-"""gpt-oss's folders, whose experts are MXFP4: read as NVFP4 of the same values, and not written.
+"""gpt-oss folders with MXFP4 experts. They are read as NVFP4 with the same values, and cannot be written.
 
-``experts.down_proj`` stands as ``experts.down_proj_blocks``, uint8 (E, N, K/32, 16), and ``experts.down_proj_scales``,
-uint8 (E, N, K/32). As a parameter it is (E, N, K), with a per-tensor scale for each expert.
+``experts.down_proj`` is stored as ``experts.down_proj_blocks``, uint8 (E, N, K/32, 16), and
+``experts.down_proj_scales``, uint8 (E, N, K/32). The parameter is (E, N, K), with one per-tensor scale per expert.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, folder_says
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, config_has
 from nvfp4_tensor.checkpoints.parts import LinearParts
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class MXFP4(SafetensorsFormat):
-    """See the module."""
+    """gpt-oss's format, read-only."""
 
     name = "mxfp4"
 
     def detect(self, path: Path) -> bool:
-        return folder_says(path, lambda config: _method(config) == self.name)
+        return config_has(path, lambda config: _method(config) == self.name)
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         if _method(config) != self.name:
@@ -59,8 +59,10 @@ class MXFP4(SafetensorsFormat):
         return parts_of_mxfp4(tensors[name + _BLOCKS], tensors[name + _SCALES])
 
     def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> NoReturn:
-        """Raises a ValueError: NVFP4's scales are no powers of two."""
-        raise ValueError("MXFP4 is read and not written: NVFP4's scales are no powers of two. Choose another format")
+        """Raise a ValueError, because the scales of NVFP4 are not powers of two."""
+        raise ValueError(
+            "MXFP4 cannot be written, because the scales of NVFP4 are not powers of two: choose another format"
+        )
 
     def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
         raise AssertionError(name)

@@ -1,9 +1,9 @@
-"""MXFP4 (gpt-oss, DeepSeek, GGUF's type 39) to NVFP4: the same values, wherever the exponents allow.
+"""Convert MXFP4 (gpt-oss, DeepSeek, GGUF's type 39) to NVFP4 with the same values, if the exponents allow it.
 
-MXFP4 shares a power of two, 2^(byte - 127), among 32 elements; NVFP4 an e4m3 number among 16. Both have the same codes.
-e4m3 has the powers 2^-9 to 2^8, and the per-tensor scale is a power of two as well, so blocks whose exponents differ
-by up to 17 become NVFP4 without a rounding. Beyond that a block moves its codes: those of a block without 0.5 and 1.5
-halve exactly, which raises its exponent by one, and those of a block without 4 and 6 double.
+In MXFP4, 32 elements share a power of two, 2^(byte - 127); in NVFP4, 16 elements share an e4m3 number. The codes are
+the same. e4m3 has the powers 2^-9 to 2^8, and the per-tensor scale is a power of two, so blocks whose exponents differ
+by up to 17 are converted without rounding. For larger differences, the codes of a block change: a block without 0.5 and
+1.5 can be halved exactly, which raises its exponent by one, and a block without 4 and 6 can be doubled.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ MX_BLOCK = 32
 """Elements that share one MXFP4 scale."""
 _BIAS, _NAN = 127, 0xFF  # of e8m0
 _LEAST, _MOST = -9, 8  # the powers of two that e4m3 has
-_SHIFTS = 4  # 0.5 doubles to 4 in three steps; one more shows that there is no other
+_SHIFTS = 4  # 0.5 doubles to 4 in three steps; the fourth fails
 
 
 def to_nvfp4(
     blocks: Tensor, scales: Tensor, *, orig_dtype: torch.dtype = torch.bfloat16, lossy: bool = False
 ) -> NVFP4Tensor:
-    """MXFP4 codes and scales as an NVFP4Tensor (*leading, N, K) of the same values.
+    """Convert MXFP4 codes and scales to an NVFP4Tensor (*leading, N, K) with the same values.
 
     Args:
-        blocks, scales, lossy: as :func:`parts_of_mxfp4` takes them.
-        orig_dtype: what it decodes to by default.
+        blocks, scales, lossy: see :func:`parts_of_mxfp4`.
+        orig_dtype: the dtype that it decodes to by default.
 
     Raises:
-        ValueError: as :func:`parts_of_mxfp4` does.
+        ValueError: see :func:`parts_of_mxfp4`.
 
     Example::
 
@@ -46,16 +46,16 @@ def to_nvfp4(
 
 
 def parts_of_mxfp4(blocks: Tensor, scales: Tensor, *, lossy: bool = False) -> LinearParts:
-    """MXFP4 codes and scales as NVFP4's plain tensors, with a per-tensor scale for each matrix.
+    """Convert MXFP4 codes and scales to the plain tensors of NVFP4, with one per-tensor scale per matrix.
 
     Args:
-        blocks: uint8, (*leading, N, K/32, 16), as gpt-oss's files have them, or (*leading, N, K/2); two codes a byte,
-            the even element in the low nibble. leading: none, or (E,).
+        blocks: uint8, (*leading, N, K/32, 16), as in gpt-oss's files, or (*leading, N, K/2); two codes per byte, the
+            even element in the low nibble. leading is () or (E,).
         scales: uint8 (*leading, N, K/32), e8m0: 2^(byte - 127); 255 is NaN.
-        lossy: round what lies too far below a matrix's largest exponent, instead of refusing it.
+        lossy: round blocks that are too far below a matrix's largest exponent, instead of raising an error.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; exponents too far apart, where not ``lossy``.
+        ValueError: shapes or dtypes do not match, or exponents differ too much and ``lossy`` is False.
     """
     _check(blocks, scales)
     *leading, rows, groups = scales.shape
@@ -71,24 +71,25 @@ def parts_of_mxfp4(blocks: Tensor, scales: Tensor, *, lossy: bool = False) -> Li
 
 
 def _converted(codes: Tensor, scales: Tensor, lossy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """One matrix, codes (N, K/2), scales (N, K/32): NVFP4's codes, bytes of its block scales, per-tensor scale."""
+    """Convert one matrix, codes (N, K/2) and scales (N, K/32), to codes, bytes of block scales, and per-tensor
+    scale."""
     rows, groups = scales.shape
     values = unpack(codes).view(rows, 2 * groups, BLOCK)
     exponents = scales.to(torch.int32).repeat_interleave(2, dim=-1) - _BIAS
     nan = exponents == _NAN - _BIAS
-    counts = ~nan & (values & 7 != 0).any(-1)  # a block of zeros takes any scale
+    counts = ~nan & (values & 7 != 0).any(-1)  # a block of zeros can have any scale
     base = _base(exponents[counts], _steps(values, 2.0)[counts], _steps(values, 0.5)[counts], lossy)
     target = exponents.clamp(base + _LEAST, base + _MOST)
     moved = round_e2m1(torch.ldexp(code_values(values), (exponents - target).unsqueeze(-1)), RoundingMode.RNE)
     scale = torch.ldexp(torch.ones(target.shape), target - base).to(torch.float8_e4m3fn).view(torch.uint8)
     scale = torch.where(nan, E4M3_NAN, torch.where(counts, scale, 0))
-    # In float64 and then rounded: ldexp of a float32 one loses what ends as a subnormal.
+    # Computed in float64 and rounded, because ldexp in float32 loses subnormal results.
     per_tensor = torch.ldexp(torch.ones((), dtype=torch.float64), torch.tensor(base)).float()
     return pack(moved.view(rows, -1)), scale, per_tensor
 
 
 def _steps(values: Tensor, factor: float) -> Tensor:
-    """How many times each block's codes (..., 16) can be multiplied by ``factor`` exactly: int32 (...)."""
+    """Return how many times each block of codes (..., 16) can be multiplied by ``factor`` exactly: int32 (...)."""
     steps = torch.zeros(values.shape[:-1], dtype=torch.int32)
     exact, moved = torch.ones_like(steps, dtype=torch.bool), code_values(values)
     for _ in range(_SHIFTS):
@@ -99,7 +100,7 @@ def _steps(values: Tensor, factor: float) -> Tensor:
 
 
 def _base(exponents: Tensor, doublings: Tensor, halvings: Tensor, lossy: bool) -> int:
-    """The per-tensor scale's exponent, of the blocks that count, (n,) each: no code moves where that is possible."""
+    """Return the exponent of the per-tensor scale for nonzero blocks, (n,) each, without changing codes if possible."""
     if not len(exponents):
         return 0
     lowest, highest = int(exponents.min()), int(exponents.max())
@@ -113,17 +114,18 @@ def _base(exponents: Tensor, doublings: Tensor, halvings: Tensor, lossy: bool) -
     if lossy:
         return least
     raise ValueError(
-        f"MXFP4 scales from 2^{lowest} to 2^{highest} do not fit NVFP4's, which span 2^{_MOST - _LEAST} under one "
-        "per-tensor scale: nvfp4_tensor.checkpoints.formats.mxfp4.values.to_nvfp4 rounds the smallest blocks with lossy"
+        f"MXFP4 scales from 2^{lowest} to 2^{highest} exceed the range 2^{_MOST - _LEAST} of NVFP4 block scales with "
+        "one per-tensor scale: in Python, checkpoints.mxfp4.to_nvfp4 has an argument lossy, which rounds the smallest "
+        "blocks"
     )
 
 
 def _check(blocks: Tensor, scales: Tensor) -> None:
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise ValueError(f"MXFP4 codes and scales are uint8, got {blocks.dtype} and {scales.dtype}")
+        raise ValueError(f"expected MXFP4 codes and scales in uint8, got {blocks.dtype} and {scales.dtype}")
     fits = (*scales.shape, MX_BLOCK // 2), (*scales.shape[:-1], scales.shape[-1] * MX_BLOCK // 2)
     if scales.dim() not in (2, 3) or tuple(blocks.shape) not in fits:
         raise ValueError(
-            f"MXFP4 scales are (N, K/32) or (E, N, K/32) and codes the same with 16 bytes a scale, got scales "
+            f"expected MXFP4 scales (N, K/32) or (E, N, K/32), and codes with 16 bytes per scale, got scales "
             f"{tuple(scales.shape)} and codes {tuple(blocks.shape)}"
         )

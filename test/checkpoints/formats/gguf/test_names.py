@@ -62,7 +62,7 @@ def test_rope_scaling_of_llama_3(tmp_path, tensors):
 def test_rows_that_are_not_those_of_the_heads_are_refused(tmp_path, heads):
     config = TINY | {"num_attention_heads": heads, "head_dim": 32}
     with pytest.raises(
-        ValueError, match=rf"q_proj\.weight has 128 rows, and the configuration says {heads} heads of 32"
+        ValueError, match=rf"q_proj\.weight has 128 rows, but the configuration has {heads} heads of 32"
     ):
         write(tmp_path / "a.gguf", tiny_tensors(), config)
     assert not list(tmp_path.iterdir())

@@ -83,7 +83,7 @@ def test_a_folder_gets_the_tokenizer_of_a_file(tmp_path, tensors, rule):
 def test_a_tokenizer_that_is_not_known_is_left_out_with_a_warning(tmp_path, tensors, monkeypatch):
     monkeypatch.setattr(gguf_tokenizer, "_pre_tokenizer", lambda *_: "tekken")
     write_gguf(tmp_path / "a.gguf", tensors, tokenizer=trained()).close()
-    with pytest.warns(UserWarning, match=r"tokenizer of a\.gguf is left out, .* cut by the rule 'tekken'"):
+    with pytest.warns(UserWarning, match=r"tokenizer of a\.gguf is omitted, .* split by the rule 'tekken'"):
         checkpoints.convert(tmp_path / "a.gguf", tmp_path / "folder", to="modelopt", progress=False)
     assert not (tmp_path / "folder/tokenizer.json").exists()
 
