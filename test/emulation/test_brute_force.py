@@ -25,7 +25,7 @@ BLOCK = 8
 
 
 def small_floats(exponent_bits, mantissa_bits, bias, largest):
-    """[(magnitude, code)] of a float format, from the meaning of its fields, up to its largest."""
+    """Return [(magnitude, code)] of a float format up to its largest value, from the definition of its fields."""
     found = []
     for code in range(1 << (exponent_bits + mantissa_bits)):
         field, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
@@ -56,7 +56,7 @@ FLOAT32_MAX = F(np.finfo(F).max)
 
 
 def nearest(a, numbers, mode):
-    """(magnitude, code) of the number nearest to a >= 0; of two as near the one that the mode wants; saturates."""
+    """Return (magnitude, code) of the number nearest to a >= 0, with ties resolved by the mode; saturates."""
     place = bisect.bisect_left(VALUES[id(numbers)], a)
     if place == len(numbers):
         return numbers[-1]
@@ -75,7 +75,7 @@ def floor_log2(m):
 
 
 def power_of_two(m, name, mode):
-    """The scale's exponent for a block whose largest magnitude is m."""
+    """Return the exponent of the scale of a block whose largest magnitude is m."""
     numbers, mantissa, emax = ELEMENTS[name]
     if m == 0:
         return -127
@@ -93,7 +93,7 @@ def power_of_two(m, name, mode):
 
 
 def with_mantissa(m, name, encode, scale, mode):
-    """Contract, section 2: encode * f32(1/largest) first."""
+    """The contract's order (section 2): encode * f32(1/largest) first."""
     largest = ELEMENTS[name][0][-1][0]
     numbers, _ = SCALES[scale]
     v = min(F(F(m) * F(encode * F(1 / float(largest)))), F(float(numbers[-1][0])))
@@ -105,7 +105,7 @@ def with_mantissa(m, name, encode, scale, mode):
 
 
 def brute(x, element, scale, two_level, scale_mode, round_mode):
-    """(codes, scales, decoded to x's dtype), lists; a scale of None is NaN."""
+    """Return (codes, scales, values decoded to x's dtype) as lists; a scale of None is NaN."""
     numbers = ELEMENTS[element][0]
     rows = [row.tolist() for row in x.float()]
     finite = [abs(v) for row in rows for v in row if np.isfinite(v)]
@@ -148,7 +148,7 @@ def brute(x, element, scale, two_level, scale_mode, round_mode):
 
 
 def nasty(dtype, element):
-    """Rows of two blocks and a part of one: powers of two and their neighbours, ties, the ends of the range."""
+    """Rows of two full blocks and a partial one: powers of two and their neighbours, ties, extreme values."""
     generator = torch.Generator().manual_seed(7)
     info = torch.finfo(dtype)
     numbers, _, emax = ELEMENTS[element]

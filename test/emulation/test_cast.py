@@ -1,4 +1,4 @@
-"""The door: NVFP4 is the project's own bit for bit, every format is its definition, and what is refused."""
+"""cast: NVFP4 equals quantize() bit for bit, every format follows its definition, and errors."""
 
 import warnings
 
@@ -20,7 +20,7 @@ STATE = torch.tensor([11, 22])
 
 
 def sample(shape, dtype=torch.float32, seed=0):
-    """Normal data whose rows' sizes differ by up to 2^12."""
+    """Return normal data whose rows differ in magnitude by up to 2^12."""
     generator = torch.Generator().manual_seed(seed)
     rows = 2.0 ** torch.randint(-8, 5, (*shape[:-1], 1), generator=generator)
     return (torch.randn(shape, generator=generator) * rows).to(dtype)
@@ -36,7 +36,7 @@ def reference_nvfp4(x, round_mode, scale_mode, amax=None):
 
 
 def same(a, b):
-    """Bit for bit, but for what a NaN holds."""
+    """Compare bits, treating all NaN as equal."""
     bad = a.isnan()
     if not torch.equal(bad, b.isnan()):
         return False
@@ -93,7 +93,7 @@ def test_nvfp4_is_quantize_and_fake_quantize():
 
 
 def by_definition(x, t: BlockTensor):
-    """What x must decode to with the scales of t: the nearest number of the block's grid to each element, in float64.
+    """Return the expected values of x with the scales of t: the nearest number of the block's grid, in float64.
 
     Where two are as near, or the quotient by the scale was rounded, either will do: (lower, upper) both.
     """
@@ -132,7 +132,7 @@ def test_what_clips_is_what_the_mode_says(name, scale_mode):
 
 
 def test_two_levels_with_other_scales():
-    """e5m2 and e8m0 block scales under a tensor scale: the largest block's scale is at the ceiling."""
+    """With a tensor scale, the largest block's e5m2 or e8m0 scale is at the ceiling."""
     x = sample((32, 64))
     for scale, ceiling in (("e4m3", 448), ("e5m2", 57344), ("e8m0", 1)):
         format = BlockFormat(name=f"e2m1 {scale}", element="e2m1", scale=scale, block_size=16, two_level=True)
@@ -152,7 +152,7 @@ def test_two_levels_with_other_scales():
 @given(data=st.data(), name=st.sampled_from(list(FORMATS)), rows=st.integers(0, 3), columns=st.integers(0, 40))
 @settings(max_examples=80, deadline=None)
 def test_any_values_in_any_format(data, name, rows, columns):
-    """Not finite only where the block was not, zeros stay zeros, the sign stays, and all cast modes agree."""
+    """Only nonfinite blocks decode to NaN; zeros and signs are kept, and all cast modes agree."""
     format, dtype = FORMATS[name], data.draw(st.sampled_from(DTYPES))
     width = {torch.float32: 32}.get(dtype, 16)
     floats = st.one_of(st.floats(width=width), st.sampled_from([0.0, -0.0, torch.inf, torch.nan, 1e-40]))
@@ -195,7 +195,7 @@ def test_a_block_that_is_not_finite_leaves_the_others(name):
 
 @pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.scale.is_power_of_two])
 def test_scaling_by_a_power_of_two_changes_no_code(name):
-    """From the largest magnitudes of float32 to where the scale reaches its smallest."""
+    """From the largest magnitudes of float32 to the smallest scale."""
     x = sample((16, 64)).clamp(min=-4, max=4)
     codes = emulation.cast(x, name, cast_mode="actual").data
     for power in (-60, -1, 1, 120):
@@ -241,7 +241,7 @@ def test_the_mean_of_many_draws_is_the_value(name, scale_mode):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_format_is_biased(name):
-    """Where nothing clips, the sums of all errors, signed and toward zero, are within 5 of their own deviations.
+    """Without clipping, the sums of all errors, signed and toward zero, are within 5 standard deviations.
 
     Each fails by chance once in 1.7 million seeds; there is one seed.
     """
@@ -349,7 +349,7 @@ def test_defaults_of_torch_change_nothing(name, with_usual_defaults, other_defau
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 def test_elements_of_any_width_are_packed(bits):
-    """An own float with two exponent bits: codes come back, and what they mean."""
+    """A user-defined float with two exponent bits: codes and values are packed and unpacked."""
     mantissa = bits - 3
     largest = 4 * (2 - 2.0**-mantissa)
     element = emulation.Element(f"e2m{mantissa}", bits=bits, mantissa=mantissa, emin=0, emax=2, largest=largest)

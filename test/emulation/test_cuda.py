@@ -1,4 +1,4 @@
-"""Emulation on a GPU: the bits of the CPU, by torch and by this package's kernels."""
+"""Emulation on a GPU gives the CPU's bits, with torch and with this package's kernels."""
 
 import pytest
 import torch

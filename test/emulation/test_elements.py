@@ -1,4 +1,4 @@
-"""Element formats against a search among all of their numbers, in exact arithmetic."""
+"""Element formats against a search over all of their numbers, in exact arithmetic."""
 
 import bisect
 from fractions import Fraction
@@ -17,14 +17,14 @@ NEAREST = [RoundingMode.RNE, RoundingMode.AWAY, RoundingMode.ZERO]
 
 
 def grid(element):
-    """[(magnitude, code)] of all nonnegative numbers, the largest last."""
+    """Return [(magnitude, code)] of all nonnegative numbers in ascending order."""
     codes = torch.arange(1 << element.bits - 1, dtype=torch.uint8)
     values = element.values(codes).tolist()
     return [(v, code) for code, v in enumerate(values) if v <= element.largest]
 
 
 def searched(v: float, numbers: list, mode: RoundingMode) -> float:
-    """The nearest of a format's numbers, exact fractions; of two that are as near, the one that the mode wants."""
+    """Return the nearest number of a format as an exact fraction, with ties resolved by the mode."""
     a = min(Fraction(abs(v)), numbers[-1][0])
     place = max(bisect.bisect_left(numbers, (a, -1)), 1)
     (below, _), (above, code) = numbers[place - 1], numbers[place]
@@ -34,7 +34,7 @@ def searched(v: float, numbers: list, mode: RoundingMode) -> float:
 
 
 def interesting(element) -> torch.Tensor:
-    """Every number of the format, every midpoint, their float32 neighbours, what lies far outside, and noise."""
+    """Return every number of the format, every midpoint, their float32 neighbours, large values and noise."""
     numbers = torch.tensor([value for value, _ in grid(element)])
     midpoints = (numbers[1:] + numbers[:-1]) / 2
     points = torch.cat((numbers, midpoints, torch.tensor([1e-45, 1e-38, 3e38, element.largest * 1.07])))
@@ -67,7 +67,7 @@ def test_numbers_of_the_format_stay(element):
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))
 def test_stochastic_goes_up_as_often_as_it_must(element):
-    """Over all 65,536 draws the upper neighbour comes floor(fraction * 2^16) times, by the definition."""
+    """Over all 65,536 random values, rounding goes up floor(fraction * 2^16) times, by the definition."""
     numbers = [value for value, _ in grid(element)]
     r16 = torch.arange(65536, dtype=torch.int32)
     for below, above in [(numbers[0], numbers[1]), (numbers[-2], numbers[-1]), (numbers[3], numbers[4])]:

@@ -1,4 +1,4 @@
-"""MXFP4 beside fbgemm's reference in plain torch, where fbgemm-gpu or fbgemm-gpu-cpu is installed."""
+"""MXFP4 against fbgemm's plain-torch reference, if fbgemm-gpu or fbgemm-gpu-cpu is installed."""
 
 import importlib.util
 import sys
@@ -13,12 +13,12 @@ from nvfp4_tensor import emulation
 pytestmark = pytest.mark.slow
 
 MODES = {"floor": 1, "ceil": 4}
-"""Ours -> fbgemm's number. Its other modes round the exponent itself, or break ties another way."""
+"""Our mode -> fbgemm's number. Its other modes round the exponent itself, or resolve ties differently."""
 
 
 @pytest.fixture(scope="module")
 def fbgemm():
-    """Two files of the package: all of it loads only into the torch that it was built for."""
+    """Load two files of the package; the full package loads only with the torch that it was built for."""
     found = importlib.util.find_spec("fbgemm_gpu")  # which does not import it
     if found is None or found.origin is None:
         pytest.skip("fbgemm-gpu is not installed")

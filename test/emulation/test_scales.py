@@ -1,4 +1,4 @@
-"""Scale selections against their definitions, searched in exact arithmetic, and against torchao's MX."""
+"""Scale modes against a search by their definitions in exact arithmetic, and against torchao's MX."""
 
 from fractions import Fraction
 
@@ -18,7 +18,7 @@ FLOATS = ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"]
 
 
 def exponents_searched(m: Fraction, element, mode: ScaleMode) -> int:
-    """e of 2^(e - emax) by the words of the definition, tried one exponent after the other."""
+    """Return e of 2^(e - emax) by the definition, trying one exponent after the other."""
     exponents = range(-151, 130)
     largest = Fraction(element.largest)
 
@@ -67,7 +67,7 @@ def test_integers_take_floor(name):
 
 
 def test_e2m1_as_its_table_says():
-    """r = 1, 1.5, 1.75 and above each: what e - f is by mode."""
+    """e - f of each mode, for r = 1, 1.5, 1.75 and just above each."""
     above = torch.tensor([1.0, 1.0001, 1.5, 1.5001, 1.75, 1.7501, 1.9999])
     rows = {
         "floor": [0, 0, 0, 0, 0, 0, 0],
@@ -118,7 +118,7 @@ THEIRS = {
     ScaleMode.OPTION3: ScaleCalculationMode.EVEN,
     ScaleMode.TOPBINADE: ScaleCalculationMode.RCEIL,
 }
-"""Which of ours is which of torchao's; midmax is none of them."""
+"""Our modes and torchao's; midmax has no counterpart."""
 FORMATS = {
     "mxfp4": torch.float4_e2m1fn_x2,
     "mxfp6_e2m3": "fp6_e2m3",
@@ -146,7 +146,7 @@ def test_torchao_has_the_same_bits(format, mode, dtype):
 
 @pytest.mark.parametrize("mode", THEIRS, ids=lambda mode: mode.value)
 def test_torchao_agrees_on_every_bfloat16(mode):
-    """Every magnitude as a block's largest, but those by which torchao's scale is its smallest."""
+    """Use every magnitude as a block's largest, except those with torchao's smallest scale."""
     m = torch.arange(0x0500, 0x7F80, dtype=torch.int16).view(torch.bfloat16).unsqueeze(1).repeat(1, 32)
     scale, _ = to_mx(m, torch.float4_e2m1fn_x2, 32, THEIRS[mode])
     ours = emulation.cast(m, "mxfp4", scale_mode=mode, cast_mode="actual")

@@ -1,4 +1,4 @@
-"""The NVFP4 cache of transformers: its bits, appending, and generation by it."""
+"""The NVFP4 cache for transformers: its bits, appending, and generation with it."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ SPECS = [QuantizeSpec(), QuantizeSpec(four_over_six="mse"), QuantizeSpec(scale_s
 
 
 def states(batch=2, heads=3, tokens=50, head_dim=64, seed=0, dtype=torch.bfloat16):
-    """Keys and values whose tokens differ in size by up to 2^20."""
+    """Return keys and values whose tokens differ in magnitude by up to 2^20."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 2.0 ** torch.randint(-10, 11, (batch, heads, tokens, 1), generator=generator)
     x = torch.randn((2, batch, heads, tokens, head_dim), generator=generator) * sizes
@@ -42,7 +42,7 @@ def factor_of(rows):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_row_is_quantized_by_itself(spec, dtype):
-    """Each row is quantize() of it times a power of two, with the amax that makes the per-tensor scale 1."""
+    """Each row equals quantize() of it times a power of two, with the amax that makes the per-tensor scale 1."""
     x = states(dtype=dtype)[0].reshape(-1, 64)
     x[3] = 0
     rows = Rows(64, spec, x.device)
@@ -75,7 +75,7 @@ def test_rows_of_any_magnitude():
 
 @pytest.mark.parametrize("head_dim", [64, 80, 24])
 def test_one_token_at_a_time_or_all_at_once(head_dim):
-    """The same bytes, whatever the pieces, and so the same numbers."""
+    """The bytes, and so the values, do not depend on how tokens are split into chunks."""
     keys, values = states(tokens=200, head_dim=head_dim)
     whole, pieces = NVFP4CacheLayer(recent=0), NVFP4CacheLayer(recent=0)
     all_keys, all_values = whole.update(keys, values)
@@ -94,7 +94,7 @@ def test_one_token_at_a_time_or_all_at_once(head_dim):
 @pytest.mark.parametrize("sizes", [(200,), (1,) * 60, (30, 1, 1, 50, 7)], ids=str)
 @pytest.mark.parametrize("recent", RECENTS[1:])
 def test_the_latest_tokens_stay_dense(recent, sizes):
-    """What is older is what a cache without them holds; a piece is seen before it is rounded."""
+    """Older tokens equal those of a cache without recent ones; a chunk is read before it is rounded."""
     keys, values = states(tokens=sum(sizes))
     layer, rounded, start = NVFP4CacheLayer(recent=recent), NVFP4CacheLayer(recent=0), 0
     all_keys, all_values = rounded.update(keys, values)
@@ -138,7 +138,7 @@ def test_a_value_that_is_not_finite_stays_in_its_block():
 
 
 def both(recent=0):
-    """Our layer, and transformers' own that holds what ours decodes to."""
+    """Return our layer, and transformers' own layer with the decoded states."""
     keys, values = states(batch=3)
     ours, dense = NVFP4CacheLayer(recent=recent), DynamicLayer()
     ours.update(keys, values)
@@ -175,7 +175,7 @@ def test_it_changes_as_transformers_own_layer_does(change, recent):
 
 
 def stored(recent=20):
-    """A layer that was appended to, cropped and reordered."""
+    """Return a layer after appending, cropping and reordering."""
     keys, values = states()
     layer = NVFP4CacheLayer(recent=recent)
     for start, end in ((0, 30), (30, 31), (31, 50)):
@@ -212,7 +212,7 @@ def test_autocast_changes_nothing(with_usual_defaults):
 
 @pytest.mark.parametrize("recent", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
 def test_compiled_it_stores_the_same_bytes(recent):
-    """Pieces of one token write into tiles of block scales that are there."""
+    """Chunks of one token write to existing tiles of block scales."""
     keys, values = states(tokens=140)
     plain, compiled = NVFP4CacheLayer(recent=recent), NVFP4CacheLayer(recent=recent)
     update = torch.compile(lambda layer, k, v: layer.update(k, v), backend="aot_eager")
@@ -270,11 +270,11 @@ def test_logits_do_not_depend_on_the_pieces_of_a_prompt():
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
 def test_generate(how):
-    """Greedy, by beams, and several samples: what the model says with a cache that holds the same decoded states."""
+    """Greedy search, beam search and sampling equal those with a dense cache of the decoded states."""
     model, ids = tiny_model(), torch.arange(24).view(2, 12)
 
     class Dense(NVFP4CacheLayer):
-        """Keeps what ours decodes to in torch tensors, through transformers' own methods."""
+        """Store the decoded states in torch tensors, with transformers' own methods."""
 
         def __init__(self):
             DynamicLayer.__init__(self)
@@ -323,7 +323,7 @@ def test_what_an_assistant_proposed_in_vain_is_forgotten(how, recent):
 
 
 def test_a_prefix_is_used_again():
-    """By a copy of its cache, as transformers' guide has it; bits do not depend on pieces where nothing stays dense."""
+    """Reuse a copy of the cache, as in transformers' guide; without dense tokens, bits do not depend on chunks."""
     model, prefix = tiny_model(), torch.arange(60, 72).view(1, 12)
     cache = nvfp4_cache(model.config, recent=0)
     with torch.no_grad():

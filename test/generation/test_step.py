@@ -32,7 +32,7 @@ def tiny(dtype=torch.bfloat16, quantized=True, kind="Llama", **changes):
 
 
 def logits_of(model, count=20, prompt=PROMPT, **arguments):
-    """(tokens, logits (count, V)) of generate."""
+    """Return (tokens, logits (count, V)) of generate."""
     torch.manual_seed(0)
     out = model.generate(
         prompt, max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True, **arguments
@@ -42,7 +42,7 @@ def logits_of(model, count=20, prompt=PROMPT, **arguments):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The positions of the tokens that the op decoded."""
+    """Collect the positions of tokens that the op decodes."""
     seen, op = [], torch.ops.nvfp4.decode_llama
     monkeypatch.setattr(torch.ops.nvfp4, "decode_llama", lambda *args: seen.append(args[6]) or op(*args))
     return seen
@@ -113,7 +113,7 @@ def test_undone(steps):
 
 
 def compare(model, steps, count=8, **arguments):
-    """What the model writes beside what its own forward does; returns how many tokens the op decoded."""
+    """Compare generation with the model's own forward; return the number of tokens that the op decoded."""
     own = decode_natively(copy.deepcopy(model), False)
     expected, expected_logits = logits_of(own, count, **arguments)
     steps.clear()
@@ -269,7 +269,7 @@ def test_a_changed_model(stays, change, steps):
 @pytest.mark.filterwarnings("ignore:tokens are decoded by transformers")
 @pytest.mark.parametrize("seed", range(4))
 def test_changes_in_a_row(seed, steps):
-    """One change after the other: what is written is what the model's own forward writes."""
+    """After each of several changes, generation equals that of the model's own forward."""
     model, chance = decode_natively(tiny()), torch.Generator().manual_seed(seed)
     changes = [*CHANGES[True][:-2], add_bias, set_eps, hook, set_scaling, add_lora]
     for i in torch.randperm(len(changes), generator=chance).tolist():
@@ -371,7 +371,7 @@ def test_embeddings_and_positional_arguments(steps):
 
 
 def test_a_sliding_window(steps):
-    """Inside of its window a Mistral decodes natively, beyond it by transformers."""
+    """A Mistral decodes natively within its sliding window, and with transformers beyond it."""
     model = decode_natively(tiny(kind="Mistral", sliding_window=12))
     assert compare(model, steps, 10) == 4
     assert steps == [8, 9, 10, 11]

@@ -1,4 +1,4 @@
-"""QATConfig over our configs: what is trained is what is served."""
+"""QATConfig with our configs: the trained model computes what the converted model computes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""torchtitan's linears by our recipes: override, converter, its Trainer under FSDP2 and tensor parallelism."""
+"""torchtitan's linears with our recipes: override, converter, and Trainer with FSDP2 and tensor parallelism."""
 
 import copy
 import os
@@ -150,7 +150,7 @@ def test_full_dtensor_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "partial_dtensor"), (1, "spmd_types")])
 def test_its_own_command_line(ranks, backend, tmp_path):
-    """torchtitan's train.py, launched by torchrun; losses fall as they do for a dense run of the same batches."""
+    """Run torchtitan's train.py with torchrun; losses fall as in a dense run of the same batches."""
     script = Path(__file__).with_name("titan_on_cpu.py")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)),

@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer with its debug Llama, on CPU ranks that :func:`helpers.run_ranks.run_ranks` has started."""
+"""torchtitan's Trainer with its debug Llama, on CPU ranks started by :func:`helpers.run_ranks.run_ranks`."""
 
 import json
 import os
@@ -23,16 +23,16 @@ _AS_OF_A_GPU = {
     "empty_cache": lambda: None,
     "memory_stats": lambda *_: {},
 }
-"""What torchtitan asks of a device's module, its memory above all, and torch.cpu does not have."""
+"""The functions of a device module, mainly of memory, that torchtitan needs and torch.cpu does not have."""
 
 
 def rank() -> str:
-    """Of the ranks that run, or that torchrun has started."""
+    """Return the rank in the running process group, or the one set by torchrun."""
     return str(dist.get_rank()) if dist.is_initialized() else os.environ["RANK"]
 
 
 def use_cpu() -> None:
-    """Before anything else of torchtitan is imported: without a GPU it takes the device to be CUDA all the same."""
+    """Call this before importing torchtitan, which assumes a CUDA device even without a GPU."""
     import torchtitan.tools.utils as utils
 
     utils.device_type, utils.device_module = "cpu", torch.cpu
@@ -43,7 +43,7 @@ def use_cpu() -> None:
 
 
 def _write_tokenizer(folder: str) -> None:
-    """A token for each byte."""
+    """Write a tokenizer with one token per byte."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>"]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,7 +54,7 @@ def _write_tokenizer(folder: str) -> None:
 
 
 def debug_llama(folder: str, steps: int):
-    """A Trainer.Config of the debug Llama; attention without documents' masks, the one that trains on CPUs."""
+    """Return a Trainer.Config of the debug Llama, with attention without document masks, which trains on CPUs."""
     use_cpu()
     from datasets import Dataset
     from torchtitan.hf_datasets import DatasetConfig
@@ -83,17 +83,17 @@ def debug_llama(folder: str, steps: int):
 
 
 def debug_llama_on_cpu():
-    """A config of torchtitan's command line: ``--module integrations.titan_llama --config debug_llama_on_cpu``."""
+    """Return the config for ``--module integrations.titan_llama --config debug_llama_on_cpu`` of torchtitan."""
     return debug_llama(os.environ["TITAN_FOLDER"], steps=6)
 
 
-def whole(loss: torch.Tensor) -> torch.Tensor:
-    """Of all ranks of tensor parallelism."""
+def full_loss(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss gathered over all ranks of tensor parallelism."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def losses_of(trainer, before_step=None) -> list[float]:
-    """Train to the end; the loss of each step over all ranks. ``before_step(step)`` is called with steps from 1."""
+    """Train to the end, and return the loss of each step over all ranks. Calls ``before_step(step)``, from step 1."""
     losses, forward_backward = [], trainer.fwd_bwd_fn
 
     def recorded(*args):
@@ -107,7 +107,7 @@ def losses_of(trainer, before_step=None) -> list[float]:
     for step in range(1, trainer.config.training.steps + 1):  # train() needs torch.distributed.set_timeout, after 2.13
         trainer.step = step
         trainer.train_step(batches)
-    summed = torch.stack([whole(loss.detach()).float() for loss in losses])
+    summed = torch.stack([full_loss(loss.detach()).float() for loss in losses])
     if trainer.parallel_dims.dp_enabled:  # each rank's is a part of the whole's
         dist.all_reduce(summed, group=trainer.parallel_dims.get_mesh("batch").get_group())
     trainer.close()
@@ -115,7 +115,7 @@ def losses_of(trainer, before_step=None) -> list[float]:
 
 
 def trained(folder, recipe, switch_at=None, tp=1, steps=10):
-    """Losses, how many linears are ours, and whether their forward ended dense."""
+    """Return the losses, the number of our linears, and whether their forward ended dense."""
     config = debug_llama(folder, steps)
     config.parallelism.tensor_parallel_degree = tp
     config.override.imports = [(OVERRIDE, {"recipe": recipe})] if recipe else []

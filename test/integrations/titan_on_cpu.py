@@ -18,7 +18,7 @@ def main() -> None:
     train = Trainer.train
 
     def on_gloo(trainer):
-        """gloo has no sum that scales, and torch 2.13 no set_timeout."""
+        """Work around gloo, which has no scaled sum, and torch 2.13, which has no set_timeout."""
         for part in trainer.model_parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):

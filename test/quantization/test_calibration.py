@@ -252,7 +252,7 @@ SEARCH = {"weight_spec": QuantizeSpec(scale_search="mse")}
 
 
 def loud(columns=48, rows=64):
-    """Inputs of which some columns are twenty times as large as others."""
+    """Inputs with some columns twenty times as large as others."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(rows, columns, generator=generator) * torch.logspace(-1, 1, columns)
 
@@ -352,7 +352,7 @@ def test_columns_that_met_nothing_are_rounded_all_the_same():
 
 
 def blocks_of(amaxes):
-    """One block a number, that its largest magnitude."""
+    """One block per number, with that number as its largest magnitude."""
     return torch.cat([torch.linspace(0, 1, 16) * amax for amax in amaxes]).reshape(1, -1)
 
 

@@ -91,7 +91,7 @@ def test_a_parametrized_linear_is_refused():
 @pytest.mark.parametrize("in_features", [64, 50])
 @pytest.mark.parametrize("compile", [False, True])
 def test_gradient_through_transformed_operands_is_in_the_basis_of_the_input(device, in_features, compile):
-    """What the product with the transformed weight gives has to be turned back: cosine 0.99, and -0.2 if it is not."""
+    """The product with the transformed weight needs the inverse transform: cosine 0.99, and -0.2 without it."""
     linear = nn.Linear(in_features, 48, bias=False, device=device)
     dense = linear.weight.detach().clone()
     quantize_(linear, NVFP4Config(weight_spec=HADAMARD, activation_spec=HADAMARD))
@@ -266,7 +266,7 @@ def test_module_to_dtype_and_device(device):
 
 
 def test_peak_memory_is_the_model_and_one_layer():
-    """Counted by torch's allocator: quantizing adds less than one float32 layer to the model at any time."""
+    """Quantizing adds less than one float32 layer to the peak memory, measured by torch's allocator."""
     size, layers = 2048, 3
     with torch.profiler.profile(profile_memory=True) as profile:
         m = nn.Sequential(*[nn.Linear(size, size, bias=False) for _ in range(layers)])

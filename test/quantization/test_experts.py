@@ -1,4 +1,4 @@
-"""quantize_ and experts: with experts=True, without it, and where nothing is to be quantized at all."""
+"""quantize_ of experts with and without experts=True, and errors if there is nothing to quantize."""
 
 import warnings
 
@@ -28,7 +28,7 @@ SIZES = {
     "v_head_dim": 32, "pad_token_id": 0,
 }  # fmt: skip
 KINDS = {"Mixtral": 4, "Qwen3Moe": 4, "GptOss": 4, "DeepseekV3": 2}
-"""How many weights of experts each has."""
+"""The number of experts' weights of each model."""
 IDS = torch.arange(1, 17)[None]
 
 
@@ -131,7 +131,7 @@ FALCON = ["mlp.dense_4h_to_h", "mlp.dense_h_to_4h", "self_attention.dense", "sel
 
 @pytest.mark.parametrize("route", ["quantize_", "calibrate", "gptq", "from_pretrained"])
 def test_falcons_linears(route, tmp_path):
-    """They are a subclass of nn.Linear with a forward of its own."""
+    """Falcon's linears are a subclass of nn.Linear with its own forward."""
     model = falcon()
     if route == "from_pretrained":
         nvfp4 = pytest.importorskip("nvfp4_tensor.integrations.transformers")
@@ -193,7 +193,7 @@ def small_llama4():
 @pytest.mark.parametrize("make", [lambda: mixture("GptOss"), small_llama4], ids=["gpt_oss", "llama4"])
 @pytest.mark.parametrize("spec", [QuantizeSpec(), QuantizeSpec(four_over_six=True, block_rows=16)], ids=str)
 def test_folders_are_quantized_as_from_pretrained_does(make, spec, tmp_path):
-    """Bit for bit: checkpoints.quantize, which is `nvfp4 quantize`, and NVFP4TensorConfig."""
+    """checkpoints.quantize (`nvfp4 quantize`) and NVFP4TensorConfig give equal bits."""
     nvfp4 = pytest.importorskip("nvfp4_tensor.integrations.transformers")
     model = make()
     model.save_pretrained(tmp_path / "dense")

@@ -1,4 +1,4 @@
-"""Linears in torch's own transformer layers: called where a fast path would read their weights; attention by name."""
+"""Linears in torch's transformer layers are called, not bypassed by the fast path; dense attention is named."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""LoRA trains on frozen NVFP4 weights: peft's adapters get the gradients that a model of decoded weights gives them."""
+"""LoRA on frozen NVFP4 weights: peft's adapters get the gradients of a model with decoded weights."""
 
 import copy
 
@@ -24,7 +24,7 @@ def is_quantized(module: nn.Module, name: str) -> bool:
 
 
 def llama(device="cpu", dtype=torch.float32) -> nn.Module:
-    """Llama in small: two layers, grouped queries, sizes that fill no tile."""
+    """A small Llama: two layers, grouped queries, sizes that fill no tile."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=80,
@@ -40,7 +40,7 @@ def llama(device="cpu", dtype=torch.float32) -> nn.Module:
 
 
 def decoded(model: nn.Module) -> nn.Module:
-    """A copy with dense weights; a linear that quantized activations gets straight-through fake quantization."""
+    """Return a copy with decoded weights, with straight-through fake quantization of quantized activations."""
     model = copy.deepcopy(model)
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -53,14 +53,14 @@ def decoded(model: nn.Module) -> nn.Module:
 
 
 def with_adapters(model: nn.Module, **options) -> nn.Module:
-    """Rank 4 on every linear but the head, neither factor zero, the same whenever it is called."""
+    """Add rank-4 adapters to every linear except the head, with nonzero factors and a fixed seed."""
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **options)
     return peft.get_peft_model(model, config)
 
 
 def adapted(config, device="cpu", dtype=torch.float32) -> tuple[nn.Module, nn.Module]:
-    """(NVFP4 model, the same of decoded weights), the same adapters on both."""
+    """Return (NVFP4 model, model with decoded weights), with the same adapters."""
     model = llama(device, dtype)
     quantize_(model, config, filter_fn=is_quantized)
     return tuple(with_adapters(each) for each in (model, decoded(model)))
@@ -91,7 +91,7 @@ def test_only_adapters_train(config):
 
 
 def test_gradients_are_those_of_decoded_weights(device):
-    """Weight-only, float32: equal up to the order of addition, through both layers."""
+    """Weight-only in float32: equal up to the order of summation, through both layers."""
     model, dense = adapted(CONFIGS["weight only"], device)
     (loss, gradients), (expected_loss, expected) = (loss_and_gradients(m, tokens(device)) for m in (model, dense))
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
@@ -134,7 +134,7 @@ def test_gradients_of_a_whole_w4a4_model(device):
 
 
 def train(model: nn.Module, steps: int, device="cpu") -> list[float]:
-    """Losses of ``steps`` of AdamW on one batch."""
+    """Return the losses of ``steps`` steps of AdamW on one batch."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(steps):
@@ -175,7 +175,7 @@ def test_adapters_save_and_load(tmp_path, config):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_merging_needs_to_be_told_how_to_quantize(config):
-    """peft refuses to merge until its layers know the config; then it dequantizes, adds, and quantizes anew."""
+    """peft merges only if its layers have the config; then it dequantizes, adds and quantizes again."""
     model, _ = adapted(CONFIGS[config])
     with pytest.raises(ValueError, match=r"get_apply_tensor_subclass.*re-quantize"):
         model.merge_adapter()
@@ -209,7 +209,7 @@ def test_one_graph_forward_and_backward(device, config):
 
 
 def test_dora_takes_the_norm_of_the_weight():
-    """Which is read by decoding."""
+    """The weight is decoded for this product."""
     model = llama()
     quantize_(model, CONFIGS["weight only"], filter_fn=is_quantized)
     expected, _ = loss_and_gradients(with_adapters(decoded(model), use_dora=True), tokens())

@@ -43,7 +43,7 @@ def test_stopping_leaves_a_plain_linear():
 
 
 def test_the_amax_stays_float32():
-    """Rounded down with the model, or by the default dtype, it would clip the largest input."""
+    """An amax rounded down, with the model or by the default dtype, would clip the largest input."""
     x = torch.tensor([[3.97077] * 32])
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -64,7 +64,7 @@ def test_a_prepared_model_without_memory_gets_some():
 
 
 def test_percentiles_do_not_know_the_default_dtype(other_defaults):
-    """Of 100,003 counts bfloat16 would keep eight bits."""
+    """bfloat16 would keep eight bits of 100,003 counts."""
     observed = other_defaults(lambda: ObservedLinear.observe(nn.Linear(4, 4), QuantizeSpec()))
     observed.activation_amax.fill_(1e9)
     observed.activation_histogram[4000:4100] = 1000

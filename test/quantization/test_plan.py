@@ -1,4 +1,4 @@
-"""quantize_ on a whole model: all checked before one changes, and tied weights stay tied."""
+"""quantize_ checks all modules of a model before one changes, and keeps tied weights tied."""
 
 import copy
 import gc
@@ -18,18 +18,18 @@ CONFIGS = [NVFP4WeightOnlyConfig(), NVFP4Config(), NVFP4Config(step="prepare")]
 
 
 class Own(nn.Linear):
-    """A linear of another library."""
+    """A linear class of another library."""
 
 
 class Doubled(nn.Linear):
-    """Whose forward needs its class."""
+    """A linear whose forward calls super()."""
 
     def forward(self, x):
         return super().forward(x) * 2
 
 
 class Tied(nn.Module):
-    """Of ``tied``: two linears, or an embedding and the linear behind all."""
+    """A model with tied weights: two linears, or an embedding and the output layer."""
 
     def __init__(self, tied: str):
         super().__init__()
@@ -165,7 +165,7 @@ def test_a_module_at_two_places_is_quantized_once():
 
 
 def test_nothing_keeps_a_model_alive():
-    """An interrupted call leaves its plan behind, which must die with the model."""
+    """An interrupted call leaves a plan, which must not outlive the model."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
 
     def interrupted(module, name, asked=[0]):  # noqa: B006  counts over all calls

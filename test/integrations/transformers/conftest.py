@@ -1,4 +1,4 @@
-"""Small models in a folder, as their makers publish them."""
+"""Small models saved in a folder, like published ones."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def quiet():
 
 @pytest.fixture
 def llama(tmp_path):
-    """make(**changes of the config) gives (model in bfloat16, the folder that it was saved to)."""
+    """Return make(**config changes), which returns (bfloat16 model, folder where it was saved)."""
 
     def make(**changes):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: files keep experts apart, transformers' models hold them as one parameter (E, N, K)."""
+"""Mixtures of experts: files have one tensor per expert, transformers models one parameter (E, N, K)."""
 
 import filecmp
 
@@ -40,7 +40,7 @@ def experts(model):
 
 @pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
 def test_loaded_as_they_are(folder, tmp_path, ids, form):
-    """Codes of each expert are the file's, products those of the decoded model, what is saved the file again."""
+    """Codes equal the file's, products those of the decoded model, and the saved file equals the original."""
     quantize(folder, tmp_path / "nvfp4", to=form, progress=False)
     nvfp4.read_compressed_tensors()
     try:
@@ -76,7 +76,7 @@ def test_some_layers_of_experts_are_dense(folder, tmp_path, ids):
 
 
 def test_quantized_while_loading(folder, tmp_path, ids):
-    """Each expert by the amax of its gate and up together; saved as checkpoints.quantize writes them."""
+    """Each expert uses the common amax of its gate and up, and is saved as checkpoints.quantize writes it."""
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=nvfp4.NVFP4TensorConfig())
     assert all(isinstance(weight, NVFP4Tensor) for weight in experts(model).values())
     assert not isinstance(model.model.layers[0].mlp.gate.weight, NVFP4Tensor)
@@ -98,7 +98,7 @@ def test_quantized_while_loading(folder, tmp_path, ids):
 
 
 def test_dense_experts_beside_nvfp4_linears(folder, tmp_path, ids):
-    """Left dense by choice: saved under the names that files of this architecture have."""
+    """Experts left dense are saved under the names in files of this architecture."""
     config = nvfp4.NVFP4TensorConfig(modules_to_not_convert=["lm_head", ".*experts"])
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert not any(isinstance(weight, NVFP4Tensor) for weight in experts(model).values())
@@ -115,7 +115,7 @@ def test_dense_experts_beside_nvfp4_linears(folder, tmp_path, ids):
 
 @pytest.mark.parametrize("known", [True, False], ids=["loaded", "in memory"])
 def test_files_without_transformers_own_loader(folder, tmp_path, ids, known):
-    """checkpoints.load and save by themselves: names of experts and routers are those of the model's files."""
+    """checkpoints.load and save use the names of experts and routers in the model's files."""
     quantize(folder, tmp_path / "nvfp4", progress=False)
     dense = AutoModelForCausalLM.from_pretrained(folder)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")

@@ -1,4 +1,4 @@
-"""from_pretrained of NVFP4 checkpoints: ModelOpt's, and by choice compressed-tensors', with the bits of the files."""
+"""from_pretrained of ModelOpt's and (opt-in) compressed-tensors' NVFP4 checkpoints keeps the bits of the files."""
 
 import json
 
@@ -30,7 +30,7 @@ def quantized(model):
 @pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("activations", [False, True], ids=["w4a16", "w4a4"])
 def test_bits_are_those_of_the_files(llama, tmp_path, ids, form, activations):
-    """And so those that quantizing while loading gives."""
+    """The weights also equal those quantized while loading."""
     _, folder = llama()
     amaxes = {f"model.layers.{i}.mlp.down_proj": 2.5 for i in range(2)} if activations else None
     quantize(folder, tmp_path / "nvfp4", to=form, spec=SPEC, input_amax=amaxes, progress=False)
@@ -70,7 +70,7 @@ def test_weight_only_by_choice(llama, tmp_path):
 
 
 def test_a_configuration_in_a_file_of_its_own(llama, tmp_path, ids):
-    """As ModelOpt's releases of 2024 wrote it: config.json says nothing."""
+    """A checkpoint of ModelOpt's 2024 releases, without a quantization in config.json."""
     _, folder = llama()
     quantize(folder, tmp_path / "nvfp4", progress=False)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")(ids).logits

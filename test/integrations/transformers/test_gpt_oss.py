@@ -1,4 +1,4 @@
-"""gpt-oss: its experts are parameters (E, K, N), gate and up by turns, and MXFP4 in its files."""
+"""gpt-oss: experts are parameters (E, K, N) with interleaved gate and up, and MXFP4 in files."""
 
 import filecmp
 import json
@@ -19,7 +19,7 @@ EXPERTS = "model.layers.1.mlp.experts."
 
 
 def small():
-    """A square down_proj, of which no shape says which way it lies."""
+    """A square down_proj, whose shape does not show whether it is transposed."""
     config = transformers.GptOssConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
@@ -30,7 +30,7 @@ def small():
 
 @pytest.fixture
 def mxfp4(tmp_path):
-    """(the folder, transformers' own model of it, decoded)."""
+    """Return (folder, transformers' own decoded model of it)."""
     model, folder = small(), tmp_path / "mxfp4"
     tensors = {}
     for name, t in model.state_dict().items():

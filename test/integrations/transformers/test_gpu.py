@@ -1,4 +1,4 @@
-"""On a GPU: loading there, in two places, compiled generation, and the same file as from a CPU."""
+"""On a GPU: loading, offloading, compiled generation, and the same file as from a CPU."""
 
 import filecmp
 
@@ -25,7 +25,7 @@ def test_saved_from_a_gpu_is_saved_from_a_cpu(llama, tmp_path, ids):
 
 
 def test_a_part_waits_in_memory(llama, ids):
-    """accelerate moves it to the GPU at each call."""
+    """accelerate moves the offloaded weights to the GPU at each call."""
     _, folder = llama()
     whole = AutoModelForCausalLM.from_pretrained(folder, quantization_config=CONFIG, device_map="cuda")
     places = {"model.embed_tokens": 0, "lm_head": 0, "model.norm": 0, "model.rotary_emb": 0, "model.layers.0": 0}
@@ -38,7 +38,7 @@ def test_a_part_waits_in_memory(llama, ids):
 
 
 def test_generates_compiled(llama, ids):
-    """A static cache, for which transformers compiles the model by itself."""
+    """Generate with a static cache, for which transformers compiles the model."""
     model = AutoModelForCausalLM.from_pretrained(llama()[1], quantization_config=CONFIG, device_map="cuda")
     eager = model.generate(ids.cuda(), max_new_tokens=8, do_sample=False)
     compiled = model.generate(ids.cuda(), max_new_tokens=8, do_sample=False, cache_implementation="static")

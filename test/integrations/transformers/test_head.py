@@ -1,4 +1,4 @@
-"""The output layer in NVFP4: of its own weight, and as a copy where it shares the embedding's."""
+"""The output layer in NVFP4: with its own weight, and as a copy if it shares the embedding's."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Llama 4: its experts are parameters (E, K, N), in ModelOpt's files too, where codes and block scales lie that way."""
+"""Llama 4: experts are parameters (E, K, N), also in ModelOpt's files, with codes and block scales transposed."""
 
 import filecmp
 
@@ -31,7 +31,7 @@ def small():
 
 @pytest.fixture
 def published(tmp_path):
-    """(the folder as ModelOpt lays it out, one scale for all experts of a parameter; the same model, decoded)."""
+    """Return (folder in ModelOpt's layout with one scale per parameter, the decoded model)."""
     model, folder, tensors = small(), tmp_path / "published", {}
     for name, t in model.state_dict().items():
         if not name.startswith(EXPERTS):

@@ -1,4 +1,4 @@
-"""Dense parameters whose names end like those of an NVFP4 weight's tensors: what was saved loads, bit for bit."""
+"""Dense parameters whose names end like an NVFP4 weight's tensors are saved and loaded bit for bit."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_a_parameter_in_place_of_a_scale_is_refused_when_saved(tmp_path):
 
 
 def test_siglip(tmp_path):
-    """Whose pooling head is an nn.MultiheadAttention, with in_proj_weight. So is Gemma 3's vision tower."""
+    """SigLIP's pooling head is an nn.MultiheadAttention with in_proj_weight, as in Gemma 3's vision tower."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     dense = SiglipVisionModel(SiglipVisionConfig(image_size=32, patch_size=16, **sizes)).bfloat16().eval()

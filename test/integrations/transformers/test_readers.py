@@ -1,4 +1,4 @@
-"""What others read of what we save: compressed-tensors' own reader in plain transformers, and what vLLM asks for."""
+"""Other readers of saved models: compressed-tensors' reader in plain transformers, and vLLM's requirements."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ READS = """
 
 
 def test_compressed_tensors_reads_what_we_write(llama, tmp_path, ids):
-    """Its reader, in a process that knows nothing of us: our weights and logits, to what bfloat16 rounds."""
+    """Its reader, in a process without this package, gives our weights and logits up to bfloat16 rounding."""
     pytest.importorskip("compressed_tensors")
     config = nvfp4.NVFP4TensorConfig(NVFP4WeightOnlyConfig(four_over_six=True))
     model = AutoModelForCausalLM.from_pretrained(llama()[1], quantization_config=config)
@@ -50,7 +50,7 @@ def test_compressed_tensors_reads_what_we_write(llama, tmp_path, ids):
 
 
 def vllm_takes(folder):
-    """What vLLM 0.33's reader of ModelOpt's NVFP4 asks of a folder (quantization/modelopt.py), on every linear.
+    """Check the requirements of vLLM 0.33's reader (quantization/modelopt.py) for every linear of a folder.
 
     A linear that it fuses of several has a weight_scale_2 and an input_scale for each, of which it takes the largest.
     """

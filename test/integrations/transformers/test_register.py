@@ -1,4 +1,4 @@
-"""What the import changes in transformers, and what it leaves."""
+"""What importing the package changes in transformers, and what it does not."""
 
 import subprocess
 import sys
@@ -14,13 +14,13 @@ CODE = """
 
     kinds, configs = auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     before = dict(kinds), dict(configs)
-    if {taken}:
+    if {registered}:
         kinds["modelopt"] = configs["modelopt"] = object
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import nvfp4_tensor.integrations.transformers as nvfp4
-    assert {taken} == any("by itself, so they are left to it" in str(each.message) for each in caught)
-    assert (kinds["modelopt"] is nvfp4.CheckpointQuantizer) == (not {taken})
+    assert {registered} == any("already reads ModelOpt" in str(each.message) for each in caught)
+    assert (kinds["modelopt"] is nvfp4.CheckpointQuantizer) == (not {registered})
     assert kinds["nvfp4_tensor"] is nvfp4.WhileLoadingQuantizer
     assert {{name: kinds[name] for name in before[0]}} == before[0]
     assert {{name: configs[name] for name in before[1]}} == before[1]
@@ -28,7 +28,7 @@ CODE = """
 """
 
 
-@pytest.mark.parametrize("taken", [False, True], ids=["today", "once transformers reads modelopt"])
-def test_nothing_that_was_there_changes(taken):
-    code = textwrap.dedent(CODE.format(taken=taken))
+@pytest.mark.parametrize("registered", [False, True], ids=["today", "once transformers reads modelopt"])
+def test_existing_registrations_do_not_change(registered):
+    code = textwrap.dedent(CODE.format(registered=registered))
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

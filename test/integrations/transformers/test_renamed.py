@@ -1,4 +1,4 @@
-"""Models whose tensors have other names than in their files, and linears that stand elsewhere than in a Llama."""
+"""Models whose tensors have other names than in their files, and models with another structure than Llama."""
 
 import filecmp
 import json
@@ -33,7 +33,7 @@ KINDS = {
 
 @pytest.fixture(params=sorted(KINDS))
 def saved(request, tmp_path):
-    """(how to open one, the folder of the dense model, the quantized model, its folder, what is dense in it)."""
+    """Return (loader, folder of the dense model, quantized model, its folder, its dense linears)."""
     config, auto, dense = KINDS[request.param]
     auto = getattr(transformers, auto)
     torch.manual_seed(0)

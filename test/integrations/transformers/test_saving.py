@@ -29,7 +29,7 @@ def load(folder, config=None, **kwargs):
 
 
 def calibrated(model, ids):
-    """W4A4 with static scales, which servers need."""
+    """Return a W4A4 model with static scales, which servers need."""
     is_linear = lambda module, name: isinstance(module, torch.nn.Linear) and "lm_head" not in name  # noqa: E731
     calibrate(model, [ids], NVFP4Config(), filter_fn=is_linear, progress=False)
     return nvfp4.attach_quantizer(model)
@@ -65,7 +65,7 @@ def test_in_shards(llama, tmp_path, ids):
 
 @pytest.mark.filterwarnings("ignore:requantizing")
 def test_static_activation_scales(llama, tmp_path, ids):
-    """Of a model that was calibrated: they come back, and its weights but for the rounding of q, k, v; gate, up."""
+    """Static scales of a calibrated model load again, and its weights except for the rounding of fused groups."""
     model = calibrated(llama()[0], ids)
     model.save_pretrained(tmp_path / "w4a4")
     config = json.loads((tmp_path / "w4a4/config.json").read_text())["quantization_config"]
@@ -93,7 +93,7 @@ def test_scales_of_each_call_are_refused_or_left_out(llama, tmp_path):
 
 
 def test_a_model_that_quantize_made(llama, tmp_path, ids):
-    """Its q, k and v have scales of their own, which servers cannot take: saying so, the save requantizes them."""
+    """q, k and v have different scales, which servers do not support: saving warns and requantizes them."""
     model, _ = llama()
     quantize_(model.model, NVFP4WeightOnlyConfig())
     with pytest.raises(ValueError, match="attach_quantizer"):
@@ -110,7 +110,7 @@ def test_a_model_that_quantize_made(llama, tmp_path, ids):
 
 @pytest.mark.filterwarnings("ignore:requantizing")
 def test_torchaos_own_config(llama, tmp_path, ids):
-    """It quantizes by our configs too, and would write what nothing can load: refused, with the way that works."""
+    """Another quantizer with our configs would write files that nothing can load: an error names the way that works."""
     config = TorchAoConfig(NVFP4WeightOnlyConfig(), modules_to_not_convert=["lm_head"])
     model = AutoModelForCausalLM.from_pretrained(llama()[1], quantization_config=config)
     assert len(quantized(model)) == 14 and model.generate(ids, max_new_tokens=2).shape == (2, 26)
@@ -121,7 +121,7 @@ def test_torchaos_own_config(llama, tmp_path, ids):
 
 
 def test_a_model_in_two_places(llama, tmp_path):
-    """A part of it is on the meta device, and accelerate has its values."""
+    """Some weights are on the meta device, and accelerate has their values."""
     accelerate = pytest.importorskip("accelerate")
     model = load(llama()[1])
     model.save_pretrained(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""Adapters beside NVFP4 weights, by peft and by Trainer: gradients, checkpoints, resuming; and training recipes."""
+"""Adapters on NVFP4 weights with peft and Trainer: gradients, checkpoints, resuming; and training recipes."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_the_decoded_model(llama, ids):
 
 
 def test_trainer_trains_adapters_alone_and_resumes(llama, tmp_path):
-    """A checkpoint holds the adapters; resumed from it, training ends where it does without an interruption."""
+    """A checkpoint has the adapters; training resumed from it ends like training without an interruption."""
     _, folder = llama()
     model = adapted(base(folder))
     codes = [weight.qdata.clone() for weight in quantized(model)]
@@ -91,7 +91,7 @@ def test_adapters_are_loaded_onto_the_checkpoint(llama, tmp_path, ids):
 
 
 def test_merged_adapters_are_quantized_by_the_config(llama, tmp_path, ids):
-    """peft merges the sum and quantizes it again, by what the model's config says."""
+    """peft merges the sum and quantizes it again with the model's config."""
     model = base(llama()[1])
     weight = model.model.layers[0].mlp.down_proj.weight
     lora = adapted(model)
@@ -111,7 +111,7 @@ def test_a_quantized_model_alone_is_not_trained(llama, tmp_path):
 
 
 def test_trainer_with_a_recipe(llama, tmp_path):
-    """NVFP4TrainingConfig's linears keep dense weights: Trainer saves, resumes and reloads them as any model's."""
+    """NVFP4TrainingConfig's linears keep dense weights, which Trainer saves, resumes and reloads as usual."""
     _, folder = llama()
 
     def fresh():

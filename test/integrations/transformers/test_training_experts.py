@@ -1,4 +1,4 @@
-"""Experts of transformers' models that train by a recipe."""
+"""Training experts of transformers models with a recipe."""
 
 import copy
 
@@ -27,7 +27,7 @@ CONFIGS = {
         head_dim=16, moe_shared_expert_intermediate_size=48, **SIZES,
     ),
 }  # fmt: skip
-"""Gated experts; experts held (E, K, N) with biases and a gate of their own; experts without a gate."""
+"""Gated experts; experts stored (E, K, N) with biases and their own gate; experts without a gate."""
 
 
 def model_of(name):

@@ -21,7 +21,7 @@ FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory):
-    """One process, its kind of device a CPU, W4A4 by emulation."""
+    """Set up vLLM in one process on a CPU, with W4A4 by emulation."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
@@ -41,7 +41,7 @@ def vllm(tmp_path_factory):
 
 
 def layer_of(folder, name, sizes):
-    """vLLM's fused linear of the first layer, its weights loaded by vLLM from the folder."""
+    """Return vLLM's fused linear of the first layer, with weights loaded by vLLM from the folder."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
     from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 
@@ -86,7 +86,7 @@ def test_weight_only(vllm, llama, tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_w4a4(vllm, llama, tmp_path, ids, name):
-    """vLLM's product, of its emulation, and ours."""
+    """Compare vLLM's emulated product with ours."""
     is_linear = lambda module, name: isinstance(module, torch.nn.Linear) and "lm_head" not in name  # noqa: E731
     model = calibrate(llama()[0], [ids], NVFP4Config(), filter_fn=is_linear, progress=False)
     nvfp4.save(nvfp4.attach_quantizer(model), tmp_path / "nvfp4")

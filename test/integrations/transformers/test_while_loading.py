@@ -1,4 +1,4 @@
-"""NVFP4TensorConfig: from_pretrained quantizes while it loads, as quantize_ would, with one amax where servers fuse."""
+"""NVFP4TensorConfig: from_pretrained quantizes like quantize_, with one amax per group that servers fuse."""
 
 import json
 
@@ -85,7 +85,7 @@ def test_inputs_that_no_server_reads_stay_dense(llama):
 
 
 def test_sizes_are_those_that_will_be_stored(llama):
-    """device_map="auto" plans by them: sum over the meta model = bytes of the loaded one."""
+    """device_map="auto" uses these sizes: their sum over the meta model equals the bytes of the loaded one."""
     _, folder = llama()
     model = load(folder)
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def test_sizes_are_those_that_will_be_stored(llama):
 
 
 def test_device_map_auto_plans_by_them(llama, tmp_path):
-    """Memory in which the NVFP4 model fits, and the dense one does not, whose layers go to the disk."""
+    """The NVFP4 model fits in this memory; the dense one does not, and its layers are offloaded to disk."""
     _, folder = llama(hidden_size=128, intermediate_size=512, num_hidden_layers=4)
     options = {"device_map": "auto", "max_memory": {"cpu": int(1.6 * model_size(load(folder)).total)}}
     assert len(quantized_names(load(folder, **options))) == 28
@@ -110,7 +110,7 @@ def test_device_map_auto_plans_by_them(llama, tmp_path):
 
 
 def test_a_part_in_memory_is_offloaded_from_the_device(llama, ids):
-    """accelerate moves weights in and out of the meta device at each call; here both places are a CPU."""
+    """accelerate moves weights between the meta device and, here, a CPU at each call."""
     accelerate = pytest.importorskip("accelerate")
     _, folder = llama()
     model = load(folder)
@@ -149,7 +149,7 @@ def test_compiles_without_a_break(llama, ids):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_dtype_of_the_callers(llama, dtype):
-    """The weight is cast first, as everything in the model is, then quantized."""
+    """The weight is cast to the model's dtype before it is quantized."""
     dense, folder = llama()
     weight = load(folder, dtype=dtype).model.layers[0].mlp.down_proj.weight
     expected = quantize(dense.model.layers[0].mlp.down_proj.weight.to(dtype))

@@ -1,4 +1,4 @@
-"""AWQ's scaling: the model computes what it did, and what is quantized after it errs less."""
+"""AWQ's scaling keeps the model's function and reduces the error of quantizing it."""
 
 import copy
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class ShiftedNorm(nn.RMSNorm):
-    """Gemma's: the weight is what is added to 1."""
+    """Gemma's norm, which multiplies by 1 + weight."""
 
     def __init__(self, width):
         super().__init__(width)
@@ -39,14 +39,14 @@ class ShiftedNorm(nn.RMSNorm):
 
 
 class SquaredNorm(nn.RMSNorm):
-    """Of a form that nothing is folded into."""
+    """A norm of an unsupported form."""
 
     def forward(self, x):
         return nn.functional.rms_norm(x, self.normalized_shape) * self.weight.square()
 
 
 class GatedNorm(nn.RMSNorm):
-    """Of two inputs."""
+    """A norm with two inputs."""
 
     def forward(self, x, gate):
         return super().forward(x) * gate
@@ -201,7 +201,7 @@ def test_defaults_of_torch_change_nothing(other_defaults):
 
 
 def test_autocast_changes_nothing_but_what_the_model_computes():
-    """Exponents and losses are taken in float32, of inputs that the first norm gives in float32 too."""
+    """Exponents and losses are computed in float32 under autocast."""
     folds = []
     for enabled in (False, True):
         m, data = make(), batches()

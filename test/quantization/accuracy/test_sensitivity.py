@@ -1,4 +1,4 @@
-"""What each weight costs alone, and what a budget of bits leaves dense."""
+"""The cost of quantizing each weight alone, and the choice of dense weights for a budget of bits."""
 
 import copy
 import random

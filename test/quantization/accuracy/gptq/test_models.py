@@ -1,4 +1,4 @@
-"""GPTQ of mixtures of experts, and of models of transformers."""
+"""GPTQ of mixtures of experts and of transformers models."""
 
 import copy
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 class Experts(nn.Module):
-    """A mixture of experts by a loop over slices, or by torch's grouped product."""
+    """A mixture of experts with a loop over slices, or with torch's grouped product."""
 
     def __init__(self, grouped):
         super().__init__()
@@ -89,7 +89,7 @@ def _in_a_layer(module, name):
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "falcon"])
 def test_a_cache_of_any_name_is_left_out(kind):
-    """Each layer runs several times: with a cache it would attend to its last run's tokens too."""
+    """Each layer runs several times; with a cache it would also attend to the tokens of its previous run."""
     transformers = pytest.importorskip("transformers")
     sizes = dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
     made = []

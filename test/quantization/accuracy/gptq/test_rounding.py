@@ -1,4 +1,4 @@
-"""GPTQ's rounding of one weight: against nearest where nothing is correlated, against the textbook where all is."""
+"""GPTQ's rounding of one weight: rounding to nearest for uncorrelated inputs, the textbook's for correlated ones."""
 
 import itertools
 
@@ -80,7 +80,7 @@ def test_row_scales_are_those_of_each_row_alone(spec):
 
 
 def test_it_is_the_textbook_algorithm():
-    """Optimal brain quantization in its first form: the inverse of what is left of H, anew for each column."""
+    """Optimal brain quantization in its first form: the inverse of the rest of H, recomputed for each column."""
     torch.manual_seed(0)
     w, x = torch.randn(4, 48), correlated(400, 48)
     hessian = x.T @ x
@@ -113,7 +113,7 @@ def test_heavy_blocks_come_first():
 
 
 def test_the_scale_chosen_is_the_best_of_its_candidates():
-    """One block: every candidate tried by hand, with the feedback inside the block."""
+    """Try every candidate of one block explicitly, with the feedback inside the block."""
     torch.manual_seed(0)
     w, x = torch.randn(8, 16), correlated(200, 16)
     hessian, spec = x.T @ x, QuantizeSpec(scale_search="mse")
@@ -138,7 +138,7 @@ def test_the_scale_chosen_is_the_best_of_its_candidates():
 
 
 def test_weights_move_to_the_inputs_they_meet():
-    """With inputs Z = X M the weight that gives W Z of X is W M^T."""
+    """With Z = X M, the weight whose output on X is W Z is W M^T."""
     torch.manual_seed(0)
     x, mix = torch.randn(4000, 32), torch.eye(32) + 0.2 * torch.randn(32, 32)
     z, w = x @ mix, torch.randn(8, 32)

@@ -1,4 +1,4 @@
-"""GPTQ of whole models: what it gains, what it leaves as it was, and how it goes on."""
+"""GPTQ of models: the gain in accuracy, restoring after errors, and resuming."""
 
 import copy
 
@@ -17,7 +17,7 @@ SEARCH = NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(scale_search="mse"))
 
 
 class Layer(nn.Module):
-    """Two linears of one input, and one of another, with a mask that only the model knows."""
+    """Two linears with one input, a third with another input, and a mask that only the model passes."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def model(dtype=torch.float32):
 
 
 def batches(count=4, dtype=torch.float32):
-    """Correlated columns: what GPTQ lives on."""
+    """Inputs with correlated columns, which GPTQ needs."""
     generator = torch.Generator().manual_seed(1)
     mix = torch.randn(8, WIDTH, generator=generator)
     return [
@@ -114,7 +114,7 @@ def test_w4a4_makes_up_for_the_activations():
 
 
 def test_weights_with_row_scales():
-    """Rows whose sizes differ by 2^40: with one scale a weight the small ones would be zeros."""
+    """Rows whose magnitudes differ by 2^40: with one scale per weight the small ones would become zeros."""
     spec, sizes = QuantizeSpec(scale_search="mse", row_scaled=True), 2.0 ** torch.linspace(-20, 20, 96).unsqueeze(1)
     m, plain = model(), model()
     for each in (m, plain):
@@ -161,7 +161,7 @@ class _Stopped(Exception):
 
 
 def _stop_after(monkeypatch, layers):
-    """Raises once so many layers were saved."""
+    """Raise after the given number of saved layers."""
     from nvfp4_tensor.quantization.accuracy.gptq.folder import Finished
 
     save, saved = Finished.save, []
@@ -261,7 +261,7 @@ def test_training_mode_comes_back():
 
 
 class InPlace(nn.Module):
-    """A layer that writes to its hidden states, which a linear has read; or one that makes new ones."""
+    """A layer that writes to its hidden states after a linear has read them, or makes new ones."""
 
     def __init__(self, writes):
         super().__init__()
@@ -308,7 +308,7 @@ def _inside(module, name):
 
 
 def _layers_alone():
-    """Whose layers compute in float32 under autocast too."""
+    """A model whose layers compute in float32 even under autocast."""
     m = model()
     for layer in m.layers:
         layer.forward = torch.autocast("cpu", enabled=False)(layer.forward)
@@ -338,7 +338,7 @@ def test_a_weight_that_is_not_finite_is_named(value):
 
 
 def test_a_linear_used_several_times_learns_of_all():
-    """Layers that are one: taken as a whole, by the rows of every use."""
+    """A layer used several times is treated as one layer, with the rows of every use."""
 
     class Again(nn.Module):
         def __init__(self):
@@ -364,7 +364,7 @@ def test_a_linear_used_several_times_learns_of_all():
 
 
 def test_a_layers_own_forward_comes_back():
-    """accelerate puts its hooks into the attribute ``forward`` of a module."""
+    """accelerate sets hooks in the attribute ``forward`` of a module."""
     m, calls = model(), []
     forward = m.layers[0].forward
 
