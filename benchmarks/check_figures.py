@@ -1,19 +1,19 @@
 """Check the figures of README.md and docs against their result files: python -m benchmarks.check_figures
 
-A figure is a number with a decimal point, or one with a unit of measurement. Each needs one of these:
+A figure is a number with a decimal point or a unit of measurement. Each figure needs one of these:
 
-- A comment before its paragraph, list or table, which readers do not see. Files are in benchmarks/results or in the
-  repository. For a .txt or .md file it has the number and the beginning of the line with it, for a .json file the
-  number and a Python expression of the file's keys. "rows" is for a table whose rows each stand in one line of a file:
+- An HTML comment before its paragraph, list or table. Paths are relative to benchmarks/results or the repository. For a
+  .txt or .md file the comment has the number and the beginning of its line, for a .json file the number and a Python
+  expression of the file's keys. "rows" is for a table in which every row matches a line of the file:
 
     <!-- figures h200/fsdp_step.txt: 179 [train nvidia, codes]; 174 [train bf16] -->
     <!-- figures h200/generate.json: 5.41 = runs[0]["rows"][1]["peak_bytes"] / 1e9 -->
     <!-- rows cpu/kv_cache.txt -->
 
-- The words "no result file" in its section, or before the first section for the page: measured once, and not kept.
-- A pattern in check_figures_allowed.txt: what is not measured, such as constants of formats, versions and settings.
+- The words "no result file" in its section, or before the first section for the whole page: measured without a file.
+- A pattern in check_figures_allowed.txt: constants of formats, versions, settings and other numbers not measured.
 
-docs/performance.md is generated, docs/numerics.md a specification, docs/verified.md a log: they are not read.
+docs/performance.md (generated), docs/numerics.md (a specification) and docs/verified.md (a log) are not checked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
 
 @dataclass
 class Block:
-    """A paragraph, list or table: its first line, its text, and what comments say of it."""
+    """A paragraph, list or table, with its first line, text and comments."""
 
     line: int
     text: str
@@ -57,13 +57,13 @@ def value(figure: str) -> float:
 
 
 def rounds_to(exact: float, figure: str) -> bool:
-    """Whether the figure is this value, at the figure's own number of digits."""
+    """Return whether the value rounds to the figure, at the figure's number of digits."""
     half = 0.5 * 10.0 ** -len(figure.partition(".")[2])
     return abs(exact - value(figure)) <= half * (1 + 1e-6)
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The blocks of a page, its code, addresses and comments blanked. Sections are numbered from 0."""
+    """Return the blocks of a page, with code, addresses and comments blanked. Sections are numbered from 0."""
     text = re.sub(r"^```.*?^```$", lambda code: re.sub(r".+", "", code[0]), text, flags=re.MULTILINE | re.DOTALL)
     comments = {text.count("\n", 0, found.start()): found[1].strip() for found in _COMMENT.finditer(text)}
     text = _COMMENT.sub(lambda found: "\n" * found[0].count("\n"), text)
@@ -90,7 +90,7 @@ def path_of(name: str) -> Path:
 
 
 def in_file(path: Path, figure: str, where: str) -> bool:
-    """Whether the file says so: where is an expression over a .json, and the beginning of a line of any other."""
+    """Return whether the file has the figure: ``where`` is an expression for a .json, else the beginning of a line."""
     if path.suffix == ".json":
         return rounds_to(eval(where, {"sum": sum, "max": max, "min": min} | json.loads(path.read_text())), figure)
     lines = [line.strip().removeprefix("| ") for line in path.read_text().splitlines()]
@@ -99,7 +99,7 @@ def in_file(path: Path, figure: str, where: str) -> bool:
 
 
 def rows_of(block: Block) -> Iterator[tuple[str, list[str]]]:
-    """A table's rows below its head: the line, and the numbers in all cells but the first."""
+    """Return the rows of a table without its head: the line, and the numbers in all cells except the first."""
     for line in block.text.split("\n")[2:]:
         cells = line.strip().strip("|").split("|")[1:]
         yield line, [found for cell in cells for found in re.findall(_NUMBER, cell)]
@@ -119,7 +119,7 @@ def stands_in_one_line(figures: list[str], lines: list[list[float]]) -> bool:
 
 
 def check(block: Block, comment: str) -> Iterator[str]:
-    """What a comment says that its file does not; what it does say is blanked in the block."""
+    """Return the figures of a comment that its file does not have, and blank the others in the block."""
     kind, _, rest = comment.partition(" ")
     if kind == "rows":
         lines = [numbers(line) for line in path_of(rest.strip()).read_text().splitlines()]
@@ -143,7 +143,7 @@ def check(block: Block, comment: str) -> Iterator[str]:
 
 
 def problems(text: str, allowed: list[str]) -> tuple[list[str], int]:
-    """What is wrong with the figures of a page, and how many are said to have no file."""
+    """Return the problems with the figures of a page, and the number of figures marked as without a file."""
     found, without, all_blocks = [], 0, list(blocks(text))
     no_file = {block.section for block in all_blocks if NO_FILE in " ".join(block.text.split())}
     for block in all_blocks:

@@ -1,9 +1,9 @@
-"""Two result files of one benchmark, old and new: what became slower or faster beyond the quartiles.
+"""Compare an old and a new result file of one benchmark: what became slower or faster beyond the quartiles.
 
     python -m benchmarks.compare old.json new.json
 
-A time has changed where the two ranges from the lower to the upper quartile do not touch; anything else may be chance.
-The exit status is 0 where nothing became slower, 1 where something did, and 2 where the files cannot be compared.
+A time has changed if the two ranges from the lower to the upper quartile do not overlap; anything else may be chance.
+The exit status is 0 if nothing became slower, 1 if something did, and 2 if the files cannot be compared.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 
 from benchmarks.harness import seconds, table
 
-# What tells the entries of a list apart; whatever else an entry holds is a figure, or follows from these.
+# Keys that identify an entry of a list; all other keys are figures, or follow from these.
 _IDENTITY = ("model", "shape", "threads", "batch", "prompt", "tokens", "rows", "m", "instruction_set", "recipe", "name")
-_CONTAINERS = ("runs", "cases", "subjects", "rows", "tokens")  # lists whose own name says nothing
+_CONTAINERS = ("runs", "cases", "subjects", "rows", "tokens")  # lists whose name is not part of a timing's name
 _CIRCUMSTANCES = ("command", "commit", "machine", "versions", "native")
 
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds: the median and the quartiles around it."""
+    """A median and its quartiles in seconds."""
 
     low: float
     median: float
@@ -43,22 +43,22 @@ class Change:
 
     @property
     def factor(self) -> float:
-        """The new time in terms of the old; above 1 is slower."""
+        """The new time divided by the old; above 1 is slower."""
         return self.new.median / self.old.median
 
     @property
     def verdict(self) -> str:
-        """Slower or faster, where the quartiles are apart; else empty."""
+        """ "slower" or "faster" if the quartiles do not overlap, else empty."""
         if self.new.low > self.old.high:
             return "slower"
         return "faster" if self.new.high < self.old.low else ""
 
 
 def timings(content: dict) -> dict[str, Time]:
-    """Every timing of a result file by its name: ``14336x8192, single, m 16, nvfp4``.
+    """Return the timings of a result file by name: ``14336x8192, single, m 16, nvfp4``.
 
     Raises:
-        ValueError: it has none, or two of one name, or a quartile or median that is not a time.
+        ValueError: it has no timing, two of one name, or a quartile or median that is not a time.
     """
     found: dict[str, Time] = {}
     for name, time in _walk(content, ()):
@@ -72,15 +72,15 @@ def timings(content: dict) -> dict[str, Time]:
     return found
 
 
-def _walk(value: object, place: tuple[str, ...]) -> Iterator[tuple[str, Time]]:
+def _walk(value: object, path: tuple[str, ...]) -> Iterator[tuple[str, Time]]:
     if isinstance(value, list):
         for entry in value:
-            yield from _walk(entry, (*place, *_identity(entry)))
+            yield from _walk(entry, (*path, *_identity(entry)))
     elif isinstance(value, dict) and {"low", "median", "high"} <= value.keys():
-        yield ", ".join(place), Time(value["low"], value["median"], value["high"])
+        yield ", ".join(path), Time(value["low"], value["median"], value["high"])
     elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _walk(part, place if key in _CONTAINERS else (*place, key))
+        for key, entry in value.items():
+            yield from _walk(entry, path if key in _CONTAINERS else (*path, key))
 
 
 def _identity(entry: object) -> Iterator[str]:
@@ -97,13 +97,13 @@ def _identity(entry: object) -> Iterator[str]:
 
 
 def changes(old: dict[str, Time], new: dict[str, Time]) -> list[Change]:
-    """What both files time, what changed most first."""
+    """Return the timings that are in both files, sorted by how much they changed."""
     both = [Change(name, old[name], new[name]) for name in old if name in new]
     return sorted(both, key=lambda change: abs(math.log(change.factor)), reverse=True)
 
 
 def circumstances(old: dict, new: dict) -> list[str]:
-    """What else differs between the two runs, a line each: another machine explains another time."""
+    """Return a line for each other difference between the runs, such as the machine, which may explain a time."""
     lines = []
     for field in _CIRCUMSTANCES:
         before, after = old.get(field), new.get(field)
@@ -117,7 +117,7 @@ def circumstances(old: dict, new: dict) -> list[str]:
 
 
 def report(old: dict, new: dict) -> tuple[str, bool]:
-    """What to print about two contents of result files, and whether anything became slower."""
+    """Return the text of the comparison, and whether anything became slower."""
     old_times, new_times = timings(old), timings(new)
     compared = changes(old_times, new_times)
     if not compared:
@@ -151,7 +151,7 @@ def _mean_factor(compared: Sequence[Change]) -> float:
 
 
 def main() -> int:
-    """Compare two files; the exit status."""
+    """Compare two files and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path, help="a result file, as benchmarks/results holds them")
     parser.add_argument("new", type=Path, help="one of the same benchmark, taken later")

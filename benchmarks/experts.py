@@ -1,11 +1,11 @@
-"""How much faster a mixture of experts is with NVFP4 weights than torch's bf16 grouped product.
+"""Compare a mixture of experts with NVFP4 weights against torch's bf16 grouped product.
 
     python -m benchmarks.experts [--models mixtral deepseek] [--tokens 1 8 64 512 4096] [--skewed]
 
-Each token goes to top-k experts drawn at random (with ``--skewed``, all to the same ones); rows are sorted by expert.
-Columns: rows of x, experts that have any, the time of ``torch._grouped_mm`` in bfloat16 and of ``nvfp4.grouped_linear``
-in one run, both with the offsets on the device, their ratio, the bytes that the latter has to read and write (of the
-experts that have rows) a second as a share of the copy bandwidth, and TFLOP/s.
+Each token goes to top-k random experts (with ``--skewed``, all tokens to the same ones); rows are sorted by expert.
+Columns: rows of x; experts with rows; time of ``torch._grouped_mm`` in bfloat16 and of ``nvfp4.grouped_linear`` in the
+same run, both with offsets on the device; their ratio; the minimal bytes per second of the latter (for experts with
+rows) as a share of the copy bandwidth; and TFLOP/s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEAREST = QuantizeSpec().pack()
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """One of the projections of a mixture: experts of N x K, of which a token takes ``top``."""
+    """One projection of a mixture: experts of N x K, of which each token uses ``top``."""
 
     experts: int
     top: int
@@ -39,7 +39,7 @@ TOKENS = [1, 8, 64, 512, 4096]
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The weights both ways: bf16 (E, N, K), and NVFP4 of the same values."""
+    """The weights in bf16 (E, N, K) and, with the same values, in NVFP4."""
 
     dense: Tensor
     codes: Tensor
@@ -56,7 +56,7 @@ class Experts:
 
 
 def group_ends(model: Model, tokens: int, skewed: bool, device: torch.device) -> Tensor:
-    """Where each expert's rows end, int32 (E,), for tokens that take ``top`` different experts each."""
+    """Return where each expert's rows end, int32 (E,), for tokens that each use ``top`` different experts."""
     generator = torch.Generator().manual_seed(tokens)
     scores = torch.rand(1 if skewed else tokens, model.experts, generator=generator).expand(tokens, -1)
     taken = scores.topk(model.top).indices.flatten()

@@ -1,25 +1,25 @@
-"""How good the cost model of products on Hopper is, and what its constants would be if they were fitted to a file.
+"""Evaluate the cost model of products on Hopper, and fit its constants to measurements.
 
     python -m benchmarks.fit_costs                              benchmarks/results/h200/matmul_published.json
-    python -m benchmarks.fit_costs forced.json another.json     of several files together
-    python -m benchmarks.fit_costs --measure forced.json        every kernel by every product: needs a Hopper
+    python -m benchmarks.fit_costs forced.json another.json     several files together
+    python -m benchmarks.fit_costs --measure forced.json        every kernel for every product: needs a Hopper
 
-The model (nvfp4_tensor/csrc/cuda/matmul: costs.h, many_rows_sm90/costs.h, few_rows_sm90/costs.h) chooses among kernels;
-it says how many cycles a product takes in a chain of products. This compiles it for the host and asks it about the
-products of a results file, in chains of 9 to 1024 rows of x, which is what it was made for.
+The model (nvfp4_tensor/csrc/cuda/matmul: costs.h, many_rows_sm90/costs.h, few_rows_sm90/costs.h) chooses a kernel by
+predicting the cycles of a product in a chain of products. This script compiles it for the host and evaluates it on the
+products of a results file, for chains with 9 to 1024 rows of x, for which the model was made.
 
-Three tables. First, how far the model is from what was measured: measured over predicted, the middle and the worst.
-Only differences between plans of one product count for a choice, so two figures are fitted to the file before that: the
-clock, and what every product takes beside its plan, such as its launch.
+It prints three tables. First, the errors of the model: measured over predicted time, the median and the worst. Only
+differences between plans of one product matter for the choice, so two parameters are fitted to the file before: the
+clock, and the constant overhead of a product, such as its launch.
 
-Second, what the choice costs, where a file has several kernels of a product: the time of the kernel that the model
-chooses, over the fastest's.
+Second, the cost of the choice, if a file has several kernels of a product: the time of the kernel that the model
+chooses, over that of the fastest.
 
-Third, each constant in the header, fitted, and how well it is determined: by least squares of the logarithms
-(Gauss-Newton), each constant held by a factor of e about the header's. It is "not determined" where the runs leave it
-more than 15 % of freedom. A results file of benchmarks.matmul has one kernel a product, the one that was chosen, so it
-leaves many of them free, and those that it does not are bent to what the model lacks. --measure has every kernel that
-takes a product run, by the environment variable NVFP4_TENSOR_FORCE_KERNEL, in a process each.
+Third, each constant of the header, its fitted value, and how well it is determined, by least squares of the logarithms
+(Gauss-Newton) with a prior of a factor of e around the header's value. A constant is "not determined" if its standard
+deviation is more than 15 %. A results file of benchmarks.matmul has only the chosen kernel of each product, so many
+constants are undetermined, and the others absorb errors of the model. --measure runs every kernel that supports a
+product, each in its own process with the environment variable NVFP4_TENSOR_FORCE_KERNEL.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from benchmarks import harness
 HERE = Path(__file__).parent
 PUBLISHED = HERE / "results" / "h200" / "matmul_published.json"
 FEWEST_ROWS, MOST_ROWS = 9, 1024
-ROWS = [9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]  # that --measure takes
+ROWS = [9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]  # for --measure
 FREEDOM = 0.15  # a constant known less well is "not determined"
-STEP = 0.02  # of a constant, for differences
+STEP = 0.02  # relative step of a constant for differences
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One product in a chain: x (m, k) times w (n, k) transposed, by a kernel, and the seconds that it took."""
+    """One measured product in a chain: x (m, k) @ w (n, k)^T, the kernel, and its time in seconds."""
 
     m: int
     n: int
@@ -68,7 +68,7 @@ class Run:
 
 
 class Model:
-    """The headers, compiled: a process that is asked for costs, and told constants."""
+    """A process with the compiled headers, which returns costs for given constants."""
 
     def __init__(self, folder: Path) -> None:
         compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -99,7 +99,7 @@ class Model:
             self._tell(f"set {name} {value}")
 
     def cost(self, kernel: str, m: int, n: int, k: int, blocks: int) -> int | None:
-        """Cycles; None where the kernel does not take the product, or the model does not speak of it."""
+        """Return cycles, or None if the kernel does not support the product or the model does not cover it."""
         self._tell(f"cost {kernel} {m} {n} {k} {blocks}")
         answer = self._line()
         return None if answer == "none" else int(answer)
@@ -114,7 +114,7 @@ class Model:
 
 
 def read(path: Path, model: Model) -> list[Run]:
-    """The chains of a results file that the model speaks of; the kernel where the file names none is the chosen one."""
+    """Return the chains of a results file that the model covers; a missing kernel name means the chosen one."""
     content = json.loads(path.read_text())
     blocks, runs = content["machine"]["multiprocessors"], []
     for run in content["runs"]:
@@ -134,17 +134,17 @@ def read(path: Path, model: Model) -> list[Run]:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What makes seconds of cycles: predicted = beside + cycles / clock."""
+    """Parameters that convert cycles to seconds: predicted = beside + cycles / clock."""
 
     clock: float  # Hz
-    beside: float  # seconds of every product
+    beside: float  # overhead of every product in seconds
 
     def logs(self, cycles: Tensor) -> Tensor:
         return (self.beside + cycles / self.clock).log()
 
     @classmethod
     def fitted(cls, model: Model, runs: list[Run]) -> Machine:
-        """By least squares of predicted over measured."""
+        """Fit by least squares of predicted over measured."""
         seconds = measured(runs)
         rows = torch.stack([1 / seconds, model.costs(runs) / seconds], 1)
         beside, period = torch.linalg.lstsq(rows, torch.ones_like(seconds)[:, None]).solution.flatten().tolist()
@@ -156,12 +156,12 @@ def measured(runs: list[Run]) -> Tensor:
 
 
 def ratios(model: Model, runs: list[Run], machine: Machine) -> list[float]:
-    """Measured over predicted."""
+    """Return measured over predicted times."""
     return (measured(runs).log() - machine.logs(model.costs(runs))).exp().tolist()
 
 
 def off(ratios: list[float]) -> float:
-    """The middle one's distance from 1."""
+    """The median's distance from 1."""
     return math.expm1(statistics.median(abs(math.log(ratio)) for ratio in ratios))
 
 
@@ -187,7 +187,7 @@ def show_deviations(model: Model, runs: list[Run]) -> str:
 
 
 def show_choices(model: Model, runs: list[Run]) -> str:
-    """What is lost by the model's choices, over products of which several kernels were measured."""
+    """Print the loss from the model's choices, for products with several measured kernels."""
     products: dict[tuple[int, int, int], dict[str, Run]] = collections.defaultdict(dict)
     for run in runs:
         products[run.product][run.kernel] = run
@@ -210,7 +210,7 @@ def show_choices(model: Model, runs: list[Run]) -> str:
 
 
 def slopes(model: Model, runs: list[Run], machine: Machine, at: dict[str, float]) -> Tensor:
-    """(runs, constants): how the logarithm of each prediction goes with that of each constant."""
+    """Return the derivatives of log predictions by log constants: (runs, constants)."""
     columns = []
     for name, value in at.items():
         model.set({name: value * (1 + STEP)})
@@ -222,9 +222,9 @@ def slopes(model: Model, runs: list[Run], machine: Machine, at: dict[str, float]
 
 
 def fit(model: Model, runs: list[Run], machine: Machine, steps: int = 8) -> tuple[dict[str, float], dict[str, float]]:
-    """Constants, and the standard deviation of each one's logarithm; leaves the model with the header's.
+    """Return the fitted constants and the standard deviations of their logarithms; restores the header's constants.
 
-    The machine stays as the header's costs have it, or a common factor of all constants would be free.
+    The machine parameters stay fixed, because otherwise a common factor of all constants would be undetermined.
     """
     names = list(model.header)
     moved = torch.zeros(len(names), dtype=torch.float64)  # from the header's, in logarithms
@@ -265,7 +265,7 @@ def show_fit(model: Model, runs: list[Run]) -> str:
 
 
 def measure_forced(kernel: str, model: Model, repeats: int) -> list[dict]:
-    """Chains of all published weights by the kernel that NVFP4_TENSOR_FORCE_KERNEL names, where it takes them."""
+    """Measure chains of all published weights with the kernel NVFP4_TENSOR_FORCE_KERNEL, if it supports them."""
     from benchmarks import matmul
 
     device = torch.device("cuda")
@@ -288,7 +288,7 @@ def measure_forced(kernel: str, model: Model, repeats: int) -> list[dict]:
 
 
 def measure(path: Path, model: Model, repeats: int) -> None:
-    """All kernels, each in a process of its own, since a process reads the variable once."""
+    """Measure all kernels, each in its own process, because a process reads the variable only once."""
     content = harness.record(torch.device("cuda"), repeats=repeats, runs=[])
     for kernel in model.kernels:
         command = [sys.executable, "-m", "benchmarks.fit_costs", "--measure-forced", "--repeats", str(repeats)]

@@ -1,15 +1,15 @@
-"""How fast a whole model generates: prefill and decode in bf16, in NVFP4 weight-only, and in W4A4.
+"""Measure text generation: prefill and decode in bf16, NVFP4 weight-only and W4A4.
 
     python -m benchmarks.generate [--device cuda] [--models llama-8b smollm2] [--batch 1] [--prompt 512 4096] [--quick]
 
-llama-8b has the shapes of Llama-3.1-8B and random weights, made on the device (--layers shrinks it); smollm2 is
-SmolLM2-135M with its own. Each block is compiled (fullgraph=True), and on CUDA a decode step, greedy choice included,
-is one CUDA graph. Every linear is quantized, the head too; the embedding stays bf16 and is counted apart.
+llama-8b has the shapes of Llama-3.1-8B and random weights, generated on the device (--layers reduces it); smollm2 is
+SmolLM2-135M with its own weights. Each block is compiled (fullgraph=True), and on CUDA a decode step, including the
+greedy choice, is one CUDA graph. All linears including the head are quantized; the embedding stays bf16 and is counted
+separately.
 
-Columns: tokens a second (of the batch together), times those of bf16, the share of the copy bandwidth that weights and
-cache are read at; seconds from a prompt to its first token, launched from Python and, on CUDA, as one graph, which
-leaves the host's speed out; bytes of the linears' weights; and the most memory held at once in prefill and decode,
-everything included.
+Columns: tokens per second (of the batch), speedup over bf16, the share of the copy bandwidth at which weights and cache
+are read; seconds from a prompt to its first token, launched from Python and, on CUDA, as one graph, which excludes the
+speed of the host; bytes of the linears' weights; and the peak memory of prefill and decode.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ RECIPES = {BASELINE: None, "weight-only": NVFP4WeightOnlyConfig(), "W4A4": NVFP4
 
 
 class Generator:
-    """Greedy generation with static shapes: one buffer of tokens, one cache, and on CUDA the step as a graph."""
+    """Greedy generation with static shapes: one token buffer, one cache, and on CUDA one graph per step."""
 
     def __init__(self, model: Llama, prompt: Tensor, count: int) -> None:
-        """prompt: int64 (B, T). count: how many tokens :meth:`generate` adds."""
+        """prompt: int64 (B, T). count: number of tokens that :meth:`generate` adds."""
         self.model, self.prompt, self.count = model, prompt, count
         batch, length = prompt.shape
         self.tokens = torch.nn.functional.pad(prompt, (0, count))
@@ -49,7 +49,7 @@ class Generator:
 
     @torch.no_grad()
     def prefill(self) -> None:
-        """Read the prompt, choose the first token."""
+        """Run the prompt and choose the first token."""
         logits = self.model(self.prompt, self.positions, self.caches)
         length = self.prompt.shape[1]
         self.tokens[:, length : length + 1] = self.model.choose(logits)
@@ -57,20 +57,20 @@ class Generator:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Read the token at ``position``, choose the one behind it."""
+        """Run the token at ``position`` and choose the next one."""
         token = self.tokens.index_select(1, self.position)
         logits = self.model(token, self.position, self.caches)
         self.position += 1
         self.tokens.index_copy_(1, self.position, self.model.choose(logits))
 
     def decode(self) -> None:
-        """Choose the tokens behind the first, ``count`` - 1 steps."""
+        """Choose the tokens after the first, in ``count`` - 1 steps."""
         self.position.fill_(self.prompt.shape[1])
         for _ in range(self.count - 1):
             self.advance()
 
     def generate(self) -> Tensor:
-        """The prompt and ``count`` tokens behind it, (B, T + count)."""
+        """Return the prompt followed by ``count`` tokens, (B, T + count)."""
         self.prefill()
         self.decode()
         return self.tokens
@@ -89,7 +89,7 @@ class Generator:
 
 @dataclasses.dataclass
 class Row:
-    """One recipe's results; times and ratios are against bf16. Bytes count scales and padding."""
+    """Results of one recipe; ratios are relative to bf16. Bytes include scales and padding."""
 
     recipe: str
     tokens_per_second: float
@@ -129,7 +129,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A recipe's generator, and the most memory that its model and running it held."""
+    """A recipe's generator and its peak memory, including the model."""
 
     generator: Generator
     peak_bytes: int | None
@@ -140,7 +140,7 @@ class Contender:
 
     @property
     def moved(self) -> int:
-        """The fewest bytes that decoding reads: each step the linears, and the cache as far as the prompt fills it."""
+        """Minimal bytes read in decoding: in each step the linears, and the cache up to the length of the prompt."""
         generator = self.generator
         length, slots = generator.prompt.shape[1], generator.caches[0].shape[2]
         cache = sum(map(stored_bytes, generator.caches)) * length // slots
@@ -148,7 +148,7 @@ class Contender:
 
 
 def make_model(name: str, recipe: str, layers: int | None, text_length: int, device: torch.device):
-    """(model, text (text_length,) to read) of a recipe, ready to run uncompiled."""
+    """Return (model, text (text_length,)) for a recipe, not compiled."""
     static = recipe == STATIC
     config = None if static else RECIPES[recipe]
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def make_model(name: str, recipe: str, layers: int | None, text_length: int, dev
 
 
 def enter(model: Llama, prompt: Tensor, count: int) -> Contender:
-    """Run a model once, so that all is compiled and captured, then again for the memory that it takes."""
+    """Run a model once to compile and capture, then again to measure its memory."""
     if not prompt.is_cuda:
         return Contender(Generator(model, prompt, count), None)
     held = torch.cuda.memory_allocated()
@@ -177,7 +177,7 @@ def enter(model: Llama, prompt: Tensor, count: int) -> Contender:
 
 
 def race(contenders: dict[str, Contender], device: torch.device, repeats: int) -> tuple[list[Row], float]:
-    """(rows, copy bandwidth in bytes/s): decode and prefill of all, interleaved; the first is the baseline."""
+    """Return (rows, copy bandwidth in bytes/s) of all recipes, measured interleaved; the first is the baseline."""
     variants = []
     for recipe, contender in contenders.items():
         generator = contender.generator
@@ -217,7 +217,7 @@ def race(contenders: dict[str, Contender], device: torch.device, repeats: int) -
 
 
 def run_model(report: harness.Report, name: str, arguments: argparse.Namespace, device: torch.device) -> list[dict]:
-    """All recipes of one model at every batch and prompt length."""
+    """Measure all recipes of one model at every batch and prompt length."""
     models = {}
     for recipe in arguments.recipes:
         models[recipe], text = make_model(name, recipe, arguments.layers, max(arguments.prompt), device)

@@ -1,9 +1,9 @@
-"""The one harness of all benchmarks: how time is taken, what it is compared with, and how results are kept.
+"""The harness of all benchmarks: how times are measured, compared and saved.
 
-On CUDA each variant is captured in a graph and timed by events around one replay, after the L2 cache is flushed; on a
-CPU by perf_counter, around as many calls as take a millisecond. Variants are interleaved, one run of each in turn, so
-that drift of the machine falls on all of them; the figure is the median. A copy of a large tensor runs among them: its
-bandwidth is what shares refer to.
+On CUDA each variant is captured in a graph and timed by events around one replay, after a flush of the L2 cache; on a
+CPU by perf_counter around as many calls as take a millisecond. Variants are interleaved, one run of each at a time, so
+that drift of the machine affects all of them; the figure is the median. A copy of a large tensor is measured in the
+same way, and shares are relative to its bandwidth.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COPY_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}  # what 16384^2 and 4096^2 bf
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from ``least`` on."""
+    """Return an argparse type for integers of at least ``least``."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -45,7 +45,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Something to time: run() does the work once; moved is the fewest bytes that it has to read and write."""
+    """Something to time: run() does the work once; moved is the minimal number of bytes read and written."""
 
     name: str
     run: Callable[[], object]
@@ -55,7 +55,7 @@ class Variant:
 
 @dataclasses.dataclass
 class Timing:
-    """What came out: median and quartiles in seconds, and how ("graph", "events" outside of one, "clock")."""
+    """A result: median and quartiles in seconds, and the method ("graph", "events" without a graph, "clock")."""
 
     name: str
     moved: int
@@ -70,10 +70,10 @@ class Timing:
 
 
 def copy_variants(device: torch.device) -> list[Variant]:
-    """The machine's own limit: bytes read and written by copying one large bf16 tensor; the faster way counts.
+    """Return variants that copy a large bf16 tensor; the bandwidth of the faster one is the limit of the machine.
 
-    On CUDA the driver's copy stays out of a graph: as a graph node it took 392 us for 512 MiB on an H200, 2.7 TB/s, and
-    the kernels timed beside it moved 3.9. A kernel that does nothing else of weight runs too; the faster took 254 us.
+    On CUDA the driver's copy is not captured: as a graph node it took 392 us for 512 MiB on an H200, 2.7 TB/s, where
+    other kernels of the run reached 3.9. A simple copy kernel is measured too; the faster of the two took 254 us.
     """
     n = _COPY_BYTES[device.type]
     source = torch.randn(n // 2, device=device, dtype=torch.bfloat16)
@@ -84,7 +84,7 @@ def copy_variants(device: torch.device) -> list[Variant]:
 
 
 def measure(variants: Sequence[Variant], device: torch.device, *, repeats: int) -> dict[str, Timing]:
-    """Time all variants, and a copy among them, ``repeats`` times each, interleaved."""
+    """Time all variants and a copy ``repeats`` times each, interleaved."""
     variants = [*(limits := copy_variants(device)), *variants]
     if device.type == "cuda":
         runs, methods = zip(*(_captured(variant.run, variant.in_graph) for variant in variants), strict=True)
@@ -128,13 +128,13 @@ def _repeat(run: Callable[[], object], calls: int) -> None:
 
 
 def _calls_a_millisecond(run: Callable[[], object]) -> int:
-    """At least one; the first call, uncounted, pays for compilation and the allocator."""
+    """Return how many calls take a millisecond, at least one. The first call, which compiles, is not counted."""
     run()
     return min(max(int(1e-3 / max(_clock(run), 1e-7)), 1), 1000)
 
 
 def _event_timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """From a cold L2 cache, flushed by reading: a flush that writes leaves dirty lines for the run to write back."""
+    """Time with a cold L2 cache, flushed by reading: after a flush by writing, the run would write back dirty lines."""
     flush = torch.ones(_FLUSH_BYTES // 4, device=device)
 
     def take(run: Callable[[], object]) -> float:
@@ -150,7 +150,7 @@ def _event_timer(device: torch.device) -> Callable[[Callable[[], object]], float
 
 
 def _captured(run: Callable[[], object], in_graph: bool) -> tuple[Callable[[], object], str]:
-    """The run as a graph replay; the run itself where that is not wanted, or cannot be (it synchronizes, say)."""
+    """Return the replay of a captured graph, or ``run`` if that is not requested or not possible (it synchronizes)."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -174,10 +174,10 @@ def _captured(run: Callable[[], object], in_graph: bool) -> tuple[Callable[[], o
 def on_end(
     variants: Sequence[Variant], device: torch.device, *, turn: float = 0.4, rounds: int = 3
 ) -> dict[str, float]:
-    """Seconds a run of each variant on CUDA, run again and again: turns of ``turn`` seconds whose second half counts.
+    """Measure seconds per run in sustained load on CUDA: turns of ``turn`` seconds, of which the second half counts.
 
-    So it is in a training run or under load: the clock is what this variant's own power makes it. Runs that are
-    interleaved (:func:`measure`) all have the clock of the mix, which hides it where one draws less. The median turn.
+    As in training, the clock then depends on the power of this variant alone. Interleaved runs (:func:`measure`) all
+    have the clock of the mix, which hides the advantage of a variant that uses less power. Returns the median turn.
     """
     assert device.type == "cuda"
     runs = [_captured(variant.run, variant.in_graph)[0] for variant in variants]
@@ -202,9 +202,9 @@ def _turn(run: Callable[[], object], calls: int) -> float:
 
 
 def host_time(run: Callable[[], object], device: torch.device, *, budget: float = 0.3, rounds: int = 15) -> float:
-    """Seconds of host time per eager call: median over rounds of back-to-back calls, the device not waited for.
+    """Return seconds of host time per eager call: the median of rounds of calls without synchronizing.
 
-    ``budget`` seconds go to it all; a round has at most 500 calls, fewer than a stream takes before the host must wait.
+    This takes ``budget`` seconds. A round has at most 500 calls, fewer than a stream can queue.
     """
 
     def synchronize() -> None:
@@ -233,7 +233,7 @@ def _processor() -> str:
 
 
 def machine(device: torch.device) -> dict[str, str | int]:
-    """What the figures depend on; never the host's name."""
+    """Return the hardware and software that figures depend on, without the host's name."""
     facts: dict[str, str | int] = {
         "processor": _processor(),
         "cores": os.cpu_count() or 0,
@@ -264,7 +264,7 @@ def versions() -> dict[str, str]:
 
 
 def native() -> dict[str, str]:
-    """What serves each device: the native library or plain torch, and why."""
+    """Return which library each device uses, native or plain torch, and why."""
     from nvfp4_tensor import info
 
     facts = info()
@@ -272,7 +272,7 @@ def native() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that ran, with a + where files differ from it; the variable COMMIT where there is no repository."""
+    """Return the commit, with a + if files differ from it; without a repository, the environment variable COMMIT."""
     root = Path(__file__).parent.parent
 
     def git(*arguments: str) -> str:
@@ -288,16 +288,16 @@ def commit() -> str:
 
 
 def command() -> str:
-    """What was typed, as ``python -m`` and the arguments, without where the results were to go."""
+    """Return the command line, as ``python -m`` and the arguments, without --out."""
     spec, arguments = sys.modules["__main__"].__spec__, sys.argv[1:]
     if "--out" in arguments:
-        place = arguments.index("--out")
-        del arguments[place : place + 2]
+        index = arguments.index("--out")
+        del arguments[index : index + 2]
     return " ".join(["python", "-m", spec.name if spec else Path(sys.argv[0]).stem, *arguments])
 
 
 def record(device: torch.device, **content) -> dict:
-    """A result with everything needed to repeat it."""
+    """Return a result with all information needed to repeat it."""
     return {
         "command": command(),
         "commit": commit(),
@@ -310,7 +310,7 @@ def record(device: torch.device, **content) -> dict:
 
 
 def result_path(device: torch.device, subject: str, folder: Path | str | None = None) -> Path:
-    """results/<gpu or cpu>/<subject>.json, the folder made; pictures and tables lie beside it."""
+    """Return results/<gpu or cpu>/<subject>.json and create its folder, in which pictures and tables are saved too."""
     name = torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
     path = Path(folder or RESULTS) / name / f"{subject}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -318,15 +318,15 @@ def result_path(device: torch.device, subject: str, folder: Path | str | None = 
 
 
 def save(path: Path, content: dict, text: str) -> None:
-    """The record as JSON and the tables as they were printed, beside each other."""
+    """Save the record as JSON, and the printed tables as .txt in the same folder."""
     path.write_text(json.dumps(content, indent=1) + "\n")
     path.with_suffix(".txt").write_text(text.rstrip() + "\n")
 
 
 def with_earlier(rows: Sequence[dict], path: Path, key: str, **same: object) -> list[dict]:
-    """The rows, and those of the record at ``path`` that were not run again, if it has the same settings.
+    """Return the rows, with those of the record at ``path`` that were not run again, if its settings are the same.
 
-    A row is known by its ``key``; the record's order stays, new rows come last.
+    Rows are matched by ``key``. The order of the record is kept, and new rows come last.
     """
     earlier = json.loads(path.read_text()) if path.exists() else {}
     kept = earlier["rows"] if earlier and all(earlier.get(name) == value for name, value in same.items()) else []
@@ -334,7 +334,7 @@ def with_earlier(rows: Sequence[dict], path: Path, key: str, **same: object) -> 
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned, the first to the left, the others to the right."""
+    """Format a table with the first column aligned left and the others right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -347,9 +347,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def bars(path: Path, title: str, subjects: Sequence[dict]) -> bool:
-    """A PNG of each subject's share of the copy bandwidth, its time and the times of its peers; False: no matplotlib.
+    """Save a PNG of the share of the copy bandwidth, time and peers of each subject; return False without matplotlib.
 
-    Subjects: dicts with name, median, share and times ({peer: factor}).
+    subjects: dicts with name, median, share and times ({peer: factor}).
     """
     try:
         import matplotlib
@@ -376,7 +376,7 @@ def bars(path: Path, title: str, subjects: Sequence[dict]) -> bool:
 
 
 class Report:
-    """Prints as it goes, and keeps what it printed for :func:`save`."""
+    """Prints lines immediately, and keeps the text for :func:`save`."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -391,7 +391,7 @@ class Report:
 
 
 def seconds(value: float) -> str:
-    """1.23 ms, 45.6 us."""
+    """Format seconds: 1.23 ms, 45.6 us."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if value * factor >= 1:
             return f"{value * factor:.3g} {unit}"

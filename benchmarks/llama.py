@@ -1,9 +1,9 @@
-"""A Llama-shaped decoder, small enough to read: what a serving engine multiplies, and nothing else of one.
+"""A minimal Llama-shaped decoder with the products of a serving engine.
 
 RMSNorm, rotary embedding, grouped-query attention over a static key-value cache, SwiGLU. The projections to queries,
-keys and values are one linear, and so are gate and up, as engines have them. A block takes and gives the residual
-stream and the update not yet added to it, so that the addition fuses into the next norm even where each block is a
-graph of its own.
+keys and values are one linear, as are gate and up, like in serving engines. A block receives and returns the residual
+stream and the update that is not yet added to it, so that the addition fuses into the next norm even if each block is a
+separate graph.
 """
 
 from __future__ import annotations
@@ -83,16 +83,16 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """x (B, T, heads, head_dim), the halves (a, b) of each head turned to (a cos - b sin, b cos + a sin).
+    """Rotate the halves (a, b) of each head of x (B, T, heads, head_dim) to (a cos - b sin, b cos + a sin).
 
-    rotation holds the sines with the first half's sign turned already.
+    The sines in ``rotation`` have the sign of the first half already negated.
     """
     cos, sin = rotation.unbind(-2)
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class Llama(nn.Module):
-    """Tokens to the logits of the last. The caches, one a layer, are the caller's: see :meth:`new_caches`."""
+    """Computes logits of the last token. The caller owns the caches, one per layer: see :meth:`new_caches`."""
 
     rotations: Tensor
 
@@ -111,9 +111,9 @@ class Llama(nn.Module):
         self.register_buffer("rotations", rotations, persistent=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> Tensor:
-        """tokens (B, T) int64 at positions (T,) -> logits (B, vocab).
+        """Return logits (B, vocab) for tokens (B, T) int64 at positions (T,).
 
-        Either one token at any position, or the whole prompt from position 0 on.
+        tokens is either one token at any position, or the full prompt from position 0.
         """
         x, update, rotation, bias = self.enter(tokens, positions, caches[0].shape[2])
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -121,33 +121,33 @@ class Llama(nn.Module):
         return self.leave(x, update)
 
     def enter(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the first block takes: (x, update, rotation, bias) over a cache of ``length``."""
+        """Return the inputs of the first block, (x, update, rotation, bias), for a cache of ``length``."""
         x = self.embedding(tokens)
         past = torch.arange(length, device=x.device) <= positions[-1:, None]
         bias = torch.where(past, 0.0, float("-inf")).to(x.dtype)
         return x, torch.zeros_like(x), self.rotations[positions], bias
 
     def leave(self, x: Tensor, update: Tensor) -> Tensor:
-        """What the last block gives, the last token's, to logits."""
+        """Return the logits of the last token from the outputs of the last block."""
         return self.head(self.norm((x + update)[:, -1]))
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The most likely token, (B, 1)."""
+        """Return the most likely token, (B, 1)."""
         best, index = logits.unflatten(-1, (CHOICE_PARTS, -1)).max(-1)
         part = best.argmax(-1, keepdim=True)
         return part * (logits.shape[-1] // CHOICE_PARTS) + index.gather(-1, part)
 
     def new_caches(self, batch: int, length: int) -> list[Tensor]:
-        """Empty caches for at least ``length`` positions."""
+        """Return empty caches for at least ``length`` positions."""
         shape = (batch, 2 * self.shape.kv_heads, ceil_to(length, CACHE_MULTIPLE), self.shape.head_dim)
         weight = self.embedding.weight
         return [torch.zeros(shape, device=weight.device, dtype=weight.dtype) for _ in self.layers]
 
     def compile_parts(self) -> None:
-        """Each block as one full graph, compiled once for all of them, and what is before and behind them.
+        """Compile each block as one full graph, shared by all blocks, and the code before and after them.
 
-        Inductor's kernels let the next one begin before they end (programmatic dependent launch), in bf16 too: with it
-        a decode step of Llama-8B's shape took 0.94 of the time on an H200, and in bf16 0.99.
+        Inductor's kernels use programmatic dependent launch, in bf16 too: a decode step of Llama-8B's shape then took
+        0.94 of the time on an H200, and in bf16 0.99.
         """
         torch._inductor.config.triton.enable_pdl = True
         torch._dynamo.config.recompile_limit = 64  # every recipe, batch and length is a graph of the same code
@@ -163,7 +163,7 @@ class Llama(nn.Module):
 def random_model(
     shape: Shape, config: AOBaseConfig | None, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> Llama:
-    """Gaussian weights, made on the device and quantized layer by layer: the dense model never exists as a whole."""
+    """Return a model with Gaussian weights, created and quantized layer by layer to avoid a full dense model."""
     with torch.device("meta"):
         model = Llama(shape).to(dtype)
     model.rotations = Llama(dataclasses.replace(shape, layers=0, vocab=1)).rotations.to(device)
@@ -180,7 +180,7 @@ def random_model(
 
 
 def smollm2(config: AOBaseConfig | None, length: int, device: torch.device) -> tuple[Llama, Tensor]:
-    """SmolLM2-135M-Instruct with its own weights, and the first ``length`` tokens of a text, int64."""
+    """Return SmolLM2-135M-Instruct, and the first ``length`` tokens of a text, int64."""
     from nvfp4_cli.demo.model import evaluation_tokens, load_model
 
     source, tokenizer = load_model()
@@ -191,7 +191,7 @@ def smollm2(config: AOBaseConfig | None, length: int, device: torch.device) -> t
 
 
 def from_transformers(source: nn.Module, shape: Shape) -> Llama:
-    """The weights of transformers' LlamaForCausalLM in a Llama; a head that was the embedding becomes its own."""
+    """Copy the weights of transformers' LlamaForCausalLM to a Llama; a tied head becomes a separate parameter."""
     model = Llama(shape).to(next(source.parameters()).dtype)
     state = dict(source.state_dict())
     renamed = {

@@ -1,24 +1,23 @@
-"""How much faster a linear layer of NVFP4 weights is than torch's bf16 one, from decode to prefill.
+"""Compare linear layers with NVFP4 weights against torch's bf16 linear, from decode to prefill.
 
     python -m benchmarks.matmul [--device cuda] [--shapes 14336x8192 28672x8192 4096x4096] [--rows 1 16 64 1024]
     python -m benchmarks.matmul --published --peers --repeats 9
     python -m benchmarks.matmul --gradients --rows 64 512 4096
 
-Two measures, one table each, for each number M of rows of x:
+There are two measurements, one table each, for each number M of rows of x:
 
-    single   one product, started cold: the weight is not in the cache, and the time between the two events that
-             enclose it includes starting it.
-    chain    R products with R weights, one after another in a CUDA graph, the time divided by R: a step of a decoder.
-             R is as many as exceed the L2 cache several times, so that no weight is still there from the last round.
+    single   one product with a cold cache: the time between two events around it, including its launch.
+    chain    R products with R weights in sequence in one CUDA graph, as in a decoder step: the time divided by R. The R
+             weights exceed the L2 cache several times, so that no weight is in the cache.
 
-Columns: torch's bfloat16 linear and ``torch.ops.nvfp4.matmul``, their ratio, the bytes that have to be read and written
-(codes, scales, x, y) a second as a share of the copy bandwidth, and TFLOP/s; W4A4, the same product with the activation
-quantized and decoded before it; and the ratio to bf16 that other libraries reach in this run with the same weights,
-where they are installed. The last table gives the host's time for one eager call.
+Columns: time of torch's bfloat16 linear and of ``torch.ops.nvfp4.matmul``, their ratio, the minimal bytes per second
+(codes, scales, x, y) as a share of the copy bandwidth, and TFLOP/s; W4A4, which is the same product with the activation
+quantized and decoded before; and the speedup over bf16 of other installed libraries in the same run with the same
+weights. The last table has the host time of one eager call.
 
-With --published 20 weights of Llama, Qwen, Mixtral and DeepSeek models, and a table of all: for each M the geometric
-mean of the ratios to bf16, and the least. With --gradients the products of the backward pass instead, which a frozen
-weight has in LoRA: M rows of a gradient (M, N) times w, beside torch's.
+--published measures 20 weights of Llama, Qwen, Mixtral and DeepSeek models, and prints for each M the geometric mean
+and minimum of the ratios to bf16. --gradients measures the products of the backward pass of a frozen weight in LoRA: M
+rows of a gradient (M, N) times w.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ CHAIN_BYTES = 256 << 20  # of NVFP4 weights, over four times the 60 MB of an H20
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One weight both ways: bf16 (N, K), and NVFP4 of the same values."""
+    """One weight in bf16 (N, K) and, with the same values, in NVFP4."""
 
     dense: Tensor
     codes: Tensor
@@ -78,21 +77,21 @@ class Layer:
         )
 
     def product_of_quantized(self, x: Tensor) -> Tensor:
-        """W4A4 without FP4 tensor cores: x is quantized and decoded, its per-tensor scale left for the epilogue."""
+        """W4A4 without FP4 tensor cores: x is quantized and decoded, and the epilogue applies its per-tensor scale."""
         return self.product(*torch.ops.nvfp4.quantize_activation(x, None, NEAREST, x.dtype))
 
     def weight(self) -> Weight:
-        """As a checkpoint has it, which is what peers take."""
+        """The weight in a checkpoint's layout, for the peers."""
         rows, columns = self.dense.shape
         return Weight(self.codes, layout.unswizzle(self.scale, rows, columns // layout.BLOCK), self.factor)
 
     def moved(self, m: int) -> int:
-        """The fewest bytes that a product of m rows reads and writes."""
+        """Return the minimal bytes that a product of m rows reads and writes."""
         return self.codes.numel() + self.scale.numel() + 2 * m * sum(self.dense.shape)
 
 
 def ways(report: harness.Report, layers: list[Layer], xs: list[Tensor], wanted: list[str]) -> dict[str, list[Linear]]:
-    """The ways of multiplying, each as one function of x for each layer: torch's, ours, the peers that run."""
+    """Return the implementations, each a function of x per layer: torch, ours, and the peers that run."""
     makers = {name: peers.PRODUCTS[name] for name in wanted}
     return {
         "bf16": [functools.partial(torch.nn.functional.linear, weight=layer.dense) for layer in layers],
@@ -110,7 +109,7 @@ def ways_backward(layers: list[Layer]) -> dict[str, list[Linear]]:
 
 
 def variants(layers: list[Layer], x: Tensor, products: dict[str, list[Linear]]) -> list[Variant]:
-    """Each way's single product and, where there are several layers, its chain, named "way M" and "way M chain"."""
+    """Return each implementation's single product "way M" and, for several layers, its chain "way M chain"."""
     layer, m = layers[0], x.shape[0]
     found = []
     for way, linears in products.items():
@@ -129,7 +128,7 @@ def chain(linears: list[Linear], x: Tensor) -> None:
 def show(
     report: harness.Report, layer: Layer, ways: list[str], rows: list[int], timings: dict[str, Timing], length: int
 ) -> list[dict]:
-    """The table of single products (length 1) or of chains of so many, and what is kept of it."""
+    """Print the table of single products (length 1) or chains, and return its record."""
     limit, flops = timings[harness.COPY].bandwidth, 2.0 * layer.dense.numel()
     kept, lines = [], []
     for m in rows:
@@ -157,7 +156,7 @@ def show(
 
 
 def host_times(report: harness.Report, device: torch.device, wanted: list[str], rounds: int) -> dict[str, float]:
-    """Seconds of host time of an eager call: a small product of each way but W4A4, and torch's linear on the tensor."""
+    """Return host seconds per eager call: a small product of each way except W4A4, and F.linear on the tensor."""
     layer = Layer.random(1024, 1024, device)
     xs = [torch.randn(m, 1024, device=device).bfloat16() for m in (1, 64)]
     products = ways(report, [layer], xs, wanted)
@@ -173,7 +172,7 @@ def host_times(report: harness.Report, device: torch.device, wanted: list[str], 
 
 
 def summary(report: harness.Report, runs: list[dict]) -> None:
-    """Over all weights, for each M: the geometric mean of bf16's time over ours, and the least."""
+    """Print for each M the geometric mean and the minimum of bf16's time over ours, over all weights."""
     lines = []
     for i, first in enumerate(runs[0]["single"]):
         line = [str(first["m"])]
@@ -230,7 +229,7 @@ def main() -> None:
         products = ways_backward(layers) if arguments.gradients else ways(report, layers, xs, wanted)
         wanted = [peer for peer in wanted if peer in products]
         timings: dict[str, Timing] = {}
-        for x in xs:  # each number of rows by itself: among products of thousands a GPU lowers its clock for all
+        for x in xs:  # each number of rows separately: products of thousands of rows lower the clock for all
             timings |= harness.measure(variants(layers, x, products), device, repeats=repeats)
         report(f"copy {timings[harness.COPY].bandwidth / 1e9:.0f} GB/s")
         run = {"shape": [rows, columns], "chain_length": length}

@@ -1,11 +1,11 @@
-"""How fast x @ w^T is on a CPU with w in NVFP4, beside torch's linear with w in the dtype of x.
+"""Compare x @ w^T on a CPU with w in NVFP4 against torch's linear with w in the dtype of x.
 
     python -m benchmarks.matmul_cpu [--shapes 4096x4096] [--rows 1 4 16 512] [--threads 1 2] [--sets avx512 avx2]
 
-Rows: shapes of the weight (N x K) and rows of x. Columns: median time of the product, bytes that have to move a second
-and their share of the copy bandwidth measured in the same run, multiplications and additions a second, torch's median
-time and how many times faster than it; the same of any instruction set that is asked for besides the best. Variants
-are interleaved, and the copy among them leaves nothing of a weight in the caches.
+Rows: shapes of the weight (N x K) and rows of x. Columns: median time of the product; minimal bytes per second and
+their share of the copy bandwidth measured in the same run; multiplications and additions per second; torch's median
+time and the speedup over it; and the same for other requested instruction sets. Variants are interleaved, and the copy
+among them removes weights from the caches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Case:
 
 
 def variants(case: Case, dtype: torch.dtype, sets: list[str]) -> list[Variant]:
-    """torch's linear, and the product on each instruction set, named by it."""
+    """Return variants of torch's linear and of the product with each instruction set, by its name."""
     n, k = case.shape
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(n, k, generator=generator).to(dtype)
@@ -59,7 +59,7 @@ def variants(case: Case, dtype: torch.dtype, sets: list[str]) -> list[Variant]:
 
 
 def row(case: Case, isa: str, timings: dict[str, Timing]) -> tuple[dict, list[str]]:
-    """What is kept of a case on one instruction set, and its line of the table."""
+    """Return the record of a case with one instruction set, and its line in the table."""
     timing, peer, limit = timings[isa], timings[TORCH], timings[harness.COPY]
     n, k = case.shape
     flops = 2 * case.rows * n * k / timing.median

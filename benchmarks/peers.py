@@ -1,9 +1,9 @@
-"""Other libraries' products of bfloat16 activations and NVFP4 weights, each called as its users call it.
+"""Products of bfloat16 activations and NVFP4 weights in other libraries, called through their public API.
 
-Every peer is given the same weight in the layout of a checkpoint, rearranges it once, and then multiplies. One that is
-not installed, does not run here or does not give the product of the weight is left out and named with the reason.
+Every peer gets the same weight in the layout of a checkpoint, rearranges it once, and then multiplies. A peer that is
+not installed, does not run or returns a wrong product is skipped, and printed with the reason.
 
-    humming   humming-kernels, of the vLLM project: CUDA C++, all that a weight may need compiled at the first call
+    humming   humming-kernels, of the vLLM project: CUDA C++, all kernels for a weight compiled at the first call
     quack     quack-kernels, of Dao-AILab: CuTe DSL, compiled at the first call of each kind
 """
 
@@ -34,7 +34,7 @@ class Weight:
     factor: Tensor
 
     def decoded(self) -> Tensor:
-        """(N, K) float32."""
+        """Return the decoded weight: (N, K) float32."""
         columns = self.scale.shape[1] * BLOCK
         return torch.ops.nvfp4.dequantize(self.codes, swizzle(self.scale), self.factor, columns, torch.float32)
 
@@ -43,7 +43,7 @@ HUMMING_CONFIG = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
 
 
 def humming_tensors(weight: Weight) -> dict[str, Tensor]:
-    """The weight under the names of a ModelOpt checkpoint, one that humming reads."""
+    """Return the weight with the names of a ModelOpt checkpoint, which humming reads."""
     return {"weight": weight.codes, "weight_scale": weight.scale, "weight_scale_2": weight.factor.reshape(1)}
 
 
@@ -81,7 +81,7 @@ def products(
     weights: Sequence[Weight],
     inputs: Sequence[Tensor],
 ) -> dict[str, list[Linear]]:
-    """Peer to its product with each weight, of the peers whose product of the first one is right for all inputs."""
+    """Return the products of each peer with each weight, for peers that multiply the first weight correctly."""
     found: dict[str, list[Linear]] = {}
     decoded = weights[0].decoded()
     for peer, make in makers.items():
@@ -99,12 +99,12 @@ def products(
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:
-    """|value - expected| / |expected| in the Frobenius norm; NaN if any value is."""
+    """Return |value - expected| / |expected| in the Frobenius norm; NaN if any value is NaN."""
     return ((value.float() - expected).norm() / expected.norm()).item()
 
 
 def gather(report: Report, makers: dict[str, Callable[[], dict[str, Run]]]) -> dict[str, dict[str, Run]]:
-    """Subject name to {peer: run}, of the peers that import, compile and run; the others are named with the reason."""
+    """Return {subject: {peer: run}} for peers that import, compile and run; print the others with the reason."""
     found: dict[str, dict[str, Run]] = {}
     for peer, make in makers.items():
         try:

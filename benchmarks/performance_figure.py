@@ -1,4 +1,4 @@
-"""Line charts as SVG, by hand: the same bytes everywhere, so that a test can compare them, and text a browser sets."""
+"""Line charts as SVG, written directly, so that a test can compare the bytes and browsers render the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STYLE = "font-family:system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,s
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Values over rows of x."""
+    """A line of values over rows of x."""
 
     name: str
     x: Sequence[int]
@@ -39,7 +39,7 @@ def _text(
 
 
 class _Axes:
-    """Where a panel's values lie."""
+    """Maps a panel's values to coordinates."""
 
     def __init__(self, panel: Panel, left: float) -> None:
         xs = [x for line in panel.lines for x in line.x]
@@ -94,7 +94,7 @@ def _panel(panel: Panel, left: float, x_title: str, y_title: str) -> str:
 
 
 def draw(panels: Sequence[Panel], *, x_title: str, y_title: str) -> str:
-    """The panels side by side, on a white ground that stays white on a dark page."""
+    """Draw the panels in a row, with a white background for dark pages."""
     width = PANEL_WIDTH * len(panels)
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {PANEL_HEIGHT}" style="{STYLE}">\n'
     svg += f'<rect width="{width}" height="{PANEL_HEIGHT}" rx="8" fill="#ffffff"/>\n'

@@ -1,8 +1,8 @@
-"""docs/performance.md and its figure, made of benchmarks/results: python -m benchmarks.performance_page [--check]
+"""Generate docs/performance.md and its figure from benchmarks/results: python -m benchmarks.performance_page [--check]
 
-Every number of the page's tables comes from the JSON that the benchmarks wrote; performance_page.template.md has the
-words between them. Without torch, so that the page can be made wherever the documentation is. A test checks that what
-is committed is what this gives.
+All numbers in the page's tables come from the benchmarks' JSON files; performance_page.template.md has the text. This
+module does not need torch, so that the page can be generated with the documentation. A test checks that the committed
+page is up to date.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODELS = {"mixtral": "Mixtral-8x7B", "deepseek": "DeepSeek-like", "llama-8b": "L
 
 
 def load(machine: str, subject: str) -> dict:
-    """One result file, as the benchmarks wrote it."""
+    """Load a result file."""
     return json.loads((RESULTS / machine / f"{subject}.json").read_text())
 
 
@@ -36,13 +36,13 @@ def load(machine: str, subject: str) -> dict:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
+    """Format a table whose first column is text and whose other columns are numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def source(*results: dict) -> str:
-    """What was run, on what, of which commit."""
+    """Return the command, machine and commit of a result."""
     result = results[0]
     machine = result["machine"]
     where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['processor']} ({machine['cpu_capability']})"
@@ -60,7 +60,7 @@ def times(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three digits."""
+    """Format three digits."""
     return f"{value:#.3g}".rstrip(".")
 
 
@@ -72,7 +72,7 @@ def seconds(value: float) -> str:
 
 
 def ratios(run: dict, kind: str, way: str) -> list[float]:
-    """Times as fast as bfloat16, by rows of x; kind: single or chain; way: nvfp4, w4a4 or a peer."""
+    """Return speedups over bfloat16 by rows of x; kind: single or chain; way: nvfp4, w4a4 or a peer."""
     return [case["ratio"][way] for case in run[kind]]
 
 
@@ -240,7 +240,7 @@ def off_theory() -> str:
 
 
 def figure() -> str:
-    """The figure of README and of the page: SVG."""
+    """Return the figure of README and of the page as SVG."""
     result = load("h200", "matmul")
     runs, rows = result["runs"], [case["m"] for case in result["runs"][0]["chain"]]
 
@@ -259,7 +259,7 @@ def figure() -> str:
 
 
 def page() -> str:
-    """docs/performance.md."""
+    """Return the text of docs/performance.md."""
     return string.Template(TEMPLATE.read_text()).substitute(
         source_products=source(load("h200", "matmul")),
         products_single=products("single"),
@@ -296,7 +296,7 @@ def page() -> str:
 
 
 def main() -> None:
-    """Write both files, or check them."""
+    """Write or check both files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if what is committed is not this")
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""How fast NVFP4 is made and unmade: amax, quantize in its modes, dequantize, fake quantize, row and transpose at once.
+"""Measure amax, quantize in its modes, dequantize, fake quantize, and quantizing x and its transpose in one pass.
 
     python -m benchmarks.quantize [--device cuda] [--shapes 16384x16384] [--dtype bfloat16] [--threads 1 2]
 
-Columns: median time, bytes that have to move a second, their share of the copy bandwidth measured in the same run, and
-how many times faster than each peer: torchao's eager functions, torch.compile of the reference's arithmetic, and
-MSLK's Triton kernels. A peer that is not installed or does not run here is a missing column, and named with its
-reason. A second table gives the host's time for one eager call on a small tensor.
+Columns: median time, minimal bytes per second, their share of the copy bandwidth measured in the same run, and the
+speedup over each peer: torchao's eager functions, torch.compile of the reference's arithmetic, and MSLK's Triton
+kernels. A peer that is not installed or does not run has no column, and is printed with the reason. A second table has
+the host time of one eager call on a small tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PEERS = ("torchao", "compiled", "mslk")
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """One line: what is timed, the fewest bytes it moves, and what others call the same."""
+    """One line of the table: the function to time, its minimal bytes, and the peers' equivalents."""
 
     name: str
     run: Run
@@ -47,7 +47,7 @@ class Subject:
 
 
 def reference_quantize(x: Tensor, amax: Tensor, state: Tensor, spec: QuantizeSpec) -> tuple[Tensor, Tensor]:
-    """The reference's arithmetic on the whole tensor, as torch.compile is given it: x (M, K), K a multiple of 16."""
+    """Quantize with the reference's arithmetic without chunks, for torch.compile: x (M, K), K a multiple of 16."""
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     bits = reference.block_scales(blocks, amax, spec)
     enc = reference.block_encode(bits.view(torch.float8_e4m3fn).float(), reference.encode_scale(amax, spec))
@@ -57,13 +57,13 @@ def reference_quantize(x: Tensor, amax: Tensor, state: Tensor, spec: QuantizeSpe
 
 
 def reference_amax(x: Tensor) -> Tensor:
-    """reference.amax of the whole tensor: the pieces that it takes x in would be unrolled, 2,048 of them at 16384^2."""
+    """Compute reference.amax without chunks, which torch.compile would unroll: 2,048 of them at 16384^2."""
     magnitude = x.float().abs()
     return torch.where(magnitude <= layout.FLOAT32_MAX, magnitude, 0.0).amax()
 
 
 def compiled_peers(x: Tensor, amax: Tensor, state: Tensor, packed: tuple[Tensor, ...]) -> dict[str, Run]:
-    """Name of a subject to torch.compile of the reference for it."""
+    """Return torch.compile of the reference for each subject."""
     quantize = torch.compile(reference_quantize, dynamic=False)
     decode = torch.compile(reference.dequantize, dynamic=False)
     specs = {
@@ -80,7 +80,7 @@ def compiled_peers(x: Tensor, amax: Tensor, state: Tensor, packed: tuple[Tensor,
 
 
 def torchao_peers(x: Tensor) -> dict[str, Run]:
-    """torchao's eager functions, as its own NVFP4Tensor calls them off Blackwell."""
+    """Return torchao's eager functions, as its NVFP4Tensor calls them on devices other than Blackwell."""
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, nvfp4_quantize, per_tensor_amax_to_scale
 
     scale = per_tensor_amax_to_scale(x.abs().max())
@@ -100,9 +100,9 @@ def torchao_peers(x: Tensor) -> dict[str, Run]:
 
 
 def mslk_peers(x: Tensor, amax: Tensor) -> dict[str, Run]:
-    """MSLK's Triton kernels, once fbgemm_gpu_genai's. Its quantizer rounds by an instruction that begins at sm_100.
+    """Return MSLK's Triton kernels, formerly in fbgemm_gpu_genai. Its quantizer uses an instruction of sm_100.
 
-    With MSLK_PYTHON_ONLY=1 in the environment it imports without its native library, which these do not call.
+    With MSLK_PYTHON_ONLY=1 in the environment it is imported without its native library, which is not needed.
     """
     if not x.is_cuda:
         raise RuntimeError("needs CUDA")
@@ -127,7 +127,7 @@ def mslk_peers(x: Tensor, amax: Tensor) -> dict[str, Run]:
 
 
 def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list[Subject]:
-    """x: (M, K). Bytes: what is read once a pass and what is written; a quantized tensor is 9/16 byte an element."""
+    """Return the subjects for x (M, K). Bytes are read once per pass and written; NVFP4 has 9/16 bytes per element."""
     nvfp4 = torch.ops.nvfp4
     columns, dense, small = x.shape[1], x.numel() * x.element_size(), x.numel() * 9 // 16
     amax = nvfp4.amax(x, -1)
@@ -189,7 +189,7 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
 
 
 def measure(items: list[Subject], device: torch.device, repeats: int) -> dict[str, Timing]:
-    """Keys: the subject's name, and "name / peer"."""
+    """Time subjects and peers. Keys: the subject's name, and "name / peer"."""
     variants = [Variant(item.name, item.run, item.moved) for item in items]
     variants += [
         Variant(f"{item.name} / {peer}", run, item.moved) for item in items for peer, run in item.peers.items()
@@ -223,7 +223,7 @@ def show(report: harness.Report, items: list[Subject], timings: dict[str, Timing
 
 
 def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: int) -> dict:
-    """Every subject and the peers that run, on x: {"copy": bytes/s, "copied_by": how, "subjects": [...]}."""
+    """Time all subjects and available peers on x: {"copy": bytes/s, "copied_by": how, "subjects": [...]}."""
     state = torch.tensor([1, 2], device=x.device)
     amax = torch.ops.nvfp4.amax(x, -1)
     packed = torch.ops.nvfp4.quantize(x, amax, state, NEAREST.pack())
@@ -241,7 +241,7 @@ def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: 
 
 
 def compare_runs(report: harness.Report, runs: list[dict]) -> None:
-    """Time per element of each subject, shape by shape and by thread count, where there is more than one."""
+    """Print the time per element of each subject for each shape and thread count, if there are several."""
     if len(runs) < 2:
         return
     header = ["ns an element", *(f"{run['shape'][0]}x{run['shape'][1]}, {run['threads']} thr." for run in runs)]
@@ -257,7 +257,7 @@ def compare_runs(report: harness.Report, runs: list[dict]) -> None:
 
 
 def host_times(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Seconds of host time an eager call, 64x64."""
+    """Return seconds of host time per eager call on a 64x64 tensor."""
     x = torch.randn(64, 64, device=device, dtype=dtype)
     state = torch.tensor([1, 2], device=device)
     runs = {item.name: item.run for item in subjects(x, state, {})}

@@ -1,14 +1,14 @@
-"""The reference experiment of the field: the mean of 50 stochastic quantizations against one to nearest.
+"""The standard experiment: the mean of 50 stochastic quantizations compared with one quantization to nearest.
 
     python -m benchmarks.rounding_experiment [--device cuda] [--draws 50] [--small]
 
-Gaussian tensors of 8192x8192 and 8192x8256, float32 and bfloat16; 1x16 blocks and 16x16 tiles; with and without the
-Hadamard transform; row-wise, and column-wise, which is the transpose quantized in the same pass, decoded with the amax
-that belongs to it. Each row gives the RMSE of nearest, the RMSE of the mean, their ratio, and the ratio that theory
-gives: with a value a fraction f of a step h above its lower neighbour, stochastic rounding has variance f (1 - f) h^2
-and nearest an error of min(f, 1 - f) h, both taken from the actual scales element by element, clipping included. With
-scales to nearest an element beyond 6 is clipped, a bias that no averaging removes; with UP scales nothing clips, and
-the ratio comes to sqrt(1/6 / 50) / sqrt(1/12) = 0.2 for fractions spread evenly.
+It uses Gaussian tensors of 8192x8192 and 8192x8256, float32 and bfloat16; 1x16 blocks and 16x16 tiles; with and without
+the Hadamard transform; row-wise and column-wise (the transpose, quantized in the same pass and decoded with its own
+amax). Each row has the RMSE of nearest, the RMSE of the mean, their ratio, and the theoretical ratio: for a value that
+is a fraction f of a step h above its lower neighbour, stochastic rounding has variance f (1 - f) h^2 and nearest has an
+error of min(f, 1 - f) h, both computed from the actual scales of each element, including clipping. With NEAREST scales
+an element beyond 6 is clipped, a bias that averaging does not remove; with UP scales nothing clips, and for uniformly
+distributed fractions the ratio is sqrt(1/6 / 50) / sqrt(1/12) = 0.2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # float64 intermediates of 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One tensor quantized one way: a half of a row of the table."""
+    """One tensor quantized row-wise or column-wise: half of a row of the table."""
 
     shape: tuple[int, int]
     dtype: str
@@ -48,7 +48,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Root mean square errors, measured and expected, and z of the measured mean square of the mean."""
+    """Measured and expected RMSE, and z of the measured mean square error of the mean."""
 
     nearest: float
     mean: float
@@ -66,7 +66,7 @@ class Outcome:
 
 
 class Quantizer:
-    """x (M, K) quantized row-wise or column-wise and decoded: ``decoded(mode, state)``, ``target`` what it stands for.
+    """Quantizes x (M, K) row-wise or column-wise and decodes: ``decoded(mode, state)`` approximates ``target``.
 
     Row-wise is ``quantize`` on x, column-wise the second half of ``quantize_pair``.
     """
@@ -96,7 +96,7 @@ class Quantizer:
 
 
 def judge(quantizer: Quantizer, draws: int, seed: int) -> Outcome:
-    """One sum of decoded tensors is all that is kept of the draws; theory goes through in pieces of whole tiles."""
+    """Judge a case. Only the sum of decoded tensors is kept, and the theory is computed in chunks of complete tiles."""
     device = quantizer.x.device
     nearest = quantizer.decoded(RoundingMode.RNE, rng_state(seed, 0, device))
     mean = torch.zeros_like(nearest)
@@ -135,7 +135,7 @@ def cases(shapes, scale_rounding: str) -> Iterator[Case]:
 def experiment(
     shapes, draws: int, device: torch.device, progress: Callable[[Case, Outcome, Case, Outcome], None] | None = None
 ) -> list[tuple[Case, Outcome]]:
-    """All configurations, each with scales to nearest and with UP scales."""
+    """Run all configurations, with NEAREST and UP scales."""
     results = []
     pairs = zip(*(cases(shapes, rounding.name) for rounding in (ScaleRounding.NEAREST, ScaleRounding.UP)), strict=True)
     for number, pair in enumerate(pairs):

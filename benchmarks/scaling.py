@@ -1,11 +1,11 @@
-"""What a training step of a Llama costs on more GPUs than are at hand: bytes, and time, by a model of ten lines.
+"""Estimate the bytes and time of a Llama training step on many GPUs, by a model of ten lines.
 
     python -m benchmarks.scaling                     # the tables of docs/design/scaling.md
 
-FSDP2 over all GPUs, each with its own tokens: weights are gathered before the forward and again before the backward,
-gradients are reduced and scattered once. Every GPU sends and receives (n - 1) / n of what is gathered. In a host it
-goes by NVLink; past it a host's network cards work side by side, each the gate of one ring. Two times come out: with
-all of the wire hidden behind the products but one block's gather, and with none of it hidden.
+The model is FSDP2 over all GPUs, each with its own tokens: weights are all-gathered before forward and backward, and
+gradients are reduce-scattered once. Every GPU sends and receives (n - 1) / n of the gathered bytes, over NVLink within
+a host, and over all network cards of a host in parallel (one ring each) between hosts. There are two results: with all
+communication overlapped with products except one block's all-gather, and with no overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NVFP4 = 0.5 + 1 / 16
 
 @dataclasses.dataclass(frozen=True)
 class Llama:
-    """Its sizes; gate and up are two linears."""
+    """Sizes of a Llama; gate and up are two linears."""
 
     name: str
     layers: int
@@ -31,39 +31,39 @@ class Llama:
 
     @property
     def linears(self) -> int:
-        """Weights in the linears of its blocks."""
+        """Number of weights in the linears of the blocks."""
         attention = 2 * self.width * self.width + 2 * self.key_value * self.width
         return self.layers * (attention + 3 * self.hidden * self.width)
 
     @property
     def dense(self) -> int:
-        """Weights of the embedding and of the output layer."""
+        """Number of weights of the embedding and the output layer."""
         return 2 * self.vocabulary * self.width
 
     @property
     def weights(self) -> int:
-        """How many tensors are quantized."""
+        """Number of quantized tensors."""
         return 7 * self.layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Rates of one GPU: products in FLOP/s as measured in bfloat16, links in bytes/s in each direction."""
+    """Rates of one GPU: measured bfloat16 products in FLOP/s, links in bytes/s per direction."""
 
     flops: float = 560e12  # an H200, whole blocks: 8 of Llama-8B take 153 ms, results/h200/fsdp_step.json
     nvlink: float = 370e9
-    network: float = 45e9  # 400 Gbit/s a GPU, nine tenths of it
-    latency: float = 12e-6  # of a collective, a level of its tree
+    network: float = 45e9  # nine tenths of 400 Gbit/s per GPU
+    latency: float = 12e-6  # of a collective, per level of its tree
     gpus_of_a_host: int = 8
 
     def link(self, gpus: int) -> float:
-        """Bytes a second that reach each GPU in a collective over so many."""
+        """Return bytes per second and GPU in a collective over ``gpus`` GPUs."""
         return self.nvlink if gpus <= self.gpus_of_a_host else min(self.nvlink, self.network * self.gpus_of_a_host)
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What travels, in bytes an element, and what the products of the linears take beside bfloat16's."""
+    """Bytes per communicated element, and the time of linears relative to bfloat16."""
 
     name: str
     gathered: float
@@ -86,7 +86,7 @@ in bfloat16 and 22 by codes, and the 3 that the wire saves, for 1.75 billion wei
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of one GPU: bytes that it receives, and seconds."""
+    """A step of one GPU: received bytes, and seconds."""
 
     gathered: float
     reduced: float
@@ -96,17 +96,17 @@ class Step:
 
     @property
     def hidden(self) -> float:
-        """Seconds where what can hides behind the products."""
+        """Seconds with communication overlapped where possible."""
         return max(self.products, self.wire) + self.shown
 
     @property
     def bare(self) -> float:
-        """Seconds where nothing does."""
+        """Seconds without overlap."""
         return self.products + self.wire + self.shown
 
 
 def step(model: Llama, way: Way, gpus: int, tokens: int, cluster: Cluster) -> Step:
-    """One step of ``gpus`` GPUs with ``tokens`` tokens each; the embedding and the output layer travel in bfloat16."""
+    """Estimate a step of ``gpus`` GPUs with ``tokens`` tokens each; embedding and output layer are sent in bfloat16."""
     part = (gpus - 1) / gpus
     gathered = 2 * part * (model.linears * way.gathered + model.dense * BF16)
     reduced = part * (model.linears * way.reduced + model.dense * BF16)
@@ -128,7 +128,7 @@ LLAMAS = [
 
 
 def table(model: Llama, tokens: int, cluster: Cluster, sizes: tuple[int, ...] = (8, 64, 512, 4096)) -> str:
-    """Bytes and time of each way on each number of GPUs."""
+    """Return a table of bytes and time for each way and number of GPUs."""
     lines = [
         "| GPUs | way | gathered, GB | reduced, GB | products, ms | wire, ms | step, ms | of bf16's |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -1,10 +1,10 @@
-"""The statistics of stochastic rounding as a report: per check n, measured, expected and z.
+"""Report statistics of stochastic rounding: n, measured, expected and z of each check.
 
     python -m benchmarks.stochastic_rounding [--device cuda] [--size 4096] [--draws 4096] [--all]
 
-The lines are those of test/testing/test_statistics.py (``nvfp4_tensor.testing.statistics`` says what they measure and
-how sure z is) at sizes of your choice: size is the side of the square tensors. Printed is the worst line of each check,
-or every one. The planted faults then pass through the same checks; each has to be caught.
+The checks are those of test/testing/test_statistics.py, at the given sizes (--size is the side of square tensors);
+``nvfp4_tensor.testing.statistics`` documents them and the certainty of z. The worst line of each check is printed, or
+with --all every line. The same checks are then applied to the planted faults, all of which must be detected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADER = ("check", "n", "measured", "expected", "z")
 
 
 def checks(rounder: Rounder, pair: PairRounder, random_bits: int, size: int, device: torch.device):
-    """Section name to a function that gives its findings; ``size`` is the side of square tensors."""
+    """Return a function for each section, which returns its findings; ``size`` is the side of square tensors."""
     generator = torch.Generator(device).manual_seed(2026)
     sections: dict[str, Callable[[], statistics.Findings]] = {
         "cells of the grid": lambda: statistics.cells(
@@ -59,7 +59,7 @@ def show(report: harness.Report, title: str, findings: list[Finding], everything
 
 
 def judge_op(report: harness.Report, spec: QuantizeSpec, size: int, draws: int, device, everything: bool) -> list[dict]:
-    """All checks of one spec on the op of one device."""
+    """Run all checks of one spec on the op of one device."""
     report(f"\n=== {spec} on {device.type}")
     sections = checks(statistics.op_rounder(spec), statistics.op_pair(spec), spec.random_bits, size, device)
     if spec.block_rows == 1:
@@ -74,7 +74,7 @@ def judge_op(report: harness.Report, spec: QuantizeSpec, size: int, draws: int, 
 
 
 def judge_faults(report: harness.Report, size: int, device: torch.device) -> list[dict]:
-    """Which line sees each planted fault best; the control shows that none of them cries wolf."""
+    """Print the line that detects each planted fault best; the control shows that there are no false alarms."""
     kept = []
     for fault, rounder in {"none (the control)": planted_faults.sound, **planted_faults.FAULTS}.items():
         findings = []

@@ -1,7 +1,7 @@
-"""docs/guides/supported_models.md: tiny random models of each family, really run. python -m benchmarks.supported_models
+"""Generate docs/guides/supported_models.md by running tiny random models: python -m benchmarks.supported_models
 
-Every cell is the result of a run on the CPU with the installed transformers: yes, or the exception and its first words.
-A test runs some families again and compares their rows with the page.
+Every cell is the result of a run on the CPU with the installed transformers: "yes", or the exception and the beginning
+of its message. A test runs some families again and compares their rows with the page.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CHECKS = ("quantize", "save and load", "native decoding", "NVFP4 cache", "GGUF")
 
 
 def make(family: str, folder: Path) -> None:
-    """A tiny random model of the family, saved as a dense checkpoint."""
+    """Create a tiny random model of the family, and save it as a dense checkpoint."""
     name, changes = FAMILIES[family]
     torch.manual_seed(0)
     sizes = {key: value for key, value in (_SIZES | changes).items() if value is not None or key == "sliding_window"}
@@ -139,7 +139,7 @@ _RUN: dict[str, Callable[[Path], None]] = dict(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings, bars or prints of others: the page has the outcome."""
+    """Suppress warnings, progress bars and prints."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -155,7 +155,7 @@ def quiet() -> Iterator[None]:
 
 
 def outcome(check: Callable[[Path], None], folder: Path) -> str:
-    """yes, or the exception's class and the first words of its message."""
+    """Return "yes", or the exception's class and the beginning of its message."""
     try:
         check(folder)
     except Exception as error:
@@ -167,7 +167,7 @@ def outcome(check: Callable[[Path], None], folder: Path) -> str:
 
 
 def row(family: str) -> list[str]:
-    """The outcomes of a family's checks. Those that need a quantized model are left out where there is none."""
+    """Return the outcomes of a family's checks, without those that need a quantized model if there is none."""
     with tempfile.TemporaryDirectory() as name, quiet():
         folder = Path(name)
         make(family, folder / "dense")
@@ -179,7 +179,7 @@ def row(family: str) -> list[str]:
 
 
 def page(rows: dict[str, list[str]], version: str = transformers.__version__) -> str:
-    """Errors are numbered, since many families share one."""
+    """Return the page. Errors are numbered, because many families share one."""
     errors = list(dict.fromkeys(cell for cells in rows.values() for cell in cells if ": " in cell))
     lines = [f"| family | {' | '.join(CHECKS)} |", "|" + " --- |" * (len(CHECKS) + 1)]
     for family, cells in rows.items():
@@ -191,7 +191,7 @@ def page(rows: dict[str, list[str]], version: str = transformers.__version__) ->
 
 
 def read(text: str) -> dict[str, list[str]]:
-    """The rows that a page was made of."""
+    """Return the rows from which a page was generated."""
     errors = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.MULTILINE))
     table = [line.strip("| \n").split(" | ") for line in re.findall(r"^\| .*$", text, re.MULTILINE)][2:]
     return {
