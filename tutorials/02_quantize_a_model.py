@@ -15,25 +15,25 @@ dense = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).to(to
 x = torch.randn(8, 128, dtype=torch.bfloat16)
 exact = dense(x)
 
-# Weights only (W4A16): the activations stay as they come.
+# Weights only (W4A16): activations are not quantized.
 model = quantized = copy.deepcopy(dense)
 quantize_(model, NVFP4WeightOnlyConfig(four_over_six=True))
 print(model)
 weight_only = (model(x) - exact).float().norm() / exact.float().norm()
 
-# Weights and activations (W4A4): activations are quantized at each call.
+# Weights and activations (W4A4): activations are quantized in each call.
 w4a4_model = copy.deepcopy(dense)
 quantize_(w4a4_model, NVFP4Config())
 w4a4 = (w4a4_model(x) - exact).float().norm() / exact.float().norm()
 print(f"relative error: weight-only {weight_only:.4f}, W4A4 {w4a4:.4f}")
 assert weight_only < w4a4 < 0.3
 
-# One graph. backend="aot_eager" traces without a C++ compiler; leave it out for Inductor.
+# Compile to one graph. backend="aot_eager" works without a C++ compiler; omit it to use Inductor.
 compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 with torch.no_grad():
     assert torch.equal(compiled(x), model(x))
 
-# A checkpoint is a state dict, and loads with weights_only=True.
+# A checkpoint is a state dict, which can be loaded with weights_only=True.
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "model.pt"
     torch.save(quantized.state_dict(), path)

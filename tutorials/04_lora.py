@@ -15,7 +15,7 @@ WEIGHTS = {"weight-only": NVFP4WeightOnlyConfig(), "W4A4": NVFP4Config()}
 
 
 def make_model(config) -> nn.Module:
-    """Two NVFP4 linears, and adapters of rank 8 beside them."""
+    """Create two NVFP4 linears with adapters of rank 8."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 64))
     quantize_(model, config)
@@ -30,7 +30,7 @@ for name, config in WEIGHTS.items():
     model = make_model(config)
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = model.base_model.model[0].base_layer
-    print(f"{name}: {sum(p.numel() for p in trained)} trained parameters beside {frozen}")
+    print(f"{name}: {sum(p.numel() for p in trained)} trained parameters on {frozen}")
     codes = frozen.weight.qdata.clone()
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     losses = []
@@ -42,16 +42,16 @@ for name, config in WEIGHTS.items():
         losses.append(loss.item())
     print(f"    loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     assert losses[-1] < 0.5 * losses[0]
-    assert torch.equal(frozen.weight.qdata, codes)  # the weights stay as they were, 4.5 bits an element
+    assert torch.equal(frozen.weight.qdata, codes)  # the weights are unchanged, 4.5 bits per element
 
-    # To merge, peft wants to know how to quantize the sum anew. It rounds once more, so adapters are better kept apart.
+    # To merge, peft needs a config to quantize the sum. This rounds again, so separate adapters are more accurate.
     with torch.no_grad():
-        apart = model(x)
+        separate = model(x)
     for layer in model.modules():
         if isinstance(layer, peft.tuners.lora.LoraLayer):
             layer.get_apply_tensor_subclass = lambda config=config: config
     merged = model.merge_and_unload()
     with torch.no_grad():
-        error = (merged(x) - apart).norm() / apart.norm()
-    print(f"    merged into {merged[0]}: output moves by {error:.1%}")
+        error = (merged(x) - separate).norm() / separate.norm()
+    print(f"    merged into {merged[0]}: output changes by {error:.1%}")
     assert error < 0.5

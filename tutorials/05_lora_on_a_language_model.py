@@ -1,7 +1,7 @@
 """Fine-tune a real model whose frozen weights are NVFP4: python tutorials/05_lora_on_a_language_model.py
 
-SmolLM2-135M-Instruct with peft's LoRA, in float32 on a CPU: its gradients beside those of the same model decoded, and a
-few steps of training.
+SmolLM2-135M-Instruct with peft's LoRA, in float32 on a CPU. Its gradients are compared with those of the decoded model,
+and it is trained for a few steps.
 """
 
 import copy
@@ -35,7 +35,7 @@ for module in decoded.modules():
 
 
 def with_adapters(model):
-    """The model with adapters of rank 8 beside the attention's projections, all else frozen; they begin alike."""
+    """Add adapters of rank 8 to the attention projections, with a fixed seed, and freeze all other parameters."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
     return peft.get_peft_model(model, config)
@@ -50,7 +50,7 @@ def gradients(model):
 quantized, decoded = with_adapters(quantized), with_adapters(decoded)
 expected, got = gradients(decoded), gradients(quantized)
 error = (got - expected).norm() / expected.norm()
-print(f"gradients of {len(got)} adapter parameters against the decoded model's: {error:.1e} apart")
+print(f"gradients of {len(got)} adapter parameters against the decoded model's: difference {error:.1e}")
 assert got.norm() > 0 and error < 1e-4
 
 codes = [p.qdata.clone() for p in quantized.parameters() if isinstance(p, NVFP4Tensor)]
@@ -65,8 +65,8 @@ for step in range(STEPS):
     optimizer.step()
     print(f"step {step + 1} of {STEPS}: loss {loss.item():.3f}")
 after = quantized(input_ids=tokens[0], labels=tokens[0]).loss.item()
-print(f"loss on the first text {before:.3f} -> {after:.3f}, {(time.perf_counter() - start) / STEPS:.1f} s a step")
+print(f"loss on the first text {before:.3f} -> {after:.3f}, {(time.perf_counter() - start) / STEPS:.1f} s per step")
 assert after < 0.8 * before
 frozen = [p for p in quantized.parameters() if isinstance(p, NVFP4Tensor)]
 assert len(frozen) == len(codes) > 200
-assert all(torch.equal(p.qdata, code) for p, code in zip(frozen, codes, strict=True))  # still 4.5 bits an element
+assert all(torch.equal(p.qdata, code) for p, code in zip(frozen, codes, strict=True))  # still 4.5 bits per element

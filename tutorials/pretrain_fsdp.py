@@ -1,12 +1,12 @@
-"""Pre-train a small Llama in NVFP4 with FSDP2: on CPU ranks by gloo for whoever has no GPUs, on GPUs by NCCL.
+"""Pre-train a small Llama in NVFP4 with FSDP2, on GPUs with NCCL or on CPUs with gloo.
 
-    python tutorials/pretrain_fsdp.py                                    # starts two ranks by torchrun itself
-    torchrun --nproc-per-node 4 tutorials/pretrain_fsdp.py --size 2m     # or start them yourself
-    python tutorials/pretrain_fsdp.py --steps 80 --resume --ranks 1      # goes on where it was, on another number
+    python tutorials/pretrain_fsdp.py                                    # starts two ranks with torchrun
+    torchrun --nproc-per-node 4 tutorials/pretrain_fsdp.py --size 2m     # or start the ranks yourself
+    python tutorials/pretrain_fsdp.py --steps 80 --resume --ranks 1      # resumes on another number of ranks
 
-Weights are float32 shards. Their codes travel, 0.28 of bfloat16's bytes, quantized by the amax of the whole weight;
-tokens and random bits are those of the step, not of the rank. So the loss of a step is the same on any number of ranks
-but for the order of sums, and a run is resumed on another number of ranks from a checkpoint and nothing else.
+Weights are float32 shards, and codes are all-gathered, 0.28 of bfloat16's bytes, quantized with the amax of the full
+weight. Tokens and random bits depend on the step, not on the rank, so the loss of a step is independent of the number
+of ranks, up to the order of summation, and a checkpoint can be resumed on another number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEED = 0
 
 
 class Run:
-    """A sharded model, its optimizer, and the step at which they are."""
+    """A sharded model, its optimizer and the current step."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device, self.step = options, device, 0
@@ -61,7 +61,7 @@ class Run:
         distributed.enable_nvfp4_all_gather(self.model)
 
     def train_step(self, text: Tensor) -> float:
-        """The mean loss of the step's batch, over all ranks."""
+        """Train one step and return the mean loss of the batch over all ranks."""
         quantized = self.options.recipe != "bf16"
         if quantized:
             distributed.set_step(self.model, self.step)
@@ -82,7 +82,7 @@ class Run:
         return mean.item() / dist.get_world_size()
 
     def tokens(self, text: Tensor) -> Tensor:
-        """This rank's part of the step's windows, which are the same whatever the number of ranks."""
+        """Return this rank's share of the step's windows, which are independent of the number of ranks."""
         options = self.options
         generator = torch.Generator().manual_seed(1_000_003 * SEED + self.step)
         starts = torch.randint(len(text) - options.length, (options.batch,), generator=generator)
@@ -90,18 +90,18 @@ class Run:
         return text[mine[:, None] + torch.arange(options.length + 1)].long().to(self.device)
 
     def learning_rate(self) -> float:
-        """Linear warm-up over twenty steps, then a cosine of the planned length down to a tenth."""
+        """Return the learning rate: linear warm-up over 20 steps, then cosine decay to a tenth."""
         done = min(self.step / self.options.planned, 1.0)
         warm = min((self.step + 1) / 20, 1.0)
         return self.options.learning_rate * warm * (0.55 + 0.45 * math.cos(math.pi * done))
 
     def save(self, folder: Path) -> None:
-        """Sharded: each rank writes what it has."""
+        """Save a sharded checkpoint: each rank writes its shards."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer, "step": torch.tensor(self.step)}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """Of any number of ranks."""
+        """Load a checkpoint from any number of ranks."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer, "step": torch.tensor(0)}
         dcp.load(state, checkpoint_id=folder)
@@ -110,12 +110,12 @@ class Run:
 
 
 def train(options: argparse.Namespace) -> None:
-    """One rank of a run."""
+    """Run one rank."""
     on_gpus = torch.cuda.is_available() and not options.cpu
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=options.timeout)  # a rank that fails ends the others after so long, at the latest
+    timeout = timedelta(seconds=options.timeout)  # if a rank fails, the others stop after this time
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timeout)
     try:
         text, _ = corpus(options.text, options.limit)
@@ -138,21 +138,21 @@ def train(options: argparse.Namespace) -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes, where torchrun has not started them")
+    parser.add_argument("--ranks", type=int, default=2, help="number of processes, if not started by torchrun")
     parser.add_argument("--recipe", choices=["bf16", "nvidia", "nvidia_4over6", "unbiased"], default="nvidia")
     parser.add_argument("--size", choices=list(SHAPES), default="tiny")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--planned", type=int, default=400, help="steps of the whole run, for the learning rate")
-    parser.add_argument("--batch", type=int, default=16, help="windows a step, over all ranks")
+    parser.add_argument("--planned", type=int, default=400, help="steps of the full run, for the learning rate")
+    parser.add_argument("--batch", type=int, default=16, help="windows per step, over all ranks")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder of .py files")
     parser.add_argument("--limit", type=int, default=5_000_000, help="bytes of text to read (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("pretrain_fsdp_output"))
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --output")
     parser.add_argument("--print-every", type=int, default=10)
-    parser.add_argument("--timeout", type=int, default=300, help="seconds until a collective gives up")
-    parser.add_argument("--cpu", action="store_true", help="even where there are GPUs")
+    parser.add_argument("--timeout", type=int, default=300, help="timeout of collectives in seconds")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if there are GPUs")
     options = parser.parse_args(arguments)
     world = int(os.environ.get("WORLD_SIZE", options.ranks))
     if options.batch % world:

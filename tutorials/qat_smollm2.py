@@ -1,19 +1,19 @@
-"""Train a language model for the W4A4 in which it will be served: SmolLM2-135M with a Hugging Face Trainer.
+"""Quantization-aware training of SmolLM2-135M for W4A4 with a Hugging Face Trainer.
 
     python tutorials/qat_smollm2.py                                        # 100 steps on a CPU, 7 core-seconds each
     python tutorials/qat_smollm2.py --device cuda --steps 1000 --batch 16
 
-torchao's QATConfig makes every linear of the blocks compute in the forward what NVFP4Config will serve; gradients pass
-straight through to float32 masters, the arithmetic is bfloat16 by autocast. The loss is the distance from the dense
-model's own predictions, so that nothing but the error of quantization is trained away: next-token loss would teach the
-model the text besides, and its perplexity would fall for that reason too.
+With torchao's QATConfig, the forward of every linear in the blocks computes the result of NVFP4Config; straight-through
+gradients update float32 weights, and arithmetic is bfloat16 by autocast. The loss is the KL divergence from the dense
+model, so that training reduces only the error of quantization. With next-token loss the model would also learn the
+text, which lowers the perplexity too.
 
-Trained on the docstrings of Python's library, judged on 4,096 tokens of its help topics. What the first line gave
-(CPython 3.11.7, 51,200 tokens of training, 2.9 GiB of memory):
+The model is trained on docstrings of Python's library and evaluated on 4,096 tokens of its help topics. Results of the
+command above (CPython 3.11.7, 51,200 tokens of training, 2.9 GiB of memory):
 
     dense                     perplexity 13.128    269.0 MB
     W4A4, rounded             perplexity 20.283    116.9 MB
-    W4A4, trained             perplexity 15.777    116.9 MB    63 % of the difference is regained
+    W4A4, trained             perplexity 15.777    116.9 MB    63 % of the difference is recovered
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ except (ImportError, FileNotFoundError) as missing:
     raise SystemExit(f"this tutorial needs the packages of the demo: {missing}") from None
 
 SERVED = NVFP4Config()
-"""What the model is trained for, and converted to."""
-WINDOW = 1024  # of the evaluation: the demo's, so that its table can stand beside
+"""The config for training and for the conversion."""
+WINDOW = 1024  # of the evaluation, the same as in the demo so that results are comparable
 
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
 def docstrings(folder: Path) -> Iterator[str]:
-    """Those of 200 characters and more in the .py files below a folder, but for its tests and for what is installed."""
+    """Return docstrings of at least 200 characters in a folder's .py files, except tests and installed packages."""
     for path in sorted(folder.rglob("*.py")):
         if {"site-packages", "test", "tests"} & set(path.relative_to(folder).parts):
             continue
@@ -62,7 +62,7 @@ def docstrings(folder: Path) -> Iterator[str]:
 
 
 def training_windows(tokenizer, length: int, count: int) -> list[dict[str, Tensor]]:
-    """``count`` windows of ``length`` tokens, in a random order that is always the same; the text again, if it ends."""
+    """Return ``count`` windows of ``length`` tokens in a fixed random order, repeating the text if necessary."""
     texts = list(docstrings(Path(sysconfig.get_path("stdlib"))))
     ids = torch.cat([tokenizer(text + "\n\n", return_tensors="pt").input_ids[0] for text in texts])
     windows = ids[: len(ids) // length * length].view(-1, length)
@@ -74,7 +74,7 @@ def training_windows(tokenizer, length: int, count: int) -> list[dict[str, Tenso
 
 
 class Distillation(Trainer):
-    """A Trainer whose loss is KL(teacher || model), in nats a token."""
+    """A Trainer whose loss is KL(teacher || model) in nats per token."""
 
     def __init__(self, teacher: nn.Module, **arguments) -> None:
         super().__init__(**arguments)
@@ -91,7 +91,7 @@ class Distillation(Trainer):
 
 
 def train(dense: nn.Module, windows: list[dict[str, Tensor]], options: argparse.Namespace) -> nn.Module:
-    """The model after QAT, float32, ready to be converted; the embedding, which is the output layer, stays as it is."""
+    """Return the trained float32 model, before conversion. The embedding, tied to the output layer, is not trained."""
     model = copy.deepcopy(dense).float()
     model.get_input_embeddings().requires_grad_(False)
     quantize_(model.model, QATConfig(SERVED, step="prepare"))
@@ -119,17 +119,17 @@ def train(dense: nn.Module, windows: list[dict[str, Tensor]], options: argparse.
 
 
 def save(model: nn.Module, folder: Path) -> None:
-    """Convert in place, and write what :func:`load` reads: W4A4 linears, all else in bfloat16."""
+    """Convert the model in place and save it for :func:`load`: W4A4 linears, everything else in bfloat16."""
     quantize_(model.model, QATConfig(SERVED, step="convert"))
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
     cast = {parameter: parameter.detach().to(torch.bfloat16) for parameter in model.parameters()}
     state = {name: cast[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    torch.save(state, folder / "model.pt")  # the embedding once, though it has two names
+    torch.save(state, folder / "model.pt")  # saves the tied embedding once
 
 
 def load(folder: Path) -> nn.Module:
-    """A model to serve, in bfloat16 on the CPU."""
+    """Load the converted model in bfloat16 on the CPU."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig
 
@@ -141,12 +141,12 @@ def load(folder: Path) -> nn.Module:
 
 
 def codes(model: nn.Module) -> list[Tensor]:
-    """Of all its NVFP4 weights."""
+    """Return the codes of all NVFP4 weights."""
     return [p.qdata.cpu() for p in model.parameters() if isinstance(p, NVFP4Tensor)]
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    """Perplexity of the dense model, of its quantized copy, and of the trained one."""
+    """Return the perplexities of the dense, the quantized and the trained model."""
     options = parse(arguments)
     dense, tokenizer = load_model()
     tokens = evaluation_tokens(tokenizer, options.evaluate).to(options.device)
@@ -167,19 +167,19 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     assert all(torch.equal(a, b) for a, b in zip(codes(served), codes(model), strict=True))
     judge("W4A4, trained", served)
     regained = (result["W4A4, rounded"] - result["W4A4, trained"]) / (result["W4A4, rounded"] - result["dense"])
-    print(f"{100 * regained:.0f} % of what quantization had cost is regained; the model is in {options.output}")
+    print(f"{100 * regained:.0f} % of the quantization error is recovered; the model is in {options.output}")
     assert regained > 0
     return result
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=2, help="windows a step (%(default)s)")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a window (%(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="windows per step (%(default)s)")
+    parser.add_argument("--length", type=int, default=256, help="tokens per window (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
-    parser.add_argument("--evaluate", type=int, default=4096, help="tokens to judge on (%(default)s)")
+    parser.add_argument("--evaluate", type=int, default=4096, help="tokens to evaluate on (%(default)s)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=Path("qat_smollm2_output"))
     return parser.parse_args(arguments)

@@ -1,8 +1,7 @@
 """QLoRA of a real model that is sharded over two processes by FSDP2: python tutorials/qlora_two_ranks.py
 
-SmolLM2-135M-Instruct: the linears of its layers are frozen in NVFP4, each rank holds half of their codes, and codes are
-what travels. peft's adapters train beside them in float32. Start it under torchrun for other numbers of ranks, and on
-GPUs.
+The linears of SmolLM2-135M-Instruct's layers are frozen in NVFP4. Each rank stores half of the codes, and only codes
+are all-gathered. peft's adapters are trained in float32. Use torchrun for other numbers of ranks and for GPUs.
 """
 
 import argparse
@@ -31,7 +30,7 @@ except (ImportError, FileNotFoundError) as missing:
 
 
 def adapted(device):
-    """The model in float32, the linears of its layers in NVFP4, and adapters that begin alike on every rank."""
+    """Return the float32 model with NVFP4 linears, and adapters that have the same values on every rank."""
     model, tokenizer = load_model()
     model = model.float().to(device)
     quantize_(model.model.layers, NVFP4WeightOnlyConfig())
@@ -41,7 +40,7 @@ def adapted(device):
 
 
 def held(model):
-    """Bytes of NVFP4 weights on this rank, and of all of them."""
+    """Return the bytes of NVFP4 weights on this rank and on all ranks."""
     shards = [p.to_local() for p in model.parameters() if isinstance(p.to_local(), NVFP4Tensor)]
     here = torch.tensor([sum(getattr(t, name).nbytes for t in shards for name in ("qdata", "scale"))])
     everywhere = here.clone().to(shards[0].device)
@@ -62,9 +61,9 @@ def main(options):
     for layer in model.base_model.model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    mine, all_of_them = held(model)
+    local, total = held(model)
     if rank == 0:
-        print(f"NVFP4 weights: {mine / 1e6:.1f} MB on this rank of {all_of_them / 1e6:.1f} MB on {world}", flush=True)
+        print(f"NVFP4 weights: {local / 1e6:.1f} MB on this rank of {total / 1e6:.1f} MB on {world}", flush=True)
 
     tokens = evaluation_tokens(tokenizer, options.tokens * world * options.steps).view(options.steps, world, -1)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
@@ -84,12 +83,12 @@ def main(options):
         loss = loss_of(step)
         loss.backward()
         optimizer.step()
-        said = mean(loss)
+        average = mean(loss)
         if rank == 0:
-            print(f"step {step + 1} of {options.steps}: loss {said:.3f}", flush=True)
+            print(f"step {step + 1} of {options.steps}: loss {average:.3f}", flush=True)
     after = mean(loss_of(0))
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    adapters = {name: t for name, t in get_model_state_dict(model, options=whole).items() if "lora_" in name}
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    adapters = {name: t for name, t in get_model_state_dict(model, options=full).items() if "lora_" in name}
     if rank == 0:
         torch.save(adapters, options.output)
         print(f"loss on the first texts {before:.3f} -> {after:.3f}; {len(adapters)} adapters in {options.output}")
@@ -102,7 +101,7 @@ def main(options):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=96, help="of each rank and step")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per rank and step")
     parser.add_argument("--output", default="adapters.pt")
     chosen = parser.parse_args()
     if "RANK" in os.environ:

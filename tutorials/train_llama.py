@@ -1,17 +1,17 @@
-"""Pre-train a small Llama in NVFP4 on text that every machine has: the sources of the Python library.
+"""Pre-train a small Llama in NVFP4 on the sources of the Python library, which every machine has.
 
     python tutorials/train_llama.py                       # the recipe "nvidia", 400 steps on a CPU, a few minutes
     python tutorials/train_llama.py --recipe bf16         # the same in bfloat16, to compare
     python tutorials/train_llama.py --device cuda --size 20m --batch 64 --length 1024 --steps 3200 \\
         --learning-rate 1.2e-3 --compile
-    python tutorials/train_llama.py --resume              # goes on where the last checkpoint was written
+    python tutorials/train_llama.py --resume              # resumes from the last checkpoint
 
-Weights are float32 masters, the arithmetic is bfloat16 by autocast, and quantize_ gives each linear of the blocks the
-recipe; the embedding and the output layer stay dense. Everything random follows from --seed and the step, so a run that
-was interrupted and resumed gives the bits of one that was not.
+Weights are float32, arithmetic is bfloat16 by autocast, and quantize_ applies the recipe to each linear of the blocks;
+the embedding and the output layer stay dense. All randomness depends only on --seed and the step, so a run that is
+interrupted and resumed has the same bits as one that is not.
 
-The first line ends at 1.903 nats a byte, where a trigram model counted on all 20 million bytes has 1.994, after three
-minutes of processor time (AMD EPYC, CPython 3.11.7).
+The first command reaches 1.903 nats per byte after three minutes of CPU time; a trigram model of all 20 million bytes
+has 1.994 (AMD EPYC, CPython 3.11.7).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from nvfp4_tensor import training
 
 
 def corpus(folder: Path, limit: int) -> tuple[Tensor, Tensor]:
-    """Bytes (training, validation), uint8, of the Python files below a folder, at most ``limit`` in all.
+    """Return (training, validation) bytes, uint8, of the Python files in a folder, at most ``limit`` in total.
 
-    A file in fifty is for validation, by a checksum of its name: the same ones wherever the folder lies.
+    One file in fifty is for validation, by a checksum of its name, independent of the location of the folder.
     """
     pieces: dict[bool, list[bytes]] = {False: [], True: []}
     for path in sorted(folder.rglob("*.py"), key=lambda path: zlib.crc32(str(path.relative_to(folder)).encode())):
@@ -51,14 +51,14 @@ def corpus(folder: Path, limit: int) -> tuple[Tensor, Tensor]:
     texts = [bytearray(b"".join(pieces[held_out])) for held_out in (False, True)]
     if not all(texts):
         raise ValueError(
-            f"{folder} has too few .py files to train on and to validate: give another folder, or more bytes"
+            f"{folder} has too few .py files for training and validation: choose another folder or a larger --limit"
         )
     return torch.frombuffer(texts[0], dtype=torch.uint8), torch.frombuffer(texts[1], dtype=torch.uint8)
 
 
 def ngram_loss(training: Tensor, validation: Tensor) -> float:
-    """Nats a byte of an interpolated trigram model (Witten-Bell): what a language model has to beat."""
-    probability = torch.full((256,), 1 / 256, dtype=torch.float64)  # of the next byte, by the context so far
+    """Return the loss of an interpolated trigram model (Witten-Bell) in nats per byte, as a baseline."""
+    probability = torch.full((256,), 1 / 256, dtype=torch.float64)  # of the next byte, given the context so far
     context_of = torch.zeros(len(validation) - 2, dtype=torch.long)
     p = probability[validation[2:].long()]
     for order in range(3):
@@ -73,7 +73,7 @@ def ngram_loss(training: Tensor, validation: Tensor) -> float:
 
 
 def _contexts(text: Tensor, order: int) -> Tensor:
-    """The number of the ``order`` bytes before each byte that has as many."""
+    """Return an index of the ``order`` bytes before each byte that has as many."""
     number = torch.zeros(len(text) - order, dtype=torch.long)
     for i in range(order):
         number = number * 256 + text[i : len(text) - order + i].long()
@@ -94,8 +94,8 @@ class Shape:
     vocabulary: int = 256
     embedding_std: float = 0.02
     linear_std: float = 0.02
-    """Of the first values of the embedding and of the blocks' linears. A run of a few hundred steps wants more: AdamW's
-    steps are as large as values of 0.02, which are noise before they are anything else."""
+    """Standard deviations of the initial embedding and linears of the blocks. Short runs need larger values, because
+    AdamW's first steps are as large as values of 0.02."""
 
 
 SHAPES = {
@@ -108,7 +108,7 @@ SHAPES = {
 
 
 class Block(nn.Module):
-    """Attention with rotary positions, then SwiGLU, each behind an RMSNorm."""
+    """Attention with rotary positions, then SwiGLU, each after an RMSNorm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -130,13 +130,13 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary position embedding of x (batch, heads, length, size of a head)."""
+    """Apply rotary position embedding to x (batch, heads, length, head size)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1).to(x.dtype)
 
 
 class Llama(nn.Module):
-    """Bytes (batch, length) to logits (batch, length, 256)."""
+    """A Llama that maps bytes (batch, length) to logits (batch, length, 256)."""
 
     cosine: Tensor
     sine: Tensor
@@ -169,7 +169,7 @@ class Llama(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One run: everything that its losses follow from, but for the text."""
+    """Settings of a run: everything that determines its losses, except the text."""
 
     recipe: str = "nvidia"
     size: str = "2m"
@@ -186,7 +186,7 @@ class Settings:
 
 
 class Trainer:
-    """A model, its optimizer and the step at which they are."""
+    """A model, its optimizer and the current step."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class Trainer:
         validation_text: Tensor,
         recipe: training.Recipe | None = None,
     ) -> None:
-        """recipe: in place of the one that the settings name."""
+        """recipe: replaces the recipe of the settings."""
         self.settings = settings
         self.training_text, self.validation_text = (t.to(settings.device) for t in (training_text, validation_text))
         torch.manual_seed(settings.seed)
@@ -219,19 +219,19 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
     def _windows(self, text: Tensor, starts: Tensor) -> Tensor:
-        """Windows of length + 1 bytes from each start, as int64."""
+        """Return windows of length + 1 bytes from each start, as int64."""
         offsets = torch.arange(self.settings.length + 1, device=text.device)
         return text[starts.to(text.device)[:, None] + offsets].long()
 
     def _batch(self) -> Tensor:
-        """Of this step, whatever was drawn before: the text begins anew, in another order, when it has been read."""
+        """Return the batch of this step, independent of earlier calls. Each pass over the text has another order."""
         settings = self.settings
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
         starts = torch.randint(len(self.training_text) - settings.length, (settings.batch,), generator=generator)
         return self._windows(self.training_text, starts)
 
     def learning_rate(self) -> float:
-        """Linear warm-up, then a cosine down to a tenth."""
+        """Return the learning rate: linear warm-up, then cosine decay to a tenth."""
         settings = self.settings
         warmup = max(round(settings.warmup * settings.steps), 1)
         if self.step < warmup:
@@ -240,7 +240,7 @@ class Trainer:
         return settings.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
 
     def train_step(self) -> Tensor:
-        """One step of AdamW with gradients clipped to norm 1: the loss, on the device."""
+        """Train one step of AdamW with gradients clipped to norm 1, and return the loss on the device."""
         settings = self.settings
         if settings.late_bf16 and self.step == round(settings.steps * (1 - settings.late_bf16)):
             training.set_recipe(self.model, forward="bf16")
@@ -256,7 +256,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, windows: int = 256) -> float:
-        """Nats a byte over evenly spaced windows of the validation text."""
+        """Return the loss in nats per byte over evenly spaced windows of the validation text."""
         length, batch = self.settings.length, self.settings.batch
         starts = torch.linspace(0, len(self.validation_text) - length - 1, max(windows, batch)).long()
         losses = [
@@ -265,7 +265,7 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
     def state_dict(self) -> dict:
-        """All that the next steps follow from: plain tensors and numbers."""
+        """Return everything that determines the next steps, as plain tensors and numbers."""
         random = {"cpu": torch.get_rng_state()}
         if self.settings.device.startswith("cuda"):
             random["cuda"] = torch.cuda.get_rng_state()
@@ -278,7 +278,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from :meth:`state_dict`; ValueError where it is of other settings."""
+        """Resume from :meth:`state_dict`; raise a ValueError if the settings differ."""
         mine = dataclasses.asdict(self.settings)
         if differing := [name for name, value in state["settings"].items() if mine[name] != value]:
             raise ValueError(f"the checkpoint was trained with other settings: {', '.join(differing)}")
@@ -291,9 +291,9 @@ class Trainer:
 
 
 def train(trainer: Trainer, folder: Path, checkpoint_every: int, progress: bool = True) -> Iterator[dict]:
-    """Train to the end: yields {"step", "training", "validation"} now and then, and writes checkpoints.
+    """Train to the end, yield {"step", "training", "validation"} regularly, and write checkpoints.
 
-    On the way the validation is by few windows, since it takes time from training; all of them count in the end.
+    Validation during training uses few windows to save time; the last one uses all.
     """
     steps, recent = trainer.settings.steps, []
     every = max(steps // 10, 1)
@@ -313,14 +313,14 @@ def train(trainer: Trainer, folder: Path, checkpoint_every: int, progress: bool 
 
 
 def save(state: dict, path: Path) -> None:
-    """Write under another name first: an interruption leaves the checkpoint before this one."""
+    """Save under a temporary name first, so that an interruption keeps the previous checkpoint."""
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
     partial.replace(path)
 
 
 def draw(points: list[dict], baseline: float, path: Path, title: str) -> None:
-    """The curves of a run as a picture."""
+    """Plot the loss curves of a run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -337,7 +337,7 @@ def draw(points: list[dict], baseline: float, path: Path, title: str) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; each field of Settings is an option."""
+    """Parse the command line; each field of Settings is an option."""
     parser = argparse.ArgumentParser(description="Pre-train a small Llama in NVFP4.")
     for field in dataclasses.fields(Settings):
         option = f"--{field.name.replace('_', '-')}"
@@ -349,17 +349,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder of .py files")
     parser.add_argument("--limit", type=int, default=20_000_000, help="bytes of text to read (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("train_llama_output"))
-    parser.add_argument("--checkpoint-every", type=int, default=200, help="steps; 0 for never")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    parser.add_argument("--checkpoint-every", type=int, default=200, help="steps between checkpoints; 0 for none")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --output")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
-    """Train as the command line says; the points of the loss curve."""
+    """Train with the options of the command line, and return the points of the loss curve."""
     options = parse(arguments)
     checkpoint = options.output / "checkpoint.pt"
     if options.resume and not checkpoint.exists():
-        raise SystemExit(f"{checkpoint} does not exist: leave out --resume to begin a run")
+        raise SystemExit(f"{checkpoint} does not exist: omit --resume to start a new run")
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
     options.output.mkdir(parents=True, exist_ok=True)
     texts = corpus(options.text, options.limit)
@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         log.write_text(json.dumps(points, indent=1) + "\n")
     title = f"{settings.size}, {settings.recipe}"
     draw(points, baseline, options.output / "losses.png", title)
-    print(f"{title}: {points[-1]['validation']:.4f} nats a byte; a trigram model: {baseline:.4f}")
+    print(f"{title}: {points[-1]['validation']:.4f} nats per byte; a trigram model: {baseline:.4f}")
     return points
 
 

@@ -1,8 +1,8 @@
 """A checkpoint through transformers: python tutorials/transformers_checkpoint.py
 
-SmolLM2-135M-Instruct becomes an NVFP4 checkpoint in ModelOpt's layout, with a model card that says how good it is. That
-folder is loaded as anybody would load it, and generates. LoRA fine-tunes it on the text that follows what it is judged
-on; the adapters are saved and loaded again. On a CPU, in some minutes.
+SmolLM2-135M-Instruct is saved as an NVFP4 checkpoint in ModelOpt's layout, with its quality in the model card. The
+folder is loaded with from_pretrained and generates text. LoRA fine-tunes the model on other text than the evaluation's;
+the adapters are saved and loaded again. This takes some minutes on a CPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ try:
     from nvfp4_tensor.testing.model_quality import perplexity
 
     gguf_path()
-    dense, tokenizer = load_model()  # before transformers is imported: it reads once that nothing is to be downloaded
+    dense, tokenizer = load_model()  # before importing transformers, which reads the offline setting once
     from transformers import AutoModelForCausalLM
 
     import nvfp4_tensor.integrations.transformers as nvfp4
@@ -29,9 +29,9 @@ except (ImportError, FileNotFoundError) as missing:
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 parser.add_argument("--output", type=Path, default=Path("smollm2"), help="the folder to write to")
-parser.add_argument("--evaluate", type=int, default=4096, help="tokens of text to judge the model on")
+parser.add_argument("--evaluate", type=int, default=4096, help="tokens to evaluate the model on")
 parser.add_argument("--steps", type=int, default=30, help="steps of training")
-parser.add_argument("--length", type=int, default=256, help="tokens a step")
+parser.add_argument("--length", type=int, default=256, help="tokens per step")
 arguments = parser.parse_args()
 text = evaluation_tokens(tokenizer, arguments.evaluate + arguments.steps * arguments.length)
 judged, to_learn = text[: arguments.evaluate], text[arguments.evaluate :].view(arguments.steps, 1, arguments.length)
@@ -54,7 +54,7 @@ nvfp4.save(
 )
 print((folders["SmolLM2-135M-NVFP4"] / "README.md").read_text().partition("## Use")[0])
 
-# --- load it as anybody would, generate ------------------------------------------------------------------------------
+# --- load it with from_pretrained, generate --------------------------------------------------------------------------
 base = AutoModelForCausalLM.from_pretrained(folders["SmolLM2-135M-NVFP4"], dtype=torch.float32)
 algorithm = json.loads((folders["SmolLM2-135M-NVFP4"] / "config.json").read_text())["quantization_config"]["quant_algo"]
 quantized = [p for p in base.parameters() if isinstance(p, NVFP4Tensor)]
@@ -80,7 +80,7 @@ for step, ids in enumerate(to_learn):
     optimizer.zero_grad()
     print(f"step {step + 1} of {arguments.steps}: loss {loss.item():.3f}")
 after = perplexity(tuned, judged, 1024)
-print(f"perplexity {before:.3f} -> {after:.3f}, of text that it was not trained on")
+print(f"perplexity on other text: {before:.3f} -> {after:.3f}")
 assert after < before
 assert all(torch.equal(weight.qdata, code) for weight, code in zip(quantized, codes, strict=True))
 tuned.save_pretrained(folders["adapters"])
@@ -89,4 +89,4 @@ again = peft.PeftModel.from_pretrained(again, folders["adapters"])
 with torch.no_grad():
     assert torch.equal(again(prompt).logits, tuned(prompt).logits)
 adapters = sum(file.stat().st_size for file in folders["adapters"].glob("*.safetensors"))
-print(f"adapters: {adapters / 1e6:.1f} MB beside {model_size(model).total / 1e6:.1f} MB")
+print(f"adapters: {adapters / 1e6:.1f} MB, model: {model_size(model).total / 1e6:.1f} MB")

@@ -119,7 +119,7 @@ def nearest_value(u: Tensor) -> Tensor:
 def magnitude(amax: Tensor) -> Tensor:
     """Return |amax|; on a CPU outside of traces, raise a ValueError if it is negative."""
     if amax.is_cpu and not torch.compiler.is_compiling() and (amax < 0).any():
-        raise ValueError(f"amax must not be negative, got {amax.min().item()}: use amax.abs()")
+        raise ValueError(f"amax is a magnitude, not {amax.min().item()}: give amax.abs()")
     return amax.abs()
 
 
