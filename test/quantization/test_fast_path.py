@@ -19,7 +19,9 @@ CONFIGS = {
     "w4a4": NVFP4Config(),
     "prepared": NVFP4Config(step="prepare"),
 }
-quiet = pytest.mark.filterwarnings("ignore:left dense, because nn.MultiheadAttention", "ignore:The PyTorch API of nested")
+quiet = pytest.mark.filterwarnings(
+    "ignore:left dense, because nn.MultiheadAttention", "ignore:The PyTorch API of nested"
+)
 
 
 def encoder():

@@ -124,7 +124,7 @@ def test_what_cannot_be_written(tmp_path, tensors):
         ({**TINY, "vocab_size": None}, {}, {}, "no vocab_size"),
         (TINY, {"model.norm.weight": torch.ones(128, dtype=torch.int64)}, {}, "is torch.int64"),
         ({**TINY, "model_type": "qwen2"}, {}, {}, "qwen2's feed-forward weights, and .* or pass lossy=True"),
-        (TINY, {"model.layers.0.mlp.up_proj.bias": torch.ones(192)}, {}, "with a bias: leave .*mlp.up_proj.weight dense"),
+        (TINY, {"model.layers.0.mlp.up_proj.bias": torch.ones(192)}, {}, "with a bias: leave .*up_proj.weight dense"),
         (TINY, {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, {}, "no name in llama.cpp's llama"),
         (TINY, {}, {"dense": "Q3_K"}, "dense is one of F32, F16"),
         (TINY, {}, {"shard": 3}, "no option shard"),
