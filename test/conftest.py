@@ -24,7 +24,7 @@ def device(request):
 
 @pytest.fixture
 def cuda_library():
-    """For tests of the CUDA kernels themselves: skips where they are not what serves."""
+    """Skip tests of the CUDA kernels if these are not in use."""
 
     if info().cuda != "native":
         pytest.skip(f"the CUDA library is not in use: {info().cuda}")
@@ -32,7 +32,7 @@ def cuda_library():
 
 @pytest.fixture
 def at_offset():
-    """A contiguous copy of a tensor on the GPU, so many elements behind where an allocation begins."""
+    """Return a contiguous copy of a tensor on the GPU, at an offset in its allocation."""
 
     def copy(t, offset):
         return torch.empty(offset + t.numel(), dtype=t.dtype, device="cuda")[offset:].view(t.shape).copy_(t)
@@ -73,5 +73,5 @@ def other_defaults(request):
 
 @pytest.fixture
 def blackwell(monkeypatch):
-    """Every device says that it has FP4 tensor cores."""
+    """Make every device report FP4 tensor cores."""
     monkeypatch.setattr("nvfp4_tensor.matmul.backends.capability", lambda device: (10, 0))

@@ -1,4 +1,4 @@
-"""The package as it is shipped: the sdist is whole, and the wheel that is built from it imports and is typed.
+"""The package as it is shipped: the sdist is complete, and the wheel that is built from it imports and is typed.
 
 Pure Python here, which takes seconds; `make wheel` builds the libraries from the sdist too, and runs them.
 """
@@ -89,6 +89,6 @@ def test_the_wheel_serves_without_the_sources(wheel: Path, tmp_path: Path) -> No
     )
     import nvfp4_tensor
 
-    place, values = run.stdout.splitlines()
-    assert place == f"{tmp_path / 'nvfp4_tensor' / '__init__.py'} {wheel.name.split('-')[1]}"
+    location, values = run.stdout.splitlines()
+    assert location == f"{tmp_path / 'nvfp4_tensor' / '__init__.py'} {wheel.name.split('-')[1]}"
     assert values == str(nvfp4_tensor.quantize(torch.arange(32.0).view(1, 32)).dequantize().tolist())

@@ -1,4 +1,4 @@
-"""What a model takes: by kind, what is shared once; and what other libraries' counts make of an NVFP4 tensor."""
+"""Sizes of models by kind, with shared tensors counted once, and sizes computed by other libraries."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Files of earlier versions load, and what is written now names nothing but the package."""
+"""Files of earlier versions load, and new files contain only the package's public names."""
 
 import pickle
 import pickletools
@@ -55,7 +55,7 @@ def test_models_of_earlier_versions(release):
 
 @pytest.mark.parametrize("name", ["tensors.pt", "model.pt"])
 def test_a_fresh_interpreter_loads_them(name):
-    """With no name of the package touched before: what the import registers is enough."""
+    """Importing the package is enough, without accessing any name in it."""
     path = RELEASES[0] / name
     weights_only = name == "tensors.pt"
     code = f"import torch, nvfp4_tensor; print(len(torch.load({str(path)!r}, weights_only={weights_only})))"

@@ -1,4 +1,4 @@
-"""What importing and first using the package prints, which is nothing, and what it loads."""
+"""Importing and first using the package prints nothing, and does not load torchao too early."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def test_nothing_is_printed(use):
 
 @pytest.mark.smoke
 def test_the_import_alone_loads_no_torchao():
-    """Nor what torchao brings: its import takes longer than torch's own."""
+    """Nor torchao's dependencies: its import takes longer than torch's."""
     done = run(
         "import sys, nvfp4_tensor; nvfp4_tensor.QuantizeSpec(), nvfp4_tensor.info(), dir(nvfp4_tensor);"
         "print([name for name in ('torchao', 'torch._dynamo', 'transformers') if name in sys.modules])"

@@ -110,7 +110,7 @@ def test_a_tensor_goes_into_and_out_of_a_graph(device):
     ],
 )
 def test_any_number_of_rows_is_a_graph_or_two(function):
-    """One row, whole tiles of scales, others: no graph for each size."""
+    """One row, complete tiles of scales, and others need at most two graphs."""
     compiled = torch.compile(function, fullgraph=True)
     counter = torch._dynamo.utils.counters["stats"]
     before = counter["unique_graphs"]
@@ -175,7 +175,7 @@ def test_checkpointing_recomputes_the_same_bits(compile):
 
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])
 def test_export_of_an_unwrapped_model(config):
-    """torchao's way for runtimes that know no subclasses: weights made of plain tensors by a parametrization."""
+    """torchao's parametrization, which creates weights from plain tensors for runtimes without subclasses."""
     m = quantized_model(config)
     x = torch.randn(5, 64)
     expected = m(x)
@@ -222,7 +222,7 @@ nvfp4.matmul.default""",
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()], ids=["weight only", "w4a4"])
 @pytest.mark.parametrize("rows", [1, 9, 40, 200])
 def test_kernels_that_let_the_next_begin(config, rows):
-    """Among Inductor's kernels with programmatic dependent launch: the bits of a run in which nothing overlaps."""
+    """With Inductor's programmatic dependent launch, bits equal those of a run without overlap."""
     from torch._inductor import config as inductor
 
     layers = [nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(6)]
@@ -302,7 +302,7 @@ assert torch.allclose(y, torch.nn.functional.linear(x, w.dequantize()) * (1 + NE
 
 @pytest.mark.exhaustive
 def test_graphs_cached_by_another_version_are_not_used(tmp_path):
-    """torch finds them by what it saw before our code traced: the same linear of an equal tensor."""
+    """torch's cache key does not include our code, so equal linears of equal tensors have equal keys."""
     for new in (False, True):
         subprocess.run(
             [sys.executable, "-c", f"NEW = {new}\n{STALE}"],

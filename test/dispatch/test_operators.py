@@ -1,4 +1,4 @@
-"""Copies, casts, fills, comparisons and reads, and what is refused."""
+"""Copies, casts, fills, comparisons, reads and unsupported operators."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_a_cast_changes_what_it_decodes_to_and_no_code(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool])
-def test_casts_that_are_refused(dtype):
+def test_unsupported_casts_raise(dtype):
     with pytest.raises(RuntimeError, match=r"_to_copy.*dequantize\(\) first"):
         matrix().to(dtype)
 
@@ -132,7 +132,7 @@ def test_a_fill_keeps_what_a_product_does():
 
 @pytest.mark.parametrize("make", [torch.zeros_like, torch.ones_like, lambda t, **how: torch.full_like(t, 2.5, **how)])
 def test_what_is_made_like_it_is_dense(make):
-    """Optimizers keep their state in what zeros_like gives."""
+    """Optimizers store their state in the result of zeros_like."""
     t = matrix(torch.bfloat16)
     for like in (t, t.t(), torch.nn.Parameter(t), t[3:40]):
         new = make(like)
@@ -302,7 +302,7 @@ def test_einsum_names_itself_and_what_to_use(equation):
 
 
 def test_vmap_of_a_vector_names_an_operator_or_does_it():
-    """torch makes NotImplemented of a TypeError, and Python its own message of that, without the name."""
+    """torch turns a TypeError into NotImplemented, for which Python's message lacks the operator's name."""
     t = quantize(torch.randn(32))
     with pytest.raises(RuntimeError, match=r"aten\.select\.int is not supported.*blocks of 16.*dequantize\(\)"):
         torch.vmap(lambda v: v * 2)(t)

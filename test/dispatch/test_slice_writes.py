@@ -1,4 +1,4 @@
-"""Writes into slices of an NVFP4Tensor: done in the whole, bit for bit, or refused."""
+"""Writes into slices of an NVFP4Tensor change the full tensor, bit for bit, or raise an error."""
 
 import copy
 import gc
@@ -25,8 +25,8 @@ def matrix(seed=0, factor=1.0, rows=300, columns=150):
 
 
 @pytest.mark.parametrize("where", SLICES.values(), ids=SLICES)
-def test_a_piece_with_the_same_scale(where):
-    """Codes and scales in the slice are those of the piece, all others stay."""
+def test_a_slice_with_the_same_scale(where):
+    """Codes and scales in the slice are those of the source, all others are unchanged."""
     a, b = matrix(1), matrix(2)
     t, other = (quantize(x, amax=6.0) for x in (a, b))
     values, new = t.dequantize(), other.dequantize()
@@ -36,8 +36,8 @@ def test_a_piece_with_the_same_scale(where):
 
 
 @pytest.mark.parametrize("where", SLICES.values(), ids=SLICES)
-def test_a_piece_into_zeros(where):
-    """Any scale fits where nothing else is."""
+def test_a_slice_of_zeros(where):
+    """Any scale fits if all other values are zero."""
     t, other = quantize(matrix()).new_zeros(300, 150), quantize(matrix(3))
     t.narrow(*where).copy_(other.narrow(*where))
     expected = torch.zeros(300, 150, dtype=torch.bfloat16)
@@ -46,7 +46,7 @@ def test_a_piece_into_zeros(where):
 
 
 @pytest.mark.parametrize("where", SLICES.values(), ids=SLICES)
-def test_a_larger_scale_rounds_the_rest_and_a_smaller_is_refused(where):
+def test_a_larger_scale_rounds_the_rest_and_a_smaller_raises(where):
     t, other = quantize(matrix(4)), quantize(matrix(5, 2.0))
     before = t.dequantize(torch.float32)
     t.narrow(*where).copy_(other.narrow(*where))
@@ -105,7 +105,7 @@ def test_a_larger_scale_in_a_slice_of_a_slice_rounds_the_rest_once(first, then, 
 @pytest.mark.parametrize("shape", [(300, 150), (150,)])
 @pytest.mark.parametrize("factor", [1.0, 9.0, 0.1])
 def test_columns_of_rows_with_a_scale_each(shape, factor):
-    """The scale of a row serves all of its columns: it changes with those, or not at all."""
+    """A row's scale applies to all of its columns, so it changes for all of them, or not at all."""
     spec = QuantizeSpec(row_scaled=True)
     t = quantize(matrix(7).view(-1)[: torch.Size(shape).numel()].view(shape), spec)
     source = quantize(matrix(8, factor)[: len(t), :16] if len(shape) == 2 else matrix(8, factor)[0, :16], spec)
@@ -184,7 +184,7 @@ def test_data_set_to_a_slice_leads_to_what_that_was_cut_from():
 
 
 @torch.inference_mode()  # elsewhere autograd keeps the base of a view
-def test_a_copy_does_not_keep_the_whole_and_says_that_a_write_would_be_lost():
+def test_a_copy_does_not_keep_its_origin_alive_and_then_a_write_raises():
     t = quantize(matrix())
     part, where = t[3:40], t.qdata.untyped_storage()._weak_ref()
     del t
@@ -225,7 +225,7 @@ def test_slices_and_aliases_do_not_hinder_a_module_from_moving():
     assert torch.equal(linear.weight.dequantize(torch.float32), before)
 
 
-def test_experts_take_pieces_of_any_scale():
+def test_experts_accept_slices_of_any_scale():
     whole, t = quantize_experts(torch.randn(4, 40, 64)), quantize_experts(torch.randn(4, 40, 64) * 3)
     for start, length in ((0, 1), (1, 3)):
         t.narrow(0, start, length).copy_(whole.narrow(0, start, length))
@@ -233,7 +233,7 @@ def test_experts_take_pieces_of_any_scale():
 
 
 class AsVLLMLoads(TorchAOIntegrationTestCase):
-    """torchao's own test, which wants an accelerator for its device alone."""
+    """torchao's own test, which needs an accelerator only for its device."""
 
     def runTest(self):
         pass

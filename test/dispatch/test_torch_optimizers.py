@@ -17,7 +17,7 @@ OPTIONS = [None, "foreach", "fused", "amsgrad", "centered", "maximize", "nestero
 
 
 class HandWritten(torch.optim.Optimizer):
-    """As many third-party optimizers are."""
+    """An optimizer written like many third-party ones."""
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr})

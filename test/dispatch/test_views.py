@@ -1,4 +1,4 @@
-"""Views, gathers and joins mean what they mean on a dense tensor, share storage where they can, lose no write."""
+"""Views, gathers and joins act as on a dense tensor, share storage where possible, and lose no write."""
 
 import pytest
 import torch
@@ -139,7 +139,7 @@ def test_what_shares_storage(view, shares):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("tensor", ["matrix", "odd", "batch", "transposed", "row scales"])
-def test_a_write_into_a_view_arrives_or_is_refused(tensor, function):
+def test_a_write_into_a_view_arrives_or_raises(tensor, function):
     t = TENSORS[tensor]()
     dense = t.dequantize()
     pieces, dense_pieces = outcome(FUNCTIONS[function], t), outcome(FUNCTIONS[function], dense)
@@ -158,7 +158,7 @@ def test_a_write_into_a_view_arrives_or_is_refused(tensor, function):
     assert torch.equal(t.dequantize(), dense)
 
 
-def test_setitem_arrives_or_is_refused():
+def test_setitem_arrives_or_raises():
     t = TENSORS["matrix"]()
     t[128:256] = 0
     assert (t.dequantize()[128:256] == 0).all() and (t.dequantize()[:128] != 0).any()
@@ -239,8 +239,8 @@ def test_experts_keep_one_per_tensor_scale_each(rows):
         assert torch.equal(w.dequantize(), dense[[0, 0, 2]])
 
 
-def test_a_write_into_reshaped_experts_is_refused():
-    """Their scales, one a matrix, become copies, one a row: codes written for those would mean something else."""
+def test_a_write_into_reshaped_experts_raises():
+    """Their scales per matrix become copies per row, which a write would not update."""
     t = quantize_experts(torch.stack([torch.randn(128, 64), 100 * torch.randn(128, 64)]))
     before = t.dequantize()
     for view in (t.view(256, 64), t.flatten(0, 1)[:128], t.unsqueeze(0), t.reshape(2, 2, 64, 64), t[:2].view(256, 64)):

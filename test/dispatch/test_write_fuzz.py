@@ -1,7 +1,7 @@
 """Random writes into random views of views, against dense tensors.
 
-After a write, the elements that it names are what a dense tensor would hold, rounded once; all others are unchanged,
-or rounded once to a new per-tensor scale. A write that raises changes nothing.
+After a write, the written elements have the values of a dense tensor, rounded once; all others are unchanged, or
+rounded once to a new per-tensor scale. A write that raises changes nothing.
 """
 
 import random
@@ -34,7 +34,7 @@ def values(shape, rng, factor=1.0):
 
 
 def tensor(shape, rng, spec, factor=1.0) -> NVFP4Tensor:
-    """An NVFP4Tensor with one per-tensor scale, one a matrix or one a row."""
+    """Return an NVFP4Tensor with one per-tensor scale, one per matrix or one per row."""
     x = values(shape, rng, factor)
     if rng.random() < 0.05:
         x.zero_()
@@ -52,7 +52,7 @@ def cut(size, rng, multiple) -> slice:
 
 
 def random_view(shape, rng):
-    """A view as a function of a tensor, dense or not."""
+    """Return a random view as a function of a tensor."""
     dim = rng.randrange(len(shape))
     size, multiple = shape[dim], rng.choice([1, 16, 16, 64, 128])
     region, at, pieces = cut(size, rng, multiple), rng.randrange(max(size, 1)), rng.randint(1, 3)
@@ -73,7 +73,7 @@ def random_view(shape, rng):
 
 
 def written_codes(view, root, rng) -> Tensor:
-    """What might be stored where the view is."""
+    """Return codes that could be stored in the view."""
     shape = list(view.shape)
     if view.transposed:
         shape[-2:] = shape[:-3:-1]

@@ -1,4 +1,4 @@
-"""A write arrives where a dense tensor would have it, or is refused: never lost, and never in another tensor."""
+"""A write changes what it would change in a dense tensor, or raises: it is never lost or in another tensor."""
 
 import functools
 
@@ -222,8 +222,8 @@ def test_into_an_nvfp4_tensor_goes_the_quantized_result(make, write):
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_refused_write_is_no_type_error(write):
-    """Which torch turns into NotImplemented, and Python into a new tensor under the old name."""
+def test_an_unsupported_write_is_no_type_error(write):
+    """torch turns a TypeError into NotImplemented, and Python then binds the name to a new tensor."""
     t = matrix()
     before = t.dequantize()
     function, binary = WRITES[write]
@@ -333,7 +333,7 @@ VIEWS = {
     st.sampled_from(sorted(WRITES)), st.integers(0, 130), st.integers(0, 2**31),
 )  # fmt: skip
 def test_a_write_into_any_view_changes_that_view_alone(tensor, views, write, n, seed):
-    """Exactly the elements that it changes of a dense one are quantized anew; or it is refused and changes nothing."""
+    """Only the elements that change in a dense tensor are quantized again, or it raises and changes nothing."""
     torch.manual_seed(seed)
     t = TENSORS[tensor]()
     before = t.dequantize()

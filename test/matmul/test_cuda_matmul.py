@@ -243,7 +243,7 @@ def test_activation_shapes(rows):
 
 @pytest.mark.parametrize("columns", [200, 1096, 1100])
 @pytest.mark.parametrize("rows", [2, 24, 40, 100])
-def test_what_a_stage_has_beside_the_columns(rows, columns):
+def test_nan_in_the_padding_of_a_stage(rows, columns):
     """Not a number, which a code of zero would not take out of the sums."""
     x = torch.full((rows, 1280), float("nan"), device="cuda").bfloat16()
     x[:, :columns] = torch.randn(rows, columns, device="cuda")
@@ -294,7 +294,7 @@ def test_every_scale(rows):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 16, 24, 64, 256, 1000])
 def test_every_scale_that_is_no_number(rows, dtype):
-    """The bytes 0x7F to 0xFF, one in each of as many rows of w, at any place of a word of four."""
+    """The bytes 0x7F to 0xFF, one per row of w, at any byte of a four-byte word."""
     codes, scale = random_weight(256, 512, high=0x48)
     x = torch.randn(rows, 512, device="cuda").to(dtype)
     clean = check(x, codes, scale, factor())

@@ -45,7 +45,7 @@ def test_the_same_bits_many_times(shape, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_rows_of_x_at_any_place(rows):
+def test_rows_of_x_at_any_address(rows):
     """Strided, and aligned to less than the kernel of Hopper takes."""
     codes, scale = random_weight(256, 4096)
     x = torch.randn(rows, 4200, device="cuda").bfloat16()
@@ -160,7 +160,7 @@ def test_activation_is_fake_quantize_by_its_own_amax(shape, dtype):
 
 @pytest.mark.parametrize("rows", [1, 9, 63, 300])
 def test_largest_of_an_activation_anywhere(rows):
-    """In strided rows; at places that all warps, loads and thread blocks of the search come by."""
+    """In strided rows; at positions that all warps, loads and thread blocks of the search read."""
     wide = torch.randn(rows, 8192 + 16, device="cuda").bfloat16()
     x, spec = wide[:, :8192], QuantizeSpec()
     wide[:, 8192:] = 1e30  # not of x

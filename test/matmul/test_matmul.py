@@ -1,4 +1,4 @@
-"""Products against a float64 product of the decoded operands, and torch's own validation of the FP4 call."""
+"""Products compared with a float64 product of the decoded operands, and torch's validation of the FP4 call."""
 
 import itertools
 
@@ -223,7 +223,7 @@ def test_per_row_scales_multiply_in_float32(device):
         (lambda x, w: torch.bmm(x.expand(2, 3, 48), torch.stack([w, w, w]).mT), "cannot be multiplied"),
     ],
 )
-def test_what_a_product_refuses(call, message):
+def test_invalid_operands_of_a_product_raise(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.randn(3, 48), quantize(torch.randn(8, 48)))
 
@@ -321,7 +321,7 @@ def test_an_nvfp4_bias_is_decoded(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_alpha_and_beta_of_zero_leave_out_what_they_multiply(device, dtype):
-    """NaN included, as BLAS has it, and torch in float32."""
+    """Including NaN, as in BLAS and in torch for float32."""
     w, bias = quantize(torch.randn(40, 16, device=device).to(dtype)), torch.randn(40, device=device).to(dtype)
     nan = torch.full((3, 16), torch.nan, device=device, dtype=dtype)
     x = torch.randn(3, 16, device=device).to(dtype)

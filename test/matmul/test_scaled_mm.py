@@ -44,7 +44,7 @@ def test_scaled_mm_passes_torchs_validation(shape, dtype, with_bias):
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="since 2.14 it looks at no sizes of tensors on meta")
-def test_torchs_validation_refuses_scales_that_are_short():
+def test_torchs_validation_rejects_short_scales():
     a, b = fp4_operands(200, 128, 64, "meta")
     a = a._replace(scale=a.scale[:1])
     with pytest.raises(Exception, match="scale"):

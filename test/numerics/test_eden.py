@@ -69,9 +69,9 @@ def test_amax_is_that_of_the_rotation_and_leaves_out_what_is_not_finite():
 # --- codes and scales ------------------------------------------------------------------------------------------------
 
 
-def parts(x, amax, spec=EDEN, state=STATE, *place):
+def parts(x, amax, spec=EDEN, state=STATE, *offsets):
     """Codes (rows, K) and scale bytes (rows, K/16)."""
-    qdata, scale, factor = reference.quantize(x, amax, state, spec, *place)
+    qdata, scale, factor = reference.quantize(x, amax, state, spec, *offsets)
     rows = qdata.shape[:-1].numel()
     codes = layout.unpack(qdata.reshape(rows, -1))
     return codes, layout.unswizzle(scale, rows, codes.shape[1] // 16).view(torch.uint8), factor
@@ -126,7 +126,7 @@ def test_every_scale_rounds_to_its_neighbours_in_proportion():
 
 
 @pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
-def test_a_shard_has_the_bits_of_the_whole(dtype):
+def test_a_shard_has_the_bits_of_the_full_tensor(dtype):
     x = sample((20, 1000), dtype)
     amax = eden.amax(x, STATE)
     codes, bits, _ = parts(x, amax)
@@ -193,7 +193,7 @@ def test_fake_quantize_takes_the_rotation_back_and_passes_gradients_through():
     assert torch.equal(x.grad, gradient)
 
 
-def test_what_is_refused():
+def test_invalid_arguments_raise():
     x = torch.randn(4, 128)
     with pytest.raises(ValueError, match="EDEN cannot create an NVFP4Tensor"):
         quantize(x, EDEN)

@@ -98,7 +98,7 @@ def test_ties(mode, codes):
 @settings(max_examples=300, deadline=None)
 @given(st.floats(-8, 8, width=32), st.integers(0, 0xFFFF))
 def test_rounding_by_exact_arithmetic(value, draw):
-    """Each mode picks the neighbour that rational arithmetic picks."""
+    """Each mode rounds to the same neighbour as rational arithmetic."""
     grid = [Fraction(v) for v in layout.CODE_VALUES]
     a = min(abs(Fraction(value)), Fraction(6))
     low = max(code for code in range(8) if grid[code] <= a)
@@ -223,7 +223,7 @@ def test_hadamard_is_orthogonal_and_is_the_matrix_of_the_contract():
     torch.testing.assert_close(got.double().norm(), x.double().norm(), rtol=2e-3, atol=0)
 
 
-def test_shards_get_the_bits_of_the_whole():
+def test_shards_get_the_bits_of_the_full_tensor():
     x, state = torch.randn(64, 160), torch.tensor([3, 4])
     spec = QuantizeSpec(round_mode="stochastic")
     amax = reference.amax(x)
@@ -273,7 +273,7 @@ def test_a_vector_times_rows_of_scales_of_their_own():
     assert torch.equal(y, reference.matmul(x[None], None, qdata, scale, factors, None, 48, False, torch.float32)[0])
 
 
-def test_what_would_decode_to_other_numbers_is_refused():
+def test_invalid_arguments_of_decoding_raise():
     x, spec = torch.randn(24, 48), QuantizeSpec()
     qdata, scale, factor = reference.quantize(x, torch.tensor(4.0), None, spec)
     for bad, message in (
@@ -289,7 +289,7 @@ def test_what_would_decode_to_other_numbers_is_refused():
 
 
 def test_is_one_graph():
-    """Nothing in it depends on a value, not even the refusal of an amax below zero."""
+    """Nothing in it depends on a value, not even the error for a negative amax."""
     x, amax, spec = torch.randn(24, 48), torch.tensor(4.0), QuantizeSpec()
     traced = torch.compile(reference.quantize, fullgraph=True, dynamic=False, backend="eager")
     for actual, expected in zip(traced(x, amax, None, spec), reference.quantize(x, amax, None, spec), strict=True):

@@ -35,7 +35,7 @@ def test_every_spec_survives_packing_and_packs_differently():
 @pytest.mark.parametrize(
     "bits", [3 << 4, 2 << 10, 3 << 10, 1 << 10 | 1 << 4, 1 << 12 | 3, 1 << 12 | 1 << 2, 1 << 16, 1 << 8, 1 << 40, -1]
 )
-def test_what_no_spec_packs_to_is_refused(bits):
+def test_unpack_raises_for_other_integers(bits):
     with pytest.raises(
         ValueError, match=r"QuantizeSpec.pack\(\)|hardware_rounding needs|mutually exclusive|row_scaled|eden"
     ):
@@ -105,7 +105,7 @@ def test_hardware_rounding_needs_its_companions():
         {"random_bits": 32},
     ],
 )
-def test_what_a_spec_refuses(argument):
+def test_invalid_options_raise(argument):
     with pytest.raises(ValueError, match=next(iter(argument))):
         QuantizeSpec(**argument)
 

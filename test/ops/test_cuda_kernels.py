@@ -38,11 +38,11 @@ def amax_of(x, spec):
     return ops.amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
 
 
-def check_quantize(x, spec, on_gpu=None, place=(0, 0, 0), stream=0):
+def check_quantize(x, spec, on_gpu=None, offsets=(0, 0, 0), stream=0):
     state, amax = rng_state(), amax_of(x, spec)
-    expected = reference.quantize(x, amax, state, spec, *place, stream)
+    expected = reference.quantize(x, amax, state, spec, *offsets, stream)
     on_gpu = x.cuda() if on_gpu is None else on_gpu
-    actual = N.quantize(on_gpu, amax.cuda(), state.cuda(), spec.pack(), *place, stream)
+    actual = N.quantize(on_gpu, amax.cuda(), state.cuda(), spec.pack(), *offsets, stream)
     assert_same_bits(actual, expected, f"{spec}, {tuple(x.shape)}, {x.dtype}")
 
 
@@ -99,18 +99,18 @@ def test_strided_and_unaligned_rows():
 
 
 @gpu
-def test_random_bits_follow_the_place_in_the_logical_tensor():
+def test_random_bits_follow_the_offset_in_the_full_tensor():
     spec = QuantizeSpec(round_mode="stochastic")
     x, state = torch.randn(200, 320).bfloat16(), rng_state()
     amax = ops.amax(x)
     whole = N.quantize(x.cuda(), amax.cuda(), state.cuda(), spec.pack())[0].cpu()
     for rows, columns in ((slice(0, 37), slice(0, 320)), (slice(37, 200), slice(64, 208))):
         piece = x[rows, columns].cuda()
-        place = (rows.start, columns.start, 320)
-        got = N.quantize(piece, amax.cuda(), state.cuda(), spec.pack(), *place)[0].cpu()
+        offsets = (rows.start, columns.start, 320)
+        got = N.quantize(piece, amax.cuda(), state.cuda(), spec.pack(), *offsets)[0].cpu()
         assert torch.equal(got, whole[rows, columns.start // 2 : columns.stop // 2])
-    for place in ((2**31 + 5, 16, 2**33), (0, 2**20, 2**24)):
-        check_quantize(x[:20], spec, place=place, stream=1)
+    for offsets in ((2**31 + 5, 16, 2**33), (0, 2**20, 2**24)):
+        check_quantize(x[:20], spec, offsets=offsets, stream=1)
 
 
 @gpu
@@ -176,10 +176,10 @@ def test_pair(dtype, shape):
         spec, spec_t = QuantizeSpec(**mode), QuantizeSpec(hadamard_sign=sign, **mode_t)
         amaxes = ops.amax_pair(x, -1 if sign is None else sign)
         assert_same_bits(N.amax_pair(x.cuda(), -1 if sign is None else sign), amaxes, "amax_pair")
-        place = (64, 32, 4096, 1 << 20)
-        expected = ops.quantize_pair(x, *amaxes, state, spec.pack(), spec_t.pack(), *place)
+        offsets = (64, 32, 4096, 1 << 20)
+        expected = ops.quantize_pair(x, *amaxes, state, spec.pack(), spec_t.pack(), *offsets)
         on_gpu = [a.cuda() for a in amaxes]
-        actual = N.quantize_pair(x.cuda(), *on_gpu, state.cuda(), spec.pack(), spec_t.pack(), *place)
+        actual = N.quantize_pair(x.cuda(), *on_gpu, state.cuda(), spec.pack(), spec_t.pack(), *offsets)
         assert_same_bits(actual, expected, f"{spec} and {spec_t}, {shape}, {dtype}")
 
 
@@ -319,7 +319,7 @@ def test_quantize_at_any_address(at_offset, offset):
 
 
 @gpu
-def test_codes_and_scales_that_are_refused():
+def test_invalid_codes_and_scales_raise():
     codes = torch.zeros(256, 64, dtype=torch.uint8, device="cuda")
     scale = torch.zeros(2, 2, 32, 16, dtype=torch.uint8, device="cuda")
     x, one = torch.ones(1, 128, device="cuda").bfloat16(), torch.ones((), device="cuda")
@@ -341,7 +341,7 @@ def test_codes_and_scales_that_are_refused():
 
 
 @gpu
-def test_what_the_kernels_refuse():
+def test_invalid_arguments_raise():
     x, amax = torch.randn(16, 32, device="cuda"), torch.tensor(1.0, device="cuda")
     with pytest.raises(RuntimeError, match="rng_state"):
         N.quantize(x, amax, None, QuantizeSpec(round_mode="stochastic").pack())

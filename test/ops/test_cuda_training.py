@@ -32,11 +32,11 @@ def search_specs(**common):
         yield QuantizeSpec(scale_search="mse", scale_rounding=scale_rounding, scale_ceiling=ceiling, **mode, **common)
 
 
-def check_search(x, spec, amax=None, place=(0, 0, 0)):
+def check_search(x, spec, amax=None, offsets=(0, 0, 0)):
     state = rng_state()
     amax = ops.amax(x, -1 if spec.hadamard_sign is None else spec.hadamard_sign) if amax is None else amax
-    expected = reference.quantize(x, amax, state, spec, *place)
-    actual = N.quantize(x.cuda(), amax.cuda(), state.cuda(), spec.pack(), *place)
+    expected = reference.quantize(x, amax, state, spec, *offsets)
+    actual = N.quantize(x.cuda(), amax.cuda(), state.cuda(), spec.pack(), *offsets)
     assert_same_bits(actual, expected, f"{spec}, {tuple(x.shape)}, {x.dtype}")
 
 
@@ -47,7 +47,7 @@ def test_search_every_spec_shape_and_magnitude(dtype, block_rows):
     choices = itertools.cycle(search_specs(block_rows=block_rows))
     for shape, magnitude in itertools.product((*SHAPES, (64, 512)), MAGNITUDES[dtype]):
         for spec in itertools.islice(choices, 7):  # of 20: every one meets every shape's kind
-            check_search(inputs(shape, dtype, magnitude), spec, place=(32, 16, 5000))
+            check_search(inputs(shape, dtype, magnitude), spec, offsets=(32, 16, 5000))
 
 
 @gpu
@@ -120,9 +120,13 @@ def test_eden_every_shape_and_magnitude(dtype, ceiling):
     for shape, magnitude in itertools.product(WIDE_SHAPES, MAGNITUDES[dtype]):
         x, state = inputs(shape, dtype, magnitude, poison=magnitude != 1.0), rng_state()
         own = eden.amax(x, state, 256)
-        for amax, place, stream in ((own, (7, 256, 1 << 20), 0), (own / 3, (0, 256, 0), 1), (own * 0, (0, 256, 0), 2)):
-            expected = reference.quantize(x, amax, state, spec, *place, stream)
-            actual = N.quantize(x.cuda(), amax.cuda(), state.cuda(), spec.pack(), *place, stream)
+        for amax, offsets, stream in (
+            (own, (7, 256, 1 << 20), 0),
+            (own / 3, (0, 256, 0), 1),
+            (own * 0, (0, 256, 0), 2),
+        ):
+            expected = reference.quantize(x, amax, state, spec, *offsets, stream)
+            actual = N.quantize(x.cuda(), amax.cuda(), state.cuda(), spec.pack(), *offsets, stream)
             assert_same_bits(actual, expected, f"{spec}, {shape}, {magnitude}, {amax}")
 
 
@@ -175,9 +179,9 @@ def test_eden_pair(shape):
     x, state = inputs(shape, torch.bfloat16, 1.0), rng_state()
     spec = QuantizeSpec(round_mode="eden").pack()
     amaxes = eden.amax(x, state, 256), eden.amax(x.t(), state, 384)
-    place = (384, 256, 4096, 1 << 20, 2)
-    expected = ops.quantize_pair(x, *amaxes, state, spec, spec, *place)
-    actual = N.quantize_pair(x.cuda(), *(a.cuda() for a in amaxes), state.cuda(), spec, spec, *place)
+    offsets = (384, 256, 4096, 1 << 20, 2)
+    expected = ops.quantize_pair(x, *amaxes, state, spec, spec, *offsets)
+    actual = N.quantize_pair(x.cuda(), *(a.cuda() for a in amaxes), state.cuda(), spec, spec, *offsets)
     assert_same_bits(actual, expected)
 
 
@@ -198,10 +202,10 @@ def test_what_eden_refuses():
 # --- pairs as values -------------------------------------------------------------------------------------------------
 
 
-def values_expected(x, amaxes, state, spec, spec_t, codes_t, place):
+def values_expected(x, amaxes, state, spec, spec_t, codes_t, offsets):
     """What plain torch makes of quantize_pair's codes."""
     how, how_t = QuantizeSpec.unpack(spec), QuantizeSpec.unpack(spec_t)
-    qdata, scale, factor, *transposed = ops.quantize_pair(x, *amaxes, state, spec, spec_t, *place)
+    qdata, scale, factor, *transposed = ops.quantize_pair(x, *amaxes, state, spec, spec_t, *offsets)
     columns, columns_t = (
         size if s.rotation is None else -(-size // s.rotation) * s.rotation
         for size, s in zip(reversed(x.shape), (how, how_t), strict=True)
@@ -225,11 +229,11 @@ def test_pair_values(dtype, shape, codes_t):
         spec = QuantizeSpec(scale_rounding=up, **mode).pack()
         spec_t = QuantizeSpec(scale_rounding=up, hadamard_sign=sign, **mode).pack()
         amaxes = ops.amax_pair(x, -1 if sign is None else sign)
-        for smaller, place in ((1.0, (64, 32, 4096, 1 << 20)), (0.01, (0, 0, 0, 0, 5))):
+        for smaller, offsets in ((1.0, (64, 32, 4096, 1 << 20)), (0.01, (0, 0, 0, 0, 5))):
             given = [a * smaller for a in amaxes]
-            expected = values_expected(x, given, state, spec, spec_t, codes_t, place)
+            expected = values_expected(x, given, state, spec, spec_t, codes_t, offsets)
             on_gpu = [a.cuda() for a in given]
-            actual = N.quantize_pair_values(x.cuda(), *on_gpu, state.cuda(), spec, spec_t, codes_t, *place)
+            actual = N.quantize_pair_values(x.cuda(), *on_gpu, state.cuda(), spec, spec_t, codes_t, *offsets)
             assert_same_bits(actual, expected, f"{mode}, {sign}, {up}, {shape}, {dtype}, {codes_t}")
 
 

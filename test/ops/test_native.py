@@ -59,12 +59,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def check_quantize(x, spec, amax=None, place=(0, 0, 0), stream=0):
+def check_quantize(x, spec, amax=None, offsets=(0, 0, 0), stream=0):
     expected_amax = reference_amax(x, spec)
     assert_op(OPS.amax, (x, -1 if spec.hadamard_sign is None else spec.hadamard_sign), (expected_amax,))
     amax = expected_amax if amax is None else amax
-    expected = reference.quantize(x, amax, RNG_STATE, spec, *place, stream)
-    assert_op(OPS.quantize, (x, amax, RNG_STATE, spec.pack(), *place, stream), expected)
+    expected = reference.quantize(x, amax, RNG_STATE, spec, *offsets, stream)
+    assert_op(OPS.quantize, (x, amax, RNG_STATE, spec.pack(), *offsets, stream), expected)
     return expected
 
 
@@ -94,7 +94,7 @@ def test_every_shape_has_the_bits_of_the_reference(shape):
         x = sample(shape, dtype)
         spec = QuantizeSpec(block_rows=block_rows, round_mode=mode)
         check_all(x, spec, torch.bfloat16)
-        check_quantize(x, spec, place=(1 << 33, 160, 1 << 20), stream=1)
+        check_quantize(x, spec, offsets=(1 << 33, 160, 1 << 20), stream=1)
 
 
 @pytest.mark.parametrize("shape", EMPTY_SHAPES, ids=str)
@@ -198,7 +198,7 @@ def test_results_do_not_depend_on_the_thread_count():
         assert_same_bits(one, two)
 
 
-def test_what_is_refused_says_what_to_do():
+def test_errors_have_the_fix():
     amax = torch.ones(())
     for x in (torch.ones(4, 16, dtype=torch.float64), torch.ones(4, 16, dtype=torch.int64)):
         with pytest.raises((RuntimeError, TypeError), match="cast"):
@@ -243,7 +243,7 @@ def test_switched_off_plain_torch_serves_the_same_bits():
     assert portable == ["native", "portable", off[2]]
 
 
-def test_without_a_library_it_says_so_once(monkeypatch):
+def test_without_a_library_it_warns_once(monkeypatch):
     monkeypatch.setattr(native, "_libraries", {})
     monkeypatch.setattr(native, "find", lambda name: None)
     with pytest.warns(UserWarning, match="libnvfp4_cpu.so was not built.*pip install") as seen:
@@ -278,7 +278,7 @@ def test_a_nan_of_any_payload_stays_one(payload, dtype):
             assert OPS.dequantize(codes, scale, factor, 256, torch.bfloat16).isnan().all(), name
 
 
-def test_codes_and_scales_of_other_shapes_are_refused():
+def test_codes_and_scales_of_other_shapes_raise():
     codes, scale = torch.zeros(256, 64, dtype=torch.uint8), torch.zeros(2, 2, 32, 16, dtype=torch.uint8)
     x, one = torch.ones(1, 128), torch.tensor(1.0)
     for bad_codes, bad_scale, message in (
@@ -312,7 +312,7 @@ def test_codes_and_scales_of_other_shapes_are_refused():
         -1,
     ],
 )
-def test_an_integer_that_no_spec_packs_to_is_refused(bits):
+def test_an_integer_that_is_no_packed_spec_raises(bits):
     """Four-over-six by an unknown error, unknown bits, hardware rounding of another mode, a sign of no transform."""
     x, amax, plain = torch.ones(16, 16), torch.ones(()), QuantizeSpec().pack()
     for call in (
@@ -327,7 +327,7 @@ def test_an_integer_that_no_spec_packs_to_is_refused(bits):
 
 
 @pytest.mark.parametrize("sign", [1 << 16, 1 << 31, 1 << 40, -2])
-def test_a_sign_of_more_bits_than_a_block_has_elements_is_refused(sign):
+def test_a_sign_of_more_than_16_bits_raises(sign):
     """An int of 2^31 is negative, and a negative one means no transform."""
     x = torch.ones(16, 16)
     for op in (OPS.amax, OPS.amax_pair, OPS.hadamard):
@@ -335,7 +335,7 @@ def test_a_sign_of_more_bits_than_a_block_has_elements_is_refused(sign):
             op(x, sign)
 
 
-def test_an_amax_below_zero_is_refused():
+def test_a_negative_amax_raises():
     x, amax, below = torch.ones(16, 16), torch.ones(()), torch.tensor(-3.0)
     plain = QuantizeSpec().pack()
     for call in (

@@ -30,14 +30,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def check(x, spec=EDEN, amax=None, place=(0, 0, 0), stream=0):
-    own = eden.amax(x, STATE, place[1])
-    assert_op(OPS.amax_rotated, (x, STATE, place[1]), (own,))
-    rotated = eden.rotate(x, STATE, col0=place[1])
-    assert_op(OPS.rotate, (x, STATE, False, place[1]), (rotated,))
-    assert_op(OPS.rotate, (rotated, STATE, True, place[1]), (eden.rotate(rotated, STATE, True, place[1]),))
-    expected = reference.quantize(x, own if amax is None else amax, STATE, spec, *place, stream)
-    assert_op(OPS.quantize, (x, amax, STATE, spec.pack(), *place, stream), expected)
+def check(x, spec=EDEN, amax=None, offsets=(0, 0, 0), stream=0):
+    own = eden.amax(x, STATE, offsets[1])
+    assert_op(OPS.amax_rotated, (x, STATE, offsets[1]), (own,))
+    rotated = eden.rotate(x, STATE, col0=offsets[1])
+    assert_op(OPS.rotate, (x, STATE, False, offsets[1]), (rotated,))
+    assert_op(OPS.rotate, (rotated, STATE, True, offsets[1]), (eden.rotate(rotated, STATE, True, offsets[1]),))
+    expected = reference.quantize(x, own if amax is None else amax, STATE, spec, *offsets, stream)
+    assert_op(OPS.quantize, (x, amax, STATE, spec.pack(), *offsets, stream), expected)
 
 
 @pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
@@ -46,7 +46,7 @@ def test_every_shape_and_dtype(shape, dtype):
     x = sample(shape, dtype)
     for spec in SPECS:
         check(x, spec)
-    check(x, place=(1 << 33, 256, 1 << 20), stream=3)
+    check(x, offsets=(1 << 33, 256, 1 << 20), stream=3)
 
 
 def test_strides():
@@ -85,8 +85,8 @@ def test_pairs(dtype):
         x = sample(shape, dtype)
         spec, spec_t = (EDEN, other) if eden_first else (other, EDEN)
         amax, amax_t = (torch.tensor(6.0), torch.tensor(5.0))
-        for place, stream in (((0, 0, 0, 0), 1), ((128, 256, 1024, 2048), 3)):
-            args = x, amax, amax_t, STATE, spec.pack(), spec_t.pack(), *place, stream
+        for offsets, stream in (((0, 0, 0, 0), 1), ((128, 256, 1024, 2048), 3)):
+            args = x, amax, amax_t, STATE, spec.pack(), spec_t.pack(), *offsets, stream
             assert_op(OPS.quantize_pair, args, ops.quantize_pair(*args))
 
 

@@ -108,7 +108,7 @@ def test_amax_is_that_of_x_by_default(device, dtype, hadamard_sign, shape):
         assert torch.equal(part.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
 
-def test_stochastic_without_a_state_is_refused(device):
+def test_stochastic_without_a_state_raises(device):
     x = torch.randn(4, 16, device=device)
     with pytest.raises((ValueError, RuntimeError), match="rng_state"):
         nvfp4.quantize(x, reference.amax(x), None, STOCHASTIC.pack())
@@ -136,7 +136,7 @@ def test_pair_is_both_quantizations(device):
 
 
 @pytest.mark.parametrize("sign", [1 << 16, 1 << 31, -2])
-def test_a_sign_that_is_no_mask_is_refused(device, sign):
+def test_a_sign_that_is_no_mask_raises(device, sign):
     """By each implementation; -1 alone means no transform."""
     x = torch.ones(16, 16, device=device)
     for amax in (nvfp4.amax, nvfp4.amax_pair, ops.amax, ops.amax_pair):
@@ -148,7 +148,7 @@ def test_a_sign_that_is_no_mask_is_refused(device, sign):
 @pytest.mark.parametrize(
     "ends", [[3, 2], [-1, 4], [2, 6], [[2, 5]], [2, 5, 5], [5], torch.tensor([2, 5]), torch.tensor([2.0, 5.0])], ids=str
 )
-def test_offsets_that_are_no_ends_of_groups_are_refused(device, transposed, ends):
+def test_offsets_that_are_no_ends_of_groups_raise(device, transposed, ends):
     """Rows that two experts multiply, or none: from the end, where Python counts those below zero."""
     qdata, scale, factor = quantized(torch.randn(2, 40, 48, device=device))
     x = torch.randn(5, 40 if transposed else 48, device=device)

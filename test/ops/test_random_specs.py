@@ -53,16 +53,16 @@ def matrices(draw):
 def test_quantize_and_back(x, spec, state, block, row0):
     amax = reference_amax(x, spec)
     assert_op(OPS.amax, (x, -1 if spec.hadamard_sign is None else spec.hadamard_sign), (amax,))
-    place = row0, 16 * block, 16 * block + x.shape[1]
-    expected = reference.quantize(x, amax, state, spec, *place, 1)
-    assert_op(OPS.quantize, (x, amax, state, spec.pack(), *place, 1), expected)
-    assert_op(OPS.quantize, (x, None, state, spec.pack(), *place, 1), expected)
+    offsets = row0, 16 * block, 16 * block + x.shape[1]
+    expected = reference.quantize(x, amax, state, spec, *offsets, 1)
+    assert_op(OPS.quantize, (x, amax, state, spec.pack(), *offsets, 1), expected)
+    assert_op(OPS.quantize, (x, None, state, spec.pack(), *offsets, 1), expected)
     columns = x.shape[1] if spec.hadamard_sign is None else expected[0].shape[1] * 2
     values = reference.dequantize(*expected, columns, x.dtype)
     assert_op(OPS.dequantize, (*expected, columns, x.dtype), (values,))
-    fake = reference.quantize(x, amax, state, spec, *place)
+    fake = reference.quantize(x, amax, state, spec, *offsets)
     values = reference.dequantize(*fake, columns, torch.float32)
-    assert_op(OPS.fake_quantize, (x, amax, state, spec.pack(), torch.float32, True, *place), (values, fake[2]))
+    assert_op(OPS.fake_quantize, (x, amax, state, spec.pack(), torch.float32, True, *offsets), (values, fake[2]))
 
 
 @given(x=matrices(), spec=specs, spec_t=specs, state=rng_states, band=st.integers(0, 5), block=st.integers(0, 5))

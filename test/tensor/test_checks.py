@@ -1,4 +1,4 @@
-"""A tensor made of foreign parts is checked when it is made, by the constructor as by a pickle."""
+"""A tensor is checked when it is created from given fields, by the constructor and by a pickle."""
 
 import io
 import pickle
@@ -15,7 +15,7 @@ HADAMARD = QuantizeSpec(hadamard_sign=True)
 
 
 def fields(*shape: int) -> dict:
-    """Of a good tensor of that shape."""
+    """Return the fields of a valid tensor of that shape."""
     return quantize(torch.randn(*shape or (130, 70)).to(torch.bfloat16))._fields()
 
 
@@ -108,7 +108,7 @@ def test_loading_inconsistent_fields_raises(weights_only):
 
 
 class Reduced:
-    """What pickles as a call."""
+    """An object that is pickled as a call."""
 
     def __init__(self, function, arguments):
         self.call = function, arguments
@@ -135,7 +135,7 @@ TAMPERED = {
 @settings(deadline=None, max_examples=300)
 @given(shape=st.sampled_from([(7,), (33, 40), (2, 70, 24), (0, 16), (3, 0)]), data=st.data())
 def test_a_tensor_that_is_made_can_be_used(shape, data):
-    """Of some parts, tampered with at random: refused when it is made, or whole."""
+    """Fields that are changed at random raise when the tensor is created, or it can be used."""
     parts = fields(*shape)
     for name in data.draw(st.lists(st.sampled_from(sorted(TAMPERED)), min_size=1, max_size=3, unique=True)):
         parts[name] = data.draw(TAMPERED[name])

@@ -1,4 +1,4 @@
-"""Methods of torch.Tensor that ask for a storage: done on the parts, or refused by name; no crash, no lost write."""
+"""Methods of torch.Tensor that need a storage use the inner tensors or raise: no crash, no lost write."""
 
 import copy
 import io
@@ -80,7 +80,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_methods_of_one_storage_are_refused_by_name(call):
+def test_methods_that_need_a_storage_raise_with_their_name(call):
     t = matrix()
     before = t.dequantize()
     with pytest.raises(RuntimeError, match=rf"{call.split()[0].removeprefix('from_')}.*dequantize\(\)"):
@@ -109,7 +109,7 @@ for name in METHODS:
 
 
 def crashing(methods, code=EVERY_METHOD):
-    """Those that end the process that calls them, which is started again behind each."""
+    """Return the methods that crash the calling process, which is restarted after each."""
     found = []
     while methods:
         command = [sys.executable, "-c", f"METHODS = {methods!r}\n{code}"]
@@ -128,7 +128,7 @@ def test_no_method_of_a_tensor_crashes():
 
 
 def test_the_search_finds_a_crash():
-    """The same script, on a tensor whose method is given a pointer that is null."""
+    """The same script on a tensor whose method gets a null pointer."""
     planted = "import ctypes, nvfp4_tensor\nnvfp4_tensor.NVFP4Tensor.tan = lambda t: ctypes.string_at(0)\n"
     assert crashing(["sin", "tan", "cos"], planted + EVERY_METHOD) == ["tan"]
 
@@ -163,7 +163,7 @@ def test_data_takes_the_parts_of_another(other):
     assert torch.equal(torch.nn.functional.linear(y, parameter), torch.nn.functional.linear(y, x))
 
 
-def test_data_of_a_dense_tensor_is_refused():
+def test_setting_data_to_a_dense_tensor_raises():
     model = linear_of(matrix())
     before = model.weight.dequantize()
     with pytest.raises(RuntimeError, match=r"t\.copy_\(x\) to quantize x"):
@@ -206,7 +206,7 @@ def _through_a_queue(value):
 
 @pytest.mark.parametrize("way", [*COPIES, "queue"])
 def test_a_part_stays_a_part(way):
-    """Storage that was shared is shared again: a write to the part must not rescale the rest."""
+    """Shared storage is shared again after loading: a write to the slice must not rescale the rest."""
     t = matrix()
     before = t.dequantize()
     whole, part, twin = ({**COPIES, "queue": _through_a_queue}[way])([t, t[0:128], t[1:19]])
@@ -223,7 +223,7 @@ def test_a_part_stays_a_part(way):
     assert torch.equal(whole.dequantize(), rest)
 
 
-def test_a_copy_of_a_flattened_tensor_alone_is_whole():
+def test_a_copy_of_a_flattened_tensor_is_independent():
     t = matrix()
     flat = copy.deepcopy(t.view(-1))
     assert type(flat) is NVFP4Tensor and torch.equal(flat, t.dequantize().view(-1))
@@ -236,7 +236,7 @@ def test_a_copy_of_a_flattened_tensor_alone_is_whole():
     "view", [lambda t: t.t(), lambda t: t.detach(), lambda t: t[128:256], lambda t: t.t()[:, 0:128]]
 )
 def test_a_view_travels_with_all_of_its_parts_or_none(way, view):
-    """What is written into the one is seen by the other whole, or not at all."""
+    """A write into one is visible in the other completely, or not at all."""
     t = matrix()
     before = t.dequantize()
     whole, other = ({**COPIES, "queue": _through_a_queue}[way])([t, view(t)])
@@ -246,8 +246,8 @@ def test_a_view_travels_with_all_of_its_parts_or_none(way, view):
     assert (values == -7).all() or torch.equal(values, view(before))
 
 
-def test_a_whole_tensor_is_pickled_as_before():
-    """With the three arguments that 0.1.0 takes."""
+def test_a_tensor_that_owns_its_storage_is_pickled_as_before():
+    """With the three arguments that 0.1.0 accepts."""
     function, arguments = matrix().__reduce_ex__(2)
     assert function.__name__ == "_rebuild" and len(arguments) == 3
     assert len(matrix()[0:128].__reduce_ex__(2)[1]) == 4

@@ -1,4 +1,4 @@
-"""One scale a row: each row as a tensor by itself, whoever stands beside it, from the op to a training step."""
+"""One scale per row: each row is quantized independently of the others, from the op to a training step."""
 
 import copy
 
@@ -25,7 +25,7 @@ CHOICES = [
 
 
 def uneven(rows=20, columns=100, dtype=torch.float32, magnitude=1.0):
-    """Rows of very different sizes, a row of zeros and one that is not finite among them."""
+    """Return rows of very different magnitudes, including a row of zeros and one that is not finite."""
     x = inputs((rows, columns), dtype, magnitude, poison=False).float()
     x = (x * torch.logspace(-2, 0, rows)[:, None]).to(dtype)
     x[4], x[5, 3], x[6, 7] = 0, float("nan"), float("inf")
@@ -176,7 +176,7 @@ def test_writing_into_one():
 
 
 def test_training():
-    """x and dy with a scale a row: the step is that of dense products of what they decode to."""
+    """With one scale per row of x and dy, the step equals that of dense products of the decoded values."""
     torch.manual_seed(0)
     recipe = Recipe(
         name="rows",

@@ -1,4 +1,4 @@
-"""What writes plain storages says what to do with an NVFP4Tensor instead, and writes nothing."""
+"""Writers of plain storages raise an error with the fix for an NVFP4Tensor, and write nothing."""
 
 import pytest
 import torch

@@ -179,7 +179,7 @@ def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(device, hadam
 @pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
 @pytest.mark.parametrize("compile", [False, True])
 def test_fake_quantize_under_transforms_of_functions(hadamard_sign, compile):
-    """torch.func and forward-mode AD: the derivatives of what it approximates, and the values bit for bit."""
+    """torch.func and forward-mode AD return the derivatives of the approximated function, and the same bits."""
     x, tangent = torch.randn(3, 5, 32), torch.randn(3, 5, 32)
     x[0, 0, :4] = torch.tensor([-0.0, torch.inf, -torch.inf, 1e-30])
     spec, maybe_compile = QuantizeSpec(hadamard_sign=hadamard_sign), torch.compile if compile else lambda f: f
@@ -256,7 +256,7 @@ def test_hardware_rounding_is_eight_bits_where_there_is_none(device):
     assert not torch.equal(hardware.qdata, quantize(x, spec.replace(random_bits=16), rng_state=state).qdata)
 
 
-def test_a_shard_gets_the_bits_of_the_whole():
+def test_a_shard_gets_the_bits_of_the_full_tensor():
     x, state, spec = torch.randn(64, 160), torch.tensor([1, 2]), QuantizeSpec(round_mode="stochastic")
     whole = quantize(x, spec, rng_state=state).dequantize()
     shard = quantize(x[32:, 80:], spec, amax=x.abs().max(), rng_state=state, origin=(32, 80), full_width=160)

@@ -1,4 +1,4 @@
-"""Where a tensor lies: in a larger one, and in memory.
+"""Offsets of a shard in a full tensor, and addresses in memory.
 
 What was undefined behaviour before, so that `make sanitize` stops where it comes back: the memset of the null pointers
 of empty outputs (here and in test_native.py), the overflow of a block's number, and loads of numbers that do not begin
@@ -22,7 +22,7 @@ MOST = (1 << 63) - 1
 
 
 @pytest.mark.parametrize(
-    "place, message",
+    "offsets, message",
     [
         ((-1, 0, 64), "must not be negative, not -1, 0 and 64"),
         ((0, -16, 64), "must not be negative, not 0, -16 and 64"),
@@ -36,18 +36,18 @@ MOST = (1 << 63) - 1
 )
 @pytest.mark.parametrize("implementation", [OPS, composite], ids=["the op", "plain torch"])
 @pytest.mark.parametrize("spec", [PLAIN, STOCHASTIC], ids=["nearest", "stochastic"])
-def test_a_place_that_no_tensor_has_is_refused(device, implementation, place, message, spec):
+def test_invalid_offsets_raise(device, implementation, offsets, message, spec):
     x, amax, state = torch.ones(4, 64, device=device), torch.ones((), device=device), RNG_STATE.to(device)
     for call in (
-        lambda: implementation.quantize(x, amax, state, spec, *place),
-        lambda: implementation.fake_quantize(x, amax, state, spec, torch.float32, True, *place),
+        lambda: implementation.quantize(x, amax, state, spec, *offsets),
+        lambda: implementation.fake_quantize(x, amax, state, spec, torch.float32, True, *offsets),
     ):
         with pytest.raises((RuntimeError, ValueError), match=message):
             call()
 
 
 @pytest.mark.parametrize(
-    "place, message",
+    "offsets, message",
     [
         ((-16, 0, 0, 0), "row0 must be a multiple of 16, where a block of the transpose begins, not -16"),
         ((8, 0, 64, 64), "row0 must be a multiple of 16, where a block of the transpose begins, not 8"),
@@ -60,21 +60,21 @@ def test_a_place_that_no_tensor_has_is_refused(device, implementation, place, me
     ids=str,
 )
 @pytest.mark.parametrize("implementation", [OPS, composite], ids=["the op", "plain torch"])
-def test_a_pair_that_lies_where_no_matrix_does_is_refused(device, implementation, place, message):
+def test_invalid_offsets_of_a_pair_raise(device, implementation, offsets, message):
     x, amax, state = torch.ones(4, 64, device=device), torch.ones((), device=device), RNG_STATE.to(device)
     with pytest.raises((RuntimeError, ValueError), match=message):
-        implementation.quantize_pair(x, amax, amax, state, STOCHASTIC, PLAIN, *place)
+        implementation.quantize_pair(x, amax, amax, state, STOCHASTIC, PLAIN, *offsets)
 
 
 @needs_library
-@pytest.mark.parametrize("place", [(0, 0, MOST), ((1 << 59) - 80, 16, 160), (0, 16 * ((1 << 59) - 9), 64)], ids=str)
-def test_the_furthest_places_have_the_bits_of_the_reference(place):
+@pytest.mark.parametrize("offsets", [(0, 0, MOST), ((1 << 59) - 80, 16, 160), (0, 16 * ((1 << 59) - 9), 64)], ids=str)
+def test_the_largest_offsets_have_the_bits_of_the_reference(offsets):
     x, amax = sample((40, 80), torch.float32), torch.tensor(9.0)
     spec = QuantizeSpec(round_mode="stochastic")
-    if place[2] == MOST:
+    if offsets[2] == MOST:
         x = x[:8]
-    expected = reference.quantize(x, amax, RNG_STATE, spec, *place)
-    assert_op(OPS.quantize, (x, amax, RNG_STATE, STOCHASTIC, *place), expected)
+    expected = reference.quantize(x, amax, RNG_STATE, spec, *offsets)
+    assert_op(OPS.quantize, (x, amax, RNG_STATE, STOCHASTIC, *offsets), expected)
 
 
 @needs_library
