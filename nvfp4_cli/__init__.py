@@ -1,7 +1,7 @@
 """The command line ``nvfp4``, one module per command.
 
-The package stands beside nvfp4_tensor because importing that imports torch. A command imports nvfp4_tensor when it
-runs, so help, completion and errors about arguments take a tenth of a second.
+The package is separate from nvfp4_tensor, whose import imports torch. A command imports nvfp4_tensor when it runs, so
+help, completion and errors about arguments take a tenth of a second.
 """
 
 from __future__ import annotations

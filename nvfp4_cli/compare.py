@@ -36,8 +36,8 @@ def compare(
 ) -> None:
     """Compare B, which is quantized, with A: the error and signal-to-noise ratio of each tensor, the worst blocks.
 
-    With --text both models run: perplexity, Kullback-Leibler divergence of the logits, how often the likeliest token
-    is the same, and the error of each linear's output on the inputs that it has in A. With --sweep too: how many bits
+    With --text both models run: perplexity, Kullback-Leibler divergence of the logits, how often the most likely
+    token is the same, and the error of each linear's output on the inputs that it has in A. With --sweep too: how many bits
     it takes to leave the worst linears dense, and the perplexity that it gives.
 
     \b

@@ -52,7 +52,7 @@ def run(src: Path, dst: Path, *, to: str, w4a16: bool, progress: bool, of_format
     start = time.perf_counter()
     with checkpoints.read(src) as checkpoint:
         if not any(entry.quantized for entry in checkpoint.entries.values()):
-            raise ValueError(f"{src} holds no NVFP4 weights, only dense ones: use `nvfp4 quantize`")
+            raise ValueError(f"{src} has no NVFP4 weights, only dense ones: use `nvfp4 quantize`")
     checkpoints.convert(src, dst, to=to, weight_only=w4a16, progress=progress, **of_format)
     return Written.of(src, dst, time.perf_counter() - start)
 
@@ -83,7 +83,7 @@ class Written:
 
     @classmethod
     def of(cls, src: Path, dst: Path, seconds: float, budget: Budget | None = None) -> Written:
-        """Read what ``dst`` has."""
+        """Read the sizes and entries of ``dst``."""
         from nvfp4_tensor import checkpoints
 
         with checkpoints.read(dst) as checkpoint:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_LENGTH = 512
-"""The fewest tokens that the cache of a compiled model holds."""
+"""The smallest cache length of a compiled model, in tokens."""
 
 _OPTIONS = (
     click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(1)),
     click.option(
-        "--temperature", default=0.0, show_default=True, type=options.Finite(0), help="0 takes the likeliest token."
+        "--temperature", default=0.0, show_default=True, type=options.Finite(0), help="0 selects the most likely token."
     ),
     click.option("--seed", default=0, show_default=True, type=options.SEED, help="Seed of sampling."),
     click.option(

@@ -1,4 +1,4 @@
-"""``nvfp4 inspect``: what a checkpoint holds."""
+"""``nvfp4 inspect``: the format, bits and scales of a checkpoint."""
 
 from __future__ import annotations
 

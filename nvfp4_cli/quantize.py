@@ -1,4 +1,4 @@
-"""``nvfp4 quantize``: dense weights to NVFP4, calibrated on text where that is asked for."""
+"""``nvfp4 quantize``: dense weights to NVFP4, optionally calibrated on text."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _SORT = "Click a column's name to sort by it."
 
 _WHAT_TO_LEAVE = (
     "First the linears where each additional bit removes most squared error of the outputs; linears that servers join "
-    "stay together. To choose by the output of the whole model: nvfp4 quantize SRC DST --calibrate TEXT --bits 5."
+    "stay together. To choose by the output of the model: nvfp4 quantize SRC DST --calibrate TEXT --bits 5."
 )
 
 _WITH_THE_ORIGINAL = (

@@ -41,7 +41,7 @@ class Layer:
         bits: stored bits per element in b.
         relative: ``norm(b - a) / norm(a)``; snr: the same in dB, None if they are identical.
         largest: the largest ``|b - a|``.
-        clipped: elements of a larger than what their block in b can hold (6 x scale); 0 where b is dense.
+        clipped: elements of a that exceed the largest value of their block in b (6 x scale); 0 if b is dense.
         bad: elements that are NaN or infinite in a or b; the other fields leave them out.
     """
 
@@ -198,7 +198,7 @@ def _rows(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Tensor, Tensor | 
 
 
 def _decoded_rows(parts: LinearParts) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield chunks of decoded rows of a quantized weight, with the largest value that each block can hold."""
+    """Yield chunks of decoded rows of a quantized weight, with the largest value that each block can represent."""
     rows = math.prod(parts.shape[:-1])
     qdata, scale = parts.qdata.reshape(rows, -1), parts.scale.reshape(rows, -1)
     per_row = parts.per_tensor_scale

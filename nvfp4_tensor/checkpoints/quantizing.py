@@ -272,7 +272,7 @@ class Quantized(View):
 def chosen_linears(
     source: Checkpoint, exclude: Sequence[str], include: Sequence[str], experts: bool = False
 ) -> dict[str, Entry]:
-    """Return the weights to quantize, by name. Warn of weights whose size or dtype does not allow it.
+    """Return the entries of the weights to quantize. Warn of weights whose size or dtype does not allow it.
 
     With ``experts``, include the experts of gpt-oss and Llama 4 that are one tensor, with entries of shape (E, N, K).
 

@@ -1,4 +1,4 @@
-"""Folders that go through another format come back byte for byte, whatever their scales."""
+"""Folders that are converted to another format and back are byte-identical for all scales."""
 
 import dataclasses
 import itertools
@@ -93,7 +93,7 @@ def test_weight_only_on_the_way(tmp_path):
     assert {entry.quantizes_activations for entry in checkpoints.read(tmp_path / "a").entries.values()} == {False}
 
 
-def test_different_scales_are_warned_of(tmp_path):
+def test_different_scales_warn(tmp_path):
     write_dense(tmp_path / "src", {f"{name}_proj.weight": torch.randn(16, 32) for name in "qkv"})
     checkpoints.quantize(tmp_path / "src", tmp_path / "a", progress=False)
     state = {
@@ -106,7 +106,7 @@ def test_different_scales_are_warned_of(tmp_path):
         checkpoints.convert(tmp_path / "b", tmp_path / "c", to="compressed-tensors", progress=False)
 
 
-def test_scales_of_a_cache_are_left_out_with_a_warning(tmp_path):
+def test_scales_of_a_cache_are_omitted_with_a_warning(tmp_path):
     source = shutil.copytree(GOLDEN / "modelopt_nvfp4", tmp_path / "src")
     edit(source, lambda t: t.update({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}))
     with pytest.warns(UserWarning, match=r"key-value cache are omitted \(model\.layers\.0\.self_attn\.k_proj\.k_scale"):

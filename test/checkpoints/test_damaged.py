@@ -1,4 +1,4 @@
-"""Whatever is wrong with a folder, reading it raises a ValueError or gives a tensor: never anything else."""
+"""Damaged folders: reading raises a ValueError or returns a tensor, and never anything else."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A scale that is damaged in a file is an error that names file and tensor, or is read as what it says."""
+"""An invalid scale in a file raises an error with the file and the tensor, or is decoded as stored."""
 
 import random
 import re
@@ -54,7 +54,7 @@ def gguf_source(tmp_path_factory, tensors):
     return path
 
 
-def places_in_gguf(path):
+def offsets_in_gguf(path):
     """By tensor's name: its first byte, its bytes."""
     import gguf
 
@@ -65,7 +65,7 @@ def said(format, path):
     """What a file says of the weight: (values in float64, input scale or None), by the layouts' own definitions."""
     factor_key, input_key, scale_key = KEYS[format]
     if format == "gguf":
-        data, places = path.read_bytes(), places_in_gguf(path)
+        data, places = path.read_bytes(), offsets_in_gguf(path)
         floats = {key: np.frombuffer(data, "<f4", 1, places[key][0]).item() for key in (factor_key, input_key)}
         start, size = places[scale_key]
         codes, scale = unpack_blocks(
@@ -96,7 +96,7 @@ def damage(format, path, kind, rng):
     key = KEYS[format][[FACTOR, INPUT, BLOCKS].index(kind)]
     value, byte = rng.choice(VALUES), rng.randrange(256)
     if format == "gguf":
-        start, size = places_in_gguf(path)[key]
+        start, size = offsets_in_gguf(path)[key]
         data = bytearray(path.read_bytes())
         at = start + rng.randrange(size // 36) * 36 + rng.randrange(4) if kind == BLOCKS else start
         data[at : at + (1 if kind == BLOCKS else 4)] = bytes([byte]) if kind == BLOCKS else np.float32(value).tobytes()
@@ -113,7 +113,7 @@ def damage(format, path, kind, rng):
     edit(path.parent if path.is_file() else path, change)
 
 
-def assert_right_or_refused(format, path):
+def assert_right_or_error(format, path):
     want, static = said(format, path)
     try:
         with checkpoints.read(path) as read:
@@ -141,7 +141,7 @@ def test_random_scales(sources, tmp_path, format, request):
             path = shutil.copytree(source, tmp_path / str(i))
         path = path / "model.safetensors" if format == "comfy" else path
         damage(format, path, kinds[i % len(kinds)], rng)
-        counts[assert_right_or_refused(format, path)] += 1
+        counts[assert_right_or_error(format, path)] += 1
         shutil.rmtree(path.parent if format == "comfy" else path) if format != "gguf" else path.unlink()
     assert min(counts.values()) > 8, counts
 

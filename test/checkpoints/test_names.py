@@ -1,4 +1,4 @@
-"""What names say."""
+"""Patterns, groups and unusual names of parameters."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ STRANGE = [
 
 @pytest.mark.parametrize("to", ["modelopt", "compressed-tensors", "torchao", "mlx", "comfy"])
 @pytest.mark.parametrize("name", STRANGE)
-def test_strange_names_are_read_again_or_refused(tmp_path, name, to):
+def test_strange_names_are_read_again_or_raise_an_error(tmp_path, name, to):
     tensors = {name: torch.randn(32, 64).bfloat16(), "z.weight": torch.randn(16, 64).bfloat16()}
     write_dense(tmp_path / "src", tensors)
     dst = tmp_path / ("d.safetensors" if to == "comfy" else "d")
@@ -91,6 +91,6 @@ def test_strange_names_are_read_again_or_refused(tmp_path, name, to):
             assert (value.float() - tensors[each].float()).norm() < 0.2 * tensors[each].float().norm()
 
 
-def test_what_is_no_regular_expression():
+def test_not_a_regular_expression():
     with pytest.raises(ValueError, match=r"'re:\(' is not a regular expression"):
         is_matched("a.weight", ["re:("])

@@ -1,4 +1,4 @@
-"""Every pair of formats: what goes from one through the other comes back byte for byte, or is refused."""
+"""Every pair of formats: conversion and back is byte-identical, or raises an error."""
 
 import itertools
 
@@ -25,7 +25,7 @@ HOLD = {
     "static activations": [format for format in FORMATS if format != "mlx"],
     "some activations": [format for format in FORMATS if format != "mlx"],
 }
-"""What each format can say; MLX has no per-tensor scale, and says does not quantize activations."""
+"""The features of each format. MLX has no per-tensor scales, and does not quantize activations."""
 CASES = [
     (what, one, other)
     for what, formats in HOLD.items()
@@ -83,7 +83,7 @@ def through(path, folder, format):
 
 
 @pytest.mark.parametrize(("what", "one", "other"), CASES)
-def test_there_and_back(sources, tmp_path, what, one, other):
+def test_round_trip(sources, tmp_path, what, one, other):
     a = write(sources[what], tmp_path / "a", one)
     b = through(a, tmp_path / "b", other)
     c = through(b, tmp_path / "c", one)
@@ -99,7 +99,7 @@ def _different(a, c):
 
 
 @pytest.mark.parametrize("what", sorted(set(HOLD) - {"scales of 1"}))
-def test_mlx_refuses_what_it_cannot_hold(sources, tmp_path, what):
+def test_mlx_raises_an_error_for_what_it_cannot_store(sources, tmp_path, what):
     with pytest.raises(ValueError, match="cannot be folded into"):
         write(sources[what], tmp_path / "a", "mlx")
     assert not list((tmp_path / "a").iterdir())
@@ -112,7 +112,7 @@ def test_a_gguf_has_to_have_a_configuration(sources, tmp_path):
 
 
 @pytest.mark.parametrize("format", sorted(ENDINGS))
-def test_the_scales_beside_a_file_are_nobody_elses(sources, tmp_path, format):
+def test_the_scales_beside_a_file_are_not_used_for_other_files(sources, tmp_path, format):
     """A second file of that name does not take the first one's, and a damaged one is named."""
     path = write(sources["divisors"], tmp_path / "a", format)
     kept = tmp_path / "a/m.nvfp4_tensor.json"

@@ -1,4 +1,4 @@
-"""The plain tensors of a linear: there and back, and what they refuse."""
+"""The plain tensors of a linear: round trips and errors."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (1, 16), (130, 272), (7, 40), (3, 20, 48)])
-def test_there_and_back(shape):
+def test_round_trip(shape):
     weight = quantize(torch.randn(shape))
     parts = parts_of(weight)
     assert parts.shape == shape
@@ -58,7 +58,7 @@ def test_what_a_file_had_is_kept_while_it_holds():
     assert again.divisor is None and again.input_scale == 7.0 and again.weight_divisor() == torch.tensor(3.0) ** -1
 
 
-def test_what_no_layout_can_say_is_refused():
+def test_what_no_format_supports_raises_an_error():
     with pytest.raises(ValueError, match="transposed"):
         parts_of(quantize(torch.randn(32, 64)).t())
     with pytest.raises(ValueError, match="hadamard_sign 0xd7e8"):

@@ -1,4 +1,4 @@
-"""State dicts in plain tensors: everything of the tensor comes back, through safetensors too."""
+"""State dicts in plain tensors: exact round trips, with safetensors too."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def _bits(tensor):
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_there_and_back_through_a_file(tmp_path, kind):
+def test_round_trip_through_a_file(tmp_path, kind):
     weight = WEIGHTS[kind]()
     state = {"a.weight": weight, "a.bias": torch.randn(3)}
     plain = to_plain(state)

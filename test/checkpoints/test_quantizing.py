@@ -1,4 +1,4 @@
-"""Quantizing a folder: the bits of quantize(), shared scales, little memory."""
+"""Quantizing a folder: bitwise equality with quantize(), shared scales, and memory."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_what_is_quantized(tmp_path):
         chosen(exclude=["*_proj"])
 
 
-def test_half_a_group_is_warned_of(tmp_path):
+def test_half_a_group_warns(tmp_path):
     write_dense(tmp_path / "src")
     with pytest.warns(
         UserWarning, match=r"layers\.0\.self_attn\.v_proj\.weight, .* are dense, but linears that servers join them"
@@ -114,7 +114,7 @@ def test_a_tied_output_layer_that_is_asked_for_by_name(tmp_path):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(include=["lm_head"]))
 
 
-def test_half_the_experts_are_warned_of(tmp_path):
+def test_half_the_experts_warn(tmp_path):
     parts = ("gate_proj", "up_proj", "down_proj")
     names = [f"model.layers.0.mlp.experts.{e}.{part}.weight" for e in range(2) for part in parts]
     write_dense(tmp_path / "src", {name: torch.randn(32, 32) for name in (*names, "model.layers.0.mlp.gate.weight")})
@@ -123,7 +123,7 @@ def test_half_the_experts_are_warned_of(tmp_path):
     checkpoints.quantize(tmp_path / "src", tmp_path / "all", **options())  # the router is no expert
 
 
-def test_half_a_calibrated_group_is_warned_of(tmp_path):
+def test_half_a_calibrated_group_warns(tmp_path):
     write_dense(tmp_path / "src")
     amax = {"model.layers.0.self_attn.q_proj": 3.0, "model.layers.1.mlp.down_proj": 1.0}
     with pytest.warns(UserWarning, match=r"0\.self_attn\.k_proj\.weight, .*v_proj\.weight are weight-only .* are W4A4"):
@@ -170,7 +170,7 @@ def test_static_activation_scales_make_it_w4a4(tmp_path):
     assert not (tmp_path / "no").exists() and not (tmp_path / "no.partial").exists()
 
 
-def test_sources_that_are_refused(tmp_path):
+def test_sources_that_raise_errors(tmp_path):
     write_dense(tmp_path / "src")
     with pytest.raises(ValueError, match="Hadamard"):
         checkpoints.quantize(tmp_path / "src", tmp_path / "x", spec=QuantizeSpec(hadamard_sign=True), **options())
@@ -193,7 +193,7 @@ def test_all_zero_weights(tmp_path):
         assert torch.equal(read.per_tensor_scale("q_proj.weight"), read.per_tensor_scale("k_proj.weight"))
 
 
-def test_nan_is_warned_of(tmp_path):
+def test_nan_warns(tmp_path):
     tensors = dense_tensors(1)
     tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = float("nan")
     write_dense(tmp_path / "src", tensors)

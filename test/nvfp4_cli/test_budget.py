@@ -1,4 +1,4 @@
-"""``nvfp4 quantize --bits``: what a budget leaves dense."""
+"""``nvfp4 quantize --bits``: the linears that stay dense."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the commands do, on a small model: numbers against the library's own."""
+"""The commands on a small model, against the library."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized
         (["quantize", dense, tmp_path / "x", "--exclude", "*.nothing"], "matches no linear"),
         (["quantize", dense, there, "--calibrate", text], "already exists"),
         (["quantize", dense, tmp_path / "x", "--calibrate", tmp_path / "bytes.txt"], "not text in UTF-8"),
-        (["convert", dense, tmp_path / "x"], "holds no NVFP4"),
+        (["convert", dense, tmp_path / "x"], "has no NVFP4"),
         (["convert", quantized, tmp_path / "x", "--to", "mlx"], "pass --lossy"),
         (["compare", dense, quantized, "--text", tmp_path / "bytes.txt"], "not text in UTF-8"),
         (["generate", alone, "hi"], "--config-from"),

@@ -6,7 +6,7 @@ import torch
 from nvfp4_tensor import checkpoints
 
 
-def test_convert_goes_there_and_back(quantized, tmp_path, run):
+def test_convert_goes_round_trip(quantized, tmp_path, run):
     run("convert", quantized, tmp_path / "there", "--to", "compressed-tensors")
     said = run("convert", tmp_path / "there", tmp_path / "back", "--to", "modelopt", "--json")
     assert said["quantized"] == 14

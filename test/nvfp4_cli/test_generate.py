@@ -1,4 +1,4 @@
-"""``nvfp4 generate`` and ``chat``: what transformers writes with the same weights."""
+"""``nvfp4 generate`` and ``chat`` against transformers with the same weights."""
 
 import io
 import json

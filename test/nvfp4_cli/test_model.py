@@ -1,4 +1,4 @@
-"""The demo's model and its text, where the package that brings them is installed."""
+"""The demo's model and text, if their package is installed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The demo's picture of stochastic rounding, and what it draws."""
+"""The demo's picture of stochastic rounding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``nvfp4 quantize``: numbers against the library's own."""
+"""``nvfp4 quantize`` against the library."""
 
 import pytest
 import torch

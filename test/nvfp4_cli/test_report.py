@@ -1,4 +1,4 @@
-"""Reports: whole, without a word from elsewhere, and as a real browser draws them."""
+"""Reports: complete, self-contained, and rendered by a browser."""
 
 import html
 import math

@@ -1,4 +1,4 @@
-"""The demo's round through a checkpoint."""
+"""The demo's checkpoint, saved and loaded again."""
 
 import pytest
 import torch

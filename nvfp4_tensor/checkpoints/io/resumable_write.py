@@ -16,7 +16,7 @@ from nvfp4_tensor.checkpoints.io.safetensors import read_json, write_json
 
 try:
     import fcntl
-except ImportError:  # Windows, where two processes are not kept apart
+except ImportError:  # Windows, where files are not locked
     fcntl = None  # type: ignore[assignment]
 
 MANIFEST = "progress.json"

@@ -1,4 +1,4 @@
-"""ComfyUI's files, against comfy-kitchen, the package that ComfyUI itself decodes them with."""
+"""ComfyUI's files against comfy-kitchen, the package that ComfyUI decodes them with."""
 
 import json
 
@@ -31,7 +31,7 @@ def a_model(rows=48, columns=80):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(48, 80), (130, 272), (5, 40), (16, 16)])
-def test_there_and_back(tmp_path, rows, columns):
+def test_round_trip(tmp_path, rows, columns):
     tensors = a_model(rows, columns)
     with write(tmp_path / "a.safetensors", tensors) as checkpoint:
         assert FORMAT.detect(tmp_path / "a.safetensors")
@@ -136,7 +136,7 @@ def test_refusals(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_files_are_refused_by_name(tmp_path):
+def test_wrong_files_raise_an_error(tmp_path):
     write(tmp_path / "a.safetensors", a_model())
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

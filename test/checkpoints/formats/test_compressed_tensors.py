@@ -1,4 +1,4 @@
-"""compressed-tensors' folders: read by its own package and by transformers, and what they hold read by us."""
+"""compressed-tensors: our folders read by its package and by transformers, and its folders read by us."""
 
 import json
 import shutil
@@ -148,7 +148,7 @@ def test_mixed_groups_are_written(w4a4, tmp_path):
     assert [Q_PROJ in written[name]["targets"] for name in ("group_0", "group_1")] == [True, False]
 
 
-def test_a_linear_of_no_group_is_named(w4a4):
+def test_a_linear_of_no_group(w4a4):
     groups = {f"group_{i}": group(w4a4, targets=[f"re:.*{name}.*"]) for i, name in enumerate(("mlp", "k_proj"))}
     change_quantization(w4a4, lambda q: q.update(config_groups=groups))
     with pytest.raises(ValueError, match=r"proj\.weight_packed is in no config group"):
@@ -168,7 +168,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_other_configurations_are_refused(w4a4, case):
+def test_other_configurations_raise_an_error(w4a4, case):
     change, message = CONFIGS[case]
     change_quantization(w4a4, change)
     with pytest.raises(ValueError, match=message):

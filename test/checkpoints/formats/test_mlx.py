@@ -1,4 +1,4 @@
-"""MLX's folders, against mlx itself where it is installed."""
+"""MLX's folders against mlx, if it is installed."""
 
 import json
 
@@ -41,7 +41,7 @@ def mlx_values(folder, name=NAME):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(48, 80), (3, 16), (128, 256)])
-def test_there_and_back(tmp_path, rows, columns):
+def test_round_trip(tmp_path, rows, columns):
     tensors = of_one(rows, columns)
     with write(tmp_path / "a", tensors) as checkpoint:
         assert FORMAT.detect(tmp_path / "a") and checkpoint.config == CONFIG
@@ -87,7 +87,7 @@ def test_what_mlx_writes_is_read(tmp_path):
     assert torch.equal(got, torch.from_numpy(np.array(want)))
 
 
-def test_an_inexact_scale_is_refused_by_name(tmp_path):
+def test_an_inexact_scale_raises_an_error(tmp_path):
     tensors = {NAME: quantize(torch.randn(48, 80))}
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.up_proj\.weight cannot be folded .*pass lossy=True"):
         write(tmp_path / "a", tensors)
@@ -141,7 +141,7 @@ def test_quantizing_for_mlx_needs_no_second_rounding(tmp_path):
         assert same_parts(checkpoint.linear(NAME), parts_of(quantize(x)))
 
 
-def test_activations_are_left_out_with_a_warning(tmp_path):
+def test_activations_are_omitted_with_a_warning(tmp_path):
     weight = of_one()[NAME]._replace(activation_spec=QuantizeSpec())
     with (
         pytest.warns(UserWarning, match="does not quantize activations"),
@@ -166,7 +166,7 @@ def test_mxfp4_is_read_without_loss(tmp_path):
     assert torch.equal(got, torch.from_numpy(np.array(want)))
 
 
-def test_wrong_folders_are_refused_by_name(tmp_path):
+def test_wrong_folders_raise_an_error(tmp_path):
     write(tmp_path / "a", of_one())
     tensors = load_file(tmp_path / "a/model.safetensors")
     scales = NAME[:-6] + "scales"

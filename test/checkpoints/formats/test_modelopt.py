@@ -1,4 +1,4 @@
-"""ModelOpt's folders: its own exports, all forms of its configuration, and what is refused."""
+"""ModelOpt: its exports, all forms of its configuration, and errors."""
 
 import json
 import shutil
@@ -134,7 +134,7 @@ def test_mixed_precision(w4a4):
     assert not entries["lm_head.weight"].quantized
 
 
-def test_mixed_precision_of_other_formats_is_refused_by_name(w4a4):
+def test_mixed_precision_of_other_formats_raises_an_error(w4a4):
     mixed(w4a4, **{Q_PROJ: {"quant_algo": "FP8"}})
     with pytest.raises(ValueError, match=r"q_proj \(FP8\)"):
         checkpoints.read(w4a4)
@@ -161,13 +161,13 @@ def change_algorithm(folder, **changes):
 
 
 @pytest.mark.parametrize("algorithm", ["FP8", "NVFP4_AWQ", "NVFP4_SVD", None])
-def test_other_algorithms_are_refused(w4a4, algorithm):
+def test_other_algorithms_raise_an_error(w4a4, algorithm):
     change_algorithm(w4a4, quant_algo=algorithm)
     with pytest.raises(ValueError, match=f"expected ModelOpt's quant_algo NVFP4.* found {algorithm}"):
         checkpoints.read(w4a4)
 
 
-def test_other_group_sizes_are_refused(w4a4):
+def test_other_group_sizes_raise_an_error(w4a4):
     change_algorithm(w4a4, group_size=32)
     with pytest.raises(ValueError, match=r"expected group_size 16, found \[32\]"):
         checkpoints.read(w4a4)
@@ -254,7 +254,7 @@ def state(**changes):
     return {"a.weight": weight._replace(**changes)}
 
 
-def test_what_it_cannot_hold_is_named_and_nothing_is_written(tmp_path):
+def test_what_it_cannot_hold_raises_an_error_and_writes_nothing(tmp_path):
     joined = torch.cat([quantize(torch.randn(16, 64)), quantize(torch.randn(16, 64) * 9)])
     cases = {
         "one per-tensor scale per weight, but a.weight have one per row": {"a.weight": joined},
@@ -270,7 +270,7 @@ def test_what_it_cannot_hold_is_named_and_nothing_is_written(tmp_path):
     assert isinstance(tensor_of(checkpoints.read(tmp_path / "dst").linear("a.weight")), NVFP4Tensor)
 
 
-def test_a_folder_of_others_is_not_taken_for_it(tmp_path):
+def test_a_folder_of_others_is_not_detected_as_it(tmp_path):
     write_dense(tmp_path / "src")
     assert checkpoints.detect(tmp_path / "src") == "dense"
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")

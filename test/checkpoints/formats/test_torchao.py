@@ -1,4 +1,4 @@
-"""torchao's own tensors in safetensors: read by torchao and transformers, and what torchao writes read by us."""
+"""torchao: our files read by torchao and transformers, and its files read by us."""
 
 import json
 
@@ -121,7 +121,7 @@ def test_it_needs_a_module(tmp_path):
         checkpoints.save({"weight": quantize_experts(weight[None])[0]}, tmp_path / "b", format="torchao")
 
 
-def test_there_and_back(folder, tmp_path):
+def test_round_trip(folder, tmp_path):
     checkpoints.convert(folder, tmp_path / "again", to="torchao", progress=False)
     assert same_files(folder, tmp_path / "again")
 
@@ -138,7 +138,7 @@ def test_damaged_tensors_are_named(folder):
         checkpoints.read(folder)
 
 
-def test_other_tensors_of_torchao_are_refused(tmp_path):
+def test_other_tensors_of_torchao_raise_an_error(tmp_path):
     metadata = {"a.weight": json.dumps({"_type": "Int4Tensor", "_data": {}}), "tensor_names": '["a.weight"]'}
     save_file({"a._weight_qdata": torch.zeros(4)}, tmp_path / "model.safetensors", metadata=metadata)
     with pytest.raises(ValueError, match=r"expected tensors of torchao's NVFP4Tensor, found a.weight \(Int4Tensor\)"):

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint's folder: regular files inside it, which are the same until the end."""
+"""Files of a checkpoint: regular, inside the folder, and unchanged."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("name", GOLDEN_FILES)
 @pytest.mark.parametrize("kind", ["fifo", "device", "nothing"])
-def test_what_is_no_file(folder, name, kind):
+def test_not_a_regular_file(folder, name, kind):
     (folder / name).unlink()
     if kind == "fifo":
         os.mkfifo(folder / name)

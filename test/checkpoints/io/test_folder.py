@@ -1,4 +1,4 @@
-"""Folders of safetensors: what is written beside the weights, how files are cut, what config.json says."""
+"""Folders of safetensors: other files, sizes of shards, and config.json."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_config_has(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "mlx", "mxfp4", "dense"])
-def test_options_that_nobody_has_are_refused_and_nothing_is_written(src, tmp_path, format):
+def test_options_that_do_not_exist_raise_an_error_and_nothing_is_written(src, tmp_path, format):
     message = "cannot be written" if format == "mxfp4" else "has no option shards"
     with checkpoints.read(src) as checkpoint, pytest.raises(ValueError, match=message):
         format_named(format).write(checkpoint, tmp_path / "dst", progress=False, shards=3)

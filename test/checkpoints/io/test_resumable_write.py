@@ -1,4 +1,4 @@
-"""Interrupted runs go on at their last whole file, and nobody else's folder is touched."""
+"""Interrupted runs continue after their last complete file, and do not touch other folders."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""safetensors files: the bytes that the library writes, read by offsets; and files that are wrong."""
+"""safetensors files: the bytes of the library, reading by offsets, and invalid files."""
 
 import json
 
@@ -80,7 +80,7 @@ def test_several_files(tmp_path):
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:-3], lambda b: b[:20], lambda b: b"", lambda b: b + b"x", lambda b: b"GGUF" + b[4:]]
 )
-def test_files_that_are_none(tmp_path, damage):
+def test_invalid_files(tmp_path, damage):
     file = tmp_path / "model.safetensors"
     save_file(dense_tensors(1), file)
     file.write_bytes(damage(file.read_bytes()))

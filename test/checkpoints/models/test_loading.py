@@ -1,4 +1,4 @@
-"""Loading into a model: what becomes NVFP4, what shares a tensor, what is joined; and errors that change nothing."""
+"""Loading into a model: quantized, shared and joined parameters, and errors that change nothing."""
 
 import shutil
 
@@ -203,14 +203,14 @@ def test_scales_of_a_key_value_cache_are_passed_by(w4a4):
     assert logits(checkpoints.load(llama(), w4a4, progress=False)).isfinite().all()
 
 
-def test_tables_on_meta_are_refused():
+def test_tables_on_meta_raise_an_error():
     with torch.device("meta"):
         model = llama()
     with pytest.raises(ValueError, match=r"rotary_emb\.inv_freq is on the meta device.*include_buffers=False"):
         checkpoints.load(model, GOLDEN / "modelopt_nvfp4", progress=False)
 
 
-def test_a_tied_output_layer_that_is_quantized_alone_is_refused(tmp_path):
+def test_a_tied_output_layer_that_is_quantized_alone_raises_an_error(tmp_path):
     write_dense(tmp_path / "dense")
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", include=["lm_head"], progress=False)
     model = nn.Module()

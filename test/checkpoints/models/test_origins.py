@@ -1,4 +1,4 @@
-"""Parameters that are made of several tensors of a file, and taken apart again."""
+"""Parameters that are joined from several tensors of a file, and split again."""
 
 import copy
 

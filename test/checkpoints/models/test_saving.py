@@ -1,4 +1,4 @@
-"""Saving a model: the same bytes again, one scale for joined linears, and what is refused."""
+"""Saving a model: identical bytes, one scale for joined linears, and errors."""
 
 import json
 
@@ -31,7 +31,7 @@ def block():
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao"])
 @pytest.mark.parametrize("w4a4", [False, True])
-def test_there_and_back(tmp_path, block, format, w4a4):
+def test_round_trip(tmp_path, block, format, w4a4):
     if w4a4:
         calibrate(block, [torch.randn(8, 64).bfloat16()], NVFP4Config(), progress=False)
     else:
@@ -179,7 +179,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_by_name_and_nothing_written(tmp_path, block, case):
+def test_an_error_writes_nothing(tmp_path, block, case):
     change, message = REFUSED[case]
     change(block)
     with pytest.raises(ValueError, match=message):

@@ -18,8 +18,7 @@ _BLOCKS = SUPER_BLOCK // BLOCK
 
 
 def pack_blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    """Pack codes uint8 (N, K/2), the even element low, and scales e4m3 (N, K/16) to bytes (N, K/64 * 36); K % 64 ==
-    0."""
+    """Pack codes uint8 (N, K/2), the even element low, and scales e4m3 (N, K/16) to bytes (N, K/64 * 36)."""
     rows, blocks = scale.shape
     elements = unpack(codes).view(rows, blocks, BLOCK)
     nibbles = elements[..., : BLOCK // 2] | elements[..., BLOCK // 2 :] << 4

@@ -1,4 +1,4 @@
-"""Experts in GGUF: one tensor a layer, a scale for each expert, by the package gguf and there and back."""
+"""Experts in GGUF: one tensor per layer and one scale per expert, against the package gguf, and round trips."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def write(path, tensors, kind, config=None, **options):
     return write_gguf(path, tensors, EXPERTS[kind] if config is None else config, **options)
 
 
-def test_there_and_back(tmp_path, kind, tensors):
+def test_round_trip(tmp_path, kind, tensors):
     with write(tmp_path / "a.gguf", tensors, kind) as checkpoint:
         assert set(checkpoint.entries) == set(tensors)
         assert sum(entry.quantized for entry in checkpoint.entries.values()) == 2 * (4 + 3 * 4)

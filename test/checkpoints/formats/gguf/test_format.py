@@ -1,4 +1,4 @@
-"""GGUF: its bytes against the package gguf, its names and orders against transformers, and what it refuses."""
+"""GGUF: its bytes against the package gguf, its names and orders against transformers, and errors."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ gguf = pytest.importorskip("gguf")
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_there_and_back(tmp_path, tensors):
+def test_round_trip(tmp_path, tensors):
     with write(tmp_path / "a.gguf", tensors) as checkpoint:
         assert FORMAT.detect(tmp_path / "a.gguf")
         assert set(checkpoint.entries) == set(tensors)
@@ -125,8 +125,8 @@ def test_what_cannot_be_written(tmp_path, tensors):
         (TINY, {"model.norm.weight": torch.ones(128, dtype=torch.int64)}, {}, "is torch.int64"),
         ({**TINY, "model_type": "qwen2"}, {}, {}, "qwen2's feed-forward weights, and .* or pass lossy=True"),
         (TINY, {"model.layers.0.mlp.up_proj.bias": torch.ones(192)}, {}, "with a bias: leave .*up_proj.weight dense"),
-        (TINY, {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, {}, "no name in llama.cpp's llama"),
-        (TINY, {}, {"dense": "Q3_K"}, "dense is one of F32, F16"),
+        (TINY, {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, {}, "not a tensor of llama.cpp"),
+        (TINY, {}, {"dense": "Q3_K"}, "dense: expected one of F32, F16"),
         (TINY, {}, {"shard": 3}, "no option shard"),
     ]  # fmt: skip
     for config, changes, options, message in cases:

@@ -59,7 +59,7 @@ def test_rope_scaling_of_llama_3(tmp_path, tensors):
 
 
 @pytest.mark.parametrize("heads", [0, 2, 3, 8])
-def test_rows_that_are_not_those_of_the_heads_are_refused(tmp_path, heads):
+def test_rows_that_are_not_those_of_the_heads_raise_an_error(tmp_path, heads):
     config = TINY | {"num_attention_heads": heads, "head_dim": 32}
     with pytest.raises(
         ValueError, match=rf"q_proj\.weight has 128 rows, but the configuration has {heads} heads of 32"

@@ -1,4 +1,4 @@
-"""GGUF files that are read: of other types, foreign, cut."""
+"""Reading GGUF files: other types, other programs, truncated files."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_transformers_reads_the_dense_file(tmp_path):
         assert config[key] == pytest.approx(TINY[key])
 
 
-def test_wrong_files_are_refused_by_name(tmp_path, tensors):
+def test_wrong_files_raise_an_error(tmp_path, tensors):
     write(tmp_path / "a.gguf", tensors)
     whole = (tmp_path / "a.gguf").read_bytes()
     for length in (5, 40, 2000, len(whole) // 2, len(whole) - 64):
@@ -83,7 +83,7 @@ def test_mxfp4_in_a_file_becomes_nvfp4(tmp_path, tensors):
     assert torch.equal(got, want)
 
 
-def test_foreign_files_are_refused_by_name(tmp_path):
+def test_foreign_files_raise_an_error(tmp_path):
     foreign(tmp_path / "a.gguf", "bloom", token_embd__weight=np.zeros((4, 8), np.float32))
     with pytest.raises(
         ValueError, match=r"a\.gguf: architecture 'bloom' is not supported: expected llama, qwen2, qwen3, qwen3moe"
@@ -94,7 +94,7 @@ def test_foreign_files_are_refused_by_name(tmp_path):
         FORMAT.read(tmp_path / "b.gguf")
 
 
-def test_strange_tensors_are_refused(tmp_path, tensors, monkeypatch):
+def test_strange_tensors_raise_an_error(tmp_path, tensors, monkeypatch):
     from nvfp4_tensor.checkpoints.formats.gguf import format as module
 
     to_name = module.to_gguf_name

@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF, as the package gguf reads them: tokens, merges, kinds, and which rule cuts the text."""
+"""Tokenizers in GGUF, as the package gguf reads them: tokens, merges, types, and the rule that splits text."""
 
 import json
 
@@ -80,7 +80,7 @@ def test_a_folder_gets_the_tokenizer_of_a_file(tmp_path, tensors, rule):
     assert (tmp_path / "again/a.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
 
 
-def test_a_tokenizer_that_is_not_known_is_left_out_with_a_warning(tmp_path, tensors, monkeypatch):
+def test_a_tokenizer_that_is_not_known_is_omitted_with_a_warning(tmp_path, tensors, monkeypatch):
     monkeypatch.setattr(gguf_tokenizer, "_pre_tokenizer", lambda *_: "tekken")
     write_gguf(tmp_path / "a.gguf", tensors, tokenizer=trained()).close()
     with pytest.warns(UserWarning, match=r"tokenizer of a\.gguf is omitted, .* split by the rule 'tekken'"):
@@ -109,13 +109,13 @@ def test_that_of_a_folder_of_another_file_and_none(tmp_path, tensors):
         (lambda: "nowhere", r"nowhere has no tokenizer\.json"),
     ],
 )
-def test_what_is_refused(tmp_path, tensors, tokenizer, message):
+def test_what_raises_an_error(tmp_path, tensors, tokenizer, message):
     with pytest.raises(ValueError, match=message):
         write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tokenizer())
     assert not list(tmp_path.iterdir())
 
 
-def test_other_kinds_of_tokenizers_are_refused(tmp_path, tensors):
+def test_other_kinds_of_tokenizers_raise_an_error(tmp_path, tensors):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
     with pytest.raises(ValueError, match="has a tokenizer of type WordLevel, expected BPE"):

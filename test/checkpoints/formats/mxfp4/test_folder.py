@@ -1,4 +1,4 @@
-"""gpt-oss's folders: read as NVFP4 of the same values."""
+"""gpt-oss folders are read as NVFP4 with the same values."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_a_folder_of_gpt_oss(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_wrong_folders_are_refused_by_name(tmp_path):
+def test_wrong_folders_raise_an_error(tmp_path):
     blocks = torch.zeros(3, 8, 2, 16, dtype=torch.uint8)
     scales = torch.full((3, 8, 2), 120, dtype=torch.uint8)
     a_folder(tmp_path / "a", blocks, None)

@@ -1,4 +1,4 @@
-"""MXFP4 to NVFP4: equal values, and a refusal where there are none."""
+"""MXFP4 to NVFP4: equal values, or an error if there are none."""
 
 import pytest
 import torch
