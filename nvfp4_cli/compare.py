@@ -36,8 +36,8 @@ def compare(
 ) -> None:
     """Compare B, which is quantized, with A: the error and signal-to-noise ratio of each tensor, the worst blocks.
 
-    With --text both models run: perplexity, Kullback-Leibler divergence of the logits, how often the most likely
-    token is the same, and the error of each linear's output on the inputs that it has in A. With --sweep too: how many bits
+    With --text both models run: perplexity, Kullback-Leibler divergence of the logits, how often the most likely token
+    is the same, and the error of each linear's output on the inputs that it has in A. With --sweep too: how many bits
     it takes to leave the worst linears dense, and the perplexity that it gives.
 
     \b
@@ -105,7 +105,7 @@ def _quality_lines(text: Path, quality: Quality) -> list[str]:
     before, after = quality.perplexity
     lines = [
         f"{text.name}, {quality.tokens} tokens: perplexity {before:.3f} -> {after:.3f}, "
-        f"KL {number(quality.divergence)} nats, the same likeliest token at {quality.agreement:.1%}"
+        f"KL {number(quality.divergence)} nats, the same most likely token at {quality.agreement:.1%}"
     ]
     if quality.outputs:
         lines.append("leave dense first, by the squared error that each bit removes (error of the output):")

@@ -70,7 +70,9 @@ _OF_FORMATS = (
         help="Folders: the size of a file, in gigabytes (10^9).",
     ),
     click.option("--global-scale", is_flag=True, help="MLX: keep per-tensor scales, in tensors that mlx-lm ignores."),
-    click.option("--lossy", is_flag=True, help="MLX, and GGUF of Qwen2: requantize weights that cannot be stored exactly."),
+    click.option(
+        "--lossy", is_flag=True, help="MLX, and GGUF of Qwen2: quantize weights again that cannot be stored exactly."
+    ),
     click.option(
         "--quantize-activations/--no-quantize-activations", default=None,
         help="ComfyUI: whether it quantizes activations; by default as in SRC.",

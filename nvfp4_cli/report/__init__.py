@@ -136,7 +136,7 @@ def _facts(quality: Quality) -> list[tuple[str, str]]:
     return [
         ("perplexity", f"{before:.3f} -> {after:.3f}"),
         ("KL of the logits, nats", number(quality.divergence)),
-        ("same likeliest token", f"{quality.agreement:.1%}"),
+        ("same most likely token", f"{quality.agreement:.1%}"),
         ("tokens", f"{quality.tokens:,}"),
     ]
 

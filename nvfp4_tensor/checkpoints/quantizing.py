@@ -135,7 +135,7 @@ class Quantized(View):
         if source.config.get("model_type") in TRANSPOSED_LINEARS:
             raise ValueError(
                 f"{source.path}: {source.config['model_type']} stores weights as (inputs, outputs), but NVFP4 "
-                "blocks are along the inputs: load the model, and quantize it with quantize_"
+                "blocks are along the inputs: quantize the layers of the model in memory"
             )
         self.chosen = chosen_linears(source, exclude, include, experts)
         self._unscaled = {name for name in self.chosen if not has_scale(name)}

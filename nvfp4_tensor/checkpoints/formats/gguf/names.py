@@ -82,7 +82,7 @@ def architecture_of(config: dict[str, Any]) -> GGUFArchitecture:
             break
     else:
         raise ValueError(
-            f"GGUF supports model_type {', '.join(a.model_type for a in GGUF_ARCHITECTURES)}, not "
+            f"GGUF supports models of model_type {', '.join(a.model_type for a in GGUF_ARCHITECTURES)}, not of "
             f"{config.get('model_type')!r}"
         )
     if config.get("hidden_act", "silu") != "silu":
