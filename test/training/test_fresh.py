@@ -242,3 +242,14 @@ def test_reuse_weight_codes_detects_some_writes(write):
         linear(x)
         write(linear, torch.randn(32, 32))
         assert torch.equal(linear(x), linear_of(linear.weight)(x))
+
+
+def test_new_data_at_an_old_address():
+    """An allocator may give the second of two new tensors the address that the first has freed."""
+    torch.manual_seed(0)
+    linear, x = linear_of(), torch.randn(16, 32)
+    with training.reuse_weight_codes(linear):
+        for _ in range(200):
+            linear(x)
+            twice(linear.weight, torch.randn(32, 32))
+            assert torch.equal(linear(x), linear_of(linear.weight)(x))
