@@ -20,6 +20,8 @@ from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
 
 _BETWEEN_6_AND_8 = 2.0
 _SMALLEST_NORMAL = 2.0**-126
+_OUTGROWN, _SMALLEST_TOP = 2.0**100, 2.0**-118
+"""Bounds within which quotients of scales stay finite: the exponent that frexp gives of infinity is the device's."""
 _CELLS = 1 << 16
 """The number of values of floor(frac * 2^16) per step, the resolution of 16 random bits (contract, section 3)."""
 
@@ -116,7 +118,7 @@ def _fit(magnitude: Tensor, old: Tensor, rng_state: Tensor | None, w: NVFP4Tenso
         chances = (need * (1 << 16)).ceil()
         grown = random < chances
         share = torch.where(grown, chances / (1 << 16), 1.0)
-    empty = old == 0
+    empty = old * _OUTGROWN <= largest  # no point of the old grid is left, or it had none
     grown = grown | empty
     share = torch.where(empty, 1.0, share)
     full, kept = full.unsqueeze(-1), torch.where(grown, 1 / share, 0.0).unsqueeze(-1)
@@ -142,7 +144,7 @@ def _free_exponents(scale: Tensor, per_tensor_scale: Tensor) -> Tensor:
     """Return how often the block scales of a per-tensor scale can double within e4m3; negative if they must halve."""
     groups = per_tensor_scale.reshape(-1)
     top = scale.nan_to_num(0.0).view(len(groups), -1).amax(dim=1)
-    shift = torch.frexp(top.new_full((), E4M3_MAX) / top)[1] - 1
+    shift = torch.frexp(top.new_full((), E4M3_MAX) / top.clamp(min=_SMALLEST_TOP))[1] - 1
     shift = torch.where(top > 0, shift, 0)
     return torch.where(groups / _power(shift) >= _SMALLEST_NORMAL, shift, shift.clamp(max=0))
 

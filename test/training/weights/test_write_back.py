@@ -148,6 +148,19 @@ def test_to_nearest_is_within_half_a_step(spec):
     assert ((values(new) - target).abs() <= units(new) * 1.001).all()
 
 
+@pytest.mark.parametrize("mode", ["stochastic", "rne"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_updates_of_extreme_size(spec, mode):
+    """Quotients of scales would overflow, and the exponent that frexp gives of infinity depends on the device."""
+    options = {"round_mode": mode, "rng_state": rng(1)}
+    tiny = write_back(quantize(torch.zeros(16, 32), SPECS[spec]), torch.full((16, 32), 3e-36), **options)
+    assert torch.allclose(values(tiny), torch.full((16, 32), 3e-36), rtol=0.4, atol=0)
+    x, update = torch.ones(16, 32), torch.zeros(16, 32)
+    x[:, 16:], update[:, 16:] = 1e-4, 1e35
+    large = write_back(quantize(x, SPECS[spec]), update, **options)
+    assert torch.allclose(values(large)[:, 16:], update[:, 16:], rtol=0.4)
+
+
 def test_tiles_keep_one_scale():
     w, update = case(QuantizeSpec(block_rows=16))
     new = write_back(w, update, rng_state=rng(3))
