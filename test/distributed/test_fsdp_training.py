@@ -119,8 +119,8 @@ def quantizes_once_a_step():
     model = shard(distributed.enable_nvfp4_all_gather(make()))
     shards = [model[i].weight._local_tensor for i in (0, 2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    real, calls, kept = MasterShard._quantized, [], []
-    MasterShard._quantized = lambda self, *args: calls.append(1) or real(self, *args)
+    real, calls, kept = MasterShard._quantize, [], []
+    MasterShard._quantize = lambda self, *args: calls.append(1) or real(self, *args)
     for accumulates in (False, True):
         start = len(calls)
         for _ in range(1 + accumulates):

@@ -50,6 +50,7 @@ def test_ranges_of_tokens(leading, shardings, ranges):
     assert dim.local_sizes(leading[0] * leading[1]) == [length for _, length in ranges]
 
 
+@pytest.mark.smoke
 def test_a_batch_in_the_order_of_ranks_needs_no_ranges():
     axis = on(1, 4)
     assert flatten_token_shardings((2, 8), [TokenSharding(axis)]) is axis
