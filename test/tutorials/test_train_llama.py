@@ -68,7 +68,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(texts, recipe, tmp_path):
 
 
 def test_what_the_command_line_refuses(tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"checkpoint.pt does not exist: leave out --resume"):
+    with pytest.raises(SystemExit, match=r"checkpoint.pt does not exist: omit --resume"):
         train_llama.main(["--resume", "--output", str(tmp_path / "none")])
     with pytest.raises(SystemExit):
         train_llama.main(["--size", "7b"])

@@ -106,5 +106,5 @@ def test_vllms_rules(llama, tmp_path, ids, made):
 def test_fused_linears_of_which_a_part_is_dense_are_warned_of(llama, tmp_path):
     config = nvfp4.NVFP4TensorConfig(modules_to_not_convert=["model.layers.0.self_attn.q_proj", "lm_head"])
     model = AutoModelForCausalLM.from_pretrained(llama()[1], quantization_config=config)
-    with pytest.warns(UserWarning, match=r"0.self_attn.q_proj.weight are dense, .* vLLM refuses"):
+    with pytest.warns(UserWarning, match=r"0.self_attn.q_proj.weight are dense, .* vLLM raises an error"):
         model.save_pretrained(tmp_path / "nvfp4")

@@ -82,7 +82,7 @@ def test_static_activation_scales(llama, tmp_path, ids):
 
 def test_scales_of_each_call_are_refused_or_left_out(llama, tmp_path):
     model = load(llama()[1], NVFP4Config())
-    with pytest.raises(ValueError, match=r"calibrate\(model, batches\) gives it, or .* weight_only=True"):
+    with pytest.raises(ValueError, match=r"use calibrate\(model, batches\), or .* weight_only=True"):
         model.save_pretrained(tmp_path / "w4a4")
     nvfp4.save(model, tmp_path / "w4a16", weight_only=True)
     again = quantized(AutoModelForCausalLM.from_pretrained(tmp_path / "w4a16"))
@@ -114,7 +114,7 @@ def test_torchaos_own_config(llama, tmp_path, ids):
     config = TorchAoConfig(NVFP4WeightOnlyConfig(), modules_to_not_convert=["lm_head"])
     model = AutoModelForCausalLM.from_pretrained(llama()[1], quantization_config=config)
     assert len(quantized(model)) == 14 and model.generate(ids, max_new_tokens=2).shape == (2, 26)
-    with pytest.raises(TypeError, match=r"attach_quantizer\(model\) lets save_pretrained"):
+    with pytest.raises(TypeError, match=r"attach_quantizer\(model\) before save_pretrained"):
         model.save_pretrained(tmp_path / "a")
     nvfp4.attach_quantizer(model).save_pretrained(tmp_path / "a")
     assert len(quantized(AutoModelForCausalLM.from_pretrained(tmp_path / "a"))) == 14

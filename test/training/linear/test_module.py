@@ -400,7 +400,7 @@ def of_integers():
         (quantized, ValueError, r"NVFP4Linear\(in_features=16.*is NVFP4 already: start from the dense model"),
         (parametrized, TypeError, "is parametrized: remove_parametrizations"),
         (training_already, ValueError, "trains in NVFP4 already: change its recipe with training.set_recipe"),
-        (of_integers, TypeError, "torch.int8: NVFP4 takes plain tensors of bfloat16"),
+        (of_integers, TypeError, "torch.int8: only plain tensors of bfloat16"),
         (lambda: nn.Linear(16, 16).double(), TypeError, "torch.float64"),
         (lambda: nn.MultiheadAttention(16, 2).out_proj, TypeError, "NonDynamicallyQuantizableLinear.*filter_fn"),
         (lambda: nn.Conv1d(1, 1, 1), TypeError, "NVFP4 configs quantize nn.Linear, not Conv1d"),
