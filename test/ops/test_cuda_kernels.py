@@ -13,6 +13,7 @@ from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
 from nvfp4_tensor.ops import composite as ops
+from nvfp4_tensor.testing import selftest
 
 N = torch.ops.nvfp4
 gpu = pytest.mark.gpu
@@ -316,6 +317,17 @@ def test_quantize_at_any_address(at_offset, offset):
         assert_same_bits([fake], [reference.dequantize(*expected[:3], 80, dtype)])
         activation, _ = N.quantize_activation(on_gpu, None, spec.pack(), dtype)
         assert_same_bits([activation], [reference.dequantize(*expected[:2], None, 80, dtype)])
+
+
+@gpu
+@pytest.mark.parametrize("spec", selftest.SPECS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 128), (8, 4096), (300, 512)], ids=str)
+def test_activations_of_every_spec(spec, shape):
+    """Small activations have a kernel of their own, which supports some specs: the others must not reach it."""
+    for magnitude in (1e-3, 1.0):
+        x, state = inputs(shape, torch.bfloat16, magnitude), rng_state()
+        expected = ops.quantize_activation(x, state, spec.pack(), torch.bfloat16)
+        assert_same_bits(N.quantize_activation(x.cuda(), state.cuda(), spec.pack(), torch.bfloat16), expected)
 
 
 @gpu

@@ -112,7 +112,7 @@ bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec) {
   const int64_t blocks = x.rows * x.blocks();
   return this_machine().capability >= 90 && blocks > 0 && blocks <= kMostActivationBlocks && x.whole_blocks() &&
          spec.round_mode == RoundingMode::kNearestEven && spec.hadamard_sign < 0 &&
-         spec.four_over_six == FourOverSix::kNone && spec.block_rows == 1;
+         spec.four_over_six == FourOverSix::kNone && spec.scale_search == ScaleSearch::kNone && spec.block_rows == 1;
 }
 
 void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, void* out,
