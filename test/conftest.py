@@ -1,6 +1,10 @@
 """Shared fixtures: the devices at hand, and the seed that every test starts from."""
 
+import hashlib
 import os
+import platform
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,21 @@ import torch
 from nvfp4_tensor import info
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def inductor_cache() -> Path:
+    """Where this checkout keeps what Inductor compiles for CPUs with the instructions of this one.
+
+    Inductor compiles for the CPU at hand and does not ask, when it finds a result, which one that was. A machine that
+    is moved to another host would run instructions that it no longer has.
+    """
+    cpuinfo = Path("/proc/cpuinfo")
+    known = re.findall(r"^(?:flags|Features|model name)\s*:.*$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
+    digest = hashlib.sha256("".join([platform.machine(), *sorted(set(known))]).encode()).hexdigest()
+    return Path(__file__).parents[1] / "build" / f"inductor-{digest[:8]}"
+
+
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache()))
 
 
 def pytest_collection_modifyitems(items):
