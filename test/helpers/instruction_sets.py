@@ -12,7 +12,7 @@ needs_library = pytest.mark.skipif(native.instruction_set() == "torch", reason="
 
 def available_instruction_sets():
     names = []
-    for name in ("avx512", "avx2", "portable"):
+    for name in ("avx512", "avx2", "neon", "portable"):
         try:
             native.set_instruction_set(name)
             names.append(name)

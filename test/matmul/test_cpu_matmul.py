@@ -13,7 +13,7 @@ if native.instruction_set() == "torch":
     pytest.skip("the CPU library is not built", allow_module_level=True)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-INSTRUCTION_SETS = ["avx512_bf16", "avx512", "avx2", "portable"]
+INSTRUCTION_SETS = ["avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "portable"]
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)

@@ -35,14 +35,14 @@ def printed(isa: str, value: str | None) -> list[str]:
     return [line for line in done.stderr.splitlines() if "nvfp4.matmul" in line]
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx512_bf16"])
+@pytest.mark.parametrize("isa", ["portable", "avx512_bf16", "neon_bf16"])
 def test_each_product_is_printed_once(isa):
     try:
         native.set_instruction_set(isa)
         native.set_instruction_set("")
     except ValueError:
         pytest.skip(f"no {isa} here")
-    wide = "avx512" if isa == "avx512_bf16" else isa
+    wide = isa.removesuffix("_bf16")
     expected = [
         ("x (2, 64) bfloat16, w (48, 64)", "few", isa, "few rows of x"),
         ("x (40, 64) bfloat16, w (48, 64)", "many", isa, "many rows of x"),

@@ -10,6 +10,9 @@ import pytest
 
 import nvfp4_tensor
 
+# 2 dtypes by 3 shapes by 1 to 3 weights; up to 8 rows by 1 or 3 weights, normed; gated, plain and normed.
+FEW_ROWS_SM90 = 2 * (3 * 3 + 2 * 2 + 3 + 2)
+
 
 def _cuobjdump():
     """cuobjdump, from the CUDA toolkit or from Triton's package; None where there is neither."""
@@ -60,7 +63,10 @@ def test_products_on_hopper_keep_their_registers(disassembly):
         pytest.skip("the library was built without sm_90a")
     functions = disassembly["sm_90a"].split("Function : ")
     products = [f for f in functions if re.search("many_rows6kernel|few_rows_sm906kernel", f.split("\n")[0])]
-    assert len(products) == 50 + 6 and not [f for f in products if re.search(r"\b(LDL|STL)\b", f)]
+    assert len(products) == 50 + FEW_ROWS_SM90
+    spilling = [f.split("\n")[0] for f in products if re.search(r"\b(LDL|STL)\b", f)]
+    # a few registers of those that norm x, before the products, or combine gate and up, where sums are added
+    assert all("InputE1E" in name or "OutputE1E" in name for name in spilling)
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -94,7 +100,18 @@ def arrivals_past_loads(function):
     return found
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"])
+@pytest.mark.parametrize("arch", ["sm_120a", "sm_121a"])
+def test_chips_of_99_kb_have_no_code_that_fills_227(disassembly, arch):
+    if arch not in disassembly:
+        pytest.skip(f"the library was built without {arch}")
+    functions = disassembly[arch].split("Function : ")
+    empty = [f for f in functions if re.search("few_rows_sm906kernel|layers_sm90", f.split("\n")[0])]
+    assert len(empty) > FEW_ROWS_SM90
+    for function in empty:
+        assert len([text for text, _, _ in instructions(function) if not re.match("NOP|BRA", text)]) <= 2
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_110a"])
 def test_few_rows_arrive_with_what_they_loaded(disassembly, arch):
     """An arrival lets a copy overwrite what was loaded, but does not wait for loads: they have to be done before.
 
@@ -103,7 +120,7 @@ def test_few_rows_arrive_with_what_they_loaded(disassembly, arch):
     if arch not in disassembly:
         pytest.skip(f"the library was built without {arch}")
     functions = [f for f in disassembly[arch].split("Function : ") if "few_rows_sm906kernel" in f.split("\n")[0]]
-    assert len(functions) == 6
+    assert len(functions) == FEW_ROWS_SM90
     for function in functions:
         arrivals = [text for text, _, _ in instructions(function) if "SYNCS.ARRIVE" in text]
         loads = [text for text, _, _ in instructions(function) if re.search(r"\bLDS\b", text)]
@@ -125,12 +142,18 @@ def test_an_arrival_past_a_load_is_found():
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"])
 def test_kernels_that_begin_early_read_nothing_before_they_wait(disassembly, arch):
-    """A load of what is taken for constant may move across the wait, and then reads what is still being written."""
+    """A load of what is taken for constant may move across the wait, and then reads what is still being written.
+
+    Only products of few rows may copy weights before, where a caller says that no kernel under way writes them.
+    """
     if arch not in disassembly:
         pytest.skip(f"the library was built without {arch}")
     waiting = [f for f in disassembly[arch].split("Function : ") if "ACQBULK" in f]
     assert len(waiting) >= 20
-    assert [early for function in waiting for early in early_accesses(function)] == []
+    for function in waiting:
+        may_copy_weights = "few_rows_sm906kernel" in function.split("\n")[0]
+        early = early_accesses(function)
+        assert [access for access in early if not (may_copy_weights and access.startswith("UTMALDG"))] == []
 
 
 def early_accesses(function):

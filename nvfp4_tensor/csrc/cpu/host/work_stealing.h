@@ -66,6 +66,8 @@ class Claims {
   static void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // YIELD is a no-op on most of them
 #endif
   }
 

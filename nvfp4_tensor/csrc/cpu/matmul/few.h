@@ -57,6 +57,11 @@ struct Few {
     return range;
   }
 
+  // An arithmetic may want the numbers of a register in another order, in which its codes come, too.
+  static void arrange([[maybe_unused]] Value* chunk) {
+    if constexpr (requires { Math::arrange(chunk); }) Math::arrange(chunk);
+  }
+
   // The rows of a group lie beside each other chunk by chunk, those of a pair of chunks half by half.
   static unsigned pack_row(const Product& p, int64_t row, Value* out, int64_t step) {
     unsigned range = 0;
@@ -74,9 +79,13 @@ struct Few {
             store(reinterpret_cast<float*>(out + half * step + at), as_float(words));
           });
         });
+        each<2>([&](auto half) { arrange(out + half * step); });
       }
     }
-    for (; chunk < chunks_of(p.columns); ++chunk, out += step) range |= pack_chunk(p, row, chunk * kChunk, out);
+    for (; chunk < chunks_of(p.columns); ++chunk, out += step) {
+      range |= pack_chunk(p, row, chunk * kChunk, out);
+      arrange(out);
+    }
     return range;
   }
 

@@ -15,11 +15,16 @@ constexpr int kMostTileRows = 512;  // rows of x whose sums are kept at a time
 
 // --- output tiles ----------------------------------------------------------------------------------------------------
 
+// Whether an arithmetic has instructions for small matrices (Math::tile), not just for lanes (Math::dot).
+template <class Math>
+constexpr bool kMultipliesTiles = requires { &Math::template tile<1>; };
+
 // c (kRows, 16 * kVectors) = or += a (kRows, depth) @ b (depth, 16 * kVectors), in words; a has rows of kDepthWords.
 // The depth's sum starts from zero and is added as a whole, so that a long sum is one of short ones.
 template <class Math, int kRows, int kVectors>
 void multiply_tile(const float* a, const float* b, int64_t b_step, int64_t depth, float* c, int64_t c_step,
                    bool first) {
+  if constexpr (kMultipliesTiles<Math>) return Math::template tile<kRows>(a, b, b_step, depth, c, c_step, first);
   F sums[kRows][kVectors];
   for (int i = 0; i < kRows; ++i) {
     for (int j = 0; j < kVectors; ++j) sums[i][j] = set(0.0f);

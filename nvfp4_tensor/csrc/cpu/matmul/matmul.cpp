@@ -9,6 +9,7 @@
 #include "cpu/host/memory.h"
 #include "cpu/host/work_stealing.h"
 #include "cpu/matmul/choice.h"
+#include "ops.h"
 #include "plans_printed.h"
 
 namespace nvfp4 {
@@ -70,8 +71,10 @@ bool multiply(const NamedKernel& chosen, const Product& p, const char* instructi
 
 void multiply(const Product& p) {
   const Choice choice = Choice::current();
-  const bool is_bf16 = choice.bf16 && p.x_dtype == Dtype::kBf16 && !p.summand_factors;
-  if (is_bf16 && multiply(NamedKernel::of(*choice.bf16, p), p, "avx512_bf16")) return;
+  const bool is_bf16 = p.x_dtype == Dtype::kBf16, is_fp16 = p.x_dtype == Dtype::kFp16;
+  const ProductKernels* narrow = is_bf16 ? choice.bf16 : is_fp16 ? choice.fp16 : nullptr;
+  const char* narrow_name = is_bf16 ? choice.bf16_name : choice.fp16_name;
+  if (narrow && !p.summand_factors && multiply(NamedKernel::of(*narrow, p), p, narrow_name)) return;
   if (multiply(NamedKernel::of(*choice.wide, p), p, choice.wide_name)) return;
   multiply({choice.wide->many, "many", "the few rows would overflow before their block scales"}, p, choice.wide_name);
 }
@@ -168,6 +171,16 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) { m.impl("matmul", TORCH_BOX(&matmul)); }
+namespace ops {
+
+Tensor matmul(const Tensor& x, const OptionalTensor& x_scale, const CodedTensors& w, const OptionalTensor& bias,
+              int64_t columns, bool across_blocks, ScalarType out_dtype) {
+  const auto& [qdata, scale, factor] = w;
+  return nvfp4::matmul(x, x_scale, qdata, scale, factor, bias, columns, across_blocks, out_dtype);
+}
+
+}  // namespace ops
+
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CPU, m) { m.impl("matmul", TORCH_BOX(&matmul)); }
 
 }  // namespace nvfp4

@@ -10,6 +10,7 @@
 #include "cpu/host/kernels.h"
 #include "cpu/host/memory.h"
 #include "numerics/eden.h"
+#include "ops.h"
 
 namespace nvfp4 {
 namespace {
@@ -296,14 +297,33 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
   return {out.qdata, out.scale, factors};
 }
 
+// amax of x and amax_t of its transpose, where they are not given.
+void own_amax_pair(const Tensor& x, std::optional<Tensor>& amax, std::optional<Tensor>& amax_t,
+                   const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, int64_t row0, int64_t col0) {
+  STD_TORCH_CHECK(amax.has_value() == amax_t.has_value(), "amax and amax_t are given together, or neither is");
+  if (amax.has_value()) return;
+  const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
+  if (of_rows.hadamard_sign < 0 && !of_rows.is_eden() && !of_columns.is_eden()) {
+    std::tie(amax, amax_t) = amax_pair(x, of_columns.hadamard_sign);
+    return;
+  }
+  const auto own_amax = [&](const Tensor& t, const QuantizeSpec& how, int64_t col0) {
+    rng_state_of(rng_state, how, t);  // or an error that says what is missing
+    return how.is_eden() ? amax_rotated(t, *rng_state, col0) : tensor_amax(t, how.hadamard_sign);
+  };
+  amax = own_amax(x, of_rows, col0);
+  amax_t = own_amax(torch::stable::contiguous(torch::stable::transpose(x, 0, 1)), of_columns, row0);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
-    const Tensor& x, const Tensor& amax, const Tensor& amax_t, std::optional<Tensor> rng_state, int64_t spec,
-    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
+    const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
+    int64_t spec, int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
   check_transposed_offset(row0, full_rows);
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Matrix transposed{m.data, m.columns, m.rows, 0, m.dtype};
+  own_amax_pair(x, amax, amax_t, rng_state, spec, spec_t, row0, col0);
   const Plan plan = make_plan(spec, amax, rng_state, 0, x, m, row0, col0, full_width);
   const Plan plan_t = make_plan(spec_t, amax_t, rng_state, int(stream_t), x, transposed, col0, row0, full_rows);
   const Outputs out({m.rows}, m.rows, stored_blocks(m, plan));
@@ -380,9 +400,56 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, std::optional<Te
   return fake_quantize(x, amax, rng_state, spec, type, false, 0, 0, 0);
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(const Tensor& x, std::optional<Tensor> amax,
+                                                                        std::optional<Tensor> amax_t,
+                                                                        std::optional<Tensor> rng_state, int64_t spec,
+                                                                        int64_t spec_t, bool codes_t, int64_t row0,
+                                                                        int64_t col0, int64_t full_rows,
+                                                                        int64_t full_width, int64_t stream_t) {
+  const auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(
+      x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
+  const auto values_of = [](const Tensor& codes, const Tensor& scales, int64_t columns, int64_t bits) {
+    const QuantizeSpec how = spec_of(bits);
+    const bool transformed = how.is_eden() || how.hadamard_sign >= 0;  // fills the padding
+    const int64_t stored = codes.size(codes.dim() - 1) * 2;
+    return dequantize(codes, scales, std::nullopt, transformed ? stored : columns, ScalarType::BFloat16);
+  };
+  const Tensor values = values_of(qdata, scale, x.size(1), spec);
+  if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
+  return {values, factor, values_of(qdata_t, scale_t, x.size(0), spec_t), empty({0}, ScalarType::Float8_e4m3fn),
+          factor_t};
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) {
+namespace ops {
+
+CodedTensors quantize(const Tensor& x, const OptionalTensor& rng_state, int64_t spec, int64_t stream) {
+  return nvfp4::quantize(x, std::nullopt, rng_state, spec, 0, 0, 0, stream);
+}
+
+// In plain torch: products on a CPU sum across the blocks of w instead.
+std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& scale) {
+  using torch::stable::detail::from, torch::stable::detail::to;
+  std::vector<StableIValue> values = {from(qdata), from(scale)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("nvfp4::transpose_codes", "", values.data(), TORCH_ABI_VERSION));
+  return {to<Tensor>(values[0]), to<Tensor>(values[1])};
+}
+
+GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
+                                  int64_t stream_t) {
+  auto [values, factor, values_t, no_scales, factor_t] = quantize_pair_values(
+      dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t);
+  if (spec_of(spec).is_eden()) {
+    Tensor back = nvfp4::rotate(torch::stable::to(values, ScalarType::Float), *rng_state, true, 0);
+    values = torch::stable::to(torch::stable::narrow(back, 1, 0, dy.size(1)), ScalarType::BFloat16);
+  }
+  return {values, factor, values_t, factor_t};
+}
+
+}  // namespace ops
+
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CPU, m) {
   m.impl("amax", TORCH_BOX(&tensor_amax));
   m.impl("amax_pair", TORCH_BOX(&amax_pair));
   m.impl("hadamard", TORCH_BOX(&hadamard));
@@ -391,6 +458,7 @@ STABLE_TORCH_LIBRARY_IMPL(nvfp4, CPU, m) {
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
   m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
+  m.impl("quantize_pair_values", TORCH_BOX(&quantize_pair_values));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
   m.impl("quantize_activation", TORCH_BOX(&quantize_activation));

@@ -208,6 +208,27 @@ inline F e2m1_values(I codes) {
   return as_float(bit_or(bits(magnitude), shift_left<28>(bit_and(codes, set(8)))));
 }
 
+// 32 bytes, 64 codes, as two pairs: even, odd, even, odd. A value's bfloat16 is two bytes, each of a table of 16:
+// 20 instructions, where e2m1_values takes 40.
+inline void code_pairs(const uint8_t* bytes, F* out) {
+  const auto both = [](__m128i table) { return _mm256_broadcastsi128_si256(table); };
+  const __m256i low_bytes = both(_mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64));
+  const __m256i high_bytes = both(
+      _mm_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64));
+  const __m256i nibble = _mm256_set1_epi8(15), zero = _mm256_setzero_si256();
+  // So that unpacks, which work within halves, leave the values in order.
+  const __m256i x = _mm256_permutevar8x32_epi32(load256(bytes), _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+  for (int odd = 0; odd < 2; ++odd) {
+    const __m256i code = _mm256_and_si256(odd ? _mm256_srli_epi16(x, 4) : x, nibble);
+    const __m256i low = _mm256_shuffle_epi8(low_bytes, code), high = _mm256_shuffle_epi8(high_bytes, code);
+    const __m256i words[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+    for (int pair = 0; pair < 2; ++pair) {
+      out[2 * pair + odd] = {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, words[pair])),
+                             _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, words[pair]))};
+    }
+  }
+}
+
 constexpr bool kDecodesByTable = false;
 inline void lookup_pair(const uint8_t*, const uint16_t*, const uint16_t*, void*) {}
 

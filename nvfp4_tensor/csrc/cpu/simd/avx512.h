@@ -164,6 +164,15 @@ inline F e2m1_values(I codes) {
   return _mm512_permutexvar_ps(codes, table);
 }
 
+// 32 bytes, 64 codes, as two pairs: even, odd, even, odd.
+inline void code_pairs(const uint8_t* bytes, F* out) {
+  for (int pair = 0; pair < 2; ++pair) {
+    I even, odd;
+    load_codes(bytes + 16 * pair, even, odd);
+    out[2 * pair] = e2m1_values(even), out[2 * pair + 1] = e2m1_values(odd);
+  }
+}
+
 // Two blocks' values as words, looked up in their rows of 16: 32 lookups in one instruction.
 constexpr bool kDecodesByTable = true;
 inline void lookup_pair(const uint8_t* codes, const uint16_t* first_row, const uint16_t* second_row, void* out) {

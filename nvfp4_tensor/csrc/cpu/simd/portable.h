@@ -186,6 +186,15 @@ inline F e2m1_values(I codes) {
   return each_lane<F>([&](int lane) { return table[codes[lane]]; });
 }
 
+// 32 bytes, 64 codes, as two pairs: even, odd, even, odd.
+inline void code_pairs(const uint8_t* bytes, F* out) {
+  for (int pair = 0; pair < 2; ++pair) {
+    I even, odd;
+    load_codes(bytes + 16 * pair, even, odd);
+    out[2 * pair] = e2m1_values(even), out[2 * pair + 1] = e2m1_values(odd);
+  }
+}
+
 inline I load_bytes(const uint8_t* p) {
   return each_lane<I>([&](int lane) { return int32_t(p[lane]); });
 }

@@ -26,12 +26,25 @@ inline float sum(F x) {
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
-// Lane i: the sum of the lanes of the register at p + i * step.
-inline F sums_of_lanes(const float* p, int64_t step) {
-  alignas(64) float sums[16];
-  for (int i = 0; i < 16; ++i) sums[i] = sum(load(p + i * step));
-  return load(sums);
+// Eight of the sums below, each in the order of sum().
+inline __m256 eight_sums(const float* p, int64_t step) {
+  const auto folded = [&](int i) {
+    const F x = load(p + i * step);
+    return _mm256_add_ps(x.low, x.high);
+  };
+  const auto halves = [&](int i) {  // sums i and i + 4, four lanes each
+    const __m256 a = folded(i), b = folded(i + 4);
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  };
+  const auto quarters = [&](int i) {  // and i + 1 and i + 5, two lanes each
+    const __m256d a = _mm256_castps_pd(halves(i)), b = _mm256_castps_pd(halves(i + 1));
+    return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+  };
+  const __m256 a = quarters(0), b = quarters(2);
+  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0b10001000), _mm256_shuffle_ps(a, b, 0b11011101));
 }
+// Lane i: the sum of the lanes of the register at p + i * step.
+inline F sums_of_lanes(const float* p, int64_t step) { return {eight_sums(p, step), eight_sums(p + 8 * step, step)}; }
 
 // Lane i of register j and lane j of register i are swapped, for 16 registers.
 inline void transpose(F* r) {
