@@ -8,10 +8,11 @@ One window of the help topics of Python, which the model reads in pieces, each a
 all before it, and of itself: as text is read and written by a server. The model itself is bfloat16. The difference to
 bfloat16's cache is paired by token, with its standard error. Bytes are those of keys and values at the end.
 
-Most rows round every token before it is attended to. Others attend to a piece before they round it: NVFP4 with 128
-dense tokens, which is ``nvfp4_cache``'s default, and transformers' own caches: fp8, of the first piece alone; int4 by
-optimum-quanto and hqq, where installed, which round all tokens again whenever their window of 128 dense ones is full.
-Emulated formats are cast along the head dimension and kept dense; their bytes are computed.
+Most rows round every token before it is attended to. Others attend to a piece before they round it: NVFP4 with dense
+tokens at the end, which is ``nvfp4_cache``'s default, with rotated keys, and transformers' own caches: fp8, of the
+first piece alone; int4 by optimum-quanto and hqq, where installed, which round all tokens again whenever their window
+of 128 dense ones is full. Emulated formats are cast along the head dimension and kept dense; their bytes are
+computed.
 """
 
 from __future__ import annotations
@@ -62,14 +63,24 @@ def _int4(backend: str, config: Any, axis: int) -> Cache:
     return QuantizedCache(backend, config, nbits=4, axis_key=axis, axis_value=axis, q_group_size=64)
 
 
+def _as_they_are(config: Any, *spec: QuantizeSpec, recent: int) -> Cache:
+    """Keys are not rotated."""
+    return nvfp4_cache(config, *spec, recent=recent, rotate_keys=False)
+
+
 def caches() -> dict[str, Callable[[Any], Cache]]:
     """Cache of a model's config, by name; bfloat16's first."""
     found: dict[str, Callable[[Any], Cache]] = {
         DENSE: lambda config: DynamicCache(config=config),
-        "NVFP4, four-over-six": lambda config: nvfp4_cache(config, QuantizeSpec(four_over_six="mse"), recent=0),
-        "NVFP4, to nearest": lambda config: nvfp4_cache(config, QuantizeSpec(), recent=0),
-        "NVFP4, scale search": lambda config: nvfp4_cache(config, recent=0),
-        "NVFP4, the latest 128 dense": lambda config: nvfp4_cache(config),
+        "NVFP4, four-over-six": lambda config: _as_they_are(config, QuantizeSpec(four_over_six="mse"), recent=0),
+        "NVFP4, to nearest": lambda config: _as_they_are(config, QuantizeSpec(), recent=0),
+        "NVFP4, scale search": lambda config: _as_they_are(config, recent=0),
+        "NVFP4, scale search, keys rotated": lambda config: nvfp4_cache(config, recent=0),
+        "NVFP4, the latest 128 dense": lambda config: _as_they_are(config, recent=128),
+        "NVFP4, keys rotated, the latest 128 dense": lambda config: nvfp4_cache(config, recent=128),
+        "NVFP4, keys rotated, the latest 64 dense": lambda config: nvfp4_cache(config, recent=64),
+        "NVFP4, keys rotated, the latest 32 dense": lambda config: nvfp4_cache(config, recent=32),
+        "NVFP4, keys rotated, the latest 16 dense": lambda config: nvfp4_cache(config, recent=16),
         "MXFP4, option3 (emulated)": lambda config: _emulated(config, "mxfp4", "option3"),
         "int4, groups of 32 (emulated)": lambda config: _emulated(config, "int4"),
         "fp8 (transformers)": lambda config: QuantizedCache("fp8", config),
@@ -178,7 +189,9 @@ def main() -> None:
     model, tokenizer = load_model()
     rows = measure(model, evaluation_tokens(tokenizer, options.tokens), options.piece, options.caches)
     device = torch.device("cpu")
-    path = result_path(device, "kv_cache", options.out)
+    is_default = all(getattr(options, name) == parser.get_default(name) for name in ("tokens", "piece"))
+    name = "kv_cache" if is_default else f"kv_cache_{options.tokens}_by_{options.piece}"
+    path = result_path(device, name, options.out)
     rows = with_earlier(rows, path, "cache", tokens=options.tokens, piece=options.piece)
     report = Report()
     report(f"SmolLM2-135M, {options.tokens} tokens in pieces of {options.piece}\n{text_of(rows)}")

@@ -7,10 +7,14 @@ Blocks run along the head dimension, so each token is quantized independently of
 token of one head. It is first multiplied by a power of two that moves its largest magnitude near the top of the block
 scales' range, so that block scales neither overflow nor underflow, regardless of earlier tokens. This factor is stored
 as one byte per row in addition to codes and block scales: 4.625 bits per element for a head dimension of 64, 4.5625 for
-128.
+128. Keys are first rotated by a Hadamard transform over the head dimension, as queries are for the products with codes:
+a few channels of keys have large values, which would take the precision of their blocks.
 
 The latest tokens, which get most of the attention, stay dense, and attention reads new tokens before they are rounded.
 With ``recent=0``, attention reads only quantized values, so results do not depend on how a prompt is split into chunks.
+
+On a CPU, attention reads codes where they are stored (``coded_states.py``, ``attention.py``); elsewhere, and where
+something else reads keys or values, a layer is decoded as a whole.
 """
 
 from __future__ import annotations
@@ -22,152 +26,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.generation import attention  # registers "nvfp4" with transformers
+from nvfp4_tensor.generation.coded_states import CodedStates, Rows, StoredStates, append
 from nvfp4_tensor.numerics.choices import ScaleSearch
-from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 
-E8M0_BIAS = 127
+RECENT = 64
+"""The default number of recent tokens that stay dense. Attention weights them most (docs/guides/kv_cache.md)."""
 
-RECENT = 128
-"""The default number of recent tokens that stay dense. They reduce the loss of SmolLM2 to a seventh (docs/guides)."""
-
-
-class Rows:
-    """A growable matrix (n, columns) in NVFP4 with one power-of-two factor per row.
-
-    Attributes:
-        codes: uint8 (n, padded columns / 2), columns padded to a multiple of 16.
-        scale: bytes of e4m3 (row tiles, column tiles, 32, 16), in the swizzled layout of the operators.
-        factor: bytes of e8m0 (n,): value = code x block scale x factor.
-
-    Scales are stored as bytes because autocast cannot concatenate e4m3, and torch.compile's C++ does not support e8m0.
-    """
-
-    def __init__(self, columns: int, spec: QuantizeSpec, device: torch.device) -> None:
-        self.columns, self.spec = columns, spec
-        padded = layout.ceil_to(columns, BLOCK)
-        tiles = layout.scale_tiles(0, padded)
-        self.codes = torch.empty((0, padded // 2), dtype=torch.uint8, device=device)
-        self.scale = torch.empty((*tiles, 32, 16), dtype=torch.uint8, device=device)
-        self.factor = torch.empty((0,), dtype=torch.uint8, device=device)
-
-    def __len__(self) -> int:
-        return len(self.codes)
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.numel() + self.scale.numel() + self.factor.numel()
-
-    def append(self, x: Tensor) -> None:
-        """Quantize x (n, columns), of any dtype that the operators support, and append its rows."""
-        exponent = self._exponents(x)
-        scaled = x.float() * _power(-exponent).unsqueeze(-1)
-        # With this amax the per-tensor scale is 1, so that each row has only its own factor.
-        amax = scaled.new_full((), self.spec.largest_value)
-        codes, scale, _ = torch.ops.nvfp4.quantize(scaled, amax, None, self.spec.pack())
-        first, blocks = len(self), codes.shape[-1] * 2 // BLOCK
-        self.codes = torch.cat((self.codes, codes))
-        self.factor = torch.cat((self.factor, (exponent + E8M0_BIAS).to(torch.uint8)))
-        self._write_scales(first, layout.unswizzle(scale, len(x), blocks))
-
-    def _exponents(self, x: Tensor) -> Tensor:
-        """Return the exponents of the rows' factors, int32 (n,). NaN and Inf do not count for the amax of a row."""
-        magnitude = x.abs().float()
-        amax = torch.where(magnitude.isfinite(), magnitude, 0.0).amax(dim=-1)
-        # One below the exponent of the largest representable value, so that mantissas need not be compared.
-        top = int(self.spec.largest_value).bit_length() - 2
-        return (torch.frexp(amax).exponent - 1 - top).clamp(-126, 126)
-
-    def _write_scales(self, first: int, scale: Tensor) -> None:
-        """Write block scales (n, blocks), in linear layout, to the rows from ``first`` on. Add tiles as needed."""
-        missing = layout.scale_tiles(first + len(scale), BLOCK)[0] - len(self.scale)
-        if missing:
-            self.scale = torch.cat((self.scale, self.scale.new_zeros((missing, *self.scale.shape[1:]))))
-        row = torch.arange(first, first + len(scale), device=scale.device).unsqueeze(1)
-        column = torch.arange(scale.shape[1], device=scale.device)
-        tile, inside = row // TILE_ROWS, row % TILE_ROWS
-        index = tile, column // 4, inside % 32, inside // 32 * 4 + column % 4
-        self.scale = self.scale.index_put(index, scale.view(torch.uint8))
-
-    def decode(self, dtype: torch.dtype) -> Tensor:
-        """Decode all rows to (n, columns) of dtype."""
-        factor = _power(self.factor.int() - E8M0_BIAS)
-        scale = self.scale.view(torch.float8_e4m3fn)
-        return torch.ops.nvfp4.dequantize(self.codes, scale, factor, self.columns, dtype)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep only the given rows, int64 (m,), in this order."""
-        linear = layout.unswizzle(self.scale, len(self), self.codes.shape[-1] * 2 // BLOCK)
-        self.codes = self.codes[rows]
-        self.factor = self.factor[rows]
-        self.scale = layout.swizzle(linear[rows])
-
-    def to(self, device: torch.device | str) -> None:
-        self.codes, self.scale, self.factor = (
-            t.to(device, non_blocking=True) for t in (self.codes, self.scale, self.factor)
-        )
-
-
-def _power(exponent: Tensor) -> Tensor:
-    """Return 2^exponent exactly as float32, for integers from -126 to 126."""
-    return (exponent.int() + E8M0_BIAS << 23).view(torch.float32)
-
-
-def _arange(count: int) -> Tensor:
-    """Return 0 to count - 1 on the CPU, where indices are computed, regardless of the default device."""
-    return torch.arange(count, device="cpu")
-
-
-class States:
-    """The keys or the values of one layer: the latest tokens dense, older ones as :class:`Rows`.
-
-    Rows are ordered by (token, batch, head), so that new tokens are appended.
-
-    Attributes:
-        rows: the older tokens.
-        latest: the latest tokens, unquantized: (batch, heads, up to ``recent`` tokens, head_dim).
-    """
-
-    def __init__(self, x: Tensor, spec: QuantizeSpec, recent: int) -> None:
-        self.rows, self.latest, self.recent = Rows(x.shape[-1], spec, x.device), x[..., :0, :], recent
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes + self.latest.numel() * self.latest.element_size()
-
-    def add(self, x: Tensor) -> Tensor:
-        """Append x (batch, heads, tokens, head_dim). Return all states, quantized ones decoded to the dtype of x."""
-        if not self.recent:
-            self._quantize(x)
-            return self._decoded(x)
-        fresh = torch.cat((self.latest, x), dim=-2)
-        states = torch.cat((self._decoded(x), fresh), dim=-2)
-        older = max(fresh.shape[-2] - self.recent, 0)
-        self._quantize(fresh[..., :older, :])
-        self.latest = fresh[..., older:, :].detach().clone()  # a view would keep the full prompt in memory
-        return states
-
-    def select(self, tokens: int, entries: Tensor) -> None:
-        """Keep the first ``tokens`` tokens and the given batch entries, int64 (m,) on the CPU, in this order."""
-        batch, heads = self.latest.shape[:2]
-        older = len(self.rows) // (batch * heads)
-        kept = _arange(min(tokens, older))[:, None, None]
-        row = (kept * batch + entries[:, None]) * heads + _arange(heads)
-        self.rows.select(row.flatten().to(self.rows.codes.device))
-        self.latest = self.latest[entries.to(self.latest.device), :, : max(tokens - older, 0)]
-
-    def to(self, device: torch.device | str) -> None:
-        self.rows.to(device)
-        self.latest = self.latest.to(device, non_blocking=True)
-
-    def _quantize(self, x: Tensor) -> None:
-        if x.numel():
-            self.rows.append(x.detach().permute(2, 0, 1, 3).reshape(-1, x.shape[-1]))
-
-    def _decoded(self, like: Tensor) -> Tensor:
-        values = self.rows.decode(like.dtype)
-        return values.view(-1, *like.shape[:2], self.rows.columns).permute(1, 2, 0, 3)
+States = CodedStates
+__all__ = ["NVFP4CacheLayer", "Rows", "States", "nvfp4_cache"]  # pickles name Rows and States
 
 
 class NVFP4CacheLayer(DynamicLayer):
@@ -178,12 +46,20 @@ class NVFP4CacheLayer(DynamicLayer):
     Args:
         spec: a spec with rounding to nearest, 1x16 blocks and no transform. By default a scale search.
         recent: the number of latest tokens that stay dense.
+        sink: the number of first tokens that stay dense.
+        rotate_keys: whether codes of keys are those of a Hadamard transform over the head dimension, which spreads
+            channels with large values. Queries are transformed likewise, or decoded keys are transformed back.
 
     Raises:
-        ValueError: a spec with stochastic rounding, 16x16 blocks, a transform or row scales; a negative ``recent``.
+        ValueError: a spec with stochastic rounding, 16x16 blocks, a transform or row scales; a negative ``recent`` or
+            ``sink``.
     """
 
-    def __init__(self, spec: QuantizeSpec | None = None, recent: int = RECENT) -> None:
+    sink, rotate_keys = 0, False  # of earlier pickles
+
+    def __init__(
+        self, spec: QuantizeSpec | None = None, recent: int = RECENT, sink: int = 0, rotate_keys: bool = True
+    ) -> None:
         super().__init__()
         self.spec = QuantizeSpec(scale_search=ScaleSearch.MSE) if spec is None else spec
         if self.spec.is_stochastic or self.spec.block_rows != 1 or self.spec.rotation is not None:
@@ -192,23 +68,26 @@ class NVFP4CacheLayer(DynamicLayer):
             )
         if self.spec.row_scaled:
             raise ValueError("each row of a cache already has its own factor: give a spec without row_scaled")
-        if not isinstance(recent, int) or recent < 0:
-            raise ValueError(f"recent must be a number of tokens, 0 or more, got {recent!r}")
-        self.recent = recent
+        for name, tokens in (("recent", recent), ("sink", sink)):
+            if not isinstance(tokens, int) or tokens < 0:
+                raise ValueError(f"{name} must be a number of tokens, 0 or more, got {tokens!r}")
+        self.recent, self.sink, self.rotate_keys = recent, sink, rotate_keys
         self._reset()
 
     def _reset(self) -> None:
         self.length = 0
-        self._states: tuple[States, ...] = ()
+        self._states: tuple[CodedStates, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Record the shape (batch, heads), and create empty states."""
         super().lazy_initialization(key_states, value_states)
         self.batch, self.heads = key_states.shape[0], key_states.shape[1]
-        self._states = tuple(States(x.detach(), self.spec, self.recent) for x in (key_states, value_states))
+        self._states = CodedStates(key_states, self.rotate_keys), CodedStates(value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (batch, heads, tokens, head_dim). Return all of them (batch, heads, length, head_dim).
+
+        On a CPU they are :class:`StoredStates` as soon as there are codes, which attention reads in place.
 
         Raises:
             ValueError: the batch size or the number of heads has changed.
@@ -222,11 +101,32 @@ class NVFP4CacheLayer(DynamicLayer):
             )
         self.length += key_states.shape[-2]
         keys, values = self._states
-        return keys.add(key_states), values.add(value_states)
+        key_front, new_keys = keys.to_front(key_states, self.sink)
+        value_front, new_values = values.to_front(value_states, self.sink)
+        fronts = key_front, value_front
+        if not self.recent:
+            append(keys, values, new_keys, new_values, self.spec)
+            return self._all(fronts, (new_keys[:, :, :0], new_values[:, :, :0]))
+        fresh = torch.cat((keys.latest, new_keys), dim=2), torch.cat((values.latest, new_values), dim=2)
+        result = self._all(fronts, fresh)
+        older = max(fresh[0].shape[2] - self.recent, 0)
+        append(keys, values, fresh[0][:, :, :older], fresh[1][:, :, :older], self.spec)
+        for states, x in zip(self._states, fresh, strict=True):
+            states.keep_latest(x, older)
+        return result
+
+    def _all(self, fronts: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values: the first tokens, those in codes, and ``fresh``."""
+        stored, both = self._states[0].stored, zip(self._states, fronts, fresh, strict=True)
+        if stored and attention.reads_codes(fresh[0]):
+            states = [StoredStates(each, stored, x) for each, _, x in both]
+            return states[0], states[1]
+        dense = [torch.cat((front.to(x.dtype), each.decode(x.dtype, stored), x), dim=2) for each, front, x in both]
+        return dense[0], dense[1]
 
     @property
     def nbytes(self) -> int:
-        """The size of keys and values in bytes: codes, block scales with padding, factors, and dense tokens."""
+        """The size of keys and values in bytes: codes, block scales, factors, their free capacity, and dense tokens."""
         return sum(states.nbytes for states in self._states)
 
     def get_seq_length(self) -> int:
@@ -243,7 +143,7 @@ class NVFP4CacheLayer(DynamicLayer):
         """Remove the last ``-tokens_to_remove`` tokens. A positive argument is the number to keep, as it once was."""
         kept = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
         if kept < self.length:
-            self._select(max(kept, 0), _arange(self.batch))
+            self._select(max(kept, 0), None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder batch entries, for beam search."""
@@ -254,17 +154,20 @@ class NVFP4CacheLayer(DynamicLayer):
         if self.is_initialized:
             indices = torch.as_tensor(indices, device="cpu")
             entries = indices.nonzero().flatten() if indices.dtype == torch.bool else indices.long()
-            self._select(self.length, entries)
+            if not torch.equal(entries, _arange(self.batch)):
+                self._select(self.length, entries)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each batch entry ``repeats`` times."""
         if self.is_initialized:
             self._select(self.length, _arange(self.batch).repeat_interleave(repeats))
 
-    def _select(self, tokens: int, entries: Tensor) -> None:
+    def _select(self, tokens: int, entries: Tensor | None) -> None:
         for states in self._states:
             states.select(tokens, entries)
-        self.length, self.batch = tokens, len(entries)
+        self.length = tokens
+        if entries is not None:
+            self.batch = len(entries)
 
     def offload(self) -> None:
         """Move the stored states to the CPU."""
@@ -277,24 +180,38 @@ class NVFP4CacheLayer(DynamicLayer):
             states.to(self.device)
 
 
-def nvfp4_cache(config: PreTrainedConfig, spec: QuantizeSpec | None = None, *, recent: int = RECENT) -> Cache:
+def _arange(count: int) -> Tensor:
+    """Return 0 to count - 1 on the CPU, where indices are computed, regardless of the default device."""
+    return torch.arange(count, device="cpu")
+
+
+def nvfp4_cache(
+    config: PreTrainedConfig,
+    spec: QuantizeSpec | None = None,
+    *,
+    recent: int = RECENT,
+    sink: int = 0,
+    rotate_keys: bool = True,
+) -> Cache:
     """Return a key-value cache in NVFP4 for ``model.generate(past_key_values=...)`` or a model's forward.
 
-    Layers without growing keys and values (sliding windows, linear attention) stay those of transformers.
+    On a CPU, attention of a new token reads the codes where they are if no text of the batch is padded. For padded
+    batches, prompts in chunks and soft caps too, call ``model.set_attn_implementation("nvfp4")``. Layers without
+    growing keys and values (sliding windows, linear attention) stay those of transformers.
 
     Args:
         config: the config of the model.
-        spec, recent: as in :class:`NVFP4CacheLayer`.
+        spec, recent, sink, rotate_keys: as in :class:`NVFP4CacheLayer`.
 
     Raises:
-        ValueError: no layer of the model has growing keys and values, or ``spec`` or ``recent`` is invalid.
+        ValueError: no layer of the model has growing keys and values, or ``spec``, ``recent`` or ``sink`` is invalid.
 
     Example:
         >>> cache = nvfp4_cache(model.config)
         >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
     """
     layers = [
-        NVFP4CacheLayer(spec, recent) if type(layer) is DynamicLayer else layer
+        NVFP4CacheLayer(spec, recent, sink, rotate_keys) if type(layer) is DynamicLayer else layer
         for layer in DynamicCache(config=config).layers
     ]
     if not any(isinstance(layer, NVFP4CacheLayer) for layer in layers):

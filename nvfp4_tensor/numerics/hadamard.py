@@ -41,3 +41,22 @@ def butterflies(y: Tensor) -> Tensor:
         low, high = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
         y = torch.stack((low + high, low - high), dim=-2).flatten(-3)
     return y
+
+
+# --- keys of a cache (contract, section 11) ---------------------------------------------------------------------------
+
+
+def rotation_size(size: int) -> int:
+    """Return over how many elements of a head of so many keys are rotated: the largest power of two that divides it."""
+    return size & -size
+
+
+def rotate_heads(x: Tensor) -> Tensor:
+    """Return ``x @ H / n``, float32, over each n = :func:`rotation_size` elements of the last dimension."""
+    n = rotation_size(x.shape[-1])
+    return butterflies((x.float() * (1 / n)).unflatten(-1, (-1, n))).flatten(-2)
+
+
+def rotate_heads_back(y: Tensor) -> Tensor:
+    """Invert :func:`rotate_heads` for float32 y: ``y @ H``."""
+    return butterflies(y.unflatten(-1, (-1, rotation_size(y.shape[-1])))).flatten(-2)

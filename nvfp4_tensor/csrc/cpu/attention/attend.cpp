@@ -1,0 +1,219 @@
+// nvfp4.attend_codes on the CPU: attention of new tokens to a cache of codes, split over the context.
+//
+// A unit of work is up to kMostRows queries of one head of keys and kSplitTokens positions of its context. Units are
+// the same for any number of threads, and so are the bits: the parts of a query are added in the order of the context.
+#include <vector>
+
+#include "cpu/attention/codes.h"
+#include "cpu/host/memory.h"
+#include "cpu/host/work_stealing.h"
+#include "cpu/matmul/choice.h"
+
+namespace nvfp4 {
+
+const AttendKernels& attend_kernels() {
+  const std::string_view name = Choice::current().wide_name;
+  const AttendKernels* found = name == "avx512" ? avx512_attend_kernels()
+                               : name == "avx2" ? avx2_attend_kernels()
+                                                : nullptr;
+  return found ? *found : portable_attend_kernels();
+}
+
+namespace {
+
+constexpr int64_t kSplitTokens = 512;
+constexpr int64_t kMostSplitQueries = 16;  // more new tokens give enough units without splits
+
+// The tensors of a call.
+struct Context {
+  Tensor q, front_keys, front_values, latest_keys, latest_values, lengths, first;
+  bool has_front, has_first;
+  CodedHeads keys, values;
+  int64_t batch, heads, tokens, key_size, value_size, front, latest;
+  float scale, softcap;
+  int64_t window;
+  bool is_rotated;
+
+  int64_t kv_heads() const { return keys.heads; }
+  int64_t rows() const { return heads / kv_heads() * tokens; }
+  int64_t length(int64_t b) const { return front + static_cast<const int64_t*>(lengths.const_data_ptr())[b] + latest; }
+  int64_t first_seen(int64_t b) const { return has_first ? static_cast<const int64_t*>(first.const_data_ptr())[b] : 0; }
+
+  static const char* row_of(const Tensor& t, int64_t b, int64_t head) {
+    return static_cast<const char*>(t.const_data_ptr()) + (b * t.stride(0) + head * t.stride(1)) * t.element_size();
+  }
+
+  // All but the results and the range.
+  AttendUnit unit(int64_t b, int64_t head, int64_t row) const {
+    AttendUnit u{};
+    u.dtype = dtype_of(q.scalar_type(), "q");
+    u.q = static_cast<const char*>(q.const_data_ptr()) +
+          ((b * kv_heads() + head) * rows() + row) * key_size * q.element_size();
+    u.first_row = row, u.rows = std::min(kMostRows, rows() - row), u.new_tokens = tokens;
+    u.key_size = key_size, u.value_size = value_size;
+    if (has_front) {
+      u.keys[0] = {row_of(front_keys, b, head), front_keys.stride(2)};
+      u.values[0] = {row_of(front_values, b, head), front_values.stride(2)};
+    }
+    u.keys[1] = keys.stretch(b * kv_heads() + head), u.values[1] = values.stretch(b * kv_heads() + head);
+    u.keys[2] = {row_of(latest_keys, b, head), latest_keys.stride(2)};
+    u.values[2] = {row_of(latest_values, b, head), latest_values.stride(2)};
+    u.begins[1] = front, u.begins[2] = length(b) - latest, u.begins[3] = length(b);
+    u.first_seen = first_seen(b), u.window = window;
+    u.scale = scale, u.softcap = softcap, u.is_rotated = is_rotated;
+    return u;
+  }
+};
+
+// Rows of one head of keys that share what is decoded, and where their parts lie.
+struct RowBlock {
+  AttendUnit unit;
+  int64_t batch_row;  // the first row among all of the output
+  int64_t splits, first_unit, first_float;
+
+  int64_t part_size() const { return unit.rows * (unit.row_size() + 2); }
+};
+
+std::vector<RowBlock> row_blocks(const Context& c) {
+  std::vector<RowBlock> out;
+  int64_t units = 0, floats = 0;
+  for (int64_t b = 0; b < c.batch; ++b) {
+    const int64_t length = c.length(b);
+    const int64_t splits = c.tokens > kMostSplitQueries ? 1 : ceil_div(length, kSplitTokens);
+    for (int64_t head = 0; head < c.kv_heads(); ++head) {
+      for (int64_t row = 0; row < c.rows(); row += kMostRows) {
+        const RowBlock block = {c.unit(b, head, row), (b * c.kv_heads() + head) * c.rows() + row, splits, units,
+                                floats};
+        out.push_back(block);
+        units += splits, floats += splits * block.part_size();
+      }
+    }
+  }
+  return out;
+}
+
+Tensor run(const Context& c) {
+  const AttendKernels& kernels = attend_kernels();
+  Tensor y = empty({c.batch, c.heads, c.tokens, c.value_size}, c.q.scalar_type());
+  const std::vector<RowBlock> blocks = row_blocks(c);
+  if (blocks.empty() || !y.numel()) return y;
+  char* out = static_cast<char*>(y.mutable_data_ptr());
+  const RowBlock& last = blocks.back();
+  const int64_t units = last.first_unit + last.splits;
+  const AlignedFloats parts = allocate(last.first_float + last.splits * last.part_size());
+  std::vector<const RowBlock*> block_of(units);
+  for (const RowBlock& block : blocks) {
+    for (int64_t i = 0; i < block.splits; ++i) block_of[block.first_unit + i] = &block;
+  }
+  const auto attend = [&](int64_t number, float* scratch) {
+    const RowBlock& block = *block_of[number];
+    const int64_t split = number - block.first_unit, length = block.unit.begins[kStretches];
+    AttendUnit u = block.unit;
+    u.begin = block.splits == 1 ? 0 : split * kSplitTokens;
+    u.end = block.splits == 1 ? length : std::min(length, u.begin + kSplitTokens);
+    u.sums = parts.get() + block.first_float + split * block.part_size();
+    u.most = u.sums + u.rows * u.row_size(), u.total = u.most + u.rows;
+    kernels.attend(u, scratch);
+  };
+  const auto finish = [&](const RowBlock& block, float* scratch) {
+    const AttendUnit& u = block.unit;
+    const float* sums = parts.get() + block.first_float;
+    const int64_t row_bytes = c.value_size * y.element_size();
+    for (int64_t r = 0; r < u.rows; ++r) {
+      const float* most = sums + u.rows * u.row_size() + r;
+      kernels.finish(sums + r * u.row_size(), most, most + u.rows, block.splits, block.part_size(), block.part_size(),
+                     c.value_size, u.first_of(r) <= u.last_of(r), u.dtype, out + (block.batch_row + r) * row_bytes,
+                     scratch);
+    }
+  };
+  const int64_t workers = std::min<int64_t>(torch::stable::get_num_threads(), units);
+  Claims attending(units, workers), finishing(int64_t(blocks.size()), workers);
+  const auto work = [&](int64_t worker, int64_t) {
+    const AlignedFloats scratch = allocate(attend_scratch(c.key_size, c.value_size));
+    attending.run(worker, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) attend(i, scratch.get());
+    });
+    attending.wait();
+    finishing.run(worker, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) finish(blocks[i], scratch.get());
+    });
+  };
+  if (workers == 1) {
+    work(0, 1);
+  } else {
+    torch::stable::parallel_for(0, workers, 1, work);
+  }
+  return y;
+}
+
+Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_scale, const Tensor& key_factor,
+                    const Tensor& value_codes, const Tensor& value_scale, const Tensor& value_factor,
+                    const Tensor& lengths, std::optional<Tensor> first, std::optional<Tensor> front_keys,
+                    std::optional<Tensor> front_values, const Tensor& latest_keys, const Tensor& latest_values,
+                    double scale, double softcap, int64_t window, bool rotated) {
+  STD_TORCH_CHECK(q.dim() == 4, "q must be (batch, heads, tokens, head size), not ", text_of(q));
+  dtype_of(q.scalar_type(), "q");
+  STD_TORCH_CHECK(latest_values.dim() == 4, "latest_values must be (batch, heads, tokens, size), not ",
+                  text_of(latest_values));
+  const int64_t key_size = q.size(3), value_size = latest_values.size(3);
+  STD_TORCH_CHECK(key_size > 0 && value_size > 0 && key_size <= kMostHeadSize && value_size <= kMostHeadSize,
+                  "heads have 1 to ", kMostHeadSize, " elements, not ", key_size, " and ", value_size);
+  const CodedHeads keys(key_codes, key_scale, key_factor, key_size, "key", q, "q");
+  const CodedHeads values(value_codes, value_scale, value_factor, value_size, "value", q, "q");
+  const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2);
+  STD_TORCH_CHECK(keys.batch == batch && keys.heads > 0 && heads % keys.heads == 0 && values.batch == batch &&
+                      values.heads == keys.heads && values.capacity == keys.capacity,
+                  "q ", text_of(q), " does not fit keys ", text_of(key_codes), " and values ", text_of(value_codes),
+                  ": the batch must be the same, and query heads a multiple of the others");
+  STD_TORCH_CHECK(front_keys.has_value() == front_values.has_value(), "give front_keys and front_values, or neither");
+  STD_TORCH_CHECK(window >= 0 && softcap >= 0, "window and softcap must not be negative, not ", window, " and ",
+                  softcap);
+  const bool has_front = front_keys.has_value();
+  const auto dense = [&](const Tensor& t, const char* name, int64_t size) {
+    return dense_heads(t, name, q, batch, keys.heads, size);
+  };
+  const Tensor latest_k = dense(latest_keys, "latest_keys", key_size);
+  const Tensor latest_v = dense(latest_values, "latest_values", value_size);
+  const Tensor front_k = has_front ? dense(*front_keys, "front_keys", key_size) : latest_k;
+  const Tensor front_v = has_front ? dense(*front_values, "front_values", value_size) : latest_v;
+  STD_TORCH_CHECK(latest_k.size(2) == latest_v.size(2) && front_k.size(2) == front_v.size(2),
+                  "there must be as many keys as values at the front, ", front_k.size(2), " and ", front_v.size(2),
+                  ", and at the end, ", latest_k.size(2), " and ", latest_v.size(2));
+  const Context c{aligned(q, q.element_size()),
+                  front_k,
+                  front_v,
+                  latest_k,
+                  latest_v,
+                  counts_of(lengths, "lengths", batch),
+                  first.has_value() ? counts_of(*first, "first", batch) : lengths,
+                  has_front,
+                  first.has_value(),
+                  keys,
+                  values,
+                  batch,
+                  heads,
+                  tokens,
+                  key_size,
+                  value_size,
+                  has_front ? front_k.size(2) : 0,
+                  latest_k.size(2),
+                  float(scale),
+                  float(softcap),
+                  window,
+                  rotated};
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t length = static_cast<const int64_t*>(c.lengths.const_data_ptr())[b];
+    STD_TORCH_CHECK(length >= 0 && length <= keys.capacity, "lengths must be from 0 to the capacity, ", keys.capacity,
+                    ", not ", length);
+    STD_TORCH_CHECK(c.length(b) >= tokens, "a context of ", c.length(b), " tokens does not hold the ", tokens,
+                    " new ones");
+    STD_TORCH_CHECK(c.first_seen(b) >= 0, "first must not be negative, not ", c.first_seen(b));
+  }
+  return run(c);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CPU, m) { m.impl("attend_codes", TORCH_BOX(&attend_codes)); }
+
+}  // namespace nvfp4

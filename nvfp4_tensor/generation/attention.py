@@ -1,0 +1,170 @@
+"""Attention to a cache of codes, for transformers: ``model.set_attn_implementation("nvfp4")``.
+
+The function registered here reads the keys and values of an ``nvfp4_cache`` where they are stored, for one new token or
+a chunk of a prompt, with padding on the left, a soft cap or a window. Anything else is transformers' sdpa over the
+decoded cache, and the reason is logged once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from nvfp4_tensor.generation.coded_states import StoredStates, attend, why_not
+from nvfp4_tensor.ops import native
+
+NAME = "nvfp4"
+_FIRST = "_nvfp4_first"
+"""An attribute of masks that are causal: the first position that each sequence sees."""
+
+logger = logging.getLogger(__name__)
+
+
+def reads_codes(x: Tensor) -> bool:
+    """Return whether attention of tokens like x reads codes in place: on a CPU, with native kernels, not compiled."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and native.library("cpu").loaded
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and not (torch.is_grad_enabled() and x.requires_grad)
+    )
+
+
+def nvfp4_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return sdpa's mask, which remembers its first positions if it is causal with padding on the left only."""
+    mask = sdpa_mask(*args, **kwargs)
+    if mask is None or not _is_plain(**kwargs):
+        return mask
+    batch, kv_length, padding = kwargs["batch_size"], kwargs["kv_length"], kwargs.get("attention_mask")
+    first = torch.zeros(batch, dtype=torch.int64, device=mask.device)
+    if padding is not None:
+        seen = padding[:, :kv_length].bool()
+        if seen.shape != (batch, kv_length):
+            return mask
+        first = (~seen).sum(dim=1)
+        position = torch.arange(kv_length, device=mask.device)
+        if not torch.equal(seen, position >= first[:, None]):
+            return mask
+    setattr(mask, _FIRST, first)
+    return mask
+
+
+def _is_plain(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = causal_mask_function,
+    **kwargs: Any,
+) -> bool:
+    """Return whether a mask is causal, of the latest tokens, over all tokens, as far as padding lets them be seen."""
+    if torch.compiler.is_compiling() or isinstance(q_offset, Tensor):
+        return False
+    return mask_function is causal_mask_function and kv_offset == 0 and q_offset + q_length == kv_length
+
+
+def nvfp4_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function "nvfp4" of transformers: output (batch, tokens, heads, head_dim) and no weights.
+
+    Raises:
+        ValueError: the model has attention sinks, or caps scores of dense keys under another mask than a causal one:
+            only ``attn_implementation="eager"`` supports it.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise ValueError('attention sinks need model.set_attn_implementation("eager"), which decodes the cache')
+    given = {"softcap": softcap, "sliding_window": sliding_window, **kwargs}
+    reason = _why_not(module, query, key, value, attention_mask, dropout, given)
+    if not reason:
+        first = None if attention_mask is None else getattr(attention_mask, _FIRST)
+        if first is not None and not first.any():
+            first = None
+        out = attend(query, key, value, scaling, softcap=softcap or 0.0, first=first)  # type: ignore[arg-type]
+        return out.transpose(1, 2).contiguous(), None
+    if isinstance(key, StoredStates) or isinstance(value, StoredStates):
+        _log_once(reason)
+        key, value = (x.dense() if isinstance(x, StoredStates) else x for x in (key, value))
+    if softcap:
+        out = _dense_with_softcap(query, key, value, attention_mask, scaling, softcap)
+        return out.transpose(1, 2).contiguous(), None
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return out, None
+
+
+def _why_not(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    given: dict[str, Any],
+) -> str:
+    """Return why codes are not read in place; empty if they are."""
+    if reason := why_not(query, key, value):
+        return reason
+    if dropout and module.training:
+        return "there is dropout"
+    if given.get("position_bias") is not None:
+        return "there is a position bias"
+    if given.get("is_causal") is False or not getattr(module, "is_causal", True):
+        return "attention is not causal"
+    if given["sliding_window"] is not None and given["sliding_window"] < key.shape[2]:
+        return "a layer with a sliding window keeps all tokens"
+    if mask is None:  # transformers leaves it out for one new token, and for all tokens at once
+        return "" if query.shape[2] in (1, key.shape[2]) else "there is no mask"
+    return "" if hasattr(mask, _FIRST) else "the mask is not causal with padding on the left"
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logger.warning("attention decodes the NVFP4 cache, which costs time: %s", reason)
+
+
+def _dense_with_softcap(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
+) -> Tensor:
+    """Attention with capped scores to dense tokens, as a cache without codes."""
+    if mask is not None and not hasattr(mask, _FIRST):
+        raise ValueError('a soft cap under this mask needs model.set_attn_implementation("eager")')
+    empty = key.new_empty((*key.shape[:2], 0, 0), dtype=torch.uint8)
+
+    def coded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = -(-x.shape[-1] // 16)
+        return (
+            empty.new_empty((*x.shape[:2], 0, blocks * 8)),
+            empty.new_empty((*x.shape[:2], 0, blocks)),
+            empty.new_empty((*x.shape[:2], 0)),
+        )
+
+    lengths = torch.zeros(query.shape[0], dtype=torch.int64, device=query.device)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    first = None if mask is None else getattr(mask, _FIRST)
+    return torch.ops.nvfp4.attend_codes(
+        query, *coded(key), *coded(value), lengths, first, None, None, key, value, scale, softcap
+    )
+
+
+AttentionInterface.register(NAME, nvfp4_attention)
+AttentionMaskInterface.register(NAME, nvfp4_mask)

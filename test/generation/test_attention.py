@@ -1,0 +1,331 @@
+"""Attention to the codes of a cache in place: against the same cache decoded, in models and under random changes."""
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.instruction_sets import needs_library
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.cache_utils import DynamicLayer  # noqa: E402
+
+from nvfp4_tensor.generation import attention, coded_states  # noqa: E402
+from nvfp4_tensor.generation.cache import NVFP4CacheLayer, nvfp4_cache  # noqa: E402
+from nvfp4_tensor.generation.coded_states import StoredStates  # noqa: E402
+
+pytestmark = needs_library
+GREEDY = {"pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+
+
+def tiny_model(kind="Llama", dtype=torch.float32, heads=(6, 2), **changes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=128, hidden_size=192, intermediate_size=128, num_hidden_layers=2, num_attention_heads=heads[0],
+        num_key_value_heads=heads[1], head_dim=32, max_position_embeddings=4096, initializer_range=0.1, **changes,
+    )  # fmt: skip
+    return getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The numbers of new tokens of each attention to codes in place, and (decoded) of each that decoded a layer."""
+    found = {"in place": [], "decoded": 0}
+    attend, dense = coded_states.attend, StoredStates.dense
+
+    def counted(q, *args, **options):
+        found["in place"].append(q.shape[2])
+        return attend(q, *args, **options)
+
+    def counted_dense(self):
+        found["decoded"] += 1
+        return dense(self)
+
+    monkeypatch.setattr(coded_states, "attend", counted)
+    monkeypatch.setattr(attention, "attend", counted)
+    monkeypatch.setattr(StoredStates, "dense", counted_dense)
+    return found
+
+
+def decoded_cache(model, **options):
+    """Return an nvfp4_cache that decodes every layer, as on devices without native attention."""
+
+    class Decoded(NVFP4CacheLayer):
+        def update(self, *args, **kwargs):
+            return tuple(x.dense() if isinstance(x, StoredStates) else x for x in super().update(*args, **kwargs))
+
+    return transformers.Cache(layers=[Decoded(**options) for _ in range(model.config.num_hidden_layers)])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "nvfp4"])
+@pytest.mark.parametrize("options", [{}, {"recent": 0}, {"recent": 16, "sink": 5}], ids=str)
+def test_text_of_a_long_prompt_is_that_of_the_decoded_cache(implementation, options, calls):
+    model = tiny_model()
+    ids = torch.randint(1, 128, (1, 900), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(ids, past_key_values=decoded_cache(model, **options), max_new_tokens=15, **GREEDY)
+    calls["in place"], calls["decoded"] = [], 0
+    model.set_attn_implementation(implementation)
+    cache = nvfp4_cache(model.config, **options)
+    assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=15, **GREEDY), expected)
+    assert calls["in place"][-28:] == [1] * 28 and cache.get_seq_length() == 914
+    assert calls["decoded"] == (4 if options.get("recent") == 0 and implementation == "sdpa" else 0)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
+def test_padded_batches_beams_and_samples(how, kind, calls):
+    """Padding on the left, grouped heads, and Gemma 2's soft cap; chunks of the prompt read codes in place too."""
+    more = {"sliding_window": 4096, "layer_types": ["full_attention"] * 2} if kind == "Gemma2" else {}
+    model = tiny_model(kind, **more)
+    model.set_attn_implementation("eager")
+    ids = torch.randint(1, 128, (2, 70), generator=torch.Generator().manual_seed(1))
+    ids[0, :25] = 0
+    options = {"attention_mask": ids.ne(0).long(), "max_new_tokens": 20, **GREEDY, **how}
+    torch.manual_seed(1)
+    expected = model.generate(ids, past_key_values=decoded_cache(model, recent=10), **options)
+    calls["in place"], calls["decoded"] = [], 0
+    model.set_attn_implementation("nvfp4")
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(ids, past_key_values=nvfp4_cache(model.config, recent=10), **options), expected)
+    assert calls["in place"] == [1] * 38 and not calls["decoded"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 60])
+@pytest.mark.parametrize("recent", [0, 40])
+def test_a_prompt_in_chunks(size, recent, calls):
+    """A chunk attends to the codes before it, and to itself dense, or, without dense tokens, rounded."""
+    model = tiny_model()
+    ids = torch.randint(128, (2, 130), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for implementation, cache in (("sdpa", decoded_cache(model, recent=recent)), ("nvfp4", None)):
+        calls["decoded"] = 0
+        model.set_attn_implementation(implementation)
+        cache = cache or nvfp4_cache(model.config, recent=recent)
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in ids.split(size, dim=1)]
+        logits.append(torch.cat(parts, dim=1))
+    assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
+    assert set(calls["in place"]) <= {size, 130 % size or size} and size in calls["in place"]
+    assert not calls["decoded"]
+
+
+def test_in_bfloat16_logits_are_those_of_the_decoded_cache_within_rounding():
+    model = tiny_model(dtype=torch.bfloat16)
+    ids = torch.randint(128, (1, 700), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for cache in (decoded_cache(model), nvfp4_cache(model.config)):
+        with torch.no_grad():
+            model(ids[:, :600], past_key_values=cache)
+            logits.append(torch.cat([model(t, past_key_values=cache).logits for t in ids[:, 600:].split(1, 1)], 1))
+    assert (logits[0] - logits[1]).float().norm() < 0.02 * logits[0].float().norm()
+
+
+# --- what falls back -------------------------------------------------------------------------------------------------
+
+
+def test_another_mask_falls_back_by_name(calls, caplog):
+    model = tiny_model()
+    model.set_attn_implementation("nvfp4")
+    ids = torch.arange(60).view(1, 60)
+    mask = torch.ones(1, 1, 10, 60, dtype=torch.bool).tril(50)
+    mask[..., 7] = False
+    results = []
+    attention._log_once.cache_clear()
+    for cache in (decoded_cache(model, recent=20), nvfp4_cache(model.config, recent=20)):
+        with torch.no_grad(), caplog.at_level(logging.WARNING):
+            model(ids[:, :50], past_key_values=cache)
+            results.append(model(ids[:, 50:], past_key_values=cache, attention_mask=mask).logits)
+    assert torch.allclose(*results, atol=1e-5)
+    assert calls["decoded"] and not calls["in place"]
+    assert [r.message for r in caplog.records].count(
+        "attention decodes the NVFP4 cache, which costs time: the mask is not causal with padding on the left"
+    ) == 1
+
+
+def test_sinks_of_a_model_raise():
+    q = torch.randn(1, 2, 1, 32)
+    with pytest.raises(ValueError, match="attention sinks need"):
+        attention.nvfp4_attention(torch.nn.Module(), q, q, q, None, s_aux=torch.zeros(2))
+
+
+def test_gradients_flow_through_dense_tokens():
+    layer = NVFP4CacheLayer(recent=4, sink=2)
+    old, new = torch.randn(2, 1, 2, 30, 32), torch.randn(2, 1, 2, 3, 32, requires_grad=True)
+    layer.update(*old)
+    keys, values = layer.update(*new)
+    assert not isinstance(keys, StoredStates)
+    (keys.sum() + values.sum()).backward()
+    assert torch.equal(new.grad, torch.ones_like(new))
+    first = torch.randn(2, 1, 2, 5, 32, requires_grad=True)
+    sum(x.sum() for x in NVFP4CacheLayer(sink=2).update(*first)).backward()
+    assert torch.equal(first.grad, torch.ones_like(first))
+
+
+# --- stored states are a tensor --------------------------------------------------------------------------------------
+
+
+def stored_pair(tokens=50, recent=10, **options):
+    layer = NVFP4CacheLayer(recent=recent, **options)
+    x = torch.randn(2, 2, 3, tokens, 32, generator=torch.Generator().manual_seed(0))
+    layer.update(*x[..., : tokens - 1, :])
+    return layer, *layer.update(*x[..., tokens - 1 :, :])
+
+
+def test_any_operator_decodes():
+    _, keys, values = stored_pair(sink=3)
+    dense = keys.dense()
+    assert type(dense) is torch.Tensor and keys.shape == dense.shape and "39 tokens in codes" not in repr(dense)
+    assert repr(keys) == "StoredStates(shape=(2, 3, 50, 32), dtype=torch.float32, 36 tokens in codes)"
+    for f in (lambda x: x + 1, lambda x: x[:, 1:], lambda x: x.transpose(1, 2).contiguous(), copy.deepcopy,
+              lambda x: pickle.loads(pickle.dumps(x)), lambda x: torch.cat((x, x)), lambda x: x.detach()):  # fmt: skip
+        assert type(f(keys)) is torch.Tensor and torch.equal(f(keys), f(dense))
+    with pytest.raises(RuntimeError, match="cannot write into stored keys or values"):
+        keys.mul_(2)
+    q = torch.randn(2, 6, 1, 32)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    mask = torch.rand(1, 50) > 0.3
+    for options in ({}, {"attn_mask": mask}, {"scale": 0.3}):
+        expected = sdpa(q, dense, values.dense(), enable_gqa=True, **options)
+        assert torch.allclose(sdpa(q, keys, values, enable_gqa=True, **options), expected, atol=1e-5)
+    with pytest.raises(RuntimeError):
+        sdpa(q, keys, values)
+    grouped = sdpa(q.view(2, 3, 2, 32), keys, values)
+    assert torch.allclose(grouped.view_as(q), sdpa(q, dense, values.dense(), enable_gqa=True), atol=1e-5)
+
+
+def test_states_are_not_read_after_the_cache_changed():
+    layer, keys, _ = stored_pair()
+    before = keys.dense()
+    layer.update(*torch.randn(2, 2, 3, 300, 32))
+    assert torch.equal(keys.dense(), before)  # appending moves the codes, and leaves these
+    layer.crop(-310)
+    with pytest.raises(RuntimeError, match="has removed or reordered tokens since"):
+        keys + 1
+
+
+# --- a fuzzer against a dense mirror ---------------------------------------------------------------------------------
+
+CHANGES = st.one_of(
+    st.tuples(st.just("append"), st.integers(1, 40)),
+    st.tuples(st.just("append"), st.just(1)),
+    st.tuples(st.just("append"), st.integers(100, 300)),
+    st.tuples(st.just("crop"), st.integers(1, 200)),
+    st.tuples(st.just("reorder"), st.integers(0, 1000)),
+    st.tuples(st.just("select"), st.integers(0, 1000)),
+    st.tuples(st.just("repeat"), st.integers(1, 2)),
+    st.tuples(st.just("copy"), st.integers(0, 1)),
+    st.tuples(st.just("offload"), st.just(0)),
+)
+
+
+class Mirror:
+    """Dense tokens, the rounded ones of them, and which are rounded: never twice, and never back."""
+
+    def __init__(self, recent, sink):
+        self.recent, self.sink, self.rounded = recent, sink, 0
+        self.x, self.front = None, 0
+
+    @staticmethod
+    def round(x):
+        layer = NVFP4CacheLayer(recent=0)
+        layer.update(*x)
+        return torch.stack([each.decode(torch.float32, each.stored) for each in layer._states])
+
+    def append(self, new):
+        fills = self.x is None or self.x.shape[3] == self.front
+        if fills and self.front < self.sink:
+            self.front += min(self.sink - self.front, new.shape[3])
+        self.x = new if self.x is None else torch.cat((self.x, new), dim=3)
+        if not self.recent:
+            self._round()
+        seen = self.x.clone()
+        self._round()
+        return seen
+
+    def _round(self):
+        end = max(self.x.shape[3] - self.recent, self.front + self.rounded)
+        start = self.front + self.rounded
+        if end > start:
+            self.x = torch.cat((self.x[..., :start, :], self.round(self.x[..., start:end, :]), self.x[..., end:, :]), 3)
+            self.rounded = end - self.front
+
+    def crop(self, kept):
+        self.x = self.x[..., :kept, :]
+        self.front = min(self.front, kept)
+        self.rounded = min(self.rounded, kept - self.front)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    changes=st.lists(CHANGES, min_size=1, max_size=14), recent=st.sampled_from([0, 1, 20, 128]),
+    sink=st.sampled_from([0, 0, 3, 40]), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_fuzz_against_a_dense_mirror(changes, recent, sink, seed):
+    generator = torch.Generator().manual_seed(seed)
+    layer, mirror = NVFP4CacheLayer(recent=recent, sink=sink), Mirror(recent, sink)
+    batch = 2
+    for kind, number in [("append", 30), *changes]:
+        if kind == "append":
+            new = torch.randn((2, batch, 2, number, 32), generator=generator)
+            keys, values = layer.update(*new)
+            seen = mirror.append(new)
+            assert torch.equal(keys.dense() if isinstance(keys, StoredStates) else keys, seen[0])
+            assert torch.equal(values.dense() if isinstance(values, StoredStates) else values, seen[1])
+            q = torch.randn((batch, 4, 1, 32), generator=generator)
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            got, expected = sdpa(q, keys, values, enable_gqa=True), sdpa(q, *seen, enable_gqa=True)
+            assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+        elif kind == "crop" and layer.length > number:
+            layer.crop(-number)
+            mirror.crop(mirror.x.shape[3] - number)
+        elif kind in ("reorder", "select", "repeat"):
+            chooser = torch.Generator().manual_seed(number)
+            if kind == "repeat":
+                entries = torch.arange(batch).repeat_interleave(number)
+                layer.batch_repeat_interleave(number)
+            else:
+                count = batch if kind == "reorder" else 1 + number % 3
+                entries = torch.randint(batch, (count,), generator=chooser)
+                (layer.reorder_cache if kind == "reorder" else layer.batch_select_indices)(entries)
+            mirror.x, batch = mirror.x[:, entries], len(entries)
+        elif kind == "copy":
+            layer = pickle.loads(pickle.dumps(layer)) if number else copy.deepcopy(layer)
+        elif kind == "offload":
+            layer.offload()
+            layer.prefetch()
+        assert layer.get_seq_length() == mirror.x.shape[3] == layer._states[0].tokens
+        assert [each.stored for each in layer._states] == [mirror.rounded] * 2
+        if batch > 6:
+            layer.batch_select_indices(torch.arange(2))
+            mirror.x, batch = mirror.x[:, :2], 2
+
+
+def test_reset_and_growth():
+    layer = NVFP4CacheLayer(recent=0)
+    layer.update(*torch.randn(2, 1, 1, 1, 32))
+    assert layer._states[0].codes.shape[2] == coded_states.GROWTH
+    layer.update(*torch.randn(2, 1, 1, coded_states.GROWTH, 32))
+    assert layer._states[0].codes.shape[2] == 2 * coded_states.GROWTH
+    layer.reset()
+    assert isinstance(layer.update(*torch.randn(2, 3, 1, 5, 64))[0], StoredStates)
+    dense = DynamicLayer()
+    dense.update(*torch.randn(2, 3, 1, 5, 64))
+    assert layer.get_mask_sizes(3) == dense.get_mask_sizes(3)
+
+
+def test_a_pickle_of_the_earlier_layout():
+    """Written by the version whose codes were ordered by (token, batch, head), with what it had decoded them to."""
+    path = Path(__file__).parents[1] / "data/kv_cache/rows_by_token.pickle"
+    found = pickle.loads(path.read_bytes())
+    layer, keys = found["layer"], found["states"][0]
+    assert layer.get_seq_length() == 30 and [each.stored for each in layer._states] == [22, 22]
+    new = torch.randn(2, 2, 2, 1, 48).bfloat16()
+    for got, old, x in zip(layer.update(*new), found["states"], new, strict=True):
+        assert torch.equal(got + 0, torch.cat((old, x), dim=2))
+    layer.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(layer.update(*new)[0][:, :, :22] + 0, keys[[1, 0], :, :22])
