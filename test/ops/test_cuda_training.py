@@ -197,6 +197,12 @@ def test_what_eden_refuses():
         N.rotate(x[:, :200].float(), state, True)
     with pytest.raises(RuntimeError, match="needs rng_state"):
         N.quantize(x, None, None, spec)
+    with pytest.raises(RuntimeError, match="needs rng_state"):
+        N.amax_pair_by_spec(x, None, spec, spec)
+    with pytest.raises(RuntimeError, match="col0 must be a multiple of 128"):
+        N.quantize_pair_values(x, amax, amax, state, spec, spec, False, 16)
+    with pytest.raises(RuntimeError, match="columns is at most the 256 of x, not 257"):
+        N.rotate_back(x, state, 257)
 
 
 # --- pairs as values -------------------------------------------------------------------------------------------------
@@ -239,12 +245,12 @@ def test_pair_values(dtype, shape, codes_t):
 
 @gpu
 @pytest.mark.parametrize("codes_t", [True, False])
-@pytest.mark.parametrize("specs", ["four-over-six", "search", "eden", "away", "mixed"])
+@pytest.mark.parametrize("specs", ["four-over-six", "search, mixed", "eden, Hadamard", "away", "mixed"])
 def test_pair_values_where_no_one_kernel_serves(specs, codes_t):
     spec, spec_t = {
         "four-over-six": (QuantizeSpec(four_over_six="mse"), QuantizeSpec(hadamard_sign=True)),
-        "search": (QuantizeSpec(scale_search="mse"), QuantizeSpec()),
-        "eden": (QuantizeSpec(round_mode="eden"), QuantizeSpec(round_mode="eden")),
+        "search, mixed": (QuantizeSpec(scale_search="mse"), QuantizeSpec(round_mode="stochastic")),
+        "eden, Hadamard": (QuantizeSpec(round_mode="eden"), QuantizeSpec(hadamard_sign=True)),
         "away": (QuantizeSpec(round_mode="away"), QuantizeSpec(round_mode="away")),
         "mixed": (QuantizeSpec(), QuantizeSpec(round_mode="stochastic")),
     }[specs]
@@ -253,6 +259,98 @@ def test_pair_values_where_no_one_kernel_serves(specs, codes_t):
     expected = values_expected(x, amaxes, state, *packed, codes_t, ())
     actual = N.quantize_pair_values(x.cuda(), *(a.cuda() for a in amaxes), state.cuda(), *packed, codes_t)
     assert_same_bits(actual, expected)
+
+
+EDEN, SEARCH = QuantizeSpec(round_mode="eden"), QuantizeSpec(scale_search="mse")
+PAIRS = {
+    "eden": (EDEN, EDEN, False),
+    "eden, ceilings": (EDEN.replace(scale_ceiling=448), EDEN, False),
+    "search and eden": (SEARCH, EDEN, True),
+    "nearest and eden": (QuantizeSpec(scale_rounding="up"), EDEN.replace(scale_ceiling=448), True),
+    "search and Hadamard": (SEARCH, QuantizeSpec(hadamard_sign=True), True),
+    "search, nearest": (SEARCH.replace(scale_ceiling=448, scale_rounding="up"), QuantizeSpec(), True),
+    "search, values": (SEARCH, QuantizeSpec(hadamard_sign=True), False),
+}
+"""Pairs for which quantize_pair_values has a kernel, of the recipes accurate and accurate_eden and beside them."""
+
+
+def check_pair(x, amaxes, spec, spec_t, codes_t, offsets=(), what=""):
+    state, packed = rng_state(), (spec.pack(), spec_t.pack())
+    expected = values_expected(x, amaxes, state, *packed, codes_t, offsets)
+    actual = N.quantize_pair_values(x.cuda(), *(a.cuda() for a in amaxes), state.cuda(), *packed, codes_t, *offsets)
+    assert_same_bits(actual, expected, f"{spec}, {spec_t}, {tuple(x.shape)}, {amaxes}, {what}")
+
+
+@gpu
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    "shape", [(128, 128), (256, 384), (130, 272), (16, 16), (33, 50), (300, 144), (1, 1040), (0, 32), (32, 0)], ids=str
+)
+def test_search_and_eden_pairs(shape, pair):
+    given = itertools.cycle(((1.0, (384, 256, 4096, 1 << 20, 2)), (0.01, ()), (0.0, (0, 0, 0, 0, 5))))
+    for magnitude, (smaller, offsets) in zip(MAGNITUDES[torch.bfloat16], given, strict=False):
+        x, state = inputs(shape, torch.bfloat16, magnitude), rng_state()
+        own = N.amax_pair_by_spec(x, state, *(spec.pack() for spec in PAIRS[pair][:2]), *(offsets[:2] or (0, 0)))
+        check_pair(x, [a * smaller for a in own], *PAIRS[pair], offsets, magnitude)
+
+
+@gpu
+@pytest.mark.parametrize("pair", PAIRS)
+def test_search_and_eden_pairs_of_blocks_of_all_sizes(pair):
+    """Blocks that saturate or vanish, ties, zeros, and amaxes that mean nothing."""
+    x = torch.randn(256, 256) * torch.logspace(-7, 4, 256).unsqueeze(1).clamp(max=6e4)
+    x[64:128] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(64, 32)
+    x[128:136, :64], x[:, 80] = 0.0, -0.0
+    x[140] = x[140].sign() * 3e38  # sums of its rotation overflow
+    for amax in (x.abs()[:140].max().item(), 1.0, 1e-3, 1e-30, 1e-38, 0.0, float("inf"), float("nan")):
+        check_pair(x.bfloat16(), [torch.tensor(amax)] * 2, *PAIRS[pair])
+
+
+@gpu
+@pytest.mark.parametrize("pair", PAIRS)
+def test_search_and_eden_pairs_do_not_depend_on_the_launch(pair):
+    """Every thread block has several tiles; quantize_pair and dequantize are the oracle."""
+    spec, spec_t, codes_t = PAIRS[pair]
+    x, state = torch.randn(8000, 7056, device="cuda").bfloat16(), rng_state().cuda()
+    packed = spec.pack(), spec_t.pack()
+    amaxes = N.amax_pair_by_spec(x, state, *packed)
+    qdata, scale, factor, *transposed = N.quantize_pair(x, *amaxes, state, *packed)
+    expected = [N.dequantize(qdata, scale, None, 7168 if spec.is_eden else 7056, torch.bfloat16), factor, *transposed]
+    if not codes_t:
+        values_t = N.dequantize(*transposed[:2], None, 8064 if spec_t.is_eden else 8000, torch.bfloat16)
+        expected = [*expected[:2], values_t, scale.new_empty((0,)), transposed[2]]
+    assert equal_bits(N.quantize_pair_values(x, *amaxes, state, *packed, codes_t), expected)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
+@pytest.mark.parametrize("spec", [EDEN, SEARCH, QuantizeSpec(hadamard_sign=True)], ids=str)
+@pytest.mark.parametrize("spec_t", [EDEN, SEARCH, QuantizeSpec(hadamard_sign=True)], ids=str)
+def test_amax_pair_by_spec(spec, spec_t, dtype):
+    for shape, magnitude in itertools.product(((128, 128), (260, 640), (9, 1000), (0, 32)), MAGNITUDES[dtype]):
+        x, state = inputs(shape, dtype, magnitude), rng_state()
+        expected = ops.own_amax(x, spec, state, 256), ops.own_amax(x.t().contiguous(), spec_t, state, 128)
+        actual = N.amax_pair_by_spec(x.cuda(), state.cuda(), spec.pack(), spec_t.pack(), 128, 256)
+        assert_same_bits(actual, expected, f"{spec}, {spec_t}, {shape}, {magnitude}")
+
+
+@gpu
+@pytest.mark.parametrize("spec", [EDEN, SEARCH], ids=str)
+def test_amax_pair_by_spec_of_a_matrix_that_fills_the_device(spec):
+    x, state = torch.randn(8000, 7056, device="cuda").bfloat16(), rng_state().cuda()
+    for place in ((7999, 7055), (0, 0), (4000, 129)):
+        x[place] *= 50
+        expected = ops.own_amax(x, spec, state), ops.own_amax(x.t().contiguous(), EDEN, state)
+        assert equal_bits(N.amax_pair_by_spec(x, state, spec.pack(), EDEN.pack()), expected)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES)
+def test_rotate_back(dtype):
+    for rows, columns, kept in ((7, 128, 128), (260, 640, 600), (9, 1024, 1000), (33, 256, 135), (8000, 7168, 7056)):
+        x, state = inputs((rows, columns), dtype, 1.0), rng_state()
+        expected = N.rotate(x, state, True, 256)[:, :kept].bfloat16()
+        assert_same_bits([N.rotate_back(x.cuda(), state.cuda(), kept, 256)], [expected], f"{rows, columns, kept}")
 
 
 @gpu

@@ -44,3 +44,24 @@ def test_the_op_is_one(pair, codes_t):
     x, amax = torch.randn(33, 50).bfloat16(), torch.tensor(4.0)
     packed = [spec.pack() for spec in PAIRS[pair]]
     opcheck(N.quantize_pair_values.default, (x, amax, amax, torch.tensor([3, 4]), *packed, codes_t))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_amaxes_are_those_of_the_transforms(pair):
+    spec, spec_t = PAIRS[pair]
+    x, state = torch.randn(33, 50).bfloat16(), torch.tensor([3, 4])
+    x[3, 5], x[20, 40] = float("inf"), 100.0
+    amax, amax_t = N.amax_pair_by_spec(x, state, spec.pack(), spec_t.pack(), 128, 256)
+    assert amax == ops.own_amax(x, spec, state, 256) and amax_t == ops.own_amax(x.t().contiguous(), spec_t, state, 128)
+    opcheck(N.amax_pair_by_spec.default, (x, state, spec.pack(), spec_t.pack()))
+
+
+def test_rotate_back():
+    x, state = torch.randn(5, 200).bfloat16(), torch.tensor([3, 4])
+    rotated = N.rotate(x, state, False, 128)
+    back = N.rotate_back(rotated, state, 200, 128)
+    assert torch.equal(back, N.rotate(rotated, state, True, 128)[:, :200].bfloat16())
+    assert (back - x).abs().max() < 0.02 and back.is_contiguous()
+    opcheck(N.rotate_back.default, (rotated.bfloat16(), state, 100))
+    with pytest.raises((ValueError, RuntimeError), match="columns is at most the 256 of x, not 300"):
+        N.rotate_back(rotated, state, 300)

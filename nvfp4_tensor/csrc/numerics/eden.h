@@ -33,9 +33,9 @@ NVFP4_HD uint8_t round_scale(float t, uint32_t r16) {
 }
 
 // t of a block: its scale times the rotation's correction A / B, where that is finite.
-NVFP4_HD float corrected_scale(float s1, float a, float b) {
-  const float correction = div(a, b);
+NVFP4_HD float corrected_scale(float s1, float correction) {
   return clamp_max(is_finite(correction) ? mul(s1, correction) : s1, kE4M3Max);
 }
+NVFP4_HD float corrected_scale(float s1, float a, float b) { return corrected_scale(s1, div(a, b)); }
 
 }  // namespace nvfp4

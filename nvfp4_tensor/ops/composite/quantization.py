@@ -53,6 +53,21 @@ def amax_pair(x: Tensor, hadamard_sign: int = -1) -> tuple[Tensor, Tensor]:
     return amax(x), amax(x.t(), hadamard_sign)
 
 
+@op(returns="amax, amax_t")
+def amax_pair_by_spec(
+    x: Tensor, rng_state: Tensor | None, spec: int, spec_t: int, row0: SymInt = 0, col0: SymInt = 0
+) -> tuple[Tensor, Tensor]:
+    """Return amax of x (2-D) after the transform of ``spec``, and of its transpose after that of ``spec_t``.
+
+    These are the amaxes that :func:`quantize_pair` needs: float32 0-d each. Only EDEN, whose rotation depends on them,
+    reads rng_state and the offsets of x in the full tensor.
+    """
+    return (
+        own_amax(x, QuantizeSpec.unpack(spec), rng_state, col0),
+        own_amax(x.t(), QuantizeSpec.unpack(spec_t), rng_state, row0),
+    )
+
+
 @op()
 def hadamard(x: Tensor, sign: int) -> Tensor:
     """Apply the random Hadamard transform to each 16 elements of the last dimension, padded to 16: bfloat16."""
@@ -72,6 +87,18 @@ def rotate(x: Tensor, rng_state: Tensor, inverse: bool = False, col0: SymInt = 0
     if inverse and x.shape[-1] % ROTATION:
         raise ValueError(f"a rotated tensor has a multiple of {ROTATION} columns, not {x.shape[-1]}")
     return eden.rotate(x, rng_state, inverse, col0)
+
+
+@op()
+def rotate_back(x: Tensor, rng_state: Tensor, columns: SymInt, col0: SymInt = 0) -> Tensor:
+    """Invert EDEN's rotation of x (..., K), K a multiple of 128, and round to bfloat16: (..., columns).
+
+    dgrad calls it for values of dy that were rotated, if w is not. col0: the first column of the shard x in the full
+    tensor.
+    """
+    if not 0 <= columns <= x.shape[-1]:
+        raise ValueError(f"columns is at most the {x.shape[-1]} of x, not {columns}")
+    return rotate(x, rng_state, True, col0)[..., :columns].bfloat16().contiguous()
 
 
 def _check_rotation(x: Tensor, col0: int) -> None:
@@ -140,6 +167,15 @@ def own_amax(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, col0: int 
     return torch.ops.nvfp4.amax_rotated(x, rng_state, col0)
 
 
+def own_amax_pair(
+    x: Tensor, spec: QuantizeSpec, spec_t: QuantizeSpec, rng_state: Tensor | None, row0: int = 0, col0: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`own_amax` of x and of its transpose, in one pass over x."""
+    if spec.rotation is None and not spec_t.is_eden:
+        return torch.ops.nvfp4.amax_pair(x, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign)
+    return torch.ops.nvfp4.amax_pair_by_spec(x, rng_state, spec.pack(), spec_t.pack(), row0, col0)
+
+
 @op(returns="qdata, scale, per_tensor_scale")
 def quantize_rows(
     x: Tensor,
@@ -169,8 +205,8 @@ def quantize_rows(
 @op(returns="qdata, scale, per_tensor_scale, qdata_t, scale_t, per_tensor_scale_t")
 def quantize_pair(
     x: Tensor,
-    amax: Tensor,
-    amax_t: Tensor,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
     rng_state: Tensor | None,
     spec: int,
     spec_t: int,
@@ -180,7 +216,7 @@ def quantize_pair(
     full_width: SymInt = 0,
     stream_t: int = 1,
 ) -> tuple[Tensor, ...]:
-    """Quantize x (M, K), and its transpose (K, M) by spec_t with random stream ``stream_t``.
+    """Quantize x (M, K), and its transpose (K, M) by spec_t with random stream ``stream_t``, by default by own amaxes.
 
     Two operands with one rng_state, whose EDEN rotations shall cancel, need different streams for independent rounding.
     """
@@ -188,6 +224,10 @@ def quantize_pair(
         raise ValueError(f"row0 must be a multiple of {BLOCK}, where a block of the transpose begins, not {row0}")
     if full_rows < 0:
         raise ValueError(f"full_rows must not be negative, not {full_rows}")
+    if (amax is None) != (amax_t is None):
+        raise ValueError("amax and amax_t are given together, or neither is")
+    if amax is None or amax_t is None:
+        amax, amax_t = own_amax_pair(x, QuantizeSpec.unpack(spec), QuantizeSpec.unpack(spec_t), rng_state, row0, col0)
     return (
         *quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
         *quantize(x.t(), amax_t, rng_state, spec_t, col0, row0, full_rows, stream_t),
@@ -197,8 +237,8 @@ def quantize_pair(
 @op(returns="values, per_tensor_scale, t, scale_t, per_tensor_scale_t")
 def quantize_pair_values(
     x: Tensor,
-    amax: Tensor,
-    amax_t: Tensor,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
     rng_state: Tensor | None,
     spec: int,
     spec_t: int,

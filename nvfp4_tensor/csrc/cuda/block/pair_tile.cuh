@@ -44,8 +44,11 @@ __device__ __forceinline__ void copy_chunk(uint4* to, const void* from, bool ins
 }
 
 // Starts the copy of the tile at (row0, column0); one commit group, empty past the last tile. A thread copies a chunk
-// of each of eight neighbouring rows, so that their addresses are one register and constants.
-__device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32_t column0, uint4 (*to)[kChunks]) {
+// of each of eight neighbouring rows, so that their addresses are one register and constants. swizzle(first, i): what
+// the chunk's number is xored with in row first + i, first a multiple of 8.
+template <typename Swizzle>
+__device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32_t column0, uint4 (*to)[kChunks],
+                                          Swizzle swizzle) {
   constexpr int kRowsAThread = kTile * kChunks / kThreads;
   const uint32_t chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRowsAThread;
   const uint32_t column = column0 + chunk * 8;
@@ -53,8 +56,11 @@ __device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32
   const Bf16* from = element_at<Bf16>(x, row0 + first, column);
 #pragma unroll
   for (int i = 0; i < kRowsAThread; ++i, from += x.row_stride) {
-    copy_chunk(&to[first + i][chunk ^ first / kBlock], from, i < rows);
+    copy_chunk(&to[first + i][chunk ^ swizzle(first, i)], from, i < rows);
   }
+}
+__device__ __forceinline__ void load_tile(const Matrix& x, uint32_t row0, uint32_t column0, uint4 (*to)[kChunks]) {
+  load_tile(x, row0, column0, to, [](uint32_t first, int) { return first / kBlock; });
 }
 
 template <Fast mode>

@@ -25,44 +25,68 @@ __device__ __forceinline__ float squared_error(const float (&v)[kBlock], float e
   return sum;
 }
 
-// A scale: its byte and value, and what elements are multiplied by under it.
-struct Searched {
-  uint32_t s_bits;
+// A scale that is tried, and what elements are multiplied by under it.
+struct Tried {
   float s, enc;
 };
 
-// The byte `step` beside the base's.
-template <typename Encode>
-__device__ __forceinline__ Searched searched(uint32_t base, int step, Encode encode) {
-  const uint32_t s_bits = static_cast<uint32_t>(min(max(static_cast<int>(base) + step, 1), kE4M3Nan - 1));
-  return {s_bits, e4m3_value(static_cast<uint8_t>(s_bits)), encode(s_bits)};
+// The byte `step` (-1 .. kSearched) beside the base's.
+__device__ __forceinline__ uint8_t searched_byte(uint8_t base, int step) {
+  return static_cast<uint8_t>(min(max(static_cast<int>(base) + step, 1), kE4M3Nan - 1));
 }
 
-// The scale of least error for a block, or with `reduce` over the rows of a tile, whose largest magnitude is amax. All
-// lanes of the warp come here together. encode(s_bits): what elements are multiplied by under a scale.
-template <typename Encode, typename Reduce>
-__device__ __forceinline__ uint8_t search_scale(const float (&v)[kBlock], float amax, const TensorScale& tensor,
-                                                ScaleRounding rounding, Encode encode, Reduce reduce) {
-  const uint8_t base = tensor.block_scale(amax, rounding);
-  const int first = rounding == ScaleRounding::kUp ? 0 : -1;
-  Searched tried = searched(base, first, encode);
-  uint32_t best = tried.s_bits;
-  float least = mul(mul(reduce(squared_error<true>(v, tried.enc)), tried.s), tried.s);
+// The scales beside each base, in shared memory: those of base + step at base + 1 + step.
+struct SearchTable {
+  Tried of[128 + kSearched + 1];
+
+  // All threads of the thread block come here, and meet before they read it.
+  __device__ __forceinline__ void fill(const TensorScale& tensor) {
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(of) / sizeof(Tried)); i += blockDim.x) {
+      const float s = e4m3_value(searched_byte(0, i - 1));
+      of[i] = {s, tensor.block_encode(s)};
+    }
+  }
+
+  // Of a scale that was found; of NaN, whose codes are zero, that of another.
+  __device__ __forceinline__ float enc(uint8_t s_bits) const { return s_bits ? of[s_bits + 1].enc : 0.0f; }
+};
+
+// The step to the first scale that is tried.
+__device__ __forceinline__ int first_step(ScaleRounding rounding) { return rounding == ScaleRounding::kUp ? 0 : -1; }
+
+// The scale of least error for a block, or with `reduce` over the rows of a tile, whose largest magnitude is amax and
+// whose scale without a search would be base. All lanes of the warp come here together. tried(i): the i-th scale, that
+// of searched_byte(base, first + i).
+template <typename Scales, typename Reduce>
+__device__ __forceinline__ uint8_t search_scale(const float (&v)[kBlock], float amax, uint8_t base, int first,
+                                                Scales tried, Reduce reduce) {
+  Tried now = tried(0);
+  int best = 0;
+  float least = mul(mul(reduce(squared_error<true>(v, now.enc)), now.s), now.s);
   const auto try_others = [&](auto saturates) {
 #pragma unroll(saturates.value ? 1 : kSearched)
     for (int i = 1; i < kSearched; ++i) {
-      tried = searched(base, first + i, encode);
-      const float error = mul(mul(reduce(squared_error<saturates.value>(v, tried.enc)), tried.s), tried.s);
-      if (error < least) best = tried.s_bits, least = error;
+      now = tried(i);
+      const float error = mul(mul(reduce(squared_error<saturates.value>(v, now.enc)), now.s), now.s);
+      if (error < least) best = i, least = error;
     }
   };
   // The larger a scale, the less it saturates: from the second on none does but beside the ends of e4m3.
-  if (__any_sync(0xFFFFFFFFu, !(mul(amax, searched(base, first + 1, encode).enc) < kRoundsBeyond6))) {
+  if (__any_sync(0xFFFFFFFFu, !(mul(amax, tried(1).enc) < kRoundsBeyond6))) {
     try_others(std::true_type{});
   } else {
     try_others(std::false_type{});
   }
-  return amax == 0.0f ? 0 : base == kE4M3Nan ? kE4M3Nan : static_cast<uint8_t>(best);
+  return amax == 0.0f ? 0 : base == kE4M3Nan ? kE4M3Nan : searched_byte(base, first + best);
+}
+
+// The same by a table.
+template <typename Reduce>
+__device__ __forceinline__ uint8_t search_scale(const float (&v)[kBlock], float amax, uint8_t base,
+                                                ScaleRounding rounding, const SearchTable& table, Reduce reduce) {
+  const int first = first_step(rounding);
+  const Tried* from = &table.of[base + 1 + first];
+  return search_scale(v, amax, base, first, [=](int i) { return from[i]; }, reduce);
 }
 
 }  // namespace nvfp4

@@ -29,10 +29,11 @@ __device__ __forceinline__ float stochastic_on_grid(float a, uint32_t draw) {
 
 __device__ __forceinline__ __nv_bfloat162 both(float v) { return __float2bfloat162_rn(v); }
 
-// The values of a block, two a word. enc: that of its scale.
-template <Fast mode>
-__device__ __forceinline__ Elements<__nv_bfloat16, kBlock> block_values(const Elements<__nv_bfloat16, kBlock>& x,
-                                                                        float s_b, float enc, const DrawSource& source,
+// The values of a block, two a word, of its signs and what magnitude(i) gives. enc: that of its scale.
+template <Fast mode, typename Magnitude>
+__device__ __forceinline__ Elements<__nv_bfloat16, kBlock> block_values(const Elements<__nv_bfloat16, kBlock>& signs,
+                                                                        Magnitude magnitude, float s_b, float enc,
+                                                                        const DrawSource& source,
                                                                         uint64_t block_number) {
   constexpr bool nearest = mode == Fast::kNearestEven;
   Words4 words{};
@@ -46,7 +47,7 @@ __device__ __forceinline__ Elements<__nv_bfloat16, kBlock> block_values(const El
     float v[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float a = mul(x.magnitude(2 * i + j), enc);
+      const float a = mul(magnitude(2 * i + j), enc);
       v[j] = mul(nearest ? nearest_on_grid(fminf(a, kE2M1Max)) : stochastic_on_grid(a, draw_of<mode>(words, 2 * i + j)),
                  factor);
     }
@@ -54,9 +55,16 @@ __device__ __forceinline__ Elements<__nv_bfloat16, kBlock> block_values(const El
     if constexpr (!nearest) pair = __hmul2(__hmin2(pair, most), both(256.0f));
     uint32_t word;
     memcpy(&word, &pair, 4);
-    out.word[i] = word | (x.word[i] & 0x80008000u);
+    out.word[i] = word | (signs.word[i] & 0x80008000u);
   }
   return out;
+}
+
+template <Fast mode>
+__device__ __forceinline__ Elements<__nv_bfloat16, kBlock> block_values(const Elements<__nv_bfloat16, kBlock>& x,
+                                                                        float s_b, float enc, const DrawSource& source,
+                                                                        uint64_t block_number) {
+  return block_values<mode>(x, [&](int i) { return x.magnitude(i); }, s_b, enc, source, block_number);
 }
 
 }  // namespace nvfp4

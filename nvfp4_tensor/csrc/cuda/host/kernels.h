@@ -78,6 +78,9 @@ void launch_quantize_eden(const Matrix& x, const Quantization& how, int64_t firs
 // Its rotation, or that taken back, as float32; and the largest magnitude of it.
 void launch_rotate(const Matrix& x, const int64_t* rng_state, int64_t first_group, bool inverse, float* out,
                    cudaStream_t stream);
+// The rotation taken back, the first `columns` of it as bfloat16. x: whole rotations, on 16 bytes.
+void launch_rotate_back(const Matrix& x, const int64_t* rng_state, int64_t first_group, int64_t columns, void* out,
+                        cudaStream_t stream);
 void launch_amax_rotated(const Matrix& x, const int64_t* rng_state, int64_t first_group, float* out,
                          cudaStream_t stream);
 
@@ -98,6 +101,22 @@ bool fits_quantize_pair_values(bool codes_t);
 void launch_quantize_pair_values(const Matrix& x, const Quantization& how, const Quantization& how_transposed,
                                  void* values, void* values_transposed, const Codes& codes_transposed,
                                  cudaStream_t stream);
+
+// The same where the transpose is EDEN's. The rows are EDEN's too, then both leave as values; or 1x16, to nearest even,
+// perhaps with a search, and the transpose leaves as codes. The `random` of a rotated side counts rotations, and
+// first_group is the number of its first one in a line, as for launch_quantize_eden; columns are padded to 128.
+// rotates_back: the values of the rows are rotated back, as launch_rotate_back does it, and cut to x's columns.
+struct EdenPair {
+  Quantization rows, columns;
+  int64_t first_group, first_group_t;
+  bool rotates_back;
+};
+bool fits_quantize_pair_eden(bool codes_t);
+void launch_quantize_pair_eden(const Matrix& x, const EdenPair& how, void* values, void* values_transposed,
+                               const Codes& codes_transposed, cudaStream_t stream);
+// bfloat16, whole blocks: the amax of x, or of its rotation, and of the rotation of its transpose.
+void launch_amax_pair_eden(const Matrix& x, bool rotates_rows, const int64_t* rng_state, int64_t first_group,
+                           int64_t first_group_t, float* out, float* out_transposed, cudaStream_t stream);
 
 struct Quantized {
   const uint8_t* qdata;

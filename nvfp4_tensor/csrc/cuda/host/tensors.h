@@ -63,11 +63,12 @@ inline Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Te
   return Tensor(handle);
 }
 
-// Memory of a size that only what needs it knows: std::function<void*(int64_t)>.
+// Memory of a size that only what needs it knows: std::function<void*(int64_t)>. Null for no bytes.
 class Scratch {
  public:
   explicit Scratch(const Tensor& like) : like_(like) {}
   void* operator()(int64_t bytes) {
+    if (bytes == 0) return nullptr;
     held_ = empty({bytes}, ScalarType::Byte, like_);
     return held_.mutable_data_ptr();
   }

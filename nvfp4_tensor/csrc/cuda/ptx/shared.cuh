@@ -170,4 +170,13 @@ __device__ __forceinline__ float load_from_rank(const float* from, uint32_t rank
 #endif
 }
 
+// Store to the address in block `rank` of the cluster that corresponds to `to` in this block.
+__device__ __forceinline__ void store_to_rank(float* to, uint32_t rank, float v) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(mapa_shared_cluster(address_of(to), rank)), "f"(v) : "memory");
+#else
+  *to = v;
+#endif
+}
+
 }  // namespace nvfp4

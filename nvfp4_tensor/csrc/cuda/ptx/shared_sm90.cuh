@@ -8,6 +8,13 @@
 
 #include "cuda/ptx/shared.cuh"
 
+// Kernels that fill Hopper's 227 KB of shared memory are compiled for chips that have it: those of 12.x have 99.
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
+#define NVFP4_LARGE_SHARED_MEMORY 1
+#else
+#define NVFP4_LARGE_SHARED_MEMORY 0
+#endif
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 namespace nvfp4 {

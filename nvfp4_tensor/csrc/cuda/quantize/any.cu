@@ -26,10 +26,13 @@ __device__ __forceinline__ uint8_t choose_scale(const float (&v)[kBlock], const 
   }
   most = tile_max(most, tile);
   if (spec.scale_search != ScaleSearch::kNone) {
-    return search_scale(
-        v, most, tensor, spec.scale_rounding,
-        [&](uint32_t s_bits) { return tensor.block_encode(e4m3_value(static_cast<uint8_t>(s_bits))); },
-        [=](float sum) { return tile_sum(sum, tile); });
+    const uint8_t base = tensor.block_scale(most, spec.scale_rounding);
+    const int first = first_step(spec.scale_rounding);
+    const auto tried = [&](int i) {
+      const float s = e4m3_value(searched_byte(base, first + i));
+      return Tried{s, tensor.block_encode(s)};
+    };
+    return search_scale(v, most, base, first, tried, [=](float sum) { return tile_sum(sum, tile); });
   }
   if (spec.four_over_six == FourOverSix::kNone) return tensor.block_scale(most, spec.scale_rounding);
   const uint8_t six = tensor.block_scale_for(most, false, spec.scale_rounding);

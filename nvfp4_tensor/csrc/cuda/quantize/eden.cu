@@ -2,41 +2,11 @@
 // unbiased. A lane has a block of 16, eight lanes a rotation, whose sums go by shuffles; nothing leaves the registers
 // but codes and scales. About 35 instructions an element, three of them shuffles, of which a multiprocessor has a
 // quarter.
-#include "cuda/block/decode.cuh"
+#include "cuda/block/eden.cuh"
 #include "cuda/block/rotation.cuh"
 
 namespace nvfp4 {
 namespace {
-
-// A block's codes, and its shares of the correction's sums.
-struct Rounded {
-  uint2 codes;
-  float a, b;
-};
-
-__device__ __forceinline__ Rounded round_block(const float (&y)[kBlock], float s1, float enc, float tensor_encode) {
-  Elements<float, kBlock> words;
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) words.word[i] = float_bits(y[i]);
-  Rounded out{{}, 0.0f, 0.0f};
-  uint32_t packed[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t bits[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float magnitude = fabsf(y[8 * half + i]);
-      bits[i] = nearest_even_bits(mul(magnitude, enc));
-      const float v = mul(magnitude, tensor_encode);
-      const float w = mul(mul(bits_float(bits[i] << 22), kCodeBias), s1);
-      out.a = __fmaf_rn(v, v, out.a);
-      out.b = __fmaf_rn(v, w, out.b);
-    }
-    packed[half] = pack_codes<Fast::kNearestEven>(bits) | words.signs(8 * half);
-  }
-  out.codes = make_uint2(packed[0], packed[1]);
-  return out;
-}
 
 // The scales of four neighbouring blocks of a row are four neighbouring bytes.
 __device__ __forceinline__ void store_scale(uint8_t* scale, uint32_t s_bits, const RotationWalk& walk) {
@@ -55,8 +25,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
   const float* enc = encode_table(tensor);
-  const float onto_grid = mul(tensor.encode, kOntoGrid);
-  const bool no_amax = tensor.encode != tensor.encode;
+  const EdenScale scale = EdenScale::of(tensor);
   const int64_t* state = how.random.rng_state;
   const RandomKey key = RandomKey::of(state[0], state[1], static_cast<int>(kScaleStream) + how.random.stream);
   RotationSigns signs(state, first_group);
@@ -64,18 +33,18 @@ __global__ void __launch_bounds__(kThreads, 3)
     float y[kBlock];
     load_rotated<T, whole>(x, walk, signs, y);
     const float most = magnitude_or_nan(y);
-    const bool broken = is_broken(most) || no_amax;
-    const uint8_t first_bits = e4m3_nearest(mul(most, onto_grid));
+    const bool broken = is_broken(most) || scale.no_amax;
+    const uint8_t first_bits = e4m3_nearest(mul(most, scale.onto_grid));
     const float s1 = e4m3_value(first_bits);
-    const Rounded rounded = round_block(y, s1, enc[first_bits], tensor.encode);
-    const float t = corrected_scale(s1, rotation_sum(rounded.a), rotation_sum(rounded.b));
+    EdenSums sums;
+    const uint2 codes = eden_codes(y, s1, enc[first_bits], scale.encode, sums);
+    const float t = corrected_scale(s1, rotation_sum(sums.a), rotation_sum(sums.b));
     const uint64_t number = block_number(how.random, walk.at.row, walk.at.column);
     const uint32_t draw = bits_of_block(key.block_words(number), walk.block);
     store_scale(out.scale, broken ? kE4M3Nan : round_scale(t, draw), walk);
     if (!walk.at.inside()) continue;
     const int64_t group = static_cast<int64_t>(walk.at.row) * walk.at.width + walk.at.column;
-    reinterpret_cast<uint2*>(out.qdata)[group * kRotationBlocks + walk.block] = broken ? make_uint2(0u, 0u)
-                                                                                       : rounded.codes;
+    reinterpret_cast<uint2*>(out.qdata)[group * kRotationBlocks + walk.block] = broken ? make_uint2(0u, 0u) : codes;
   }
 }
 

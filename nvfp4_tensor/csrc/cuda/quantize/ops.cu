@@ -2,118 +2,15 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
-#include "cuda/host/kernels.h"
-#include "cuda/host/tensors.h"
+#include "cuda/quantize/transforms.h"
+#include "ops.h"
 
 namespace nvfp4 {
 
 namespace {
-
-float* floats(Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
-
-Tensor empty_scalar(const Tensor& like) { return empty({}, ScalarType::Float, like); }
-
-// --- amax, Hadamard --------------------------------------------------------------------------------------------------
-
-Tensor amax(const Tensor& x, int64_t hadamard_sign) {
-  const OnDeviceOf guard(x);
-  const cudaStream_t stream = current_stream(x);
-  const CudaRows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
-  const int sign = hadamard_sign_of(hadamard_sign);
-  Tensor out = empty_scalar(x);
-  launch_amax(rows.matrix, sign, floats(out), stream);
-  check_launched("nvfp4::amax");
-  return out;
-}
-
-Tensor hadamard(const Tensor& x, int64_t sign) {
-  const OnDeviceOf guard(x);
-  const CudaRows rows(x);
-  const uint32_t mask = hadamard_sign_of(sign, 0);
-  Tensor out = empty(with_last(x, rows.matrix.blocks() * kBlock), ScalarType::BFloat16, x);
-  launch_hadamard(rows.matrix, mask, out.mutable_data_ptr(), current_stream(x));
-  check_launched("nvfp4::hadamard");
-  return out;
-}
-
-// x^T, rows padded to 16 perhaps; Hadamard-transformed, in bfloat16, where sign >= 0. m is the matrix of x.
-Tensor transposed(const Tensor& x, const Matrix& m, int sign) {
-  if (!m.whole_blocks()) {
-    const Tensor copy = torch::stable::contiguous(torch::stable::transpose(x, 0, 1));
-    return sign < 0 ? copy : nvfp4::hadamard(copy, sign);
-  }
-  const ScalarType type = sign < 0 ? x.scalar_type() : ScalarType::BFloat16;
-  Tensor out = empty({m.columns, ceil_div(m.rows, kBlock) * kBlock}, type, x);
-  launch_transpose(m, sign, out.mutable_data_ptr(), current_stream(x));
-  check_launched("nvfp4::transpose");
-  return out;
-}
-
-std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
-  STD_TORCH_CHECK(x.dim() == 2, "amax_pair takes a matrix");
-  const OnDeviceOf guard(x);
-  const cudaStream_t stream = current_stream(x);
-  const int sign = hadamard_sign_of(hadamard_sign);
-  if (sign < 0) {
-    Tensor row = nvfp4::amax(x, -1), column = empty({}, ScalarType::Float, x);
-    cudaMemcpyAsync(column.mutable_data_ptr(), row.mutable_data_ptr(), sizeof(float), cudaMemcpyDeviceToDevice, stream);
-    return {row, column};
-  }
-  const CudaRows rows(x);
-  if (rows.matrix.dtype != Dtype::kBf16 || !rows.matrix.whole_blocks()) {
-    return {nvfp4::amax(x, -1), nvfp4::amax(transposed(x, rows.matrix, sign), -1)};
-  }
-  Tensor row = empty_scalar(x), column = empty_scalar(x);
-  launch_amax_pair(rows.matrix, sign, floats(row), floats(column), stream);
-  check_launched("nvfp4::amax_pair");
-  return {row, column};
-}
-
-// --- EDEN's rotation -------------------------------------------------------------------------------------------------
-
-const QuantizeSpec kEden = QuantizeSpec::unpack(1 << 12);
-
-// The number of the first column's rotation.
-int64_t first_group(int64_t col0) {
-  STD_TORCH_CHECK(col0 >= 0 && col0 % kRotation == 0, "col0 must be a multiple of ", kRotation,
-                  ", where a rotation begins, not ", col0);
-  return col0 / kRotation;
-}
-
-Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t col0) {
-  const OnDeviceOf guard(x);
-  const CudaRows rows(x);
-  const Matrix& m = rows.matrix;
-  STD_TORCH_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
-                  " columns, not ", m.columns);
-  const int64_t group = first_group(col0);
-  const int64_t* state = rng_state_of(rng_state, kEden, x);
-  Tensor out = empty(with_last(x, ceil_div(m.columns, kRotation) * kRotation), ScalarType::Float, x);
-  launch_rotate(m, state, group, inverse, floats(out), current_stream(x));
-  check_launched("nvfp4::rotate");
-  return out;
-}
-
-Tensor amax_rotated(const Tensor& x, const Tensor& rng_state, int64_t col0) {
-  const OnDeviceOf guard(x);
-  const CudaRows rows(x);
-  const cudaStream_t stream = current_stream(x);
-  const int64_t group = first_group(col0);
-  const int64_t* state = rng_state_of(rng_state, kEden, x);
-  Tensor out = empty_scalar(x);
-  launch_amax_rotated(rows.matrix, state, group, floats(out), stream);
-  check_launched("nvfp4::amax_rotated");
-  return out;
-}
-
-// The amax of what the spec quantizes: of x, of its Hadamard transform, or of its rotation.
-Tensor own_amax(const Tensor& x, const QuantizeSpec& spec, const std::optional<Tensor>& rng_state, int64_t col0) {
-  if (!spec.is_eden()) return nvfp4::amax(x, spec.hadamard_sign);
-  rng_state_of(rng_state, spec, x);  // refuses none
-  return nvfp4::amax_rotated(x, *rng_state, col0);
-}
 
 // --- quantize --------------------------------------------------------------------------------------------------------
 
@@ -128,6 +25,17 @@ Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<
   const auto [first, row_blocks] = block_numbers(rows, columns, row0, col0, full_width);
   how.random = {rng_state_of(rng_state, how.spec, x), first, row_blocks, static_cast<int>(stream)};
   return how;
+}
+
+// The same by EDEN, which numbers rotations.
+Quantization eden_quantization(const QuantizeSpec& spec, const Tensor& amax, const std::optional<Tensor>& rng_state,
+                               int64_t stream, const Tensor& x, int64_t rows, int64_t columns, int64_t row0,
+                               int64_t col0, int64_t full_width, Tensor& factor) {
+  const auto [first, row_groups] = block_numbers(rows, columns, row0, col0, full_width, kRotation);
+  return {spec,
+          amax_of(amax, x),
+          floats(factor),
+          {rng_state_of(rng_state, spec, x), first, row_groups, static_cast<int>(stream)}};
 }
 
 // Whether the fast kernels know the rounding mode, on a side whose Hadamard transform (if any) they take care of.
@@ -145,18 +53,24 @@ bool is_fast(const QuantizeSpec& spec) { return is_fast_mode(spec) && is_plain(s
 // The packed spec of what is already transformed.
 int64_t without_hadamard(int64_t spec) { return spec & ~(int64_t{0xFFFF} << 16 | 1 << 9); }
 
-struct Outputs {
-  Tensor qdata, scale, factor;
+struct CodeOutputs {
+  Tensor qdata, scale;
 
-  Outputs(std::vector<int64_t> shape, int64_t rows, int64_t blocks, const Tensor& like)
+  CodeOutputs(std::vector<int64_t> shape, int64_t rows, int64_t blocks, const Tensor& like)
       : qdata(empty((shape.back() = blocks * kBlock / 2, shape), ScalarType::Byte, like)),
         scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn,
-                    like)),
-        factor(empty({}, ScalarType::Float, like)) {}
+                    like)) {}
 
   Codes codes() {
     return {static_cast<uint8_t*>(qdata.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr())};
   }
+};
+
+struct Outputs : CodeOutputs {
+  Tensor factor;
+
+  Outputs(std::vector<int64_t> shape, int64_t rows, int64_t blocks, const Tensor& like)
+      : CodeOutputs(std::move(shape), rows, blocks, like), factor(empty_scalar(like)) {}
 };
 
 std::tuple<Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const Tensor& amax,
@@ -168,18 +82,12 @@ std::tuple<Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const Tensor& 
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
   Outputs out(with_last(x, 0), m.rows, ceil_div(m.columns, kRotation) * (kRotation / kBlock), x);
-  block_numbers(m.rows, m.columns, row0, col0, full_width, kRotation);  // refuses what would overflow
-  const int64_t row_groups = ceil_div(full_width ? full_width : m.columns, kRotation), group = col0 / kRotation;
-  Quantization how{};
-  how.spec = spec;
-  how.amax = amax_of(amax, x);
-  how.per_tensor_scale = floats(out.factor);
-  how.random = {rng_state_of(rng_state, spec, x), row0 * row_groups + group, row_groups,
-                static_cast<int>(random_stream)};
+  const Quantization how = eden_quantization(spec, amax, rng_state, random_stream, x, m.rows, m.columns, row0, col0,
+                                             full_width, out.factor);
   if (m.rows % kTileRows) {
     cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
   }
-  launch_quantize_eden(m, how, group, out.codes(), stream);
+  launch_quantize_eden(m, how, col0 / kRotation, out.codes(), stream);
   check_launched("nvfp4::quantize");
   return {out.qdata, out.scale, out.factor};
 }
@@ -226,8 +134,10 @@ std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Te
   return quantize(x, *amax, rng_state, spec, row0, col0, full_width, random_stream);
 }
 
-bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b) {
-  return m.dtype == Dtype::kBf16 && m.whole_blocks() && m.rows && m.columns && is_fast(a) && is_fast(b) &&
+// searches: whether the kernel knows a search over the scales of the rows, of those to nearest.
+bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b, bool searches = false) {
+  const bool search = searches && a.round_mode == RoundingMode::kNearestEven && a.four_over_six == FourOverSix::kNone;
+  return m.dtype == Dtype::kBf16 && m.whole_blocks() && m.rows && m.columns && (is_fast(a) || search) && is_fast(b) &&
          a.block_rows == 1 && b.block_rows == 1 && a.round_mode == b.round_mode &&
          (!a.is_stochastic() || a.random_bits == b.random_bits) && a.hadamard_sign < 0;
 }
@@ -295,7 +205,7 @@ std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& sc
   in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
   in.scale = static_cast<const uint8_t*>(scales.const_data_ptr());
   in.rows = shape.rows, in.blocks = shape.blocks;
-  Outputs out({in.blocks * kBlock, 0}, in.blocks * kBlock, ceil_div(in.rows, kBlock), qdata);
+  CodeOutputs out({in.blocks * kBlock, 0}, in.blocks * kBlock, ceil_div(in.rows, kBlock), qdata);
   launch_transpose_codes(in, out.codes(), current_stream(qdata));
   check_launched("nvfp4::transpose_codes");
   return {out.qdata, out.scale};
@@ -341,40 +251,70 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
   return {out, factor};
 }
 
-// Values, their factor, and of the transpose codes, scales and factor, or values, no scales and factor.
+// Whether launch_quantize_pair_eden serves.
+bool is_eden_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b, bool codes_t) {
+  const bool nearest = a.round_mode == RoundingMode::kNearestEven && a.four_over_six == FourOverSix::kNone;
+  return rotates_pair(m, a, b) && m.rows && m.columns && a.block_rows == 1 && (codes_t ? nearest : a.is_eden()) &&
+         fits_quantize_pair_eden(codes_t);
+}
+
+// Values, their factor, and of the transpose codes, scales and factor, or values, no scales and factor. back: EDEN's
+// rotation of the values of the rows is taken back.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
-    int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
+    int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t,
+    bool back = false) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair_values takes a matrix");
   check_transposed_offset(row0, full_rows);
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
   const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
-  const int64_t width = columns_of_values(of_rows, m.columns), width_t = columns_of_values(of_columns, m.rows);
-  const bool one_kernel = is_fast_pair(m, of_rows, of_columns) && !of_rows.hardware_rounding &&
+  const int64_t padded = columns_of_values(of_rows, m.columns), width_t = columns_of_values(of_columns, m.rows);
+  back = back && of_rows.is_eden();
+  const int64_t width = back ? m.columns : padded;
+  const bool eden = is_eden_pair(m, of_rows, of_columns, codes_t);
+  const bool one_kernel = is_fast_pair(m, of_rows, of_columns, true) && !of_rows.hardware_rounding &&
                           !of_columns.hardware_rounding && (codes_t || width_t % kBlock == 0) &&
                           fits_quantize_pair_values(codes_t);
-  if (!one_kernel) {
+  if (!one_kernel && !eden) {
     auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(
         x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
-    Tensor values = dequantize(qdata, scale, std::nullopt, width, ScalarType::BFloat16);
+    Tensor values = dequantize(qdata, scale, std::nullopt, padded, ScalarType::BFloat16);
+    if (back) values = rotate_back(values, *rng_state, width, col0);
     if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
     return {values, factor, dequantize(qdata_t, scale_t, std::nullopt, width_t, ScalarType::BFloat16),
             empty({0}, ScalarType::Float8_e4m3fn, x), factor_t};
   }
-  const int64_t blocks_t = codes_t ? ceil_div(m.rows, kBlock) : 0;
-  Tensor values = empty({m.rows, width}, ScalarType::BFloat16, x), factor = empty({}, ScalarType::Float, x);
-  Outputs out_t({m.columns, 0}, m.columns, blocks_t, x);  // empty where values are wanted
-  Tensor values_t = codes_t ? out_t.qdata : empty({m.columns, width_t}, ScalarType::BFloat16, x);
-  Tensor scale_t = codes_t ? out_t.scale : empty({0}, ScalarType::Float8_e4m3fn, x);
-  const Quantization how = quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width, factor);
-  const Quantization how_t = quantization(spec_t, amax_t, rng_state, stream_t, x, m.columns, m.rows, col0, row0,
-                                          full_rows, out_t.factor);
-  launch_quantize_pair_values(m, how, how_t, values.mutable_data_ptr(), codes_t ? nullptr : values_t.mutable_data_ptr(),
-                              out_t.codes(), current_stream(x));
+  Tensor values = empty({m.rows, width}, ScalarType::BFloat16, x), factor = empty_scalar(x);
+  Tensor t, scale_t, factor_t = empty_scalar(x);
+  Codes codes{};
+  if (codes_t) {
+    const int64_t multiple = of_columns.column_multiple();
+    CodeOutputs out({m.columns, 0}, m.columns, ceil_div(m.rows, multiple) * (multiple / kBlock), x);
+    t = out.qdata, scale_t = out.scale, codes = out.codes();
+  } else {
+    t = empty({m.columns, width_t}, ScalarType::BFloat16, x), scale_t = empty({0}, ScalarType::Float8_e4m3fn, x);
+  }
+  const auto side = [&](const QuantizeSpec& of, int64_t packed, const Tensor& of_amax, int64_t stream, int64_t rows_of,
+                        int64_t columns_of, int64_t first_row, int64_t first_column, int64_t width_of, Tensor& to) {
+    return of.is_eden() ? eden_quantization(of, of_amax, rng_state, stream, x, rows_of, columns_of, first_row,
+                                            first_column, width_of, to)
+                        : quantization(packed, of_amax, rng_state, stream, x, rows_of, columns_of, first_row,
+                                       first_column, width_of, to);
+  };
+  const Quantization how = side(of_rows, spec, amax, 0, m.rows, m.columns, row0, col0, full_width, factor);
+  const Quantization how_t = side(of_columns, spec_t, amax_t, stream_t, m.columns, m.rows, col0, row0, full_rows,
+                                  factor_t);
+  void* to_t = codes_t ? nullptr : t.mutable_data_ptr();
+  if (eden) {
+    launch_quantize_pair_eden(m, {how, how_t, col0 / kRotation, row0 / kRotation, back}, values.mutable_data_ptr(),
+                              to_t, codes, current_stream(x));
+  } else {
+    launch_quantize_pair_values(m, how, how_t, values.mutable_data_ptr(), to_t, codes, current_stream(x));
+  }
   check_launched("nvfp4::quantize_pair_values");
-  return {values, factor, values_t, scale_t, out_t.factor};
+  return {values, factor, t, scale_t, factor_t};
 }
 
 std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
@@ -393,17 +333,64 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optio
   return {out, factor};
 }
 
+// --- without amaxes: those of x and of its transpose -----------------------------------------------------------------
+
+struct AmaxPair {
+  Tensor amax, amax_t;
+
+  AmaxPair(const Tensor& x, const std::optional<Tensor>& given, const std::optional<Tensor>& given_t,
+           const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, int64_t row0, int64_t col0) {
+    STD_TORCH_CHECK(given.has_value() == given_t.has_value(), "amax and amax_t are given together, or neither is");
+    if (given.has_value()) {
+      amax = *given, amax_t = *given_t;
+    } else {
+      std::tie(amax, amax_t) = amax_pair_by_spec(x, rng_state, spec, spec_t, row0, col0);
+    }
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_op(
+    const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
+    int64_t spec, int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
+  const AmaxPair pair(x, amax, amax_t, rng_state, spec, spec_t, row0, col0);
+  return quantize_pair(x, pair.amax, pair.amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values_op(
+    const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
+    int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width,
+    int64_t stream_t) {
+  const AmaxPair pair(x, amax, amax_t, rng_state, spec, spec_t, row0, col0);
+  return quantize_pair_values(x, pair.amax, pair.amax_t, rng_state, spec, spec_t, codes_t, row0, col0, full_rows,
+                              full_width, stream_t);
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) {
-  m.impl("amax", TORCH_BOX(&amax));
-  m.impl("amax_pair", TORCH_BOX(&amax_pair));
-  m.impl("hadamard", TORCH_BOX(&hadamard));
-  m.impl("rotate", TORCH_BOX(&rotate));
-  m.impl("amax_rotated", TORCH_BOX(&amax_rotated));
+namespace ops {
+
+CodedTensors quantize(const Tensor& x, const OptionalTensor& rng_state, int64_t spec, int64_t stream) {
+  return quantize_op(x, std::nullopt, rng_state, spec, 0, 0, 0, stream);
+}
+
+std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& scale) {
+  return nvfp4::transpose_codes(qdata, scale);
+}
+
+GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
+                                  int64_t stream_t) {
+  const AmaxPair pair(dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, 0, 0);
+  auto [values, factor, values_t, no_scales, factor_t] = nvfp4::quantize_pair_values(
+      dy, pair.amax, pair.amax_t, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t, true);
+  return {values, factor, values_t, factor_t};
+}
+
+}  // namespace ops
+
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
   m.impl("quantize", TORCH_BOX(&quantize_op));
-  m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
-  m.impl("quantize_pair_values", TORCH_BOX(&quantize_pair_values));
+  m.impl("quantize_pair", TORCH_BOX(&quantize_pair_op));
+  m.impl("quantize_pair_values", TORCH_BOX(&quantize_pair_values_op));
   m.impl("transpose_codes", TORCH_BOX(&transpose_codes));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));

@@ -4,8 +4,7 @@
 // The values of the rows overwrite x in shared memory, those of the transpose have a buffer of their own, so that both
 // are stored with 16 bytes per thread and 256 contiguous bytes. Three barriers per tile: columns have read x before the
 // rows overwrite it.
-#include "cuda/block/pair_tile.cuh"
-#include "cuda/block/values.cuh"
+#include "cuda/block/tile_values.cuh"
 
 namespace nvfp4 {
 namespace {
@@ -22,52 +21,13 @@ struct ForValues {
 template <bool values_t>
 constexpr int kBlocksPerSm = values_t ? kPairBlocksPerSm : 3;
 
-template <bool values_t>
+template <bool values_t, bool searched = true>  // the larger one
 struct Shared {
   uint4 x[2][kTile][kChunks];  // the tile at work and the next
   std::conditional_t<values_t, ForValues, ForCodes> transposed;
-  float enc[128], enc_transposed[128];
+  RowTable<searched> rows;
+  float enc_transposed[128];
 };
-
-// A side that leaves as values, so many rows of so many columns.
-struct ValueSide {
-  Quantization how;
-  Bf16* out;
-  uint32_t rows, columns;
-};
-
-template <Fast mode>
-__device__ __forceinline__ Elements<Bf16, kBlock> values_of(const Elements<Bf16, kBlock>& x, const Encoder& encoder,
-                                                            ScaleRounding rounding, uint64_t number) {
-  const uint8_t s_bits = scale_from_bits<Bf16>(x.amax_bits(), encoder.sixth, rounding);
-  return block_values<mode>(x, e4m3_value(s_bits), encoder.enc[s_bits], encoder.source, number);
-}
-
-__device__ __forceinline__ void store_chunks(const Elements<Bf16, kBlock>& v, uint4* low, uint4* high) {
-  *low = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
-  *high = make_uint4(v.word[4], v.word[5], v.word[6], v.word[7]);
-}
-
-// In place. The lanes as in quantize_pair.
-template <Fast mode>
-__device__ __forceinline__ void values_by_rows(const Quantization& how, const Encoder& encoder, uint32_t row0,
-                                               uint32_t block0, uint4 (*x)[kChunks]) {
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  constexpr int kRowsATurn = 4;
-  const uint32_t block = lane % 4 + 4 * (warp % 2), group = lane / 4 % 2 + 2 * (warp / 2);
-  const uint32_t first = group * kBlock + lane / 8;
-  uint4* low = &x[first][(2 * block) ^ group];
-  uint4* high = &x[first][(2 * block + 1) ^ group];
-  uint64_t number = block_number(how.random, row0 + first, block0 + block);
-#pragma unroll
-  for (int row = 0; row < kBlock; row += kRowsATurn) {
-    const uint4 a = low[row * kChunks], b = high[row * kChunks];
-    const Elements<Bf16, kBlock> elements = {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
-    store_chunks(values_of<mode>(elements, encoder, how.spec.scale_rounding, number), low + row * kChunks,
-                 high + row * kChunks);
-    number += kRowsATurn * how.random.width;
-  }
-}
 
 // Chunk c of column r lies at chunk c ^ this: eight lanes, four even or odd columns by two neighbouring groups of rows,
 // then write different banks.
@@ -99,36 +59,19 @@ __device__ __forceinline__ void values_by_columns(const Quantization& how, const
   }
 }
 
-// A tile of values to its place. Each thread reads the chunks that load_tile will have it overwrite.
-template <typename Swizzle>
-__device__ __forceinline__ void store_tile(const uint4 (*from)[kChunks], const ValueSide& side, uint32_t row0,
-                                           uint32_t column0, Swizzle swizzle) {
-  constexpr int kRowsAThread = kTile * kChunks / kThreads;
-  const uint32_t chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks * kRowsAThread;
-  const uint32_t column = column0 + chunk * 8;
-  const uint32_t rows = column < side.columns ? rows_left(side.rows, row0 + first) : 0;
-  Bf16* to = side.out + (static_cast<int64_t>(row0 + first) * side.columns + column);
-#pragma unroll
-  for (int i = 0; i < kRowsAThread; ++i, to += side.columns) {
-    const uint4 v = from[first + i][chunk ^ swizzle(first + i)];
-    if (i < rows) *reinterpret_cast<uint4*>(to) = v;
-  }
-  asm volatile("" ::: "memory");
-}
-
-// Transposed: ValueSide, or Side for codes.
-template <Fast mode, bool transform, typename Transposed>
+// Transposed: ValueSide, or Side for codes. searched: the scales of the rows are.
+template <Fast mode, bool transform, bool searched, typename Transposed>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<std::is_same_v<Transposed, ValueSide>>)
     quantize_pair_values(Matrix x, ValueSide side, Transposed transposed, HadamardFactors factors) {
   constexpr bool values_t = std::is_same_v<Transposed, ValueSide>;
   extern __shared__ __align__(16) unsigned char memory[];
-  Shared<values_t>& shared = *reinterpret_cast<Shared<values_t>*>(memory);
+  auto& shared = *reinterpret_cast<Shared<values_t, searched>*>(memory);
   write_per_tensor_scale(side.how);
   write_per_tensor_scale(transposed.how);
   Walk tile(ceil_div(x.rows, kTile), ceil_div(x.columns, kTile), blockIdx.x, gridDim.x);
   load_tile(x, tile.row * kTile, tile.column * kTile, shared.x[0]);
   asm volatile("cp.async.commit_group;");
-  const Encoder encoder = make_encoder<mode>(side.how, shared.enc);
+  const auto encoder = row_encoder<mode>(side.how, shared.rows);
   const Encoder encoder_transposed = make_encoder<mode>(transposed.how, shared.enc_transposed);
   for (uint32_t stage = 0; tile.inside(); stage ^= 1) {
     const uint32_t row0 = tile.row * kTile, column0 = tile.column * kTile;
@@ -146,22 +89,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<std::is_same_v<Transpos
                                            shared.transposed.scale);
     }
     __syncthreads();
-    values_by_rows<mode>(side.how, encoder, row0, column0 / kBlock, elements);
+    values_by_rows<mode, PairRows>(side.how, encoder, row0, column0 / kBlock, elements);
     __syncthreads();
-    store_tile(elements, side, row0, column0, [](uint32_t row) { return row / kBlock; });
+    store_tile(elements, side, row0, column0, [](uint32_t row, uint32_t chunk) { return chunk ^ row / kBlock; });
     if constexpr (values_t) {
-      store_tile(shared.transposed.x, transposed, column0, row0, [](uint32_t row) { return column_swizzle(row); });
+      store_tile(shared.transposed.x, transposed, column0, row0,
+                 [](uint32_t row, uint32_t chunk) { return chunk ^ column_swizzle(row); });
     } else {
       store_scales(shared.transposed.scale, transposed, column0, row0 / kBlock);
     }
   }
 }
 
-template <Fast mode, bool transform, typename Transposed>
+template <Fast mode, bool transform, bool searched, typename Transposed>
 void launch(const Matrix& x, const ValueSide& side, const Transposed& transposed, cudaStream_t stream) {
-  constexpr auto kernel = quantize_pair_values<mode, transform, Transposed>;
+  constexpr auto kernel = quantize_pair_values<mode, transform, searched, Transposed>;
   constexpr bool values_t = std::is_same_v<Transposed, ValueSide>;
-  constexpr int kBytes = sizeof(Shared<values_t>);
+  constexpr int kBytes = sizeof(Shared<values_t, searched>);
   allow_shared_memory<kernel>(kBytes);
   const int64_t tiles = ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   const int sign = transposed.how.spec.hadamard_sign;
@@ -171,13 +115,17 @@ void launch(const Matrix& x, const ValueSide& side, const Transposed& transposed
 
 template <typename Transposed>
 void launch_any(const Matrix& x, const ValueSide& side, const Transposed& transposed, cudaStream_t stream) {
-  for_mode(side.how.spec, [&](auto mode) {
+  const auto launch_by = [&](auto mode, auto searched) {
     if (transposed.how.spec.hadamard_sign >= 0) {
-      launch<mode.value, true>(x, side, transposed, stream);
+      launch<mode.value, true, searched.value>(x, side, transposed, stream);
     } else {
-      launch<mode.value, false>(x, side, transposed, stream);
+      launch<mode.value, false, searched.value>(x, side, transposed, stream);
     }
-  });
+  };
+  if (side.how.spec.scale_search != ScaleSearch::kNone) {
+    return launch_by(std::integral_constant<Fast, Fast::kNearestEven>{}, std::true_type{});
+  }
+  for_mode(side.how.spec, [&](auto mode) { launch_by(mode, std::false_type{}); });
 }
 
 }  // namespace

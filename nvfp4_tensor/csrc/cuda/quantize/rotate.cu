@@ -27,6 +27,56 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The rotation taken back and rounded to bfloat16, of whole rotations, cut to `columns`.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    rotate_back(Matrix x, const int64_t* rng_state, int64_t first_group, uint32_t columns, __nv_bfloat16* out) {
+  RotationSigns signs(rng_state, first_group);
+  const bool whole_chunks = columns % 8 == 0;
+  for (RotationWalk walk(x.rows, x.columns / kRotation); walk.any(); walk.at.step()) {
+    float v[kBlock];
+    load_rotation<T, true>(x, walk, v);
+    butterflies(v, walk.block);
+    signs.move_to(walk.at.column, walk.block);
+    uint32_t word[2][4];
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 2) {
+      word[i / 8][i % 8 / 2] = to_bfloat16(mul(v[i], signs.factor[i])) |
+                               static_cast<uint32_t>(to_bfloat16(mul(v[i + 1], signs.factor[i + 1]))) << 16;
+    }
+    // Two neighbouring lanes write 32 contiguous bytes at a time: both of the even lane's halves, then the odd one's.
+    const bool odd = walk.block % 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, odd ? word[0][i] : word[1][i], 1);
+      if (odd) {
+        word[0][i] = other;
+      } else {
+        word[1][i] = other;
+      }
+    }
+    if (!walk.at.inside()) continue;
+    __nv_bfloat16* row = out + static_cast<int64_t>(walk.at.row) * columns;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t block = walk.at.column * kRotationBlocks + (walk.block & ~1u) + half;
+      const uint32_t column = block * kBlock + odd * 8;
+      if (whole_chunks) {
+        if (column < columns) {
+          *reinterpret_cast<uint4*>(row + column) = make_uint4(word[half][0], word[half][1], word[half][2],
+                                                               word[half][3]);
+        }
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint16_t bits = static_cast<uint16_t>(word[half][i / 2] >> (i % 2 * 16));
+        if (column + i < columns) memcpy(row + column + i, &bits, 2);
+      }
+    }
+  }
+}
+
 template <typename T, bool whole>
 __global__ void __launch_bounds__(kThreads)
     amax_rotated(Matrix x, const int64_t* rng_state, int64_t first_group, float* out) {
@@ -56,6 +106,15 @@ void launch_rotate(const Matrix& x, const int64_t* rng_state, int64_t first_grou
       }
     };
     x.whole_blocks() ? launch(std::true_type{}) : launch(std::false_type{});
+  });
+}
+
+void launch_rotate_back(const Matrix& x, const int64_t* rng_state, int64_t first_group, int64_t columns, void* out,
+                        cudaStream_t stream) {
+  if (x.rows * columns == 0) return;
+  for_dtype(x.dtype, [&](auto type) {
+    launch_rotations<rotate_back<decltype(type)>>(x, stream, rng_state, first_group, static_cast<uint32_t>(columns),
+                                                  static_cast<__nv_bfloat16*>(out));
   });
 }
 

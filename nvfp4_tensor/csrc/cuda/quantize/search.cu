@@ -24,7 +24,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
   auto block = load<T>(x, coord);  // on its way while the table is made
   write_per_tensor_scale(how);
   const TensorScale tensor = tensor_scale(how);
-  const float* enc = encode_table(tensor);
+  __shared__ SearchTable table;
+  table.fill(tensor);
+  __syncthreads();
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   const uint32_t blocks = static_cast<uint32_t>(x.blocks()), column_tiles = static_cast<uint32_t>(x.column_tiles());
   while (lanes.any()) {
@@ -38,21 +40,19 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
 #pragma unroll
       for (int half = 8; half; half /= 2) most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, half));
     }
-    Elements<float, kBlock> floats;
     float v[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       v[i] = now.value(i);
       asm volatile("" : "+f"(v[i]));  // else each scale tried would unpack it again
-      floats.word[i] = float_bits(v[i]);
     }
-    const uint8_t s_bits = search_scale(
-        v, Elements<T, kBlock>::magnitude_of(most), tensor, how.spec.scale_rounding,
-        [=](uint32_t scale) { return enc[scale]; }, [](float sum) { return tile_sum(sum, tile); });
+    const float amax = Elements<T, kBlock>::magnitude_of(most);
+    const uint8_t s_bits = search_scale(v, amax, tensor.block_scale(amax, how.spec.scale_rounding),
+                                        how.spec.scale_rounding, table, [](float sum) { return tile_sum(sum, tile); });
     if (!here.inside) continue;
     const uint64_t number = block_number(how.random, here.row, here.column);
     reinterpret_cast<uint2*>(out.qdata)[static_cast<int64_t>(here.row) * blocks + here.column] = encode16<mode>(
-        now, s_bits, enc[s_bits], source, number);
+        now, s_bits, table.enc(s_bits), source, number);
     out.scale[scale_offset(here.row, here.column, column_tiles)] = s_bits;
   }
 }

@@ -1,0 +1,159 @@
+// The ops that find an amax or transform a tensor, on CUDA.
+#include "cuda/quantize/transforms.h"
+
+namespace nvfp4 {
+
+namespace {
+
+// --- amax, Hadamard --------------------------------------------------------------------------------------------------
+
+Tensor amax(const Tensor& x, int64_t hadamard_sign) {
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = current_stream(x);
+  const CudaRows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
+  const int sign = hadamard_sign_of(hadamard_sign);
+  Tensor out = empty_scalar(x);
+  launch_amax(rows.matrix, sign, floats(out), stream);
+  check_launched("nvfp4::amax");
+  return out;
+}
+
+}  // namespace
+
+Tensor hadamard(const Tensor& x, int64_t sign) {
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const uint32_t mask = hadamard_sign_of(sign, 0);
+  Tensor out = empty(with_last(x, rows.matrix.blocks() * kBlock), ScalarType::BFloat16, x);
+  launch_hadamard(rows.matrix, mask, out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::hadamard");
+  return out;
+}
+
+Tensor transposed(const Tensor& x, const Matrix& m, int sign) {
+  if (!m.whole_blocks()) {
+    const Tensor copy = torch::stable::contiguous(torch::stable::transpose(x, 0, 1));
+    return sign < 0 ? copy : nvfp4::hadamard(copy, sign);
+  }
+  const ScalarType type = sign < 0 ? x.scalar_type() : ScalarType::BFloat16;
+  Tensor out = empty({m.columns, ceil_div(m.rows, kBlock) * kBlock}, type, x);
+  launch_transpose(m, sign, out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::transpose");
+  return out;
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
+  STD_TORCH_CHECK(x.dim() == 2, "amax_pair takes a matrix");
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = current_stream(x);
+  const int sign = hadamard_sign_of(hadamard_sign);
+  if (sign < 0) {
+    Tensor row = nvfp4::amax(x, -1), column = empty({}, ScalarType::Float, x);
+    cudaMemcpyAsync(column.mutable_data_ptr(), row.mutable_data_ptr(), sizeof(float), cudaMemcpyDeviceToDevice, stream);
+    return {row, column};
+  }
+  const CudaRows rows(x);
+  if (rows.matrix.dtype != Dtype::kBf16 || !rows.matrix.whole_blocks()) {
+    return {nvfp4::amax(x, -1), nvfp4::amax(transposed(x, rows.matrix, sign), -1)};
+  }
+  Tensor row = empty_scalar(x), column = empty_scalar(x);
+  launch_amax_pair(rows.matrix, sign, floats(row), floats(column), stream);
+  check_launched("nvfp4::amax_pair");
+  return {row, column};
+}
+
+// --- EDEN's rotation -------------------------------------------------------------------------------------------------
+
+const QuantizeSpec kEden = QuantizeSpec::unpack(1 << 12);
+
+// The number of the first column's rotation.
+int64_t first_group(int64_t col0) {
+  STD_TORCH_CHECK(col0 >= 0 && col0 % kRotation == 0, "col0 must be a multiple of ", kRotation,
+                  ", where a rotation begins, not ", col0);
+  return col0 / kRotation;
+}
+
+Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t col0) {
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  STD_TORCH_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
+                  " columns, not ", m.columns);
+  const int64_t group = first_group(col0);
+  const int64_t* state = rng_state_of(rng_state, kEden, x);
+  Tensor out = empty(with_last(x, ceil_div(m.columns, kRotation) * kRotation), ScalarType::Float, x);
+  launch_rotate(m, state, group, inverse, floats(out), current_stream(x));
+  check_launched("nvfp4::rotate");
+  return out;
+}
+
+Tensor amax_rotated(const Tensor& x, const Tensor& rng_state, int64_t col0) {
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const cudaStream_t stream = current_stream(x);
+  const int64_t group = first_group(col0);
+  const int64_t* state = rng_state_of(rng_state, kEden, x);
+  Tensor out = empty_scalar(x);
+  launch_amax_rotated(rows.matrix, state, group, floats(out), stream);
+  check_launched("nvfp4::amax_rotated");
+  return out;
+}
+
+}  // namespace
+
+Tensor rotate_back(const Tensor& x, const Tensor& rng_state, int64_t columns, int64_t col0) {
+  const OnDeviceOf guard(x);
+  CudaRows rows(x);
+  if (!rows.matrix.whole_blocks()) rows = CudaRows(torch::stable::clone(x));
+  const Matrix& m = rows.matrix;
+  STD_TORCH_CHECK(m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation, " columns, not ",
+                  m.columns);
+  STD_TORCH_CHECK(columns >= 0 && columns <= m.columns, "columns is at most the ", m.columns, " of x, not ", columns);
+  const int64_t group = first_group(col0);
+  const int64_t* state = rng_state_of(rng_state, kEden, x);
+  Tensor out = empty(with_last(x, columns), ScalarType::BFloat16, x);
+  launch_rotate_back(m, state, group, columns, out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::rotate_back");
+  return out;
+}
+
+Tensor own_amax(const Tensor& x, const QuantizeSpec& spec, const std::optional<Tensor>& rng_state, int64_t col0) {
+  if (!spec.is_eden()) return nvfp4::amax(x, spec.hadamard_sign);
+  rng_state_of(rng_state, spec, x);  // refuses none
+  return nvfp4::amax_rotated(x, *rng_state, col0);
+}
+
+std::tuple<Tensor, Tensor> amax_pair_by_spec(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
+                                             int64_t spec_t, int64_t row0, int64_t col0) {
+  STD_TORCH_CHECK(x.dim() == 2, "amax_pair_by_spec takes a matrix");
+  const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
+  if (!of_rows.is_eden() && !of_columns.is_eden() && of_rows.hadamard_sign < 0) {
+    return amax_pair(x, of_columns.hadamard_sign);
+  }
+  const OnDeviceOf guard(x);
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  if (!rotates_pair(m, of_rows, of_columns)) {
+    return {own_amax(x, of_rows, rng_state, col0), own_amax(transposed(x, m, -1), of_columns, rng_state, row0)};
+  }
+  const int64_t group = of_rows.is_eden() ? first_group(col0) : 0, group_t = first_group(row0);
+  const int64_t* state = rng_state_of(rng_state, of_columns, x);
+  Tensor row = empty_scalar(x), column = empty_scalar(x);
+  launch_amax_pair_eden(m, of_rows.is_eden(), state, group, group_t, floats(row), floats(column), current_stream(x));
+  check_launched("nvfp4::amax_pair_by_spec");
+  return {row, column};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
+  m.impl("amax", TORCH_BOX(&amax));
+  m.impl("amax_pair", TORCH_BOX(&amax_pair));
+  m.impl("amax_pair_by_spec", TORCH_BOX(&amax_pair_by_spec));
+  m.impl("hadamard", TORCH_BOX(&hadamard));
+  m.impl("rotate", TORCH_BOX(&rotate));
+  m.impl("rotate_back", TORCH_BOX(&rotate_back));
+  m.impl("amax_rotated", TORCH_BOX(&amax_rotated));
+}
+
+}  // namespace nvfp4
