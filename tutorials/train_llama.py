@@ -36,13 +36,15 @@ from nvfp4_tensor import training
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def corpus(folder: Path, limit: int) -> tuple[Tensor, Tensor]:
+def corpus(folder: Path, limit: int, suffixes: tuple[str, ...] = (".py",)) -> tuple[Tensor, Tensor]:
     """Return (training, validation) bytes, uint8, of the Python files in a folder, at most ``limit`` in total.
 
-    One file in fifty is for validation, by a checksum of its name, independent of the location of the folder.
+    One file in fifty is for validation, by a checksum of its name, independent of the location of the folder. Other
+    ``suffixes`` select other files.
     """
     pieces: dict[bool, list[bytes]] = {False: [], True: []}
-    for path in sorted(folder.rglob("*.py"), key=lambda path: zlib.crc32(str(path.relative_to(folder)).encode())):
+    paths = [path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
+    for path in sorted(paths, key=lambda path: zlib.crc32(str(path.relative_to(folder)).encode())):
         held_out = zlib.crc32(path.name.encode()) % 50 == 0
         pieces[held_out].append(path.read_bytes() + b"\n")
         limit -= len(pieces[held_out][-1])
@@ -51,7 +53,8 @@ def corpus(folder: Path, limit: int) -> tuple[Tensor, Tensor]:
     texts = [bytearray(b"".join(pieces[held_out])) for held_out in (False, True)]
     if not all(texts):
         raise ValueError(
-            f"{folder} has too few .py files for training and validation: choose another folder or a larger --limit"
+            f"{folder} has too few {' or '.join(suffixes)} files for training and validation: choose another folder or "
+            "a larger --limit"
         )
     return torch.frombuffer(texts[0], dtype=torch.uint8), torch.frombuffer(texts[1], dtype=torch.uint8)
 
@@ -223,12 +226,11 @@ class Trainer:
         offsets = torch.arange(self.settings.length + 1, device=text.device)
         return text[starts.to(text.device)[:, None] + offsets].long()
 
-    def _batch(self) -> Tensor:
-        """Return the batch of this step, independent of earlier calls. Each pass over the text has another order."""
+    def _starts(self) -> Tensor:
+        """Return where the windows of this step begin, (batch,) int64 on the CPU, independent of earlier calls."""
         settings = self.settings
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
-        starts = torch.randint(len(self.training_text) - settings.length, (settings.batch,), generator=generator)
-        return self._windows(self.training_text, starts)
+        return torch.randint(len(self.training_text) - settings.length, (settings.batch,), generator=generator)
 
     def learning_rate(self) -> float:
         """Return the learning rate: linear warm-up, then cosine decay to a tenth."""
@@ -246,7 +248,7 @@ class Trainer:
             training.set_recipe(self.model, forward="bf16")
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        loss = self._loss(self._batch())
+        loss = self._loss(self._windows(self.training_text, self._starts()))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

@@ -3,6 +3,7 @@
     python -m benchmarks.speed.training_step                       # 8,192 tokens on the GPU
     python -m benchmarks.speed.training_step --device cpu          # the tutorial's small model, 2,048 tokens
     python -m benchmarks.speed.training_step --device cpu --tokens 512 --width 512
+    python -m benchmarks.speed.training_step --launching           # small models, and how their steps are launched
 
 A step is forward, dgrad and wgrad of one linear, captured in a CUDA graph (eager on a CPU); "all" is the block's four
 linears together, "eager" the same launched from Python, its backward in autograd's thread or in the caller's. "On end"
@@ -10,11 +11,17 @@ is one recipe's step again and again, as in training, where the clock is what it
 columns the recipes take turns, at one clock for all. Parts are the ops that the recipe is made of, each with the bytes
 that it has to move. "saved" is what the linears keep for their backward beside their parameters, the codes of their
 weights included; "w again" is nvidia with keep_w=False, which quantizes the weight a second time instead.
+
+``--launching`` measures forward and backward of two blocks with attention at the widths where the host decides: eager,
+by ``torch.compile``, and by ``torch.compile(mode="reduce-overhead")``, which replays CUDA graphs. A figure is the time
+of a step among many without synchronizing, as in training; and the host time of an eager step of one linear.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -212,13 +219,17 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
+def convert_linears(model: nn.Module, recipe: str) -> nn.Module:
+    """Let all linears train by a recipe; for "bf16" none."""
+    for module in list(model.modules()):
+        if recipe != "bf16" and type(module) is nn.Linear:
+            training.NVFP4TrainingLinear.convert(module, RECIPES[recipe])
+    return model
+
+
 def block_step(recipe: str, tokens: int, device: torch.device, sizes: tuple[int, int, int, int], repeats: int) -> dict:
     """Time and peak memory of a compiled block, forward and backward."""
-    block = Block(*sizes).to(device, torch.bfloat16)
-    if recipe != "bf16":
-        for module in block.modules():
-            if type(module) is nn.Linear:
-                training.NVFP4TrainingLinear.convert(module, RECIPES[recipe])
+    block = convert_linears(Block(*sizes).to(device, torch.bfloat16), recipe)
     compiled = torch.compile(block, fullgraph=True)
     length = min(tokens, 4096)
     x = torch.randn(tokens // length, length, sizes[0], device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -240,6 +251,80 @@ def block_step(recipe: str, tokens: int, device: torch.device, sizes: tuple[int,
         peak = 0
     timing = measure([Variant("step", run, in_graph=False)], device, repeats=repeats)["step"]
     return {"seconds": timing.median, "peak": peak}
+
+
+SMALL_MODELS = {512: 16384, 1024: 8192, 2048: 4096}
+"""Width: tokens of a step. Sequences have 2,048 tokens, heads 128 elements, and two heads share keys and values."""
+
+WAYS: dict[str, dict[str, Any] | None] = {"eager": None, "compiled": {}, "in graphs": {"mode": "reduce-overhead"}}
+"""How a step is launched: the arguments of torch.compile, or None without it."""
+
+
+def launching(width: int, tokens: int, recipes: list[str], ways: list[str], device: torch.device) -> dict:
+    """Seconds of a step of two blocks by each recipe, for each way of launching."""
+    length, results = min(tokens, 2048), {}
+    for way in ways:
+        runs = {}
+        for recipe in ("bf16", *recipes):
+            torch.manual_seed(0)
+            heads = max(width // 128, 2)
+            model: Any = nn.Sequential(*(Block(width, width * 3, heads, heads // 2) for _ in range(2)))
+            model = convert_linears(model.to(device, torch.bfloat16), recipe)
+            options = WAYS[way]
+            step = model if options is None else torch.compile(model, fullgraph=True, **options)
+            x = torch.randn(tokens // length, length, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+            runs[recipe] = gradients_of(step, x, [x, *model.parameters()])
+        results[way] = sustained(runs, device)
+        torch.compiler.reset()
+    return results
+
+
+def host_times(recipes: list[str], device: torch.device) -> dict[str, float]:
+    """Seconds of host time of an eager step of one linear, so small that the device does not matter."""
+    x = torch.randn(128, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    return {r: host_time(step_of(linear_by(r, 64, 64, device), x, dy), device) for r in ("bf16", *recipes)}
+
+
+def gradients_of(model: Callable[[Tensor], Tensor], x: Tensor, wanted: list[Tensor]) -> Callable[[], object]:
+    """Forward and backward; the gradients are dropped."""
+    dy = torch.randn_like(x)
+
+    def run() -> object:
+        torch.compiler.cudagraph_mark_step_begin()
+        return torch.autograd.grad(model(x), wanted, dy)
+
+    return run
+
+
+def sustained(runs: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7) -> dict[str, float]:
+    """Seconds of one call among many: the median of rounds, in which the variants take turns."""
+
+    def take(run: Callable[[], object], calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    calls = {}
+    for name, run in runs.items():
+        take(run, 3)  # compiles and captures
+        calls[name] = max(int(0.05 / take(run, 3)), 2)
+    taken = [{name: take(run, calls[name]) for name, run in runs.items()} for _ in range(rounds)]
+    return {name: statistics.median(each[name] for each in taken) for name in runs}
+
+
+def launching_table(results: dict, recipes: list[str], ways: list[str]) -> str:
+    """A row for each width and recipe: bfloat16's time, then times of bfloat16's."""
+    rows = []
+    for width, by_way in results.items():
+        shape = f"{width}, {SMALL_MODELS[width]}"
+        rows.append([shape, "bf16", *(seconds(by_way[way]["bf16"]) for way in ways)])
+        for recipe in recipes:
+            rows.append(["", recipe, *(f"{by_way[way][recipe] / by_way[way]['bf16']:.2f}" for way in ways)])
+    return table(["width, tokens", "recipe", *ways], rows)
 
 
 def model_steps(recipes: list[str], device: torch.device, repeats: int) -> dict:
@@ -292,6 +377,19 @@ def parts_table(taken: list[dict], n: int, k: int) -> str:
     return table([f"part of {n} x {k}", "time", "of copy"], rows)
 
 
+def measure_launching(options: argparse.Namespace, device: torch.device) -> None:
+    """Measure small models; save after each, because compiling takes long."""
+    host, small = host_times(options.recipes, device), {}
+    for width in options.widths:
+        small[width] = launching(width, SMALL_MODELS[width], options.recipes, options.ways, device)
+        report = Report()
+        report(launching_table(small, options.recipes, options.ways))
+        for recipe, taken_by in host.items():
+            report(f"host time of a linear, {recipe}: {seconds(taken_by)} ({taken_by / host['bf16']:.2f} of bf16)")
+        content = record(device, launching=small, host=host)
+        save(result_path(device, "training_launching", options.out), content, report.text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -299,6 +397,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, help="one square linear of this width instead of Llama-8B's")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=DEFAULT)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--launching", action="store_true", help="measure small models, launched in three ways")
+    parser.add_argument("--widths", nargs="+", type=int, choices=SMALL_MODELS, default=list(SMALL_MODELS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--no-block", action="store_true", help="leave the compiled block out")
     parser.add_argument("--out", help="folder of the results")
     options = parser.parse_args()
@@ -309,6 +410,9 @@ def main() -> None:
         shapes, sizes = {"square": (options.width,) * 2}, (options.width, options.width * 3, 8, 2)
     tokens = options.tokens or (2048 if on_cpu else 8192)
     torch.manual_seed(0)
+    if options.launching:
+        measure_launching(options, device)
+        return
     results = steps(shapes, options.recipes, tokens, device, options.repeats)
     n, k = next(iter(shapes.values()))
     taken = parts(n, k, tokens, device, options.repeats)
@@ -324,8 +428,8 @@ def main() -> None:
         memory = f", peak {blocks[recipe]['peak'] / 2**30:.2f} GiB" if blocks[recipe]["peak"] else ""
         report(f"compiled block, {recipe}: {seconds(blocks[recipe]['seconds'])} ({ratio:.3f} of bf16){memory}")
     models = model_steps(options.recipes, device, options.repeats) if on_cpu and not options.width else {}
-    for recipe, time in models.items():
-        report(f"step of the tutorial's model, {recipe}: {seconds(time)} ({time / models['bf16']:.3f} of bf16)")
+    for recipe, taken_by in models.items():
+        report(f"step of the tutorial's model, {recipe}: {seconds(taken_by)} ({taken_by / models['bf16']:.3f} of bf16)")
     content = record(device, tokens=tokens, linears=results, parts=taken, blocks=blocks, models=models)
     save(result_path(device, "training_step", options.out), content, report.text)
 

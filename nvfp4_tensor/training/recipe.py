@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.numerics.choices import Choice, RoundingMode, ScaleRounding, ScaleSearch
@@ -32,6 +32,19 @@ class WeightForDx(Choice):
     """The forward's codes, decoded. Supports all blocks. The product is bfloat16 on all devices."""
     DENSE = 2
     """The unquantized weight."""
+
+
+class PackedSpecs(NamedTuple):
+    """What the ops of a training linear read of a recipe: :meth:`QuantizeSpec.pack` of each operand, or -1 for None."""
+
+    x: int
+    w: int
+    dy: int
+    dy_t: int
+    x_t: int
+    has_ops: bool
+    """Whether ``quantize_pair_values``, ``train_linear`` and ``train_linear_backward`` compute all of a linear: each
+    operand is codes with one per-tensor scale."""
 
 
 @pin
@@ -72,6 +85,10 @@ class Recipe:
     """Whether quantization in the forward uses random bits; computed once, because each call reads it."""
     is_stochastic_backward: ClassVar[bool]
     """Whether quantization in the backward uses random bits."""
+    packed: ClassVar[PackedSpecs]
+    """The specs for the ops; packed once."""
+    is_dense: ClassVar[bool]
+    """Whether all operands are dense."""
 
     def __post_init__(self) -> None:
         for operand in ("x", "w", "dy", "dy_t", "x_t"):
@@ -91,6 +108,15 @@ class Recipe:
         set_field = object.__setattr__  # the dataclass is frozen
         set_field(self, "is_stochastic_forward", any_stochastic(self.x, self.w, self.x_t))
         set_field(self, "is_stochastic_backward", any_stochastic(self.dy, self.dy_t, self._spec_for_dx))
+        set_field(self, "packed", self._pack())
+        dense = all(getattr(self, name) is None for name in OPERANDS)
+        set_field(self, "is_dense", dense and self.w_for_dx == WeightForDx.DENSE)
+
+    def _pack(self) -> PackedSpecs:
+        specs = [getattr(self, name) for name in OPERANDS]
+        one_scale = not any(spec is None or spec.row_scaled for spec in specs)
+        x, w, dy, dy_t, x_t = [-1 if spec is None else spec.pack() for spec in specs]
+        return PackedSpecs(x, w, dy, dy_t, x_t, has_ops=one_scale and self.dgrad_reads_codes)
 
     def _check_weight_for_dx(self) -> None:
         if self.w_for_dx in (WeightForDx.CODES, WeightForDx.EXACT) and self.w is None:
@@ -160,11 +186,6 @@ class Recipe:
         """Return a copy whose dgrad and wgrad are dense."""
         changes: dict[str, Any] = dict(dy=None, dy_t=None, x_t=None, w_for_dx=WeightForDx.DENSE)
         return self.replace(name=f"{self.name}, bf16 backward", **changes)
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether all operands are dense."""
-        return self.w_for_dx == WeightForDx.DENSE and all(getattr(self, name) is None for name in OPERANDS)
 
     @property
     def rotates_dy_back(self) -> bool:

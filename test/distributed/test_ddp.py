@@ -85,3 +85,23 @@ def error_of(case):
 def test_errors_are_raised_on_every_rank(case, message):
     for error in run_ranks(error_of, 2, case):
         assert re.search(message, error), error
+
+
+def errors_without_preparation():
+    torch.manual_seed(0)
+    for columns in (48, 40):
+        frozen = nn.Linear(columns, 32, bias=False).bfloat16().to(here()).requires_grad_(False)
+        quantize_(frozen, NVFP4WeightOnlyConfig())
+        with pytest.raises(RuntimeError, match="what it received would be lost"):
+            dist.broadcast(frozen.weight.detach().view(-1), 0)
+        # Alone in its buffer, of which torch makes one per dtype, and beside a dense parameter.
+        for head in (nn.Linear(32, 8).to(here()), nn.Linear(32, 8).bfloat16().to(here())):
+            with pytest.raises(RuntimeError, match=r"DistributedDataParallel\(.*prepare_ddp\(model\)\)"):
+                DistributedDataParallel(nn.Sequential(frozen, head))
+    return frozen.weight.dequantize().cpu()
+
+
+@on_devices
+def test_ddp_alone_says_prepare_ddp(device):
+    one, other = run_ranks(errors_without_preparation, 2, device=device)
+    assert torch.equal(one, other)

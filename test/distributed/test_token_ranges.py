@@ -17,7 +17,7 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, distributed
 from nvfp4_tensor.matmul.product import decode_values
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, set_recipe
-from nvfp4_tensor.training.linear import function
+from nvfp4_tensor.training.linear import function, fused
 
 pytestmark = pytest.mark.slow
 
@@ -47,9 +47,15 @@ def whole_step(batch, sequence):
 
 
 class Recorded:
-    """The operands of a step in the order in which they are made: factors, and values without them."""
+    """The operands of a step in the order in which they are made: factors, and values without them.
+
+    All linears quantize each operand by its own op here, as sharded ones do.
+    """
 
     def __enter__(self):
+        self._patched = pytest.MonkeyPatch()
+        for name in ("quantizes_input", "fits"):
+            self._patched.setattr(fused, name, lambda *arguments: False)
         self.found, self._real = [], (function.quantize_left_operands, function.gather_operands)
         function.quantize_left_operands = lambda *args, **how: self._record(self._real[0](*args, **how))
         function.gather_operands = lambda *args: self._record(self._real[1](*args), instead=True)
@@ -57,6 +63,7 @@ class Recorded:
 
     def __exit__(self, *error):
         function.quantize_left_operands, function.gather_operands = self._real
+        self._patched.undo()
 
     def _record(self, pair, instead=False):
         if instead:

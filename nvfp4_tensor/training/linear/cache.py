@@ -80,7 +80,7 @@ def _weight_key(weight: Tensor, spec: QuantizeSpec) -> tuple:
 
 def is_cacheable(weight: Tensor) -> bool:
     """Whether codes may outlive the call: not in a trace, nor in a capture, whose replays see other weights."""
-    return not (_is_tracing() or _is_capturing(weight) or weight.is_inference() or weight.is_meta)
+    return not (is_tracing() or _is_capturing(weight) or weight.is_inference() or weight.is_meta)
 
 
 _TRACING_MODES = FakeTensorMode, ProxyTorchDispatchMode, _CachingTorchDispatchMode, _CachedTorchDispatchMode
@@ -88,7 +88,7 @@ _TRACING_MODES = FakeTensorMode, ProxyTorchDispatchMode, _CachingTorchDispatchMo
 checkpoint runs the ops twice and matches them by their order."""
 
 
-def _is_tracing() -> bool:
+def is_tracing() -> bool:
     """Whether a call has to run all of its ops, and so can neither reuse codes nor provide them to other calls."""
     if torch.compiler.is_compiling():
         return True
@@ -112,7 +112,7 @@ class _Input(NamedTuple):
     storage: UntypedStorage
     """A reference, so that no new tensor gets the same address."""
     key: tuple
-    users: weakref.WeakSet
+    users: list[weakref.ref]
     """The linears that have used the operands."""
     operands: Pair
 
@@ -131,16 +131,20 @@ def shared_input(x: Tensor, key: tuple, user: object) -> Pair | None:
     Each user can get them once, because its second call with the same tensor belongs to another step.
     """
     entry = _last.entry
-    if entry is None or entry.tensor() is not x or entry.key != _input_key(x, key) or user in entry.users:
+    if entry is None or entry.tensor() is not x or entry.key != _input_key(x, key) or _is_among(user, entry.users):
         return None
-    entry.users.add(user)
+    entry.users.append(weakref.ref(user))
     return entry.operands
 
 
 def share_input(x: Tensor, key: tuple, user: object, operands: Pair) -> None:
     """Keep the operands made from x for the linears that are called next, as long as x is alive."""
-    users: weakref.WeakSet = weakref.WeakSet([user])
+    users = [weakref.ref(user)]
     _last.entry = _Input(weakref.ref(x, _forget), x.untyped_storage(), _input_key(x, key), users, operands)
+
+
+def _is_among(user: object, users: list[weakref.ref]) -> bool:
+    return any([ref() is user for ref in users])
 
 
 def _forget(ref: weakref.ref) -> None:
@@ -157,6 +161,6 @@ def is_shareable(x: Tensor) -> bool:
 
     A leaf is not shareable: its owner may write to it undetected, as an environment fills its one buffer.
     """
-    if _is_tracing() or x.is_meta or type(x) is not Tensor:
+    if is_tracing() or x.is_meta or type(x) is not Tensor:
         return False
     return torch.is_grad_enabled() and x.grad_fn is not None

@@ -6,10 +6,13 @@
 
 The steps of one call, in order, of :func:`linear` or of a module:
 
-1. :func:`input_operands` quantizes x for fprop and x^T for wgrad; :func:`weight_operand` quantizes w. Both run outside
-   of autograd.
-2. :func:`multiply_operands` computes y in the autograd function :class:`_Products`, which saves codes for the backward.
+1. :func:`input_operands` quantizes x for fprop and x^T for wgrad, outside of autograd.
+2. :func:`multiply_operands` quantizes w and computes y in the autograd function :class:`_Products`, which saves codes
+   for the backward.
 3. In the backward, :func:`gradients` quantizes dy for dgrad and dy^T for wgrad and computes dx and dw.
+
+``fused.py`` does each step by one op if the recipe, the device and the sharding allow it. Otherwise, steps 2 and 3 call
+an op for each operand and each product. The bits are the same.
 
 Autograd and torch.compile see plain tensors. ``operands.py`` calls the kernels that quantize, on one rank or several;
 ``matmul/product.py`` calls those that multiply.
@@ -23,15 +26,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.matmul.backends import reads_transposed
+from nvfp4_tensor.matmul.backends import multiplies_codes, reads_transposed
 from nvfp4_tensor.matmul.product import Left, decode_values, multiply, multiply_across_blocks
 from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops.composite.training import DY_T_STREAM, W_FOR_DX_STREAM, W_STREAM, X_T_STREAM
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, compare_token_counts
 from nvfp4_tensor.sharding.sequence import GatheredShape, gather_operands, gather_shape_only, gather_tokens
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.training.linear import fused
+from nvfp4_tensor.training.linear.cache import is_tracing
+from nvfp4_tensor.training.linear.fused import raise_on_double_backward
 from nvfp4_tensor.training.linear.operands import (
     Quantized,
     quantize_left_operands,
@@ -40,10 +47,6 @@ from nvfp4_tensor.training.linear.operands import (
     transpose,
 )
 from nvfp4_tensor.training.recipe import Recipe, WeightForDx, any_stochastic, resolve
-
-DY_T_STREAM, W_FOR_DX_STREAM, X_T_STREAM, W_STREAM = 1, 2, 3, 4
-"""Streams of random bits (contract, section 4); x and dy use stream 0. All operands of a call share one rng_state,
-because EDEN's rotations must be equal to cancel. The two operands of a product use different streams."""
 
 
 class Needs(NamedTuple):
@@ -55,7 +58,10 @@ class Needs(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The quantized operands of a forward; None if the recipe leaves an operand dense, or no product reads it."""
+    """The quantized operands of a forward; None if the recipe leaves an operand dense, or no product reads it.
+
+    w is None too if the product quantizes it: see :func:`quantizes_in_product`.
+    """
 
     x: Quantized | None
     x_t: Codes | None
@@ -94,13 +100,10 @@ def linear(
     x = apply_autocast(x)
     check_operands(x, weight, "linear")
     needs = needed_gradients(x, weight, bias)
-    x_MK = flatten_tokens(x)
     rng_state = call_rng_state(recipe, any_requires_grad(x, weight, bias), x, rng_state)
-    operands = Operands(
-        *input_operands(InputShard(x_MK), recipe, needs, rng_state), weight_operand(weight, recipe, rng_state)
-    )
-    y_MN = multiply_operands(x_MK, weight, bias, recipe, operands, needs, rng_state)
-    return y_MN.view(*x.shape[:-1], weight.shape[0])
+    x_operand, x_t = input_operands(InputShard(flatten_tokens(x.detach()), UNSHARDED_LINEAR), recipe, needs, rng_state)
+    w = None if quantizes_in_product(recipe, x_operand, x) else weight_operand(weight, recipe, rng_state)
+    return multiply_operands(x, weight, bias, recipe, Operands(x_operand, x_t, w), needs, rng_state)
 
 
 def ste(w: Tensor, spec: QuantizeSpec | None = None, *, rng_state: Tensor | None = None) -> Tensor:
@@ -137,20 +140,26 @@ def _autocasts(device: torch.device) -> bool:
 
 def check_operands(x: Tensor, weight: Tensor, name: object) -> None:
     """Raise the errors that :func:`linear` documents, in the name of a function or module."""
-    for kind, dtype in (("an input", x.dtype), ("a weight", weight.dtype)):
-        if dtype not in HIGH_PRECISION_DTYPES:
-            raise TypeError(f"{name} takes bfloat16, float16 or float32, not {kind} of {dtype}: cast it first")
-    if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, (x, weight))):
+    dtype = x.dtype
+    if dtype not in HIGH_PRECISION_DTYPES or weight.dtype not in HIGH_PRECISION_DTYPES:
+        kind, dtype = ("a weight", weight.dtype) if dtype in HIGH_PRECISION_DTYPES else ("an input", dtype)
+        raise TypeError(f"{name} takes bfloat16, float16 or float32, not {kind} of {dtype}: cast it first")
+    if not torch.compiler.is_compiling() and (_is_transformed(x) or _is_transformed(weight)):
         raise RuntimeError(
             f"{name} does not support transforms of torch.func (vmap, grad, jvp, ...): call it with plain tensors, or "
             'use set_recipe(model, forward="bf16", backward="bf16")'
         )
     if x.dim() == 0 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"{name} takes an input (..., {weight.shape[-1]}), got {tuple(x.shape)}")
-    if x.dtype != weight.dtype and not _autocasts(x.device):
+    if dtype != weight.dtype and not _autocasts(x.device):
         raise TypeError(
-            f"the input of {name} is {x.dtype} and its weight {weight.dtype}: cast one of them, or use torch.autocast"
+            f"the input of {name} is {dtype} and its weight {weight.dtype}: cast one of them, or use torch.autocast"
         )
+
+
+def _is_transformed(t: Tensor) -> bool:
+    """Whether a transform of torch.func is applied to t."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def needed_gradients(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
@@ -183,15 +192,16 @@ def call_rng_state(recipe: Recipe, backward: bool, like: Tensor, given: Tensor |
         return None
     if given is not None:
         return given.clone()  # its owner counts steps in place
-    # Each call passes a new tensor: no compiler pass merges two ops with different arguments.
-    return torch.ops.nvfp4.draw_rng_state(torch.empty((2,), dtype=torch.int64, device=like.device))
+    if is_tracing():  # each call passes a new tensor: no compiler pass merges two ops with different arguments
+        like = torch.empty((2,), dtype=torch.int64, device=like.device)
+    return torch.ops.nvfp4.draw_rng_state.default(like.detach())
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
 
 
 class InputShard(NamedTuple):
-    """The dense input that a call quantizes, and its sharding."""
+    """The dense input that a call quantizes, detached, and its sharding."""
 
     x_MK: Tensor
     sharding: LinearSharding = UNSHARDED_LINEAR
@@ -200,19 +210,21 @@ class InputShard(NamedTuple):
 
 
 def prepare_input(x: Tensor, recipe: Recipe, needs: Needs, sharding: LinearSharding) -> tuple[Tensor, InputShard]:
-    """Return x as autograd and dense products see it, and the shard of it to quantize.
+    """Return x as autograd and dense products see it, and the shard of it to quantize, which is detached.
 
     A sequence shard is gathered as codes if the recipe's products read only codes of x, and dense otherwise.
     """
+    if sharding is UNSHARDED_LINEAR:
+        return x, InputShard(flatten_tokens(x.detach()), sharding)  # torch 2.11 does not compile the default
     sequence = sharding.sequence_of(x)
     if sequence is not None:
-        local, x_MK = sharding.for_input(x.shape[:-1], local=True), flatten_tokens(x)
+        local, x_MK = sharding.for_input(x.shape[:-1], local=True), flatten_tokens(x.detach())
         specs = _input_specs(recipe, needs)
         if _is_read_as_codes(x_MK, local, needs, *specs):
             return gather_shape_only(x, sequence), InputShard(x_MK, local, GatheredShape.of(x, sequence))
         compare_token_counts(local.x, x_MK, *specs)
         x = gather_tokens(x, sequence)
-    return x, InputShard(flatten_tokens(x), sharding.for_input(x.shape[:-1]))
+    return x, InputShard(flatten_tokens(x.detach()), sharding.for_input(x.shape[:-1]))
 
 
 def _input_specs(recipe: Recipe, needs: Needs) -> tuple[QuantizeSpec | None, QuantizeSpec | None]:
@@ -237,11 +249,13 @@ def input_operands(
     """
     x_MK, sharding, gathered = shard
     spec, spec_t = _input_specs(recipe, needs)
-    rng_state = rng_state if any_stochastic(spec, spec_t) else None
+    rng_state = rng_state if recipe.is_stochastic_forward and any_stochastic(spec, spec_t) else None
+    if needs.dw and sharding is UNSHARDED_LINEAR and fused.quantizes_input(recipe, x_MK.device):
+        return fused.quantize_input(x_MK, recipe, rng_state)
     if gathered is not None and any([each is not None and each.row_scaled for each in (spec, spec_t)]):
         compare_token_counts(sharding.x, x_MK, spec, spec_t)  # other specs compare with their amaxes
     x_operand, x_t = quantize_left_operands(
-        x_MK.detach(), spec, spec_t, rng_state, X_T_STREAM, sharding.x, name="x", codes_t=True,
+        x_MK, spec, spec_t, rng_state, X_T_STREAM, sharding.x, name="x", codes_t=True,
         codes=recipe.w is None or gathered is not None,
     )  # fmt: skip
     assert not isinstance(x_t, Decoded)
@@ -264,11 +278,18 @@ def weight_operand(
     return quantize_operand(w_NK.detach(), recipe.w, rng_state, W_STREAM, sharding.w, name="w")
 
 
+def quantizes_in_product(recipe: Recipe, x_operand: Quantized | None, x: Tensor) -> bool:
+    """Whether one op quantizes an unsharded weight and multiplies: without FP4 tensor cores, and if x is not codes."""
+    if recipe.w is None or recipe.w.row_scaled:
+        return False
+    return isinstance(x_operand, Decoded) or (x_operand is None and not multiplies_codes(x.device))
+
+
 # --- multiply --------------------------------------------------------------------------------------------------------
 
 
 def multiply_operands(
-    x_MK: Tensor,
+    x: Tensor,
     w_NK: Tensor,
     bias: Tensor | None,
     recipe: Recipe,
@@ -277,16 +298,38 @@ def multiply_operands(
     rng_state: Tensor | None,
     sharding: LinearSharding = UNSHARDED_LINEAR,
 ) -> Tensor:
-    """Compute y (M, N) = x @ w^T + bias in the dtype of x, with the recipe's backward."""
-    if not any(needs):
-        return fprop(x_MK, w_NK, bias, operands)
-    flattened = [t for operand in operands for t in _flatten(operand)]
-    return _Products.apply(x_MK, w_NK, bias, recipe, needs, rng_state, sharding, *flattened)
+    """Compute y (..., N) = x (..., K) @ w^T + bias in the dtype of x, with the recipe's backward."""
+    if needs.dx and needs.dw and sharding is UNSHARDED_LINEAR and fused.fits(recipe, operands.x, operands.x_t):
+        x_operand, x_t, w = operands
+        assert isinstance(x_operand, Decoded) and x_t is not None
+        return fused.multiply_operands(x, w_NK, bias, recipe, x_operand, x_t, w, rng_state, needs.db)
+    x_MK = flatten_tokens(x)
+    if any(needs):
+        flattened = [t for operand in operands for t in _flatten(operand)]
+        y_MN = _Products.apply(x_MK, w_NK, bias, recipe, needs, rng_state, sharding, *flattened)
+    else:
+        y_MN, _ = quantize_and_multiply(x_MK, w_NK, bias, recipe, operands, rng_state)
+    return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], w_NK.shape[0])
 
 
 def fprop(x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
     """Compute y (M, N) = x @ w^T + bias from the quantized operands, or from the dense x or w if there is none."""
     return multiply(operands.x or x_MK, operands.w or w_NK, x_MK.dtype, bias)
+
+
+def quantize_and_multiply(
+    x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, recipe: Recipe, operands: Operands, rng_state: Tensor | None
+) -> tuple[Tensor, Operands]:
+    """Run :func:`fprop`; quantize the weight if it is to be, and return it among the operands.
+
+    The op always gets rng_state, as in :func:`weight_operand`.
+    """
+    if operands.w is not None or recipe.w is None:
+        return fprop(x_MK, w_NK, bias, operands), operands
+    assert not isinstance(operands.x, Codes)  # quantizes_in_product
+    x, factor = (x_MK, None) if operands.x is None else operands.x
+    y_MN, *w = torch.ops.nvfp4.train_linear.default(x, factor, w_NK, bias, rng_state, recipe.packed.w, x_MK.dtype)
+    return y_MN, Operands(operands.x, operands.x_t, Codes(*w))
 
 
 class _Products(torch.autograd.Function):
@@ -310,11 +353,11 @@ class _Products(torch.autograd.Function):
         x_t, w = _unflatten(flattened[3:6]), _unflatten(flattened[6:])
         assert not isinstance(x_t, Decoded) and not isinstance(w, Decoded)
         operands = Operands(_unflatten(flattened[:3]), x_t, w)
+        y_MN, operands = quantize_and_multiply(x_MK, w_NK, bias, recipe, operands, rng_state)
         saved = tensors_to_save(x_MK, w_NK, recipe, operands, needs)
         ctx.save_for_backward(rng_state, saved.x, saved.weight, *_flatten(saved.x_t), *_flatten(saved.w))
         ctx.recipe, ctx.needs, ctx.sharding = recipe, needs, sharding
         ctx.shape, ctx.dtypes = w_NK.shape, (x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype)
-        y_MN = fprop(x_MK, w_NK, bias, operands)
         return y_MN if operands.w is not None or rng_state is None else _depend_on_rng_state(y_MN, rng_state)
 
     @staticmethod
@@ -453,12 +496,3 @@ def _dgrad(
         return multiply(dy, transpose(w), dtype)[:, :K]
     values, scale = (dy, None) if isinstance(dy, Tensor) else decode_values(dy, N)
     return multiply_across_blocks(values, scale, w, K, dtype)
-
-
-def raise_on_double_backward() -> None:
-    """Raise a RuntimeError in a backward that builds a graph (``create_graph=True``)."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "an NVFP4 training linear has no second derivative, so backward(create_graph=True) is not supported: use "
-            'set_recipe(model, forward="bf16", backward="bf16") for it'
-        )

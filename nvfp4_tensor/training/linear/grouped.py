@@ -24,10 +24,10 @@ from nvfp4_tensor.training.linear.function import (
     input_operands,
     linear,
     needed_gradients,
-    raise_on_double_backward,
     tensors_to_save,
     weight_operand,
 )
+from nvfp4_tensor.training.linear.fused import raise_on_double_backward
 from nvfp4_tensor.training.recipe import OPERANDS, Recipe, WeightForDx, resolve
 
 
@@ -219,10 +219,9 @@ def _packed(recipe: Recipe) -> list[int]:
 
     One packed spec per operand, -1 for a dense operand, and ``w_for_dx``: a packed spec, or ``-2 - value`` of the enum.
     """
-    specs = [getattr(recipe, name) for name in OPERANDS]
     w_for_dx = recipe.w_for_dx
     packed = w_for_dx.pack() if isinstance(w_for_dx, QuantizeSpec) else -2 - w_for_dx
-    return [*(-1 if spec is None else spec.pack() for spec in specs), packed]
+    return [*recipe.packed[: len(OPERANDS)], packed]
 
 
 @functools.cache

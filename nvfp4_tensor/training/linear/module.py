@@ -23,13 +23,14 @@ from nvfp4_tensor.training.linear.function import (
     apply_autocast,
     call_rng_state,
     check_operands,
-    flatten_tokens,
     input_operands,
     multiply_operands,
     needed_gradients,
     prepare_input,
+    quantizes_in_product,
     weight_operand,
 )
+from nvfp4_tensor.training.linear.operands import Quantized
 from nvfp4_tensor.training.recipe import Recipe, any_stochastic
 
 _GATHERED_ATTRIBUTES = "weight", "_writes_before"
@@ -107,13 +108,11 @@ class NVFP4TrainingLinear(nn.Linear):
         # The first run of a reentrant checkpoint has no gradients and must sample as the second does.
         rng_state = call_rng_state(recipe, self.training or any(needs), x, self.rounding_state)
         x, shard = prepare_input(x, recipe, needs, sharding)
-        operands = Operands(
-            *self._input_operands(input, shard, needs, rng_state), self._weight_operand(weight, rng_state)
-        )
-        y = multiply_operands(
-            flatten_tokens(x), weight, bias, recipe, operands, needs, rng_state, sharding.for_input(x.shape[:-1])
-        )
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+        x_operand, x_t = self._input_operands(input, shard, needs, rng_state)
+        operands = Operands(x_operand, x_t, self._weight_operand(weight, rng_state, x_operand, x))
+        if sharding is not UNSHARDED_LINEAR:
+            sharding = sharding.for_input(x.shape[:-1])
+        return multiply_operands(x, weight, bias, recipe, operands, needs, rng_state, sharding)
 
     def _local_parameters(self, sharding: LinearSharding) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight and bias. If inputs are sharded, the bias is None: the sum over ranks adds it."""
@@ -128,7 +127,7 @@ class NVFP4TrainingLinear(nn.Linear):
         """
         recipe = self.active_recipe
         x_t = recipe.x_t if needs.dw else None
-        if any_stochastic(recipe.x, x_t) or not is_shareable(input):
+        if (recipe.is_stochastic_forward and any_stochastic(recipe.x, x_t)) or not is_shareable(input):
             return input_operands(shard, recipe, needs, rng_state)
         key = shard.x_MK.dtype, recipe.x, x_t, recipe.w is None, shard.sharding.x, shard.gathered
         operands = shared_input(input, key, self)
@@ -137,14 +136,21 @@ class NVFP4TrainingLinear(nn.Linear):
             share_input(input, key, self, operands)
         return operands
 
-    def _weight_operand(self, weight: Tensor, rng_state: Tensor | None) -> Codes | None:
-        """Return the weight's codes: cached ones within :func:`training.reuse_weight_codes`, else quantized now."""
+    def _weight_operand(
+        self, weight: Tensor, rng_state: Tensor | None, x_operand: Quantized | None, x: Tensor
+    ) -> Codes | None:
+        """Return the weight's codes: cached ones within :func:`training.reuse_weight_codes`, else quantized now.
+
+        Return None if the product quantizes the weight.
+        """
         recipe, kept = self.active_recipe, self._weight_codes
         if recipe.w is None:
             return None
         if isinstance(weight, NVFP4Tensor):  # gathered as codes
             return Codes(weight.qdata, weight.scale, weight.per_tensor_scale)
         if kept is None or recipe.w.is_stochastic or not recipe.keep_w or not is_cacheable(weight):
+            if self.sharding is UNSHARDED_LINEAR and quantizes_in_product(recipe, x_operand, x):
+                return None
             return weight_operand(weight, recipe, rng_state, self.sharding)
         operand = kept.get(weight, recipe.w)
         if operand is None:

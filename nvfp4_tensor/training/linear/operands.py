@@ -30,7 +30,7 @@ from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.composite import own_amax
+from nvfp4_tensor.ops.composite import own_amax, own_amax_pair
 from nvfp4_tensor.sharding.layout import UNSHARDED, MatrixSharding, agree_on_amax, all_reduce_amax
 
 Quantized: TypeAlias = "Codes | Decoded"
@@ -166,18 +166,18 @@ def _quantize_pair(
     codes_t: bool,
     codes: bool,
 ) -> tuple[Quantized, Quantized]:
-    amax, amax_t = _amax_pair(x, spec, spec_t, rng_state, sharding)
+    amax, amax_t = _amax_pair(x, spec, spec_t, rng_state, sharding) if sharding.is_sharded else (None, None)
     packed = spec.pack(), spec_t.pack()
     x_tiles: list[Quantized] = []
     t_tiles: list[Quantized] = []
     for tile in sharding.tiles(x, spec, spec_t):
         offsets = tile.row0, tile.col0, tile.full_rows, tile.full_width
         if codes:
-            pair = torch.ops.nvfp4.quantize_pair(tile.x, amax, amax_t, rng_state, *packed, *offsets, stream_t)
+            pair = torch.ops.nvfp4.quantize_pair.default(tile.x, amax, amax_t, rng_state, *packed, *offsets, stream_t)
             x_tiles.append(Codes(*pair[:3]))
             t_tiles.append(Codes(*pair[3:]))
             continue
-        values, factor, t, scale_t, factor_t = torch.ops.nvfp4.quantize_pair_values(
+        values, factor, t, scale_t, factor_t = torch.ops.nvfp4.quantize_pair_values.default(
             tile.x, amax, amax_t, rng_state, *packed, codes_t, *offsets, stream_t
         )
         x_tiles.append(Decoded(values, factor))
@@ -188,16 +188,16 @@ def _quantize_pair(
 def _amax_pair(
     x: Tensor, spec: QuantizeSpec, spec_t: QuantizeSpec, rng_state: Tensor | None, sharding: MatrixSharding
 ) -> tuple[Tensor, Tensor]:
-    """Return the amaxes of x and of x^T over all ranks, each after its spec's transform."""
-    if spec.rotation is None and not spec_t.is_eden:  # one pass over x
-        own = torch.ops.nvfp4.amax_pair(x, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign)
+    """Return the amaxes of a sharded x and of x^T over all ranks, each after its spec's transform."""
+    if spec.is_eden or spec_t.is_eden:  # tile by tile: the rotation depends on the offset
+        packed = spec.pack(), spec_t.pack()
+        tiles = [
+            torch.ops.nvfp4.amax_pair_by_spec(tile.x, rng_state, *packed, tile.row0, tile.col0)
+            for tile in sharding.tiles(x, spec, spec_t)
+        ]
+        own = tuple(torch.stack(each).amax() for each in zip(*tiles, strict=True))
     else:
-        own = (
-            _local_amax(x, spec, rng_state, sharding),
-            _local_amax(x.t().contiguous(), spec_t, rng_state, sharding.t),
-        )
-    if not sharding.is_sharded:
-        return own
+        own = own_amax_pair(x, spec, spec_t, rng_state)
     amax, amax_t = agree_on_amax(torch.stack(own), x, sharding).unbind()  # both in one all-reduce
     return amax, amax_t
 
@@ -234,5 +234,7 @@ def rotate_back(
     col0: the global offset of the first column of ``a``.
     """
     values, factor = decode_values(a)
+    if dtype is None:
+        return Decoded(torch.ops.nvfp4.rotate_back(values, rng_state, columns, col0), factor)
     values = torch.ops.nvfp4.rotate(values.float(), rng_state, True, col0)[:, :columns]
-    return Decoded(values.bfloat16(), factor) if dtype is None else (values * factor).to(dtype)
+    return (values * factor).to(dtype)

@@ -13,7 +13,7 @@ from nvfp4_tensor import QuantizeSpec, training
 from nvfp4_tensor.matmul import scaled_mm
 from nvfp4_tensor.numerics import eden
 from nvfp4_tensor.training import RECIPES, Recipe, WeightForDx
-from nvfp4_tensor.training.linear import function
+from nvfp4_tensor.training.linear import function, fused
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,15 @@ def bytes_equal(a, b):
 
 
 @pytest.fixture
-def captured(monkeypatch):
+def op_by_op(monkeypatch):
+    """Call an op for each operand and each product, as sharded linears and linears on FP4 tensor cores do."""
+    monkeypatch.setattr(function, "quantizes_in_product", lambda *arguments: False)
+    for name in ("fits", "quantizes_input"):
+        monkeypatch.setattr(fused, name, lambda *arguments: False)
+
+
+@pytest.fixture
+def captured(monkeypatch, op_by_op):
     """Arguments of the products, in the order in which they ran."""
     seen = []
     product, across = function.multiply, function.multiply_across_blocks
@@ -113,6 +121,36 @@ def test_the_operands_of_every_product_have_the_references_bits(recipe, captured
             want_right = want_right.t()
         same_operand(left, want_left, rng_state if name == "dgrad" and recipe.rotates_dy_back else None)
         same_operand(right, want_right)
+
+
+def results(x, w, bias, dy, recipe):
+    """y, dx, dw and db, with the random bits of one seed."""
+    torch.manual_seed(5)
+    y = training.linear(x, w, bias, recipe)
+    return [y.detach(), *torch.autograd.grad(y, [x, w, *([] if bias is None else [bias])], dy)]
+
+
+def in_one_op_and_op_by_op(request, recipe, *shape, **options):
+    x, w, bias, dy = case(*shape, **options)
+    in_one = results(x, w, bias, dy, recipe)
+    request.getfixturevalue("op_by_op")
+    for a, b in zip(in_one, results(x, w, bias, dy, recipe), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", [*ALL, RECIPES["nvidia"].replace(name="w again", keep_w=False)], ids=by_name)
+@pytest.mark.parametrize("shape", [(40, 48, 64), (37, 70, 50), (256, 128, 144)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_op_has_the_bits_of_an_op_for_each_step(request, recipe, shape, dtype):
+    in_one_op_and_op_by_op(request, recipe, *shape, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [*ALL, RECIPES["nvidia"].replace(name="w again", keep_w=False)], ids=by_name)
+@pytest.mark.parametrize("shape", [(40, 48, 64), (37, 70, 50), (520, 384, 256), (300, 256, 400)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_one_op_has_the_bits_of_an_op_for_each_step_on_a_gpu(request, recipe, shape, dtype):
+    in_one_op_and_op_by_op(request, recipe, *shape, dtype=dtype, device="cuda")
 
 
 def assert_product(got, left, right, bias=None):
@@ -213,7 +251,7 @@ def test_without_a_backward_only_the_forward_is_quantized():
         x, w, bias = (t.requires_grad_(trained) for t in (x, w, bias))
         with torch.no_grad(), Ops() as ops:
             training.linear(x, w, bias, "nvidia")
-        assert (ops.pairs, ops["quantize_activation"], ops["quantize"], ops["draw_rng_state"]) == (0, 1, 1, trained)
+        assert (ops.pairs, ops["quantize_activation"], ops.weights, ops["draw_rng_state"]) == (0, 1, 1, trained)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
@@ -222,7 +260,7 @@ def test_only_needed_gradients_are_computed(frozen):
     x, w = (x.detach(), w) if frozen == "x" else (x, w.detach())
     with Ops() as ops:
         training.linear(x, w, None, "nvidia").backward(dy)
-    assert ops["matmul"] == 2
+    assert ops.products == 2
     # with x frozen x^T is needed and dy^T alone; with the weight frozen neither
     assert ops.pairs == (1 if frozen == "x" else 0)
     assert (x.grad is None) == (frozen == "x") and (w.grad is None) == (frozen == "weight")

@@ -1,0 +1,64 @@
+// The ops of a training linear, of the ops of either library: what nvfp4_tensor/ops/composite/training.py does, in one
+// call. Registered in cpu/training and cuda/training.
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include "ops.h"
+
+namespace nvfp4 {
+namespace training {
+
+using ops::CodedTensors;
+using ops::OptionalTensor;
+
+constexpr int64_t kDyTStream = 1, kWStream = 4;  // of random bits (numerics contract, section 4)
+
+// (seed, offset) from torch's default generator of the device.
+inline Tensor fill_rng_state(Tensor state) {
+  using torch::stable::detail::from;
+  return call("aten::random_", "from",
+              {from(state), from(INT64_MIN), from(std::optional<int64_t>(INT64_MAX)), from(std::nullopt)});
+}
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> train_linear(const Tensor& x, OptionalTensor x_scale, const Tensor& w,
+                                                               OptionalTensor bias, OptionalTensor rng_state,
+                                                               int64_t spec, ScalarType out_dtype) {
+  const CodedTensors codes = ops::quantize(w, rng_state, spec, kWStream);
+  const Tensor y = ops::matmul(x, x_scale, codes, bias, x.size(x.dim() - 1), false, out_dtype);
+  const auto& [qdata, scale, factor] = codes;
+  return {y, qdata, scale, factor};
+}
+
+// dx (M, columns) = values (M, N), which dy was rounded to, times w (N, columns).
+inline Tensor dgrad(Tensor values, const Tensor& factor, const CodedTensors& w, bool transposes_w, int64_t columns,
+                    ScalarType dtype) {
+  if (!transposes_w) return ops::matmul(values, factor, w, std::nullopt, columns, true, dtype);
+  const auto& [qdata, scale, w_factor] = w;
+  const auto [qdata_t, scale_t] = ops::transpose_codes(qdata, scale);
+  Tensor dx = ops::matmul(values, factor, {qdata_t, scale_t, w_factor}, std::nullopt, values.size(1), false, dtype);
+  return dx.size(1) == columns ? dx : torch::stable::contiguous(torch::stable::narrow(dx, 1, 0, columns));
+}
+
+inline std::tuple<Tensor, Tensor> train_linear_backward(const Tensor& dy, OptionalTensor rng_state,
+                                                        const Tensor& x_qdata, const Tensor& x_scale,
+                                                        const Tensor& x_per_tensor_scale, OptionalTensor w,
+                                                        OptionalTensor w_qdata, OptionalTensor w_scale,
+                                                        OptionalTensor w_per_tensor_scale, int64_t spec, int64_t spec_t,
+                                                        int64_t spec_w, bool transposes_w, ScalarType dx_dtype,
+                                                        ScalarType dw_dtype) {
+  const bool has_codes = w_qdata && w_scale && w_per_tensor_scale;
+  STD_TORCH_CHECK(has_codes || w, "train_linear_backward needs w or its codes");
+  auto [values, factor, values_t, factor_t] = ops::quantize_gradient(dy, rng_state, spec, spec_t, kDyTStream);
+  const CodedTensors codes = has_codes ? CodedTensors(*w_qdata, *w_scale, *w_per_tensor_scale)
+                                       : ops::quantize(*w, rng_state, spec_w, kWStream);
+  const Tensor dx = dgrad(values, factor, codes, transposes_w, x_qdata.size(0), dx_dtype);
+  values = Tensor();  // its memory may serve dw
+  const Tensor dw = ops::matmul(values_t, factor_t, {x_qdata, x_scale, x_per_tensor_scale}, std::nullopt,
+                                values_t.size(1), false, dw_dtype);
+  return {dx, dw};
+}
+
+}  // namespace training
+}  // namespace nvfp4

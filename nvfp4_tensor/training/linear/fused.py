@@ -1,0 +1,116 @@
+"""Forward and backward of an unsharded linear in three ops, for the recipes and devices where these compute all of it.
+
+Each step of ``function.py`` is one call of the dispatcher here: ``quantize_pair_values`` quantizes x and x^T,
+``train_linear`` quantizes w and multiplies, ``train_linear_backward`` does the whole backward. The bits are the same.
+A small linear takes as long as the Python around these calls, above all in autograd's thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.matmul.backends import multiplies_codes, reads_transposed
+from nvfp4_tensor.numerics.codes import Codes, Decoded
+from nvfp4_tensor.ops.composite.training import X_T_STREAM
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.training.recipe import Recipe, WeightForDx
+
+
+def quantizes_input(recipe: Recipe, device: torch.device) -> bool:
+    """Whether these ops compute all of an unsharded linear: from codes of all operands, without FP4 tensor cores."""
+    return recipe.packed.has_ops and not multiplies_codes(device)
+
+
+def fits(recipe: Recipe, x: Codes | Decoded | None, x_t: Codes | None) -> bool:
+    """Whether x and x^T are what :func:`quantize_input` returns, for :func:`multiply_operands`."""
+    return recipe.packed.has_ops and isinstance(x, Decoded) and x_t is not None
+
+
+def quantize_input(x_MK: Tensor, recipe: Recipe, rng_state: Tensor | None) -> tuple[Decoded, Codes]:
+    """Quantize x (M, K) for fprop and x^T for wgrad. rng_state is None if neither uses random bits."""
+    packed = recipe.packed
+    values, factor, qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize_pair_values.default(
+        x_MK, None, None, rng_state, packed.x, packed.x_t, True, 0, 0, 0, 0, X_T_STREAM
+    )
+    return Decoded(values, factor), Codes(qdata, scale, per_tensor_scale)
+
+
+def multiply_operands(
+    x: Tensor,
+    w_NK: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    x_operand: Decoded,
+    x_t: Codes,
+    w: Codes | None,
+    rng_state: Tensor | None,
+    needs_db: bool,
+) -> Tensor:
+    """Compute y (..., N) = x (..., K) @ w^T + bias in the dtype of x, with the recipe's backward.
+
+    w: the codes of the weight, or None to quantize it now. The backward reads these codes, or quantizes the weight
+    again without ``recipe.keep_w``.
+    """
+    saves_codes = recipe.keep_w or isinstance(w_NK, NVFP4Tensor)
+    w_parts = w or (None, None, None)
+    return _Products.apply(x, w_NK, bias, recipe, saves_codes, needs_db, rng_state, *x_operand, *x_t, *w_parts)
+
+
+_NO_GRADIENTS = (None,) * 12
+"""Of the arguments of :class:`_Products` after the bias."""
+
+
+class _Products(torch.autograd.Function):
+    """As the function of this name in ``function.py``. The saved tensors are the backward op's arguments, in order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w_NK: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        saves_codes: bool,
+        needs_db: bool,
+        rng_state: Tensor | None,
+        values: Tensor,
+        factor: Tensor,
+        *codes: Tensor | None,
+    ) -> Tensor:
+        packed, dtype, shape, x_t, w = recipe.packed, x.dtype, x.shape, codes[:3], codes[3:]
+        if len(shape) != 2:
+            values = values.view(shape)  # the op returns y of that shape: a view could not be written in place
+        if w[0] is None:
+            y, *w = torch.ops.nvfp4.train_linear.default(values, factor, w_NK, bias, rng_state, packed.w, dtype)
+        else:
+            y = torch.ops.nvfp4.matmul.default(values, factor, *w, bias, values.shape[-1], False, dtype)
+        if saves_codes:
+            ctx.save_for_backward(rng_state, *x_t, None, *w)
+        else:
+            ctx.save_for_backward(rng_state, *x_t, w_NK, None, None, None)
+        transposes_w = recipe.w_for_dx == WeightForDx.CODES and reads_transposed(x.device)
+        ctx.arguments = packed.dy, packed.dy_t, packed.w, transposes_w, dtype, w_NK.dtype
+        ctx.shape = shape
+        ctx.bias_dtype = bias.dtype if needs_db and bias is not None else None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        raise_on_double_backward()
+        shape = ctx.shape
+        dy_MN = dy if len(shape) == 2 else dy.reshape(-1, dy.shape[-1])
+        dx, dw = torch.ops.nvfp4.train_linear_backward.default(dy_MN, *ctx.saved_tensors, *ctx.arguments)
+        db = None if ctx.bias_dtype is None else dy_MN.sum(0, dtype=ctx.bias_dtype)
+        return dx if len(shape) == 2 else dx.view(shape), dw, db, *_NO_GRADIENTS
+
+
+def raise_on_double_backward() -> None:
+    """Raise a RuntimeError in a backward that builds a graph (``create_graph=True``)."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "an NVFP4 training linear has no second derivative, so backward(create_graph=True) is not supported: use "
+            'set_recipe(model, forward="bf16", backward="bf16") for it'
+        )
