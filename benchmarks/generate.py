@@ -1,4 +1,6 @@
-"""Measure text generation: prefill and decode in bf16, NVFP4 weight-only and W4A4.
+"""Measure a compiled model that generates text: prefill and decode in bf16, NVFP4 weight-only and W4A4.
+
+The model is benchmarks/llama.py; benchmarks/speed/generation.py measures what transformers' models reach.
 
     python -m benchmarks.generate [--device cuda] [--models llama-8b smollm2] [--batch 1] [--prompt 512 4096] [--quick]
 

@@ -255,7 +255,11 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("nvfp4-tensor", "torchao", "triton", "humming-kernels", "quack-kernels", "mslk-cuda"):
+    ours, others = (
+        ("nvfp4-tensor", "torchao", "transformers", "triton"),
+        ("humming-kernels", "quack-kernels", "mslk-cuda"),
+    )
+    for package in (*ours, *others):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -376,13 +380,15 @@ def bars(path: Path, title: str, subjects: Sequence[dict]) -> bool:
 
 
 class Report:
-    """Prints lines immediately, and keeps the text for :func:`save`."""
+    """Prints lines immediately unless it is quiet, and keeps the text for :func:`save`."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
         self.lines: list[str] = []
+        self.quiet = quiet
 
     def __call__(self, text: str = "") -> None:
-        print(text, flush=True)
+        if not self.quiet:
+            print(text, flush=True)
         self.lines.append(text)
 
     @property

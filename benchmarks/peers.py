@@ -1,10 +1,11 @@
-"""Products of bfloat16 activations and NVFP4 weights in other libraries, called through their public API.
+"""Products of bfloat16 activations and 4-bit weights in other libraries, called through their public API.
 
 Every peer gets the same weight in the layout of a checkpoint, rearranges it once, and then multiplies. A peer that is
 not installed, does not run or returns a wrong product is skipped, and printed with the reason.
 
-    humming   humming-kernels, of the vLLM project: CUDA C++, all kernels for a weight compiled at the first call
-    quack     quack-kernels, of Dao-AILab: CuTe DSL, compiled at the first call of each kind
+    humming        humming-kernels, of the vLLM project: CUDA C++, all kernels for a weight compiled at the first call
+    quack          quack-kernels, of Dao-AILab: CuTe DSL, compiled at the first call of each kind
+    torchao int4   tinygemm, torch's own kernel; integers in groups of 128 with a scale and a zero, only in whole models
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness import Report
-from nvfp4_tensor.numerics.layout import BLOCK, swizzle
+from benchmarks.llama import Llama
+from nvfp4_tensor.numerics.layout import BLOCK, swizzle, unswizzle
+from nvfp4_tensor.sizes import stored_bytes
 
 Run = Callable[[], object]
 Linear = Callable[[Tensor], Tensor]
@@ -73,6 +76,75 @@ def quack(weight: Weight) -> Linear:
 
 
 PRODUCTS: dict[str, Callable[[Weight], Linear]] = {"humming": humming, "quack": quack}
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+HUMMING = "humming"
+INT4_TOLERANCE = 0.2
+"""Relative error allowed to int4 in groups of 128, which rounds the weight anew: 0.1 for Gaussian weights."""
+
+
+class FlatRows(nn.Module):
+    """A product of two-dimensional x in a model whose x has a batch, too. bytes: of its weight."""
+
+    def __init__(self, product: nn.Module, nbytes: int) -> None:
+        super().__init__()
+        self.product, self.bytes = product, nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+def humming_model(model: Llama) -> None:
+    """Give the blocks' NVFP4 weights to humming; the output layer becomes dense."""
+    for layer in model.layers:
+        for name in ("qkv", "out", "gate_up", "down"):
+            w = getattr(layer, name).weight
+            scale = unswizzle(w.scale, w.shape[0], w.shape[1] // BLOCK)
+            product = humming(Weight(w.qdata, scale, w.per_tensor_scale))
+            setattr(layer, name, FlatRows(product, w.qdata.nbytes + scale.nbytes))
+    head = nn.Linear(model.shape.hidden, model.shape.vocab, bias=False, device="meta")
+    head.weight = nn.Parameter(model.head.weight.dequantize(), requires_grad=False)
+    model.head = head
+
+
+def int4_model(model: Llama, head: bool = False) -> None:
+    """Quantize the blocks, and the output layer if asked, to torchao's int4 of groups of 128, for its tinygemm."""
+    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+    config = Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
+    quantize_(model if head else model.layers, config)
+
+
+MODELS: dict[str, Callable[[Llama], None]] = {
+    "torchao int4": int4_model,
+    "torchao int4, head": functools.partial(int4_model, head=True),
+    HUMMING: humming_model,
+}
+"""Changes of a Llama in place, by the weights that it has then. humming's starts from NVFP4."""
+
+
+def convert(model: Llama, peer: str) -> None:
+    """Give a Llama's weights to a peer; raise a ValueError if its product is wrong."""
+    x = torch.randn(1, 1, model.shape.hidden, device=model.norm.weight.device, dtype=model.norm.weight.dtype)
+    expected = model.layers[0].qkv(x).float()
+    MODELS[peer](model)
+    error = relative_error(model.layers[0].qkv(x), expected)
+    if not error < (TOLERANCE if peer == HUMMING else INT4_TOLERANCE):
+        raise ValueError(f"its product is off by {error:.2g}")
+
+
+def linear_bytes(model: Llama) -> int:
+    """Return the bytes of all linears' weights, ours and the peers'."""
+    return sum(
+        module.bytes if isinstance(module, FlatRows) else stored_bytes(module.weight)
+        for module in model.modules()
+        if isinstance(module, FlatRows | nn.Linear)
+    )
+
+
+# --- which peers run -------------------------------------------------------------------------------------------------
 
 
 def products(

@@ -6,12 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed  # registers c10d's operators
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nvfp4_tensor.dispatch.table import aten
+from nvfp4_tensor._compat.frames import caller_frame_locals
+from nvfp4_tensor.dispatch.table import aten, unsupported
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
+
+c10d = torch.ops.c10d
 
 View: TypeAlias = Callable[[NVFP4Tensor, Sequence[int]], NVFP4Tensor]
 """A function that returns a tensor with another shape."""
@@ -65,6 +69,10 @@ class FlatView(NVFP4Tensor):
     def __torch_dispatch__(cls, func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if func in (aten.detach.default, aten.alias.default):
             return cls(func(args[0].source), args[0]._view)
+        if func in (aten.cat.default, c10d.broadcast_.default):
+            check_not_ddp(func)  # before a flat copy is made, for which some shapes have no layout
+        if func is c10d.broadcast_.default:
+            raise unsupported(func, "a flat view is a copy, and what it received would be lost", "broadcast the matrix")
         return func(*tree_map(_read, args), **tree_map(_read, kwargs or {}))
 
     @classmethod
@@ -76,6 +84,13 @@ class FlatView(NVFP4Tensor):
         outer_stride: Sequence[int] | None,
     ) -> NVFP4Tensor:
         return NVFP4Tensor.__tensor_unflatten__(tensor_data_dict, tensor_attributes, outer_size, outer_stride)
+
+
+def check_not_ddp(func: Op) -> None:
+    """Raise an error that names ``prepare_ddp`` if DistributedDataParallel flattens parameters to broadcast them."""
+    if caller_frame_locals("__init__", "nn/parallel/distributed.py") is not None:
+        why = "DistributedDataParallel broadcasts parameters in flat buffers, which cannot hold codes"
+        raise unsupported(func, why, "call DistributedDataParallel(nvfp4_tensor.distributed.prepare_ddp(model))")
 
 
 def _read(value: Any) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torchao.utils import fill_defaults
 
+from nvfp4_tensor.dispatch.flat import check_not_ddp
 from nvfp4_tensor.dispatch.table import aten, implements, unsupported
 from nvfp4_tensor.dispatch.views import on_leading, parts_of, rebuilt, stored_dim
 from nvfp4_tensor.numerics.layout import BLOCK
@@ -32,7 +33,7 @@ def _index(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     if not isinstance(t, NVFP4Tensor) or any(isinstance(index, NVFP4Tensor) for index in indices):
         raise IndexError("indices must be integers or booleans, not NVFP4")
     covered = sum(max(index.dim(), 1) if index is not None and index.dtype == torch.bool else 1 for index in indices)
-    if t.transposed or covered >= t.dim():
+    if covered >= t.dim() - t.transposed:  # a transpose has the blocks in the dimension before the last
         raise unsupported(func, "it would split blocks of 16")
     return on_leading(t, lambda part: aten.index.Tensor(part, indices))
 
@@ -50,6 +51,7 @@ def _embedding(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 @implements(aten.cat.default)
 def _cat(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    check_not_ddp(func)
     tensors, dim = fill_defaults(args, 2, [0])
     first = tensors[0]
     for t in tensors:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from nvfp4_tensor.dispatch.traces import check_write
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, register_operators
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
@@ -34,6 +35,7 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
     kwargs = kwargs or {}
     implementation = cls._ATEN_OP_TABLE[cls].get(func)
     if func._schema.is_mutable:
+        check_write(func, args, kwargs)
         try:
             return (implementation or _write)(func, types, args, kwargs)
         except TypeError as error:  # ``t *= 2`` would become ``t = t * 2``

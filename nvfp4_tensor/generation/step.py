@@ -1,73 +1,108 @@
-"""Text generation on a CPU: one op per token for all layers of a Llama, instead of about forty ops per layer."""
+"""Native decoding of transformers models: one op per token on a CPU, one graph per token on CUDA (graph_decoder.py)."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
-from nvfp4_tensor.generation.plan import MODELS, STEP, Plan
+from nvfp4_tensor.generation.architectures import Block, Rotary
+from nvfp4_tensor.generation.cpu_arguments import DENSE_SIZE_STEP
+from nvfp4_tensor.generation.families import FAMILIES, family_of
+from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, buffers_of, has_buffers, has_room, length_of
+from nvfp4_tensor.generation.graph_decoder import CACHES, KWARGS, GraphCaches, GraphDecoder, MaskKeeper, is_given
+from nvfp4_tensor.generation.model_state import changes_itself
+from nvfp4_tensor.generation.plan import Plan
 
-_CHANGING = ("dynamic", "longrope")
-"""Types of rotary embeddings that depend on the length of the text."""
 _ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict"}
 """The arguments of a model's forward that the op supports."""
-_CACHES = "_prepare_cache_for_generation"
 
 
 def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedModel:
-    """Generate text on a CPU with one native op per token, for a Llama or Mistral with NVFP4 weights.
+    """Generate text at the speed of memory: one CUDA graph per token on a GPU, one native op per token on a CPU.
 
-    After this call, decoding one token at batch size 1 uses ``torch.ops.nvfp4.decode_llama``. Everything else still
-    uses transformers: prompts, batches, padded prompts, beam search, assistant models, other caches, and a Mistral's
-    tokens beyond its sliding window. The op needs a static cache, which ``generate`` creates for greedy search and
-    sampling unless another cache is requested. Results are rounded where the model rounds, except inside attention,
-    which accumulates in float32. Nothing is compiled.
+    After this call, a token after the prompt is computed natively by ``generate``, by a call of the model, and by
+    :func:`nvfp4_tensor.generation.generate`. Everything else still uses transformers: prompts, padded batches, beam
+    search, assistant models, other caches, training and autocast. ``generate`` gets a cache with fixed buffers for
+    greedy search and sampling, unless another one is requested. Results are rounded where the model rounds, except
+    inside attention, which accumulates in float32. Nothing is compiled.
 
-    Before each token, the model is checked for changes. After a change that the op does not support (an adapter, a
+    On CUDA, up to 16 texts take one replay of a graph, from the embeddings to the logits. Models of the families in
+    ``nvfp4_tensor.generation.families`` run natively; for others, the graph contains the model's own forward. Weights
+    may be NVFP4 or dense. On a CPU, the step is for one text and NVFP4 weights.
+
+    Before each token, the model is checked for changes. After a change that the step does not support (an adapter, a
     hook, another module, dtype, activation or attention), tokens use transformers until the change is undone, and one
     warning has the reason. New weights, norms and rotations are used without a warning. Copies and pickles of the model
     decode natively too.
 
     Args:
-        model: a bfloat16 model on the CPU. The weight of each linear of its layers must be an :class:`NVFP4Tensor`
-            without ``activation_spec`` (``quantize_(model.model, NVFP4WeightOnlyConfig())``). The output layer may be
-            NVFP4 or dense; a dense one also gets a faster product for one token.
-        enable: False restores the model's own forward.
+        model: a causal language model of transformers. On a CPU a bfloat16 model of one of those families, in which the
+            weight of each linear of its layers must be an :class:`NVFP4Tensor` without ``activation_spec``
+            (``quantize_(model.model, NVFP4WeightOnlyConfig(experts=True))``). The output layer may be NVFP4 or dense; a
+            dense one also gets a faster product for one token.
+        enable: False restores the model's own forward, and frees graphs and the buffers of caches.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: the model is not a Llama or Mistral of transformers.
-        ValueError: the op does not support a weight, bias, activation or size of the model.
+        TypeError: not a causal language model of transformers, or on a CPU one of another family.
+        ValueError: the step does not support a weight, activation or size of the model; on CUDA, a model on several
+            devices, with hooks, or without a cache of keys and values.
 
     Example::
 
         decode_natively(model).generate(prompt, max_new_tokens=100)
     """
-    inner = getattr(model, "model", None)
-    if type(inner) not in MODELS:
-        names = " or ".join(each.__name__.removesuffix("Model") for each in MODELS)
-        raise TypeError(f"decode_natively supports a {names} of transformers with an output layer, not {type(model)}")
-    assert isinstance(inner, nn.Module)
-    decoder: Any = NativeDecoder(inner) if enable else None
-    for module, name in ((inner, "forward"), (model, _CACHES), (model.get_output_embeddings(), "forward")):
-        if isinstance(vars(module).get(name), NativeDecoder | _Caches | _Head):
+    if enable and isinstance(model, PreTrainedModel) and model.device.type == "cuda":
+        _check_generates(model)
+        graphs = GraphDecoder(_restore(model))
+        graphs.install()
+        return model
+    if not enable:
+        return _restore(model)
+    return _decode_on_cpu(model)
+
+
+def _check_generates(model: PreTrainedModel) -> None:
+    if not model.can_generate() or not isinstance(model.get_output_embeddings(), nn.Module):
+        raise TypeError(f"decode_natively supports models of transformers that generate text, not {type(model)}")
+
+
+def _restore(model: Any) -> Any:
+    """Remove what an earlier call has set."""
+    inner, head = getattr(model, "model", None), getattr(model, "get_output_embeddings", lambda: None)()
+    ours = (NativeDecoder, _Caches, _Head, GraphDecoder, GraphCaches, MaskKeeper)
+    for module, name in ((inner, "forward"), (head, "forward"), (model, "forward"), (model, CACHES), (model, KWARGS)):
+        if module is not None and isinstance(vars(module).get(name), ours):
             delattr(module, name)
-    if enable:
-        inner.forward = decoder
-        caches: Any = _Caches(model)
-        setattr(model, _CACHES, caches)
-        head: Any = model.get_output_embeddings()
-        if _is_dense_head(head):
-            head.forward = _Head(head)
+    return model
+
+
+def _decode_on_cpu(model: Any) -> Any:
+    inner = getattr(model, "model", None)
+    if family_of(inner) is None:
+        *names, last = (each.name for each in FAMILIES.values())
+        supported = f"{', '.join(names)} or {last}"
+        raise TypeError(
+            f"decode_natively supports a {supported} of transformers with an output layer, not {type(model)}"
+        )
+    assert isinstance(inner, nn.Module)
+    decoder: Any = NativeDecoder(inner)
+    _restore(model)
+    inner.forward = decoder
+    caches: Any = _Caches(model)
+    setattr(model, CACHES, caches)
+    head: Any = model.get_output_embeddings()
+    if _is_dense_head(head):
+        head.forward = _Head(head)
     return model
 
 
@@ -91,9 +126,8 @@ def _is_dense_head(head: Any) -> bool:
     if type(head) is not nn.Linear or head.bias is not None or type(head.weight.data) is not Tensor:
         return False
     weight = head.weight
-    return bool(
-        weight.dtype == torch.bfloat16 and weight.is_cpu and weight.is_contiguous() and not weight.shape[1] % STEP
-    )
+    is_plain = weight.dtype == torch.bfloat16 and weight.is_cpu and weight.is_contiguous()
+    return bool(is_plain and weight.shape[1] % DENSE_SIZE_STEP == 0)
 
 
 class _Caches:
@@ -117,18 +151,18 @@ class _Caches:
             and not torch.is_autocast_enabled("cpu")  # under which keys and values differ in dtype
             and decoder.plan() is not None
         ):
-            arguments["past_key_values"] = StaticCache(self.model.config.get_text_config(decoder=True), length)
+            arguments["past_key_values"] = FixedCache(len(self.model.model.layers), length)
             return None
         return type(self.model)._prepare_cache_for_generation(self.model, config, arguments, mode, batch_size, length)
 
 
 class NativeDecoder:
-    """The forward of a LlamaModel: the op for one token after a prompt, and the model's own forward otherwise."""
+    """The forward of an inner model: the op for one token after a prompt, and the model's own forward otherwise."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self._plan: Plan | None = Plan(inner)
-        self._rotations: _Rotations | None = None
+        self._rotations: list[_Rotations | None] = []
         self._warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,7 +170,7 @@ class NativeDecoder:
         return {"inner": self.inner}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.inner, self._plan, self._rotations, self._warned = state["inner"], None, None, set()
+        self.inner, self._plan, self._rotations, self._warned = state["inner"], None, [], set()
 
     def plan(self) -> Plan | None:
         """Return the plan of the current model, or None, with one warning, if the op does not support it."""
@@ -159,53 +193,63 @@ class NativeDecoder:
         config = self.inner.config
         if not _is_one_token(input_ids, past_key_values, others) or _requests_more(config):
             return None
-        layers = past_key_values.layers
-        position, position_ids = int(layers[0].get_seq_length()), others.get("position_ids")
-        if position >= layers[0].max_cache_len or not _sees_all(others.get("attention_mask"), position):
-            return None
+        position, position_ids = length_of(past_key_values), others.get("position_ids")
         if position_ids is not None and position_ids.numel() != 1:
             return None
         plan = self.plan()
-        if plan is None or not _fits(layers, position, plan, config):
+        if plan is None or not _fits(past_key_values, position, plan.description.blocks):
             return None
-        x = self.inner.embed_tokens(input_ids)
+        if not _sees_all(others.get("attention_mask"), position, plan.description.blocks):
+            return None
+        x = self._embedded(input_ids)
         if x.dtype != torch.bfloat16:
             return None
-        cos, sin = self._rotation(x, position if position_ids is None else int(position_ids))
-        hidden: Tensor = torch.ops.nvfp4.decode_llama(
-            x[0], plan.tensors, [each.keys for each in layers], [each.values for each in layers],
-            cos, sin, position, plan.eps, plan.scaling,
+        at = position if position_ids is None else int(position_ids)
+        rotations = [self._rotation(i, x, at) for i in range(len(plan.description.rotaries))]
+        hidden: Tensor = torch.ops.nvfp4.decode_step(
+            x[0], *plan.constants, *buffers_of(past_key_values), [cos for cos, _ in rotations],
+            [sin for _, sin in rotations], position,
         )  # fmt: skip
-        torch._foreach_add_([each.cumulative_length for each in layers], 1)
-        if layers[0].is_compileable or layers[0].is_sliding:
-            _update_fields(layers)
-        return BaseModelOutputWithPast(last_hidden_state=hidden[None], past_key_values=past_key_values)
+        append_one(past_key_values)
+        output = MoeModelOutputWithPast if plan.has_experts else BaseModelOutputWithPast
+        return output(last_hidden_state=hidden[None], past_key_values=past_key_values)
 
-    def _rotation(self, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (dim,). They are computed up to the next power of two; one at a time costs 0.1 ms each."""
-        rotary = self.inner.rotary_emb
-        if rotary.rope_type in _CHANGING:
-            cos, sin = rotary(x, position_ids=torch.tensor([[position]]))
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.inner.embed_tokens(input_ids)
+        multiplier = getattr(self.inner, "embedding_multiplier", None)  # Granite; Gemma's embedding has its own
+        return x if multiplier is None else x * multiplier
+
+    def _rotation(self, index: int, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin (dim,) of a rotary embedding.
+
+        They are computed up to the next power of two; one at a time costs 0.1 ms each.
+        """
+        assert self._plan is not None
+        rotary = self._plan.description.rotaries[index]
+        if changes_itself(rotary.module):
+            cos, sin = rotary.cos_sin(x, torch.tensor([[position]]))
             return cos[0, 0], sin[0, 0]
-        known = self._rotations
+        self._rotations += [None] * (index + 1 - len(self._rotations))
+        known = self._rotations[index]
         if known is None or position >= len(known.cos) or not known.holds(rotary):
-            known = self._rotations = _Rotations(rotary, x, 1 << (position + 1).bit_length())
+            known = self._rotations[index] = _Rotations(rotary, x, 1 << (position + 1).bit_length())
         return known.cos[position], known.sin[position]
 
 
 class _Rotations:
     """cos and sin (count, dim) of the first positions, and the frequencies that they were computed from."""
 
-    def __init__(self, rotary: Any, x: Tensor, count: int) -> None:
-        cos, sin = rotary(x, position_ids=torch.arange(count)[None])
+    def __init__(self, rotary: Rotary, x: Tensor, count: int) -> None:
+        cos, sin = rotary.cos_sin(x, torch.arange(count)[None])
         self.cos, self.sin = cos[0], sin[0]
-        self._frequencies = rotary.inv_freq.clone()
-        self._scaling = rotary.attention_scaling
+        self._module, self._frequencies = rotary.module, rotary.frequencies.clone()
+        self._scaling = rotary.scaling
 
-    def holds(self, rotary: Any) -> bool:
-        frequencies = rotary.inv_freq
+    def holds(self, rotary: Rotary) -> bool:
+        frequencies = rotary.frequencies
         return (
-            rotary.attention_scaling == self._scaling
+            rotary.module is self._module
+            and rotary.scaling == self._scaling
             and frequencies.dtype == self._frequencies.dtype
             and torch.equal(frequencies, self._frequencies)
         )
@@ -213,19 +257,15 @@ class _Rotations:
 
 def _is_one_token(input_ids: Any, cache: Any, others: dict[str, Any]) -> bool:
     """Return whether the call decodes one token on the CPU and requests only its hidden state."""
-    if not isinstance(input_ids, Tensor) or input_ids.shape != (1, 1) or type(cache) is not StaticCache:
+    if not isinstance(input_ids, Tensor) or input_ids.shape != (1, 1) or not has_buffers(cache):
         return False
-    first: Any = cache.layers[0] if cache.layers else None
     return (
         input_ids.is_cpu
-        and not cache.offloading
-        and type(first) in (StaticLayer, StaticSlidingWindowLayer)
-        and first.is_initialized
-        and first.keys.dtype == torch.bfloat16
+        and cache.layers[0].dtype == torch.bfloat16
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
-        and not any(value for name, value in others.items() if name not in _ARGUMENTS)
+        and not any(is_given(value) for name, value in others.items() if name not in _ARGUMENTS)
         and others.get("return_dict") is not False
     )
 
@@ -235,27 +275,22 @@ def _requests_more(config: Any) -> bool:
     return bool(config.output_hidden_states or config.output_attentions or config.return_dict is False)
 
 
-def _fits(layers: list[Any], position: int, plan: Plan, config: Any) -> bool:
-    """Return whether the cache fits the model, and the position is within the sliding window."""
-    window = getattr(config, "sliding_window", None)
-    kinds = {type(each) for each in layers}
-    return len(layers) == plan.layers and len(kinds) == 1 and (window is None or position < window)
+def _fits(cache: Any, position: int, blocks: Sequence[Block]) -> bool:
+    """Return whether the cache fits the model, and has room for one token."""
+    windows = [each.attention.window for each in blocks]
+    return len(cache.layers) == len(windows) and has_room(cache, position, windows)
 
 
-def _update_fields(layers: list[Any]) -> None:
-    for each in layers:
-        each.is_compileable = False  # otherwise generate makes a 4-D mask, 0.3 ms per token
-        if each.is_sliding:
-            each.cumulative_length_int += 1
-
-
-def _sees_all(mask: Tensor | None, position: int) -> bool:
-    """Return whether the token attends to all earlier ones, that is, the prompt was not padded."""
+def _sees_all(mask: Any, position: int, blocks: Sequence[Block]) -> bool:
+    """Return whether the token attends to all earlier ones in its windows, that is, the prompt was not padded."""
+    if isinstance(mask, dict):
+        return all(_sees_all(each, position, blocks) for each in mask.values())
     if mask is None:
         return True
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.numel() != mask.shape[-1]:
         return False
-    if mask.numel() != mask.shape[-1] or mask.shape[-1] <= position:
+    length = mask.shape[-1]
+    if length <= position and (mask.dim() == 2 or all(each.attention.window != length for each in blocks)):
         return False
     seen = mask.reshape(-1)[: position + 1]
     if mask.dim() == 2:

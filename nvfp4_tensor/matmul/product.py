@@ -202,7 +202,9 @@ def _times_decoded(
 
 
 def _codes(w: NVFP4Tensor) -> Codes:
-    return Codes(w.qdata.contiguous(), w.scale.contiguous(), w.row_scale())
+    # In a graph of torch.compile, a call of a method would read w itself, not its parts.
+    scale = w.per_tensor_scale if w.per_tensor_scale.dim() < 2 else w.row_scale()
+    return Codes(w.qdata.contiguous(), w.scale.contiguous(), scale)
 
 
 def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:

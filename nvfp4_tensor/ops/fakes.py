@@ -38,7 +38,7 @@ def _(x: Tensor) -> Tensor:
     return _scalar(x)
 
 
-@fake("amax_pair")
+@fake("amax_pair", "amax_pair_by_spec")
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return _scalar(x), _scalar(x)
 
@@ -51,6 +51,11 @@ def _(x: Tensor) -> Tensor:
 @fake("rotate")
 def _(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], ceil_to(x.shape[-1], ROTATION)), dtype=torch.float32)
+
+
+@fake("rotate_back")
+def _(x: Tensor, columns: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], columns), dtype=torch.bfloat16)
 
 
 @fake("quantize")
@@ -102,6 +107,17 @@ def _(x: Tensor, qdata: Tensor, columns: int, across_blocks: bool, out_dtype: to
     return x.new_empty((*x.shape[:-1], columns if across_blocks else qdata.shape[-2]), dtype=out_dtype)
 
 
+@fake("train_linear")
+def _(x: Tensor, w: Tensor, spec: int, out_dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype), *_codes(w, (w.shape[0],), w.shape[1], spec)
+
+
+@fake("train_linear_backward")
+def _(dy: Tensor, x_qdata: Tensor, dx_dtype: torch.dtype, dw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    (rows, outputs), columns = dy.shape, x_qdata.shape[0]
+    return dy.new_empty((rows, columns), dtype=dx_dtype), dy.new_empty((outputs, columns), dtype=dw_dtype)
+
+
 @fake("grouped_matmul")
 def _(x: Tensor, qdata: Tensor, columns: int, across_blocks: bool, out_dtype: torch.dtype) -> Tensor:
     return x.new_empty((x.shape[0], columns if across_blocks else qdata.shape[-2]), dtype=out_dtype)
@@ -117,11 +133,65 @@ def _(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[1]), dtype=torch.bfloat16)
 
 
-@fake("decode_llama")
+@fake("decode_layers", "decode_step")
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@fake("decode_layers_plan")
+def _(x: Tensor) -> Tensor:
+    # Its size depends on the device's number of multiprocessors.
+    size = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty((size,), dtype=torch.uint8)
+
+
 @fake("linear_row")
 def _(x: Tensor, w: Tensor) -> Tensor:
-    return x.new_empty((1, w.shape[0]))
+    return x.new_empty((x.shape[0], w.shape[0]))
+
+
+@fake("rms_norm")
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, multiplier: float, first_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    unchanged = residual is None and first_weight is None and multiplier == 1.0
+    return x.new_empty((0,) if weight is None else x.shape), x.new_empty((0,) if unchanged else x.shape)
+
+
+@fake("attend_one")
+def _(qkv: Tensor, keys: Tensor, heads: int) -> Tensor:
+    return qkv.new_empty((qkv.shape[0], heads * keys.shape[3]))
+
+
+@fake("gated")
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+@fake("linears")
+def _(x: Tensor, qdata: Sequence[Tensor]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(each.shape[-2] for each in qdata)))
+
+
+@fake("norm_linears")
+def _(
+    x: Tensor,
+    residual: Tensor | None,
+    multiplier: float,
+    first_norm: Tensor | None,
+    qdata: Sequence[Tensor],
+    activation: int,
+) -> tuple[Tensor, Tensor]:
+    columns = qdata[0].shape[-2] if activation >= 0 else sum(each.shape[-2] for each in qdata)
+    unchanged = residual is None and first_norm is None and multiplier == 1.0
+    return x.new_empty((*x.shape[:-1], columns)), x.new_empty((0,) if unchanged else x.shape)
+
+
+@fake("attend_codes")
+def _(q: Tensor, latest_values: Tensor) -> Tensor:
+    return q.new_empty((*q.shape[:-1], latest_values.shape[-1]))
+
+
+@fake("append_codes")
+def _() -> None:
+    return None

@@ -40,7 +40,8 @@ def op(
     """Define ``torch.ops.nvfp4.NAME`` from a function of that name, which runs on devices without a native kernel.
 
     Args:
-        returns: names of the results, such as "qdata, scale", if the op returns a tuple.
+        returns: names of the results, such as "qdata, scale", if the op returns a tuple. An op annotated with None
+            returns nothing.
         mutates_args: arguments that the op modifies in place.
         tags: in addition to ``pt2_compliant_tag``.
     """
@@ -48,7 +49,7 @@ def op(
     def register(function: _Function) -> _Function:
         name = function.__name__
         _parameters[name] = dict(inspect.signature(function).parameters)
-        schema = _schema(name, returns, mutates_args)
+        schema = _schema(name, returns, mutates_args, inspect.signature(function).return_annotation == "None")
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         library.impl(name, function, "CompositeExplicitAutograd")
         return function
@@ -56,7 +57,7 @@ def op(
     return register
 
 
-def _schema(name: str, returns: str, mutates_args: Sequence[str]) -> str:
+def _schema(name: str, returns: str, mutates_args: Sequence[str], returns_nothing: bool) -> str:
     alias = {argument: f"Tensor({chr(ord('a') + i)}!)" for i, argument in enumerate(mutates_args)}
     arguments = []
     for argument, parameter in _parameters[name].items():
@@ -64,6 +65,8 @@ def _schema(name: str, returns: str, mutates_args: Sequence[str]) -> str:
         default = "" if parameter.default is parameter.empty else f"={parameter.default}"
         arguments.append(f"{kind} {argument}{default}")
     results = "(" + ", ".join(f"Tensor {result}" for result in returns.split(", ")) + ")" if returns else "Tensor"
+    if returns_nothing:
+        results = "()"
     return f"{name}({', '.join(arguments)}) -> {results}"
 
 

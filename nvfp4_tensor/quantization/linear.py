@@ -12,6 +12,7 @@ from torchao.quantization.quantize_.common.quantization_step import Quantization
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from nvfp4_tensor._compat.pickles import pin
+from nvfp4_tensor.dispatch.linears import linear_of_module
 from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
@@ -26,7 +27,10 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
 @functools.partial(pin, loadable=False)
 class NVFP4Linear(nn.Linear):
-    """An nn.Linear with an NVFP4 weight. Only its repr differs from nn.Linear."""
+    """An nn.Linear with an NVFP4 weight. It computes the same, in less time on the host, and has another repr."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_of_module(self, input)
 
     def extra_repr(self) -> str:
         weight = getattr(self.weight, "_local_tensor", self.weight)  # the local shard of a DTensor

@@ -118,7 +118,7 @@ class ObservedLinear(nn.Linear):
     def check_observed(self) -> None:
         """Raise a RuntimeError if nothing has been observed."""
         if self.activation_histogram.sum() == 0:
-            observed = "only NaN and infinities" if self.activation_nonfinite else "no input"
+            observed = "only NaN and infinities" if self.activation_nonfinite else "no finite input"
             raise RuntimeError(
                 f"{self} has observed {observed}, and nothing was converted: run the model on data that reach it, or "
                 "keep it dense with its stop_observing(), then convert"

@@ -5,9 +5,12 @@ These methods do not reach ``__torch_dispatch__``: torch would dereference a nul
 
 from __future__ import annotations
 
-from typing import NoReturn
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
@@ -78,3 +81,19 @@ def _raise_no_storage(func: Op, types: Types, args: Args, kwargs: Kwargs) -> NoR
 NVFP4Tensor.implements_torch_function([
     Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,
 ])(_raise_no_storage)  # fmt: skip
+
+
+def _checked_to_dlpack(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's function with a check: it dispatches on nothing, and exports the null pointer of our storage."""
+
+    @functools.wraps(to_dlpack)
+    def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, NVFP4Tensor):
+            _raise_no_storage(Tensor.__dlpack__, (), (), {})
+        return to_dlpack(tensor, *args, **kwargs)
+
+    return checked
+
+
+if not hasattr(torch.utils.dlpack.to_dlpack, "__wrapped__"):
+    torch.to_dlpack = torch.utils.dlpack.to_dlpack = _checked_to_dlpack(torch.utils.dlpack.to_dlpack)

@@ -325,18 +325,19 @@ class NVFP4Tensor(TorchAOBaseTensor):
         return t.requires_grad_(requires_grad)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict]:
-        # Compiled code calls this two or three times per call and weight, so the names are written out.
+        # Guards of compiled code call this twice per call and weight, so it reads the fields without attribute lookups.
+        fields = self.__dict__
         names = ["qdata", "scale", "per_tensor_scale"]
-        if self.activation_amax is not None:
+        if fields["activation_amax"] is not None:
             names.append("activation_amax")
         return names, {
-            "columns": self.columns,
-            "orig_dtype": self.orig_dtype,
-            "spec": self.spec,
-            "activation_spec": self.activation_spec,
-            "transposed": self.transposed,
-            "product_backend": self.product_backend,
-            "aliasing": self.aliasing,
+            "columns": fields["columns"],
+            "orig_dtype": fields["orig_dtype"],
+            "spec": fields["spec"],
+            "activation_spec": fields["activation_spec"],
+            "transposed": fields["transposed"],
+            "product_backend": fields["product_backend"],
+            "aliasing": fields["aliasing"],
         }
 
     @classmethod

@@ -77,8 +77,8 @@ def test_losses_of_a_cache_are_those_of_one_forward():
     assert sizes[kv_cache.DENSE] == 4 * numbers  # this model is in float32
     assert sizes["int4, groups of 32 (emulated)"] == numbers * 4.5 / 8
     assert sizes["NVFP4, the latest 128 dense"] == 4 * numbers
-    # 140 rows a store, whose block scales fill tiles of 128; a byte a row for its factor.
-    assert sizes["NVFP4, to nearest"] == 4 * (140 * 33 + 256 * 4)
+    # Two heads a store, with room for 128 tokens; of each token 32 bytes of codes, 4 block scales, a factor.
+    assert sizes["NVFP4, to nearest"] == 4 * 2 * 128 * 37
 
 
 def test_rows_of_an_earlier_record_stay(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
 
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")
 
@@ -284,6 +284,19 @@ def test_embedding_of_indices_out_of_range(indices):
 def test_an_nvfp4_tensor_is_no_index(call):
     with pytest.raises(IndexError, match="not NVFP4"):
         call(torch.arange(16), quantize(torch.zeros(16, 16)))
+
+
+def test_experts_of_a_transposed_stack_by_index():
+    """As generate of transformers takes gpt-oss's experts, (E, K, N) with blocks along K."""
+    dense, index = torch.randn(4, 32, 48).bfloat16(), torch.tensor([2, 0, 2])
+    stack = quantize_experts(dense).transpose(-2, -1)
+    chosen = stack[index]
+    assert isinstance(chosen, NVFP4Tensor) and chosen.transposed
+    assert torch.equal(chosen.dequantize(), stack.dequantize()[index])
+    x = torch.randn(3, 5, 48).bfloat16()
+    torch.testing.assert_close(torch.bmm(x, chosen), torch.bmm(x, chosen.dequantize()), rtol=0.02, atol=0.1)
+    with pytest.raises(RuntimeError, match="split blocks of 16"):
+        stack[:, index][index, index]
 
 
 def test_embedding_takes_no_masks():

@@ -21,4 +21,14 @@ class Ops(TorchDispatchMode):
     @property
     def pairs(self):
         """Return how often a matrix was quantized together with its transpose."""
-        return self["quantize_pair"] + self["quantize_pair_values"]
+        return self["quantize_pair"] + self["quantize_pair_values"] + self["train_linear_backward"]
+
+    @property
+    def products(self):
+        """Return how many products were computed."""
+        return self["matmul"] + self["train_linear"] + 2 * self["train_linear_backward"]
+
+    @property
+    def weights(self):
+        """Return how often a weight was quantized in a forward."""
+        return self["quantize"] + self["train_linear"]

@@ -1,4 +1,4 @@
-"""nvfp4.decode_llama: what the CPU library decodes in one parallel section, beside the same in torch's operators."""
+"""nvfp4.decode_step: what the CPU library decodes in one parallel section, beside the same in torch's operators."""
 
 import dataclasses
 import itertools
@@ -6,11 +6,14 @@ import itertools
 import pytest
 import torch
 
-from nvfp4_tensor import NVFP4Tensor
+from nvfp4_tensor import NVFP4Tensor, quantize_experts
 from nvfp4_tensor.ops import composite, native
+from nvfp4_tensor.ops.composite.decode_step import KINDS, PARTS, NormStyle, Routing
+from nvfp4_tensor.ops.composite.step import Activation
 from test.helpers.instruction_sets import each_instruction_set
 
 LENGTH = 48
+NUMBERS = {"eps": 1e-5, "scaling": None, "softcap": 0.0, "residual": 1.0, "alpha": 1.702, "limit": 2.0}
 
 
 def instruction_sets():
@@ -25,42 +28,94 @@ class Step:
 
     x: torch.Tensor
     weights: list[torch.Tensor]
+    kinds: torch.Tensor
+    numbers: torch.Tensor
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    dim: int
+    rotated: int
+    wide: bool = False
 
     def run(self, function, position):
         """(hidden state, caches behind it)."""
         keys, values = ([t.clone() for t in each] for each in (self.keys, self.values))
-        angles = position * 10000.0 ** (-torch.arange(0, self.dim, 2) / self.dim)
-        cos, sin = (f(torch.cat([angles, angles])).bfloat16() for f in (torch.cos, torch.sin))
-        y = function(self.x, self.weights, keys, values, cos, sin, position, 1e-5, self.dim**-0.5)
+        angles = [position * base ** (-torch.arange(0, self.rotated, 2) / self.rotated) for base in (10000.0, 500.0)]
+        dtype = torch.float32 if self.wide else torch.bfloat16
+        cos, sin = ([f(torch.cat([a, a])).to(dtype) for a in angles] for f in (torch.cos, torch.sin))
+        y = function(self.x, self.weights, self.kinds, self.numbers, keys, values, cos, sin, position)
         return y, keys, values
 
 
-def random_step(hidden=96, inner=160, heads=6, kv_heads=2, dim=32, layers=2, per_row=False):
-    def weight(n, k):
-        t = NVFP4Tensor.to_nvfp4(torch.randn(n, k, dtype=torch.bfloat16) * k**-0.5)
-        factor = t.per_tensor_scale * torch.linspace(0.5, 1.5, n) if per_row else t.per_tensor_scale
-        return [t.qdata, t.scale, factor]
+def weight(n, k, per_row=False):
+    t = NVFP4Tensor.to_nvfp4(torch.randn(n, k, dtype=torch.bfloat16) * k**-0.5)
+    factor = t.per_tensor_scale * torch.linspace(0.5, 1.5, n) if per_row else t.per_tensor_scale
+    return [t.qdata, t.scale, factor]
 
-    def norm():
-        return torch.rand(hidden).bfloat16() + 0.5
 
-    weights = []
-    for _ in range(layers):
-        qkvo = [(heads * dim, hidden), (kv_heads * dim, hidden), (kv_heads * dim, hidden), (hidden, heads * dim)]
-        mlp = [(inner, hidden), (inner, hidden), (hidden, inner)]
-        weights += [norm(), *(t for shape in qkvo for t in weight(*shape))]
-        weights += [norm(), *(t for shape in mlp for t in weight(*shape))]
-    caches = [[torch.randn(1, kv_heads, LENGTH, dim).bfloat16() for _ in range(layers)] for _ in range(2)]
-    return Step(torch.randn(1, hidden).bfloat16(), [*weights, norm()], *caches, dim)
+def experts(count, n, k):
+    t = quantize_experts(torch.randn(count, n, k, dtype=torch.bfloat16) * k**-0.5)
+    return [t.qdata, t.scale, t.per_tensor_scale]
+
+
+def random_step(
+    hidden=96, inner=160, heads=6, kv_heads=2, dim=32, layers=2, per_row=False, parts=(), without=(), fused=False,
+    biases=False, rotated=None, wide=False, span=False, length=LENGTH, experts_of=0, wide_norms=False, numbers=(),
+    **kinds,
+):  # fmt: skip
+    """A Llama, but for what is named: further parts of a block, or parts it does not have."""
+    queries, cached = heads * dim, kv_heads * dim
+    norm_names = {"norm_before_attention", "norm_before_feed_forward"}
+    linears = {"q": (queries, hidden), "k": (cached, hidden), "v": (cached, hidden), "o": (hidden, queries),
+               "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}  # fmt: skip
+    if fused:
+        linears["q"], linears["gate"] = (queries + 2 * cached, hidden), (2 * inner, hidden)
+        linears = {name: shape for name, shape in linears.items() if name not in ("k", "v", "up")}
+    if experts_of:
+        linears["gate"] = (2 * inner, hidden)
+        linears.pop("up", None)
+
+    def norm(size=hidden):
+        return torch.rand(size).to(torch.float32 if wide_norms else torch.bfloat16) + 0.5
+
+    def make(name):
+        if name in linears:
+            shape = linears[name]
+            return experts(experts_of, *shape) if experts_of and name in ("gate", "down") else weight(*shape, per_row)
+        if name.endswith("_bias"):
+            size = experts_of if name == "router_bias" else linears[name.removesuffix("_bias")][0]
+            many = experts_of and name in ("gate_bias", "down_bias")
+            return [torch.randn(*([experts_of] if many else []), size).bfloat16()]
+        sizes = {"q_norm": queries if span else dim, "k_norm": cached if span else dim}
+        if name == "router":
+            return [torch.randn(experts_of, hidden).bfloat16() * hidden**-0.5]
+        return [torch.randn(heads).bfloat16()] if name == "sinks" else [norm(sizes.get(name, hidden))]
+
+    names = (norm_names | set(linears) | set(parts) | ({"router"} if experts_of else set())) - set(without)
+    if biases:
+        names |= {f"{name}_bias" for name in names if name in linears or name == "router"}
+    tensors, rows = [], []
+    for i in range(layers):
+        for name in PARTS:
+            tensors += make(name) if name in names else []
+        own = {name: value[i % len(value)] if isinstance(value, tuple) else value for name, value in kinds.items()}
+        bits = sum(1 << at for at, name in enumerate(PARTS) if name in names)
+        rows.append({"parts": bits, "heads": heads, "kv_heads": kv_heads, "dim": dim} | own)
+    last = {"parts": 1, "norm": kinds.get("norm", 0)}
+    table = torch.tensor([[int(row.get(name, 0)) for name in KINDS] for row in [*rows, last]])
+    floats = NUMBERS | {"scaling": dim**-0.5} | dict(numbers)
+    lengths = length if isinstance(length, tuple) else (length,)
+    caches = [
+        [torch.randn(1, kv_heads, lengths[i % len(lengths)], dim).bfloat16() for i in range(layers)] for _ in range(2)
+    ]
+    return Step(
+        torch.randn(1, hidden).bfloat16(), [*tensors, norm()], table,
+        torch.tensor([list(floats.values())] * (layers + 1), dtype=torch.float64), *caches, rotated or dim, wide,
+    )  # fmt: skip
 
 
 def assert_same(step, position, rtol=0.02):
     """Within what sums in another order change: a bfloat16 that falls to the other side now and then."""
-    y, *caches = step.run(torch.ops.nvfp4.decode_llama, position)
-    expected, *expected_caches = step.run(composite.decode_llama, position)
+    y, *caches = step.run(torch.ops.nvfp4.decode_step, position)
+    expected, *expected_caches = step.run(composite.decode_step, position)
     assert torch.isfinite(expected).all()
     torch.testing.assert_close(y, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
     for ours, others in zip(itertools.chain(*caches), itertools.chain(*expected_caches), strict=True):
@@ -83,6 +138,50 @@ def test_decodes_as_torch_does(position, threads):
         assert_same(random_step(), position)
 
 
+GEMMA_NORMS = ("norm_after_attention", "norm_after_feed_forward")
+GEMMA = {"parts": GEMMA_NORMS, "norm": NormStyle.PLUS_ONE | NormStyle.ROUND_ONCE, "activation": Activation.GELU_TANH}
+FAMILIES = {
+    "qwen2": {"biases": True},
+    "qwen3": {"parts": ("q_norm", "k_norm")},
+    "gemma2": {**GEMMA, "numbers": {"softcap": 5.0}, "window": (8, 0), "length": (8, LENGTH)},
+    "gemma3": {**GEMMA, "parts": (*GEMMA_NORMS, "q_norm", "k_norm"), "rotary": (0, 1), "dim": 48},
+    "phi3": {"fused": True, "rotated": 24},
+    "phi3 with biases": {"fused": True, "biases": True},
+    "smollm3": {"rotary": (0, -1)},
+    "olmo2": {"parts": ("q_norm", "k_norm", *GEMMA_NORMS), "span": True, "wide": True, "norm": NormStyle.ROUND_ONCE,
+              "without": ("norm_before_attention", "norm_before_feed_forward")},
+    "gelu": {"activation": Activation.GELU},
+    "granite": {"numbers": {"residual": 0.22, "scaling": 0.01}},
+    "a window in a long cache": {"window": 8},
+    "sinks": {"parts": ("sinks",), "norm": NormStyle.ROUND_ONCE, "wide_norms": True},
+    "odd multiples of 16": {"hidden": 80, "dim": 16, "inner": 48},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+@pytest.mark.parametrize("position", [3, 20])
+def test_families(family, position):
+    for _ in instruction_sets():
+        assert_same(random_step(**family), position)
+
+
+MIXTURE = {"hidden": 128, "inner": 64, "experts_of": 6, "chosen": 2}
+MIXTURES = {
+    "mixtral": {**MIXTURE, "routing": Routing.NORMALIZED},
+    "qwen3": {**MIXTURE, "routing": Routing.NORMALIZED | Routing.ROUNDED, "chosen": 3, "parts": ("q_norm", "k_norm")},
+    "not normalized": {**MIXTURE, "routing": Routing.ROUNDED, "chosen": 1},
+    "gpt-oss": {**MIXTURE, "routing": Routing.OF_CHOSEN | Routing.ROUNDED, "biases": True, "parts": ("sinks",),
+                "activation": Activation.CLAMPED_GLU, "inner": 192, "chosen": 4},
+    "norms after": {**MIXTURE, "routing": Routing.NORMALIZED, "parts": GEMMA_NORMS, "numbers": {"residual": 0.5}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MIXTURES.values(), ids=MIXTURES.keys())
+def test_mixtures(family, threads):
+    for _ in instruction_sets():
+        assert_same(random_step(**family), 20)
+
+
 @pytest.mark.parametrize("sizes", [
     {"hidden": 576, "inner": 1536, "heads": 9, "kv_heads": 3, "dim": 64},
     {"hidden": 64, "inner": 48, "heads": 4, "kv_heads": 4, "dim": 128},
@@ -94,42 +193,87 @@ def test_sizes(sizes):
         assert_same(random_step(**sizes), 20)
 
 
-def test_threads_change_no_bit():
-    step, results = random_step(), []
+@pytest.mark.parametrize("family", [{}, FAMILIES["gemma2"], FAMILIES["olmo2"], MIXTURES["gpt-oss"]], ids=str)
+def test_threads_change_no_bit(family):
+    step, results = random_step(**family), []
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)
-        results.append(step.run(torch.ops.nvfp4.decode_llama, 7))
+        results.append(step.run(torch.ops.nvfp4.decode_step, 9))
     torch.set_num_threads(1)
     for y, keys, values in results[1:]:
         for a, b in zip([y, *keys, *values], [results[0][0], *results[0][1], *results[0][2]], strict=True):
             assert torch.equal(a, b)
 
 
-def test_numbers_beyond_bfloat16_products():
-    """x above 2^100 overflows before the block scales, below 2^-100 it is flushed: other kernels take over."""
+@pytest.mark.parametrize("full", [False, True], ids=["", "full"])
+def test_numbers_beyond_bfloat16_products(full):
+    """x above 2^100 overflows before the block scales, below 2^-100 it is flushed: other kernels take over.
+
+    A full cache moves once, however often the token is decoded.
+    """
     for scale in (2.0**105, 2.0**-105):
-        step = random_step(layers=1)
-        step.weights[13] = step.weights[13] * scale
-        for at in (16, 19):
-            step.weights[at] = step.weights[at] / scale
+        step = random_step(layers=2, **({"window": 3, "length": 3} if full else {}))
+        for norm in (13, 36):
+            step.weights[norm] = step.weights[norm] * scale
+            for at in (norm + 3, norm + 6):
+                step.weights[at] = step.weights[at] / scale
         for _ in instruction_sets():
             assert_same(step, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [{}, FAMILIES["gemma2"], MIXTURES["qwen3"]], ids=["llama", "gemma2", "qwen3-moe"])
+def test_on_a_gpu(family):
+    """Plain torch serves there: kinds and numbers stay on the CPU."""
+    step = random_step(**family)
+    y, *caches = step.run(composite.decode_step, 20)
+
+    def run(x, weights, kinds, numbers, *others):
+        *moved, position = [t.cuda() for t in weights], *([t.cuda() for t in each] for each in others[:-1]), others[-1]
+        weights, keys, values, cos, sin = moved
+        z = torch.ops.nvfp4.decode_step(x.cuda(), weights, kinds, numbers, keys, values, cos, sin, position)
+        for mine, theirs in zip([*keys, *values], [*others[0], *others[1]], strict=True):
+            theirs.copy_(mine)
+        return z.cpu()
+
+    z, *other_caches = step.run(run, 20)
+    torch.testing.assert_close(z, y, rtol=0.02, atol=0.02 * float(y.abs().max()))
+    for ours, others in zip(itertools.chain(*caches), itertools.chain(*other_caches), strict=True):
+        torch.testing.assert_close(others, ours, rtol=0.02, atol=0.02)
 
 
 def test_nan_is_kept():
     step = random_step()
     step.x[0, 5] = float("nan")
     for _ in instruction_sets():
-        assert step.run(torch.ops.nvfp4.decode_llama, 3)[0].isnan().all()
+        assert step.run(torch.ops.nvfp4.decode_step, 3)[0].isnan().all()
+
+
+def test_a_full_cache_moves_as_transformers_moves_it():
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    step = random_step(window=8, length=8)
+    before = [each.clone() for each in step.keys]
+    _, keys, _ = step.run(torch.ops.nvfp4.decode_step, 30)
+    for ours, old in zip(keys, before, strict=True):
+        layer = cache_utils.StaticSlidingWindowLayer(max_cache_len=40, sliding_window=8)
+        layer.update(old, old)
+        layer.update(ours[:, :, -1:], ours[:, :, -1:])
+        assert torch.equal(layer.keys, ours)
 
 
 @pytest.mark.parametrize("change, message", [
-    (lambda s: s.weights.pop(), "23 tensors a layer"),
-    (lambda s: s.keys.pop(), "one a layer"),
-    (lambda s: s.weights.__setitem__(0, s.weights[0].float()), "a norm must be 96 contiguous bfloat16"),
+    (lambda s: s.weights.pop(), "too few tensors"),
+    (lambda s: s.weights.append(s.x), "must end with the last norm"),
+    (lambda s: s.keys.pop(), "one a block"),
+    (lambda s: s.weights.__setitem__(0, s.weights[0].half()), "a norm must be 96 contiguous bfloat16"),
     (lambda s: s.weights.__setitem__(4, s.weights[4][:-1]), r"k must be a contiguous weight of \(64, 96\)"),
     (lambda s: s.values.__setitem__(1, s.values[1][:, :, ::2]), "all alike"),
     (lambda s: setattr(s, "x", s.x.float()), "x must be 96"),
+    (lambda s: setattr(s, "kinds", s.kinds[:, :-1]), "kinds and numbers must be"),
+    (lambda s: setattr(s, "rotated", 64), "a rotation of 64 elements of a head of 32"),
+    (lambda s: s.kinds[0].__setitem__(5, 2), "rotation 2 of 2"),
+    (lambda s: s.kinds[0].__setitem__(7, 4), "an activation is"),
+    (lambda s: s.kinds[0].__setitem__(0, 1), "a block without qkv"),
 ], ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
 def test_what_is_refused(change, message):
     if not native.library("cpu").loaded:
@@ -137,12 +281,15 @@ def test_what_is_refused(change, message):
     step = random_step()
     change(step)
     with pytest.raises(RuntimeError, match=message):
-        step.run(torch.ops.nvfp4.decode_llama, 3)
+        step.run(torch.ops.nvfp4.decode_step, 3)
 
 
-def test_a_position_outside_of_the_cache():
-    with pytest.raises((RuntimeError, IndexError)):
-        random_step().run(torch.ops.nvfp4.decode_llama, LENGTH)
+@pytest.mark.parametrize("function", ["decode_step", "composite"])
+@pytest.mark.parametrize("window", [0, LENGTH - 1])
+def test_a_position_outside_of_the_cache(function, window):
+    run = composite.decode_step if function == "composite" else torch.ops.nvfp4.decode_step
+    with pytest.raises((RuntimeError, ValueError), match=f"outside of a cache of {LENGTH}"):
+        random_step(window=window).run(run, LENGTH)
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 32), (100, 96), (1000, 576)])

@@ -141,6 +141,11 @@ def test_batches_without_a_finite_number_are_named(value):
     m(batch)
     with pytest.raises(RuntimeError, match="has observed only NaN and infinities, and nothing was converted"):
         quantize_(m, NVFP4Config(step="convert"))
+    again = model()
+    quantize_(again, NVFP4Config(step="prepare"))
+    again.load_state_dict(m.state_dict())  # which does not tell NaN from no batch at all
+    with pytest.raises(RuntimeError, match="has observed no finite input, and nothing was converted"):
+        quantize_(again, NVFP4Config(step="convert"))
 
 
 def test_a_nan_beside_others_is_left_out_by_name():
@@ -158,7 +163,7 @@ def test_convert_changes_nothing_before_all_are_observed(dense):
     quantize_(m, NVFP4Config(step="prepare"))
     x = torch.ones(2, 16)
     m["last"](m["used"](x))
-    with pytest.raises(RuntimeError, match=r"observed no input.*nothing was converted.*stop_observing\(\)"):
+    with pytest.raises(RuntimeError, match=r"observed no finite input.*nothing was converted.*stop_observing\(\)"):
         quantize_(m, NVFP4Config(step="convert"))
     assert all(isinstance(layer, ObservedLinear) for layer in m.values())
     if dense:

@@ -76,6 +76,8 @@ REFUSED = {
     "numpy forced": lambda t: t.numpy(force=True),
     "__array__": lambda t: __import__("numpy").asarray(t),
     "from_dlpack": lambda t: torch.from_dlpack(t),
+    "dlpack of torch.utils": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "dlpack of a parameter": lambda t: torch.to_dlpack(torch.nn.Parameter(t, requires_grad=False)),
 }
 
 
@@ -86,6 +88,13 @@ def test_methods_that_need_a_storage_raise_with_their_name(call):
     with pytest.raises(RuntimeError, match=rf"{call.split()[0].removeprefix('from_')}.*dequantize\(\)"):
         REFUSED[call](t)
     assert torch.equal(t.dequantize(), before)
+
+
+def test_other_tensors_have_their_dlpack():
+    x = torch.arange(4.0)
+    shared = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))
+    shared += 1
+    assert torch.equal(x, torch.arange(1.0, 5.0))
 
 
 EVERY_METHOD = """

@@ -5,7 +5,7 @@
 #define NVFP4_ISA avx2
 #include "cpu/simd/products_avx2.h"
 //
-#include "cpu/generation/rows.h"
+#include "cpu/generation/attention.h"
 
 namespace nvfp4 {
 const RowKernels* avx2_row_kernels() { return &avx2::kRowKernels; }

@@ -5,7 +5,7 @@
 #define NVFP4_ISA avx512
 #include "cpu/simd/products_avx512.h"
 //
-#include "cpu/generation/rows.h"
+#include "cpu/generation/attention.h"
 
 namespace nvfp4 {
 const RowKernels* avx512_row_kernels() { return &avx512::kRowKernels; }

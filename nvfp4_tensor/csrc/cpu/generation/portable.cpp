@@ -2,7 +2,7 @@
 #define NVFP4_ISA portable
 #include "cpu/simd/products_portable.h"
 //
-#include "cpu/generation/rows.h"
+#include "cpu/generation/attention.h"
 
 namespace nvfp4 {
 const RowKernels& portable_row_kernels() { return portable::kRowKernels; }

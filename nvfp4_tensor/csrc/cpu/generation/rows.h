@@ -1,4 +1,5 @@
-// Norms, gates and attention of one token, in the vocabulary of sixteen lanes, included once for each instruction set.
+// Norms, gates and a dense product of one token, in the vocabulary of sixteen lanes, included once for each instruction
+// set.
 #pragma once
 
 #include <cmath>
@@ -10,7 +11,7 @@
 namespace nvfp4::NVFP4_ISA {
 namespace {
 
-constexpr int kLanes = 16;
+constexpr int kLanes = 16, kPair = 2 * kLanes;
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -20,7 +21,10 @@ struct Pairs {
 
   Pairs() = default;
   Pairs(F even, F odd) : even(even), odd(odd) {}
-  explicit Pairs(const Bf16* p) { load_pairs(p, even, odd); }
+  template <typename T>
+  explicit Pairs(const T* p) {
+    load_pairs(p, even, odd);
+  }
 
   template <typename Function>
   Pairs each(const Pairs& other, Function f) const {
@@ -32,6 +36,13 @@ struct Pairs {
   }
 };
 
+inline float widened(Bf16 x) { return bits_float(uint32_t{x.bits} << 16); }
+inline float widened(float x) { return x; }
+inline Bf16 rounded(float x) {
+  const uint32_t b = float_bits(x), sum = b + 0x7FFF + (b >> 16 & 1);
+  return {uint16_t((x != x ? 0x7FC00000u : sum) >> 16)};
+}
+
 inline float sum_of(F x) {
   float lane[kLanes], sum = 0.0f;
   store(lane, x);
@@ -39,134 +50,195 @@ inline float sum_of(F x) {
   return sum;
 }
 
-inline float widened(Bf16 x) { return bits_float(uint32_t{x.bits} << 16); }
-inline Bf16 rounded(float x) {
-  const uint32_t b = float_bits(x), sum = b + 0x7FFF + (b >> 16 & 1);
-  return {uint16_t((x != x ? 0x7FC00000u : sum) >> 16)};
+inline float largest_of(F x) {
+  float lane[kLanes];
+  store(lane, x);
+  float most = lane[0];
+  for (int i = 1; i < kLanes; ++i) most = lane[i] > most ? lane[i] : most;
+  return most;
 }
 
-// e^x within 2 units of the last place, for x up to 88; 0 below -87. No branches: loops of it are vectorized.
-inline float exp_of(float x) {
+// Sixteen neighbours, what a row or a head may have beyond its pairs.
+inline F tail(const Bf16* p) { return load_floats(p); }
+inline void store_tail(F x, Bf16* p) {
+  float lane[kLanes];
+  store(lane, x);
+  for (int i = 0; i < kLanes; ++i) p[i] = rounded(lane[i]);
+}
+inline int64_t in_pairs(int64_t size) { return size / kPair * kPair; }
+
+// bfloat16 as float32.
+inline F rounded(F x) {
+  const I b = bits(x), sum = add(add(b, set(0x7FFF)), bit_and(shift_right<16>(b), set(1)));
+  return select(is_nan(x), set(__builtin_nanf("")), as_float(bit_and(sum, set(int32_t(0xFFFF0000)))));
+}
+inline F negative(F x) { return as_float(bit_xor(bits(x), set(int32_t(0x80000000)))); }
+
+// e^x within 2 units of the last place, for x up to 88; 0 below -87.
+inline F exp_of(F x) {
   constexpr float kMagic = 0x1.8p23f, kLog2E = 1.44269504f, kLn2High = 0x1.62e4p-1f, kLn2Low = 1.42860677e-6f;
-  const float clamped = x < -87.5f ? -87.5f : x > 88.0f ? 88.0f : x;
-  const float shifted = clamped * kLog2E + kMagic, n = shifted - kMagic;
-  const float r = clamped - n * kLn2High - n * kLn2Low;
-  float p = 1.0f / 5040;
-  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
-  const float power = bits_float((float_bits(shifted) - float_bits(kMagic) + 127) << 23);
-  return x < -87.0f ? 0.0f : p * power;
+  const F low = set(-87.5f), high = set(88.0f);
+  const F clamped = select(less(x, low), low, select(less(high, x), high, x));
+  const F shifted = add(mul(clamped, set(kLog2E)), set(kMagic)), n = sub(shifted, set(kMagic));
+  const F r = sub(sub(clamped, mul(n, set(kLn2High))), mul(n, set(kLn2Low)));
+  F p = set(1.0f / 5040);
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = add(mul(p, r), set(c));
+  const I power = shift_left<23>(add(bits(shifted), set(int32_t(127 - float_bits(kMagic)))));
+  return select(less(x, set(-87.0f)), set(0.0f), mul(p, as_float(power)));
+}
+inline float exp_of(float x) {
+  float lane[kLanes];
+  store(lane, exp_of(set(x)));
+  return lane[0];
 }
 
 // --- rows ------------------------------------------------------------------------------------------------------------
 
-inline void add_row(Bf16* sum, const Bf16* x, int64_t size) {
-  for (int64_t i = 0; i < size; i += kRowStep) {
+inline void add_row(Bf16* sum, const Bf16* x, float factor, int64_t size) {
+  if (factor != 1.0f) {
+    for (int64_t i = 0; i < size; ++i) {
+      sum[i] = rounded(widened(sum[i]) + widened(rounded(widened(x[i]) * factor)));
+    }
+    return;
+  }
+  int64_t i = 0;
+  for (; i < in_pairs(size); i += kPair) {
     Pairs(sum + i).each(Pairs(x + i), [](F a, F b) { return add(a, b); }).store_rounded(sum + i);
   }
+  if (i < size) store_tail(add(tail(sum + i), tail(x + i)), sum + i);
 }
 
-inline void norm_row(const Bf16* x, const Bf16* weight, float eps, Bf16* out, int64_t size) {
+// The reciprocal root mean square.
+inline float scale_of(const Bf16* x, float eps, int64_t size) {
   F squares = set(0.0f);
-  for (int64_t i = 0; i < size; i += kRowStep) {
+  int64_t i = 0;
+  for (; i < in_pairs(size); i += kPair) {
     const Pairs at(x + i);
     squares = multiply_add(at.odd, at.odd, multiply_add(at.even, at.even, squares));
   }
-  const F factor = set(1.0f / std::sqrt(sum_of(squares) / float(size) + eps));
-  const auto times = [](F a, F b) { return mul(a, b); };
-  for (int64_t i = 0; i < size; i += kRowStep) {
-    Pairs(x + i).each({factor, factor}, times).store_rounded(out + i);
-    Pairs(weight + i).each(Pairs(out + i), times).store_rounded(out + i);
-  }
+  if (i < size) squares = multiply_add(tail(x + i), tail(x + i), squares);
+  return 1.0f / std::sqrt(sum_of(squares) / float(size) + eps);
 }
 
-inline void gate_row(const Bf16* gate, const Bf16* up, Bf16* out, int64_t size) {
-  constexpr int kTinyBits = (127 + kSmallestExponent) << 7;
-  for (int64_t i = 0; i < size; ++i) {
-    const float g = widened(gate[i]);
-    const Bf16 silu = rounded(g / (1.0f + exp_of(-g)));
-    const Bf16 y = rounded(widened(silu) * widened(up[i]));
-    out[i].bits = (y.bits & 0x7FFF) < kTinyBits ? uint16_t(y.bits & 0x8000) : y.bits;
-  }
-}
-
-// --- attention -------------------------------------------------------------------------------------------------------
-
-// x cos + rotate_half(x) sin, each product and their sum rounded.
-inline void rotate_head(const Bf16* x, const Attention& a, Bf16* out) {
-  const int64_t half = a.dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const float low = widened(x[i]), high = widened(x[half + i]);
-    const float low_cos = widened(rounded(low * widened(a.cos[i])));
-    const float low_sin = widened(rounded(-high * widened(a.sin[i])));
-    const float high_cos = widened(rounded(high * widened(a.cos[half + i])));
-    const float high_sin = widened(rounded(low * widened(a.sin[half + i])));
-    out[i] = rounded(low_cos + low_sin);
-    out[half + i] = rounded(high_cos + high_sin);
-  }
-}
-
-// Scaled products of a query with all keys, up to a multiple of 16.
-inline void score(const Attention& a, const Bf16* q, const Bf16* keys, const Bf16* last, float* tile, float* scores) {
-  for (int64_t first = 0; first <= a.position; first += kLanes) {
-    for (int64_t j = 0; j < kLanes; ++j) {
-      const Bf16* key = first + j < a.position ? keys + (first + j) * a.dim : last;
-      F even = set(0.0f), odd = set(0.0f);
-      for (int64_t i = 0; i < a.dim; i += kRowStep) {
-        const Pairs of_query(q + i), of_key(key + i);
-        even = multiply_add(of_query.even, of_key.even, even);
-        odd = multiply_add(of_query.odd, of_key.odd, odd);
-      }
-      store(tile + j * kLanes, add(even, odd));
+// The same rounding as in PyTorch, for any style, size and dtype of the weight.
+template <typename Weight>
+inline void norm_elements(const Bf16* x, const Weight* weight, int style, float scale, Bf16* out, int64_t size) {
+  const float offset = style & kPlusOne ? 1.0f : 0.0f;
+  if (style & kRoundOnce) {
+    for (int64_t i = 0; i < size; ++i) out[i] = rounded((widened(weight[i]) + offset) * (widened(x[i]) * scale));
+  } else {
+    for (int64_t i = 0; i < size; ++i) {
+      out[i] = rounded((widened(weight[i]) + offset) * widened(rounded(widened(x[i]) * scale)));
     }
-    store(scores + first, mul(sums_of_lanes(tile, kLanes), set(a.scaling)));
   }
 }
 
-// Scores become e^(score - the largest); returns their sum.
-inline float exponentials(float* scores, int64_t count) {
-  float most = scores[0], sum = 0.0f;
-  for (int64_t t = 1; t < count; ++t) most = scores[t] > most ? scores[t] : most;
-  for (int64_t t = 0; t < count; ++t) scores[t] = exp_of(scores[t] - most);
-  for (int64_t t = 0; t < count; ++t) sum += scores[t];
-  return sum;
-}
-
-inline void attend_head(const Attention& a, int64_t head, float* scratch) {
-  const int64_t group = head / (a.heads / a.kv_heads), at = group * a.length * a.dim;
-  float *tile = scratch, *scores = scratch + kLanes * kLanes;
-  Bf16* q = reinterpret_cast<Bf16*>(scores + (a.position / kLanes + 1) * kLanes);
-  Bf16* k = q + a.dim;
-  const Bf16* v = a.v + group * a.dim;
-  rotate_head(a.q + head * a.dim, a, q);
-  rotate_head(a.k + group * a.dim, a, k);
-  if (head % (a.heads / a.kv_heads) == 0) {
-    std::memcpy(a.keys + at + a.position * a.dim, k, a.dim * sizeof *k);
-    std::memcpy(a.values + at + a.position * a.dim, v, a.dim * sizeof *v);
-  }
-  score(a, q, a.keys + at, k, tile, scores);
-  const F factor = set(1.0f / exponentials(scores, a.position + 1));
-  for (int64_t i = 0; i < a.dim; i += kRowStep) {
-    Pairs sum(set(0.0f), set(0.0f));
-    for (int64_t t = 0; t <= a.position; ++t) {
-      const F weight = set(scores[t]);
-      const Pairs value(t < a.position ? a.values + at + t * a.dim + i : v + i);
-      sum = value.each(sum, [&](F x, F y) { return multiply_add(weight, x, y); });
+inline void norm_row(const Bf16* x, const Norm& norm, Bf16* out, int64_t size) {
+  const float scale = scale_of(x, norm.eps, size);
+  if (norm.is_wide) return norm_elements(x, static_cast<const float*>(norm.weight), norm.style, scale, out, size);
+  const Bf16* weight = static_cast<const Bf16*>(norm.weight);
+  int64_t i = 0;
+  if (norm.style == 0) {  // Llama's
+    const F factor = set(scale);
+    const auto times = [](F a, F b) { return mul(a, b); };
+    for (; i < in_pairs(size); i += kPair) {
+      Pairs(x + i).each({factor, factor}, times).store_rounded(out + i);
+      Pairs(weight + i).each(Pairs(out + i), times).store_rounded(out + i);
     }
-    sum.each({factor, factor}, [](F x, F y) { return mul(x, y); }).store_rounded(a.out + head * a.dim + i);
+  }
+  norm_elements(x + i, weight + i, norm.style, scale, out + i, size - i);
+}
+
+// --- gates -----------------------------------------------------------------------------------------------------------
+
+constexpr float kTiny = 0x1p-100f;
+static_assert(kSmallestExponent == -100);
+
+// A number of bfloat16, or 0 of its sign where products do not support it.
+inline F flushed(F x) {
+  return select(less(abs(x), set(kTiny)), as_float(bit_and(bits(x), set(int32_t(0x80000000)))), x);
+}
+
+inline F silu(F x) { return div(x, add(set(1.0f), exp_of(negative(x)))); }
+
+// x times its probability under a normal distribution, by tanh: (1 + tanh(u)) / 2 = 1 / (1 + e^-2u).
+inline F gelu_tanh(F x) {
+  constexpr float kRoot8OverPi = 1.59576912f;
+  const F cube = mul(mul(mul(set(0.044715f), x), x), x);
+  return div(x, add(set(1.0f), exp_of(mul(set(-kRoot8OverPi), add(x, cube)))));
+}
+
+// By the error function.
+inline F gelu(F x) {
+  float lane[kLanes];
+  store(lane, x);
+  for (float& each : lane) each *= 0.5f * std::erfc(-0.70710678f * each);
+  return load(lane);
+}
+
+// gpt-oss's.
+inline F clamped_glu(F gate, F up, const Gate& g) {
+  const F limit = set(g.limit), least = set(-g.limit);
+  gate = rounded(select(less(limit, gate), limit, gate));
+  up = rounded(select(less(limit, up), limit, select(less(up, least), least, up)));
+  const F sigmoid = rounded(div(set(1.0f), add(set(1.0f), exp_of(negative(rounded(mul(gate, set(g.alpha))))))));
+  return flushed(rounded(mul(rounded(add(up, set(1.0f))), rounded(mul(gate, sigmoid)))));
+}
+
+// 32 elements of act(gate) * up.
+template <typename Function>
+inline void gate_pair(const Bf16* gate, const Bf16* up, Bf16* out, Function act) {
+  const auto gated = [&](F x, F y) { return flushed(rounded(mul(rounded(act(x)), y))); };
+  const Pairs y = Pairs(gate).each(Pairs(up), gated);
+  store_pairs(out, y.even, y.odd);
+}
+template <typename Function>
+inline void gate_elements(const Bf16* gate, const Bf16* up, Bf16* out, int64_t size, Function act) {
+  int64_t i = 0;
+  for (; i < in_pairs(size); i += kPair) gate_pair(gate + i, up + i, out + i, act);
+  if (i == size) return;
+  Bf16 last[3][kPair] = {};
+  std::memcpy(last[0], gate + i, (size - i) * sizeof *gate);
+  std::memcpy(last[1], up + i, (size - i) * sizeof *up);
+  gate_pair(last[0], last[1], last[2], act);
+  std::memcpy(out + i, last[2], (size - i) * sizeof *out);
+}
+
+// gate and up alternate.
+inline void clamped_row(const Bf16* gate_up, const Gate& g, Bf16* out, int64_t size) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t count = i + kLanes < size ? kLanes : size - i;
+    Bf16 pairs[kPair] = {};
+    std::memcpy(pairs, gate_up + 2 * i, 2 * count * sizeof *pairs);
+    const Pairs at(pairs);
+    float lane[kLanes];
+    store(lane, clamped_glu(at.even, at.odd, g));
+    for (int64_t j = 0; j < count; ++j) out[i + j] = rounded(lane[j]);
+  }
+}
+
+inline void gate_row(const Bf16* gate_up, const Gate& g, Bf16* out, int64_t size) {
+  const Bf16* up = gate_up + size;
+  switch (g.activation) {
+    case Activation::kSilu: return gate_elements(gate_up, up, out, size, [](F x) { return silu(x); });
+    case Activation::kGeluTanh: return gate_elements(gate_up, up, out, size, [](F x) { return gelu_tanh(x); });
+    case Activation::kGelu: return gate_elements(gate_up, up, out, size, [](F x) { return gelu(x); });
+    case Activation::kClampedGlu: return clamped_row(gate_up, g, out, size);
   }
 }
 
 // --- a dense product of one row --------------------------------------------------------------------------------------
 
 // Rows [begin, end) of w (.., size) times x. Rows of w are read in memory order: the hardware prefetches them.
-inline void multiply_rows(const Bf16* x, const Bf16* w, int64_t size, Bf16* y, int64_t begin, int64_t end) {
+inline void multiply_rows(const Bf16* x, const Bf16* w, const Bf16* bias, int64_t size, Bf16* y, int64_t begin,
+                          int64_t end) {
   float tile[kLanes * kLanes] = {}, sums[kLanes];
   for (int64_t first = begin; first < end; first += kLanes) {
     const int64_t count = first + kLanes < end ? kLanes : end - first;
     for (int64_t r = 0; r < count; ++r) {
       const Bf16* row = w + (first + r) * size;
       F even = set(0.0f), odd = set(0.0f);
-      for (int64_t i = 0; i < size; i += kRowStep) {
+      for (int64_t i = 0; i < size; i += kPair) {
         const Pairs of_x(x + i), of_w(row + i);
         even = multiply_add(of_w.even, of_x.even, even);
         odd = multiply_add(of_w.odd, of_x.odd, odd);
@@ -174,11 +246,9 @@ inline void multiply_rows(const Bf16* x, const Bf16* w, int64_t size, Bf16* y, i
       store(tile + r * kLanes, add(even, odd));
     }
     store(sums, sums_of_lanes(tile, kLanes));
-    for (int64_t r = 0; r < count; ++r) y[first + r] = rounded(sums[r]);
+    for (int64_t r = 0; r < count; ++r) y[first + r] = rounded(sums[r] + (bias ? widened(bias[first + r]) : 0.0f));
   }
 }
-
-constexpr RowKernels kRowKernels = {add_row, norm_row, gate_row, attend_head, multiply_rows};
 
 }  // namespace
 }  // namespace nvfp4::NVFP4_ISA

@@ -78,6 +78,7 @@ Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scal
   p.y_dtype = dtype_of(out_dtype, "out_dtype");
   p.experts = static_cast<int>(experts);
   p.N = static_cast<int>(outer);
+  p.y_row = outer;
   p.K = static_cast<int>(inner);
   p.rows = static_cast<int>(x.matrix.rows);
   p.offs = static_cast<const int32_t*>(offs.const_data_ptr());
@@ -87,6 +88,6 @@ Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scal
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) { m.impl("grouped_linear", TORCH_BOX(&grouped_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) { m.impl("grouped_linear", TORCH_BOX(&grouped_linear)); }
 
 }  // namespace nvfp4

@@ -1,13 +1,13 @@
 // torch.ops.nvfp4.matmul on CUDA: arguments made a Problem, and the kernel chosen.
-#include <algorithm>
-#include <cstdlib>
 #include <optional>
 #include <vector>
 
 #include "cuda/host/tensors.h"
+#include "cuda/matmul/arguments.h"
 #include "cuda/matmul/dense.h"
 #include "cuda/matmul/describe.h"
 #include "cuda/matmul/problem.cuh"
+#include "ops.h"
 #include "plans_printed.h"
 
 namespace nvfp4 {
@@ -15,11 +15,6 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kMostExperts = 65535;  // of a grid's last dimension
-
-Tensor call(const char* op, const char* overload, std::vector<StableIValue> arguments) {
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, arguments.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(arguments[0]);
-}
 
 // (code * s_b) * per_tensor_scale.
 Tensor decode(const Tensor& qdata, const Tensor& scale, const Tensor& per_tensor_scale, int64_t columns,
@@ -37,38 +32,6 @@ Tensor float_product(const Tensor& a, const Tensor& b) {
   return call(op, "dtype", {from(a), from(b), from(ScalarType::Float)});
 }
 
-// bias as what it is added with: steps by expert, row and column of the result.
-Tensor set_bias(Problem& p, Tensor bias, const Tensor& x, const std::vector<int64_t>& shape) {
-  const int64_t dims = static_cast<int64_t>(shape.size()), missing = dims - bias.dim();
-  check_beside(bias, "bias", x);
-  STD_TORCH_CHECK(missing >= 0, "nvfp4::matmul: bias has more dimensions than the product");
-  for (int64_t i = 0; i < bias.dim(); ++i) {
-    STD_TORCH_CHECK(bias.size(i) == 1 || bias.size(i) == shape[missing + i], "nvfp4::matmul: bias of size ",
-                    bias.size(i), " in dimension ", missing + i, " does not broadcast to a product of size ",
-                    shape[missing + i]);
-  }
-  std::vector<int64_t> steps(dims, 0);
-  auto read_steps = [&] {
-    for (int64_t i = 0; i < bias.dim(); ++i) steps[dims - bias.dim() + i] = bias.size(i) == 1 ? 0 : bias.stride(i);
-  };
-  read_steps();
-  // leading dimensions of x that are rows together need one step for all
-  const bool rows_are_one_dim = dims == 2 || (dims == 3 && p.experts == shape[0] && p.M == shape[1]);
-  const bool same_for_all_rows = std::all_of(steps.begin(), steps.end() - 1, [](int64_t step) { return step == 0; });
-  if (!rows_are_one_dim && !same_for_all_rows) {
-    using torch::stable::detail::from;
-    bias = torch::stable::contiguous(
-        call("aten::expand", "", {from(bias), from(torch::headeronly::IntHeaderOnlyArrayRef(shape)), from(false)}));
-    read_steps();
-  }
-  p.bias = bias.const_data_ptr();
-  p.bias_dtype = dtype_of(bias.scalar_type(), "bias");
-  p.bias_column = steps[dims - 1];
-  p.bias_row = same_for_all_rows ? 0 : rows_are_one_dim ? steps[dims - 2] : p.N;
-  p.bias_expert = dims == 3 && rows_are_one_dim ? steps[0] : 0;
-  return bias;
-}
-
 // The shape of x (..., K) w^T.
 std::vector<int64_t> product_shape(const Tensor& x, int64_t inner, int64_t outer) {
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == inner, "nvfp4::matmul: x has ", x.size(x.dim() - 1),
@@ -76,87 +39,11 @@ std::vector<int64_t> product_shape(const Tensor& x, int64_t inner, int64_t outer
   return with_last(x, outer);
 }
 
-Problem sizes(const std::vector<int64_t>& shape, int64_t inner, bool batched) {
-  int64_t rows = 1;
-  for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
-  STD_TORCH_CHECK(rows < INT32_MAX && shape.back() < INT32_MAX && inner < INT32_MAX,
-                  "nvfp4::matmul: a size beyond 2^31");
-  Problem p = {};
-  p.experts = batched ? static_cast<int>(shape[0]) : 1;
-  p.M = static_cast<int>(batched ? shape[1] : rows);
-  p.rows = static_cast<int>(rows);
-  p.N = static_cast<int>(shape.back());
-  p.K = static_cast<int>(inner);
-  return p;
-}
-
-void check_weight(const Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
-                  const Tensor& per_tensor_scale, int64_t columns) {
-  check_beside(qdata, "qdata", x);
-  check_beside(per_tensor_scale, "per_tensor_scale", x);
-  const int64_t rows = check_coded(qdata, scale, columns).rows, factors = per_tensor_scale.numel();
-  STD_TORCH_CHECK(rows < INT32_MAX, "nvfp4::matmul: more than 2^31 - 1 rows of weights");
-  STD_TORCH_CHECK(factors == 1 || factors == p.experts || factors == rows,
-                  "nvfp4::matmul takes per_tensor_scale 0-d, (E, 1) or one a row of w, not ", factors, " for ", rows,
-                  " rows");
-}
-
-// x as the kernels take it: rows at any distance, their elements together.
-Tensor place_x(Problem& p, const Tensor& given) {
-  const bool rows_fit = given.dim() == 2 && (given.stride(1) == 1 || p.K <= 1) && given.stride(0) >= p.K;
-  const Tensor x = rows_fit || given.is_contiguous() ? given : torch::stable::contiguous(given);
-  p.x = x.const_data_ptr();
-  p.x_dtype = dtype_of(x.scalar_type(), "x");
-  p.x_row = rows_fit && p.M > 1 ? x.stride(0) : p.K;
-  return x;
-}
-
 Tensor place_x_scale(Problem& p, const Tensor& x, const Tensor& scale) {
   const Tensor factor = factors_of(scale, "x_scale", p.rows, x);
   p.x_scale = static_cast<const float*>(factor.const_data_ptr());
   p.x_scale_step = factor.numel() > 1;
   return factor;
-}
-
-bool one_a_row(const Problem& p, const Tensor& w_scale) {
-  return w_scale.numel() > p.experts || (w_scale.numel() > 1 && p.experts == 1);
-}
-
-void place_w_scale(Problem& p, const Tensor& factor) {
-  p.w_scale = static_cast<const float*>(factor.const_data_ptr());
-  p.w_scale_step = one_a_row(p, factor);
-  p.w_scale_expert = factor.numel() == 1 ? 0 : p.w_scale_step ? p.N : 1;
-}
-
-// --- which kernel ----------------------------------------------------------------------------------------------------
-
-// NVFP4_TENSOR_FORCE_KERNEL in the environment: for measurements (benchmarks/fit_costs.py). Read once.
-const std::optional<Forced>& forced_kernel() {
-  static const std::optional<Forced> forced = [] {
-    const char* name = std::getenv("NVFP4_TENSOR_FORCE_KERNEL");
-    if (!name || !*name) return std::optional<Forced>();
-    const std::optional<Forced> found = forced_of(name);
-    STD_TORCH_CHECK(found, "NVFP4_TENSOR_FORCE_KERNEL=", name, ": no such kernel. There are few_rows, decoded, and ",
-                    "those that NVFP4_TENSOR_PRINT_PLANS=1 prints, as in ", name_of(costs::kManyRowsKernels[0]));
-    return found;
-  }();
-  return forced;
-}
-
-Choice choose_kernel(const Problem& p) {
-  const ProductSize size = size_of(p);
-  const Machine& machine = this_machine();
-  const Fits fits = {fits_matmul_many_rows(p), fits_matmul_few_rows_sm90(p)};
-  Choice choice;
-  if (const std::optional<Forced>& forced = forced_kernel()) {
-    const std::optional<Choice> made = choose_forced(*forced, size, fits, machine.multiprocessors);
-    STD_TORCH_CHECK(made, "nvfp4::matmul: the kernel of NVFP4_TENSOR_FORCE_KERNEL does not take this product");
-    choice = *made;
-  } else {
-    choice = choose(size, fits, machine.multiprocessors, [&] { return fits_matmul_dense(p, Sum::kAlongRowsOfW); });
-  }
-  if (are_plans_printed()) print_plan(describe(choice, size, fits, name_of(p.x_dtype), machine));
-  return choice;
 }
 
 // Why none of the kernels that decode w as they go is asked; null where they are.
@@ -177,11 +64,7 @@ void print_decoded(const Problem& p, const char* why) {
 // The kernels that decode w as they go; false where decoding before is faster.
 bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
-  p.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
-  p.code_row = codes.size(codes.dim() - 1);
-  p.Kp = static_cast<int>(p.code_row * 2);
-  p.scales = static_cast<const uint8_t*>(scales.const_data_ptr());
-  p.scale_band = (static_cast<int64_t>(p.Kp) + 63) / 64 * 512;
+  place_codes(p, codes, scales);
   const Choice choice = choose_kernel(p);
   if (choice.family == KernelFamily::kDecoded) return false;
   if (choice.family == KernelFamily::kManyRows) {
@@ -256,7 +139,7 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   const int64_t weight_rows = qdata.size(qdata.dim() - 2);
   const int64_t inner = transposed ? weight_rows : columns, outer = transposed ? columns : weight_rows;
   const std::vector<int64_t> shape = product_shape(x_given, inner, outer);
-  Problem p = sizes(shape, inner, batched);
+  Problem p = sized_problem(shape, inner, batched);
   STD_TORCH_CHECK(!batched || shape[0] == qdata.size(0), "nvfp4::matmul: ", shape[0], " matrices of x for ",
                   qdata.size(0), " weights");
   check_weight(p, x_given, qdata, scale, per_tensor_scale, columns);
@@ -296,6 +179,16 @@ void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stre
   finish_kernel<<<grid_of(8, (all + 255) / 256), 256, 0, stream>>>(p, sums);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(nvfp4, CUDA, m) { m.impl("matmul", TORCH_BOX(&matmul)); }
+namespace ops {
+
+Tensor matmul(const Tensor& x, const OptionalTensor& x_scale, const CodedTensors& w, const OptionalTensor& bias,
+              int64_t columns, bool across_blocks, ScalarType out_dtype) {
+  const auto& [qdata, scale, factor] = w;
+  return nvfp4::matmul(x, x_scale, qdata, scale, factor, bias, columns, across_blocks, out_dtype);
+}
+
+}  // namespace ops
+
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) { m.impl("matmul", TORCH_BOX(&matmul)); }
 
 }  // namespace nvfp4

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 
+#include "cuda/generation/activation.h"
 #include "cuda/host/kernels.h"
 #include "cuda/host/machine.h"
 #include "cuda/matmul/size.h"
@@ -31,7 +32,8 @@ struct Problem {
   const void* bias;  // absent, or broadcast to (E, M, N) by these steps
   int64_t bias_expert, bias_row, bias_column;
   Dtype x_dtype, bias_dtype, y_dtype;
-  void* y;  // (E, M, N)
+  void* y;        // (E, M, N)
+  int64_t y_row;  // elements between rows of y: N, or for the few-rows kernels more
   int experts, M, N, K;
   int rows;                     // of x over the batch: experts * M, or of all groups
   const int32_t* offs;          // (experts), where each group ends; null where every expert has M rows
@@ -40,6 +42,21 @@ struct Problem {
 };
 
 inline ProductSize size_of(const Problem& p) { return {p.experts, p.M, p.N, p.K, p.rows, p.offs != nullptr}; }
+
+// What Hopper's few-rows kernel may do besides.
+struct Fused {
+  int tiles_ahead = 0;  // of w per warp, read before the previous kernel is done: no kernel under way may write w
+  // x is not multiplied itself, but as y of nvfp4::rms_norm: all in x's dtype, rows of K
+  bool normed = false;
+  const void *residual = nullptr, *norm = nullptr;
+  void* sum = nullptr;  // null: not wanted
+  float eps = 0, offset = 0, multiplier = 1;
+  bool round_before_weight = true;
+  // of two weights, gate and up, only nvfp4::gated's result is written, by the first one's y
+  bool gated = false;
+  step::Activation activation = step::Activation::kSilu;
+  float limit = 0, alpha = 0;
+};
 
 namespace many_rows {
 struct PlannedKernel;  // many_rows_sm90/plan.h
@@ -50,7 +67,12 @@ void launch_matmul_few_rows(const Problem& p, cudaStream_t stream);  // any such
 void launch_matmul_few_rows_grouped(const Problem& p, cudaStream_t stream);
 bool fits_matmul_few_rows_sm90(const Problem& p);                         // what it calls where alignment allows
 void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream);  // for at most 16 rows
-bool fits_matmul_many_rows(const Problem& p);                             // a Hopper, and codes aligned to 16 bytes
+// The same for up to kMostSets weights that share x (one expert each), in one launch; without what may be fused the
+// values are those of single launches. fits: it takes each of them, in the same shape, and what is fused.
+constexpr int kMostSets = 3;
+bool fits_matmul_sets_sm90(const Problem* sets, int count, const Fused& fused);
+void launch_matmul_sets_sm90(const Problem* sets, int count, const Fused& fused, cudaStream_t stream);
+bool fits_matmul_many_rows(const Problem& p);  // a Hopper, and codes aligned to 16 bytes
 // scratch: memory of so many bytes, which lives as long as the stream needs it.
 void launch_matmul_many_rows(const Problem& p, const many_rows::PlannedKernel& planned,
                              const std::function<void*(int64_t)>& scratch, cudaStream_t stream);

@@ -249,7 +249,7 @@ __device__ __forceinline__ void write_tiles(const Problem& p, const Work& work, 
     const int e = m / 8 * 128 + (lane * 4 + m % 8 / 2) * 4 + half * 2 + m % 2;
     float sum = 0;
     for (int from = 0; from < work.cluster; ++from) sum += load_from_rank(partial + tile * S::kTileSums + e, from);
-    const int64_t at = (static_cast<int64_t>(share.expert) * p.M + share.m + m) * p.N + n;
+    const int64_t at = (static_cast<int64_t>(share.expert) * p.M + share.m + m) * p.y_row + n;
     store_rounded(p.y, p.y_dtype, at, finish(p, share.expert, share.m + m, n, sum));
   }
 }

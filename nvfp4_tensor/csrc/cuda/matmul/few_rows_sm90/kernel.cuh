@@ -54,72 +54,17 @@
 // 27.4: warps in lockstep wait for the slowest copy of four, and for the products of each unit.
 #pragma once
 
-#include <cuda.h>
-
-#include "cuda/host/launch.h"
 #include "cuda/matmul/decode.cuh"
-#include "cuda/matmul/few_rows_sm90/plan.h"
-#include "cuda/matmul/problem.cuh"
+#include "cuda/matmul/few_rows_sm90/finish.cuh"
+#include "cuda/matmul/few_rows_sm90/shape.cuh"
+#include "cuda/matmul/few_rows_sm90/slice.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_sm90.cuh"
 
 namespace nvfp4 {
 namespace few_rows_sm90 {
 
-constexpr int kAdders = 4;  // warps that add
-constexpr int kThreads = (kWarps + kAdders) * 32;
-// Of a thread. It has 96 at first, since 5 warps share the 512 of a quarter of the multiprocessor.
-constexpr int kMultiplyingRegisters = 104, kAddingRegisters = 5 * 96 - 4 * kMultiplyingRegisters;
-constexpr int kTilesPerBand = 128 / kTileRows;
-
-// A unit is what one copy brings: 256 elements of a tile's 16 rows.
-constexpr int kUnitElements = 256;
-constexpr int kUnitCodes = kTileRows * kUnitElements / 2, kUnitScales = kTileRows * kUnitElements / 16;  // bytes
-
-// kColumns: 8-column tiles of x (M <= 8 * kColumns). kUnits: in a warp's slice of K. kDepth: units in flight.
-template <int kColumns_, int kUnits_, int kDepth_, int kSlots_>
-struct Shape {
-  static constexpr int kColumns = kColumns_, kUnits = kUnits_, kDepth = kDepth_, kSlots = kSlots_;
-  static_assert(kDepth % kUnits == 0, "the ring holds whole tiles, so that a tile's units lie one behind the other");
-  static constexpr int kSlice = kUnits * kUnitElements;
-  static constexpr int kTileSums = kTileRows * 8 * kColumns;  // floats
-  static constexpr int kScalesAt = kWarps * kDepth * kUnitCodes;
-  static constexpr int kSlotsAt = kScalesAt + kWarps * kDepth * kUnitScales;
-  static constexpr int kInboxAt = kSlotsAt + kSlots * kWarps * kTileSums * 4;
-  static constexpr int kBarriersAt = kInboxAt + kAdders * (kMostBlocksInCluster - 1) * kTileSums * 4;
-  static constexpr int kLoadedAt = kBarriersAt + 8 * (kWarps * kDepth + 2 * kSlots + 2 * kAdders);
-  static constexpr int kSharedBytes = kLoadedAt + 8 * kWarps + 1024;
-  static_assert(kSlots * kTileSums * 4 >= 2048, "x passes through a warp's part of the slots, 2 KB at a time");
-};
-
-// How a grid of (cluster, clusters, experts) blocks divides the work.
-struct Work {
-  int cluster;            // blocks that share rows and split K
-  int warps_in_k;         // of a block's warps, how many split K
-  uint32_t share;         // 2^16 / warps_in_k, rounded up
-  int row_groups;         // and how many tiles are thus multiplied at a time
-  int tiles, more_tiles;  // every cluster takes so many tiles, and the first ones another
-};
-
-struct Maps {
-  CUtensorMap codes;   // (bands, 4, 32, bytes): i, r
-  CUtensorMap scales;  // (bands, groups of 64 columns, 512)
-};
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
-template <typename T>
-__device__ __forceinline__ T rounded(float v) {
-  return v;
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 rounded(float v) {
-  return __float2bfloat16_rn(v);
-}
-template <>
-__device__ __forceinline__ __half rounded(float v) {
-  return __float2half_rn(v);
-}
+#if NVFP4_LARGE_SHARED_MEMORY
 
 __device__ __forceinline__ void add_to(float4& sum, float4 v) {
   sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
@@ -133,13 +78,6 @@ __device__ __forceinline__ void copy_unit(const Maps& maps, uint32_t tile, int k
   mbarrier_arrive_expect_tx(barrier, kUnitCodes + kUnitScales);
   tma_load_4d(codes, &maps.codes, k / 2, first * 4, 0, band, barrier, policy);
   tma_load_3d(scales, &maps.scales, first * 64, k / 64, band, barrier, policy);
-}
-
-// The lane's first row of a tile, counted in its band; the other one is at this ^ 32. Neighbouring lane groups differ
-// in bit 5, so that what eight lanes read at once of a copy in the engine's 128-byte swizzle lies in different banks.
-__device__ __forceinline__ int row_in_band(uint32_t tile, int lane) {
-  const int g = lane / 4;
-  return tile % kTilesPerBand * 4 + g % 4 + g / 4 * 64 + g % 2 * 32;
 }
 
 // The lane's offsets in a unit.
@@ -193,79 +131,30 @@ __device__ __forceinline__ void multiply_unit(const LaneOffsets& offsets, uint32
   }
 }
 
-// A warp's slice of x: b[unit][chunk][i][column] has 16 bytes of row 2 i + lane / 16 of a column's eight.
-template <typename S>
-__device__ __forceinline__ void fetch_slice(const Problem& p, int expert, int k0, int lane,
-                                            uint4 (&b)[S::kUnits][2][4][S::kColumns]) {
-  const int64_t row = static_cast<int64_t>(expert) * p.M + p.first_m + lane / 16;
-  k0 += lane % 16 * 8;
-  const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.x_row + k0;
-#pragma unroll
-  for (int unit = 0; unit < S::kUnits; ++unit)
-#pragma unroll
-    for (int chunk = 0; chunk < 2; ++chunk)
-#pragma unroll
-      for (int column = 0; column < S::kColumns; ++column)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int m = column * 8 + 2 * i, k = (unit * 2 + chunk) * 128;
-          b[unit][chunk][i][column] = make_uint4(0, 0, 0, 0);
-          if (m + lane / 16 < p.some_m && k0 + k < p.K) {
-            b[unit][chunk][i][column] = *reinterpret_cast<const uint4*>(x + m * p.x_row + k);
-          }
-        }
-}
-
-// It as B fragments, turned by way of 2 KB of shared memory.
-template <typename S>
-__device__ __forceinline__ void turn_slice(int rows, int lane, uint32_t by, uint4 (&b)[S::kUnits][2][4][S::kColumns]) {
-  // 16-byte chunk 4 t + w of row m goes to 4 t + (w + t + m % 2) % 4: no bank conflicts either way
-  const int half = lane / 16, piece = lane % 16, g = lane / 4, t = lane % 4;
-  const uint32_t to = by + half * 256 + (piece & 12) * 16 + (piece + piece / 4 + half) % 4 * 16;
-#pragma unroll
-  for (int unit = 0; unit < S::kUnits; ++unit)
-#pragma unroll
-    for (int chunk = 0; chunk < 2; ++chunk)
-#pragma unroll
-      for (int column = 0; column < S::kColumns; ++column) {
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (column * 8 + 2 * i < rows) store_shared_16(to + i * 512, b[unit][chunk][i][column]);
-        }
-        __syncwarp();
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          uint4 v = make_uint4(0, 0, 0, 0);
-          if (column * 8 + g < rows) v = load_shared_16(by + g * 256 + t * 64 + (w + t + g % 2) % 4 * 16);
-          b[unit][chunk][w][column] = to_fragment(v);
-        }
-      }
-}
-
 // The tiles of w that a warp multiplies, on their way to it.
-template <typename S>
+template <typename S, typename F>
 struct Stream {
-  const Maps& maps;
+  const Sets<F>& sets;
   int group, k0;                           // of the rows, and where its slice of K begins
   uint32_t codes, scales, copied, loaded;  // its copies, a barrier for each, one more for its own loads of them
   uint32_t first, end;                     // tiles
 
-  __device__ Stream(const Problem& p, const Maps& maps, const Work& work, uint32_t shared, int warp, uint32_t begin,
-                    int tiles)
-      : maps(maps), group(warp * work.share >> 16) {
+  __device__ Stream(const Sets<F>& sets, const Work& work, uint32_t shared, int warp, uint32_t begin, int tiles)
+      : sets(sets), group(warp * work.share >> 16) {
     k0 = (blockIdx.x * work.warps_in_k + warp - group * work.warps_in_k) * S::kSlice;
     codes = shared + warp * S::kDepth * kUnitCodes;
     scales = shared + S::kScalesAt + warp * S::kDepth * kUnitScales;
     copied = shared + S::kBarriersAt + 8 * warp * S::kDepth;
     loaded = shared + S::kLoadedAt + 8 * warp;
     first = begin + group;
-    end = group < work.row_groups && k0 < p.Kp ? begin + tiles : 0;
+    end = group < work.row_groups && k0 < sets.problems[0].Kp ? begin + tiles : 0;
   }
   __device__ __forceinline__ void copy_tile(uint32_t which, uint32_t to) const {
+    const auto [set, index] = sets.find(which);
+    const Maps& maps = sets.maps[set];
 #pragma unroll
     for (int unit = 0; unit < S::kUnits; ++unit) {
-      copy_unit(maps, which, k0 + unit * kUnitElements, codes + (to + unit) * kUnitCodes,
+      copy_unit(maps, index, k0 + unit * kUnitElements, codes + (to + unit) * kUnitCodes,
                 scales + (to + unit) * kUnitScales, copied + 8 * (to + unit));
     }
   }
@@ -280,8 +169,8 @@ struct Stream {
 
 // What a warp that multiplies does. It waits for the cluster for the adding warps' sake: under compute-sanitizer's
 // racecheck none of them goes on before every thread of the cluster has come to that wait.
-template <typename T, typename S>
-__device__ __forceinline__ void multiply(const Problem& p, const Work& work, const Stream<S>& w, uint32_t shared,
+template <typename T, typename S, typename F>
+__device__ __forceinline__ void multiply(const Problem& p, const Work& work, const Stream<S, F>& w, uint32_t shared,
                                          int warp, int lane, int expert, uint32_t begin, int tiles) {
   const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
   uint32_t tile = w.first, next_tile = tile + S::kDepth / S::kUnits * work.row_groups;  // multiplied, fetched next
@@ -289,18 +178,26 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
     if (work.cluster > 1) cluster_wait();
     return;
   }
-  griddepcontrol_wait();
-  const bool tile_first = p.some_m <= kMostRowsBehindATile;
-  if (tile_first && tile < w.end && elect_one()) w.copy_tile(tile, 0);
-  uint4 b[S::kUnits][2][4][S::kColumns];
-  fetch_slice<S>(p, expert, w.k0, lane, b);
-  if (elect_one()) {
+  const auto copy_tiles = [&](int from, int end) {
+    if (!elect_one()) return;
 #pragma unroll
     for (int to = 0; to < S::kDepth; to += S::kUnits) {
       const uint32_t which = tile + to / S::kUnits * work.row_groups;
-      if (which < w.end && !(to == 0 && tile_first)) w.copy_tile(which, to);
+      if (to >= from && to < end && which < w.end) w.copy_tile(which, to);
     }
+  };
+  const int ahead = w.sets.fused.tiles_ahead * S::kUnits;
+  const int before_x = max(ahead, p.some_m <= kMostRowsBehindATile ? S::kUnits : 0);
+  copy_tiles(0, ahead);
+  griddepcontrol_wait();
+  copy_tiles(ahead, before_x);
+  uint4 b[S::kUnits][2][4][S::kColumns];
+  if constexpr (F::kInput == Input::kNormed) {
+    fetch_normed<T, S>(p, w.sets.fused, work, w.group, w.k0, shared + S::kInboxAt, warp, lane, b);
+  } else {
+    fetch_slice<S>(p, expert, w.k0, lane, b);
   }
+  copy_tiles(before_x, S::kDepth);
   turn_slice<S>(p.some_m, lane, shared + S::kSlotsAt + warp * S::kSlots * S::kTileSums * 4, b);
   const LaneOffsets offsets(lane);
   __syncwarp();  // the other lanes have read x out of the slots
@@ -337,46 +234,6 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
     for (int column = 0; column < S::kColumns; ++column) store_shared_floats(to + column * 512, sum[column]);
     mbarrier_arrive(full + 8 * slot);
     if (++slot == S::kSlots) slot = 0, slot_parity ^= 1;
-  }
-}
-
-// Writes a tile of y: sum[column] has its columns n and n ^ 32, rows 8 column + 2 (lane % 4) and the next.
-template <typename T, typename S, typename Value>
-__device__ __forceinline__ void write_tile(const Problem& p, int expert, int n, int lane,
-                                           const float4 (&sum)[S::kColumns], Value value) {
-  const int64_t row = static_cast<int64_t>(expert) * p.M + p.first_m;
-#pragma unroll
-  for (int column = 0; column < S::kColumns; ++column) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int m = column * 8 + lane % 4 * 2 + i;
-      if (m < p.some_m) {
-        T* to = static_cast<T*>(p.y) + (row + m) * p.N + n;
-        to[0] = rounded<T>(value(m, n, i ? sum[column].y : sum[column].x));
-        to[(n ^ 32) - n] = rounded<T>(value(m, n ^ 32, i ? sum[column].w : sum[column].z));
-      }
-    }
-  }
-}
-
-template <typename T, typename S>
-__device__ __forceinline__ void finish_tile(const Problem& p, int expert, uint32_t tile, int lane, bool uniform,
-                                            float alpha, float4 (&sum)[S::kColumns]) {
-  constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
-#pragma unroll
-  for (int column = 0; column < S::kColumns; ++column) {
-    sum[column].x *= kToOne, sum[column].y *= kToOne, sum[column].z *= kToOne, sum[column].w *= kToOne;
-  }
-  const int n = tile / kTilesPerBand * 128 + row_in_band(tile, lane) - expert * p.N;
-  if (uniform && p.y_dtype == p.x_dtype) {
-    write_tile<T, S>(p, expert, n, lane, sum, [&](int, int, float v) { return __fmul_rn(v, alpha); });
-  } else {
-    const auto finished = [&](int m, int n, float v) { return finish(p, expert, p.first_m + m, n, v); };
-    switch (p.y_dtype) {
-      case Dtype::kBf16: write_tile<__nv_bfloat16, S>(p, expert, n, lane, sum, finished); break;
-      case Dtype::kFp16: write_tile<__half, S>(p, expert, n, lane, sum, finished); break;
-      case Dtype::kFloat: write_tile<float, S>(p, expert, n, lane, sum, finished); break;
-    }
   }
 }
 
@@ -450,8 +307,8 @@ __device__ __forceinline__ void begin_adding(const Work& work, uint32_t shared, 
 }
 
 // What a warp that adds does: every fourth tile is its own.
-template <typename T, typename S>
-__device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t shared, int adder, int lane,
+template <typename T, typename S, typename F>
+__device__ __forceinline__ void add(const Sets<F>& sets, const Work& work, uint32_t shared, int adder, int lane,
                                     int expert, uint32_t begin, int tiles) {
   constexpr int kTileBytes = S::kTileSums * 4;
   const uint32_t full = shared + S::kBarriersAt + 8 * kWarps * S::kDepth, empty = full + 8 * S::kSlots;
@@ -460,32 +317,55 @@ __device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t
                  shared + S::kInboxAt + adder * (kMostBlocksInCluster - 1) * kTileBytes + lane * 16, 0};
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  const bool uniform = p.w_scale_step == 0 && p.x_scale_step == 0 && p.bias == nullptr;
-  const float alpha = uniform ? finish(p, expert, 0, 0, 1.0f) : 0.0f;
+  bool uniform[F::kSets];
+  float alpha[F::kSets];
+#pragma unroll
+  for (int set = 0; set < F::kSets; ++set) {
+    const Problem& p = sets.problems[set];
+    uniform[set] = p.w_scale_step == 0 && p.x_scale_step == 0 && p.bias == nullptr;
+    alpha[set] = uniform[set] ? finish(p, expert, 0, 0, 1.0f) : 0.0f;
+  }
   if (work.cluster > 1) cluster_wait();
 
   uint32_t slot = 0, parity = 0;
+  float4 gate[S::kColumns];  // of the pair under way
 #pragma unroll 1
   for (int first = 0; first < tiles; first += work.row_groups) {
     const int step_end = min(first + work.row_groups, tiles);
-    int tile = first + static_cast<uint32_t>(adder - first) % kAdders;
+    int tile = Sets<F>::next_of(adder, first);
     mbarrier_wait(full + 8 * slot, parity);
     if (tile >= step_end) mbarrier_arrive(empty + 8 * slot);
 #pragma unroll 1
-    for (; tile < step_end; tile += kAdders) {
+    while (tile < step_end) {
       float4 sum[S::kColumns];
-      const int group = tile - first;
+      const int group = tile - first, next = Sets<F>::next_of(adder, tile + 1);
       add_warps<S>(shared + S::kSlotsAt + (group * work.warps_in_k * S::kSlots + slot) * kTileBytes + lane * 16,
                    work.warps_in_k, sum);
-      if (tile + kAdders >= step_end) mbarrier_arrive(empty + 8 * slot);
+      if (next >= step_end) mbarrier_arrive(empty + 8 * slot);
       if (blockIdx.x != 0) {
         inbox.send<S>(blockIdx.x, sum);
       } else {
         if (work.cluster > 1) inbox.receive<S>(work.cluster - 1, lane, sum);
-        finish_tile<T, S>(p, expert, begin + tile, lane, uniform, alpha, sum);
+        const auto [set, index] = sets.find(begin + tile);
+        if constexpr (F::kOutput == Output::kGated) {
+          round_tile<T, S>(sets.problems[set], index, lane, set ? uniform[1] : uniform[0], set ? alpha[1] : alpha[0],
+                           sum);
+          if (set == 0) {
+#pragma unroll
+            for (int column = 0; column < S::kColumns; ++column) gate[column] = sum[column];
+          } else {
+            write_gated<T, S>(sets.problems[0], sets.fused, index, lane, gate, sum);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < F::kSets; ++i) {
+            if (set == i) finish_tile<T, S>(sets.problems[i], expert, index, lane, uniform[i], alpha[i], sum);
+          }
+        }
         // after its last tile a block may be gone
-        if (work.cluster > 1 && tile + kAdders < tiles) inbox.make_room(work.cluster - 1, lane);
+        if (work.cluster > 1 && next < tiles) inbox.make_room(work.cluster - 1, lane);
       }
+      tile = next;
     }
     if (++slot == S::kSlots) slot = 0, parity ^= 1;
   }
@@ -493,17 +373,19 @@ __device__ __forceinline__ void add(const Problem& p, const Work& work, uint32_t
 
 #endif
 
-template <typename T, typename S>
-__global__ void __launch_bounds__(kThreads, 1)
-    kernel(const __grid_constant__ Problem p, const __grid_constant__ Maps maps, const Work work) {
-#if __CUDA_ARCH__ >= 900
+template <typename T, typename S, typename F>
+__global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Sets<F> sets, const Work work) {
+#if NVFP4_LARGE_SHARED_MEMORY
   extern __shared__ uint8_t memory[];
   const uint32_t shared = (address_of(memory) + 1023) / 1024 * 1024;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);  // known to be uniform
   const int cluster = blockIdx.y, expert = blockIdx.z;
-  const uint32_t begin = expert * (p.N / kTileRows) + cluster * work.tiles + min(cluster, work.more_tiles);
-  const int tiles = work.tiles + (cluster < work.more_tiles);
-  const Stream<S> w(p, maps, work, shared, warp, begin, tiles);
+  const Problem& p = sets.problems[0];
+  constexpr int kTogether = F::kOutput == Output::kGated ? 2 : 1;  // tiles that one block has
+  const uint32_t begin = expert * (p.N / kTileRows) +
+                         (cluster * work.tiles + min(cluster, work.more_tiles)) * kTogether;
+  const int tiles = (work.tiles + (cluster < work.more_tiles)) * kTogether;
+  const Stream<S, F> w(sets, work, shared, warp, begin, tiles);
   if (warp < kWarps) {
     w.begin();
   } else {
@@ -513,10 +395,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (work.cluster > 1) cluster_arrive();
   if (warp < kWarps) {
     setmaxnreg_inc<kMultiplyingRegisters>();
-    multiply<T, S>(p, work, w, shared, warp, lane, expert, begin, tiles);
+    multiply<T, S, F>(p, work, w, shared, warp, lane, expert, begin, tiles);
   } else {
     setmaxnreg_dec<kAddingRegisters>();
-    add<T, S>(p, work, shared, warp - kWarps, lane, expert, begin, tiles);
+    add<T, S, F>(sets, work, shared, warp - kWarps, lane, expert, begin, tiles);
   }
 #endif
 }

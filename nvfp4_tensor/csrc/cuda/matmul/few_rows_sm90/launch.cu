@@ -1,61 +1,7 @@
-// Which shape of Hopper's few-rows kernel serves a problem, and how the machine is divided.
-#include <algorithm>
-
-#include "cuda/host/launch.h"
-#include "cuda/host/tensor_map.h"
-#include "cuda/matmul/few_rows_sm90/kernel.cuh"
+// Which products Hopper's few-rows kernel takes, and its launches that fuse nothing.
+#include "cuda/matmul/few_rows_sm90/launch.cuh"
 
 namespace nvfp4 {
-namespace few_rows_sm90 {
-namespace {
-
-using UpTo8 = Shape<1, 2, 4, 4>;
-using UpTo8Short = Shape<1, 1, 4, 4>;  // rows of at most 16 slices of 256, and not many of them
-// Slots for more units than are in flight, or warps wait for the slowest of them instead of for memory: 14336 x 8192
-// and 28672 x 8192, M = 16, us in a chain, with 4 units in flight and 3 slots 28.8 and 48.5, with 3 and 5 27.2 and 47.3
-// (without decoding and products 21.6 and 46.3, and 19.0 and 35.8).
-using UpTo16 = Shape<2, 1, 3, 5>;
-static_assert(UpTo16::kSlice == kSliceOf16Rows && UpTo8Short::kSlice == kSliceOf16Rows &&
-                  UpTo8::kSlice == kSliceOf8Rows,
-              "plan.h divides K into slices of the length that the kernels have");
-
-// Codes come to L2 by 128 bytes: by 256, two units' at once, M = 1, 8 and 16 of 14336 x 8192, 28672 x 8192, 28672 x
-// 4096 and 4096 x 4096, single and in chains, took up to 5 % longer (H200; 45 of 48 medians in two turns, 2 % in the
-// middle).
-template <typename S>
-Maps maps_of(const Problem& p) {
-  using u64 = cuuint64_t;
-  const u64 row = p.code_row, bands = static_cast<u64>(p.experts) * p.N / 128, groups = ceil_quotient(p.Kp, 64);
-  constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  return {tensor_map<4>(p.codes, kBytes, {static_cast<u64>(p.Kp / 2), 32, 4, bands}, {row, row * 32, row * 128},
-                        {kUnitElements / 2, 4, 4, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
-          tensor_map<3>(p.scales, kBytes, {512, groups, bands}, {512, static_cast<u64>(p.scale_band)},
-                        {64, kUnitElements / 64, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE)};
-}
-
-template <typename T, typename S>
-void launch(const Problem& p, cudaStream_t stream) {
-  constexpr auto kKernel = kernel<T, S>;
-  const Split split = Split::of(p.Kp, S::kSlice);
-  Work work;
-  work.cluster = split.cluster, work.warps_in_k = split.warps_in_k, work.row_groups = split.row_groups;
-  work.share = 65536 / work.warps_in_k + 1;
-  const int tiles = p.N / kTileRows;
-  const int clusters = std::min(tiles, resident_clusters<kKernel>(work.cluster, kThreads, S::kSharedBytes));
-  work.tiles = tiles / clusters;
-  work.more_tiles = tiles % clusters;
-  const Launch launch(dim3(work.cluster, clusters, p.experts), work.cluster, kThreads, S::kSharedBytes, stream,
-                      Begins::kBeforePreviousEnds);
-  cudaLaunchKernelEx(&launch.config, kKernel, p, maps_of<S>(p), work);
-}
-
-template <typename S>
-void launch_shape(const Problem& p, cudaStream_t stream) {
-  p.x_dtype == Dtype::kBf16 ? launch<__nv_bfloat16, S>(p, stream) : launch<__half, S>(p, stream);
-}
-
-}  // namespace
-}  // namespace few_rows_sm90
 
 bool fits_matmul_few_rows_sm90(const Problem& p) {
   using namespace few_rows_sm90;
@@ -69,15 +15,36 @@ bool fits_matmul_few_rows_sm90(const Problem& p) {
          tensor_map_encoder() != nullptr;
 }
 
-void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream) {
+bool fits_matmul_sets_sm90(const Problem* sets, int count, const Fused& fused) {
   using namespace few_rows_sm90;
-  if (p.some_m > 8) {
-    launch_shape<UpTo16>(p, stream);
-  } else if (are_slices_short(size_of(p), this_machine().multiprocessors)) {
-    launch_shape<UpTo8Short>(p, stream);
-  } else {
-    launch_shape<UpTo8>(p, stream);
+  const auto at = [](const void* t) { return reinterpret_cast<uintptr_t>(t); };
+  if (count < 1 || count > kMostSets) return false;
+  for (int i = 0; i < count; ++i) {
+    const bool is_alike = sets[i].some_m > 8 || are_short(sets[i]) == are_short(sets[0]);
+    if (!fits_matmul_few_rows_sm90(sets[i]) || !is_alike) return false;
   }
+  if (fused.normed) {
+    const int slice = are_short(*sets) ? kSliceOf16Rows : kSliceOf8Rows;
+    const bool aligned = (at(fused.residual) | at(fused.norm) | at(fused.sum)) % 16 == 0;
+    const bool compiled = count != 2 || fused.gated;  // no model norms x for two weights and no gate
+    if (!compiled || !aligned || sets->some_m > 8 || Split::of(sets->Kp, slice).cluster > 1) return false;
+  }
+  return !fused.gated || (count == 2 && sets[0].N == sets[1].N);
+}
+
+void launch_matmul_sets_sm90(const Problem* sets, int count, const Fused& fused, cudaStream_t stream) {
+  using namespace few_rows_sm90;
+  if (fused.normed || fused.gated) return launch_fused(sets, count, fused, stream);
+  static_assert(kMostSets == 3);
+  switch (count) {
+    case 1: return launch_form<Form<1, Input::kPlain, Output::kPlain>>(sets, fused, stream);
+    case 2: return launch_form<Form<2, Input::kPlain, Output::kPlain>>(sets, fused, stream);
+    default: return launch_form<Form<3, Input::kPlain, Output::kPlain>>(sets, fused, stream);
+  }
+}
+
+void launch_matmul_few_rows_sm90(const Problem& p, cudaStream_t stream) {
+  launch_matmul_sets_sm90(&p, 1, Fused{}, stream);
 }
 
 }  // namespace nvfp4

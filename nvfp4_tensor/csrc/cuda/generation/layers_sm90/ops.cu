@@ -1,0 +1,229 @@
+// torch.ops.nvfp4.decode_layers on CUDA, and its plan: descriptors of the weights and scratch, made once for a model.
+#include <algorithm>
+#include <cstring>
+
+#include "cuda/generation/layers_sm90/kernel.cuh"
+#include "cuda/host/tensor_map.h"
+#include "cuda/host/tensors.h"
+
+namespace nvfp4 {
+namespace {
+
+using namespace layers_sm90;
+using Tensors = std::vector<Tensor>;
+
+struct Sizes {
+  int64_t layers, columns, inner, heads, kv_heads, dim, length;
+  int64_t inner_of(int phase) const { return phase == kOut ? heads * dim : phase == kDown ? inner : columns; }
+  int64_t units(int phase) const { return ceil_div(inner_of(phase), static_cast<int64_t>(kUnitElements)); }
+  int64_t items(int phase) const {
+    const int64_t rows = phase == kQkv ? (heads + 2 * kv_heads) * dim : phase == kGateUp ? inner : columns;
+    return rows / layers_sm90::kTileRows;
+  }
+};
+
+// Where each part of a plan begins, in bytes.
+struct Parts {
+  int64_t hidden[2], qkv, attended, act, partials, launches, end;
+
+  Parts(const Sizes& z, int64_t splits) {
+    int64_t at = z.layers * static_cast<int64_t>(sizeof(Layer));
+    const auto take = [&](int64_t bytes) {
+      const int64_t begin = at;
+      at += ceil_div(bytes, int64_t{256}) * 256;
+      return begin;
+    };
+    hidden[0] = take(z.columns * 4), hidden[1] = take(z.columns * 4);
+    qkv = take((z.heads + 2 * z.kv_heads) * z.dim * 4);
+    attended = take(z.units(kOut) * kUnitElements * 4);
+    act = take(z.units(kDown) * kUnitElements * 4);
+    partials = take(splits * z.heads * (z.dim / 2 + 1) * 16);
+    launches = take(4);
+    end = at;
+  }
+};
+
+struct Grid {
+  int blocks, splits, depth, x_bytes, shared_bytes;
+
+  explicit Grid(const Sizes& z) {
+    const Machine& machine = this_machine();
+    blocks = machine.multiprocessors;
+    splits = static_cast<int>(std::clamp<int64_t>(blocks / std::max<int64_t>(z.kv_heads, 1), 1, kMostSplits));
+    int64_t most = attention_bytes(static_cast<int>(z.dim));
+    for (int phase = 0; phase < kPhases; ++phase) most = std::max(most, z.units(phase) * kUnitElements * 2);
+    x_bytes = static_cast<int>(ceil_div(most, int64_t{128}) * 128);
+    const auto bytes = [&](int count) { return static_cast<int>(Layout(0, count, x_bytes).end()) + 1024; };
+    depth = 6;
+    while (depth > 0 && bytes(depth) + 64 > machine.shared_bytes) --depth;
+    shared_bytes = bytes(depth);
+  }
+};
+
+bool is_aligned(const Tensor& t, size_t bytes) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0; }
+
+bool is_bf16(const Tensor& t) {
+  return t.scalar_type() == ScalarType::BFloat16 && t.is_cuda() && t.is_contiguous() && is_aligned(t, 16);
+}
+
+// Sizes of the model, or a layer count of 0 where the kernel does not take it.
+Sizes sizes_of(const Tensors& norms, const Tensors& qdata, const Tensors& scales, const Tensors& factors,
+               const Tensors& biases, const Tensors& head_norms, const Tensors& keys, const Tensors& values) {
+  Sizes z = {};
+  const size_t layers = keys.size();
+  if (layers == 0 || values.size() != layers || norms.size() != 2 * layers + 1 || qdata.size() != kWeights * layers ||
+      scales.size() != qdata.size() || factors.size() != qdata.size() ||
+      (!biases.empty() && biases.size() != 3 * layers) || (!head_norms.empty() && head_norms.size() != 2 * layers)) {
+    return z;
+  }
+  const auto all = [](const Tensors& list, const auto& holds) { return std::all_of(list.begin(), list.end(), holds); };
+  const Tensor& key = keys[0];
+  if (key.dim() != 4 || key.size(0) != 1 || !all(norms, is_bf16) || !all(biases, is_bf16) ||
+      !all(head_norms, is_bf16)) {
+    return z;
+  }
+  const auto like_key = [&](const Tensor& t) {
+    return is_bf16(t) && t.dim() == 4 && t.size(0) == 1 && t.size(1) == key.size(1) && t.size(2) == key.size(2) &&
+           t.size(3) == key.size(3);
+  };
+  const auto is_factor = [](const Tensor& t) { return t.numel() == 1 && t.scalar_type() == ScalarType::Float; };
+  const auto fits_tma = [](const Tensor& t) { return t.is_cuda() && t.is_contiguous() && is_aligned(t, 16); };
+  if (!all(keys, like_key) || !all(values, like_key) || !all(factors, is_factor) || !all(qdata, fits_tma) ||
+      !all(scales, fits_tma) || key.size(2) == 0) {
+    return z;
+  }
+  z.columns = norms[0].numel(), z.kv_heads = key.size(1), z.length = key.size(2), z.dim = key.size(3);
+  if ((z.dim != 64 && z.dim != 128) || z.kv_heads == 0 || z.columns == 0) return z;
+  z.heads = qdata[kQ].size(0) / z.dim, z.inner = qdata[kGate].size(0);
+  const int64_t rows[kWeights] = {z.heads * z.dim, z.kv_heads * z.dim, z.kv_heads * z.dim, z.columns, z.inner,
+                                  z.inner,         z.columns};
+  const int64_t columns[kWeights] = {z.columns, z.columns, z.columns, z.heads * z.dim, z.columns, z.columns, z.inner};
+  for (size_t i = 0; i < qdata.size(); ++i) {
+    const int64_t n = rows[i % kWeights], k = columns[i % kWeights];
+    if (qdata[i].dim() != 2 || qdata[i].size(0) != n || qdata[i].size(1) * 2 != k || n % 128 || k % 64 ||
+        scales[i].numel() != n * (k / 16)) {
+      return z;
+    }
+  }
+  const bool same = all(norms, [&](const Tensor& t) { return t.numel() == z.columns; }) &&
+                    all(head_norms, [&](const Tensor& t) { return t.numel() == z.dim; });
+  const int64_t group = z.heads / z.kv_heads;
+  const Machine& machine = this_machine();
+  if (!same || z.heads % z.kv_heads || group > kMostGroup || z.kv_heads > machine.multiprocessors ||
+      machine.capability < 90 || tensor_map_encoder() == nullptr || Grid(z).depth < 3) {
+    return z;
+  }
+  for (size_t i = 0; i < biases.size(); ++i) {
+    if (biases[i].numel() != rows[i % 3]) return z;
+  }
+  z.layers = static_cast<int64_t>(layers);
+  return z;
+}
+
+// The maps of few_rows_sm90, for a weight (N, K).
+few_rows_sm90::Maps maps_of(const Tensor& qdata, const Tensor& scale) {
+  using u64 = cuuint64_t;
+  constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const u64 row = qdata.size(1), bands = qdata.size(0) / 128, groups = row / 32;
+  return {tensor_map<4>(qdata.const_data_ptr(), kBytes, {row, 32, 4, bands}, {row, row * 32, row * 128},
+                        {kUnitElements / 2, 4, 4, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
+          tensor_map<3>(scale.const_data_ptr(), kBytes, {512, groups, bands}, {512, groups * 512},
+                        {64, kUnitElements / 64, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE)};
+}
+
+Tensor decode_layers_plan(const Tensor& x, const Tensors& norms, const Tensors& qdata, const Tensors& scales,
+                          const Tensors& per_tensor_scales, const Tensors& biases, const Tensors& head_norms,
+                          const Tensors& keys, const Tensors& values) {
+  const OnDeviceOf device(x);
+  const Sizes z = sizes_of(norms, qdata, scales, per_tensor_scales, biases, head_norms, keys, values);
+  if (z.layers == 0) return empty({0}, ScalarType::Byte, x);
+  std::vector<Layer> layers(z.layers);
+  const auto bf16 = [](const Tensor& t) { return static_cast<const __nv_bfloat16*>(t.const_data_ptr()); };
+  for (int64_t i = 0; i < z.layers; ++i) {
+    Layer& its = layers[i];
+    std::memset(&its, 0, sizeof(Layer));
+    for (int w = 0; w < kWeights; ++w) {
+      its.maps[w] = maps_of(qdata[i * kWeights + w], scales[i * kWeights + w]);
+      its.factors[w] = static_cast<const float*>(per_tensor_scales[i * kWeights + w].const_data_ptr());
+    }
+    for (int j = 0; j < 3 && !biases.empty(); ++j) its.biases[j] = bf16(biases[i * 3 + j]);
+    for (int j = 0; j < 2; ++j) its.norms[j] = bf16(norms[i * 2 + j]);
+    for (int j = 0; j < 2 && !head_norms.empty(); ++j) its.head_norms[j] = bf16(head_norms[i * 2 + j]);
+    its.keys = static_cast<__nv_bfloat16*>(keys[i].mutable_data_ptr());
+    its.values = static_cast<__nv_bfloat16*>(values[i].mutable_data_ptr());
+  }
+  const Parts parts(z, Grid(z).splits);
+  const cudaStream_t stream = current_stream(x);
+  Tensor plan = empty({parts.end}, ScalarType::Byte, x);
+  cudaMemsetAsync(plan.mutable_data_ptr(), 0, parts.end, stream);
+  cudaMemcpyAsync(plan.mutable_data_ptr(), layers.data(), layers.size() * sizeof(Layer), cudaMemcpyHostToDevice,
+                  stream);
+  cudaStreamSynchronize(stream);
+  check_launched("nvfp4::decode_layers_plan");
+  return plan;
+}
+
+template <int kDim>
+void launch(const Step& s, const Grid& grid, cudaStream_t stream) {
+  constexpr auto kKernel = kernel<kDim>;
+  cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes);
+  Launch launch(dim3(grid.blocks), 1, kThreads, grid.shared_bytes, stream, Begins::kAfterPrevious);
+  cudaLaunchAttribute& attribute = launch.attributes[launch.config.numAttrs++];
+  attribute.id = cudaLaunchAttributeCooperative;  // every block runs at once, or none does
+  attribute.val.cooperative = 1;
+  cudaLaunchKernelEx(&launch.config, kKernel, s);
+}
+
+Tensor decode_layers(const Tensor& x, const Tensor& plan, const Tensors& norms, const Tensors& qdata,
+                     const Tensors& scales, const Tensors& per_tensor_scales, const Tensors& biases,
+                     const Tensors& head_norms, const Tensors& keys, const Tensors& values, const Tensor& cos,
+                     const Tensor& sin, const Tensor& position, double eps, double scaling) {
+  const OnDeviceOf device(x);
+  const Sizes z = sizes_of(norms, qdata, scales, per_tensor_scales, biases, head_norms, keys, values);
+  STD_TORCH_CHECK(z.layers > 0, "nvfp4::decode_layers: the kernel does not take this model");
+  const Grid grid(z);
+  const Parts parts(z, grid.splits);
+  STD_TORCH_CHECK(plan.numel() == parts.end && plan.scalar_type() == ScalarType::Byte,
+                  "nvfp4::decode_layers: plan is not decode_layers_plan's for these tensors");
+  STD_TORCH_CHECK(is_bf16(x) && x.numel() == z.columns, "nvfp4::decode_layers takes x (1, ", z.columns,
+                  ") in bfloat16");
+  STD_TORCH_CHECK(is_bf16(cos) && is_bf16(sin) && cos.numel() == z.dim && sin.numel() == z.dim,
+                  "nvfp4::decode_layers takes cos and sin (", z.dim, ",) in bfloat16");
+  STD_TORCH_CHECK(position.is_cuda() && position.scalar_type() == ScalarType::Long && position.numel() == 1,
+                  "nvfp4::decode_layers takes position (1,) in int64 on the GPU");
+  Tensor y = empty({1, z.columns}, ScalarType::BFloat16, x);
+  const auto bf16 = [](const Tensor& t) { return static_cast<const __nv_bfloat16*>(t.const_data_ptr()); };
+  uint8_t* const scratch = static_cast<uint8_t*>(plan.mutable_data_ptr());
+  const auto part = [&](int64_t at) { return reinterpret_cast<uint32_t*>(scratch + at); };
+  Step s = {};
+  s.layers = reinterpret_cast<const Layer*>(scratch);
+  s.x = bf16(x), s.last_norm = bf16(norms.back()), s.cos = bf16(cos), s.sin = bf16(sin);
+  s.position = static_cast<const int64_t*>(position.const_data_ptr());
+  s.y = static_cast<__nv_bfloat16*>(y.mutable_data_ptr());
+  s.hidden[0] = part(parts.hidden[0]), s.hidden[1] = part(parts.hidden[1]), s.qkv = part(parts.qkv);
+  s.attended = part(parts.attended), s.act = part(parts.act);
+  s.partials = reinterpret_cast<uint4*>(scratch + parts.partials);
+  s.launches = part(parts.launches);
+  s.eps = static_cast<float>(eps), s.scaling_log2 = static_cast<float>(scaling * 1.4426950408889634);
+  s.layer_count = static_cast<int>(z.layers), s.columns = static_cast<int>(z.columns);
+  s.heads = static_cast<int>(z.heads), s.kv_heads = static_cast<int>(z.kv_heads), s.length = static_cast<int>(z.length);
+  s.splits = grid.splits, s.depth = grid.depth, s.x_bytes = grid.x_bytes;
+  for (int phase = 0; phase < kPhases; ++phase) {
+    s.inner[phase] = static_cast<int>(z.inner_of(phase));
+    s.units[phase] = static_cast<int>(z.units(phase));
+    s.shares[phase] = {static_cast<int>(z.items(phase) / grid.blocks), static_cast<int>(z.items(phase) % grid.blocks)};
+  }
+  const cudaStream_t stream = current_stream(x);
+  z.dim == 128 ? launch<128>(s, grid, stream) : launch<64>(s, grid, stream);
+  check_launched("nvfp4::decode_layers");
+  return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
+  m.impl("decode_layers_plan", TORCH_BOX(&decode_layers_plan));
+  m.impl("decode_layers", TORCH_BOX(&decode_layers));
+}
+
+}  // namespace nvfp4

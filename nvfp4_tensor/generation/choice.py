@@ -1,0 +1,148 @@
+"""The choice of the next token from logits, on the device, so that a CUDA graph can contain it.
+
+Random numbers are a function of seed, row and index of the token alone (a hash of a counter), so that a text can be
+written again with the same seed, on any device, in any number of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS = 1 << 16
+"""The largest number of calls for which random numbers are computed at once."""
+BITS = 48
+"""Bits of a random number: enough for rare tokens, and u * total rounds to less than the total in float64."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: 0 for the largest logit; otherwise logits are divided by it, and a token is drawn.
+        top_k: draw from the k largest logits.
+        top_p: draw from the smallest set of the largest probabilities whose sum is at least this number.
+        seed: of the random numbers.
+
+    Raises:
+        TypeError, ValueError: for values that are not valid, or ``top_k`` or ``top_p`` with temperature 0.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise ValueError(f"temperature must be 0 (the largest logit) or a positive number, got {self.temperature}")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"top_k must be a positive integer or None, got {self.top_k!r}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1] or None, got {self.top_p}")
+        if not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an int, got {self.seed!r}")
+        if not self.temperature and (self.top_k is not None or self.top_p is not None):
+            raise ValueError("top_k and top_p choose among random tokens: set temperature, for instance to 1.0")
+
+    @property
+    def kind(self) -> tuple[bool, int | None, bool]:
+        """What a graph of the choice depends on. Temperature, top_p and random numbers are values that it reads."""
+        return self.temperature > 0, self.top_k, self.top_p is not None
+
+
+class Chooser:
+    """Chooses one token per row, call by call. Buffers keep their addresses when other values are loaded.
+
+    Args:
+        batch: number of rows.
+        count: number of calls.
+
+    Attributes:
+        count: number of calls with the random numbers that are loaded, at most ROWS. Then :meth:`load_more`.
+        chosen: int64 (B,), the last tokens; -1 for a row whose logits have a NaN.
+        index: int64 (1,), the number of calls since sampling was loaded.
+        in_use: a text is being written with it.
+    """
+
+    in_use = False
+
+    def __init__(self, sampling: Sampling, batch: int, count: int, device: torch.device) -> None:
+        self.kind, self.batch = sampling.kind, batch
+        self.count = min(1 << (count - 1).bit_length(), ROWS)
+        self._temperature = torch.ones((), dtype=torch.float32, device=device)
+        self._top_p = torch.ones((), dtype=torch.float64, device=device)
+        self._uniforms = torch.zeros((self.count, batch), dtype=torch.float64, device=device)
+        self.index = torch.zeros((1,), dtype=torch.int64, device=device)
+        self.chosen = torch.zeros((batch,), dtype=torch.int64, device=device)
+        self.load(sampling)
+
+    def load(self, sampling: Sampling) -> None:
+        """Start another text with this sampling, of the same kind."""
+        assert sampling.kind == self.kind
+        if self.kind[0]:
+            self._temperature.fill_(sampling.temperature)
+            self._top_p.fill_(1.0 if sampling.top_p is None else sampling.top_p)
+        self._seed = sampling.seed
+        self.load_more(0)
+
+    def load_more(self, first: int) -> None:
+        """Load the random numbers of the ``count`` calls from ``first`` on."""
+        if self.kind[0]:
+            self._uniforms.copy_(uniforms(self._seed, self.count, self.batch, first))
+        self.index.zero_()
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the next tokens, int64 (B,), valid also where ``chosen`` is -1. logits: (B, vocabulary)."""
+        largest, tokens = logits.max(-1)  # NaN if there is one
+        if self.kind[0]:
+            tokens = self._draw(logits)
+        self.chosen.copy_(torch.where(largest.isnan(), -1, tokens))
+        return tokens
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        _, top_k, has_top_p = self.kind
+        scores, tokens = logits.float() / self._temperature, None
+        if top_k is not None and top_k < scores.shape[-1]:
+            scores, tokens = torch.topk(scores, top_k)
+        elif has_top_p:
+            scores, tokens = torch.sort(scores, descending=True)
+        mass = torch.softmax(scores, -1).double()
+        ends = mass.cumsum(-1)
+        if has_top_p:
+            # A token is kept if those before it do not reach top_p.
+            mass = torch.where(ends - mass < self._top_p, mass, 0.0)
+            ends = mass.cumsum(-1)
+        target = self._uniforms.index_select(0, self.index)[0, :, None] * ends[:, -1:]
+        self.index += 1
+        index = (ends <= target).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+        return (index if tokens is None else tokens.gather(-1, index))[:, 0]
+
+
+def uniforms(seed: int, count: int, batch: int, first: int = 0) -> Tensor:
+    """Return random numbers in [0, 1), float64 (count, batch) on the CPU: those of calls ``first`` and following."""
+    index = torch.arange(first, first + count)[:, None] * (1 << 20) + torch.arange(batch)
+    bits = _mixed(_mixed(torch.tensor(_signed(seed))) + index)
+    return (bits >> 64 - BITS & (1 << BITS) - 1).double() / (1 << BITS)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Return the splitmix64 hash of each int64."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """Return x >> count as for unsigned integers."""
+    return x >> count & (1 << 64 - count) - 1
+
+
+def _signed(x: int) -> int:
+    """Return the int64 with the low 64 bits of x."""
+    x &= (1 << 64) - 1
+    return x - (1 << 64) if x >> 63 else x

@@ -1,0 +1,334 @@
+"""The families of models that native decoding knows, and how a model of one becomes a description.
+
+    description = describe(model)
+    for block in description.blocks: ...
+
+A family is one entry of :data:`FAMILIES`: how the classes of one modeling file of transformers differ from Llama's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import activations
+
+from nvfp4_tensor.generation.architectures import (
+    Activation,
+    Attention,
+    Block,
+    FeedForward,
+    Linear,
+    Mixture,
+    Model,
+    Norm,
+    Rotary,
+)
+from nvfp4_tensor.generation.model_state import CHANGING
+
+
+def _no_window(config: Any, index: int) -> int:
+    return 0
+
+
+def _window_of_all(config: Any, index: int) -> int:
+    return getattr(config, "sliding_window", None) or 0
+
+
+def _window_by_type(config: Any, index: int) -> int:
+    return (config.sliding_window or 0) if config.layer_types[index] == "sliding_attention" else 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the classes of one modeling file of transformers differ from Llama's.
+
+    Attributes:
+        name: the prefix of its classes.
+        inner: the suffix of the class of ``model.model``.
+        window: the window of layer i by its config.
+        offset, rounds_before_weight: of its norms, see :class:`Norm`.
+        norms: the names of a layer's norms before and after attention, before and after the feed-forward, "" for none.
+        q_k_norms: "" for none, "head" over each head, "all" over all heads.
+        wide_rotary: see :class:`Rotary`.
+        softcaps: the config has soft caps of attention and logits.
+        router: the name of the router in the feed-forward of mixtures.
+        clamped_experts: experts as in gpt-oss.
+    """
+
+    name: str
+    inner: str = "Model"
+    window: Callable[[Any, int], int] = _no_window
+    offset: float = 0.0
+    rounds_before_weight: bool = True
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    q_k_norms: str = ""
+    wide_rotary: bool = False
+    attention_softcap: bool = False
+    logits_softcap: bool = False
+    router: str = ""
+    clamped_experts: bool = False
+
+
+_GEMMA_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral", window=_window_of_all),
+    "qwen2": Family("Qwen2", window=_window_by_type),
+    "qwen3": Family("Qwen3", window=_window_by_type, q_k_norms="head"),
+    "gemma2": Family(
+        "Gemma2", window=_window_by_type, offset=1.0, rounds_before_weight=False, norms=_GEMMA_NORMS,
+        attention_softcap=True, logits_softcap=True,
+    ),
+    "gemma3": Family(
+        "Gemma3", "TextModel", window=_window_by_type, offset=1.0, rounds_before_weight=False, norms=_GEMMA_NORMS,
+        q_k_norms="head", logits_softcap=True,
+    ),
+    "phi3": Family("Phi3", window=_window_of_all),
+    "smollm3": Family("SmolLM3", window=_window_by_type),
+    "olmo2": Family(
+        "Olmo2", rounds_before_weight=False, q_k_norms="all", wide_rotary=True,
+        norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ),
+    "granite": Family("Granite"),
+    "mixtral": Family("Mixtral", window=_window_of_all, router="gate"),
+    "qwen3_moe": Family("Qwen3Moe", window=_window_of_all, q_k_norms="head", router="gate"),
+    "gpt_oss": Family(
+        "GptOss", window=_window_by_type, rounds_before_weight=False, router="router", clamped_experts=True
+    ),
+}  # fmt: skip
+"""By the name of the modeling file."""
+
+
+def family_of(model: Any) -> Family | None:
+    """Return the family of a model or of its inner model, or None for other modules."""
+    for name, family in FAMILIES.items():
+        if type(model).__module__ == _file(name):
+            classes = (f"{family.name}ForCausalLM", f"{family.name}{family.inner}")
+            return family if any(type(model) is _class(name, each) for each in classes) else None
+    return None
+
+
+def describe(model: Any) -> Model:
+    """Describe a causal language model of transformers, or its inner model, from its modules.
+
+    Parameters are those of the modules at the time of the call, not copies. The rounding of each value is that of
+    the model's own forward, in the attention implementations "sdpa" and "eager".
+
+    Args:
+        model: one of :data:`FAMILIES`, for instance a ``LlamaForCausalLM`` or its ``model``.
+
+    Raises:
+        TypeError: a model of another class.
+        ValueError: an activation, attention or module that the family does not have. The message names it.
+    """
+    family = family_of(model)
+    if family is None:
+        names = ", ".join(each.name for each in FAMILIES.values())
+        raise TypeError(f"{type(model).__name__} is none of the described models of transformers: {names}")
+    reader = _Reader(family, model)
+    return reader.model()
+
+
+def _file(name: str) -> str:
+    return f"transformers.models.{name}.modeling_{name}"
+
+
+def _class(name: str, cls: str) -> Any:
+    return getattr(sys.modules[_file(name)], cls, None)
+
+
+class _Reader:
+    """Reads one model of a family."""
+
+    def __init__(self, family: Family, model: Any) -> None:
+        self.family, self.outer = family, model if type(model).__name__.endswith("ForCausalLM") else None
+        self.inner = model if self.outer is None else model.model
+        self.config = self.inner.config
+        if self.outer is not None and type(self.inner) is not self.own_class(family.inner):
+            raise ValueError(f"model.model is a {type(self.inner).__name__}, not a {family.name}{family.inner}")
+
+    def own_class(self, suffix: str) -> Any:
+        return getattr(sys.modules[type(self.inner).__module__], f"{self.family.name}{suffix}", None)
+
+    def own(self, name: str, module: Any, suffix: str) -> Any:
+        """Return the module, if its class is the family's own with this suffix."""
+        if type(module) is not self.own_class(suffix):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, not transformers' own {self.family.name}{suffix}, whose forward "
+                "decode_natively would not call"
+            )
+        return module
+
+    def model(self) -> Model:
+        inner, config, family = self.inner, self.config, self.family
+        self.rotaries = self._rotaries()
+        divisor = float(getattr(config, "logits_scaling", 1.0)) if family.name == "Granite" else 1.0
+        softcap = config.final_logit_softcapping if family.logits_softcap else None
+        return Model(
+            family=family.name,
+            embedding=self._embedding(),
+            embedding_multiplier=self._embedding_multiplier(),
+            rotaries=tuple(self.rotaries.values()),
+            blocks=tuple(self._block(i, layer) for i, layer in enumerate(inner.layers)),
+            norm=self._norm("model.norm", inner.norm),
+            head=None if self.outer is None else _linear("lm_head", self.outer.lm_head),
+            logits_divisor=divisor,
+            logits_softcap=softcap or 0.0,
+        )
+
+    def _embedding(self) -> Tensor:
+        module = self.inner.embed_tokens
+        scaled = self.own_class("TextScaledWordEmbedding")
+        if type(module) is not (nn.Embedding if scaled is None else scaled):
+            raise ValueError(f"model.embed_tokens is a {type(module).__name__}, which decode_natively would not call")
+        if module.max_norm is not None:
+            raise ValueError("model.embed_tokens has max_norm, which decode_natively does not support")
+        weight: Tensor = module.weight
+        return weight
+
+    def _embedding_multiplier(self) -> float:
+        scale = getattr(self.inner.embed_tokens, "embed_scale", None)
+        if scale is not None:  # Gemma: rounded to the dtype of the weight
+            return float(scale.to(self.inner.embed_tokens.weight.dtype))
+        return float(getattr(self.inner, "embedding_multiplier", 1.0))
+
+    def _rotaries(self) -> dict[str | None, Rotary]:
+        module = self.own("model.rotary_emb", self.inner.rotary_emb, "RotaryEmbedding")
+        kinds: dict[str | None, str] = {None: module.rope_type}  # type: ignore[dict-item]
+        if isinstance(module.rope_type, dict):
+            kinds = dict(module.rope_type)
+        found = {}
+        for kind, rope_type in kinds.items():
+            frequencies = module.inv_freq if kind is None else getattr(module, f"{kind}_inv_freq")
+            dim = 2 * frequencies.numel()
+            found[kind] = Rotary(module, kind, dim, rope_type in CHANGING, self.family.wide_rotary)
+        return found
+
+    def _block(self, index: int, layer: Any) -> Block:
+        name = f"model.layers.{index}"
+        self.own(name, layer, "DecoderLayer")
+        norms = [self._norm(f"{name}.{each}", getattr(layer, each)) if each else None for each in self.family.norms]
+        for each in ("resid_attn_dropout", "resid_mlp_dropout"):
+            dropout = getattr(layer, each, None)
+            if dropout is not None and not (type(dropout) is nn.Dropout and not (dropout.training and dropout.p)):
+                raise ValueError(f"{name}.{each} is not a dropout in evaluation mode: call model.eval() first")
+        return Block(
+            pre_attention=norms[0],
+            attention=self._attention(f"{name}.self_attn", layer.self_attn, index),
+            post_attention=norms[1],
+            pre_feed_forward=norms[2],
+            feed_forward=self._feed_forward(f"{name}.mlp", layer.mlp),
+            post_feed_forward=norms[3],
+            residual_multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+        )
+
+    def _norm(self, name: str, module: Any) -> Norm:
+        self.own(name, module, "RMSNorm")
+        eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        return Norm(name, module.weight, float(eps), self.family.offset, self.family.rounds_before_weight)
+
+    def _attention(self, name: str, module: Any, index: int) -> Attention:
+        self.own(name, module, "Attention")
+        if module.layer_idx != index or module.config is not self.config:
+            raise ValueError(f"{name} has layer_idx {module.layer_idx}, or another config than the model")
+        if module.is_causal is not True:
+            raise ValueError(f"{name} is not causal, which decode_natively does not support")
+        if module.training and module.attention_dropout:
+            raise ValueError(f"{name} has attention dropout in training mode: call model.eval() first")
+        names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        qkv = tuple(_linear(f"{name}.{each}", getattr(module, each)) for each in names)
+        o, dim = _linear(f"{name}.o_proj", module.o_proj), module.head_dim
+        heads = o.weight.shape[1] // dim
+        kv_heads = heads // module.num_key_value_groups
+        if sum(each.weight.shape[0] for each in qkv) != (heads + 2 * kv_heads) * dim:
+            raise ValueError(f"{name}: the sizes of q, k and v do not fit {heads} and {kv_heads} heads of {dim}")
+        norms = [self._norm(f"{name}.{n}", getattr(module, n)) for n in ("q_norm", "k_norm") if self.family.q_k_norms]
+        q_norm, k_norm = norms or (None, None)
+        return Attention(
+            qkv=qkv,
+            o=o,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            scaling=float(module.scaling),
+            rotary=self._rotary_of(module, index),
+            window=self.family.window(self.config, index),
+            softcap=self._softcap(name, module),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            norms_span_heads=self.family.q_k_norms == "all",
+            sinks=getattr(module, "sinks", None),
+        )
+
+    def _rotary_of(self, attention: Any, index: int) -> int | None:
+        if not getattr(attention, "use_rope", True):
+            return None
+        kinds = list(self.rotaries)
+        return 0 if kinds == [None] else kinds.index(self.config.layer_types[index])
+
+    def _softcap(self, name: str, module: Any) -> float:
+        softcap = module.attn_logit_softcapping if self.family.attention_softcap else None
+        if softcap is not None and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"{name} has a soft cap, which the attention {self.config._attn_implementation!r} does not have: call "
+                'model.set_attn_implementation("eager")'
+            )
+        return softcap or 0.0
+
+    def _feed_forward(self, name: str, module: Any) -> FeedForward | Mixture:
+        if self.family.router and hasattr(module, "experts"):
+            return self._mixture(name, module)
+        self.own(name, module, "MLP")
+        activation = _activation(name, getattr(module, "activation_fn", None) or module.act_fn)
+        names = ("gate_up_proj",) if hasattr(module, "gate_up_proj") else ("gate_proj", "up_proj")
+        gate_up = tuple(_linear(f"{name}.{each}", getattr(module, each)) for each in names)
+        return FeedForward(gate_up, _linear(f"{name}.down_proj", module.down_proj), activation)
+
+    def _mixture(self, name: str, module: Any) -> Mixture:
+        clamped = self.family.clamped_experts
+        self.own(name, module, "MLP" if clamped else "SparseMoeBlock")
+        router = self.own(f"{name}.{self.family.router}", getattr(module, self.family.router), "TopKRouter")
+        experts = self.own(f"{name}.experts", module.experts, "Experts")
+        if module.training and getattr(module, "jitter_noise", 0):
+            raise ValueError(f"{name} has router jitter in training mode: call model.eval() first")
+        return Mixture(
+            name=name,
+            module=module,
+            router_module=router,
+            experts=experts,
+            router=Linear(f"{name}.{self.family.router}", router.weight, getattr(router, "bias", None)),
+            top_k=router.top_k,
+            softmax_first=not clamped,
+            normalizes=not clamped and bool(getattr(router, "norm_topk_prob", True)),
+            rounds_weights=self.family.name != "Mixtral",
+            gate_up=experts.gate_up_proj,
+            down=experts.down_proj,
+            gate_up_bias=getattr(experts, "gate_up_proj_bias", None),
+            down_bias=getattr(experts, "down_proj_bias", None),
+            transposed=clamped,
+            activation=Activation.CLAMPED_GLU if clamped else _activation(name, experts.act_fn),
+            alpha=float(experts.alpha) if clamped else 0.0,
+            limit=float(experts.limit) if clamped else 0.0,
+        )
+
+
+def _linear(name: str, module: Any) -> Linear:
+    if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
+        raise ValueError(f"{name} is a {type(module).__name__}, whose forward decode_natively would not call")
+    return Linear(name, module.weight, module.bias)
+
+
+def _activation(name: str, module: Any) -> Activation:
+    if type(module) in (activations.SiLUActivation, nn.SiLU):
+        return Activation.SILU
+    is_tanh = isinstance(module, activations.GELUTanh) and not hasattr(module.act, "__self__")
+    if is_tanh or (type(module) is nn.GELU and module.approximate == "tanh"):
+        return Activation.GELU_TANH
+    raise ValueError(f"decode_natively supports the activations silu and tanh-GELU, and {name} has {module}")

@@ -1,0 +1,299 @@
+"""The key-value cache of native decoding: dense, in buffers that stay where they are, with its length on the host.
+
+A CUDA graph reads and writes the buffers, whose addresses may not change from token to token. To transformers the cache
+is one that grows: prompts attend to their own tokens only, not to the empty rest of a buffer, and reading the length
+does not wait for the device. All layers keep all tokens, also those with a sliding window, so that position p is always
+at index p; windows are a matter of attention.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+GROWTH = 256
+"""The number of tokens of a cache is a multiple of this one."""
+ROOM = 4096
+"""The largest number of tokens after a prompt for which there is room at first, however far the limit of a text is."""
+
+
+class Buffers:
+    """Keys and values of each layer, which the caches of one decoder use one after the other."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._user: weakref.ref[FixedCache] | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a cache with these buffers exists."""
+        return self._user is not None and self._user() is not None
+
+    def lend(self, cache: FixedCache) -> None:
+        """Let the cache's layers take the buffers, or leave theirs."""
+        self._user = weakref.ref(cache)
+        for i, layer in enumerate(cache.layers):
+            layer.index, layer.lender = i, self
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values of one layer: the first tokens of two buffers (batch, heads, capacity, head_dim).
+
+    Attributes:
+        length: number of tokens in them.
+        moves: how often the buffers were replaced.
+    """
+
+    index: int = 0
+    lender: Buffers | None = None
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length, self.moves = capacity, 0, 0
+        self._pair: tuple[Tensor, Tensor] | None = None
+        super().__init__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has buffers of its own."""
+        return {**vars(self), "lender": None}
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values, each (batch, heads, capacity, head_dim)."""
+        return self._pair
+
+    @buffers.setter
+    def buffers(self, pair: tuple[Tensor, Tensor] | None) -> None:
+        self._pair = pair
+        self.moves += 1
+
+    # Methods of transformers read and assign keys and values as tensors of the cache's length.
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.buffers is None else self.buffers[0][:, :, : self.length]
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._assign(0, value)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.buffers is None else self.buffers[1][:, :, : self._value_length]
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._assign(1, value)
+
+    def _assign(self, which: int, value: Tensor | None) -> None:
+        """Take the tensor that a method of transformers computed: a part of a buffer, or another one."""
+        if value is None:
+            self.buffers, self.length, self._value_length = None, 0, 0
+            return
+        assert self.buffers is not None
+        buffer, length = self.buffers[which], value.shape[-2]
+        if value.data_ptr() != buffer.data_ptr() or value.shape[0] != buffer.shape[0]:
+            self.capacity = max(self.capacity, length)
+            grown = self._allocate(value)
+            grown[:, :, :length] = value
+            pair = list(self.buffers)
+            pair[which] = grown
+            self.buffers, self.lender = (pair[0], pair[1]), None
+        if which == 0:
+            self.length = length
+        else:
+            self._value_length = length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take the lender's buffers if they fit, otherwise allocate some."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.capacity = min(self.capacity, round_up(key_states.shape[-2] + ROOM))
+        lent = None if self.lender is None else self.lender.pairs.get(self.index)
+        if lent is not None and all(
+            _fits(buffer, new, self.capacity) for buffer, new in zip(lent, (key_states, value_states), strict=True)
+        ):
+            for buffer in lent:
+                buffer.zero_()
+            self.buffers, self.capacity = lent, lent[0].shape[2]
+        else:
+            self.buffers = self._allocate(key_states), self._allocate(value_states)
+            self._lend_back()
+        self.length = self._value_length = 0
+        self.is_initialized = True
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
+            return torch.zeros((*like.shape[:2], self.capacity, like.shape[-1]), dtype=like.dtype, device=like.device)
+
+    def _lend_back(self) -> None:
+        if self.lender is not None:
+            assert self.buffers is not None
+            self.lender.pairs[self.index] = self.buffers
+
+    def reserve(self, length: int) -> None:
+        """Move to larger buffers if these have no room for ``length`` tokens."""
+        assert self.buffers is not None
+        if length > self.capacity:
+            self.capacity = round_up(max(length, 2 * self.capacity))
+            old = self.buffers
+            self.buffers = self._allocate(old[0]), self._allocate(old[1])
+            for buffer, before in zip(self.buffers, old, strict=True):
+                buffer[:, :, : self.length] = before[:, :, : self.length]
+            self._lend_back()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values (batch, heads, n, head_dim). Return those of all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, end = self.length, self.length + key_states.shape[-2]
+        self.reserve(end)
+        assert self.buffers is not None
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = new
+        self.append(end - start)
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def append(self, count: int) -> None:
+        """Count tokens that were written into the buffers."""
+        self.length += count
+        self._value_length = self.length
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens."""
+        return self.length
+
+    def reset(self) -> None:
+        """Remove all tokens. The next ones may have another batch size."""
+        self.is_initialized = False  # transformers 5.17 and older keep it set
+        self.keys = None
+
+
+def _fits(buffer: Tensor, new: Tensor, capacity: int) -> bool:
+    return (
+        buffer.shape[:2] == new.shape[:2]
+        and buffer.shape[2] >= capacity
+        and buffer.shape[3] == new.shape[3]
+        and buffer.dtype == new.dtype
+        and buffer.device == new.device
+    )
+
+
+class FixedCache(Cache):
+    """A cache of :class:`FixedLayer`.
+
+    Args:
+        layers: number of layers.
+        length: number of tokens to make room for, at first up to :data:`ROOM` after the prompt. More tokens move the
+            cache to larger buffers.
+        lender: buffers of earlier caches to use again.
+    """
+
+    layers: list[Any]
+
+    def __init__(self, layers: int, length: int, lender: Buffers | None = None) -> None:
+        super().__init__(layers=[FixedLayer(round_up(length)) for _ in range(layers)])
+        if lender is not None:
+            lender.lend(self)
+
+    @property
+    def moves(self) -> int:
+        """How often buffers were replaced."""
+        return sum(layer.moves for layer in self.layers)
+
+    def reserve(self, length: int) -> None:
+        """Move all layers to larger buffers if these have no room for ``length`` tokens."""
+        if length > self.layers[0].capacity:
+            for layer in self.layers:
+                layer.reserve(length)
+
+
+def round_up(length: int) -> int:
+    """Return the number of tokens that a cache for ``length`` tokens has room for."""
+    return max(-(-length // GROWTH), 1) * GROWTH
+
+
+def static_view(cache: FixedCache) -> Cache:
+    """Return a static cache of transformers with the same buffers, and its length on the device.
+
+    The model's own forward can be captured with it: each replay appends at the length that the device counts.
+    """
+    layers: list[Any] = []
+    for each in cache.layers:
+        layer = StaticLayer(each.capacity)
+        layer.dtype, layer.device = each.dtype, each.device
+        layer.keys, layer.values = each.buffers
+        layer.batch_size, layer.num_heads = layer.keys.shape[:2]
+        layer.k_head_dim, layer.v_head_dim = layer.keys.shape[-1], layer.values.shape[-1]
+        with torch.inference_mode(False):
+            layer.cumulative_length = torch.zeros((), dtype=torch.int64, device=each.device)
+        layer.is_initialized = True
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+def keeps_all_keys(config: PreTrainedConfig) -> bool:
+    """Return whether all layers of the model attend to keys and values, which a FixedCache can keep."""
+    layers = StaticCache(config.get_text_config(decoder=True), 1).layers
+    if any(type(each) not in (StaticLayer, StaticSlidingWindowLayer) for each in layers):
+        return False
+    return "chunked_attention" not in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+
+
+def has_buffers(cache: Any) -> bool:
+    """Return whether the cache, ours or the static one of transformers, has buffers that a step can write to."""
+    if type(cache) not in (FixedCache, StaticCache) or not cache.layers or cache.offloading:
+        return False
+    kinds = (FixedLayer, StaticLayer, StaticSlidingWindowLayer)
+    return all(type(each) in kinds and each.is_initialized for each in cache.layers)
+
+
+def capacity_of(cache: Any) -> int:
+    """Return the number of tokens that all layers of the cache have room for."""
+    return min(each.capacity if type(each) is FixedLayer else each.max_cache_len for each in cache.layers)
+
+
+def length_of(cache: Any) -> int:
+    """Return the number of tokens in the cache. transformers' static cache has it on the device."""
+    return int(cache.layers[0].get_seq_length())
+
+
+def buffers_of(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the keys and values of a cache, (batch, heads, capacity, head_dim) per layer."""
+    if type(cache) is FixedCache:
+        return [each.buffers[0] for each in cache.layers], [each.buffers[1] for each in cache.layers]
+    return [each.keys for each in cache.layers], [each.values for each in cache.layers]
+
+
+def has_room(cache: Any, position: int, windows: Sequence[int]) -> bool:
+    """Return whether a step can append the token at ``position`` to each layer, of which it sees ``windows`` (0: all).
+
+    A sliding layer of transformers that holds a full window moves by one token.
+    """
+    return all(
+        position < (each.capacity if type(each) is FixedLayer else each.max_cache_len)
+        or (type(each) is StaticSlidingWindowLayer and window == each.max_cache_len)
+        for each, window in zip(cache.layers, windows, strict=True)
+    )
+
+
+def _is_full(layer: Any) -> bool:
+    """Return whether the layer moves: transformers then counts its tokens on the host only."""
+    return layer.is_sliding and layer.cumulative_length_int >= layer.max_cache_len
+
+
+def append_one(cache: Any) -> None:
+    """Count one token that a step wrote into the buffers."""
+    if type(cache) is FixedCache:
+        for each in cache.layers:
+            each.append(1)
+        return
+    if lengths := [each.cumulative_length for each in cache.layers if not _is_full(each)]:
+        torch._foreach_add_(lengths, 1)
+    for each in cache.layers:
+        if each.is_sliding:
+            each.cumulative_length_int += 1

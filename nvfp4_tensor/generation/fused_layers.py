@@ -1,0 +1,149 @@
+"""All blocks of a Llama for one token as one kernel, where there is one: on Hopper and later, for a batch of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.generation.architectures import Activation, Attention, Block, FeedForward, Linear, Model, Norm
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+
+class FusedLayers:
+    """The blocks and the last norm of a described model, with the buffers of one cache.
+
+    It keeps the kernel's descriptors of weights and buffers, and its scratch memory: 0.2 MB for a model of 8B. One call
+    at a time may use them.
+
+    Args:
+        model: a model for which :func:`fits` is True.
+        keys, values: per layer (1, kv_heads, length, head_dim).
+    """
+
+    def __init__(self, model: Model, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        attention = model.blocks[0].attention
+        self.weights = _weights(model)
+        self.constants = model.norm.eps, attention.scaling
+        self.rotary: int = attention.rotary or 0
+        self.plan: Tensor = torch.ops.nvfp4.decode_layers_plan(model.norm.weight, *self.weights, keys, values)
+
+    @classmethod
+    def of(cls, model: Model, keys: Sequence[Tensor], values: Sequence[Tensor]) -> FusedLayers | None:
+        """Return the layers as one kernel, or None where there is none for the model, the buffers or the device."""
+        if not fits(model) or keys[0].shape[0] != 1 or not keys[0].is_cuda:
+            return None
+        layers = cls(model, keys, values)
+        return layers if layers.plan.numel() else None
+
+    def __call__(
+        self,
+        x: Tensor,
+        position: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> Tensor:
+        """Return the hidden states (1, D) after the last norm of one embedded token x (1, D).
+
+        Args:
+            position: int64 (1,), the number of tokens in the buffers, less than their length.
+            rotations: cos and sin (1, head_dim) for each of the model's rotary embeddings.
+            keys, values: those that this object was made for. The token's are written at ``position``.
+        """
+        cos, sin = (each.flatten() for each in rotations[self.rotary])
+        hidden: Tensor = torch.ops.nvfp4.decode_layers(
+            x, self.plan, *self.weights, keys, values, cos, sin, position, *self.constants
+        )
+        return hidden
+
+
+def fits(model: Model) -> bool:
+    """Return whether the op ``decode_layers`` computes the blocks of this model."""
+    first = model.blocks[0].attention
+    return all(_is_plain(norm, model.norm.eps) for norm in _norms(model)) and all(
+        _is_llama(block) and _alike(block.attention, first, model) for block in model.blocks
+    )
+
+
+def _norms(model: Model) -> Iterator[Norm | None]:
+    for block in model.blocks:
+        yield block.pre_attention
+        yield block.pre_feed_forward
+    yield model.norm
+
+
+def _is_plain(norm: Norm | None, eps: float) -> bool:
+    return (
+        norm is not None
+        and norm.eps == eps
+        and norm.offset == 0.0
+        and norm.rounds_before_weight
+        and norm.weight.dtype == torch.bfloat16
+    )
+
+
+def _is_llama(block: Block) -> bool:
+    attention, layer = block.attention, block.feed_forward
+    if not isinstance(layer, FeedForward) or len(layer.gate_up) != 2 or len(attention.qkv) != 3:
+        return False
+    others = (attention.o, *layer.gate_up, layer.down)
+    return (
+        layer.activation == Activation.SILU
+        and block.post_attention is None
+        and block.post_feed_forward is None
+        and block.residual_multiplier == 1.0
+        and all(each.bias is None for each in others)
+        and len({each.bias is None for each in attention.qkv}) == 1
+        and all(_is_weight_only(each) for each in (*attention.qkv, *others))
+    )
+
+
+def _is_weight_only(linear: Linear) -> bool:
+    weight = linear.weight
+    return (
+        type(weight) is NVFP4Tensor
+        and weight.activation_spec is None
+        and not weight.transposed
+        and weight.spec.hadamard_sign is None
+        and weight.per_tensor_scale.numel() == 1
+    )
+
+
+def _alike(attention: Attention, first: Attention, model: Model) -> bool:
+    """Return whether attention is over all tokens, rotated as in the first block."""
+    norms = attention.q_norm, attention.k_norm
+    rotary = None if attention.rotary is None else model.rotaries[attention.rotary]
+    return (
+        rotary is not None
+        and attention.rotary == first.rotary
+        and rotary.dim == attention.head_dim
+        and not rotary.wide
+        and (attention.window, attention.softcap, attention.sinks) == (0, 0.0, None)
+        and attention.scaling == first.scaling
+        and not attention.norms_span_heads
+        and len({norm is None for norm in (*norms, first.q_norm)}) == 1
+        and all(norm is None or _is_plain(norm, model.norm.eps) for norm in norms)
+    )
+
+
+def _weights(model: Model) -> tuple[list[Tensor], ...]:
+    """Return the weights in the order of the arguments of ``nvfp4::decode_layers``."""
+    linears = [
+        linear
+        for block in model.blocks
+        if isinstance(block.feed_forward, FeedForward)
+        for linear in (*block.attention.qkv, block.attention.o, *block.feed_forward.gate_up, block.feed_forward.down)
+    ]
+    weights = [linear.weight for linear in linears if isinstance(linear.weight, NVFP4Tensor)]
+    head_norms = chain.from_iterable((block.attention.q_norm, block.attention.k_norm) for block in model.blocks)
+    return (
+        [norm.weight.detach() for norm in _norms(model) if norm is not None],
+        [weight.qdata for weight in weights],
+        [weight.scale for weight in weights],
+        [weight.per_tensor_scale for weight in weights],
+        [linear.bias.detach() for linear in linears if linear.bias is not None],
+        [norm.weight.detach() for norm in head_norms if norm is not None],
+    )

@@ -1,0 +1,164 @@
+"""What a CUDA graph of one token contains: the native step of a described model, or the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_tensor.generation.architectures import Model
+from nvfp4_tensor.generation.families import describe, family_of
+from nvfp4_tensor.generation.fixed_cache import FixedCache, buffers_of, keeps_all_keys, static_view
+from nvfp4_tensor.generation.fused_layers import FusedLayers
+from nvfp4_tensor.generation.model_state import ModelState, check_known, check_modules, unsupported_reason
+from nvfp4_tensor.generation.plan import check_model
+from nvfp4_tensor.generation.token_step import Rotation, TokenStep
+
+_REQUESTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class GraphPlan:
+    """How one token of a model is computed, and the state of the model that it depends on.
+
+    Attributes:
+        description: the described model, whose native step this is; None: the model's own forward.
+        requests_more: whether the config asks for more than logits.
+        reason: why a model of a known family takes its own forward, None for other models.
+
+    Raises:
+        ValueError: neither is possible. The message has the reason.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.description: Model | None = None
+        self.reason: str | None = None
+        modules = {name or type(model).__name__: each for name, each in model.named_modules(remove_duplicate=False)}
+        check_modules(modules, (model,), patched=True)
+        self.device = _single_device(model)
+        if family_of(model) is not None:
+            try:
+                self.description = _describe(model, modules)
+                self._step = TokenStep(self.description, constant=self.device.type == "cuda")
+            except (ValueError, AttributeError) as error:  # AttributeError: a module of another class
+                self.reason = str(error)
+        if self.description is None:
+            _check_own_forward(model, modules)
+        self.dtype: torch.dtype = model.dtype
+        self.requests_more = model.config.return_dict is False or any(
+            getattr(model.config, name, False) for name in _REQUESTS
+        )
+        self.layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
+        self._state = ModelState(modules, (model,), model.config)
+
+    def holds(self) -> bool:
+        """Return whether the model has not changed since the plan was made."""
+        return self._state.holds(self.model.config)
+
+    @property
+    def changing_rotaries(self) -> bool:
+        """Whether a rotation depends on the length of the text, which is read on the host."""
+        return self.description is not None and any(each.changes for each in self.description.rotaries)
+
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """Return cos and sin (B, rotary) of positions (B, 1) for each of the model's rotary embeddings."""
+        assert self.description is not None
+        like = self.description.norm.weight
+        tables = [each.cos_sin(like, positions) for each in self.description.rotaries]
+        return [(cos.flatten(0, 1), sin.flatten(0, 1)) for cos, sin in tables]
+
+    def bind(self, cache: Any) -> NativeStep | OwnStep:
+        """Return the step that appends to the buffers of this cache."""
+        return OwnStep(self, cache) if self.description is None else NativeStep(self, cache)
+
+    def run(self, *arguments: Any) -> Tensor:
+        """Run the native step: arguments and logits as of :class:`~nvfp4_tensor.generation.token_step.TokenStep`."""
+        return self._step(*arguments)
+
+
+class NativeStep:
+    """The native step with the buffers of one cache."""
+
+    def __init__(self, plan: GraphPlan, cache: Any) -> None:
+        assert plan.description is not None
+        self.plan, self.buffers = plan, buffers_of(cache)
+        self.fused = FusedLayers.of(plan.description, *self.buffers)
+
+    def __call__(
+        self, tokens: Tensor, position: Tensor, positions: Tensor, rotations: Sequence[Rotation] | None
+    ) -> Tensor:
+        """Return the logits (B, vocabulary) after tokens (B, 1).
+
+        Args:
+            position: (1,), the number of tokens in the cache.
+            positions: (B, 1), for the rotary embeddings.
+            rotations: cos and sin of these positions, None to compute them here.
+        """
+        rotations = self.plan.rotations(positions) if rotations is None else rotations
+        return self.plan.run(tokens.flatten(), position, rotations, *self.buffers, self.fused)
+
+    def release(self) -> None:
+        """Forget the buffers, which a captured graph knows by their addresses."""
+        del self.buffers
+
+
+class OwnStep:
+    """The model's own forward with the buffers of one cache."""
+
+    def __init__(self, plan: GraphPlan, cache: Any) -> None:
+        assert type(cache) is FixedCache
+        self.model, self.cache = plan.model, static_view(cache)
+        layers: list[Any] = self.cache.layers
+        self.lengths: list[Tensor] = [layer.cumulative_length for layer in layers]
+
+    def __call__(self, tokens: Tensor, position: Tensor, positions: Tensor, rotations: object) -> Tensor:
+        """Return the logits; arguments as of :class:`NativeStep`."""
+        torch._foreach_copy_(self.lengths, [position[0]] * len(self.lengths))
+        output = type(self.model).forward(
+            self.model, input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def release(self) -> None:
+        """Forget the buffers, not the lengths, which only the graph knows otherwise."""
+        del self.cache
+
+
+def _describe(model: Any, modules: dict[str, nn.Module]) -> Model:
+    """Describe the model for its native step, or raise a ValueError with what does not fit."""
+    check_model(model.model)
+    description = describe(model)
+    check_known(modules, type(model).__module__)
+    check_modules(modules, (model,))
+    norms = [norm for block in description.blocks for norm in (block.pre_attention, block.pre_feed_forward)]
+    linears = [each for block in description.blocks for each in (*block.attention.qkv, block.attention.o)]
+    found = {each.weight.dtype for each in (*linears, *norms, description.norm) if each is not None}
+    if len(found) != 1 or not found <= set(DTYPES):
+        kinds = ", ".join(sorted(map(str, found)))
+        raise ValueError(f"the native step needs a bfloat16 or float16 model, and this one has {kinds}")
+    if description.norm.weight.dtype != description.embedding.dtype:
+        raise ValueError("the native step needs an embedding of the model's dtype")
+    return description
+
+
+def _single_device(model: Any) -> torch.device:
+    devices = {each.device for each in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1:
+        raise ValueError(
+            f"the model is on {len(devices)} devices, and a CUDA graph needs one: {sorted(map(str, devices))}"
+        )
+    return devices.pop()
+
+
+def _check_own_forward(model: Any, modules: dict[str, nn.Module]) -> None:
+    """Raise a ValueError for a model whose own forward a graph would not repeat."""
+    if reason := unsupported_reason(model.config.get_text_config(decoder=True)):
+        raise ValueError(reason)
+    if training := [name for name, each in modules.items() if each.training]:
+        raise ValueError(f"{training[0]} is in training mode: call model.eval() first")
+    if model.config.is_encoder_decoder or not keeps_all_keys(model.config):
+        raise ValueError("the model has layers other than attention over all tokens, or an encoder")

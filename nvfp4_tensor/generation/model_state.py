@@ -1,0 +1,207 @@
+"""Whether a model is still what a plan was made from: modules, hooks, parameters and constants, compared per token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from nvfp4_tensor.quantization import NVFP4Linear
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+_CAPTURING = "install_output_capuring_hook"
+"""Transformers leaves such hooks in a model after hidden states were requested. They have no effect by themselves."""
+_SCALARS = attrgetter("per_tensor_scale", "activation_amax")
+"""Parts of an NVFP4 weight whose == compares values. A graph reads the one it was captured with."""
+CHANGING = ("dynamic", "longrope")
+"""Types of rotary embeddings that depend on the length of the text."""
+_NVFP4_FORWARD = NVFP4Linear.forward
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OF_MODELS = ("training", "gradient_checkpointing", "embedding_multiplier", "config")
+
+
+class ModelState:
+    """What the result of some modules depends on, in a few lists: comparing takes tens of ns per element.
+
+    Parameters are compared by identity; dense ones and buffers also by address, and NVFP4 weights by their parts, since
+    Module.to() replaces the tensor inside a parameter, which stays the same object.
+
+    Args:
+        modules: the modules by name, whose forwards a step replaces. Rotary embeddings that change themselves
+            ("dynamic", "longrope") are compared by their type only.
+        hooked: the modules among them whose ``forward`` is ours.
+        config: the config of the model.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], hooked: Iterable[nn.Module], config: Any) -> None:
+        every = list(modules.values())
+        ours = {id(each) for each in hooked}
+        self._modules = every
+        self._types = list(map(type, every))
+        self._forwards: dict[Any, Any] = {cls: getattr(cls, "forward", None) for cls in self._types}
+        self._dicts = [vars(each) for each in every if id(each) not in ours]
+        self._children = [each._modules for each in every if each._modules]
+        self._child = list(chain.from_iterable(map(dict.values, self._children)))
+        self._owners = [each._parameters for each in every if each._parameters]
+        self._parameters = list(chain.from_iterable(map(dict.values, self._owners)))
+        still = [each for each in every if not changes_itself(each)]
+        self._buffer_owners = [each._buffers for each in still if each._buffers]
+        self._buffers = list(chain.from_iterable(map(dict.values, self._buffer_owners)))
+        hooks: list[Any] = [h for each in every for h in (each._forward_hooks, each._forward_pre_hooks)]
+        self._next_id = RemovableHandle.next_id
+        self._hooks = [each for each in hooks if not each]
+        self._idle = [each for each in hooks if each]
+        self._idle_ids = list(chain.from_iterable(self._idle))
+        tensors = [each for each in chain(self._parameters, self._buffers) if each is not None]
+        self._quantized: list[Any] = [each for each in tensors if type(each) is NVFP4Tensor]
+        self._fields = [copy(each) if isinstance(each, dict) else each for each in self._current_fields()]
+        self._scalars = list(self._current_scalars())
+        self._dense = [each for each in tensors if type(each) is not NVFP4Tensor]
+        # What a graph reads stays alive, even if the model has replaced it.
+        self._kept = [each.detach() for each in self._dense]
+        self._addresses = self._current_addresses()
+        pairs = [(vars(each), name) for each in still for name in _attributes(each)]
+        self._attribute_dicts, self._attribute_names = [d for d, _ in pairs], [name for _, name in pairs]
+        self._attributes = self._current_attributes()
+        self._growing = [vars(each) for each in still if not isinstance(each, nn.Linear | PreTrainedModel)]
+        self._sizes = list(map(len, self._growing))
+        # Lists may be changed in place.
+        self._config = {
+            name: copy(value) if isinstance(value, list | dict) else value for name, value in _values_of(config).items()
+        }
+
+    def _current_fields(self) -> list[Any]:
+        return [*map(type, self._quantized), *map(vars, self._quantized)]
+
+    def _current_scalars(self) -> Iterable[Any]:
+        return chain.from_iterable(map(_SCALARS, self._quantized))
+
+    def _current_addresses(self) -> list[Any]:
+        return [(each.data_ptr(), each.dtype) for each in self._dense]
+
+    def _current_attributes(self) -> list[Any]:
+        return list(map(dict.get, self._attribute_dicts, self._attribute_names))
+
+    def _hold_hooks(self) -> bool:
+        """Return whether no hook was added. A new hook increments a global id; without that, none is compared."""
+        if RemovableHandle.next_id != self._next_id:
+            if any(self._hooks) or list(chain.from_iterable(self._idle)) != self._idle_ids:
+                return False
+            self._next_id = RemovableHandle.next_id
+        return True
+
+    def holds(self, config: Any) -> bool:
+        """Return whether nothing has changed: tensors and modules are identical, constants equal."""
+        try:
+            return (
+                list(chain.from_iterable(map(dict.values, self._children))) == self._child
+                and list(map(type, self._modules)) == self._types
+                and self._hold_hooks()
+                and not any(map(contains, self._dicts, repeat("forward")))
+                and list(chain.from_iterable(map(dict.values, self._owners))) == self._parameters
+                and _identical(chain.from_iterable(map(dict.values, self._buffer_owners)), self._buffers)
+                and self._current_fields() == self._fields
+                and _identical(self._current_scalars(), self._scalars)
+                and self._current_addresses() == self._addresses
+                and list(map(len, self._growing)) == self._sizes
+                and self._current_attributes() == self._attributes
+                and all(cls.forward is forward for cls, forward in self._forwards.items())
+                and _values_of(config) == self._config
+                and unsupported_process() is None
+            )
+        except (AttributeError, RuntimeError, TypeError):  # other tensors, whose == is elementwise
+            return False
+
+
+def _identical(found: Iterable[Any], expected: list[Any]) -> bool:
+    """Return whether both have the same objects."""
+    found = list(found)
+    return len(found) == len(expected) and all(map(is_, found, expected))
+
+
+def _values_of(config: Any) -> dict[str, Any]:
+    """Return the attributes of a config of transformers, whose own access takes microseconds each.
+
+    How experts are multiplied does not count: ``generate`` changes it for the time of a text.
+    """
+    found: dict[str, Any] = object.__getattribute__(config, "__dict__")
+    return {**found, "_experts_implementation_internal": None}
+
+
+def changes_itself(module: nn.Module) -> bool:
+    """Return whether a module is a rotary embedding whose frequencies depend on the length of the text."""
+    kinds: Any = getattr(module, "rope_type", None)
+    return any(kind in CHANGING for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
+
+
+def _attributes(module: nn.Module) -> Iterable[str]:
+    """Return the names of the constants of a module that its forward may read."""
+    if isinstance(module, nn.Linear):
+        return ()
+    if isinstance(module, PreTrainedModel):
+        return [name for name in _OF_MODELS if name in vars(module)]
+    return [name for name in vars(module) if name not in _OF_MODULES and name != "forward"]
+
+
+def unsupported_reason(config: Any) -> str | None:
+    """Return why native steps do not support the configuration or the state of the process; None if they do."""
+    if config._attn_implementation not in ("sdpa", "eager"):
+        name = config._attn_implementation
+        return f"the attention implementation is {name!r}, and decode_natively supports 'sdpa' and 'eager'"
+    if getattr(config, "is_causal", None) is False:
+        return "config.is_causal is False"
+    return unsupported_process()
+
+
+def unsupported_process() -> str | None:
+    """Return why native steps do not support the state of the process; None if they do."""
+    if ALL_ATTENTION_FUNCTIONS.get("sdpa") is not sdpa_attention_forward or "eager" in ALL_ATTENTION_FUNCTIONS:
+        return "an attention implementation of transformers was replaced"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "there are global forward hooks, which decode_natively would not call"
+    return None
+
+
+def check_modules(modules: Mapping[str, nn.Module], hooked: Iterable[nn.Module], patched: bool = False) -> None:
+    """Raise a ValueError for a module whose call does more than its class's forward.
+
+    ``patched`` accepts classes whose forward was replaced.
+    """
+    ours = {id(each) for each in hooked}
+    for name, module in modules.items():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(getattr(hook, "__qualname__", "").startswith(_CAPTURING) for hook in hooks):
+            raise ValueError(f"{name} has hooks, which decode_natively would not call: remove them first")
+        if "forward" in vars(module) and id(module) not in ours:
+            raise ValueError(f"{name} is a {type(module).__name__} with a forward that decode_natively would not call")
+        if not patched:
+            _check_class(type(module))
+
+
+def _check_class(cls: type) -> None:
+    """Raise a ValueError for a class whose forward is not the one in its source."""
+    holder = next(each for each in cls.__mro__ if "forward" in vars(each))
+    forward = vars(holder)["forward"]
+    if holder is NVFP4Linear and forward is _NVFP4_FORWARD:
+        return
+    is_own = getattr(forward, "__module__", None) == holder.__module__
+    if holder is not nn.Module and not (is_own and forward.__qualname__ == f"{holder.__qualname__}.forward"):
+        raise ValueError(f"the forward of {cls.__name__} was patched, and decode_natively would not call it")
+
+
+def check_known(modules: Mapping[str, nn.Module], file: str) -> None:
+    """Raise a ValueError for modules of classes other than those in the modeling file, and torch's."""
+    for name, module in modules.items():
+        cls = type(module)
+        known = cls.__module__ == file or cls.__module__.startswith(("torch.nn.modules.", "transformers.activations"))
+        if not known and cls is not NVFP4Linear:
+            raise ValueError(f"{name} is a {cls.__name__} with a forward that decode_natively would not call")

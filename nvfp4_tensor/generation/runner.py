@@ -1,0 +1,139 @@
+"""Runs one token after the other: on CUDA one replay of a graph each, elsewhere the same operators one by one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.generation.choice import Chooser
+from nvfp4_tensor.generation.fixed_cache import buffers_of, capacity_of, length_of
+from nvfp4_tensor.generation.graph_plan import GraphPlan
+from nvfp4_tensor.generation.token_step import Rotation
+
+WARM_UPS = 2
+"""Steps before a capture, in which libraries allocate their workspaces."""
+
+
+class Runner:
+    """Static inputs and outputs of the step of a plan, for one batch size and the buffers of one cache.
+
+    Args:
+        chooser: with it, a step also chooses the next tokens, which are the input of the following step. Positions of
+            rotary embeddings are then those of the cache, and rotations are read from a table.
+
+    Attributes:
+        logits: (B, vocabulary), those of the last step. The next step overwrites them.
+        plan: the plan.
+    """
+
+    def __init__(
+        self, plan: GraphPlan, cache: Any, batch: int, chooser: Chooser | None = None, pool: Any = None
+    ) -> None:
+        self.plan, self.batch, self.chooser = plan, batch, chooser
+        self._known: int | None = None
+        self._known_rotary: int | None = None
+        with torch.no_grad():
+            with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
+                self._tokens = torch.zeros((batch, 1), dtype=torch.int64, device=plan.device)
+                self._positions = torch.zeros((batch, 1), dtype=torch.int64, device=plan.device)
+                self._position = torch.zeros((1,), dtype=torch.int64, device=plan.device)
+                self._rotations: list[Rotation] | None = None
+                self._tables: list[Rotation] | None = None
+                if plan.changing_rotaries:
+                    self._rotations = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(self._positions)]
+                elif chooser is not None and plan.description is not None:
+                    places = torch.arange(capacity_of(cache), device=plan.device)[:, None]
+                    self._tables = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(places)]
+            self._step = plan.bind(cache)
+            self._replay: Callable[[], object] = self._run
+            if plan.device.type == "cuda":
+                self._replay, self._graph = self._capture(cache, pool)
+                self._step.release()
+
+    def _run(self) -> None:
+        rotations = self._rotations
+        if self._tables is not None:
+            at = self._position
+            rotations = [(cos.index_select(0, at), sin.index_select(0, at)) for cos, sin in self._tables]
+        logits = self._step(self._tokens, self._position, self._positions, rotations)
+        if self.chooser is not None:
+            self._tokens.copy_(self.chooser(logits)[:, None])
+        self._position += 1
+        self._positions += 1
+        self.logits = logits
+
+    def _warm_up(self, position: int) -> None:
+        """Run some steps whose results do not matter: the next token overwrites the keys and values at ``position``."""
+        index = None if self.chooser is None else self.chooser.index.clone()
+        for _ in range(WARM_UPS):
+            self._position.fill_(position)
+            self._positions.fill_(position)
+            self._run()
+        if self.chooser is not None and index is not None:
+            self.chooser.index.copy_(index)
+
+    def _capture(self, cache: Any, pool: Any) -> tuple[Callable[[], object], torch.cuda.CUDAGraph]:
+        with torch.cuda.device(self.plan.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._warm_up(length_of(cache))
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use CUDA
+                self._run()
+        return functools.partial(_replay_on, graph, self.plan.device), graph
+
+    @property
+    def tokens(self) -> Tensor:
+        """A copy of the next input (B,), which was fed or chosen."""
+        return self._tokens[:, 0].clone()
+
+    def restart(self) -> None:
+        """Compute the table of rotations again, for another text: frequencies may have been written to."""
+        if self._tables is not None:
+            places = torch.arange(len(self._tables[0][0]), device=self.plan.device)[:, None]
+            for table, new in zip(self._tables, self.plan.rotations(places), strict=True):
+                torch._foreach_copy_(list(table), list(new))
+
+    def feed(self, tokens: Tensor) -> None:
+        """Set the next input: tokens of B elements."""
+        self._tokens.copy_(tokens.view(self.batch, 1))
+
+    def launch(self, position: int, position_ids: Tensor | None = None) -> None:
+        """Run the fed tokens at this position of the cache, without waiting for the device.
+
+        Args:
+            position: the number of tokens in the cache, less than its capacity.
+            position_ids: (1 or B, 1), the positions of the rotary embeddings if they differ.
+        """
+        if self._known != position:
+            self._position.fill_(position)
+        if position_ids is not None:
+            self._positions.copy_(position_ids)
+        elif self._known_rotary != position:
+            self._positions.fill_(position)
+        if self._rotations is not None:
+            for static, new in zip(self._rotations, self.plan.rotations(self._positions), strict=True):
+                torch._foreach_copy_(list(static), list(new))
+        self._known, self._known_rotary = None, None  # unknown should the replay raise
+        self._replay()
+        self._known, self._known_rotary = position + 1, None if position_ids is not None else position + 1
+
+
+def _replay_on(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    if torch.cuda.current_device() == device.index:
+        graph.replay()
+    else:
+        with torch.cuda.device(device):
+            graph.replay()
+
+
+def addresses_of(cache: Any) -> tuple[int, ...]:
+    """Return the batch size and capacity of a cache, and the addresses of its buffers: what a graph depends on."""
+    keys, values = buffers_of(cache)
+    return keys[0].shape[0], keys[0].shape[2], *(each.data_ptr() for each in (*keys, *values))

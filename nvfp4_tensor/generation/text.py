@@ -1,0 +1,202 @@
+"""Write text token by token: tokens are chosen on the device, and the host reads them a few steps behind."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nvfp4_tensor.generation.choice import Chooser, Sampling
+from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one
+from nvfp4_tensor.generation.graph_decoder import MAX_BATCH, GraphDecoder
+
+AHEAD = 4
+"""Number of steps that a GPU is given ahead of the token that the host reads, so that neither waits for the other."""
+
+
+def generate(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: int | Sequence[int] = (),
+    seed: int = 0,
+) -> Iterator[Tensor]:
+    """Write text after each prompt, and yield it token by token.
+
+    On CUDA each token is one replay of a CUDA graph, the choice of the token included, for up to 16 prompts; the host
+    waits for nothing but the tokens that it yields, and those trail the GPU by up to four steps. On a CPU, and for
+    models that cannot be captured, tokens are computed when they are asked for. Call :func:`decode_natively` before: it
+    keeps the graph from call to call, and on a CPU makes one operator of a token.
+
+    The same seed writes the same text, however many tokens are asked for.
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode.
+        ids: prompts, int64 (B, S) on the device of the model, all of one length and without padding.
+        max_new_tokens: the largest number of tokens to write.
+        temperature: 0 chooses the most likely token; otherwise tokens are drawn after division of logits by it.
+        top_k: draw from the k most likely tokens.
+        top_p: draw from the smallest set of most likely tokens whose probabilities add up to at least this number.
+        stop_tokens: tokens that end a text. The iterator ends after all texts have ended; one that has ended before
+            repeats its last token.
+        seed: of the random numbers. Each row of the batch has its own.
+
+    Yields:
+        Tensor: int64 (B,) on the CPU, the next token of each text.
+
+    Raises:
+        ValueError, TypeError: an argument is not valid.
+        RuntimeError: while iterating, logits have a NaN.
+
+    Example::
+
+        decode_natively(model)
+        for token in generate(model, tokenizer(text, return_tensors="pt").input_ids.to("cuda"), max_new_tokens=100):
+            print(tokenizer.decode(token), end="", flush=True)
+    """
+    if ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
+        raise ValueError(f"ids must be prompts of one length, int64 (B, S), got {ids.dtype} {tuple(ids.shape)}")
+    if ids.device != model.device:
+        raise ValueError(f"ids are on {ids.device}, and the model on {model.device}: call ids.to(model.device)")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
+    return _texts(model, ids, sampling, max_new_tokens, torch.tensor(stops, dtype=torch.int64))
+
+
+def _texts(model: Any, ids: Tensor, sampling: Sampling, count: int, stops: Tensor) -> Iterator[Tensor]:
+    """Yield tokens until all texts have ended."""
+    ended: Tensor | None = None
+    last: Tensor | None = None
+    writer = _Writer(model, ids, sampling, count)
+    try:
+        for tokens in writer:
+            if (tokens < 0).any():
+                rows = (tokens < 0).nonzero().flatten().tolist()
+                raise RuntimeError(f"the logits of rows {rows} have a NaN: the model does not compute numbers")
+            if ended is not None and last is not None:
+                tokens = torch.where(ended, last, tokens)
+            last, ended = tokens, torch.isin(tokens, stops) if ended is None else ended | torch.isin(tokens, stops)
+            yield tokens
+            if ended.all():
+                return
+    finally:
+        writer.close()
+
+
+class _Writer:
+    """Writes ``count`` tokens per prompt and iterates over them, (B,) on the CPU."""
+
+    def __init__(self, model: Any, ids: Tensor, sampling: Sampling, count: int) -> None:
+        self.model, self.ids, self.count = model, ids, count
+        batch = ids.shape[0]
+        self.decoder = _decoder_of(model) if _is_captured(ids) and batch <= MAX_BATCH else None
+        length = ids.shape[1] + count
+        with torch.inference_mode(False):
+            if self.decoder is None:
+                self.chooser = Chooser(sampling, batch, count, ids.device)
+                layers = model.config.get_text_config(decoder=True).num_hidden_layers
+                self.cache = FixedCache(layers, length)
+            else:
+                self.chooser = self.decoder.new_chooser(sampling, batch, count)
+                self.cache = self.decoder.new_cache(length)
+        self.chooser.in_use = True
+        ahead = AHEAD if ids.is_cuda else 0
+        self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
+        self._next: Tensor | None = None
+        self._last: Any = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        pending: deque[tuple[Tensor, Any]] = deque()
+        for i in range(self.count):
+            self._advance(i)
+            pending.append(self._read(i))
+            if len(pending) == len(self._slots):
+                yield _arrived(*pending.popleft())
+        while pending:
+            yield _arrived(*pending.popleft())
+
+    def close(self) -> None:
+        """Let other texts use the chooser."""
+        self.chooser.in_use = False
+
+    @torch.no_grad()
+    def _advance(self, i: int) -> None:
+        """Choose token i. ``_next`` has the next input, None if the runner of a graph has it."""
+        if i and i % self.chooser.count == 0:
+            self.chooser.load_more(i)
+        if i == 0:
+            self._next = self.chooser(self._logits(self.ids, **_keep_one(self.model)))
+            return
+        position = self.ids.shape[1] + i - 1
+        self.cache.reserve(position + 1)
+        runner = self._runner()
+        if runner is None:
+            assert self._next is not None
+            self._next = self.chooser(self._logits(self._next[:, None]))
+            return
+        if self._next is not None:
+            runner.feed(self._next)
+        runner.launch(position)
+        append_one(self.cache)
+        self._last, self._next = runner, None
+
+    def _runner(self) -> Any:
+        """Return the runner for the next token. The model may have changed, or have got hooks, since the last one."""
+        decoder = self.decoder
+        runner = None if decoder is None or decoder.plan() is None else decoder.runner(self.cache, self.chooser)
+        if runner is not None and runner is not self._last:
+            runner.restart()
+        if self._next is None and runner is not self._last:
+            self._next = self._last.tokens
+        return runner
+
+    def _logits(self, tokens: Tensor, **options: Any) -> Tensor:
+        output = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, **options)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _read(self, i: int) -> tuple[Tensor, Any]:
+        """Return where the chosen tokens will be on the CPU, and the event after which they are there."""
+        slot = self._slots[i % len(self._slots)]
+        slot.copy_(self.chooser.chosen, non_blocking=True)
+        return slot, torch.cuda.current_stream(self.ids.device).record_event() if self.ids.is_cuda else None
+
+
+def _is_captured(ids: Tensor) -> bool:
+    """Return whether tokens of these prompts are computed by graphs."""
+    return ids.is_cuda
+
+
+def _arrived(slot: Tensor, event: Any) -> Tensor:
+    if event is not None:
+        event.synchronize()
+    return slot.clone()
+
+
+def _decoder_of(model: Any) -> GraphDecoder | None:
+    """Return the decoder that decode_natively gave the model, or one for this text, None if there can be none."""
+    decoder = vars(model).get("forward")
+    if isinstance(decoder, GraphDecoder):
+        return decoder
+    try:
+        return GraphDecoder(model)
+    except ValueError:
+        return None
+
+
+def _keep_one(model: Any) -> dict[str, Any]:
+    """Return the argument with which a prompt gives the logits of its last token only, where the model has it."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}

@@ -1,0 +1,278 @@
+"""One token of each text of a batch through a described model, from the embedding to the logits.
+
+    step = TokenStep(describe(model))
+    logits = step(tokens, position, rotations, keys, values)
+
+A step is a sequence of torch operators and of the operators of ``ops/composite/step.py``, none of which waits for the
+device: on CUDA a graph captures it once for all positions. The same operators in plain torch run on every device. On
+Hopper a dense block with NVFP4 weights takes five kernels: norm, q, k and v; attention; o; norm, gate, up and their
+activation; down. All blocks of a Llama for one text are a single kernel (``fused_layers.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.integrations import moe
+
+from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
+from nvfp4_tensor.generation.fused_layers import FusedLayers
+from nvfp4_tensor.numerics.layout import TILE_ROWS
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin (1 or B, rotary)."""
+
+
+class Sum(NamedTuple):
+    """``residual + multiplier * first(x)``, to be computed by the operator that needs it. All (B, D)."""
+
+    x: Tensor
+    residual: Tensor | None = None
+    first: Norm | None = None
+    multiplier: float = 1.0
+
+
+class TokenStep:
+    """The step of a described model. It reads the model's own tensors at each call.
+
+    Args:
+        model: what :func:`~nvfp4_tensor.generation.families.describe` returned for a model with an output layer.
+        constant: nothing writes to weights while a step runs, so that kernels may read them before the kernel before
+            them ends. For graphs.
+    """
+
+    def __init__(self, model: Model, constant: bool = False) -> None:
+        assert model.head is not None
+        self.model = model
+        self.blocks = [_Block(block, constant) for block in model.blocks]
+        self.head = norm_project(model.norm, (model.head,), constant)
+        self.plain_head = project((model.head,), constant)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        rotations: Sequence[Rotation],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        fused: FusedLayers | None = None,
+    ) -> Tensor:
+        """Append one token per row to the caches, and return the logits (B, vocabulary) after it.
+
+        Args:
+            tokens: int64 (B,).
+            position: int64 (1,), the number of tokens in the caches.
+            rotations: cos and sin at this position for each of ``model.rotaries``.
+            keys, values: per layer (B, kv_heads, length, head_dim). The token's are written at ``position``.
+            fused: all blocks as one kernel for these buffers, where there is one.
+        """
+        x = torch.nn.functional.embedding(tokens, self.model.embedding)
+        if self.model.embedding_multiplier != 1.0:
+            x = x * self.model.embedding_multiplier
+        logits = (
+            self._logits(x, position, rotations, keys, values)
+            if fused is None
+            else self.plain_head(fused(x, position, rotations, keys, values))
+        )
+        if self.model.logits_divisor != 1.0:
+            logits = logits / self.model.logits_divisor
+        if cap := self.model.logits_softcap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def _logits(
+        self,
+        x: Tensor,
+        position: Tensor,
+        rotations: Sequence[Rotation],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> Tensor:
+        total = Sum(x)
+        for i, block in enumerate(self.blocks):
+            total = block(total, position, rotations, keys[i], values[i])
+        logits, _ = self.head(total)
+        return logits
+
+
+class _Block:
+    """Attention and feed-forward of one block."""
+
+    def __init__(self, block: Block, constant: bool) -> None:
+        self.block = block
+        self.qkv = norm_project(block.pre_attention, block.attention.qkv, constant)
+        self.o = project((block.attention.o,), constant)
+        self.feed_forward = _feed_forward(block.pre_feed_forward, block.feed_forward, constant)
+
+    def __call__(
+        self, total: Sum, position: Tensor, rotations: Sequence[Rotation], keys: Tensor, values: Tensor
+    ) -> Sum:
+        """Return the sum after the block; total: the one before it."""
+        block = self.block
+        qkv, x = self.qkv(total)
+        attended = self.o(attend(block.attention, qkv, position, rotations, keys, values))
+        y, x = self.feed_forward(Sum(attended, x, block.post_attention, block.residual_multiplier))
+        return Sum(y, x, block.post_feed_forward, block.residual_multiplier)
+
+
+def attend(
+    attention: Attention, qkv: Tensor, position: Tensor, rotations: Sequence[Rotation], keys: Tensor, values: Tensor
+) -> Tensor:
+    """Return the attention (B, heads * head_dim) of one token per row, whose keys and values are appended."""
+    cos, sin = (None, None) if attention.rotary is None else rotations[attention.rotary]
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    constants = (0.0, 0.0, True) if q_norm is None else _constants(q_norm)
+    attended: Tensor = torch.ops.nvfp4.attend_one(
+        qkv, _weight(q_norm), _weight(k_norm), *constants, cos, sin, keys, values, position,
+        attention.heads, attention.scaling, attention.window, attention.softcap, attention.sinks,
+    )  # fmt: skip
+    return attended
+
+
+def _feed_forward(
+    norm: Norm | None, layer: FeedForward | Mixture, constant: bool
+) -> Callable[[Sum], tuple[Tensor, Tensor]]:
+    """Return a function from the sum before a feed-forward to its output and the value of the sum, both (B, D)."""
+    if isinstance(layer, Mixture):
+        return functools.partial(_mixture, norm, layer)
+    gate_up, down = norm_project(norm, layer.gate_up, constant, int(layer.activation)), project((layer.down,), constant)
+
+    def run(total: Sum) -> tuple[Tensor, Tensor]:
+        y, x = gate_up(total)
+        return down(y), x
+
+    return run
+
+
+def _mixture(norm: Norm | None, mixture: Mixture, total: Sum) -> tuple[Tensor, Tensor]:
+    """Run the router, and the experts by transformers' grouped products, which read no value on the host.
+
+    ``generate`` of transformers switches to products that copy the chosen experts' weights, and back after a text.
+    """
+    normed, x = add_and_norm(total, norm)
+    _, weights, indices = mixture.router_module(normed)
+    return moe.grouped_mm_experts_forward(mixture.experts, normed, indices, weights), x
+
+
+def norm_project(
+    norm: Norm | None, linears: Sequence[Linear], constant: bool, activation: int = -1
+) -> Callable[[Sum], tuple[Tensor, Tensor]]:
+    """Return a function from a sum to the outputs (B, sum of N) of linears of its norm, and the sum's value (B, D).
+
+    Args:
+        activation: outputs are gate and up, and those returned are (B, N): ``activation(gate) * up``. -1: none.
+    """
+    halves = _halves(linears) if activation >= 0 else linears
+    if norm is not None and halves is not None and all(_is_weight_only(each.weight) for each in halves):
+        return functools.partial(_norm_linears, norm, *_parts(halves), constant, activation)
+    products = project(linears, constant)
+
+    def run(total: Sum) -> tuple[Tensor, Tensor]:
+        normed, x = add_and_norm(total, norm)
+        y = products(normed)
+        return (y if activation < 0 else torch.ops.nvfp4.gated(y, activation)), x
+
+    return run
+
+
+def _norm_linears(
+    norm: Norm,
+    parts: list[list[Tensor]],
+    biases: list[Tensor],
+    constant: bool,
+    activation: int,
+    total: Sum,
+) -> tuple[Tensor, Tensor]:
+    if total.first is not None and _constants(total.first) != _constants(norm):
+        total = Sum(add_and_norm(total, None)[1])
+    y, x = torch.ops.nvfp4.norm_linears(
+        total.x, total.residual, norm.weight, *_constants(norm), total.multiplier, _weight(total.first),
+        *parts, biases, activation, constant=constant,
+    )  # fmt: skip
+    return y, x if x.numel() else total.x  # empty: it would equal x
+
+
+def project(linears: Sequence[Linear], constant: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function from x (B, K) to the outputs (B, sum of N) of linears that share x.
+
+    Weight-only NVFP4 weights take one operator. Others (dense, W4A4, transformed) take torch's linear each.
+    """
+    if all(_is_weight_only(each.weight) for each in linears):
+        parts, biases = _parts(linears)
+        return lambda x: torch.ops.nvfp4.linears(x, *parts, biases, constant)
+    if len(linears) == 1:
+        return lambda x: torch.nn.functional.linear(x, linears[0].weight, linears[0].bias)
+    if all(type(each.weight.data) is Tensor and each.bias is None for each in linears):
+        return functools.partial(_products, [each.weight for each in linears])
+    return lambda x: torch.cat([torch.nn.functional.linear(x, each.weight, each.bias) for each in linears], -1)
+
+
+def _products(weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Return the products (B, sum of N) of x (B, K) and dense weights (N, K), each written where it belongs."""
+    sizes = [weight.shape[0] for weight in weights]
+    y = x.new_empty((x.shape[0], sum(sizes)))
+    for weight, part in zip(weights, y.split(sizes, -1), strict=True):
+        torch.mm(x, weight.detach().mT, out=part)
+    return y
+
+
+def _is_weight_only(weight: Tensor) -> bool:
+    return (
+        type(weight) is NVFP4Tensor
+        and weight.activation_spec is None
+        and not weight.transposed
+        and weight.spec.hadamard_sign is None
+        and all(part.is_contiguous() for part in (weight.qdata, weight.scale, weight.per_tensor_scale))
+    )
+
+
+def _halves(linears: Sequence[Linear]) -> Sequence[Linear] | None:
+    """Return gate and up, also if one weight has both; None if its halves are no views."""
+    if len(linears) == 2:
+        return linears
+    (both,) = linears
+    rows = both.weight.shape[0] // 2
+    if rows % TILE_ROWS or not _is_weight_only(both.weight):
+        return None
+    weights = both.weight.detach().split(rows)
+    biases = (None, None) if both.bias is None else both.bias.detach().split(rows)
+    return [Linear(both.name, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _parts(linears: Sequence[Linear]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Return qdata, scales and per-tensor scales, a list each, and biases: none, or one per weight, empty for none."""
+    weights: list[NVFP4Tensor] = [each.weight for each in linears]  # type: ignore[misc]
+    parts = [list(each) for each in zip(*((w.qdata, w.scale, w.per_tensor_scale) for w in weights), strict=True)]
+    if all(each.bias is None for each in linears):
+        return parts, []
+    dtype = next(each.bias.dtype for each in linears if each.bias is not None)
+    none = weights[0].qdata.new_empty((0,), dtype=dtype)
+    return parts, [none if each.bias is None else each.bias.detach() for each in linears]
+
+
+def add_and_norm(total: Sum, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Return the norm of a sum, and the sum; the sum for both if ``norm`` is None."""
+    x, residual, first, multiplier = total
+    if first is not None and norm is not None and _constants(first) != _constants(norm):
+        return add_and_norm(Sum(add_and_norm(total, None)[1]), norm)
+    constants = next((_constants(each) for each in (norm, first) if each is not None), None)
+    if constants is None:
+        x = x * multiplier if multiplier != 1.0 else x
+        x = x if residual is None else residual + x
+        return x, x
+    normed, added = torch.ops.nvfp4.rms_norm(x, residual, _weight(norm), *constants, multiplier, _weight(first))
+    added = added if added.numel() else x  # empty: it would equal x
+    return (added if norm is None else normed), added
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _constants(norm: Norm) -> tuple[float, float, bool]:
+    return norm.eps, norm.offset, norm.rounds_before_weight

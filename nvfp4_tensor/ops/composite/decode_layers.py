@@ -1,0 +1,104 @@
+"""Plain-torch implementation of the op that runs one token through all layers of a Llama on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.ops.schemas import op
+
+WEIGHTS = 7
+"""Number of weights per layer: q, k, v, o, gate, up, down."""
+
+
+@op()
+def decode_layers_plan(
+    x: Tensor,
+    norms: Sequence[Tensor],
+    qdata: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    per_tensor_scales: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    head_norms: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+) -> Tensor:
+    """Return the plan of these tensors for :func:`decode_layers`: uint8, device memory that refers to them.
+
+    Empty where there is no kernel for them. The tensors must outlive the plan. ``x`` names the device.
+    """
+    return x.new_empty((0,), dtype=torch.uint8)
+
+
+@op(mutates_args=("plan", "keys", "values"))
+def decode_layers(
+    x: Tensor,
+    plan: Tensor,
+    norms: Sequence[Tensor],
+    qdata: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    per_tensor_scales: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    head_norms: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    position: Tensor,
+    eps: float,
+    scaling: float,
+) -> Tensor:
+    """Run one token x (1, D) through all layers of a Llama and the last norm: (1, D). All values are bfloat16.
+
+    Rounds where a model in PyTorch does, except in attention, which is float32 from the queries to the sums.
+
+    Args:
+        plan: of :func:`decode_layers_plan` for the same tensors. One call at a time may use it.
+        norms: two per layer (before attention and before the feed-forward), then the last one: (D,).
+        qdata, scales, per_tensor_scales: of WEIGHTS weights per layer.
+        biases: of q, k and v per layer, or empty.
+        head_norms: of each head of q and of k per layer (dim,), or empty.
+        keys, values: caches (1, kv_heads, length, dim) per layer with ``position`` tokens; this token is appended.
+        cos, sin: (dim,) of this position.
+        position: int64 (1,), less than ``length``.
+        scaling: factor of the products of queries and keys.
+    """
+    at = int(position)
+    weights = iter(zip(qdata, scales, per_tensor_scales, strict=True))
+    for i, (k_cache, v_cache) in enumerate(zip(keys, values, strict=True)):
+        q_w, k_w, v_w, o_w, gate_w, up_w, down_w = islice(weights, WEIGHTS)
+        bias: list[Tensor | None] = [*biases[3 * i : 3 * i + 3]] or [None] * 3
+        normed = _norm(x, norms[2 * i], eps)
+        q, k, v = (_product(normed, w, b) for w, b in zip((q_w, k_w, v_w), bias, strict=True))
+        kv_heads, dim = k_cache.shape[1], k_cache.shape[3]
+        q, k = q.view(-1, dim), k.view(kv_heads, dim)
+        if head_norms:
+            q, k = _norm(q, head_norms[2 * i], eps), _norm(k, head_norms[2 * i + 1], eps)
+        k_cache[0, :, at] = _rotate(k, cos, sin)
+        v_cache[0, :, at] = v.view(kv_heads, dim)
+        queries = _rotate(q, cos, sin).view(kv_heads, -1, dim).float()
+        seen_keys, seen_values = (cache[0, :, : at + 1].float() for cache in (k_cache, v_cache))
+        attended = torch.softmax(queries @ seen_keys.mT * scaling, -1) @ seen_values
+        x = x + _product(attended.to(x.dtype).view(1, -1), o_w, None)
+        normed = _norm(x, norms[2 * i + 1], eps)
+        gate, up = _product(normed, gate_w, None), _product(normed, up_w, None)
+        x = x + _product(torch.nn.functional.silu(gate) * up, down_w, None)
+    return _norm(x, norms[-1], eps)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _product(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.nvfp4.matmul(x, None, *weight, bias, x.shape[-1], False, x.dtype)
+    return y
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin

@@ -1,0 +1,238 @@
+"""One token through the blocks of a language model, in plain torch, and the layout of the op's arguments.
+
+A block has the tensors of PARTS that its first kind says, in this order, a weight as three tensors (qdata, scale,
+per_tensor_scale). KINDS and NUMBERS name the columns of the integers and floats of a block. What follows the last block
+(its norm) is one more row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntFlag
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nvfp4_tensor.ops.composite.step import Activation, gated, rms_norm
+from nvfp4_tensor.ops.schemas import op
+
+PARTS = (
+    "norm_before_attention", "q", "q_bias", "k", "k_bias", "v", "v_bias", "q_norm", "k_norm", "sinks", "o", "o_bias",
+    "norm_after_attention", "norm_before_feed_forward", "router", "router_bias", "gate", "gate_bias", "up", "up_bias",
+    "down", "down_bias", "norm_after_feed_forward",
+)  # fmt: skip
+"""The tensors of a block, of which some are absent. Without k and v, q has the rows of all three; without up, gate has
+the rows of both. q_norm and k_norm are for each head (dim elements) or for all heads."""
+
+WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Those of PARTS in NVFP4: matrices (N, K), or with a router experts (E, N, K). The router is dense (E, K)."""
+
+KINDS = ("parts", "heads", "kv_heads", "dim", "window", "rotary", "norm", "activation", "chosen", "routing")
+"""Integers of a block: bit i of ``parts`` is set if PARTS[i] is present; ``window``: the number of tokens that a token
+sees, 0 for all; ``rotary``: an index into cos and sin, -1 for none; ``norm``: NormStyle; ``activation``: Activation,
+whose clamped one has rows of gate and up that alternate; ``chosen``: experts of a token; ``routing``: Routing."""
+
+NUMBERS = ("eps", "scaling", "softcap", "residual", "alpha", "limit")
+"""Floats of a block: ``scaling`` of queries times keys; ``softcap`` of attention, 0 for none; ``residual``: a factor of
+what is added to the residual stream; ``alpha`` and ``limit`` of the clamped activation."""
+
+
+class NormStyle(IntFlag):
+    """How a norm multiplies by its weight."""
+
+    PLUS_ONE = 1
+    """The factor is weight + 1."""
+    ROUND_ONCE = 2
+    """The product is float32 and rounded once. Otherwise the normalized x is rounded before."""
+
+
+class Routing(IntFlag):
+    """How router logits become weights of the chosen experts. By default the softmax of all, in float32."""
+
+    OF_CHOSEN = 1
+    """The softmax of the chosen logits."""
+    NORMALIZED = 2
+    """Weights are divided by their sum."""
+    ROUNDED = 4
+    """Weights are rounded to the dtype of x."""
+
+
+class Block:
+    """The tensors (None where absent), integers and floats of one block by name."""
+
+    def __init__(self, tensors: Iterator[Tensor], kinds: Sequence[int], numbers: Sequence[float]) -> None:
+        self.kinds, self.numbers = dict(zip(KINDS, kinds, strict=True)), dict(zip(NUMBERS, numbers, strict=True))
+        self.parts: dict[str, tuple[Tensor, ...] | None] = {}
+        for i, name in enumerate(PARTS):
+            count = 3 if name in WEIGHTS else 1
+            present = self.kinds["parts"] >> i & 1
+            self.parts[name] = tuple(next(tensors) for _ in range(count)) if present else None
+
+    def tensor(self, name: str) -> Tensor | None:
+        part = self.parts[name]
+        return None if part is None else part[0]
+
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        """Return the RMS norm of x, or x where the block has no norm of this name."""
+        weight, style = self.tensor(name), self.kinds["norm"]
+        if weight is None:
+            return x
+        offset, is_rounded_before = float(bool(style & NormStyle.PLUS_ONE)), not style & NormStyle.ROUND_ONCE
+        return rms_norm(x, None, weight, self.numbers["eps"], offset, is_rounded_before)[0]
+
+    def product(self, x: Tensor, name: str) -> Tensor:
+        part = self.parts[name]
+        assert part is not None
+        return torch.ops.nvfp4.matmul(x, None, *part, self.tensor(f"{name}_bias"), x.shape[-1], False, x.dtype)
+
+    def products(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        return torch.cat([self.product(x, name) for name in names if self.parts[name] is not None], -1)
+
+
+def unflatten(weights: Sequence[Tensor], kinds: Tensor, numbers: Tensor) -> list[Block]:
+    """Return the blocks, and a last one that has only a norm."""
+    tensors = iter(weights)
+    return [Block(tensors, *row) for row in zip(kinds.tolist(), numbers.tolist(), strict=True)]
+
+
+@op(mutates_args=("keys", "values"))
+def decode_step(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    kinds: Tensor,
+    numbers: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
+    position: int,
+) -> Tensor:
+    """Run one token x (1, D) through all blocks and the last norm: (1, D), bfloat16.
+
+    Rounds where a model in PyTorch does, except in attention, which is float32 from the queries to the sums.
+
+    Args:
+        weights: the present PARTS of each block, then the weight of the last norm.
+        kinds: int64 (blocks + 1, len(KINDS)) on the CPU.
+        numbers: float64 (blocks + 1, len(NUMBERS)) on the CPU.
+        keys, values: caches (1, kv_heads, length, dim) per block. This token is written at ``position``, or at the end
+            of a cache whose ``window`` tokens are full, which moves by one token.
+        cos, sin: one or more rotations of this token's position: (rotated elements of a head,), bfloat16, or float32
+            if the model rotates in float32. A head may have more elements, which are not rotated.
+        position: the number of tokens before this one.
+    """
+    *blocks, last = unflatten(weights, kinds, numbers)
+    rotations = [(c.flatten(), s.flatten()) for c, s in zip(cos, sin, strict=True)]
+    for block, k_cache, v_cache in zip(blocks, keys, values, strict=True):
+        residual = block.numbers["residual"]
+        rotation = None if block.kinds["rotary"] < 0 else rotations[block.kinds["rotary"]]
+        y = _attention(block, block.normed(x, "norm_before_attention"), k_cache, v_cache, rotation, position)
+        x = _add(x, block.normed(y, "norm_after_attention"), residual)
+        y = _feed_forward(block, block.normed(x, "norm_before_feed_forward"))
+        x = _add(x, block.normed(y, "norm_after_feed_forward"), residual)
+    return last.normed(x, "norm_before_attention")
+
+
+def _add(x: Tensor, y: Tensor, factor: float) -> Tensor:
+    return x + (y if factor == 1 else y * factor)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    block: Block,
+    x: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rotation: tuple[Tensor, Tensor] | None,
+    position: int,
+) -> Tensor:
+    """Append keys and values of x (1, D) to the caches and return the attention's output (1, D)."""
+    heads, kv_heads, dim = (block.kinds[name] for name in ("heads", "kv_heads", "dim"))
+    q, k, v = block.products(x, ("q", "k", "v")).split([n * dim for n in (heads, kv_heads, kv_heads)], -1)
+    q, k = _normed_heads(block, q, "q_norm", dim), _normed_heads(block, k, "k_norm", dim)
+    if rotation is not None:
+        q, k = _rotate(q, *rotation), _rotate(k, *rotation)
+    at = _append(k_cache, v_cache, k, v.view(kv_heads, dim), position, block.kinds["window"])
+    first = max(at + 1 - block.kinds["window"], 0) if block.kinds["window"] else 0
+    seen_keys, seen_values = (cache[0, :, first : at + 1].float() for cache in (k_cache, v_cache))
+    scores = q.view(kv_heads, -1, dim).float() @ seen_keys.mT * block.numbers["scaling"]
+    if softcap := block.numbers["softcap"]:
+        scores = torch.tanh(scores / softcap) * softcap
+    sinks = block.tensor("sinks")
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(kv_heads, -1, 1)], -1)
+    probabilities = torch.softmax(scores, -1)[..., : at + 1 - first]
+    return block.product((probabilities @ seen_values).to(x.dtype).view(1, -1), "o")
+
+
+def _normed_heads(block: Block, x: Tensor, name: str, dim: int) -> Tensor:
+    """Return x (1, heads * dim) as (heads, dim), normed over each head or over all."""
+    weight = block.tensor(name)
+    over_all = weight is not None and weight.numel() != dim
+    return (block.normed(x, name) if over_all else block.normed(x.view(-1, dim), name)).view(-1, dim)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first elements of heads (heads, dim). Each operation rounds to the dtype of cos."""
+    turned, rest = x.split([len(cos), x.shape[-1] - len(cos)], -1)
+    low, high = turned.chunk(2, -1)
+    return torch.cat(((turned * cos + torch.cat((-high, low), -1) * sin).to(x.dtype), rest), -1)
+
+
+def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: int, window: int) -> int:
+    """Write k and v (kv_heads, dim) and return their position in the caches."""
+    length = k_cache.shape[2]
+    if not 0 <= position < length and window != length:
+        raise ValueError(f"position {position} is outside of a cache of {length}")
+    if position >= length:
+        for cache in (k_cache, v_cache):
+            cache.copy_(cache.roll(-1, 2))
+    at = min(position, length - 1)
+    k_cache[0, :, at], v_cache[0, :, at] = k, v
+    return at
+
+
+# --- feed-forward ----------------------------------------------------------------------------------------------------
+
+
+def _feed_forward(block: Block, x: Tensor) -> Tensor:
+    if block.parts["router"] is None:
+        return block.product(_gated(block, block.products(x, ("gate", "up"))), "down")
+    experts, weights = _route(block, x)
+    hidden = _gated(block, _expert_products(block, x.expand(len(experts), -1), "gate", experts))
+    products = _expert_products(block, hidden, "down", experts) * weights.unsqueeze(-1)
+    return products.float().sum(0, keepdim=True).to(x.dtype)
+
+
+def _gated(block: Block, gate_up: Tensor) -> Tensor:
+    """Return act(gate) * up (.., I) of (.., 2 I)."""
+    kind, numbers = block.kinds["activation"], block.numbers
+    return gated(gate_up, kind, numbers["limit"], numbers["alpha"], kind == Activation.CLAMPED_GLU)
+
+
+def _route(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the chosen experts (chosen,) of x (1, D) and their weights."""
+    router, kind = block.tensor("router"), block.kinds["routing"]
+    assert router is not None
+    logits = functional.linear(x, router, block.tensor("router_bias"))[0].float()
+    scores = logits if kind & Routing.OF_CHOSEN else torch.softmax(logits, -1)
+    weights, experts = torch.topk(scores, block.kinds["chosen"])
+    if kind & Routing.OF_CHOSEN:
+        weights = torch.softmax(weights, -1)
+    if kind & Routing.NORMALIZED:
+        weights = weights / weights.sum()
+    return experts, weights.to(x.dtype) if kind & Routing.ROUNDED else weights
+
+
+def _expert_products(block: Block, x: Tensor, name: str, experts: Tensor) -> Tensor:
+    """Return row i of x (chosen, K) times expert experts[i]: (chosen, N)."""
+    part, bias = block.parts[name], block.tensor(f"{name}_bias")
+    assert part is not None
+    order = experts.argsort()
+    counts = torch.bincount(experts, minlength=len(part[0]))
+    offs = counts.cumsum(0, dtype=torch.int32)
+    y = torch.ops.nvfp4.grouped_linear(x[order].contiguous(), None, *part, offs, x.dtype)[order.argsort()]
+    return y if bias is None else y + bias[experts]

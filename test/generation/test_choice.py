@@ -1,0 +1,93 @@
+"""Test the choice of tokens: what is left by top-k and top-p, frequencies, and random numbers by seed."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from nvfp4_tensor.generation.choice import Chooser, Sampling, uniforms
+
+
+def test_random_numbers():
+    """They do not depend on how many there are, differ by seed and row, and are uniform."""
+    u = uniforms(3, 20000, 4)
+    assert torch.equal(u[:7], uniforms(3, 7, 4)) and torch.equal(u[:, :2], uniforms(3, 20000, 2))
+    assert torch.equal(u[100:107], uniforms(3, 7, 4, first=100))
+    assert not torch.equal(u[:7], uniforms(4, 7, 4)) and uniforms(-(2**70) - 1, 2, 2).shape == (2, 2)
+    assert u.min() >= 0 and u.max() < 1
+    assert ((u.mean(0) - 0.5).abs() < 0.01).all() and ((u.std(0) * 12**0.5 - 1).abs() < 0.02).all()
+    correlation = torch.corrcoef(torch.cat((u[1:], u[:-1]), 1).T) - torch.eye(8)
+    assert correlation.abs().max() < 0.03
+    # The hash is splitmix64, whose first numbers from seed 0 are published.
+    first = uniforms(0, 1, 1).item()
+    state = _splitmix(_splitmix(0) & (1 << 64) - 1)
+    assert first == (state >> 16) / (1 << 48)
+
+
+def _splitmix(x):
+    mask = (1 << 64) - 1
+    x = x + 0x9E3779B97F4A7C15 & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return x ^ x >> 31
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.8}, {"top_p": 1.0}, {"top_k": 1000}, {"top_p": 1e-6},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+def test_frequencies(temperature, options, device):
+    """Tokens are drawn as often as transformers' processors would have them: chi-squared over 20 000 draws."""
+    scores = torch.randn(1, 40, generator=torch.Generator().manual_seed(2)) * 2
+    expected = TemperatureLogitsWarper(temperature)(None, scores)
+    if "top_k" in options:
+        expected = TopKLogitsWarper(min(options["top_k"], 40))(None, expected)
+    if "top_p" in options:
+        expected = TopPLogitsWarper(options["top_p"])(None, expected)
+    expected = expected.softmax(-1)[0]
+    chooser = Chooser(Sampling(temperature, seed=1, **options), 200, 100, torch.device(device))
+    logits = scores.expand(200, -1).to(device)
+    drawn = torch.stack([chooser(logits) for _ in range(100)]).flatten().cpu()
+    assert torch.equal(drawn[-200:], chooser.chosen.cpu())
+    counts = torch.bincount(drawn, minlength=40)
+    assert (counts[expected == 0] == 0).all()
+    likely = expected * 20000 > 5
+    squares = ((counts - expected * 20000) ** 2 / (expected * 20000))[likely].sum()
+    degrees = int(likely.sum()) - 1
+    assert squares < degrees + 5 * (2 * degrees) ** 0.5 + 1
+
+
+def test_the_largest(device):
+    logits = torch.randn(3, 100, device=device).bfloat16()
+    chooser = Chooser(Sampling(), 3, 1, torch.device(device))
+    assert torch.equal(chooser(logits), logits.argmax(-1))
+    logits[1, 5] = torch.nan
+    tokens = chooser(logits)
+    assert chooser.chosen[1] == -1 and (chooser.chosen[[0, 2]] >= 0).all() and (tokens >= 0).all()
+
+
+def test_a_chooser_is_loaded_again(device):
+    logits = torch.randn(2, 50, device=device)
+    chooser = Chooser(Sampling(1.0, top_p=0.9, seed=4), 2, 8, torch.device(device))
+    first = [chooser(logits).tolist() for _ in range(8)]
+    chooser.load(Sampling(0.5, top_p=0.5, seed=5))
+    assert [chooser(logits).tolist() for _ in range(8)] != first
+    chooser.load(Sampling(1.0, top_p=0.9, seed=4))
+    assert [chooser(logits).tolist() for _ in range(8)] == first
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"temperature": -1.0}, "temperature must be 0"), ({"temperature": float("inf")}, "temperature must be 0"),
+    ({"temperature": float("nan")}, "temperature must be 0"), ({"temperature": 1.0, "top_k": 0}, "top_k must be"),
+    ({"temperature": 1.0, "top_k": 1.5}, "top_k must be"), ({"temperature": 1.0, "top_p": 0.0}, "top_p must be"),
+    ({"temperature": 1.0, "top_p": 1.1}, "top_p must be"), ({"top_k": 3}, "set temperature"),
+])  # fmt: skip
+def test_invalid_sampling_raises(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_a_seed_that_is_no_integer_raises():
+    with pytest.raises(TypeError, match="seed must be an int"):
+        Sampling(1.0, seed=0.5)

@@ -1,0 +1,183 @@
+"""Test generation.generate, the iterator over tokens."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from helpers.texts import own_logits
+from helpers.tiny_models import MIXTURES, tiny_model
+
+from nvfp4_tensor.generation import decode_natively, generate
+from nvfp4_tensor.generation.graph_decoder import GraphDecoder
+from nvfp4_tensor.generation.runner import Runner
+
+
+def prompt(batch=1, length=8, device="cpu"):
+    return torch.randint(3, 300, (batch, length), generator=torch.Generator().manual_seed(5)).to(device)
+
+
+def model_on(device, family="Llama", native=True, **changes):
+    model = tiny_model(family, **changes).to(device)
+    if native and (device == "cuda" or family in ("Mistral",)):
+        decode_natively(model)
+    return model
+
+
+def written(model, ids, count=12, **options):
+    """Return tokens (B, count)."""
+    return torch.stack(list(generate(model, ids, max_new_tokens=count, **options)), 1)
+
+
+def ties(model, ids, tokens, rank=0):
+    """Return how far the logits of the tokens are below the largest ones, in standard deviations.
+
+    rank: below the (rank + 1)-th largest ones.
+    """
+    text = torch.cat((ids, tokens.to(ids.device)), 1)[:, :-1]
+    logits = own_logits(model, text)[:, ids.shape[1] - 1 :]
+    chosen = logits.gather(-1, tokens.to(ids.device)[..., None])[..., 0]
+    return (logits.topk(rank + 1).values[..., rank] - chosen) / logits.std(-1)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 18])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Qwen3Moe", "Starcoder2"])
+def test_greedy(family, batch, device):
+    model, ids = model_on(device, family), prompt(batch, device=device)
+    tokens = written(model, ids)
+    assert tokens.shape == (batch, 12) and tokens.dtype == torch.int64 and not tokens.is_cuda
+    gap = ties(model, ids, tokens)
+    assert gap.median() == 0 and gap.max() < (1.0 if family in MIXTURES else 0.2)
+
+
+def test_long_texts(device, monkeypatch):
+    """Longer than the room after a prompt, and than the random numbers that are computed at once."""
+    model, ids = model_on(device), prompt(2, device=device)
+    if device == "cpu":
+        monkeypatch.setattr("nvfp4_tensor.generation.text._decoder_of", GraphDecoder)
+        monkeypatch.setattr("nvfp4_tensor.generation.text._is_captured", lambda ids: True)
+    expected = written(model, ids, 40, temperature=1.0, top_k=3, seed=1)
+    greedy = written(model, ids, 40)
+    assert ties(model, ids, greedy).max() < 0.2
+    monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.ROOM", 4)
+    monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.GROWTH", 8)
+    monkeypatch.setattr("nvfp4_tensor.generation.choice.ROWS", 8)
+    for others in ({"temperature": 1.0, "top_k": 3, "seed": 1}, {}):
+        model = model_on(device)
+        again = written(model, ids, 40, **others)
+        assert ties(model, ids, again, 2 if others else 0).max() < 0.2
+        if device == "cpu":  # on a GPU sums are split by the size of the cache
+            assert torch.equal(again, expected if others else greedy)
+
+
+def test_without_decode_natively(device):
+    model, ids = model_on(device, native=False), prompt(2, device=device)
+    assert ties(model, ids, written(model, ids)).max() < 0.1
+    assert set(vars(model)) == set(vars(tiny_model("Llama")))
+
+
+def test_as_transformers_writes(device):
+    model, ids = model_on(device, "Mistral"), prompt(device=device)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)[:, 8:]
+    assert torch.equal(written(model, ids), expected.cpu())
+
+
+@pytest.mark.parametrize("options", [
+    {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.2, "top_p": 0.9},
+], ids=str)  # fmt: skip
+def test_the_same_seed_writes_the_same_text(options, device):
+    model, ids = model_on(device), prompt(3, device=device)
+    first = written(model, ids, seed=1, **options)
+    assert torch.equal(written(model, ids, seed=1, **options), first)
+    assert torch.equal(written(model, ids, 7, seed=1, **options), first[:, :7])
+    assert not torch.equal(written(model, ids, seed=2, **options), first)
+    # Rows of equal prompts are drawn independently.
+    assert len(set(map(tuple, written(model, ids[:1].expand(3, -1), seed=1, **options).tolist()))) == 3
+
+
+def test_stop_tokens(device):
+    model, ids = model_on(device, "Mistral"), prompt(2, device=device)
+    tokens = written(model, ids)
+    first, second = tokens.tolist()
+    stops = [first[3], second[6]]
+    ends = [min(row.index(stop) for stop in stops if stop in row) for row in (first, second)]
+    got = written(model, ids, stop_tokens=stops)
+    assert got.shape[1] == max(ends) + 1
+    for row, end, full in zip(got.tolist(), ends, (first, second), strict=True):
+        assert row[: end + 1] == full[: end + 1] and set(row[end:]) == {full[end]}
+    assert written(model, ids, stop_tokens=first[0]).shape[1] <= 12
+
+
+def test_an_iterator_that_is_not_finished(device):
+    """Two texts at once, one of them dropped, and what follows."""
+    model, ids = model_on(device), prompt(2, device=device)
+    expected = written(model, ids)
+    a, b = (generate(model, ids, max_new_tokens=12) for _ in range(2))
+    mixed = [next(each) for each, _ in itertools.product((a, b), range(3))]
+    assert torch.equal(torch.stack(mixed[:3], 1), expected[:, :3])
+    assert torch.equal(torch.stack(mixed[3:], 1), expected[:, :3])
+    a.close()
+    assert torch.equal(torch.stack(list(b), 1), expected[:, 3:])
+    assert torch.equal(written(model, ids), expected)
+
+
+def test_graphs_are_used_again(device, monkeypatch):
+    model, ids = model_on(device), prompt(2, device=device)
+    if device == "cpu":
+        monkeypatch.setattr("nvfp4_tensor.generation.text._decoder_of", lambda model: vars(model)["forward"])
+        monkeypatch.setattr("nvfp4_tensor.generation.text._is_captured", lambda ids: True)
+        GraphDecoder(model).install()
+    made = []
+    monkeypatch.setattr(Runner, "__init__", lambda *args, make=Runner.__init__: made.append(1) or make(*args))
+    first = written(model, ids, temperature=1.0, seed=3)
+    assert len(made) == 1
+    assert torch.equal(written(model, ids, temperature=1.0, seed=3), first)
+    assert not torch.equal(written(model, ids, temperature=0.5, seed=3), first)
+    written(model, ids + 1, 5, temperature=1.0)
+    assert len(made) == 1
+    written(model, ids)
+    assert len(made) == 2
+
+
+def test_a_model_that_changes(device):
+    model, ids = model_on(device), prompt(2, device=device)
+    if device == "cpu":
+        GraphDecoder(model).install()
+    tokens = []
+    for i, token in enumerate(generate(model, ids, max_new_tokens=20)):
+        tokens.append(token)
+        if i == 5:
+            model.lm_head.weight.data = model.lm_head.weight.data.flip(0).clone()
+    tokens = torch.stack(tokens, 1)
+    # At most four more tokens were chosen before.
+    text = torch.cat((ids, tokens.to(device)), 1)[:, :-1]
+    with torch.no_grad():
+        logits = type(model).forward(model, text, use_cache=False).logits[:, 7:].float().cpu()
+    gap = (logits.amax(-1) - logits.gather(-1, tokens[..., None])[..., 0]) / logits.std(-1)
+    assert (gap[:, :6] > 0.1).any() and gap[:, 10:].max() < 0.2
+
+
+def test_nan_raises(device):
+    model, ids = model_on(device), prompt(2, device=device)
+    model.model.embed_tokens.weight.data[ids[1, 3]] = torch.nan
+    with pytest.raises(RuntimeError, match=r"the logits of rows \[1\] have a NaN"):
+        written(model, ids)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"ids": torch.zeros(3, dtype=torch.int64)}, "ids must be prompts of one length"),
+    ({"ids": torch.zeros(1, 3)}, "ids must be prompts of one length"),
+    ({"ids": torch.zeros(1, 0, dtype=torch.int64)}, "ids must be prompts"),
+    ({"ids": torch.zeros(1, 3, dtype=torch.int64, device="meta")}, "ids are on meta, and the model on cpu"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"), ({"top_k": 5}, "set temperature"),
+])  # fmt: skip
+def test_invalid_arguments_raise_at_the_call(change, message):
+    arguments = {"ids": prompt(), "max_new_tokens": 4, **change}
+    with pytest.raises(ValueError, match=message):
+        generate(tiny_model("Llama"), arguments.pop("ids"), **arguments)
+
+
+def test_training_mode_raises():
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        generate(tiny_model("Llama").train(), prompt(), max_new_tokens=4)

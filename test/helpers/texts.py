@@ -1,0 +1,40 @@
+"""Texts that models of transformers write, and their logits along a given text."""
+
+import torch
+from transformers import LogitsProcessor
+
+
+class _Forced(LogitsProcessor):
+    """Make a model write the tokens (B, T) of a text that begins with its prompt."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def __call__(self, ids, scores):
+        return torch.full_like(scores, -torch.inf).scatter_(1, self.tokens[:, ids.shape[1], None], 0.0)
+
+
+def written(model, ids, count=12, along=None, **arguments):
+    """Return (tokens, logits (B, count, V)) of greedy search by ``generate``.
+
+    Args:
+        along: a text (B, T) that begins with ``ids``, which the model then writes in place of its own. So two models
+            can be compared token by token; their own texts part at the first tie.
+    """
+    forced = {} if along is None else {"logits_processor": [_Forced(along)]}
+    out = model.generate(
+        ids, max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        **forced, **arguments,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits, 1).float()
+
+
+def own_logits(model, ids):
+    """Return the logits (B, T, V) of the model's own forward for a text without a cache."""
+    with torch.no_grad():
+        return type(model).forward(model, ids, use_cache=False).logits.float()
+
+
+def relative_error(logits, expected):
+    """Return the norm of the error of each token's logits (B, T, V) by the norm of the expected ones: (B, T)."""
+    return (logits - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
