@@ -27,6 +27,8 @@ from nvfp4_tensor.integrations.transformers.attach import attach_quantizer
 from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compressed_tensors
 from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, config_of
+from nvfp4_tensor.integrations.transformers.hf_quant_config import read_hf_quant_config
+from nvfp4_tensor.integrations.transformers.resuming import accept_checkpoint_names
 from nvfp4_tensor.integrations.transformers.saving import save
 from nvfp4_tensor.integrations.transformers.training_experts import train_experts
 from nvfp4_tensor.integrations.transformers.while_loading import WhileLoadingQuantizer
@@ -37,6 +39,7 @@ __all__ = [
     "ModelOptConfig",
     "NVFP4TensorConfig",
     "WhileLoadingQuantizer",
+    "accept_checkpoint_names",
     "attach_quantizer",
     "config_of",
     "decode_natively",
@@ -56,3 +59,4 @@ if "modelopt" in AUTO_QUANTIZER_MAPPING:
 else:
     register_quantization_config("modelopt")(ModelOptConfig)
     register_quantizer("modelopt")(CheckpointQuantizer)
+    read_hf_quant_config()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from nvfp4_tensor.integrations.transformers.resuming import accept_checkpoint_names
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training import RECIPES, Recipe, grouped_linear
 from nvfp4_tensor.training.recipe import resolve
@@ -20,7 +21,8 @@ def train_experts(model: PreTrainedModel, recipe: Recipe | str = "nvidia") -> No
 
     Both products of the experts use :func:`training.grouped_linear`. Routers, attention and shared experts are linears:
     use ``quantize_(model, NVFP4TrainingConfig(...))`` for them. Parameters are not changed.
-    ``model.set_experts_implementation("grouped_mm")`` restores the default.
+    ``model.set_experts_implementation("grouped_mm")`` restores the default. Trainer resumes the model with its experts:
+    see :func:`accept_checkpoint_names`.
 
     Args:
         model: a transformers mixture of experts: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss, ...
@@ -43,6 +45,7 @@ def train_experts(model: PreTrainedModel, recipe: Recipe | str = "nvidia") -> No
         if any(isinstance(parameter, NVFP4Tensor) for parameter in module.parameters()):
             raise TypeError(f"{name} has NVFP4 weights, which cannot be trained: load the model without quantization")
     model.set_experts_implementation(_registered(recipe))
+    accept_checkpoint_names(model)
 
 
 def _is_experts(module: nn.Module) -> bool:

@@ -49,6 +49,36 @@ def test_bits_are_those_of_the_files(llama, tmp_path, ids, form, activations):
     assert model(ids).logits.isfinite().all()
 
 
+def only_hf_quant_config(folder, **changes):
+    """Make the folder one of ModelOpt's older releases, which leave config.json as it was."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    found = json.loads((folder / "hf_quant_config.json").read_text())
+    found["quantization"] |= changes
+    (folder / "hf_quant_config.json").write_text(json.dumps(found))
+
+
+def test_hf_quant_config_alone_is_enough(llama, tmp_path, ids):
+    _, folder = llama()
+    quantize(folder, tmp_path / "nvfp4", spec=SPEC, progress=False)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    only_hf_quant_config(tmp_path / "nvfp4")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    assert len(quantized(model)) == 14 and torch.equal(model(ids).logits, expected(ids).logits)
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again(ids).logits, expected(ids).logits)
+    assert AutoConfig.from_pretrained(folder).to_dict().get("quantization_config") is None
+
+
+def test_hf_quant_config_of_another_format_is_left_alone(llama, tmp_path):
+    _, folder = llama()
+    quantize(folder, tmp_path / "nvfp4", spec=SPEC, progress=False)
+    only_hf_quant_config(tmp_path / "nvfp4", quant_algo="FP8")
+    assert getattr(AutoConfig.from_pretrained(tmp_path / "nvfp4"), "quantization_config", None) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_dtype_is_the_callers(llama, tmp_path, dtype):
     _, folder = llama()

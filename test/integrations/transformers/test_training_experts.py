@@ -7,10 +7,19 @@ import torch
 from torchao.quantization import quantize_
 
 pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    NemotronHConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+)
 
 from nvfp4_tensor import quantize_experts, training
-from nvfp4_tensor.integrations.transformers import train_experts
+from nvfp4_tensor.integrations.transformers import accept_checkpoint_names, train_experts
 from nvfp4_tensor.integrations.transformers.training_experts import _forward
 from nvfp4_tensor.training import RECIPES, Recipe
 
@@ -142,3 +151,45 @@ def test_refused():
     experts.down_proj = torch.nn.Parameter(quantize_experts(experts.down_proj.detach()), requires_grad=False)
     with pytest.raises(TypeError, match=r"model.layers.1.mlp.experts has NVFP4 weights, which cannot be trained"):
         train_experts(model)
+
+
+def trainer(model, folder, steps):
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (16, 12), generator=torch.manual_seed(3))]
+    arguments = TrainingArguments(
+        folder, max_steps=steps, save_steps=2, per_device_train_batch_size=4, learning_rate=0.01, report_to=[],
+        use_cpu=True, disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=rows)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("recipe", [None, Recipe(name="dense experts")], ids=["dense", "train_experts"])
+def test_trainer_resumes_with_the_experts(tmp_path, name, recipe):
+    """transformers' files name Mixtral's experts one by one; what was resumed ends like an uninterrupted training."""
+
+    def fresh():
+        model, _ = model_of(name)
+        if recipe is None:
+            return accept_checkpoint_names(model)
+        train_experts(model, recipe)
+        return model
+
+    whole = fresh()
+    trainer(whole, tmp_path / "whole", 4).train()
+    resumed = fresh()
+    trainer(resumed, tmp_path / "resumed", 4).train(str(tmp_path / "whole/checkpoint-2"))
+    for (key, expected), got in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(got, expected), key
+
+
+def test_an_incomplete_checkpoint_still_misses_its_experts():
+    model = accept_checkpoint_names(model_of("mixtral")[0])
+    state = {"model.layers.0.block_sparse_moe.experts.0.w2.weight": torch.zeros(64, 48), "unknown": torch.zeros(2)}
+    before = model.model.layers[0].mlp.experts.down_proj.clone()
+    with pytest.raises(RuntimeError, match=r"experts\.down_proj"):
+        model.load_state_dict(state, strict=False)
+    assert torch.equal(model.model.layers[0].mlp.experts.down_proj, before)
+    assert model.load_state_dict({"unknown": torch.zeros(2)}, strict=False).unexpected_keys == ["unknown"]
+    own = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(own)
+    assert torch.equal(model.model.layers[0].mlp.experts.down_proj, before + 1)

@@ -28,16 +28,26 @@ def vllm(tmp_path_factory):
     vllm.platforms._current_platform = CpuPlatform()
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
     from vllm.platforms.interface import PlatformEnum
 
     register_linear_kernel(EmulationNvFp4LinearKernel, PlatformEnum.CPU, "nvfp4")
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        if model_parallel_is_initialized():  # by other tests of this process
+            yield
+            return
         address = f"file://{tmp_path_factory.mktemp('vllm')}/rendezvous"
         init_distributed_environment(1, 0, address, 0, backend="gloo")
         initialize_model_parallel(1)
         yield
+
+
+@pytest.fixture(autouse=True)
+def without_our_plugin(monkeypatch):
+    """These tests are of vLLM's own code; other tests of this process may have installed the plug-in."""
+    monkeypatch.setenv("NVFP4_TENSOR_SERVING", "0")
 
 
 def layer_of(folder, name, sizes):

@@ -1,0 +1,57 @@
+"""Let transformers find the quantization of ModelOpt's older checkpoints, which config.json does not describe."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.utils import cached_file
+
+from nvfp4_tensor.checkpoints.formats import modelopt
+
+_MARK = "_reads_hf_quant_config"
+_WHERE = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
+_OPTIONAL = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo", "connection_errors")}
+
+
+def read_hf_quant_config() -> None:
+    """Add an NVFP4 quantization in hf_quant_config.json to configs without a quantization_config.
+
+    transformers then chooses the quantizer of "modelopt", as for newer checkpoints. Without it, ``from_pretrained``
+    reads the codes as weights of another shape, and advises ``ignore_mismatched_sizes=True``, which would initialize
+    the weights at random.
+    """
+    usual: Any = PretrainedConfig.get_config_dict.__func__  # type: ignore[attr-defined]
+    if getattr(usual, _MARK, False):
+        return
+
+    @functools.wraps(usual)
+    def get_config_dict(
+        cls: type[PretrainedConfig], pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        where = {name: kwargs[name] for name in _WHERE if name in kwargs}
+        config, unused = usual(cls, pretrained_model_name_or_path, **kwargs)
+        if config and not config.get("quantization_config") and "gguf_file" not in kwargs:
+            found = _quantization(pretrained_model_name_or_path, config.get("_commit_hash"), where)
+            if found is not None:
+                config = {**config, "quantization_config": found}
+        return config, unused
+
+    setattr(get_config_dict, _MARK, True)
+    PretrainedConfig.get_config_dict = classmethod(get_config_dict)  # type: ignore[assignment]
+
+
+def _quantization(path: Any, commit: str | None, where: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the quantization_config of a folder or hub repository; None if it has no NVFP4 in hf_quant_config.json."""
+    if Path(path).is_file():
+        return None
+    file = cached_file(path, modelopt.HF_QUANT_CONFIG, _commit_hash=commit, **where, **_OPTIONAL)
+    if file is None:
+        return None
+    try:
+        found = modelopt.FORMAT.quantization(Path(file).parent, {})
+    except ValueError:  # FP8 and others, which are not ours
+        return None
+    return {**found, "quant_method": "modelopt"}

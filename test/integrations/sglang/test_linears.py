@@ -1,0 +1,225 @@
+"""SGLang's own layers and loaders with our methods, on a CPU, against dense mirrors of the weights.
+
+Its engine does not run here: its compiled packages are not used.
+"""
+
+import os
+
+import pytest
+import torch
+
+from nvfp4_tensor import fake_quantize, quantize
+from nvfp4_tensor.checkpoints import parts_of
+from nvfp4_tensor.integrations import serving
+from nvfp4_tensor.integrations import sglang as ours
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+pytest.importorskip("sglang", reason="pip install '.[serve-test-sglang]' in an environment of its own")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+HIDDEN, RATIOS, INPUT_SCALE = 64, (1.0, 700.0, 0.02), 0.0015
+KINDS = ["NVFP4", "W4A16_NVFP4", "nvfp4", "nvfp4a16"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory):
+    """The plug-in, its hooks applied as SGLang applies them."""
+    pytest.importorskip(
+        "sglang.srt.layers.quantization.modelopt_quant",
+        reason="SGLang's own dependencies are missing: pip install '.[serve-test-sglang]'",
+        exc_type=ImportError,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from nvfp4_tensor.integrations.sglang import plugin
+
+    assert list(plugin.differences()) == []
+    ours.register()
+    assert plugin._installed
+    HookRegistry.apply_hooks()
+    return plugin
+
+
+def method_of(kind):
+    """Return SGLang's method resp. scheme for a checkpoint of the kind, as its configurations look it up."""
+    if kind.startswith("nvfp4"):
+        from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors as ct
+
+        return ct.CompressedTensorsW4A16Fp4(has_input_global_scale=kind == "nvfp4")
+    from sglang.srt.layers.quantization import modelopt_quant
+
+    config = modelopt_quant.ModelOptFp4Config(is_checkpoint_nvfp4_serialized=True, group_size=16, exclude_modules=[])
+    config.is_w4a16 = kind == "W4A16_NVFP4"
+    names = {"NVFP4": "ModelOptFp4LinearMethod", "W4A16_NVFP4": "ModelOptNvFp4A16LinearMethod"}
+    return getattr(modelopt_quant, names[kind])(config)
+
+
+class Fused(torch.nn.Module):
+    """A linear whose parameters' loaders write rows of q, k and v."""
+
+    rows = (64, 32, 32)
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.method = kind, method_of(kind)
+        options = {"params_dtype": torch.bfloat16, "weight_loader": self.load}
+        if kind.startswith("nvfp4"):
+            self.method.create_weights(self, list(self.rows), HIDDEN, **options)
+        else:
+            self.method.create_weights(self, HIDDEN, list(self.rows), HIDDEN, sum(self.rows), **options)
+
+    def load(self, parameter, loaded, shard):
+        """What SGLang's v2 loaders of QKVParallelLinear do."""
+        if parameter.dim() == 1:
+            parameter.load_qkv_weight(loaded, shard_id=shard, num_heads=1, shard_size=1, shard_offset=0)
+            return
+        index = "qkv".index(shard)
+        start = sum(self.rows[:index])
+        parameter.data[start : start + self.rows[index]].copy_(loaded)
+
+    def fill(self, weights, without=()):
+        for shard, weight in zip("qkv", weights, strict=True):
+            parts = parts_of(weight)
+            if self.kind.startswith("nvfp4"):
+                tensors = {
+                    "weight_packed": parts.qdata, "weight_scale": parts.scale,
+                    "weight_global_scale": parts.per_tensor_scale.reciprocal().reshape(1),
+                }  # fmt: skip
+                if self.kind == "nvfp4":
+                    tensors["input_global_scale"] = torch.tensor([1 / INPUT_SCALE])
+            else:
+                tensors = {
+                    "weight": parts.qdata, "weight_scale": parts.scale, "weight_scale_2": parts.per_tensor_scale,
+                    "input_scale": torch.tensor(INPUT_SCALE),
+                }  # fmt: skip
+            for name, tensor in tensors.items():
+                if (shard, name) not in without:
+                    parameter = getattr(self, name)
+                    parameter.weight_loader(parameter, tensor, shard)
+        self.method.process_weights_after_loading(self)
+        return self
+
+    def forward(self, x):
+        apply = self.method.apply_weights if self.kind.startswith("nvfp4") else self.method.apply
+        return apply(self, x, None)
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    return [
+        quantize((torch.randn(rows, HIDDEN, generator=generator) * ratio / 8).bfloat16())
+        for rows, ratio in zip(Fused.rows, RATIOS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_weights_with_other_scales_are_exact(kind):
+    layer = Fused(kind).fill(weights())
+    x = torch.randn(6, HIDDEN).bfloat16()
+    amax = torch.tensor(INPUT_SCALE) * 2688
+    values = x.float() if "16" in kind else fake_quantize(x, amax=amax, dtype=torch.float32)
+    expected = values.double() @ torch.cat([w.dequantize(torch.float32) for w in weights()]).double().t()
+    error = (layer(x).double() - expected).abs().amax(0) / expected.abs().amax(0)
+    assert error.max() < 2**-8
+    before = layer(x)
+    layer.method.process_weights_after_loading(layer)
+    assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("kind", ["NVFP4", "W4A16_NVFP4"])
+def test_sglangs_layers_and_loaders(kind, monkeypatch):
+    from sglang.srt.layers import linear
+    from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
+
+    found = {"quant_method": "modelopt", "quant_algo": kind, "group_size": 16, "ignore": ["lm_head"]}
+    config = ModelOptFp4Config.from_config(found)
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    options = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": config}
+    monkeypatch.setattr(linear, "_resolve_linear_group", lambda _: None)  # one rank, without its groups
+    monkeypatch.setattr(linear, "get_group_rank_size", lambda _: (0, 1))
+    qkv = QKVParallelLinear(HIDDEN, 16, 4, 2, prefix="model.layers.0.self_attn.qkv_proj", **options)
+    row = RowParallelLinear(HIDDEN, 80, prefix="model.layers.0.mlp.down_proj", **options)
+    down = quantize(torch.randn(80, HIDDEN).bfloat16())
+    for layer, parts, shards in ((qkv, weights(), "qkv"), (row, [down], (None,))):
+        for shard, weight in zip(shards, parts, strict=True):
+            plain = parts_of(weight)
+            tensors = {
+                "weight": plain.qdata, "weight_scale": plain.scale, "weight_scale_2": plain.per_tensor_scale,
+                "input_scale": torch.tensor(INPUT_SCALE),
+            }  # fmt: skip
+            for name, tensor in tensors.items():
+                parameter = getattr(layer, name)
+                parameter.weight_loader(parameter, tensor, *([] if shard is None else [shard]))
+        layer.quant_method.process_weights_after_loading(layer)
+        x = torch.randn(6, HIDDEN).bfloat16()
+        amax = torch.tensor(INPUT_SCALE) * 2688
+        values = x.float() if "16" in kind else fake_quantize(x, amax=amax, dtype=torch.float32)
+        expected = values.double() @ torch.cat([w.dequantize(torch.float32) for w in parts]).double().t()
+        got = layer.quant_method.apply(layer, x, None).double()
+        assert ((got - expected).abs().amax(0) / expected.abs().amax(0)).max() < 2**-8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_not_loaded_is_refused(kind):
+    names = ("weight_packed", "weight_global_scale") if kind.startswith("nvfp4") else ("weight", "weight_scale_2")
+    for name in (*names, "weight_scale"):
+        with pytest.raises(ValueError, match=f"{name} was not loaded"):
+            Fused(kind).fill(weights(), without=[("k", name)])
+
+
+@pytest.mark.parametrize("kind", ["NVFP4", "W4A16_NVFP4"])
+def test_loading_into_a_served_layer_is_refused(kind):
+    layer = Fused(kind).fill(weights())
+    with pytest.raises(RuntimeError, match="start SGLang again"):
+        layer.weight.weight_loader(layer.weight, weights()[0].qdata, "q")
+
+
+@pytest.mark.parametrize("kind", ["NVFP4", "nvfp4"])
+def test_setting_w4a16(kind, monkeypatch):
+    monkeypatch.setenv(serving.SETTING, "w4a16")
+    layer = Fused(kind).fill(weights())
+    assert layer.method.activations is serving.Activations.DENSE and not hasattr(layer, "nvfp4_amax")
+
+
+def test_sglang_looks_up_our_classes(plugin):
+    """Also where it has imported them by name; and its loaders go by their names."""
+    from sglang.srt.layers.linear import WEIGHT_LOADER_V2_SUPPORTED
+
+    from nvfp4_tensor.integrations.sglang import linears
+
+    for kind in KINDS:
+        assert isinstance(method_of(kind), linears._Served)
+    assert type(method_of("NVFP4")).__name__ in WEIGHT_LOADER_V2_SUPPORTED
+
+
+def test_other_devices_stay_with_sglang(plugin, monkeypatch):
+    from sglang.srt.layers.quantization import modelopt_quant
+
+    from nvfp4_tensor.integrations.sglang import linears
+
+    monkeypatch.setattr(serving, "cannot_serve", lambda *_: "for this test")
+    for original, replacement in linears.REPLACEMENTS.items():
+        if original.__module__ == modelopt_quant.__name__:
+            monkeypatch.setattr(original, "__init__", lambda self, config: None)  # it asks for backends
+            config = modelopt_quant.ModelOptFp4Config(is_checkpoint_nvfp4_serialized=True, group_size=16)
+            assert type(replacement(config)) is original
+        else:
+            assert type(replacement(True)) is original and replacement(True).has_input_global_scale
+
+
+def test_a_change_of_sglang_leaves_it_as_it_was(plugin, monkeypatch):
+    monkeypatch.setattr(plugin, "_installed", False)
+    monkeypatch.setattr("sglang.__version__", "0.6.0")
+    with pytest.warns(UserWarning, match="leaves SGLang as it is: this is SGLang 0.6.0"):
+        ours.register()
+    monkeypatch.setenv(serving.SETTING, "0")
+    ours.register()
+    assert not plugin._installed
+
+
+def test_experts_stay_with_sglang_and_a_warning_says_so(plugin):
+    from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
+
+    with pytest.warns(UserWarning, match="NVFP4 experts stay with its own kernels"), pytest.raises(Exception):  # noqa: B017 its own __init__ wants a GPU
+        ModelOptNvFp4FusedMoEMethod(None)

@@ -1,0 +1,58 @@
+"""The comparison of vLLM's kernels with ours: its numbers and its verdict. vLLM's engine does not run here."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from nvfp4_tensor.integrations.vllm import check
+
+FIRST = check.Result(
+    served=0, texts=[[1, 2, 3, 4], [5, 6, 7]], prompts=[2, 1], logprobs=[[-0.5, -1.0], [-0.25, -2.0]],
+    chosen=[[True, True], [True, True]], prompt_rate=9000, one_rate=100, batch_rate=700,
+)  # fmt: skip
+
+
+def results(**changes):
+    fields = {"served": 30, "logprobs": [[-0.51, -1.02], [-0.25, -2.01]], "one_rate": 120.0, **changes}
+    ours = dataclasses.replace(FIRST, **fields)
+    return dict(zip(check.RUNS, (FIRST, ours, ours), strict=True))
+
+
+def test_agreement():
+    ours = results(texts=[[1, 2, 3, 4], [5, 6, 8]], chosen=[[True, False], [True, True]])["ours, W4A16"]
+    found = check.Agreement.of(ours, FIRST)
+    assert (found.same_texts, found.likeliest) == (1, 0.75)
+    assert abs(found.difference - 0.01) < 1e-9
+
+
+def test_report_and_verdict():
+    table = check.report(results()).splitlines()
+    assert len(table) == 4 and "120.0" in table[2] and "2/2" in table[2] and "0.0100" in table[2]
+    assert check.problems(results()) == []
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"served": 0}, "served no layer"),
+        ({"logprobs": [[-3.0, -1.0], [-0.25, -2.0]]}, "differs from vLLM's own kernels by 0.625"),
+        ({"logprobs": [[float("nan"), -1.0], [-0.25, -2.0]]}, "differs from vLLM's"),
+    ],
+)
+def test_what_is_wrong_is_said(changes, message):
+    assert any(message in line for line in check.problems(results(**changes)))
+
+
+def test_a_first_run_by_our_kernels_is_no_comparison():
+    runs = results()
+    runs["vLLM's own"] = dataclasses.replace(FIRST, served=4)
+    assert "its numbers are not vLLM's" in check.problems(runs)[0]
+
+
+@pytest.mark.slow
+def test_help_needs_no_vllm():
+    command = [sys.executable, "-m", "nvfp4_tensor.integrations.vllm.check", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "MODEL" in run.stdout and "--child" not in run.stdout

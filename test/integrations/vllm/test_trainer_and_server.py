@@ -1,0 +1,144 @@
+"""One rule for trainer and server: what a trainer multiplies with is what vLLM serves, code for code."""
+
+import copy
+
+import pytest
+import torch
+from helpers.served_by_vllm import serve
+from helpers.tiny_models import tiny_model
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4WeightOnlyConfig, checkpoints, training
+from nvfp4_tensor.training.linear.function import weight_operand
+
+pytest.importorskip("vllm", reason="pip install '.[serve-test]' in an environment of its own")
+
+IDS = torch.randint(3, 300, (4, 24), generator=torch.Generator().manual_seed(5))
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def train(model, steps=2, learning_rate=2e-3):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
+    losses = []
+    for _ in range(steps):
+        logits = model(IDS, use_cache=False).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trainer_of(recipe):
+    model = tiny_model("Llama", torch.float32, quantized=False)
+    quantize_(model.base_model, training.NVFP4TrainingConfig(recipe))
+    return model
+
+
+def exported(model, recipe):
+    """Return a copy with the weights quantized as the trainer's forward quantizes them."""
+    server = training.to_dense(copy.deepcopy(model))
+    quantize_(server.base_model, NVFP4WeightOnlyConfig(weight_spec=training.RECIPES[recipe].w))
+    return server
+
+
+def save(model, folder):
+    # "keep": servers of other kernels need one scale for q, k and v; ours does not.
+    checkpoints.save(model, folder, mismatched_scales="keep", progress=False)
+    return folder
+
+
+def different(served, operands):
+    """Return how many codes, block scales and per-tensor scales of vLLM's layers are not those of the trainer."""
+    from nvfp4_tensor.integrations.vllm.linears import NVFP4TensorLinearMethod, weight_of
+
+    counted, wrong = 0, 0
+    for name, module in served.model.named_modules():
+        if not isinstance(getattr(module, "quant_method", None), NVFP4TensorLinearMethod):
+            continue
+        path, _, last = name.rpartition(".")
+        weight, start = weight_of(module), 0
+        for part in FUSED.get(last, (last,)):
+            expected = operands[f"{path}.{part}"]
+            own = weight[start : start + len(expected)]
+            start += len(expected)
+            wrong += (own.qdata != expected.qdata).sum().item()
+            scales = own.unswizzled_scale().view(torch.uint8), expected.unswizzled_scale().view(torch.uint8)
+            wrong += (scales[0] != scales[1]).sum().item()
+            wrong += (own.row_scale().expand(len(expected)) != expected.row_scale()).sum().item()
+            counted += own.qdata.numel()
+    assert counted > 200_000 and start == len(weight)
+    return wrong
+
+
+def operands_of(model, recipe):
+    """Return the operands of the trainer's own forward, by the linear's name."""
+    from nvfp4_tensor import NVFP4Tensor, QuantizeSpec
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, training.NVFP4TrainingLinear):
+            codes = weight_operand(module.weight, module.active_recipe, None)
+            fields = *codes, module.in_features, torch.float32, QuantizeSpec()
+            found[name] = NVFP4Tensor(*fields)
+    assert len(found) == 28
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["nvidia", "nvidia_4over6", "accurate", "weight_only"])
+def test_a_trained_model(tmp_path, monkeypatch, recipe):
+    trainer = trainer_of(recipe)
+    train(trainer)
+    trainer.eval()
+    served = serve(save(exported(trainer, recipe), tmp_path / "m"), monkeypatch)
+    assert different(served, operands_of(trainer, recipe)) == 0
+    factors = served.model.model.layers[0].self_attn.qkv_proj.nvfp4_factor
+    assert factors.unique().numel() == 3  # which is what other kernels cannot multiply with
+
+
+def test_the_forward_is_the_trainers(tmp_path, monkeypatch):
+    trainer = trainer_of("weight_only")
+    train(trainer)
+    served = serve(save(exported(trainer, "weight_only"), tmp_path / "m"), monkeypatch)
+    x = torch.randn(7, 128)
+    layer, linears = served.model.model.layers[2].self_attn, trainer.model.layers[2].self_attn
+    with torch.no_grad():
+        expected = torch.cat([getattr(linears, f"{part}_proj")(x) for part in "qkv"], dim=1)
+        got = layer.qkv_proj.quant_method.apply(layer.qkv_proj, x, layer.qkv_proj.bias.float())
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)  # the server's biases are bfloat16
+
+
+def test_each_step_of_reinforcement_learning(tmp_path, monkeypatch):
+    """Train, refit a model in NVFP4, write its tensors, reload them into the memory of a running server."""
+    recipe = "nvidia"
+    trainer = trainer_of(recipe)
+    rollout = exported(trainer, recipe)
+    served = serve(save(rollout, tmp_path / "0"), monkeypatch)
+    addresses = {name: p.data_ptr() for name, p in served.model.named_parameters()}
+    first = served.hidden(IDS[0])
+    for step in (1, 2):
+        train(trainer, steps=1)
+        training.refit_(rollout, trainer.state_dict())
+        served.reload(save(rollout, tmp_path / str(step)))
+        assert different(served, operands_of(trainer, recipe)) == 0
+    assert {name: p.data_ptr() for name, p in served.model.named_parameters()} == addresses
+    assert not torch.equal(served.hidden(IDS[0]), first)
+
+
+def test_lora_merged_stochastically(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    base = tiny_model("Llama")
+    before = {name: p.data.qdata.clone() for name, p in base.named_parameters() if hasattr(p.data, "qdata")}
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+    losses = train(model, steps=8, learning_rate=2e-2)
+    assert losses[-1] < 0.95 * losses[0]
+    merged = training.merge_lora(model, seed=7)
+    after = {name: p.data for name, p in merged.named_parameters() if hasattr(p.data, "qdata")}
+    assert before.keys() == after.keys()
+    for name, weight in after.items():
+        touched = any(part in name for part in ("q_proj", "v_proj", "down_proj"))
+        assert torch.equal(before[name], weight.qdata) != touched, name
+    served = serve(save(merged, tmp_path / "m"), monkeypatch)
+    assert different(served, {name.removesuffix(".weight"): weight for name, weight in after.items()}) == 0
