@@ -28,11 +28,20 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--worst", default=5, show_default=True, type=click.IntRange(0), help="How many blocks to list.")
 @options.config_from
+@options.summary
 @options.html
 @options.quiet
 @options.as_json
 def compare(
-    a: Path, b: Path, text: Path | None, worst: int, html: Path | None, json_: bool, progress: bool, **given: Any
+    a: Path,
+    b: Path,
+    text: Path | None,
+    worst: int,
+    summary: bool,
+    html: Path | None,
+    json_: bool,
+    progress: bool,
+    **given: Any,
 ) -> None:
     """Compare B, which is quantized, with A: the error and signal-to-noise ratio of each tensor, the worst blocks.
 
@@ -41,7 +50,7 @@ def compare(
     it takes to leave the worst linears dense, and the perplexity that it gives.
 
     \b
-    nvfp4 compare SmolLM2 SmolLM2-NVFP4
+    nvfp4 compare SmolLM2 SmolLM2-NVFP4 --summary
     nvfp4 compare SmolLM2 SmolLM2-NVFP4 --text sample.txt --sweep 5 --html report.html
     """
     if given["sweep"] and text is None:
@@ -57,9 +66,11 @@ def compare(
             write_comparison(html, a, b, found, text, quality)
     if json_:
         of_text = None if quality is None else {"text": text, **plain(quality)}
-        show({"a": a, "b": b, "bytes": (size_of(a), size_of(b)), **plain(found), "quality": of_text}, json_)
+        rows: dict[str, Any] = {"layers": [], "worst": []} if summary else {}
+        show({"a": a, "b": b, "bytes": (size_of(a), size_of(b)), **plain(found), **rows, "quality": of_text}, json_)
     else:
-        show("\n".join([*_lines(found), *(_quality_lines(text, quality) if text and quality else [])]), json_)
+        lines = _summary(found) + (_quality_lines(text, quality) if text and quality else [])
+        show("\n".join(lines if summary else [*lines, *_rows(found)]), json_)
 
 
 def _run_models(
@@ -86,18 +97,21 @@ def cells(layer: Layer) -> tuple[str, ...]:
     return (layer.name, " / ".join(layer.kinds), f"{layer.bits:.2f}", *errors, str(layer.clipped), str(layer.bad))
 
 
-def _lines(found: Comparison) -> list[str]:
-    lines = [table(HEAD, list(map(cells, found.changed))), ""] if found.changed else []
-    if found.worst:
-        lines.append("worst blocks (error, error over the block's norm):")
-        lines += [f"  {b.error:.4g}  {b.relative:.3f}  {b.name} [{b.row}, {b.column}:]" for b in found.worst]
-        lines.append("")
+def _summary(found: Comparison) -> list[str]:
+    snr = "identical" if found.snr is None else f"SNR {found.snr:.2f} dB"
+    same = len(found.layers) - len(found.changed)
+    lines = [f"{len(found.changed)} tensors: error {number(found.relative)}, {snr}; {same} others are identical"]
     for here, names in (("a", found.only_in_a), ("b", found.only_in_b)):
         if names:
             lines.append(f"only in {here}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}")
-    snr = "identical" if found.snr is None else f"SNR {found.snr:.2f} dB"
-    same = len(found.layers) - len(found.changed)
-    lines.append(f"{len(found.changed)} tensors: error {number(found.relative)}, {snr}; {same} others are identical")
+    return lines
+
+
+def _rows(found: Comparison) -> list[str]:
+    lines = ["", table(HEAD, list(map(cells, found.changed)))] if found.changed else []
+    if found.worst:
+        lines += ["", "worst blocks (error, error over the block's norm):"]
+        lines += [f"  {b.error:.4g}  {b.relative:.3f}  {b.name} [{b.row}, {b.column}:]" for b in found.worst]
     return lines
 
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 @click.command(short_help="Show bits, scales, clipped and NaN blocks.")
 @click.argument("path", type=CHECKPOINT)
 @click.option("--all", "every", is_flag=True, help="List dense tensors too.")
+@options.summary
 @options.html
 @options.quiet
 @options.as_json
-def inspect(path: Path, every: bool, html: Path | None, progress: bool, json_: bool) -> None:
+def inspect(path: Path, every: bool, summary: bool, html: Path | None, progress: bool, json_: bool) -> None:
     """Show the format of a checkpoint, its bits per weight, its scales, and the blocks that are clipped, zero or NaN.
 
     A block counts as clipped if its scale is 448, the largest there is: its largest number has been cut off, or just
@@ -29,6 +30,7 @@ def inspect(path: Path, every: bool, html: Path | None, progress: bool, json_: b
 
     \b
     nvfp4 inspect SmolLM2-NVFP4
+    nvfp4 inspect SmolLM2-NVFP4 --summary
     nvfp4 inspect model.gguf --html report.html
     nvfp4 inspect SmolLM2-NVFP4 --json | jq .total
     """
@@ -41,7 +43,8 @@ def inspect(path: Path, every: bool, html: Path | None, progress: bool, json_: b
             from nvfp4_cli.report import write_inspection
 
             write_inspection(html, path, found, listed)
-    show(as_json(path, found, listed) if json_ else as_text(path, found, listed), json_)
+    rows = () if summary else listed
+    show(as_json(path, found, rows) if json_ else as_text(path, found, rows), json_)
 
 
 def as_json(path: Path, found: Inspection, listed: tuple[Weight, ...]) -> Any:
@@ -55,10 +58,9 @@ def as_json(path: Path, found: Inspection, listed: tuple[Weight, ...]) -> Any:
 
 
 def as_text(path: Path, found: Inspection, listed: tuple[Weight, ...]) -> str:
-    """A table of the tensors, and sums."""
+    """Sums, and a table of the tensors."""
     total = found.total()
-    lines = [table(HEAD, list(map(cells, listed))), ""] if listed else []
-    lines += [
+    lines = [
         f"{path}: {found.format}, {found.architecture or 'unknown architecture'}, {megabytes(size_of(path))}",
         f"{total['quantized_tensors']} of {total['tensors']} tensors are NVFP4, {total['quantized_numbers']:,} of "
         f"{total['numbers']:,} numbers; {total['bits_of_quantized']:.2f} bits per quantized weight, "
@@ -70,7 +72,7 @@ def as_text(path: Path, found: Inspection, listed: tuple[Weight, ...]) -> str:
             f"{total['blocks']:,} blocks, scales {low:g} to {high:g}: {total['clipped']:,} clipped (scale 448), "
             f"{total['zero']:,} zero, {total['nan']:,} NaN"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", table(HEAD, list(map(cells, listed)))] if listed else lines)
 
 
 HEAD = ("tensor", "shape", "kind", "bits", "per-tensor scale", "block scales", "clipped", "zero", "NaN")

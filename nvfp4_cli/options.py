@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,28 @@ FORMATS = ("modelopt", "compressed-tensors", "gguf", "mlx", "comfy", "torchao")
 DENSE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 """GGUF's types for dense matrices; a test compares them with ``...formats.gguf.format.DENSE_TYPES``."""
 
-CHECKPOINT = click.Path(exists=True, path_type=Path)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class Checkpoint(click.Path):
+    """An existing path. A name of the hub raises an error that says how to download it: no command here downloads."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            if not _HUB_NAME.fullmatch(str(value)) or Path(value).parent.is_dir():
+                raise
+            folder = str(value).partition("/")[2]
+            self.fail(
+                f"Path '{value}' does not exist. For the model of that name on the hub, run: hf download {value} "
+                f"--local-dir {folder} and then give {folder} here.",
+                param,
+                ctx,
+            )
+
+
+CHECKPOINT = Checkpoint(exists=True, path_type=Path)
 TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
 SEED = click.IntRange(-(2**63), 2**63 - 1)
 NEW = click.Path(path_type=Path)
@@ -54,6 +76,7 @@ quiet = click.option(
     "-q", "--quiet", "progress", is_flag=True, callback=lambda context, parameter, off: not off and sys.stderr.isatty(),
     help="Show no progress bar.",
 )  # fmt: skip
+summary = click.option("--summary", is_flag=True, help="Show the totals only, no row per tensor.")
 html = click.option(
     "--html", type=NEW, metavar="FILE", callback=_writable, help="Write a report: one self-contained HTML file."
 )

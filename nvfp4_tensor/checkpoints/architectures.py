@@ -6,6 +6,7 @@ To support another model, add it to these tables.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 JOINED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -70,9 +71,14 @@ class GGUFArchitecture:
         model_type, model_class: the names in config.json.
         permutes: whether rows of q and k are stored in the order of llama.cpp's rotary embedding, which rotates
             adjacent rows.
-        scales_ffn: whether llama.cpp multiplies by the per-tensor scales of the feed-forward weights. For qwen2 it
-            reads them and does not use them (llama-cpp-python 0.3.36).
+        scales_ffn: whether llama.cpp multiplies by the per-tensor scales of the feed-forward weights. For qwen2 and
+            others it reads them and does not use them (llama-cpp-python 0.3.36).
         experts: the module of a layer that has the experts, "" for a dense model.
+        modules: llama.cpp's names of modules of a layer that differ from the usual ones, by transformers' names; "" for
+            modules that the architecture does not have.
+        norm_offset: what llama.cpp's weights of norms have added to transformers'.
+        activation: the only hidden_act, or hidden_activation, that llama.cpp computes.
+        biases: the modules of a layer that may have a bias; None for those that transformers knows.
     """
 
     name: str
@@ -81,11 +87,20 @@ class GGUFArchitecture:
     permutes: bool = False
     scales_ffn: bool = True
     experts: str = ""
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    biases: tuple[str, ...] | None = None
 
     def ignores_scale(self, name: str) -> bool:
         """Return whether llama.cpp ignores the per-tensor scale of a weight, given by its transformers name."""
         return not self.scales_ffn and ".mlp." in name
 
+
+_POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_GEMMA_NORMS = _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"}
+_WITHOUT_QK_NORMS = {"self_attn.q_norm": "", "self_attn.k_norm": ""}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 GGUF_ARCHITECTURES = (
     GGUFArchitecture("llama", "llama", "LlamaForCausalLM", permutes=True),
@@ -94,6 +109,37 @@ GGUF_ARCHITECTURES = (
     GGUFArchitecture("qwen3", "qwen3", "Qwen3ForCausalLM"),
     GGUFArchitecture("llama", "mixtral", "MixtralForCausalLM", permutes=True, experts="block_sparse_moe"),
     GGUFArchitecture("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", experts="mlp"),
-)
+    GGUFArchitecture(
+        "gemma2", "gemma2", "Gemma2ForCausalLM", scales_ffn=False, norm_offset=1.0, activation="gelu_pytorch_tanh",
+        modules=_GEMMA_NORMS | _WITHOUT_QK_NORMS | {"lm_head": ""}, biases=_QKV,
+    ),
+    GGUFArchitecture(
+        "gemma3", "gemma3_text", "Gemma3ForCausalLM", scales_ffn=False, modules=_GEMMA_NORMS, norm_offset=1.0,
+        activation="gelu_pytorch_tanh", biases=_QKV,
+    ),
+    GGUFArchitecture(
+        "phi3", "phi3", "Phi3ForCausalLM", scales_ffn=False, biases=(),
+        modules={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.up_proj": "", "mlp.gate_proj": "",
+                 **dict.fromkeys(_QKV, ""), **_WITHOUT_QK_NORMS},
+    ),
+    GGUFArchitecture(
+        "smollm3", "smollm3", "SmolLM3ForCausalLM", permutes=True, scales_ffn=False, modules=_WITHOUT_QK_NORMS,
+        biases=_QKV,
+    ),
+    GGUFArchitecture(
+        "olmo2", "olmo2", "Olmo2ForCausalLM", scales_ffn=False, modules=_POST_NORMS | {"input_layernorm": ""},
+        biases=_QKV,
+    ),
+    GGUFArchitecture(
+        "granite", "granite", "GraniteForCausalLM", permutes=True, scales_ffn=False, modules=_WITHOUT_QK_NORMS,
+        biases=(*_QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    ),
+    GGUFArchitecture(
+        "gpt-oss", "gpt_oss", "GptOssForCausalLM", scales_ffn=False, experts="mlp",
+        modules={"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks",
+                 "mlp.router": "ffn_gate_inp", "mlp.gate": "", "block_sparse_moe.gate": "", **_WITHOUT_QK_NORMS},
+        biases=(*_QKV, "self_attn.o_proj", "mlp.router"),
+    ),
+)  # fmt: skip
 """The architectures that are read and written. A file is read as the first one with its name, among those with experts
 or among those without."""

@@ -195,7 +195,8 @@ class Quantized(View):
         parts = []
         for expert in range(count):
             x = self.source.rows(name, expert * columns, (expert + 1) * columns).mT.contiguous()
-            first, amax = expert * layout.ceil_to(rows, self.spec.block_rows), torch.ops.nvfp4.amax(x)
+            first = expert * layout.ceil_to(rows, self.spec.block_rows)
+            amax = self._shared_amax(name) if name in self._unscaled else torch.ops.nvfp4.amax(x)
             parts.append(torch.ops.nvfp4.quantize(x, amax, rng_state, self.spec.pack(), first, 0, columns))
         scales = [layout.unswizzle(scale, rows, columns // BLOCK).view(torch.uint8) for _, scale, _ in parts]
         return LinearParts(

@@ -119,6 +119,7 @@ def test_demo_names_the_packages_it_misses(monkeypatch, capsys):
         (["quantise", "a", "b"], "Did you mean 'quantize'"),
         (["demo", "--nonsense"], "No such option"),
         (["quantize", "not_there", "dst"], "'not_there' does not exist"),
+        (["inspect", "some/model-1B"], "hf download some/model-1B --local-dir model-1B and then give model-1B here"),
         (["quantize", ".", "dst", "--to", "onnx"], "'onnx' is not one of"),
         (["quantize", ".", "dst", "--round-mode", "up"], "'up' is not one of"),
         (["quantize", ".", "dst", "--gptq"], "give --calibrate TEXT"),

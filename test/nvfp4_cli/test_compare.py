@@ -52,3 +52,11 @@ def test_compare_runs_both_over_a_text(dense, quantized, text, run):
     assert everything["perplexity"] == pytest.approx(quality["perplexity"][0]) and everything["bits"] == 16
     same = run("compare", dense, dense, "--text", text, "--tokens", 96, "--json")["quality"]
     assert same["divergence"] == pytest.approx(0, abs=1e-7) and same["agreement"] == 1
+
+
+def test_the_summary_comes_first(dense, quantized, run):
+    everything, summary = run("compare", dense, quantized), run("compare", dense, quantized, "--summary")
+    assert summary.startswith("14 tensors: error 0.") and len(summary.splitlines()) == 1
+    assert everything.startswith(summary.rstrip("\n")) and everything.count("q_proj.weight") >= 2
+    said = run("compare", dense, quantized, "--summary", "--json")
+    assert said["layers"] == said["worst"] == [] and said["relative"] > 0.05

@@ -21,6 +21,13 @@ def test_inspect_sums_up_what_it_lists(quantized, run):
     assert "14 of 21 tensors are NVFP4" in run("inspect", quantized)
 
 
+def test_the_summary_comes_first(quantized, run):
+    everything, summary = run("inspect", quantized), run("inspect", quantized, "--summary")
+    assert len(summary.splitlines()) == 3 and "14 of 21 tensors are NVFP4" in summary
+    assert everything.startswith(summary.rstrip("\n")) and everything.count("q_proj.weight") == 2
+    assert run("inspect", quantized, "--summary", "--json")["tensors"] == []
+
+
 def test_inspect_counts_zero_clipped_and_nan_blocks():
     x = torch.ones(4, 64)
     x[0, :32] = 0  # two blocks of zeros

@@ -275,26 +275,26 @@ def folds_exactly(checkpoint: Checkpoint, name: str) -> bool:
     significand = torch.frexp(factor.double()).mantissa * 16
     if not torch.equal(significand, significand.round()):  # e4m3 has four bits
         return False
-    return _folded(checkpoint.linear(name)) is not None
+    return folded(checkpoint.linear(name)) is not None
 
 
 def with_scale_of_one(parts: LinearParts) -> LinearParts:
     """Fold the per-tensor scale into the block scales, or quantize the weight again if this is not exact."""
-    scale = _folded(parts)
+    scale = folded(parts)
     if scale is not None:
         return parts.replace(scale=scale, per_tensor_scale=torch.ones(()), divisor=None)
     again = parts_of(quantize(tensor_of(parts, torch.float32).dequantize(), amax=AMAX_OF_ONE))
     return parts.replace(qdata=again.qdata, scale=again.scale, per_tensor_scale=again.per_tensor_scale, divisor=None)
 
 
-def _folded(parts: LinearParts) -> Tensor | None:
+def folded(parts: LinearParts) -> Tensor | None:
     """Return the block scales times the per-tensor scale, e4m3, or None if a product is not an e4m3 number."""
     factor = parts.per_tensor_scale.double()
     factor = factor.reshape(*factor.shape, *(1,) * (parts.scale.dim() - factor.dim()))
     product = parts.scale.double() * factor  # exact: 4 bits times 24
-    folded = product.float().to(torch.float8_e4m3fn)
+    result = product.float().to(torch.float8_e4m3fn)
     nan = parts.scale.view(torch.uint8) >= E4M3_NAN
-    return folded if ((folded.double() == product) | nan).all() else None
+    return result if ((result.double() == product) | nan).all() else None
 
 
 class _Global(_View):

@@ -22,11 +22,11 @@ from tqdm import tqdm
 from nvfp4_tensor.checkpoints.architectures import GGUF_ARCHITECTURES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import SUPER_BLOCK, pack_blocks
+from nvfp4_tensor.checkpoints.formats.gguf.experts import JoinedExperts, SplitExperts
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
-    FREQUENCIES,
     architecture_of,
     expert_of,
-    frequency_factors,
+    rope_tensors,
     row_order,
     settings_of,
     tensor_sort_key,
@@ -53,11 +53,12 @@ _DENSE_BLOCK = 32
 
 
 class GGUF(Format):
-    """llama.cpp's format. Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE can be read and written."""
+    """llama.cpp's format, for the model families of :data:`GGUF_ARCHITECTURES`."""
 
     name = "gguf"
     is_file = True
     is_served = False
+    holds_experts = True  # of gpt-oss
 
     def detect(self, path: Path) -> bool:
         if not path.is_file():
@@ -65,10 +66,11 @@ class GGUF(Format):
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
 
-    def read(self, path: Path) -> GGUFCheckpoint:
+    def read(self, path: Path) -> Checkpoint:
         if not self.detect(path):
             raise ValueError(f"{path}: expected a GGUF file, found one that does not start with {_MAGIC.decode()}")
-        return GGUFCheckpoint(path)
+        checkpoint = GGUFCheckpoint(path)
+        return JoinedExperts(checkpoint) if checkpoint.config["model_type"] == "gpt_oss" else checkpoint
 
     def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
         kinds = [each for each in GGUF_ARCHITECTURES if each.model_type == checkpoint.config.get("model_type")]
@@ -92,8 +94,8 @@ class GGUF(Format):
                 dtype. Vectors (norms, biases) are float32, as llama.cpp requires.
             tokenizer: a transformers tokenizer, a folder with one, or None for a file that runs on tokens only. The
                 default is the tokenizer of the checkpoint, with a warning if it has none.
-            lossy: if llama.cpp ignores a per-tensor scale (of Qwen2's feed-forward weights) that cannot be folded into
-                block scales exactly, quantize the decoded values again.
+            lossy: if llama.cpp ignores a per-tensor scale (of feed-forward weights, in Qwen2 and others) that cannot be
+                folded into block scales exactly, quantize the decoded values again.
 
         Raises:
             ValueError: the architecture or the rope scaling is not supported, or a weight has columns that are not a
@@ -115,11 +117,14 @@ class _Writer:
     """Writes one file: first the header, then the tensors, with one tensor in memory at a time."""
 
     def __init__(self, checkpoint: Checkpoint, path: Path, dense: str | None, tokenizer: Any, lossy: bool) -> None:
+        if checkpoint.config.get("model_type") == "gpt_oss":
+            checkpoint = SplitExperts(checkpoint)
         self.checkpoint, self.path, self.dense, self.lossy = checkpoint, path, dense, lossy
         if not checkpoint.config:
             raise ValueError(f"GGUF needs a transformers configuration, but {checkpoint.path or 'the model'} has none")
         self.architecture = architecture_of(checkpoint.config)
         self.settings = settings_of(checkpoint.config, self.architecture)
+        self.rope = rope_tensors(checkpoint.config, self.settings)
         self.factors: dict[str, dict[str, Any]] = {}
         self.tensors = self._tensors()
         for gguf_name, names in self.tensors.items():
@@ -183,13 +188,13 @@ class _Writer:
         """Return by name in the file: the weight, or the weights of all experts in order."""
         tensors: dict[str, list[str]] = {}
         for name, entry in self.checkpoint.entries.items():
-            gguf_name = to_gguf_name(name)
+            if name == "lm_head.weight" and self.checkpoint.config.get("tie_word_embeddings") and not entry.quantized:
+                continue  # llama.cpp uses the embedding
+            gguf_name = to_gguf_name(name, self.architecture)
             if gguf_name is None or (expert_of(name) is not None and not self.architecture.experts):
                 raise ValueError(
                     f"{name} is not a tensor of llama.cpp's {self.architecture.name}: remove it from the checkpoint"
                 )
-            if name == "lm_head.weight" and self.checkpoint.config.get("tie_word_embeddings") and not entry.quantized:
-                continue  # llama.cpp uses the embedding
             tensors.setdefault(gguf_name, []).append(name)
         in_order = sorted(tensors.items(), key=lambda item: tensor_sort_key(item[0]))
         return {gguf_name: sorted(names, key=natural) for gguf_name, names in in_order}
@@ -215,7 +220,7 @@ class _Writer:
         if not entry.quantized:
             if entry.dtype not in _STORED:
                 raise ValueError(f"{name} is {entry.dtype}, but GGUF supports float32, float16 and bfloat16")
-            kind = self._dense_type(entry, to_gguf_name(name) or "")
+            kind = self._dense_type(entry, to_gguf_name(name, self.architecture) or "")
             if kind not in PLAIN and entry.shape[-1] % _DENSE_BLOCK:
                 raise ValueError(f"{name} has {entry.shape[-1]} columns, but {kind} needs a multiple of {_DENSE_BLOCK}")
             return
@@ -236,7 +241,7 @@ class _Writer:
     def _check_ffn(self, name: str) -> None:
         """Raise a ValueError for feed-forward weights with which llama.cpp computes wrong numbers or aborts."""
         bias = name.removesuffix("weight") + "bias"
-        if bias in self.checkpoint.entries:
+        if bias in self.checkpoint.entries and expert_of(name) is None:
             raise ValueError(f"llama.cpp does not support NVFP4 feed-forward weights with a bias: leave {name} dense")
         if self.architecture.ignores_scale(name) and not (self.lossy or folds_exactly(self.checkpoint, name)):
             raise ValueError(
@@ -257,7 +262,9 @@ class _Writer:
         writer.add_file_type(self._file_type(bool(quantized)))
         for key, value in self.settings.items():
             key = f"{self.architecture.name}.{key}"
-            if isinstance(value, float):
+            if isinstance(value, str):
+                writer.add_string(key, value)
+            elif isinstance(value, float):
                 writer.add_float32(key, value)
             else:
                 writer.add_uint32(key, value)
@@ -286,10 +293,9 @@ class _Writer:
         import gguf
 
         float32, types = np.dtype(np.float32), gguf.GGMLQuantizationType
-        factors = frequency_factors(self.checkpoint.config, self.settings_int("rope.dimension_count"))
-        if factors is not None:
-            writer.add_tensor_info(FREQUENCIES, factors.shape, float32, 4 * factors.numel(), types.F32)
-            yield FREQUENCIES, 4 * factors.numel()
+        for name, factors in self.rope.items():
+            writer.add_tensor_info(name, factors.shape, float32, 4 * factors.numel(), types.F32)
+            yield name, 4 * factors.numel()
         for gguf_name, names in self.tensors.items():
             entry = self._entry(gguf_name)
             kind = types.NVFP4 if entry.quantized else types[self._dense_type(entry, gguf_name)]
@@ -320,10 +326,8 @@ class _Writer:
 
     def _data(self, gguf_name: str) -> Iterator[np.ndarray]:
         """Yield the bytes of a tensor, then its scales."""
-        if gguf_name == FREQUENCIES:
-            factors = frequency_factors(self.checkpoint.config, self.settings_int("rope.dimension_count"))
-            assert factors is not None
-            yield factors.numpy()
+        if gguf_name in self.rope:
+            yield self.rope[gguf_name].numpy()
             return
         names, entry = self.tensors[gguf_name], self._entry(gguf_name)
         if not entry.quantized:
@@ -360,6 +364,8 @@ class _Writer:
         values, order = self.checkpoint.dense(name), self._order(name)
         values = values if order is None else values[order]
         kind = self._dense_type(entry, gguf_name)
+        if self.architecture.norm_offset and name.endswith("norm.weight"):
+            values = values.float() + self.architecture.norm_offset
         if kind in PLAIN:
             values = values.to(PLAIN[kind]).contiguous()
             return (values.view(torch.int16) if kind == "BF16" else values).numpy()

@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.architectures import GGUF_ARCHITECTURES, GGUFArchitecture
+from nvfp4_tensor.checkpoints.formats.gguf.families import (
+    ROPE_TYPES,
+    WINDOWED,
+    check_family,
+    decimal,
+    family_config,
+    family_settings,
+    long_and_short_factors,
+    rope_of,
+)
 
 _MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER_MODULES = {
@@ -33,8 +43,8 @@ _EXPERT_MODULES = {
     "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
     "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
 }  # fmt: skip
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-_STACKED = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down)_exps)\.weight")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
+_STACKED = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down)_exps)\.(weight|bias)")
 _KINDS = ("weight", "bias")
 FREQUENCIES = "rope_freqs.weight"
 """The tensor with the frequency factors of rope scaling of type llama3."""
@@ -85,14 +95,18 @@ def architecture_of(config: dict[str, Any]) -> GGUFArchitecture:
             f"GGUF supports models of model_type {', '.join(a.model_type for a in GGUF_ARCHITECTURES)}, not of "
             f"{config.get('model_type')!r}"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"llama.cpp supports {architecture.name} with hidden_act silu, not {config['hidden_act']!r}")
-    if architecture.experts == "mlp":
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"  # Gemma has the first one
+    if config.get(key, architecture.activation) != architecture.activation:
+        raise ValueError(
+            f"llama.cpp supports {architecture.name} with {key} {architecture.activation}, not {config[key]!r}"
+        )
+    if architecture.name == "qwen3moe":
         found = {name: config.get(name) or _DEFAULTS[name] for name in _ALWAYS}
         if others := [f"{name} {found[name]}" for name, value in _ALWAYS.items() if found[name] != value]:
             raise ValueError(f"llama.cpp supports {architecture.name} with {_ALWAYS}, not with {', '.join(others)}")
+    check_family(config, architecture)
     window, length = config.get("sliding_window"), config.get("max_position_embeddings", 0)
-    if window and window < length and config.get("use_sliding_window", True):
+    if architecture.name not in WINDOWED and window and window < length and config.get("use_sliding_window", True):
         warnings.warn(f"llama.cpp attends to all tokens, not only to the last {window}", stacklevel=2)
     return architecture
 
@@ -111,16 +125,31 @@ def architecture_named(name: str, experts: bool = False) -> GGUFArchitecture:
 # --- names of tensors ------------------------------------------------------------------------------------------------
 
 
-def to_gguf_name(name: str) -> str | None:
+def to_gguf_name(name: str, architecture: GGUFArchitecture | None = None) -> str | None:
     """Return "blk.0.attn_q.weight" for "model.layers.0.self_attn.q_proj.weight"; None if llama.cpp has no such tensor.
+
+    architecture: by default one with the usual names, such as Llama's.
 
     All experts of a layer have the same name: "blk.0.ffn_up_exps.weight" for
     "model.layers.0.mlp.experts.3.up_proj.weight".
     """
     found = _EXPERT.fullmatch(name)
     if found is not None and found[3] in _EXPERT_MODULES:
-        return f"blk.{found[1]}.{_EXPERT_MODULES[found[3]]}.weight"
-    return _translated(name, ("model.layers.", "blk."), _MODULES, _LAYER_MODULES)
+        return f"blk.{found[1]}.{_EXPERT_MODULES[found[3]]}.{found[4]}"
+    if architecture is None:
+        return _translated(name, ("model.layers.", "blk."), _MODULES, _LAYER_MODULES)
+    if architecture.modules.get(name.rpartition(".")[0]) == "":  # Gemma 2 has no output layer
+        return None
+    module, _, kind = name.removeprefix("model.layers.").partition(".")[2].rpartition(".")
+    if kind == "bias" and architecture.biases is not None and module not in architecture.biases:
+        return None
+    return _translated(name, ("model.layers.", "blk."), _MODULES, _layer_modules(architecture))
+
+
+def _layer_modules(architecture: GGUFArchitecture) -> dict[str, str]:
+    """Return llama.cpp's names of the modules of a layer, by transformers' names."""
+    usual = {name: gguf for name, gguf in _LAYER_MODULES.items() if gguf != "ffn_gate_inp" or architecture.experts}
+    return {name: gguf for name, gguf in (usual | dict(architecture.modules)).items() if gguf}
 
 
 def expert_of(name: str) -> int | None:
@@ -134,8 +163,10 @@ def from_gguf_name(name: str, architecture: GGUFArchitecture, experts: int = 0) 
     found = _STACKED.fullmatch(name)
     if found is not None and architecture.experts:
         layer, module = f"model.layers.{found[1]}.{architecture.experts}", expert_modules(architecture)[found[2]]
-        return [f"{layer}.experts.{expert}.{module}.weight" for expert in range(experts)]
-    modules = _FROM_LAYER_MODULES | ({"ffn_gate_inp": f"{architecture.experts}.gate"} if architecture.experts else {})
+        return [f"{layer}.experts.{expert}.{module}.{found[3]}" for expert in range(experts)]
+    modules = {gguf: each for each, gguf in _layer_modules(architecture).items()}
+    if architecture.experts and "mlp.router" not in architecture.modules:
+        modules["ffn_gate_inp"] = f"{architecture.experts}.gate"
     translated = _translated(name, ("blk.", "model.layers."), _FROM_MODULES, modules)
     return [] if translated is None else [translated]
 
@@ -156,8 +187,12 @@ def _translated(
 
 
 _FROM_MODULES = {gguf: name for name, gguf in _MODULES.items()}
-_FROM_LAYER_MODULES = {gguf: name for name, gguf in _LAYER_MODULES.items() if gguf != "ffn_gate_inp"}
-_ORDER = ("token_embd", *_LAYER_MODULES.values(), *_EXPERT_MODULES.values(), "output_norm", "output")
+_ORDER = (
+    "token_embd", "attn_norm", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "attn_q_norm", "attn_k_norm",
+    "attn_sinks",
+    "post_attention_norm", *_LAYER_MODULES.values(), *_EXPERT_MODULES.values(), "post_ffw_norm", "output_norm",
+    "output",
+)  # fmt: skip
 _RANKS = {module: rank for rank, module in enumerate(dict.fromkeys(_ORDER))}
 
 
@@ -194,7 +229,7 @@ def row_order(name: str, rows: int, config: dict[str, Any], architecture: GGUFAr
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def settings_of(config: dict[str, Any], architecture: GGUFArchitecture) -> dict[str, int | float]:
+def settings_of(config: dict[str, Any], architecture: GGUFArchitecture) -> dict[str, int | float | str]:
     """Return the keys and values of a GGUF file for a transformers configuration, without the architecture's prefix.
 
     Raises:
@@ -203,18 +238,23 @@ def settings_of(config: dict[str, Any], architecture: GGUFArchitecture) -> dict[
     config = {"num_key_value_heads": config.get("num_attention_heads"), **config}
     if "num_local_experts" in config:  # two names for one setting
         config.setdefault("num_experts", config["num_local_experts"])
+    if architecture.name == "gpt-oss":
+        config.setdefault("moe_intermediate_size", config.get("intermediate_size"))
     names = _SETTINGS | _EXPERT_SETTINGS[architecture.experts]
     missing = [name for name in names if config.get(name) is None]
     if missing:
         raise ValueError(f"config.json has no {', '.join(missing)}, which llama.cpp needs")
-    settings: dict[str, int | float] = {key: cast(config[name]) for name, (key, cast) in names.items()}
+    settings: dict[str, int | float | str] = {key: cast(config[name]) for name, (key, cast) in names.items()}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     settings["rope.dimension_count"] = settings["attention.key_length"] = settings["attention.value_length"] = head_dim
-    settings["rope.freq_base"] = float(_rope(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = _rope_type(config)
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope scaling of type {kind!r} is not supported in GGUF: expected default or llama3")
-    return settings
+    settings["rope.freq_base"] = float(rope_of(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind, scaled = _rope_type(config), ROPE_TYPES.get(architecture.name, ("default", "llama3"))
+    if kind not in scaled:
+        raise ValueError(
+            f"rope scaling of type {kind!r} is not supported in GGUF for {architecture.name}: expected "
+            f"{' or '.join(scaled)}"
+        )
+    return settings | family_settings(config, architecture, head_dim)
 
 
 def config_of(settings: dict[str, Any], architecture: GGUFArchitecture, tied: bool) -> dict[str, Any]:
@@ -228,8 +268,8 @@ def config_of(settings: dict[str, Any], architecture: GGUFArchitecture, tied: bo
     missing = [key for key, _ in names.values() if settings.get(key) is None]
     if missing:
         raise ValueError(f"the file has no {', '.join(f'{architecture.name}.{key}' for key in missing)}")
-    config = {name: _decimal(settings[key]) for name, (key, _) in names.items()}
-    if architecture.experts == "mlp":
+    config = {name: decimal(settings[key]) for name, (key, _) in names.items()}
+    if architecture.name == "qwen3moe":
         config |= _ALWAYS
     head_dim = settings.get("attention.key_length") or settings.get("rope.dimension_count")
     return {
@@ -237,15 +277,11 @@ def config_of(settings: dict[str, Any], architecture: GGUFArchitecture, tied: bo
         "model_type": architecture.model_type,
         **config,
         "head_dim": head_dim or config["hidden_size"] // config["num_attention_heads"],
-        "rope_theta": _decimal(settings.get("rope.freq_base", 10000.0)),
-        "hidden_act": "silu",
+        "rope_theta": decimal(settings.get("rope.freq_base", 10000.0)),
+        "hidden_act": architecture.activation,
         "tie_word_embeddings": tied,
+        **family_config(settings, architecture),
     }
-
-
-def _decimal(value: Any) -> Any:
-    """Return the shortest decimal that rounds to the same float32, such as 1e-05."""
-    return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
 # --- rope scaling of Llama 3 -----------------------------------------------------------------------------------------
@@ -253,12 +289,8 @@ def _decimal(value: Any) -> Any:
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
 def _rope_type(config: dict[str, Any]) -> str:
-    rope = _rope(config)
+    rope = rope_of(config)
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
@@ -267,7 +299,7 @@ def frequency_factors(config: dict[str, Any], head_dim: int) -> Tensor | None:
     None."""
     if _rope_type(config) != "llama3":
         return None
-    rope = _LLAMA_3 | _rope(config)
+    rope = _LLAMA_3 | rope_of(config)
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     length, factor = rope["original_max_position_embeddings"], rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -276,13 +308,21 @@ def frequency_factors(config: dict[str, Any], head_dim: int) -> Tensor | None:
     return (1 / ((1 - smooth) / factor + smooth)).float()
 
 
+def rope_tensors(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of the rope scaling, by name; nothing without any."""
+    factors = frequency_factors(config, int(settings["attention.key_length"]))
+    return ({} if factors is None else {FREQUENCIES: factors}) | long_and_short_factors(
+        config, int(settings["rope.dimension_count"])
+    )
+
+
 def scaling_of(factors: Tensor, config: dict[str, Any]) -> dict[str, Any]:
     """Return the rope scaling with these :func:`frequency_factors` and Llama 3's settings.
 
     Raises:
         ValueError: there is none.
     """
-    rope = {"rope_type": "llama3", "factor": _decimal(float(factors.max())), **_LLAMA_3}
+    rope = {"rope_type": "llama3", "factor": decimal(float(factors.max())), **_LLAMA_3}
     again = frequency_factors(config | {"rope_scaling": rope}, config["head_dim"])
     assert again is not None
     if again.shape != factors.shape or not torch.allclose(again, factors, rtol=1e-5):

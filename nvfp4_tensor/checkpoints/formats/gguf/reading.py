@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks, unpack_mxfp4
+from nvfp4_tensor.checkpoints.formats.gguf.families import LONG, SHORT, longrope_of
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
     FREQUENCIES,
     architecture_named,
@@ -84,6 +85,8 @@ class GGUFCheckpoint(Checkpoint):
                     self.config[f"{name}_token_id"] = int(self._value(f"tokenizer.ggml.{key}_token_id"))
             if FREQUENCIES in self._tensors:
                 self.config["rope_scaling"] = scaling_of(self._plain(FREQUENCIES), self.config)
+            if LONG in self._tensors and SHORT in self._tensors:
+                self.config |= longrope_of({each: self._plain(each) for each in (LONG, SHORT)}, settings)
             self._locations = self._find_tensors()
             names = self._value("general.tensor_extra.name", [])
             self._a4 = dict(zip(names, self._value("general.tensor_extra.prec_a4", []), strict=True))
@@ -159,6 +162,8 @@ class GGUFCheckpoint(Checkpoint):
             return torch.from_numpy(data).view(torch.bfloat16).view(shape)
         if kind in PLAIN:
             values = torch.from_numpy(data).view(shape)
+            if self._architecture.norm_offset and gguf_name.endswith("norm.weight"):
+                values = values - self._architecture.norm_offset
             return values.to(self._vectors.get(gguf_name, values.dtype))
         return torch.from_numpy(quants.dequantize(data, tensor.tensor_type)).to(torch.bfloat16).view(shape)
 
@@ -184,12 +189,14 @@ class GGUFCheckpoint(Checkpoint):
         for name, tensor in self._tensors.items():
             stem, _, kind = name.rpartition(".")
             names = from_gguf_name(name, self._architecture, self._experts)
-            if len(tensor.shape) == 3 and names and len(names) != tensor.shape[2]:
-                raise ValueError(f"{name} has {tensor.shape[2]} experts, expected {self._experts}")
+            stacked = len(tensor.shape) == 3 or (len(tensor.shape) == 2 and name.endswith("_exps.bias"))
+            if stacked and names and len(names) != tensor.shape[-1]:
+                raise ValueError(f"{name} has {tensor.shape[-1]} experts, expected {self._experts}")
             if names:
-                stacked = len(tensor.shape) == 3
                 locations.update((each, (name, i if stacked else None)) for i, each in enumerate(names))
-            elif name != FREQUENCIES and not (kind in ("scale", "input_scale") and f"{stem}.weight" in self._tensors):
+            elif name not in (FREQUENCIES, LONG, SHORT) and not (
+                kind in ("scale", "input_scale") and f"{stem}.weight" in self._tensors
+            ):
                 unknown.append(name)
         if unknown:
             raise ValueError(f"{self._architecture.model_class} does not have the tensors {', '.join(unknown[:5])}")

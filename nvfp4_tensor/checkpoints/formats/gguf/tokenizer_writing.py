@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ _PATTERNS = (
     (r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*", "llama-bpe"),
     (r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*", "qwen2"),
 )
+
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, source: Any, vocab_size: int) -> None:
@@ -69,7 +73,7 @@ def _add_folder(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
     if content["model"].get("type") != "BPE":
         raise ValueError(f"{path} has a tokenizer of type {content['model'].get('type')}, expected BPE")
     if content["model"].get("byte_fallback"):
-        _add_sentencepiece(writer, folder)
+        _add_sentencepiece(writer, content, vocab_size)
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_pre_tokenizer(content, path))
@@ -85,31 +89,57 @@ def _prefixed(content: dict[str, Any]) -> bool | None:
     for step in _steps(content.get("pre_tokenizer")):
         if step["type"] in ("ByteLevel", "Metaspace"):
             return bool(step.get("add_prefix_space", step.get("prepend_scheme") in ("first", "always")))
+    if content["model"].get("byte_fallback"):  # SentencePiece's: Llama 2 prepends a space, Gemma does not
+        normalizer = content.get("normalizer") or {}
+        return any(step["type"] == "Prepend" for step in normalizer.get("normalizers", [normalizer]) if step)
     return None
 
 
-def _add_sentencepiece(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """Write a tokenizer that was converted from SentencePiece (Llama 2, Mistral)."""
+def _add_sentencepiece(writer: gguf.GGUFWriter, content: dict[str, Any], vocab_size: int) -> None:
+    """Write a tokenizer that was converted from SentencePiece (Llama 2, Mistral, Gemma, Phi-3).
+
+    llama.cpp merges the neighbours whose union has the highest score. tokenizer.json has no scores, but the order of
+    merges, which was made from them.
+    """
     import gguf
 
-    tokens, scores, types = zip(*gguf.LlamaHfVocab(folder).all_tokens(), strict=True)
+    kinds = gguf.TokenType
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(content["model"]["merges"]):
+        first, second = merge.split(" ") if isinstance(merge, str) else merge
+        ranks.setdefault(first + second, rank)
+    unknown = content["model"].get("unk_token")
+    tokens = _tokens_of(content, vocab_size)
+    scores = [-float(ranks.get(token, len(ranks) + i)) for i, (token, _) in enumerate(tokens)]
+    types = []
+    for token, kind in tokens:
+        if token == unknown:
+            kind = kinds.UNKNOWN
+        elif kind == kinds.NORMAL and _BYTE.fullmatch(token):
+            kind = kinds.BYTE
+        types.append(kind)
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(list(tokens))
-    writer.add_token_scores(list(scores))
-    writer.add_token_types(list(types))
+    writer.add_token_list([token for token, _ in tokens])
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
 
 
 def _add_tokens(writer: gguf.GGUFWriter, content: dict[str, Any], vocab_size: int) -> None:
+    tokens = _tokens_of(content, vocab_size)
+    writer.add_token_list([token for token, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+
+
+def _tokens_of(content: dict[str, Any], vocab_size: int) -> list[tuple[str, int]]:
+    """Return every token and its type, by its number."""
     import gguf
 
     tokens = {index: (token, gguf.TokenType.NORMAL) for token, index in content["model"]["vocab"].items()}
     for added in content["added_tokens"]:
         kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
         tokens[added["id"]] = added["content"], kind
-    every = [tokens.get(i, (f"[PAD{i}]", gguf.TokenType.UNUSED)) for i in range(max(vocab_size, max(tokens) + 1))]
-    writer.add_token_list([token for token, _ in every])
-    writer.add_token_types([kind for _, kind in every])
+    return [tokens.get(i, (f"[PAD{i}]", gguf.TokenType.UNUSED)) for i in range(max(vocab_size, max(tokens) + 1))]
 
 
 def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ def test_mxfp4_in_a_file_becomes_nvfp4(tmp_path, tensors):
 def test_foreign_files_raise_an_error(tmp_path):
     foreign(tmp_path / "a.gguf", "bloom", token_embd__weight=np.zeros((4, 8), np.float32))
     with pytest.raises(
-        ValueError, match=r"a\.gguf: architecture 'bloom' is not supported: expected llama, qwen2, qwen3, qwen3moe"
+        ValueError, match=r"a\.gguf: architecture 'bloom' is not supported: expected gemma2, .*llama, .*qwen3moe"
     ):
         FORMAT.read(tmp_path / "a.gguf")
     foreign(tmp_path / "b.gguf", token_embd__weight=np.zeros((4, 8), np.float32))
@@ -98,7 +98,9 @@ def test_strange_tensors_raise_an_error(tmp_path, tensors, monkeypatch):
     from nvfp4_tensor.checkpoints.formats.gguf import format as module
 
     to_name = module.to_gguf_name
-    monkeypatch.setattr(module, "to_gguf_name", lambda name: "blk.0.output.weight" if name == DOWN else to_name(name))
+    monkeypatch.setattr(
+        module, "to_gguf_name", lambda name, *rest: "blk.0.output.weight" if name == DOWN else to_name(name)
+    )
     FORMAT.write(InMemory(tensors, TINY), tmp_path / "a.gguf", progress=False, tokenizer=None)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM does not have the tensors blk\.0\.output\.weight"):
         FORMAT.read(tmp_path / "a.gguf")

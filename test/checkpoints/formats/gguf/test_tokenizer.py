@@ -120,3 +120,59 @@ def test_other_kinds_of_tokenizers_raise_an_error(tmp_path, tensors):
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
     with pytest.raises(ValueError, match="has a tokenizer of type WordLevel, expected BPE"):
         write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tmp_path / "words")
+
+
+def sentencepiece(prepends):
+    """Like those that transformers converts from SentencePiece: bytes for what has no token, and a sign for spaces."""
+    space, byte_tokens = "\u2581", [f"<0x{i:02X}>" for i in range(256)]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(replacement=space, prepend_scheme="never")
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], show_progress=False
+    )
+    text = "the fox and the hen and the other dog: whether they gather, then rather altogether; " * 3
+    tokenizer.train_from_iterator([text], trainer)
+    content = json.loads(tokenizer.to_str())
+    content["model"] |= {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
+    steps = [{"type": "Replace", "pattern": {"String": " "}, "content": space}]
+    if prepends:
+        steps.insert(0, {"type": "Prepend", "prepend": space})
+    content |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < 3]
+    made = tokenizers.Tokenizer.from_str(json.dumps(content))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.mark.parametrize("prepends", [True, False], ids=["Llama 2", "Gemma"])
+def test_sentencepiece_merges_in_the_order_of_its_merges(tmp_path, tensors, prepends):
+    tokenizer = sentencepiece(prepends)
+    config = TINY | {"vocab_size": 512}
+    tensors = {name: t for name, t in tensors.items() if name not in ("model.embed_tokens.weight", "lm_head.weight")}
+    with write_gguf(tmp_path / "a.gguf", tensors, config, tokenizer=tokenizer) as checkpoint:
+        fields = {name: field.contents() for name, field in checkpoint.fields.items() if name.startswith("tokenizer.")}
+    get = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
+    assert get["model"] == "llama" and get["add_space_prefix"] is prepends and len(get["tokens"]) == 512
+    kinds = gguf.TokenType
+    assert get["token_type"][:3] == [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL]
+    assert get["token_type"][3:259] == [kinds.BYTE] * 256 and get["token_type"][-1] == kinds.UNUSED
+    score = dict(zip(get["tokens"], get["scores"], strict=True))
+    merges = [first + second for first, second in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]]
+    assert len(set(merges)) > 30
+    in_order = [score[token] for token in dict.fromkeys(merges)]
+    assert in_order == sorted(in_order, reverse=True) and len(set(in_order)) == len(in_order)
+    assert max(s for token, s in score.items() if token not in merges) < min(in_order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prepends", [True, False], ids=["Llama 2", "Gemma"])
+def test_llama_cpp_splits_text_like_sentencepiece(tmp_path, tensors, prepends):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokenizer = sentencepiece(prepends)
+    tensors = {name: t for name, t in tensors.items() if name not in ("model.embed_tokens.weight", "lm_head.weight")}
+    write_gguf(tmp_path / "a.gguf", tensors, TINY | {"vocab_size": 512}, tokenizer=tokenizer)
+    runner = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
+    for text in ("the other fox and the hen", "whether altogether  rather", "dog: \u6570 the the", "gatherthen"):
+        want = tokenizer(text, add_special_tokens=False).input_ids
+        assert runner.tokenize(text.encode(), add_bos=False, special=False) == want, text
