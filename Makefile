@@ -24,12 +24,12 @@ ARCHS_HERE = $(or $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv
 NATIVE := .ci/native $(BIN)
 PYTEST := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest
 
-.PHONY: help demo test exhaustive check smoke kernel sanitize lint format build docs sdist wheel clean
-.PHONY: native native-here native-kernel
+.PHONY: help demo test exhaustive check smoke kernel sanitize hub aarch64 lint format build docs sdist wheel clean
+.PHONY: native native-cpu native-here native-kernel
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z0-9]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo:  ## a real model in NVFP4 (demo_output/), the libraries built for this machine only
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.demo native-here
@@ -52,6 +52,14 @@ kernel: $(VENV)/.dev native-kernel  ## the kernels for one GPU, then one test: A
 
 sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
 	.ci/sanitize $(BIN)
+
+hub: $(VENV)/.dev  ## a repository for Hugging Face's kernels (build/hub), and its tests; HUB_CUDA_ARCHS="90a" adds CUDA
+	rm -rf build/hub
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hub_kernel/make.py build/hub $(if $(HUB_CUDA_ARCHS),--cuda-archs '$(HUB_CUDA_ARCHS)')
+	$(PYTEST) -q test/hub_kernel
+
+aarch64: $(VENV)/.release native-cpu  ## the wheel for Arm CPUs, cross-compiled, and its tests in an emulator
+	.ci/aarch64 $(BIN) '$(TORCH)'
 
 lint: $(VENV)/.dev  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
@@ -115,6 +123,9 @@ native: $(VENV)/.torch
 
 native-here: $(VENV)/.torch
 	$(NATIVE) '$(ARCHS_HERE)'
+
+native-cpu: $(VENV)/.torch
+	$(NATIVE) cpu
 
 native-kernel: $(VENV)/.torch
 	$(NATIVE) '$(or $(ARCH),$(ARCHS_HERE))'
