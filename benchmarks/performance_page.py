@@ -10,18 +10,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+import shutil
 import statistics
 import string
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from benchmarks.accuracy import recipe_table
 from benchmarks.performance_figure import Line, Panel, draw
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATE = Path(__file__).with_suffix(".template.md")
 PAGE, FIGURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "images" / "speed.svg"
+RECIPES = RESULTS / "h200" / "training_quality_2m.png", ROOT / "docs" / "images" / "training_recipes.png"
+"""A picture of the results, and where the page shows it."""
 PEERS = ("humming", "quack")
 KINDS = {"single": "single", "chain": "in a chain"}
 MODELS = {"mixtral": "Mixtral-8x7B", "deepseek": "DeepSeek-like", "llama-8b": "Llama-8B", "smollm2": "SmolLM2-135M"}
@@ -30,6 +35,20 @@ MODELS = {"mixtral": "Mixtral-8x7B", "deepseek": "DeepSeek-like", "llama-8b": "L
 def load(machine: str, subject: str) -> dict:
     """Load a result file."""
     return json.loads((RESULTS / machine / f"{subject}.json").read_text())
+
+
+def measured(machine: str, subject: str) -> bool:
+    """Return whether there is a result; the template's sections "if machine/subject" need one."""
+    return (RESULTS / machine / f"{subject}.json").exists()
+
+
+def measured_sections(text: str) -> str:
+    """Return the template without the sections whose results do not exist."""
+
+    def section(found: re.Match[str]) -> str:
+        return found[2] if measured(*found[1].split("/")) else ""
+
+    return re.sub(r"<!-- if (\S+) -->\n(.*?)<!-- end -->\n", section, text, flags=re.DOTALL)
 
 
 # --- Markdown --------------------------------------------------------------------------------------------------------
@@ -49,6 +68,10 @@ def source(*results: dict) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "nvfp4-tensor")
     commands = "  \n".join(f"`{result['command']}`" for result in results)
     return f"{commands}  \n{where}; {packages}; commit {result['commit'][:7]}."
+
+
+def source_if_measured(machine: str, subject: str) -> str:
+    return source(load(machine, subject)) if measured(machine, subject) else ""
 
 
 def name_of(shape: Sequence[int]) -> str:
@@ -163,6 +186,35 @@ def experts() -> str:
     return table(["times as fast; tokens", *tokens], rows)
 
 
+WAYS = {
+    "eager": "`model.generate`",
+    "static": "`model.generate`, static cache (transformers compiles)",
+    "native": "`decode_natively(model)`, `model.generate`",
+    "stream": "`generation.generate(model, ids)`",
+    "graph": "benchmarks/llama.py compiled, one CUDA graph",
+}
+
+
+def generation(machine: str, model: str) -> str:
+    """Return a table for each batch of how a stock model of transformers generates."""
+    if not measured(machine, f"generation_{model}"):
+        return ""
+    result = load(machine, f"generation_{model}")
+    tables = []
+    for batch in sorted({row["batch"] for row in result["rows"]}):
+        rows = [row for row in result["rows"] if row["batch"] == batch]
+        base = {row["way"]: row["tokens_per_second"] for row in rows if row["weights"] == "bf16"}
+        cells = []
+        for row in rows:
+            speed = row["tokens_per_second"]
+            ratios = [times(speed / base[way]) if way in base else "" for way in (row["way"], "graph")]
+            name = f"{row['weights']}: {WAYS[row['way']]}"
+            cells.append([name, digits(speed), digits(row["whole_call"]), *ratios, f"{100 * row['share']:.0f} %"])
+        head = [f"batch {batch}", "tokens/s", "whole call", "x bf16, same way", "x bf16, graph", "of copy"]
+        tables.append(table(head, cells))
+    return "\n\n".join(tables)
+
+
 def generate(machine: str) -> str:
     rows = []
     result = load(machine, "generate")
@@ -236,6 +288,22 @@ def off_theory() -> str:
     return f"{100 * max(abs(row['ratio'] / row['theory'] - 1) for row in results):.2f} %"
 
 
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def recipes() -> str:
+    if not measured("h200", "training_quality_2m"):
+        return ""
+    return recipe_table.summary(load("h200", "training_quality_2m")["runs"])
+
+
+def training_settings() -> str:
+    if not measured("h200", "training_quality_2m"):
+        return ""
+    settings = load("h200", "training_quality_2m")["settings"]
+    return f"{settings['steps']:,} steps of {settings['batch'] * settings['length']:,} bytes"
+
+
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +328,7 @@ def figure() -> str:
 
 def page() -> str:
     """Return the text of docs/performance.md."""
-    return string.Template(TEMPLATE.read_text()).substitute(
+    return string.Template(measured_sections(TEMPLATE.read_text()).rstrip() + "\n").substitute(
         source_products=source(load("h200", "matmul")),
         products_single=products("single"),
         products_chain=products("chain"),
@@ -272,6 +340,8 @@ def page() -> str:
         gradients=gradients(),
         source_experts=source(load("h200", "experts"), load("h200", "experts_skewed")),
         experts=experts(),
+        source_generation=source_if_measured("h200", "generation_llama-8b"),
+        generation=generation("h200", "llama-8b"),
         source_generate=source(load("h200", "generate")),
         generate=generate("h200"),
         prompt_from_python=prompt_from_python(),
@@ -292,14 +362,22 @@ def page() -> str:
         faults=faults(),
         source_experiment=source(load("h200", "rounding_experiment")),
         off_theory=off_theory(),
+        source_recipes=source_if_measured("h200", "training_quality_2m"),
+        training_settings=training_settings(),
+        recipes=recipes(),
     )
 
 
 def main() -> None:
-    """Write or check both files."""
+    """Write or check the page and its pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if what is committed is not this")
     arguments = parser.parse_args()
+    picture, shown = RECIPES
+    if picture.exists() and not arguments.check:
+        shutil.copyfile(picture, shown)
+    elif picture.exists() and (not shown.exists() or shown.read_bytes() != picture.read_bytes()):
+        sys.exit(f"{shown.relative_to(ROOT)} is not what benchmarks/results has: run make docs")
     for path, text in ((PAGE, page()), (FIGURE, figure())):
         if not arguments.check:
             path.parent.mkdir(parents=True, exist_ok=True)
