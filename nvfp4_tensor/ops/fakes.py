@@ -163,6 +163,13 @@ def _(qkv: Tensor, keys: Tensor, heads: int) -> Tensor:
     return qkv.new_empty((qkv.shape[0], heads * keys.shape[3]))
 
 
+@fake("place_one")
+def _(qkv: Tensor, keys: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, kv_heads, _, dim = keys.shape
+    q = qkv.new_empty((batch, heads, 1, dim))
+    return q, qkv.new_empty((batch, kv_heads, 1, dim)), qkv.new_empty((batch, kv_heads, 1, dim))
+
+
 @fake("gated")
 def _(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))

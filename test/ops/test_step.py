@@ -132,6 +132,32 @@ class Token:
         torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim, norms", [(64, None), (96, "heads"), (128, "heads"), (128, "all")])
+@pytest.mark.parametrize("position", [0, 46, 47, 1000])
+def test_placing_is_attention_without_it(device, dtype, dim, norms, position):
+    """What is written is what attend_one writes into a ring; queries, those that it attends with."""
+    token = Token(device, dtype, dim=dim)
+    if norms:
+        columns = (dim, dim) if norms == "heads" else (6 * dim, 2 * dim)
+        token.q_norm, token.k_norm = (torch.rand(n, device=device, dtype=dtype) for n in columns)
+    keys, values = token.keys.clone(), token.values.clone()
+    at = torch.tensor([position], device=device)
+    before = (token.qkv, token.q_norm, token.k_norm, *token.norm, token.cos, token.sin)
+    q, oldest_key, oldest_value = nvfp4.place_one(*before, keys, values, at, token.heads)
+    _, expected_keys, expected_values = token.attend(at, window=48)
+    assert torch.equal(keys, expected_keys) and torch.equal(values, expected_values)
+    slot = (position + 1) % 48
+    assert torch.equal(oldest_key[:, :, 0], token.keys[:, :, slot])
+    assert torch.equal(oldest_value[:, :, 0], token.values[:, :, slot])
+    # A head of queries as one of keys, which are written as queries are returned.
+    both = torch.cat([token.qkv[:, : 6 * dim], token.qkv[:, : 6 * dim], token.qkv[:, : 6 * dim]], dim=1)
+    ring = torch.zeros(2, 2, 6, 3, dim, device=device, dtype=dtype)
+    again = (both, token.q_norm, token.q_norm, *token.norm, token.cos, token.sin)
+    repeated, _, _ = nvfp4.place_one(*again, *ring, torch.tensor([1], device=device), 6)
+    assert torch.equal(repeated, q) and torch.equal(ring[0, :, :, 1], q[:, :, 0])
+
+
 def rotated(token, rotate=apply_rotary_pos_emb):
     q, k, v = token.parts()
     q, k = rotate(q[:, :, None], k[:, :, None], token.cos[:, None], token.sin[:, None])
@@ -405,4 +431,8 @@ def test_opcheck(device):
     opcheck(
         nvfp4.attend_one.default,
         (token.qkv, None, None, *token.norm, token.cos, token.sin, token.keys, token.values, position, 6, 0.125),
+    )
+    opcheck(
+        nvfp4.place_one.default,
+        (token.qkv, None, None, *token.norm, token.cos, token.sin, token.keys, token.values, position, 6),
     )

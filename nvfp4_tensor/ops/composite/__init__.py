@@ -26,7 +26,7 @@ from nvfp4_tensor.ops.composite.quantization import (
     rotate_back,
     transpose_codes,
 )
-from nvfp4_tensor.ops.composite.step import Activation, attend_one, gated, linears, norm_linears, rms_norm
+from nvfp4_tensor.ops.composite.step import Activation, attend_one, gated, linears, norm_linears, place_one, rms_norm
 from nvfp4_tensor.ops.composite.training import train_linear, train_linear_backward
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "norm_linears",
     "own_amax",
     "own_amax_pair",
+    "place_one",
     "quantize",
     "quantize_activation",
     "quantize_pair",

@@ -111,15 +111,14 @@ def attend_one(
     """
     batch, kv_heads, length, dim = keys.shape
     norm = (eps, offset, round_before_weight)
-    q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
-    q, k = (_rotate(_heads(x, weight, dim, norm), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
+    q, k, v = _normed_and_rotated(qkv, q_norm, k_norm, norm, cos, sin, (heads, kv_heads, dim))
 
     is_ring = 0 < window <= length
     at = position.reshape(-1).expand(batch)
     inside = at >= 0 if is_ring else (at >= 0) & (at < length)
     slot = torch.where(inside, at % length, 0)
     rows = torch.arange(batch, device=qkv.device)
-    for cache, new in ((keys, k), (values, v.view(batch, kv_heads, dim))):
+    for cache, new in ((keys, k), (values, v)):
         cache[rows, :, slot] = torch.where(inside[:, None, None], new, cache[rows, :, slot])
 
     age = (slot[:, None] - torch.arange(length, device=qkv.device)) % length
@@ -136,6 +135,56 @@ def attend_one(
     attended = weights @ values.float().masked_fill(~seen.mT, 0.0)
     attended = torch.where(inside[:, None, None, None], attended, torch.nan)
     return attended.to(qkv.dtype).view(batch, -1)
+
+
+@op(returns="q, oldest_key, oldest_value", mutates_args=("keys", "values"))
+def place_one(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset: float,
+    round_before_weight: bool,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put one token's key and value into a ring, and return its queries: :func:`attend_one` without the attention.
+
+    Position p is in slot p % length of the ring. Arguments are those of :func:`attend_one`; positions are not negative.
+
+    Returns:
+        Queries (B, heads, 1, dim), and the key and value (B, kv_heads, 1, dim) of the slot behind the token's, which
+        the next token overwrites. All of qkv's dtype.
+    """
+    batch, kv_heads, length, dim = keys.shape
+    norm = (eps, offset, round_before_weight)
+    q, k, v = _normed_and_rotated(qkv, q_norm, k_norm, norm, cos, sin, (heads, kv_heads, dim))
+    slot = position.reshape(-1).expand(batch) % length
+    rows = torch.arange(batch, device=qkv.device)
+    for ring, new in ((keys, k), (values, v)):
+        ring[rows, :, slot] = new
+    oldest = (slot + 1) % length
+    return q.unsqueeze(2), keys[rows, :, oldest].unsqueeze(2), values[rows, :, oldest].unsqueeze(2)
+
+
+def _normed_and_rotated(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm: tuple[float, float, bool],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    shape: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v (B, heads or kv_heads, dim); shape: heads, kv_heads, dim."""
+    heads, kv_heads, dim = shape
+    q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
+    q, k = (_rotate(_heads(x, weight, dim, norm), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
+    return q, k, v.view(-1, kv_heads, dim)
 
 
 def _heads(x: Tensor, weight: Tensor | None, dim: int, norm: tuple[float, float, bool]) -> Tensor:

@@ -103,7 +103,7 @@ std::vector<Appended> heads_of(const Tensor& x, const CodedHeads& out, const int
   for (int64_t b = 0; b < x.size(0); ++b) {
     for (int64_t head = 0; head < x.size(1); ++head) {
       const int64_t element = x.element_size();
-      Stretch to = out.stretch(b * out.heads + head);
+      Stretch to = stretch_of(out, b * out.heads + head);
       to.codes += starts[b] * out.blocks * 8, to.scales += starts[b] * out.blocks, to.factors += starts[b];
       all.push_back({static_cast<const char*>(x.const_data_ptr()) + (b * x.stride(0) + head * x.stride(1)) * element,
                      x.stride(2) * element, dtype_of(x.scalar_type(), "x"), x.size(3), out.blocks, to, is_rotated});
@@ -115,39 +115,27 @@ std::vector<Appended> heads_of(const Tensor& x, const CodedHeads& out, const int
 void append_codes(const Tensor& keys, const Tensor& values, int64_t spec, const Tensor& key_codes,
                   const Tensor& key_scale, const Tensor& key_factor, const Tensor& value_codes,
                   const Tensor& value_scale, const Tensor& value_factor, const Tensor& starts, bool rotate) {
+  const AppendArguments a(keys, values, spec, key_codes, key_scale, key_factor, value_codes, value_scale, value_factor,
+                          starts, rotate);
   const Quantizer quantizer(spec);
-  STD_TORCH_CHECK(!quantizer.plan.spec.takes_random_bits() && !quantizer.plan.spec.is_eden() &&
-                      quantizer.plan.spec.block_rows == 1 && quantizer.plan.spec.hadamard_sign < 0,
-                  "a cache needs a spec that rounds to nearest, in 1x16 blocks, without a transform");
-  STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(3) > 0 && values.size(3) > 0,
-                  "keys and values must be (batch, heads, tokens, head size), not ", text_of(keys), " and ",
-                  text_of(values));
-  const CodedHeads key_out(key_codes, key_scale, key_factor, keys.size(3), "key", keys, "keys");
-  const CodedHeads value_out(value_codes, value_scale, value_factor, values.size(3), "value", keys, "keys");
-  const Tensor k = dense_heads(keys, "keys", keys, key_out.batch, key_out.heads, keys.size(3));
-  const Tensor v = dense_heads(values, "values", keys, key_out.batch, key_out.heads, values.size(3));
-  const int64_t tokens = keys.size(2);
-  STD_TORCH_CHECK(v.size(2) == tokens && value_out.batch == key_out.batch && value_out.heads == key_out.heads &&
-                      value_out.capacity == key_out.capacity,
-                  "keys ", text_of(keys), " and values ", text_of(values), " must be of the same heads and tokens");
-  const Tensor at = counts_of(starts, "starts", key_out.batch);
-  const int64_t* first = static_cast<const int64_t*>(at.const_data_ptr());
-  for (int64_t b = 0; b < key_out.batch; ++b) {
-    STD_TORCH_CHECK(first[b] >= 0 && first[b] <= key_out.capacity - tokens, tokens, " tokens from ", first[b],
-                    " on do not fit into a capacity of ", key_out.capacity);
+  const int64_t* first = static_cast<const int64_t*>(a.starts.const_data_ptr());
+  for (int64_t b = 0; b < a.key_out.batch; ++b) {
+    STD_TORCH_CHECK(first[b] >= 0 && first[b] <= a.key_out.capacity - a.tokens, a.tokens, " tokens from ", first[b],
+                    " on do not fit into a capacity of ", a.key_out.capacity);
   }
-  std::vector<Appended> heads = heads_of(k, key_out, first, rotate), more = heads_of(v, value_out, first, false);
+  std::vector<Appended> heads = heads_of(a.keys, a.key_out, first, rotate),
+                        more = heads_of(a.values, a.value_out, first, false);
   heads.insert(heads.end(), more.begin(), more.end());
-  const int64_t chunks = ceil_div(tokens, kChunkTokens), most = std::max(keys.size(3), values.size(3));
+  const int64_t chunks = ceil_div(a.tokens, kChunkTokens), most = std::max(keys.size(3), values.size(3));
   const auto work = [&](int64_t begin, int64_t end) {
     const AlignedFloats memory = allocate(kChunkTokens * most);
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t token = unit % chunks * kChunkTokens;
-      quantizer.run(heads[unit / chunks], token, std::min(kChunkTokens, tokens - token), memory.get());
+      quantizer.run(heads[unit / chunks], token, std::min(kChunkTokens, a.tokens - token), memory.get());
     }
   };
   const int64_t units = chunks * int64_t(heads.size());
-  const int64_t grain = std::max<int64_t>(1, kElementsPerThread / (std::min(kChunkTokens, tokens + 1) * most));
+  const int64_t grain = std::max<int64_t>(1, kElementsPerThread / (std::min(kChunkTokens, a.tokens + 1) * most));
   if (units <= grain) {
     work(0, units);
   } else {

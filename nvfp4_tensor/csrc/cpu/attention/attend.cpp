@@ -24,17 +24,10 @@ namespace {
 constexpr int64_t kSplitTokens = 512;
 constexpr int64_t kMostSplitQueries = 16;  // more new tokens give enough units without splits
 
-// The tensors of a call.
-struct Context {
-  Tensor q, front_keys, front_values, latest_keys, latest_values, lengths, first;
-  bool has_front, has_first;
-  CodedHeads keys, values;
-  int64_t batch, heads, tokens, key_size, value_size, front, latest;
-  float scale, softcap;
-  int64_t window;
-  bool is_rotated;
+// The tensors of a call, and what it asks of its units.
+struct Context : AttendArguments {
+  using AttendArguments::AttendArguments;
 
-  int64_t kv_heads() const { return keys.heads; }
   int64_t rows() const { return heads / kv_heads() * tokens; }
   int64_t length(int64_t b) const { return front + static_cast<const int64_t*>(lengths.const_data_ptr())[b] + latest; }
   int64_t first_seen(int64_t b) const { return has_first ? static_cast<const int64_t*>(first.const_data_ptr())[b] : 0; }
@@ -46,7 +39,7 @@ struct Context {
   // All but the results and the range.
   AttendUnit unit(int64_t b, int64_t head, int64_t row) const {
     AttendUnit u{};
-    u.dtype = dtype_of(q.scalar_type(), "q");
+    u.dtype = dtype;
     u.q = static_cast<const char*>(q.const_data_ptr()) +
           ((b * kv_heads() + head) * rows() + row) * key_size * q.element_size();
     u.first_row = row, u.rows = std::min(kMostRows, rows() - row), u.new_tokens = tokens;
@@ -55,7 +48,7 @@ struct Context {
       u.keys[0] = {row_of(front_keys, b, head), front_keys.stride(2)};
       u.values[0] = {row_of(front_values, b, head), front_values.stride(2)};
     }
-    u.keys[1] = keys.stretch(b * kv_heads() + head), u.values[1] = values.stretch(b * kv_heads() + head);
+    u.keys[1] = stretch_of(keys, b * kv_heads() + head), u.values[1] = stretch_of(values, b * kv_heads() + head);
     u.keys[2] = {row_of(latest_keys, b, head), latest_keys.stride(2)};
     u.values[2] = {row_of(latest_values, b, head), latest_values.stride(2)};
     u.begins[1] = front, u.begins[2] = length(b) - latest, u.begins[3] = length(b);
@@ -151,61 +144,13 @@ Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_
                     const Tensor& lengths, std::optional<Tensor> first, std::optional<Tensor> front_keys,
                     std::optional<Tensor> front_values, const Tensor& latest_keys, const Tensor& latest_values,
                     double scale, double softcap, int64_t window, bool rotated) {
-  STD_TORCH_CHECK(q.dim() == 4, "q must be (batch, heads, tokens, head size), not ", text_of(q));
-  dtype_of(q.scalar_type(), "q");
-  STD_TORCH_CHECK(latest_values.dim() == 4, "latest_values must be (batch, heads, tokens, size), not ",
-                  text_of(latest_values));
-  const int64_t key_size = q.size(3), value_size = latest_values.size(3);
-  STD_TORCH_CHECK(key_size > 0 && value_size > 0 && key_size <= kMostHeadSize && value_size <= kMostHeadSize,
-                  "heads have 1 to ", kMostHeadSize, " elements, not ", key_size, " and ", value_size);
-  const CodedHeads keys(key_codes, key_scale, key_factor, key_size, "key", q, "q");
-  const CodedHeads values(value_codes, value_scale, value_factor, value_size, "value", q, "q");
-  const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2);
-  STD_TORCH_CHECK(keys.batch == batch && keys.heads > 0 && heads % keys.heads == 0 && values.batch == batch &&
-                      values.heads == keys.heads && values.capacity == keys.capacity,
-                  "q ", text_of(q), " does not fit keys ", text_of(key_codes), " and values ", text_of(value_codes),
-                  ": the batch must be the same, and query heads a multiple of the others");
-  STD_TORCH_CHECK(front_keys.has_value() == front_values.has_value(), "give front_keys and front_values, or neither");
-  STD_TORCH_CHECK(window >= 0 && softcap >= 0, "window and softcap must not be negative, not ", window, " and ",
-                  softcap);
-  const bool has_front = front_keys.has_value();
-  const auto dense = [&](const Tensor& t, const char* name, int64_t size) {
-    return dense_heads(t, name, q, batch, keys.heads, size);
-  };
-  const Tensor latest_k = dense(latest_keys, "latest_keys", key_size);
-  const Tensor latest_v = dense(latest_values, "latest_values", value_size);
-  const Tensor front_k = has_front ? dense(*front_keys, "front_keys", key_size) : latest_k;
-  const Tensor front_v = has_front ? dense(*front_values, "front_values", value_size) : latest_v;
-  STD_TORCH_CHECK(latest_k.size(2) == latest_v.size(2) && front_k.size(2) == front_v.size(2),
-                  "there must be as many keys as values at the front, ", front_k.size(2), " and ", front_v.size(2),
-                  ", and at the end, ", latest_k.size(2), " and ", latest_v.size(2));
-  const Context c{aligned(q, q.element_size()),
-                  front_k,
-                  front_v,
-                  latest_k,
-                  latest_v,
-                  counts_of(lengths, "lengths", batch),
-                  first.has_value() ? counts_of(*first, "first", batch) : lengths,
-                  has_front,
-                  first.has_value(),
-                  keys,
-                  values,
-                  batch,
-                  heads,
-                  tokens,
-                  key_size,
-                  value_size,
-                  has_front ? front_k.size(2) : 0,
-                  latest_k.size(2),
-                  float(scale),
-                  float(softcap),
-                  window,
-                  rotated};
-  for (int64_t b = 0; b < batch; ++b) {
+  const Context c(q, key_codes, key_scale, key_factor, value_codes, value_scale, value_factor, lengths, first,
+                  front_keys, front_values, latest_keys, latest_values, scale, softcap, window, rotated);
+  for (int64_t b = 0; b < c.batch; ++b) {
     const int64_t length = static_cast<const int64_t*>(c.lengths.const_data_ptr())[b];
-    STD_TORCH_CHECK(length >= 0 && length <= keys.capacity, "lengths must be from 0 to the capacity, ", keys.capacity,
-                    ", not ", length);
-    STD_TORCH_CHECK(c.length(b) >= tokens, "a context of ", c.length(b), " tokens does not hold the ", tokens,
+    STD_TORCH_CHECK(length >= 0 && length <= c.keys.capacity, "lengths must be from 0 to the capacity, ",
+                    c.keys.capacity, ", not ", length);
+    STD_TORCH_CHECK(c.length(b) >= c.tokens, "a context of ", c.length(b), " tokens does not hold the ", c.tokens,
                     " new ones");
     STD_TORCH_CHECK(c.first_seen(b) >= 0, "first must not be negative, not ", c.first_seen(b));
   }

@@ -7,13 +7,12 @@
 #include <cstdint>
 
 #include "cpu/host/kernels.h"
+#include "numerics/cache.h"
 
 namespace nvfp4 {
 
 constexpr int64_t kTileTokens = 32;  // decoded at a time: with heads of 128, 16 KiB
 constexpr int64_t kMostRows = 64;    // queries that share what is decoded
-constexpr int64_t kTokenStep = 16;   // the capacity of codes is a multiple of so many tokens
-constexpr int64_t kMostHeadSize = 512;
 constexpr int kStretches = 3;
 
 // Over how many elements keys are rotated: the largest power of two that divides the size of a head.

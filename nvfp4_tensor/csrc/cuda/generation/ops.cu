@@ -1,4 +1,4 @@
-// torch.ops.nvfp4.rms_norm, attend_one and gated on CUDA: arguments checked, kernels launched.
+// torch.ops.nvfp4.rms_norm, attend_one, place_one and gated on CUDA: arguments checked, kernels launched.
 #include <optional>
 #include <tuple>
 
@@ -152,49 +152,64 @@ Tensor place_angles(Attend& p, const Tensor& t, const char* name, const Tensor& 
   return held;
 }
 
-Tensor attend_one(const Tensor& qkv_given, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double eps,
-                  double offset, bool round_before_weight, std::optional<Tensor> cos, std::optional<Tensor> sin,
-                  const Tensor& keys, const Tensor& values, const Tensor& position_given, int64_t heads, double scaling,
-                  int64_t window, double softcap, std::optional<Tensor> sinks) {
-  const OnDeviceOf device(qkv_given, "qkv");
+// What the ops of one token share: its queries, keys and values, their norms and rotation, a cache and a position.
+struct Held {
+  Tensor qkv, q_weight, k_weight, cosines, sines, position;  // live as long as the struct that points to them
+};
+
+Attend placed(Held& held, const Tensor& qkv_given, const std::optional<Tensor>& q_norm,
+              const std::optional<Tensor>& k_norm, double eps, double offset, bool round_before_weight,
+              const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& keys,
+              const Tensor& values, const Tensor& position_given, int64_t heads) {
   Attend p = {};
   p.dtype = half_dtype_of(qkv_given, kAttend, "qkv");
   place_cache(p, qkv_given, keys, values, heads);
-  const Tensor qkv = in_order(qkv_given);
+  const Tensor& qkv = held.qkv = in_order(qkv_given);
   p.qkv = qkv.const_data_ptr();
-  Tensor q_weight, k_weight, cosines, sines, sink;  // live as long as p
   bool wide_k = false, wide_sine = false;
   if (q_norm) {
-    q_weight = place_norm(*q_norm, "q_norm", qkv, heads, p.dim, p.wide_norms, p.q_joint);
-    p.q_norm = q_weight.const_data_ptr();
+    held.q_weight = place_norm(*q_norm, "q_norm", qkv, heads, p.dim, p.wide_norms, p.q_joint);
+    p.q_norm = held.q_weight.const_data_ptr();
   }
   if (k_norm) {
-    k_weight = place_norm(*k_norm, "k_norm", qkv, p.kv_heads, p.dim, wide_k, p.k_joint);
-    p.k_norm = k_weight.const_data_ptr();
+    held.k_weight = place_norm(*k_norm, "k_norm", qkv, p.kv_heads, p.dim, wide_k, p.k_joint);
+    p.k_norm = held.k_weight.const_data_ptr();
     STD_TORCH_CHECK(!q_norm || wide_k == p.wide_norms, kAttend, ": q_norm and k_norm must be of one dtype");
     p.wide_norms = wide_k;
   }
   STD_TORCH_CHECK(cos.has_value() == sin.has_value(), kAttend, ": give cos and sin, or neither");
   if (cos) {
-    sines = place_angles(p, *sin, "sin", qkv);
+    held.sines = place_angles(p, *sin, "sin", qkv);
     wide_sine = p.wide_angles;
     const int rotary = p.rotary, step = p.angle_step;
-    cosines = place_angles(p, *cos, "cos", qkv);
+    held.cosines = place_angles(p, *cos, "cos", qkv);
     STD_TORCH_CHECK(wide_sine == p.wide_angles && rotary == p.rotary && step == p.angle_step, kAttend,
                     ": cos and sin must be of one shape and dtype");
-    p.cos = cosines.const_data_ptr(), p.sin = sines.const_data_ptr();
+    p.cos = held.cosines.const_data_ptr(), p.sin = held.sines.const_data_ptr();
   }
   check_beside(position_given, "position", qkv, "qkv");
   STD_TORCH_CHECK(position_given.scalar_type() == ScalarType::Long &&
                       (position_given.numel() == 1 || position_given.numel() == p.batch),
                   kAttend, ": position must be int64, one or one per row, not ", text_of(position_given));
-  const Tensor position = in_order(position_given);
-  p.position = static_cast<const int64_t*>(position.const_data_ptr());
-  p.position_step = position.numel() > 1;
+  held.position = in_order(position_given);
+  p.position = static_cast<const int64_t*>(held.position.const_data_ptr());
+  p.position_step = held.position.numel() > 1;
+  p.norm = {static_cast<float>(eps), static_cast<float>(offset), round_before_weight};
+  return p;
+}
+
+Tensor attend_one(const Tensor& qkv, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double eps,
+                  double offset, bool round_before_weight, std::optional<Tensor> cos, std::optional<Tensor> sin,
+                  const Tensor& keys, const Tensor& values, const Tensor& position, int64_t heads, double scaling,
+                  int64_t window, double softcap, std::optional<Tensor> sinks) {
+  const OnDeviceOf device(qkv, "qkv");
+  Held held;
+  Attend p = placed(held, qkv, q_norm, k_norm, eps, offset, round_before_weight, cos, sin, keys, values, position,
+                    heads);
+  Tensor sink;
   if (sinks) sink = vector_of(*sinks, kAttend, "sinks", qkv, heads, p.wide_sinks), p.sinks = sink.const_data_ptr();
   STD_TORCH_CHECK(window >= 0 && window < INT32_MAX, kAttend, ": window must not be negative, not ", window);
   p.window = static_cast<int>(window);
-  p.norm = {static_cast<float>(eps), static_cast<float>(offset), round_before_weight};
   p.scaling = static_cast<float>(scaling), p.softcap = static_cast<float>(softcap);
   Tensor out = empty({p.batch, heads * p.dim}, qkv.scalar_type(), qkv);
   p.out = out.mutable_data_ptr();
@@ -206,6 +221,24 @@ Tensor attend_one(const Tensor& qkv_given, std::optional<Tensor> q_norm, std::op
   return out;
 }
 
+std::tuple<Tensor, Tensor, Tensor> place_one(const Tensor& qkv, std::optional<Tensor> q_norm,
+                                             std::optional<Tensor> k_norm, double eps, double offset,
+                                             bool round_before_weight, std::optional<Tensor> cos,
+                                             std::optional<Tensor> sin, const Tensor& keys, const Tensor& values,
+                                             const Tensor& position, int64_t heads) {
+  const OnDeviceOf device(qkv, "qkv");
+  Held held;
+  PlaceOne p = {};
+  p.of = placed(held, qkv, q_norm, k_norm, eps, offset, round_before_weight, cos, sin, keys, values, position, heads);
+  const auto rows = [&](int64_t count) { return empty({p.of.batch, count, 1, p.of.dim}, qkv.scalar_type(), qkv); };
+  Tensor q = rows(heads), oldest_key = rows(p.of.kv_heads), oldest_value = rows(p.of.kv_heads);
+  p.of.out = q.mutable_data_ptr();
+  p.oldest_key = oldest_key.mutable_data_ptr(), p.oldest_value = oldest_value.mutable_data_ptr();
+  launch_place_one(p, current_stream(qkv));
+  check_launched("nvfp4::place_one");
+  return {q, oldest_key, oldest_value};
+}
+
 }  // namespace
 }  // namespace step
 
@@ -213,6 +246,7 @@ STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
   m.impl("rms_norm", TORCH_BOX(&step::rms_norm));
   m.impl("gated", TORCH_BOX(&step::gated));
   m.impl("attend_one", TORCH_BOX(&step::attend_one));
+  m.impl("place_one", TORCH_BOX(&step::place_one));
 }
 
 }  // namespace nvfp4

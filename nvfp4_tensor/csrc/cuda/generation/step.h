@@ -76,5 +76,12 @@ struct Attend {
 int64_t plan_attend(Attend& p);
 void launch_attend(const Attend& p, cudaStream_t stream);
 
+// What comes before attention alone: queries to `of.out`, the key and the value into a ring, in slot position % length.
+struct PlaceOne {
+  Attend of;
+  void *oldest_key, *oldest_value;  // (batch, kv_heads, dim): those of the slot behind it
+};
+void launch_place_one(const PlaceOne& p, cudaStream_t stream);
+
 }  // namespace step
 }  // namespace nvfp4

@@ -1,0 +1,197 @@
+// How attention to codes divides the machine, its plain kernel, and the combination of what blocks leave.
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/attention/codes.cuh"
+#include "cuda/host/launch.h"
+#include "cuda/host/machine.h"
+
+namespace nvfp4 {
+namespace attention {
+namespace {
+
+constexpr int kPlainThreads = 256;
+constexpr int kCombineThreads = 512;
+constexpr int kAtOnce = 9;      // partial results that a thread loads before the first is used
+constexpr int kBlockCost = 32;  // of a block, beside its tiles
+constexpr int kMostSplits = 256;
+
+// Any dtype and size. Grid (1 + splits, heads of keys x passes, batch).
+__global__ void __launch_bounds__(kPlainThreads) attend_plain_kernel(const __grid_constant__ AttendCodes p) {
+  extern __shared__ __align__(16) float memory[];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const Place at(p);
+  const Sight sight(p, at.b);
+  if (blockIdx.x == 0) return attend_dense(p, at, sight, memory);
+  const Range seen = seen_codes(p, sight);
+  const Share share(p, seen);
+  PlainUnit unit(p, at, sight, memory);
+  if (p.is_rotated) unit.rotate();
+  unit.codes(p.front, max(seen.begin, share.begin * kCodeTile), min(seen.end, share.end * kCodeTile));
+  unit.leave();
+}
+
+// Partial results of a row and one element of its values.
+struct Partial {
+  float most, total, sum;
+
+  __device__ __forceinline__ static Partial none() { return {kNothing, 0, 0}; }
+  __device__ __forceinline__ void add(float weight, const Partial& other) {
+    total = __fmaf_rn(weight, other.total, total);
+    sum = __fmaf_rn(weight, other.sum, sum);
+  }
+};
+
+// What blocks left, in one order: a group of threads, one an element, has every groups-th block, and the first group
+// adds up what groups have. Grid (heads x tokens, batch), blocks of (threads of a group, groups).
+__global__ void __launch_bounds__(kCombineThreads) combine_codes_kernel(const __grid_constant__ AttendCodes p) {
+  __shared__ Partial of_group[kCombineThreads];
+  const int kv_head = blockIdx.x / p.rows(), row = blockIdx.x % p.rows();
+  const int pass = row / p.block_rows, mine = row % p.block_rows, blocks = p.blocks();
+  const int64_t unit = (static_cast<int64_t>(blockIdx.y) * p.kv_heads + kv_head) * p.passes + pass;
+  const int d = threadIdx.x, groups = blockDim.y, size = p.partial_size();
+  const bool inside = d < p.value_size;
+  const float* const most_of = p.partial + unit * blocks * size + p.block_rows * p.value_size + mine;
+  const float* const sum_of = p.partial + unit * blocks * size + mine * p.value_size + (inside ? d : 0);
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  Partial all = Partial::none();
+  for (int first = threadIdx.y; first < blocks; first += kAtOnce * groups) {
+    Partial each[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      each[i] = Partial::none();
+      const int block = first + i * groups;
+      if (block < blocks) {
+        const int64_t at = static_cast<int64_t>(block) * size;
+        each[i].most = most_of[at], each[i].total = most_of[at + p.block_rows], each[i].sum = sum_of[at];
+      }
+    }
+    Partial next = {all.most, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) next.most = fmaxf(next.most, each[i].most);
+    next.add(exp2f(all.most - next.most), all);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) next.add(exp2f(each[i].most - next.most), each[i]);
+    all = next;
+  }
+  of_group[threadIdx.y * blockDim.x + d] = all;
+  __syncthreads();
+  if (threadIdx.y != 0 || !inside) return;
+  Partial whole = Partial::none();
+  for (int group = 0; group < groups; ++group) whole.most = fmaxf(whole.most, of_group[group * blockDim.x + d].most);
+  for (int group = 0; group < groups; ++group) {
+    const Partial& part = of_group[group * blockDim.x + d];
+    whole.add(exp2f(part.most - whole.most), part);
+  }
+  const int64_t out = (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * p.value_size + d;
+  store_element(p.out, p.dtype, out, whole.total == 0.0f ? 0.0f : whole.sum / whole.total);
+}
+
+// Blocks of a kernel that a multiprocessor holds. The first call on a device lets it have its shared memory.
+template <auto kKernel>
+int resident_blocks(int threads, int shared_bytes) {
+  thread_local int known_device = -1, known_bytes = -1, count = 0;
+  int device = 0;
+  cudaGetDevice(&device);
+  if (known_device != device || known_bytes < shared_bytes) {
+    cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kKernel, threads, shared_bytes);
+    known_device = device, known_bytes = shared_bytes, count = std::max(count, 1);
+  }
+  return count;
+}
+
+template <int kDim, int kTiles>
+int shared_bytes(const AttendCodes& p) {
+  if constexpr (kDim == 0) return plain_shared(p.block_rows, p.key_size, p.value_size) * 4;
+  else return sizeof(CodesShared<kDim, kTiles>);
+}
+
+// does(dim, tiles): of the kernel that serves; 0: the plain one.
+template <typename Does>
+auto for_kernel(const AttendCodes& p, Does does) {
+  const auto kernel = [&](auto dim, auto tiles) { return does(dim, tiles); };
+  using std::integral_constant;
+  const int rows = p.rows();
+  if (!p.is_fast) return kernel(integral_constant<int, 0>{}, integral_constant<int, 2>{});
+  if (p.key_size == 64) {
+    if (rows <= 4) return kernel(integral_constant<int, 64>{}, integral_constant<int, 1>{});
+    if (rows <= 8) return kernel(integral_constant<int, 64>{}, integral_constant<int, 2>{});
+    return kernel(integral_constant<int, 64>{}, integral_constant<int, 4>{});
+  }
+  if (p.key_size == 128) {
+    if (rows <= 4) return kernel(integral_constant<int, 128>{}, integral_constant<int, 1>{});
+    return kernel(integral_constant<int, 128>{}, integral_constant<int, 2>{});
+  }
+  return kernel(integral_constant<int, 256>{}, integral_constant<int, 1>{});
+}
+
+int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <int kDim, int kTiles>
+int warps_of() {
+  if constexpr (kDim == 0) return kPlainThreads / 32;
+  else return Shape<kDim, kTiles>::kWarps;
+}
+
+// Of so many shares of a unit's tiles the number whose waves of blocks take the least time.
+int best_splits(int64_t units, int64_t slots, int64_t tiles, int64_t most) {
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int64_t splits = 1; splits <= most; ++splits) {
+    const int64_t time = ceil_of(units * splits, slots) * (ceil_of(tiles, splits) + kBlockCost);
+    if (time < least) least = time, best = static_cast<int>(splits);
+  }
+  return best;
+}
+
+template <int kDim, int kTiles>
+void plan(AttendCodes& p) {
+  p.block_rows = std::min(4 * kTiles, p.rows());
+  p.passes = static_cast<int>(ceil_of(p.rows(), p.block_rows));
+  const int warps = warps_of<kDim, kTiles>(), bytes = shared_bytes<kDim, kTiles>(p);
+  int resident = 1;
+  if constexpr (kDim == 0) resident = resident_blocks<attend_plain_kernel>(warps * 32, bytes);
+  else resident = resident_blocks<attend_codes_kernel<kDim, kTiles>>(warps * 32, bytes);
+  const int64_t units = static_cast<int64_t>(p.batch) * p.kv_heads * p.passes;
+  const int64_t slots = static_cast<int64_t>(this_machine().multiprocessors) * resident;
+  int64_t tiles = ceil_of(p.capacity, kCodeTile);
+  if (p.window) tiles = std::min(tiles, (p.window + p.tokens) / kCodeTile + 2);
+  tiles += ceil_of(p.latest, kCodeTile) + ceil_of(p.front, kCodeTile);
+  p.splits = best_splits(units, slots, tiles, std::min<int64_t>(kMostSplits, ceil_of(tiles, warps)));
+}
+
+template <int kDim, int kTiles>
+void launch(const AttendCodes& p, cudaStream_t stream) {
+  const dim3 grid(p.blocks(), p.kv_heads * p.passes, p.batch);
+  const int threads = warps_of<kDim, kTiles>() * 32, bytes = shared_bytes<kDim, kTiles>(p);
+  const Launch parts(grid, 1, threads, bytes, stream, Begins::kBeforePreviousEnds);
+  if constexpr (kDim == 0) {
+    cudaLaunchKernelEx(&parts.config, attend_plain_kernel, p);
+  } else {
+    cudaLaunchKernelEx(&parts.config, attend_codes_kernel<kDim, kTiles>, p);
+  }
+  const int width = (p.value_size + 31) / 32 * 32, groups = std::min(kCombineThreads / width, p.blocks());
+  Launch whole(dim3(p.kv_heads * p.rows(), p.batch), 1, width, 0, stream, Begins::kBeforePreviousEnds);
+  whole.config.blockDim.y = groups;
+  cudaLaunchKernelEx(&whole.config, combine_codes_kernel, p);
+}
+
+}  // namespace
+
+int64_t plan_attend_codes(AttendCodes& p) {
+  p.is_fast = p.dtype != Dtype::kFloat && p.key_size == p.value_size &&
+              (p.key_size == 64 || p.key_size == 128 || p.key_size == 256);
+  for_kernel(p, [&](auto dim, auto tiles) { plan<dim.value, tiles.value>(p); });
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.kv_heads * p.passes * p.blocks();
+  return blocks * p.partial_size();
+}
+
+void launch_attend_codes(const AttendCodes& p, cudaStream_t stream) {
+  for_kernel(p, [&](auto dim, auto tiles) { launch<dim.value, tiles.value>(p, stream); });
+}
+
+}  // namespace attention
+}  // namespace nvfp4

@@ -1,0 +1,70 @@
+// What the ops of a cache in NVFP4 and their CUDA kernels agree on. Launchers only enqueue: a CUDA graph can hold them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "numerics/matrix.h"
+#include "numerics/spec.h"
+
+namespace nvfp4 {
+namespace attention {
+
+constexpr int kCodeTile = 16;   // tokens: a tile of the tensor cores; the capacity of codes is a multiple of it
+constexpr int kPlainTile = 32;  // tokens of the plain kernel, 16 for heads of more than 256 elements
+
+// Keys or values, row by row (batch, kv_heads, capacity): size / 2 bytes, a byte of e4m3 per block, a byte of e8m0.
+struct CodedRows {
+  uint8_t *codes, *scales, *factors;
+};
+
+// Dense rows (batch, kv_heads, tokens, size), the elements of a row side by side; steps in elements.
+struct DenseRows {
+  const void* data;
+  int64_t batch_step, head_step, token_step;
+};
+
+struct AttendCodes {
+  Dtype dtype;  // of q, out and dense tokens
+  const void* q;
+  void* out;
+  CodedRows keys, values;
+  DenseRows front_keys, front_values, latest_keys, latest_values;
+  const int64_t *lengths, *first;  // (batch,); first may be null
+  int batch, kv_heads, group, tokens, key_size, value_size, capacity, front, latest;
+  int64_t window;  // 0: all
+  float scale, softcap;
+  bool is_rotated;
+
+  // The plan: a block has `block_rows` queries of one head of keys, of which there are `passes`, and one of `splits`
+  // shares of the context; those of the plain kernel are of the codes, and a block before them has the dense tokens.
+  int block_rows, passes, splits;
+  bool is_fast;
+  float* partial;  // of each block: sums (block_rows, value_size), then `most` and `total` (block_rows)
+
+  __host__ __device__ int blocks() const { return splits + !is_fast; }
+  __host__ __device__ int rows() const { return group * tokens; }
+  __host__ __device__ int partial_size() const { return block_rows * (value_size + 2); }
+};
+
+// Decides the plan; returns the floats of `partial`.
+int64_t plan_attend_codes(AttendCodes& p);
+void launch_attend_codes(const AttendCodes& p, cudaStream_t stream);
+
+struct AppendCodes {
+  Dtype dtype;
+  QuantizeSpec spec;
+  DenseRows x[2];    // keys, values
+  CodedRows out[2];  // with the capacity of the codes
+  int size[2];
+  const int64_t* starts;  // (batch,)
+  int batch, kv_heads, tokens, capacity;
+  bool rotates;     // keys
+  bool is_wide[2];  // blocks are whole and begin on 16 bytes
+};
+
+void launch_append_codes(const AppendCodes& p, cudaStream_t stream);
+
+}  // namespace attention
+}  // namespace nvfp4

@@ -1,0 +1,82 @@
+// What comes before the attention of one token per row, alone: for caches whose attention is another kernel.
+#include "cuda/generation/attend.cuh"
+#include "cuda/host/launch.h"
+
+namespace nvfp4 {
+namespace step {
+namespace {
+
+// Grid (heads of queries and of keys, 8 a block, batch): a warp each.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kAttendThreads) place_kernel(const __grid_constant__ PlaceOne place) {
+  __shared__ uint16_t prepared[kAttendWarps][kDim];
+  __shared__ float squares[kAttendWarps];
+  const Attend& p = place.of;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
+  const int head = blockIdx.x * kAttendWarps + warp, kv_head = head - p.heads;
+  const T* const q_row = static_cast<const T*>(p.qkv) + static_cast<int64_t>(row) * (p.heads + 2 * p.kv_heads) * p.dim;
+  const T* const k_row = q_row + p.heads * p.dim;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  float q_unit = 0, k_unit = 0;
+  if (p.q_joint) q_unit = joint_unit(q_row, p.heads * p.dim, p.norm.eps, squares);
+  if (p.k_joint) k_unit = joint_unit(k_row, p.kv_heads * p.dim, p.norm.eps, squares);
+  if (kv_head >= p.kv_heads) return;
+  const bool is_key = kv_head >= 0;
+  const auto weight_of_head = [&](const void* weight, bool joint, int at) -> const void* {
+    return weight && joint ? static_cast<const uint8_t*>(weight) + at * p.dim * (p.wide_norms ? 4 : 2) : weight;
+  };
+  HeadRow<T, kDim> its(p, q_row + head * p.dim, static_cast<int64_t>(row) * p.angle_step, lane);  // keys lie behind
+  if (is_key) {
+    its.prepare(p, weight_of_head(p.k_norm, p.k_joint, kv_head), k_unit, prepared[warp], lane);
+  } else {
+    its.prepare(p, weight_of_head(p.q_norm, p.q_joint, head), q_unit, prepared[warp], lane);
+  }
+  __syncwarp();
+  const T* const from = reinterpret_cast<const T*>(prepared[warp]);
+  if (!is_key) {
+    T* const out = static_cast<T*>(p.out) + (static_cast<int64_t>(row) * p.heads + head) * p.dim;
+    for (int d = lane; d < p.dim; d += 32) out[d] = from[d];
+    return;
+  }
+  const int64_t position = p.position[static_cast<int64_t>(row) * p.position_step];
+  const int64_t of_row = static_cast<int64_t>(row) * p.kv_heads + kv_head, ring = of_row * p.length;
+  const int64_t slot = (position % p.length + p.length) % p.length, oldest = (slot + 1) % p.length;
+  const T* const value = k_row + (p.kv_heads + kv_head) * p.dim;
+  T *const keys = static_cast<T*>(p.keys) + ring * p.dim, *const values = static_cast<T*>(p.values) + ring * p.dim;
+  T *const oldest_key = static_cast<T*>(place.oldest_key) + of_row * p.dim, *const oldest_value =
+                                                                                static_cast<T*>(place.oldest_value) +
+                                                                                of_row * p.dim;
+  for (int d = lane; d < p.dim; d += 32) {
+    keys[slot * p.dim + d] = from[d], values[slot * p.dim + d] = value[d];
+    oldest_key[d] = keys[oldest * p.dim + d], oldest_value[d] = values[oldest * p.dim + d];
+  }
+}
+
+template <typename T, int kDim>
+void launch_dim(const PlaceOne& p, cudaStream_t stream) {
+  const int heads = p.of.heads + p.of.kv_heads;
+  const dim3 grid((heads + kAttendWarps - 1) / kAttendWarps, p.of.batch);
+  const Launch launch(grid, 1, kAttendThreads, 0, stream, Begins::kBeforePreviousEnds);
+  cudaLaunchKernelEx(&launch.config, place_kernel<T, kDim>, p);
+}
+
+template <typename T>
+void launch_type(const PlaceOne& p, cudaStream_t stream) {
+  if (p.of.dim <= 64) return launch_dim<T, 64>(p, stream);
+  if (p.of.dim <= 128) return launch_dim<T, 128>(p, stream);
+  launch_dim<T, kMostHeadDim>(p, stream);
+}
+
+}  // namespace
+
+void launch_place_one(const PlaceOne& p, cudaStream_t stream) {
+  if (p.of.dtype == Dtype::kBf16) {
+    launch_type<__nv_bfloat16>(p, stream);
+  } else {
+    launch_type<__half>(p, stream);
+  }
+}
+
+}  // namespace step
+}  // namespace nvfp4
