@@ -13,8 +13,9 @@ a few channels of keys have large values, which would take the precision of thei
 The latest tokens, which get most of the attention, stay dense, and attention reads new tokens before they are rounded.
 With ``recent=0``, attention reads only quantized values, so results do not depend on how a prompt is split into chunks.
 
-On a CPU, attention reads codes where they are stored (``coded_states.py``, ``attention.py``); elsewhere, and where
-something else reads keys or values, a layer is decoded as a whole.
+With native kernels, attention reads codes where they are stored (``coded_states.py``, ``attention.py``); elsewhere, and
+where something else reads keys or values, a layer is decoded as a whole. With ``max_tokens``, codes never move, and a
+CUDA graph can write tokens (``ring.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from nvfp4_tensor.generation import attention  # registers "nvfp4" with transformers
 from nvfp4_tensor.generation.coded_states import CodedStates, Rows, StoredStates, append
+from nvfp4_tensor.generation.ring import GraphBuffers, Ring
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 
@@ -49,16 +51,25 @@ class NVFP4CacheLayer(DynamicLayer):
         sink: the number of first tokens that stay dense.
         rotate_keys: whether codes of keys are those of a Hadamard transform over the head dimension, which spreads
             channels with large values. Queries are transformed likewise, or decoded keys are transformed back.
+        max_tokens: the number of tokens to make room for at first, so that codes do not move until there are more.
+            None: room grows with the tokens.
 
     Raises:
         ValueError: a spec with stochastic rounding, 16x16 blocks, a transform or row scales; a negative ``recent`` or
-            ``sink``.
+            ``sink``, or a ``max_tokens`` below 1.
     """
 
-    sink, rotate_keys = 0, False  # of earlier pickles
+    sink, rotate_keys, max_tokens = 0, False, None  # of earlier pickles
+    _ring: Ring | None = None
+    _spare: tuple[tuple[CodedStates, ...], Ring | None] = (), None
 
     def __init__(
-        self, spec: QuantizeSpec | None = None, recent: int = RECENT, sink: int = 0, rotate_keys: bool = True
+        self,
+        spec: QuantizeSpec | None = None,
+        recent: int = RECENT,
+        sink: int = 0,
+        rotate_keys: bool = True,
+        max_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.spec = QuantizeSpec(scale_search=ScaleSearch.MSE) if spec is None else spec
@@ -71,18 +82,41 @@ class NVFP4CacheLayer(DynamicLayer):
         for name, tokens in (("recent", recent), ("sink", sink)):
             if not isinstance(tokens, int) or tokens < 0:
                 raise ValueError(f"{name} must be a number of tokens, 0 or more, got {tokens!r}")
-        self.recent, self.sink, self.rotate_keys = recent, sink, rotate_keys
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise ValueError(f"max_tokens must be a number of tokens, 1 or more, got {max_tokens!r}")
+        self.recent, self.sink, self.rotate_keys, self.max_tokens = recent, sink, rotate_keys, max_tokens
         self._reset()
 
     def _reset(self) -> None:
         self.length = 0
-        self._states: tuple[CodedStates, ...] = ()
+        self._pair: tuple[CodedStates, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, whose latest tokens are not in a ring."""
+        self._settle()
+        return {name: value for name, value in vars(self).items() if name not in ("_ring", "_spare")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "_states" in state:  # of earlier pickles
+            state["_pair"] = state.pop("_states")
+        vars(self).update(state)
+
+    @property
+    def _states(self) -> tuple[CodedStates, ...]:
+        """Keys and values. Nothing but a graph knows the tokens in a ring until they are taken out of it."""
+        self._settle()
+        return self._pair
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Record the shape (batch, heads), and create empty states."""
+        """Record the shape (batch, heads), and create empty states, in the memory of those before a reset."""
         super().lazy_initialization(key_states, value_states)
         self.batch, self.heads = key_states.shape[0], key_states.shape[1]
-        self._states = CodedStates(key_states, self.rotate_keys), CodedStates(value_states)
+        self._pair = CodedStates(key_states, self.rotate_keys), CodedStates(value_states)
+        if self.max_tokens is None:
+            return
+        for states, old in zip(self._pair, self._spare[0] or (None, None), strict=True):
+            states.reserve(self.max_tokens, old)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (batch, heads, tokens, head_dim). Return all of them (batch, heads, length, head_dim).
@@ -99,8 +133,8 @@ class NVFP4CacheLayer(DynamicLayer):
                 f"the cache has (batch, heads) ({self.batch}, {self.heads}), and got {tuple(key_states.shape)}: make a "
                 "new cache, or reset() this one"
             )
-        self.length += key_states.shape[-2]
         keys, values = self._states
+        self.length += key_states.shape[-2]
         key_front, new_keys = keys.to_front(key_states, self.sink)
         value_front, new_values = values.to_front(value_states, self.sink)
         fronts = key_front, value_front
@@ -124,6 +158,42 @@ class NVFP4CacheLayer(DynamicLayer):
         dense = [torch.cat((front.to(x.dtype), each.decode(x.dtype, stored), x), dim=2) for each, front, x in both]
         return dense[0], dense[1]
 
+    # --- tokens that a CUDA graph writes ------------------------------------------------------------------------------
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a graph can write the next token: dense tokens are complete, and there is room without moving."""
+        if self.max_tokens is None or not self.recent or not self.is_initialized or self.length >= self.max_tokens:
+            return False
+        if self._ring is not None:
+            return True
+        return all(
+            (each.front.shape[2], each.latest.shape[2]) == (self.sink, self.recent)
+            and each.codes.shape[2] >= self.max_tokens
+            for each in self._pair
+        )
+
+    def graph_buffers(self) -> GraphBuffers:
+        """Return what a graph reads and writes, after moving the latest tokens into a ring. The layer is steady."""
+        keys, values = self._pair
+        if self._ring is None:
+            self._ring = Ring(keys.latest, values.latest, self.length - self.sink, self._spare[1])
+            self._spare = (), self._ring
+        return GraphBuffers(keys, values, self._ring, self.spec.pack(), self.sink, self.recent)
+
+    def count_one(self) -> None:
+        """Count one token that a graph wrote."""
+        self.length += 1
+
+    def _settle(self) -> None:
+        """Take the latest tokens out of the ring."""
+        if self._ring is None:
+            return
+        latest = self._ring.latest(self.length - self.sink)
+        for states, x in zip(self._pair, latest, strict=True):
+            states.latest, states.stored = x, self.length - self.sink - self.recent
+        self._ring = None
+
     @property
     def nbytes(self) -> int:
         """The size of keys and values in bytes: codes, block scales, factors, their free capacity, and dense tokens."""
@@ -135,6 +205,8 @@ class NVFP4CacheLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Remove all tokens. The next ones may have another batch size."""
+        if self.max_tokens is not None:
+            self._spare = self._states or self._spare[0], self._spare[1]
         self.is_initialized = False  # transformers 5.17 and older keep it set
         super().reset()
         self._reset()
@@ -192,16 +264,18 @@ def nvfp4_cache(
     recent: int = RECENT,
     sink: int = 0,
     rotate_keys: bool = True,
+    max_tokens: int | None = None,
 ) -> Cache:
     """Return a key-value cache in NVFP4 for ``model.generate(past_key_values=...)`` or a model's forward.
 
-    On a CPU, attention of a new token reads the codes where they are if no text of the batch is padded. For padded
-    batches, prompts in chunks and soft caps too, call ``model.set_attn_implementation("nvfp4")``. Layers without
+    With native kernels, attention of a new token reads the codes where they are if no text of the batch is padded. For
+    padded batches, prompts in chunks and soft caps too, call ``model.set_attn_implementation("nvfp4")``. Layers without
     growing keys and values (sliding windows, linear attention) stay those of transformers.
 
     Args:
         config: the config of the model.
-        spec, recent, sink, rotate_keys: as in :class:`NVFP4CacheLayer`.
+        spec, recent, sink, rotate_keys, max_tokens: as in :class:`NVFP4CacheLayer`. ``decode_natively`` on CUDA uses
+            caches with ``max_tokens``.
 
     Raises:
         ValueError: no layer of the model has growing keys and values, or ``spec``, ``recent`` or ``sink`` is invalid.
@@ -211,7 +285,7 @@ def nvfp4_cache(
         >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
     """
     layers = [
-        NVFP4CacheLayer(spec, recent, sink, rotate_keys) if type(layer) is DynamicLayer else layer
+        NVFP4CacheLayer(spec, recent, sink, rotate_keys, max_tokens) if type(layer) is DynamicLayer else layer
         for layer in DynamicCache(config=config).layers
     ]
     if not any(isinstance(layer, NVFP4CacheLayer) for layer in layers):

@@ -24,7 +24,7 @@ GROWTH = 128
 """Tokens by which codes grow. A growth copies them: 1/64 of what the attention of 128 tokens reads."""
 
 MOST_HEAD_DIM = 512
-"""The largest head that ``nvfp4::attend_codes`` supports on a CPU."""
+"""The largest head that ``nvfp4::attend_codes`` supports."""
 
 Coded = tuple[Tensor, Tensor, Tensor]
 
@@ -86,9 +86,17 @@ class CodedStates:
         """Bytes of codes with their free capacity, and of dense tokens."""
         return sum(t.numel() * t.element_size() for t in (self.front, *self.coded, self.latest))
 
-    def reserve(self, tokens: int) -> None:
-        """Grow the codes' capacity to at least so many tokens."""
+    def reserve(self, tokens: int, spare: CodedStates | None = None) -> None:
+        """Grow the codes' capacity to at least so many tokens; if there are none yet, in the memory of ``spare``."""
         if tokens <= self.codes.shape[2]:
+            return
+        if (
+            spare is not None
+            and not self.stored
+            and spare.codes.shape[2] >= tokens
+            and all(map(_fits, self.coded, spare.coded))
+        ):
+            self.codes, self.scale, self.factor = spare.coded
             return
         capacity = ceil_to(tokens, GROWTH)
         with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
@@ -144,6 +152,11 @@ def _decoded(coded: Coded, stored: int, size: int, dtype: torch.dtype, rotation:
     codes, scale, factor = (t[:, :, :stored] for t in coded)
     x = decode_heads(codes, scale, factor, size, dtype)  # 6 bits of mantissa: exact in bfloat16
     return x if rotation is None else (x.unflatten(-1, (-1, len(rotation))) @ rotation.to(dtype)).flatten(-2)
+
+
+def _fits(new: Tensor, old: Tensor) -> bool:
+    """Return whether two tensors differ in nothing but the number of tokens."""
+    return new.shape[:2] == old.shape[:2] and new.shape[3:] == old.shape[3:] and new.device == old.device
 
 
 def _grown(t: Tensor, used: int, capacity: int) -> Tensor:

@@ -17,6 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
+from nvfp4_tensor.generation.cache import NVFP4CacheLayer
+from nvfp4_tensor.generation.ring import GraphBuffers
+
 GROWTH = 256
 """The number of tokens of a cache is a multiple of this one."""
 ROOM = 4096
@@ -252,8 +255,33 @@ def has_buffers(cache: Any) -> bool:
     return all(type(each) in kinds and each.is_initialized for each in cache.layers)
 
 
+def has_codes(cache: Any) -> bool:
+    """Return whether the cache is one of codes, to which a CUDA graph can append the next token."""
+    return (
+        type(cache) is Cache
+        and bool(cache.layers)
+        and not cache.offloading
+        and all(type(each) is NVFP4CacheLayer and each.is_steady for each in cache.layers)
+    )
+
+
+def graph_buffers_of(cache: Any) -> list[GraphBuffers]:
+    """Return what a CUDA graph reads and writes of each layer of a cache of codes."""
+    return [each.graph_buffers() for each in cache.layers]
+
+
+def batch_of(cache: Any) -> int:
+    """Return the number of texts in a cache that has buffers, or codes."""
+    layers: list[Any] = cache.layers
+    batch: int = layers[0].batch if type(cache) is Cache else buffers_of(cache)[0][0].shape[0]
+    return batch
+
+
 def capacity_of(cache: Any) -> int:
     """Return the number of tokens that all layers of the cache have room for."""
+    layers: list[Any] = cache.layers
+    if type(cache) is Cache:
+        return min(each.max_tokens for each in layers)
     return min(each.capacity if type(each) is FixedLayer else each.max_cache_len for each in cache.layers)
 
 
@@ -288,6 +316,11 @@ def _is_full(layer: Any) -> bool:
 
 def append_one(cache: Any) -> None:
     """Count one token that a step wrote into the buffers."""
+    layers: list[Any] = cache.layers
+    if type(cache) is Cache:
+        for each in layers:
+            each.count_one()
+        return
     if type(cache) is FixedCache:
         for each in cache.layers:
             each.append(1)

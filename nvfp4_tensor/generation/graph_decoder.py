@@ -18,9 +18,10 @@ from nvfp4_tensor.generation.fixed_cache import (
     Buffers,
     FixedCache,
     append_one,
-    buffers_of,
+    batch_of,
     capacity_of,
     has_buffers,
+    has_codes,
     length_of,
 )
 from nvfp4_tensor.generation.graph_plan import GraphPlan
@@ -180,6 +181,8 @@ class GraphDecoder:
             return None
         if plan.description is None and type(cache) is not FixedCache:
             return None
+        if has_codes(cache) and not plan.reads_codes:
+            return None
         now = (weakref.ref(cache), cache.moves, chooser, plan) if type(cache) is FixedCache else None
         if now is not None and self._latest is not None and self._latest[0] == now:
             return self._latest[1]  # without looking at all addresses
@@ -230,9 +233,9 @@ class GraphDecoder:
             and input_ids.shape[1] == 1
             and 1 <= input_ids.shape[0] <= MAX_BATCH
             and input_ids.dtype == torch.int64
-            and has_buffers(cache)
+            and (has_buffers(cache) or has_codes(cache))
             and cache.layers[0].device == input_ids.device
-            and buffers_of(cache)[0][0].shape[0] == input_ids.shape[0]
+            and batch_of(cache) == input_ids.shape[0]
             and (plan is None or (plan.device == input_ids.device and plan.dtype == cache.layers[0].dtype))
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(input_ids.device.type)

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.generation.architectures import Model
 from nvfp4_tensor.generation.families import describe, family_of
-from nvfp4_tensor.generation.fixed_cache import FixedCache, buffers_of, keeps_all_keys, static_view
+from nvfp4_tensor.generation.fixed_cache import (
+    FixedCache,
+    buffers_of,
+    graph_buffers_of,
+    has_codes,
+    keeps_all_keys,
+    static_view,
+)
 from nvfp4_tensor.generation.fused_layers import FusedLayers
 from nvfp4_tensor.generation.model_state import ModelState, check_known, check_modules, unsupported_reason
 from nvfp4_tensor.generation.plan import check_model
@@ -70,8 +77,17 @@ class GraphPlan:
         tables = [each.cos_sin(like, positions) for each in self.description.rotaries]
         return [(cos.flatten(0, 1), sin.flatten(0, 1)) for cos, sin in tables]
 
-    def bind(self, cache: Any) -> NativeStep | OwnStep:
+    @property
+    def reads_codes(self) -> bool:
+        """Whether the native step can attend to a cache of codes: without windows and sinks."""
+        return self.description is not None and not any(
+            each.attention.window or each.attention.sinks is not None for each in self.description.blocks
+        )
+
+    def bind(self, cache: Any) -> NativeStep | OwnStep | CodesStep:
         """Return the step that appends to the buffers of this cache."""
+        if has_codes(cache):
+            return CodesStep(self, cache)
         return OwnStep(self, cache) if self.description is None else NativeStep(self, cache)
 
     def run(self, *arguments: Any) -> Tensor:
@@ -99,6 +115,25 @@ class NativeStep:
         """
         rotations = self.plan.rotations(positions) if rotations is None else rotations
         return self.plan.run(tokens.flatten(), position, rotations, *self.buffers, self.fused)
+
+    def release(self) -> None:
+        """Forget the buffers, which a captured graph knows by their addresses."""
+        del self.buffers
+
+
+class CodesStep:
+    """The native step with a cache of codes."""
+
+    def __init__(self, plan: GraphPlan, cache: Any) -> None:
+        self.plan, self.buffers = plan, graph_buffers_of(cache)
+
+    def __call__(
+        self, tokens: Tensor, position: Tensor, positions: Tensor, rotations: Sequence[Rotation] | None
+    ) -> Tensor:
+        """Return the logits; arguments as of :class:`NativeStep`."""
+        rotations = self.plan.rotations(positions) if rotations is None else rotations
+        place = self.buffers[0].place(position)
+        return self.plan.run(tokens.flatten(), place, rotations, self.buffers, self.buffers)
 
     def release(self) -> None:
         """Forget the buffers, which a captured graph knows by their addresses."""

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.generation.choice import Chooser
-from nvfp4_tensor.generation.fixed_cache import buffers_of, capacity_of, length_of
+from nvfp4_tensor.generation.fixed_cache import (
+    batch_of,
+    buffers_of,
+    capacity_of,
+    graph_buffers_of,
+    has_codes,
+    length_of,
+)
 from nvfp4_tensor.generation.graph_plan import GraphPlan
 from nvfp4_tensor.generation.token_step import Rotation
 
@@ -135,5 +142,9 @@ def _replay_on(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
 
 def addresses_of(cache: Any) -> tuple[int, ...]:
     """Return the batch size and capacity of a cache, and the addresses of its buffers: what a graph depends on."""
+    if has_codes(cache):
+        codes = graph_buffers_of(cache)
+        dense = (codes[0].sink, codes[0].recent, codes[0].spec)
+        return batch_of(cache), capacity_of(cache), *dense, *(at for each in codes for at in each.addresses)
     keys, values = buffers_of(cache)
     return keys[0].shape[0], keys[0].shape[2], *(each.data_ptr() for each in (*keys, *values))

@@ -21,11 +21,14 @@ from transformers.integrations import moe
 
 from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
 from nvfp4_tensor.generation.fused_layers import FusedLayers
+from nvfp4_tensor.generation.ring import GraphBuffers, GraphPlace
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin (1 or B, rotary)."""
+Buffer = Tensor | GraphBuffers
+"""Keys or values of a layer, (B, kv_heads, length, head_dim), or both, with codes."""
 
 
 class Sum(NamedTuple):
@@ -56,17 +59,17 @@ class TokenStep:
     def __call__(
         self,
         tokens: Tensor,
-        position: Tensor,
+        position: Tensor | GraphPlace,
         rotations: Sequence[Rotation],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        keys: Sequence[Buffer],
+        values: Sequence[Buffer],
         fused: FusedLayers | None = None,
     ) -> Tensor:
         """Append one token per row to the caches, and return the logits (B, vocabulary) after it.
 
         Args:
             tokens: int64 (B,).
-            position: int64 (1,), the number of tokens in the caches.
+            position: int64 (1,), the number of tokens in the caches; of caches of codes, what that means to them.
             rotations: cos and sin at this position for each of ``model.rotaries``.
             keys, values: per layer (B, kv_heads, length, head_dim). The token's are written at ``position``.
             fused: all blocks as one kernel for these buffers, where there is one.
@@ -77,7 +80,7 @@ class TokenStep:
         logits = (
             self._logits(x, position, rotations, keys, values)
             if fused is None
-            else self.plain_head(fused(x, position, rotations, keys, values))
+            else self.plain_head(fused(x, position, rotations, keys, values))  # type: ignore[arg-type]
         )
         if self.model.logits_divisor != 1.0:
             logits = logits / self.model.logits_divisor
@@ -88,10 +91,10 @@ class TokenStep:
     def _logits(
         self,
         x: Tensor,
-        position: Tensor,
+        position: Tensor | GraphPlace,
         rotations: Sequence[Rotation],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        keys: Sequence[Buffer],
+        values: Sequence[Buffer],
     ) -> Tensor:
         total = Sum(x)
         for i, block in enumerate(self.blocks):
@@ -110,7 +113,12 @@ class _Block:
         self.feed_forward = _feed_forward(block.pre_feed_forward, block.feed_forward, constant)
 
     def __call__(
-        self, total: Sum, position: Tensor, rotations: Sequence[Rotation], keys: Tensor, values: Tensor
+        self,
+        total: Sum,
+        position: Tensor | GraphPlace,
+        rotations: Sequence[Rotation],
+        keys: Buffer,
+        values: Buffer,
     ) -> Sum:
         """Return the sum after the block; total: the one before it."""
         block = self.block
@@ -121,15 +129,28 @@ class _Block:
 
 
 def attend(
-    attention: Attention, qkv: Tensor, position: Tensor, rotations: Sequence[Rotation], keys: Tensor, values: Tensor
+    attention: Attention,
+    qkv: Tensor,
+    position: Tensor | GraphPlace,
+    rotations: Sequence[Rotation],
+    keys: Buffer,
+    values: Buffer,
 ) -> Tensor:
     """Return the attention (B, heads * head_dim) of one token per row, whose keys and values are appended."""
     cos, sin = (None, None) if attention.rotary is None else rotations[attention.rotary]
     q_norm, k_norm = attention.q_norm, attention.k_norm
     constants = (0.0, 0.0, True) if q_norm is None else _constants(q_norm)
+    before = (qkv, _weight(q_norm), _weight(k_norm), *constants, cos, sin)
+    if isinstance(keys, GraphBuffers):
+        assert isinstance(position, GraphPlace)
+        ring = keys.ring
+        q, oldest_key, oldest_value = torch.ops.nvfp4.place_one(
+            *before, ring.keys, ring.values, position.ring, attention.heads
+        )
+        return keys.attend(q, oldest_key, oldest_value, position.lengths, attention.scaling, attention.softcap)
     attended: Tensor = torch.ops.nvfp4.attend_one(
-        qkv, _weight(q_norm), _weight(k_norm), *constants, cos, sin, keys, values, position,
-        attention.heads, attention.scaling, attention.window, attention.softcap, attention.sinks,
+        *before, keys, values, position, attention.heads, attention.scaling, attention.window, attention.softcap,
+        attention.sinks,
     )  # fmt: skip
     return attended
 

@@ -1,0 +1,89 @@
+"""The latest tokens of a cache's layer in a ring, which a CUDA graph writes to: buffers that stay where they are.
+
+Token p behind the front is in slot p % (recent + 1). A step at position p writes its token, attends to the codes of all
+tokens that are not in the ring and to the ring, and then quantizes the oldest token of the ring, which the next step
+overwrites. What a step writes depends on its position alone, so that it may run again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.generation.coded_states import CodedStates
+
+
+class Ring:
+    """Keys and values (batch, heads, recent + 1, head_dim).
+
+    Args:
+        keys, values: the latest tokens, (batch, heads, recent, head_dim).
+        position: the position of the next token behind the front.
+        spare: a ring whose memory is used if it fits.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, position: int, spare: Ring | None = None) -> None:
+        self.size = keys.shape[2] + 1
+        slots = self._slots(position, keys.device)
+        self.keys: Tensor = self._filled(keys, slots, None if spare is None else spare.keys)
+        self.values: Tensor = self._filled(values, slots, None if spare is None else spare.values)
+
+    def _filled(self, latest: Tensor, slots: Tensor, buffer: Tensor | None) -> Tensor:
+        shape = (*latest.shape[:2], self.size, latest.shape[3])
+        if buffer is None or buffer.shape != shape or (buffer.dtype, buffer.device) != (latest.dtype, latest.device):
+            with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
+                buffer = torch.zeros(shape, dtype=latest.dtype, device=latest.device)
+        return buffer.index_copy_(2, slots, latest)
+
+    def _slots(self, position: int, device: torch.device) -> Tensor:
+        """Return the slots of the tokens before ``position``, in order."""
+        return torch.arange(position - self.size + 1, position, device=device) % self.size
+
+    def latest(self, position: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens before ``position`` behind the front: keys and values (batch, heads, recent, head_dim)."""
+        slots = self._slots(position, self.keys.device)
+        return self.keys.index_select(2, slots), self.values.index_select(2, slots)
+
+
+class GraphPlace(NamedTuple):
+    """Where a step writes its token, both int64."""
+
+    ring: Tensor
+    """(1,): the position behind the front."""
+    lengths: Tensor
+    """(batch,): the tokens in codes, to which the oldest token of the ring is appended."""
+
+
+class GraphBuffers(NamedTuple):
+    """What a step reads and writes of one layer."""
+
+    keys: CodedStates
+    values: CodedStates
+    ring: Ring
+    spec: int
+    sink: int
+    recent: int
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        dense = (self.ring.keys, self.ring.values, self.keys.front, self.values.front)
+        return tuple(t.data_ptr() for t in (*self.keys.coded, *self.values.coded, *dense))
+
+    def place(self, position: Tensor) -> GraphPlace:
+        """Return the place of the token at ``position``, int64 (1,), which is the same for all layers."""
+        behind = position - self.sink
+        return GraphPlace(behind, (behind - self.recent).expand(self.ring.keys.shape[0]).contiguous())
+
+    def attend(
+        self, q: Tensor, oldest_key: Tensor, oldest_value: Tensor, lengths: Tensor, scale: float, softcap: float
+    ) -> Tensor:
+        """Return the attention (batch, heads * head_dim) of a token in the ring; append the ring's oldest token."""
+        front = (self.keys.front, self.values.front) if self.sink else (None, None)
+        coded, rotated = (*self.keys.coded, *self.values.coded), self.keys.rotation is not None
+        attended: Tensor = torch.ops.nvfp4.attend_codes(
+            q, *coded, lengths, None, *front, self.ring.keys, self.ring.values, scale, softcap, 0, rotated
+        )
+        torch.ops.nvfp4.append_codes(oldest_key, oldest_value, self.spec, *coded, lengths, rotated)
+        return attended.flatten(1)
