@@ -125,6 +125,23 @@ def test_in_bfloat16_logits_are_those_of_the_decoded_cache_within_rounding():
     assert (logits[0] - logits[1]).float().norm() < 0.02 * logits[0].float().norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 20, 100])
+def test_on_cuda_short_chunks_read_codes_and_long_ones_decode_them(size, calls):
+    model = tiny_model(dtype=torch.bfloat16).cuda()
+    ids = torch.randint(128, (2, 500), generator=torch.Generator().manual_seed(1)).cuda()
+    logits = []
+    for implementation, cache in (("sdpa", decoded_cache(model)), ("nvfp4", nvfp4_cache(model.config))):
+        calls["in place"], calls["decoded"] = [], 0
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            model(ids[:, :400], past_key_values=cache)
+            parts = [model(part, past_key_values=cache).logits for part in ids[:, 400:].split(size, dim=1)]
+        logits.append(torch.cat(parts, dim=1).float())
+    assert (logits[0] - logits[1]).norm() < 0.02 * logits[0].norm()
+    assert (size > attention.MOST_NEW_TOKENS) == bool(calls["decoded"]) == (not calls["in place"])
+
+
 # --- what falls back -------------------------------------------------------------------------------------------------
 
 
