@@ -85,13 +85,13 @@ __device__ __forceinline__ int exponent_of(const float (&v)[kBlock], int lanes, 
 template <typename T>
 __global__ void __launch_bounds__(kAppendThreads) append_codes_kernel(const __grid_constant__ AppendCodes p) {
   __shared__ SearchTable table;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const float largest = mul(kE2M1Max, p.spec.scale_ceiling);
   const TensorScale tensor = TensorScale::of(largest, p.spec.scale_ceiling);  // whose per-tensor scale is 1
   const bool searches = p.spec.scale_search != ScaleSearch::kNone;
   if (searches) table.fill(tensor);
   __syncthreads();
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
   const int which = blockIdx.y, blocks = (p.size[which] + kBlock - 1) / kBlock;
   int lanes = 1;
   while (lanes < blocks) lanes *= 2;

@@ -1,0 +1,80 @@
+// Pairs of 16-bit floats in a register, and bytes of memory as words.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "numerics/platform.h"
+
+namespace nvfp4 {
+namespace attention {
+
+using Bf16 = __nv_bfloat16;
+
+__device__ __forceinline__ uint32_t transposed(uint32_t v) {
+  uint32_t out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
+  return out;
+}
+
+__device__ __forceinline__ float exp2_of(float v) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
+  return out;
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, Bf16>) return pack_bf16(low, high);
+  uint32_t out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+// Two packed elements.
+template <typename T>
+struct Pair {
+  uint32_t bits;
+  __device__ __forceinline__ explicit Pair(uint32_t packed) : bits(packed) {}
+  __device__ __forceinline__ float low() const {
+    if constexpr (std::is_same_v<T, Bf16>) return bits_float(bits << 16);
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  }
+  __device__ __forceinline__ float high() const {
+    if constexpr (std::is_same_v<T, Bf16>) return bits_float(bits & 0xFFFF0000u);
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(bits >> 16)));
+  }
+};
+
+// Bytes to words: what is not a whole word has zeros above.
+template <int kBytes, int kWords>
+__device__ __forceinline__ void load_bytes(const uint8_t* from, uint32_t (&to)[kWords]) {
+  if constexpr (kBytes == 1) {
+    to[0] = *from;
+  } else if constexpr (kBytes == 2) {
+    to[0] = *reinterpret_cast<const uint16_t*>(from);
+  } else if constexpr (kBytes == 4) {
+    to[0] = *reinterpret_cast<const uint32_t*>(from);
+  } else if constexpr (kBytes == 8) {
+    const uint2 v = *reinterpret_cast<const uint2*>(from);
+    to[0] = v.x, to[1] = v.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i) {
+      const uint4 v = reinterpret_cast<const uint4*>(from)[i];
+      to[4 * i] = v.x, to[4 * i + 1] = v.y, to[4 * i + 2] = v.z, to[4 * i + 3] = v.w;
+    }
+  }
+}
+
+}  // namespace attention
+}  // namespace nvfp4

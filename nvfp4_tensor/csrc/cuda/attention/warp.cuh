@@ -1,0 +1,267 @@
+// What a warp has of its tiles: scores, weights and sums of up to 4 kTiles queries.
+#pragma once
+
+#include "cuda/attention/coded_tile.cuh"
+#include "cuda/matmul/decode.cuh"
+#include "cuda/ptx/mma.cuh"
+
+namespace nvfp4 {
+namespace attention {
+
+// How far a score may exceed the largest so far before sums are scaled anew, in bits: weights stay below 2^kSlack.
+constexpr float kSlack = 8.0f;
+
+template <int kDim, int kTiles>
+struct Shape {
+  static constexpr int kRows = 4 * kTiles;
+  static constexpr int kSums = kDim * kTiles / 4;  // registers of a lane
+  static constexpr int kWarps = kSums <= 32 ? 8 : 4;
+  static constexpr int kBlocksPerSm = kSums <= 32 || kTiles == 4 ? 2 : 3;
+  static constexpr int kThreads = kWarps * 32;
+};
+
+template <int kDim, int kTiles>
+struct CodesShared {
+  using Of = Shape<kDim, kTiles>;
+  uint16_t q[2][8 * kTiles][kDim + 8];  // for codes: rounded and rest; for dense tokens
+  union {
+    CodedStage<kDim> stage[Of::kWarps][kStages];
+    struct {
+      float most[Of::kWarps][Of::kRows], total[Of::kWarps][Of::kRows];
+      float sum[Of::kWarps][Of::kRows][kDim + 2];
+    } left;
+  };
+};
+
+// What columns see of a stretch of the context, whose token 0 has the position `at`: indices of its tokens.
+struct Mask {
+  int at;
+  Range seen;                // by any query
+  int free_begin, free_end;  // by all of them
+
+  __device__ __forceinline__ Mask(const AttendCodes& p, const Sight& sight, int position, int count)
+      : at(position), seen(sight.from(0) - position, sight.to(p.tokens - 1) + 1 - position, count) {
+    const Range free(sight.from(p.tokens - 1) - position, sight.to(0) + 1 - position, count);
+    free_begin = free.begin, free_end = free.end;
+  }
+  __device__ __forceinline__ bool cuts(int token) const { return token < free_begin || token + kCodeTile > free_end; }
+  __device__ __forceinline__ bool hides(const Sight& sight, int token, int own) const {
+    return token < seen.begin || token >= seen.end || at + token < sight.from(own) || at + token > sight.to(own);
+  }
+};
+
+template <int kDim, int kTiles>
+struct CodesWarp {
+  using Keys = CodedKeys<kDim>;
+  using Values = CodedValues<kDim>;
+  using Shared = CodesShared<kDim, kTiles>;
+  static constexpr int kKeyWords = Keys::kWords, kValueWords = Values::kWords;
+  static constexpr int kParts = kDim / 16;  // of 16 elements of values
+
+  uint4 q[kTiles][kKeyWords];
+  float most[kTiles][2], total[kTiles][2], sum[kTiles][kParts][4];
+
+  __device__ __forceinline__ CodesWarp(const Shared& shared, int lane) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < kKeyWords; ++j) {
+        const uint16_t* from = &shared.q[0][8 * n + lane / 4][lane % 4 * (kDim / 4) + 8 * j];
+        q[n][j] = to_fragment(*reinterpret_cast<const uint4*>(from));
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) most[n][i] = kNothing, total[n][i] = 0;
+#pragma unroll
+      for (int m = 0; m < kParts; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[n][m][i] = 0;
+      }
+    }
+  }
+
+  // Products of tokens g and g + 8 by columns 2t and 2t + 1, times kUnit.
+  __device__ __forceinline__ void score(const Keys& keys, float (&s)[kTiles][4]) const {
+    uint32_t factor[2][(Keys::kScales + 1) / 2 * 2];
+    if constexpr (Keys::kScales == 4) {
+      scale_factors<Bf16>(keys.scale[0], factor[0]);
+      scale_factors<Bf16>(keys.scale[1], factor[1]);
+    } else {
+      uint32_t out[4];
+      scale_factors<Bf16>(keys.scale[0] | keys.scale[1] << 16, out);
+      factor[0][0] = out[0], factor[0][1] = out[1], factor[1][0] = out[2], factor[1][1] = out[3];
+    }
+    float odd[kTiles][4];  // two chains of sums
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = odd[n][i] = 0;
+    }
+#pragma unroll
+    for (int j = 0; j < kKeyWords; ++j) {
+      uint32_t a[4], b[4];
+      decode_word<Bf16>(keys.code[0][j], factor[0][j / 2], a);
+      decode_word<Bf16>(keys.code[1][j], factor[1][j / 2], b);
+      const uint32_t first[4] = {a[0], b[0], a[1], b[1]}, second[4] = {a[2], b[2], a[3], b[3]};
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        mma(s[n], first, q[n][j].x, q[n][j].y, Bf16{});
+        mma(odd[n], second, q[n][j].z, q[n][j].w, Bf16{});
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
+    }
+  }
+
+  // The two parts of a query together (of dense tokens it has one), times unit and a factor of tokens g and g + 8, in
+  // units of log2(e).
+  template <bool kIsSplit>
+  __device__ __forceinline__ static void scale(const AttendCodes& p, float unit, const float (&factor)[2], int lane,
+                                               float (&s)[kTiles][4]) {
+    const float by = unit * (p.softcap != 0.0f ? 1.0f : kLog2E);
+    const float of[2] = {factor[0] * by, factor[1] * by};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, s[n][i], 2);
+        if constexpr (kIsSplit) {
+          s[n][i] += other;
+        } else if (lane % 4 >= 2) {
+          s[n][i] = other;
+        }
+        s[n][i] *= of[i / 2];
+      }
+    }
+    if (p.softcap != 0.0f) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = tanhf(s[n][i] / p.softcap) * (p.softcap * kLog2E);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void hide(const AttendCodes& p, const Sight& sight, const Mask& mask, int first_row,
+                                              int token, int lane, float (&s)[kTiles][4]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = 4 * n + (lane % 2 * 2 + i % 2);
+        if (mask.hides(sight, token + lane / 4 + i / 2 * 8, (first_row + row) % p.tokens)) s[n][i] = -INFINITY;
+      }
+    }
+  }
+
+  // Scores to weights, relative to the largest so far or one a little smaller.
+  __device__ __forceinline__ void weigh(float (&s)[kTiles][4]) {
+    bool grows = false;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) grows |= s[n][i] > most[n][i % 2] + kSlack;
+    }
+    if (__any_sync(0xFFFFFFFFu, grows)) raise(s);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = exp2_of(s[n][i] - most[n][i % 2]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) total[n][i] += s[n][i] + s[n][i + 2];
+    }
+  }
+  __device__ __forceinline__ void raise(const float (&s)[kTiles][4]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float now = fmaxf(s[n][i], s[n][i + 2]);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) now = fmaxf(now, __shfl_xor_sync(0xFFFFFFFFu, now, step));
+        now = fmaxf(now, most[n][i]);
+        const float correction = exp2_of(most[n][i] - now);
+        most[n][i] = now;
+        total[n][i] *= correction;
+#pragma unroll
+        for (int m = 0; m < kParts; ++m) sum[n][m][i] *= correction, sum[n][m][i + 2] *= correction;
+      }
+    }
+  }
+
+  // Weights of tokens g and g + 8 times a factor, as B fragments: columns 4 to 7 have what rounding leaves.
+  template <typename T>
+  __device__ __forceinline__ static void split_weights(const float (&s)[kTiles][4], const float (&of)[2], int lane,
+                                                       uint32_t (&weights)[kTiles][2]) {
+    const uint32_t rest = lane % 4 < 2 ? 0 : 0xFFFFFFFFu;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float a = s[n][2 * i] * of[i], b = s[n][2 * i + 1] * of[i];
+        const Pair<T> rounded(pack_pair<T>(a, b) & rest);
+        weights[n][i] = transposed(pack_pair<T>(a - rounded.low(), b - rounded.high()));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(const Values& values, const float (&s)[kTiles][4], int lane) {
+    constexpr float kUnit = 1.0f / Decoder<Bf16>::kUnit;
+    const float of[2] = {values.factor[0] * kUnit, values.factor[1] * kUnit};
+    uint32_t weights[kTiles][2];
+    split_weights<Bf16>(s, of, lane, weights);
+    uint32_t factor[Values::kScales][2];
+    const uint32_t low = __byte_perm(values.scale[0], values.scale[1], 0x5140);  // first bytes, then second ones
+    const uint32_t high = __byte_perm(values.scale[2], values.scale[3], 0x5140);
+    scale_factor_pairs<Bf16>(__byte_perm(low, high, 0x5410), factor[0]);
+    if constexpr (Values::kScales == 2) scale_factor_pairs<Bf16>(__byte_perm(low, high, 0x7632), factor[1]);
+#pragma unroll
+    for (int j = 0; j < kValueWords; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t which = half ? 0x7632 : 0x5410;
+        uint32_t a[4], b[4];
+        decode_word<Bf16>(__byte_perm(values.code[0][j], values.code[1][j], which), factor[j / 2][0], a);
+        decode_word<Bf16>(__byte_perm(values.code[2][j], values.code[3][j], which), factor[j / 2][1], b);
+        const uint32_t first[4] = {a[0], a[1], b[0], b[1]}, second[4] = {a[2], a[3], b[2], b[3]};
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          mma(sum[n][4 * j + 2 * half], first, weights[n][0], weights[n][1], Bf16{});
+          mma(sum[n][4 * j + 2 * half + 1], second, weights[n][0], weights[n][1], Bf16{});
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void leave(Shared& shared, int warp, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = 4 * n + t % 2 * 2 + i;
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) total[n][i] += __shfl_xor_sync(0xFFFFFFFFu, total[n][i], step);
+        if (g == 0 && t < 2) shared.left.most[warp][row] = most[n][i], shared.left.total[warp][row] = total[n][i];
+#pragma unroll
+        for (int m = 0; m < kParts; ++m) {
+          const float a = whole(sum[n][m][i]), b = whole(sum[n][m][i + 2]);
+          if (t < 2) {
+            *reinterpret_cast<float2*>(&shared.left.sum[warp][row][g * (kDim / 8) + 2 * m]) = make_float2(a, b);
+          }
+        }
+      }
+    }
+  }
+
+  // Both columns of a sum. A value that is infinite makes the rest NaN, 0 times it.
+  __device__ __forceinline__ static float whole(float part) {
+    const float rest = __shfl_xor_sync(0xFFFFFFFFu, part, 2);
+    return fabsf(part) < INFINITY ? part + rest : part;
+  }
+};
+
+}  // namespace attention
+}  // namespace nvfp4
