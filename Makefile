@@ -24,7 +24,7 @@ ARCHS_HERE = $(or $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv
 NATIVE := .ci/native $(BIN)
 PYTEST := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest
 
-.PHONY: help demo test exhaustive check smoke kernel sanitize hub aarch64 lint format build docs sdist wheel clean
+.PHONY: help demo test exhaustive check smoke kernel sanitize emulated hub aarch64 lint format build docs sdist wheel clean
 .PHONY: native native-cpu native-here native-kernel
 .DELETE_ON_ERROR:
 
@@ -52,6 +52,9 @@ kernel: $(VENV)/.dev native-kernel  ## the kernels for one GPU, then one test: A
 
 sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
 	.ci/sanitize $(BIN)
+
+emulated: $(VENV)/.dev  ## the tests of AMX's products over an emulation, on machines without AMX
+	.ci/emulate_amx $(BIN)
 
 hub: $(VENV)/.dev  ## a repository for Hugging Face's kernels (build/hub), and its tests; HUB_CUDA_ARCHS="90a" adds CUDA
 	rm -rf build/hub

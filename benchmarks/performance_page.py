@@ -171,6 +171,21 @@ def products_cpu() -> str:
     return "\n\n".join(tables)
 
 
+def products_amx() -> str:
+    """Return a table of torch's time over ours by rows of x, for each number of threads and shape of an Intel CPU."""
+    if not measured("cpu", "matmul_intel"):
+        return ""
+    runs = load("cpu", "matmul_intel")["runs"]
+    lines: dict[str, dict[int, str]] = {}
+    for run in runs:
+        for case in run["cases"]:
+            line = f"{run['threads']} threads, {name_of(case['shape'])}, {case['instruction_set']}"
+            lines.setdefault(line, {})[case["rows"]] = times(case["speedup"])
+    rows = sorted({m for line in lines.values() for m in line})
+    header = ["times as fast; rows of x", *(f"{m:,}" for m in rows)]
+    return table(header, [[name, *(line.get(m, "") for m in rows)] for name, line in lines.items()])
+
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +369,8 @@ def page() -> str:
         search_cpu=quantize("cpu", "quantize_search_eden"),
         source_products_cpu=source(load("cpu", "matmul")),
         products_cpu=products_cpu(),
+        source_products_amx=source_if_measured("cpu", "matmul_intel"),
+        products_amx=products_amx(),
         source_generate_cpu=source(load("cpu", "generate")),
         generate_cpu=generate("cpu"),
         host=host(),

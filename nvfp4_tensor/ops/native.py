@@ -3,7 +3,8 @@
 Two libraries register C++ kernels for the schemas of ``composite``: ``libnvfp4_cpu`` and, only if torch has CUDA,
 ``libnvfp4_cuda``. Neither is required: without them, plain torch computes the same bits more slowly, and
 :func:`nvfp4_tensor.info` shows the reason. Environment variables: ``NVFP4_TENSOR_NATIVE=0`` disables both libraries;
-``NVFP4_TENSOR_ISA=avx512``, ``avx2``, ``neon`` or ``portable`` limits the instruction set of the CPU kernels;
+``NVFP4_TENSOR_ISA=amx``, ``avx512_bf16``, ``avx512``, ``avx2``, ``neon_bf16``, ``neon`` or ``portable`` limits the
+instruction set of the CPU kernels;
 ``NVFP4_TENSOR_LIB`` is a folder from which to load other builds of the libraries.
 """
 
@@ -100,7 +101,7 @@ def _cpu_library() -> ctypes.CDLL | None:
 def instruction_set() -> str:
     """Return the CPU kernels' instruction set; "torch" without kernels.
 
-    "avx512_bf16", "avx512", "avx2" on x86-64, "neon_bf16", "neon" on aarch64, "portable" on any.
+    "amx", "avx512_bf16", "avx512", "avx2" on x86-64, "neon_bf16", "neon" on aarch64, "portable" on any.
     """
     handle = _cpu_library()
     return handle.nvfp4_cpu_isa().decode() if handle else "torch"

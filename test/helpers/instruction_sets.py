@@ -10,9 +10,15 @@ native.load()
 needs_library = pytest.mark.skipif(native.instruction_set() == "torch", reason="the CPU library is not built")
 
 
+ALL = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "portable")
+ONLY_PRODUCTS = ("amx", "avx512_bf16", "neon_bf16")
+"""Those that differ from another in their products alone."""
+
+
 def available_instruction_sets():
+    """Return those of ALL that this machine and this build have."""
     names = []
-    for name in ("avx512", "avx2", "neon", "portable"):
+    for name in ALL:
         try:
             native.set_instruction_set(name)
             names.append(name)
@@ -23,7 +29,14 @@ def available_instruction_sets():
     return names
 
 
-INSTRUCTION_SETS = available_instruction_sets()
+OF_PRODUCTS = available_instruction_sets()
+INSTRUCTION_SETS = [name for name in OF_PRODUCTS if name not in ONLY_PRODUCTS]
+
+
+def summary():
+    """Return the line of the tests' summary: which instruction sets ran, and which could not."""
+    missing = [name for name in ALL if name not in OF_PRODUCTS]
+    return f"CPU instruction sets: {', '.join(OF_PRODUCTS) or 'none'}; not here, so not tested: {', '.join(missing)}"
 
 
 def each_instruction_set():

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from helpers.instruction_sets import OF_PRODUCTS
 
 from nvfp4_tensor import quantize
 from nvfp4_tensor.numerics import reference
@@ -13,15 +14,11 @@ if native.instruction_set() == "torch":
     pytest.skip("the CPU library is not built", allow_module_level=True)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-INSTRUCTION_SETS = ["avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "portable"]
 
 
-@pytest.fixture(params=INSTRUCTION_SETS)
+@pytest.fixture(params=OF_PRODUCTS)
 def isa(request):
-    try:
-        native.set_instruction_set(request.param)
-    except ValueError:
-        pytest.skip(f"no {request.param} here")
+    native.set_instruction_set(request.param)
     yield request.param
     native.set_instruction_set("")
 

@@ -9,8 +9,8 @@ namespace nvfp4 {
 namespace {
 
 const Kernels* named(const char* name) {
-  const Kernels* all[] = {avx512_bf16_kernels(), avx512_kernels(), avx2_kernels(),
-                          neon_bf16_kernels(),   neon_kernels(),   &portable_kernels()};
+  const Kernels* all[] = {amx_kernels(),       avx512_bf16_kernels(), avx512_kernels(),   avx2_kernels(),
+                          neon_bf16_kernels(), neon_kernels(),        &portable_kernels()};
   for (const Kernels* k : all) {
     if (k && (!*name || std::strcmp(k->name, name) == 0)) return k;
   }

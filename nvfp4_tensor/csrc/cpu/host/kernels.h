@@ -85,6 +85,7 @@ const Kernels& portable_kernels();
 const Kernels* avx2_kernels();  // null where the build has none
 const Kernels* avx512_kernels();
 const Kernels* avx512_bf16_kernels();  // the same, where products also have bfloat16 instructions
+const Kernels* amx_kernels();          // and AMX's tiles
 const Kernels* neon_kernels();
 const Kernels* neon_bf16_kernels();
 const Kernels& kernels();  // what this process uses

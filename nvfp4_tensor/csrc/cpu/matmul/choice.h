@@ -17,6 +17,10 @@ struct Choice {
 
   static Choice current() {
     const std::string_view name = kernels().name;
+    if (name == "amx" && amx_products()) {
+      if (avx512_kernels()) return {amx_products(), "amx", nullptr, "", avx512_products(), "avx512"};
+      return {amx_products(), "amx", nullptr, "", &portable_products(), "portable"};  // emulated
+    }
     if (name.substr(0, 6) == "avx512" && avx512_products()) {
       const ProductKernels* bf16 = name == "avx512_bf16" ? avx512_bf16_products() : nullptr;
       return {bf16, "avx512_bf16", nullptr, "", avx512_products(), "avx512"};
