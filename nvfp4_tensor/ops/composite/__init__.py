@@ -4,6 +4,7 @@ from nvfp4_tensor.ops.composite.attention import append_codes, attend_codes, dec
 from nvfp4_tensor.ops.composite.decode_layers import decode_layers, decode_layers_plan
 from nvfp4_tensor.ops.composite.decode_step import decode_step
 from nvfp4_tensor.ops.composite.generation import linear_row
+from nvfp4_tensor.ops.composite.optimizer import adamw_step, adamw_step_codes
 from nvfp4_tensor.ops.composite.products import grouped_fp4_matmul, grouped_linear, grouped_matmul, matmul
 from nvfp4_tensor.ops.composite.quantization import (
     amax,
@@ -31,6 +32,8 @@ from nvfp4_tensor.ops.composite.training import train_linear, train_linear_backw
 
 __all__ = [
     "Activation",
+    "adamw_step",
+    "adamw_step_codes",
     "amax",
     "amax_pair",
     "amax_pair_by_spec",

@@ -1,0 +1,124 @@
+// An AdamW step on moments of four bits (numerics contract, section 12), element by element.
+#pragma once
+
+#include <cmath>
+
+#include "block.h"
+#include "matrix.h"
+#include "philox.h"
+
+namespace nvfp4 {
+
+constexpr int kNotFiniteExponent = 255;
+constexpr int kMostBelow = 15;                // what four bits of distance reach
+constexpr float kRatioScale = 1.0f / 128.0f;  // the per-tensor scale of r
+constexpr float kRatioAmax = 21.0f;           // the largest that it stores
+constexpr uint32_t kWeightStream = 0, kMomentStream = 1;
+constexpr int kSecondMomentElement = 8;  // v takes the random bits of the element so many further on
+
+// What a step multiplies by: `hyper`, in order.
+struct AdamwNumbers {
+  float grad_scale, beta1, rest1, beta2, rest2, step_size, decay, least_exponent;
+};
+constexpr int kAdamwNumbers = 8;
+
+// The arguments of a step. All tensors are contiguous; first_block is the number of block (0, 0) for the random bits.
+struct AdamwStep {
+  int64_t rows, columns, blocks, first_block;  // blocks of a row
+  const void* grad;
+  Dtype grad_dtype;  // bfloat16 or float32
+  uint8_t *r, *r_scale, *v, *v_exponent;
+  const float* hyper;
+  const int64_t* rng_state;
+  // The weight: dense, bfloat16 or float32; or codes, where `scale` (swizzled) is not null.
+  void* weight;
+  Dtype weight_dtype;
+  uint8_t* scale;
+  const float* per_tensor_scale;
+};
+
+// 2^((t - 254) / 2), with f32(sqrt 2) for odd t.
+NVFP4_HD float half_power(int t) {
+  const uint32_t u = static_cast<uint32_t>(t);
+  return bits_float((u << 22) - (u & 1u) * (0x400000u - 0x3504F3u));
+}
+NVFP4_HD float root_of(int exponent) { return half_power(exponent + 127); }
+NVFP4_HD float inverse_root_of(int exponent) { return half_power(381 - exponent); }
+
+// Bits [8e, 8e + 32) of a block's 128, cyclic.
+NVFP4_HD uint32_t random32(const Words4& words, int element) {
+  const int word = element / 4 % 4, shift = 8 * (element % 4);
+  const uint64_t both = static_cast<uint64_t>(words.word[(word + 1) % 4]) << 32 | words.word[word];
+  return static_cast<uint32_t>(both >> shift);
+}
+
+// The exponent to which v is rounded stochastically; 255 where it is not finite.
+NVFP4_HD int rounded_exponent(float v, uint32_t r32, int least) {
+  const uint32_t bits = float_bits(v) & 0x7FFFFFFFu;
+  const int exponent = static_cast<int>((bits + (r32 >> 9)) >> 23);
+  return bits >= 0x7F800000u ? kNotFiniteExponent : exponent > least ? exponent : least;
+}
+
+NVFP4_HD float first_moment(float decoded_ratio, int exponent) {
+  return mul(decoded_ratio, mul(root_of(exponent), kRatioScale));
+}
+NVFP4_HD float next_first_moment(float m, float g, const AdamwNumbers& n) {
+  return add(mul(n.beta1, m), mul(n.rest1, g));
+}
+NVFP4_HD float next_second_moment(float v, float g, const AdamwNumbers& n) {
+  return add(mul(n.beta2, v), mul(mul(n.rest2, g), g));
+}
+NVFP4_HD float stepped(float w, float r, float decay, float step_size) { return sub(mul(decay, w), mul(step_size, r)); }
+
+// bfloat16, rounded stochastically.
+NVFP4_HD uint16_t stochastic_bfloat16(float v, uint32_t r16) {
+  const uint32_t bits = float_bits(v), magnitude_bits = bits & 0x7FFFFFFFu;
+  if (magnitude_bits > 0x7F800000u) return 0x7FC0;
+  return static_cast<uint16_t>((bits + (magnitude_bits < 0x7F800000u ? r16 : 0u)) >> 16);
+}
+
+// A code 0..7 of 0 <= y <= 6 with 32 random bits.
+NVFP4_HD uint32_t round_e2m1_32(float y, uint32_t r32) {
+  const int segment = y < 2.0f ? 0 : y < 4.0f ? 1 : 2;  // step 1/2, 1, 2
+  const float steps = mul(y, segment == 0 ? 2.0f : segment == 1 ? 1.0f : 0.5f);
+  const uint32_t whole = static_cast<uint32_t>(steps);
+  const uint32_t fraction = static_cast<uint32_t>(mul(sub(steps, static_cast<float>(whole)), 4294967296.0f));
+  return whole + 2 * segment + (fraction + r32 < r32);
+}
+
+// How a weight's block changes its scale: the byte, what its elements may reach unchanged, and what is kept beyond.
+struct GrownScale {
+  uint8_t bits;
+  float scale, bound, kept;
+};
+
+// old: the value of the scale; largest: of the new magnitudes, in its units.
+NVFP4_HD GrownScale next_scale(uint8_t old_bits, float old, float largest, uint32_t r16) {
+  if (!is_finite(largest)) return {kE4M3Nan, 0.0f, 0.0f, 0.0f};
+  if (largest > mul(12.0f, old)) {
+    const uint8_t bits = to_e4m3(div(largest, kE2M1Max), ScaleRounding::kUp, largest);
+    return {bits, e4m3_value(bits), bits_float(0x7F800000u), 0.0f};
+  }
+  const float full = mul(kE2M1Max, old), half = mul(0.5f, old), twice = mul(2.0f, old);
+  if (largest > full) {
+    const float need = div(sub(largest, full), twice);
+    const float chances = need >= 1.0f ? 65536.0f : ceilf(mul(need, 65536.0f));
+    if (static_cast<float>(r16) < chances && twice <= kE4M3Max) {
+      return {e4m3_nearest(twice), twice, full, div(65536.0f, chances)};
+    }
+    return {old_bits, old, full, 0.0f};
+  }
+  if (largest > 0.0f && largest <= mul(kE2M1Max, half)) {
+    const uint8_t bits = e4m3_nearest(half);
+    if (bits != 0 && e4m3_value(bits) == half) return {bits, half, full, 0.0f};
+  }
+  return {old_bits, old, full, 0.0f};
+}
+
+// The magnitude that an element keeps.
+NVFP4_HD float fitted(float magnitude, const GrownScale& grown) {
+  const float inside = magnitude < grown.bound ? magnitude : grown.bound, beyond = sub(magnitude, grown.bound);
+  return add(inside, mul(beyond > 0.0f ? beyond : 0.0f, grown.kept));
+}
+
+}  // namespace nvfp4

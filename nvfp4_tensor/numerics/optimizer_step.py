@@ -1,0 +1,170 @@
+"""An AdamW step on moments in four bits, in plain torch: the reference of the contract's section 12.
+
+Per block of 16 elements of a row: the second moment v is a power of two per element, of which four bits say how far it
+lies below the block's largest; the first moment is stored as its ratio r to sqrt(v), in NVFP4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nvfp4_tensor.numerics import layout, reference
+from nvfp4_tensor.numerics.choices import RoundingMode, ScaleRounding
+from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX, E4M3_NAN
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+
+RATIO_SCALE = 1 / 128
+"""The per-tensor scale of r: block scales reach 448 / 128, so |r| up to 21 is stored. Adam's is at most 7.3 for
+(0.9, 0.999)."""
+RATIO_AMAX = 6 * E4M3_MAX * RATIO_SCALE
+RATIO_SPEC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC, scale_rounding=ScaleRounding.UP)
+
+WEIGHT_STREAM, MOMENT_STREAM = 0, 1
+"""Streams of the random bits: of the weight; of r, and eight elements on, of v."""
+GROWTH_ELEMENT = 0
+"""The element whose 16 bits of the moments' stream decide whether a block of the weight grows."""
+
+HYPER = ("grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "decay", "least_exponent")
+"""The numbers of a step, float32, in this order."""
+
+LARGEST_EXPONENT, SMALLEST_LEAST_EXPONENT = 255, 16
+_SQRT2_MANTISSA = 0x3504F3  # of f32(sqrt 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Both moments of a matrix (R, K) of B = ceil(K / 16) blocks per row.
+
+    r: uint8 (R, 8 B), E2M1; r_scale: e4m3 (R, B), in rows; v: uint8 (R, 8 B), distances below the largest exponent of a
+    block, packed like codes; v_exponent: uint8 (R, B), that exponent.
+    """
+
+    r: Tensor
+    r_scale: Tensor
+    v: Tensor
+    v_exponent: Tensor
+
+
+def half_power(t: Tensor) -> Tensor:
+    """Return 2^((t - 254) / 2) as float32, with f32(sqrt 2) for odd t: int32 t from 2 to 508."""
+    return ((t >> 1 << 23) | (t & 1) * _SQRT2_MANTISSA).view(torch.float32)
+
+
+def exponents(moments: Moments) -> Tensor:
+    """Return the exponent field of each v, int32 (R, B, 16): 0 where v is 0, 255 where it is not finite."""
+    top = moments.v_exponent.int().unsqueeze(-1)
+    below = layout.unpack(moments.v).int().unflatten(-1, (-1, BLOCK))
+    return torch.where(top == LARGEST_EXPONENT, top, (top - below).clamp(min=0))
+
+
+def second_moment(moments: Moments) -> Tensor:
+    """Decode v to float32 (R, B, 16)."""
+    return (exponents(moments) << 23).view(torch.float32)
+
+
+def first_moment(moments: Moments) -> Tensor:
+    """Decode m = (code * scale) * (root(v) * 2^-7) to float32 (R, B, 16)."""
+    codes = layout.code_values(layout.unpack(moments.r)).unflatten(-1, (-1, BLOCK))
+    root = half_power(exponents(moments) + 127) * RATIO_SCALE
+    return codes * layout.scale_values(moments.r_scale).unsqueeze(-1) * root
+
+
+def random32(rows: int, columns: int, rng_state: Tensor, stream: int, row0: int) -> Tensor:
+    """Return 32 random bits of each element, bits [8e, 8e + 32) of its block's 128: int64 (rows, blocks, 16)."""
+    r16 = reference.random16(rows, columns, rng_state, stream=stream, row0=row0).long().unflatten(-1, (-1, BLOCK))
+    return r16 | r16.roll(-2, dims=-1) << 16
+
+
+def ratio(grad: Tensor, moments: Moments, hyper: Tensor, rng_state: Tensor, row0: int) -> tuple[Tensor, Moments]:
+    """Return the new m / root(v), float32 (R, B, 16), and the new moments, for a gradient (R, K)."""
+    scale, beta1, rest1, beta2, rest2, _, _, least = hyper.unbind()
+    rows, columns = grad.shape
+    g = pad(grad.float(), (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK)) * scale
+    m = beta1 * first_moment(moments) + rest1 * g
+    v = beta2 * second_moment(moments) + rest2 * g * g
+    r32 = random32(rows, columns, rng_state, MOMENT_STREAM, row0)
+    bits = v.view(torch.int32).long() & 0x7FFFFFFF
+    exponent = (bits + (r32.roll(-8, dims=-1) >> 9) >> 23).int()
+    exponent = torch.where(bits >= 0x7F800000, LARGEST_EXPONENT, torch.maximum(exponent, least.int()))
+    top = exponent.amax(dim=-1, keepdim=True)
+    below = (top - exponent).clamp(max=15)
+    r = m * half_power(381 - (top - below))
+    not_finite = top == LARGEST_EXPONENT
+    r, below = torch.where(not_finite, torch.nan, r), torch.where(not_finite, 0, below)
+    amax = torch.full((), RATIO_AMAX, device=grad.device)
+    qdata, r_scale, _ = reference.quantize(r.flatten(1), amax, rng_state, RATIO_SPEC, row0=row0, stream=MOMENT_STREAM)
+    blocks = r.shape[1]
+    new = Moments(
+        qdata,
+        layout.unswizzle(r_scale, rows, blocks),
+        layout.pack(below.to(torch.uint8).flatten(1)),
+        top.squeeze(-1).to(torch.uint8),
+    )
+    return r, new
+
+
+def dense_weight(weight: Tensor, r: Tensor, hyper: Tensor, rng_state: Tensor, row0: int) -> Tensor:
+    """Return the new weight (R, K): float32; or bfloat16, rounded stochastically."""
+    step_size, decay = hyper[5], hyper[6]
+    rows, columns = weight.shape
+    r = r.flatten(1)[:, :columns]
+    new = decay * weight.float() - step_size * r
+    if weight.dtype == torch.float32:
+        return new
+    r16 = reference.random16(rows, columns, rng_state, stream=WEIGHT_STREAM, row0=row0)[:, :columns]
+    bits = new.view(torch.int32).long() & 0xFFFFFFFF
+    rounded = torch.where(new.isfinite(), bits + r16 >> 16, torch.where(new.isnan(), 0x7FC0, bits >> 16))
+    return rounded.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def coded_weight(
+    qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor, r: Tensor, hyper: Tensor, rng_state: Tensor, row0: int
+) -> tuple[Tensor, Tensor]:
+    """Return the new codes (R, 8 B) and block scales (R, B), e4m3, of a weight with codes and scales in rows."""
+    step_size, decay = hyper[5], hyper[6]
+    rows, blocks = scale.shape
+    old = layout.scale_values(scale)
+    w = layout.code_values(layout.unpack(qdata)).unflatten(-1, (-1, BLOCK)) * old.unsqueeze(-1)
+    new = decay * w - step_size / per_tensor_scale * r
+    largest = new.abs().amax(dim=-1)
+    r16 = reference.random16(rows, blocks * BLOCK, rng_state, stream=MOMENT_STREAM, row0=row0)
+    s, bound, kept = _grid(old, largest, r16[:, GROWTH_ELEMENT::BLOCK])
+    magnitude = new.abs()
+    bound, kept = bound.unsqueeze(-1), kept.unsqueeze(-1)
+    magnitude = torch.minimum(magnitude, bound) + (magnitude - bound).clamp(min=0) * kept
+    s = torch.where(largest <= layout.FLOAT32_MAX, s, torch.nan)
+    s_bytes = torch.where(s.isnan(), E4M3_NAN, s.to(torch.float8_e4m3fn).view(torch.uint8))
+    y = torch.where(s.unsqueeze(-1) > 0, magnitude / s.unsqueeze(-1), 0.0).clamp(max=E2M1_MAX)
+    r32 = random32(rows, blocks * BLOCK, rng_state, WEIGHT_STREAM, row0)
+    codes = torch.where(s.isnan().unsqueeze(-1), 0, round32(y, r32) | torch.signbit(new).long() << 3)
+    return layout.pack(codes.to(torch.uint8).flatten(1)), s_bytes.view(torch.float8_e4m3fn)
+
+
+def round32(y: Tensor, r32: Tensor) -> Tensor:
+    """Round magnitudes 0 <= y <= 6 to codes 0..7 (int64) with 32 random bits: STOCHASTIC of section 3, with 2^32."""
+    per_step = torch.where(y < 2, 2.0, torch.where(y < 4, 1.0, 0.5))
+    first = torch.where(y < 2, 0, torch.where(y < 4, 2, 4))
+    steps = y * per_step
+    whole = steps.floor()
+    fraction = ((steps - whole).double() * 2.0**32).long()  # exact: a float32 below 1 times a power of two, cut off
+    return whole.long() + first + (fraction + r32 >> 32)
+
+
+def _grid(old: Tensor, largest: Tensor, r16: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the new scales of blocks, what their elements may reach unchanged, and what is kept of the excess."""
+    full, half = E2M1_MAX * old, 0.5 * old
+    need = (largest - full) / (2.0 * old)
+    chances = (need.nan_to_num(0.0, posinf=1.0).clamp(0, 1) * 65536.0).ceil()
+    outgrown = largest > 12.0 * old
+    grown = (r16 < chances) & (2.0 * old <= E4M3_MAX) & ~outgrown
+    kept = torch.where(grown, largest.new_full((), 65536.0) / chances, 0.0)
+    exact = (half.to(torch.float8_e4m3fn).float() == half) & (half > 0)
+    shrunk = (largest <= E2M1_MAX * half) & (largest > 0) & exact
+    fresh = reference.to_e4m3(largest / largest.new_full((), E2M1_MAX), RATIO_SPEC.scale_rounding, largest)
+    s = torch.where(grown, 2.0 * old, torch.where(shrunk, half, old))
+    s = torch.where(outgrown, fresh.view(torch.float8_e4m3fn).float(), s)
+    return s, torch.where(outgrown, torch.inf, full), kept

@@ -1,0 +1,119 @@
+"""Plain-torch implementations of the ops of an AdamW step whose moments are four-bit codes (contract, section 12).
+
+A parameter is a matrix (R, K) of B = ceil(K / 16) blocks per row. Its moments are four tensors in rows: ``r`` uint8
+(R, 8 B), ``r_scale`` e4m3 (R, B), ``v`` uint8 (R, 8 B) and ``v_exponent`` uint8 (R, B). ``hyper`` holds the numbers of
+the step, float32 (8,), in the order of :data:`HYPER`. For a shard, ``row0`` is its first row in the full tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvfp4_tensor.numerics import layout, optimizer_step
+from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.numerics.optimizer_step import HYPER, Moments
+from nvfp4_tensor.ops.schemas import SymInt, op
+
+_CHUNK_ELEMENTS = 1 << 20
+
+
+@op(mutates_args=("weight", "r", "r_scale", "v", "v_exponent"))
+def adamw_step(
+    weight: Tensor,
+    grad: Tensor,
+    r: Tensor,
+    r_scale: Tensor,
+    v: Tensor,
+    v_exponent: Tensor,
+    hyper: Tensor,
+    rng_state: Tensor,
+    row0: SymInt = 0,
+) -> None:
+    """Update a dense weight (R, K), bfloat16 (rounded stochastically) or float32, and its moments in place.
+
+    grad: (R, K), bfloat16 or float32. rng_state: int64 (seed, offset).
+    """
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"weight must be bfloat16 or float32, not {weight.dtype}")
+    _check(tuple(weight.shape), grad, r, r_scale, v, v_exponent, hyper, row0)
+    for rows in _chunks(weight):
+        moments = Moments(r[rows], r_scale[rows], v[rows], v_exponent[rows])
+        first = row0 + rows.start
+        ratio, new = optimizer_step.ratio(grad[rows], moments, hyper, rng_state, first)
+        weight[rows] = optimizer_step.dense_weight(weight[rows], ratio, hyper, rng_state, first)
+        _write(moments, new)
+
+
+@op(mutates_args=("qdata", "scale", "r", "r_scale", "v", "v_exponent"))
+def adamw_step_codes(
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor,
+    grad: Tensor,
+    r: Tensor,
+    r_scale: Tensor,
+    v: Tensor,
+    v_exponent: Tensor,
+    hyper: Tensor,
+    rng_state: Tensor,
+    row0: SymInt = 0,
+) -> None:
+    """Update a weight (R, K) in NVFP4, in 1x16 blocks with swizzled scales, and its moments in place.
+
+    grad: (R, K), bfloat16 or float32. per_tensor_scale: float32, one number, which stays as it is.
+    """
+    rows, blocks = grad.shape[0], qdata.shape[-1] * 2 // BLOCK
+    _check((rows, grad.shape[-1]), grad, r, r_scale, v, v_exponent, hyper, row0)
+    if qdata.shape != r.shape or scale.shape != (*layout.scale_tiles(rows, blocks * BLOCK), 32, 16):
+        raise ValueError(f"qdata {tuple(qdata.shape)} and scale {tuple(scale.shape)} are not those of {rows} rows")
+    scales = layout.unswizzle(scale, rows, blocks)
+    factor = per_tensor_scale.reshape(())
+    for part in _chunks(grad):
+        moments = Moments(r[part], r_scale[part], v[part], v_exponent[part])
+        first = row0 + part.start
+        ratio, new = optimizer_step.ratio(grad[part], moments, hyper, rng_state, first)
+        qdata[part], scales[part] = optimizer_step.coded_weight(
+            qdata[part], scales[part], factor, ratio, hyper, rng_state, first
+        )
+        _write(moments, new)
+    scale.view(torch.uint8).copy_(layout.swizzle(scales).view(torch.uint8))
+
+
+def _write(moments: Moments, new: Moments) -> None:
+    moments.r.copy_(new.r)
+    moments.r_scale.view(torch.uint8).copy_(new.r_scale.view(torch.uint8))
+    moments.v.copy_(new.v)
+    moments.v_exponent.copy_(new.v_exponent)
+
+
+def _chunks(x: Tensor) -> list[slice]:
+    """Return slices of rows of a limited number of elements, so that the intermediates of a large matrix are small."""
+    step = max(_CHUNK_ELEMENTS // max(x.shape[1], 1), 1)
+    return [slice(first, min(first + step, x.shape[0])) for first in range(0, x.shape[0] if x.shape[1] else 0, step)]
+
+
+def _check(
+    shape: tuple[int, ...],
+    grad: Tensor,
+    r: Tensor,
+    r_scale: Tensor,
+    v: Tensor,
+    v_exponent: Tensor,
+    hyper: Tensor,
+    row0: int,
+) -> None:
+    """Raise a ValueError for arguments that the kernels do not accept."""
+    if len(shape) != 2 or tuple(grad.shape) != shape:
+        raise ValueError(f"weight and grad must be matrices of one shape, not {shape} and {tuple(grad.shape)}")
+    if grad.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"grad must be bfloat16 or float32, not {grad.dtype}")
+    rows, blocks = shape[0], -(-shape[1] // BLOCK)
+    sizes = {"r": (r, 8 * blocks), "r_scale": (r_scale, blocks), "v": (v, 8 * blocks)}
+    for name, (t, width) in {**sizes, "v_exponent": (v_exponent, blocks)}.items():
+        if tuple(t.shape) != (rows, width) or t.element_size() != 1:
+            raise ValueError(f"{name} must be bytes ({rows}, {width}), not {t.dtype} {tuple(t.shape)}")
+    if tuple(hyper.shape) != (len(HYPER),) or hyper.dtype != torch.float32:
+        raise ValueError(f"hyper must be float32 ({len(HYPER)},), not {hyper.dtype} {tuple(hyper.shape)}")
+    if row0 < 0:
+        raise ValueError(f"row0 must not be negative, not {row0}")

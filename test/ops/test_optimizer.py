@@ -1,0 +1,239 @@
+"""adamw_step and adamw_step_codes: kernels against plain torch bit for bit, and what a step does to its arguments."""
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from nvfp4_tensor import QuantizeSpec, quantize
+from nvfp4_tensor.numerics import layout, optimizer_step
+from nvfp4_tensor.numerics.optimizer_step import Moments
+from nvfp4_tensor.ops import composite
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(1, 16), (3, 40), (5, 1), (130, 64), (257, 1008)]
+SEED = 5
+
+
+def moments(rows, columns, device="cpu"):
+    blocks = -(-columns // 16)
+    widths = (8 * blocks, blocks, 8 * blocks, blocks)
+    r, r_scale, v, v_exponent = (torch.zeros(rows, width, dtype=torch.uint8, device=device) for width in widths)
+    return [r, r_scale.view(torch.float8_e4m3fn), v, v_exponent]
+
+
+def hyper(step, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, grad_scale=0.7, least=74.0):
+    beta1, beta2 = betas
+    size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    return torch.tensor([grad_scale, beta1, 1 - beta1, beta2, 1 - beta2, size, 1 - lr * weight_decay, least])
+
+
+def weight_of(kind, rows, columns):
+    values = torch.randn(rows, columns) * 0.05
+    if kind != "codes":
+        return [values.to(kind)]
+    w = quantize(values, QuantizeSpec())
+    return [w.qdata, w.scale, w.per_tensor_scale]
+
+
+def run(ops, weight, grad, state, step, device="cpu", row0=0, lr=1e-3, **options):
+    """Run a step on copies on the device, and return the new weight and moments on the CPU."""
+    op = ops.adamw_step if len(weight) == 1 else ops.adamw_step_codes
+    weight, state = ([t.to(device, copy=True) for t in tensors] for tensors in (weight, state))
+    numbers = hyper(step, lr, **options).to(device)
+    op(*weight, grad.to(device), *state, numbers, torch.tensor([SEED, step], device=device), row0)
+    return [t.cpu() for t in weight], [t.cpu() for t in state]
+
+
+def same(a, b):
+    """Equal bits; NaN of float32 is NaN, whatever its payload."""
+    if a.dtype == torch.float32:
+        a, b = a.nan_to_num(1.25), b.nan_to_num(1.25)
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["codes", torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_kernels_have_the_bits_of_plain_torch(rows, columns, kind, dtype, device):
+    """Six steps of sparse and dense gradients, of a NaN and an infinity, large and tiny ones, from a later row on."""
+    torch.manual_seed(rows * columns)
+    weight, state = weight_of(kind, rows, columns), moments(rows, columns)
+    for step in range(1, 7):
+        grad = (torch.randn(rows, columns) * 0.01 * torch.rand(rows, columns) ** 8).to(dtype)
+        if step == 2:
+            grad[:, :20] = 0
+        if step == 4:
+            grad[0, 0] = math.nan
+        if step == 5:
+            grad[-1, -1] = math.inf
+        lr = 10.0**-step * (50 if step < 3 else 1)
+        got = run(torch.ops.nvfp4, weight, grad, state, step, device, 7, lr)
+        weight, state = run(composite, weight, grad, state, step, "cpu", 7, lr)
+        for mine, right in zip([*got[0], *got[1]], [*weight, *state], strict=True):
+            assert same(mine, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["codes", torch.bfloat16])
+def test_shards_of_rows_have_the_bits_of_the_whole(kind, device):
+    rows, columns = 129, 48
+    torch.manual_seed(0)
+    state, grad = moments(rows, columns), torch.randn(rows, columns)
+    values = torch.randn(rows, columns) * 0.05
+    amax = values.abs().amax()
+
+    def part(first, last):
+        if kind != "codes":
+            return [values[first:last].to(kind)]
+        w = quantize(values[first:last], QuantizeSpec(), amax=amax)
+        return [w.qdata, w.scale, w.per_tensor_scale]
+
+    whole = run(torch.ops.nvfp4, part(0, rows), grad, state, 1, device)
+    for first, last in ((0, 50), (50, 128), (128, 129)):
+        weight, moved = run(
+            torch.ops.nvfp4, part(first, last), grad[first:last], [t[first:last] for t in state], 1, device, first
+        )
+        assert same(weight[0], whole[0][0][first:last])
+        assert all(same(mine, right[first:last]) for mine, right in zip(moved, whole[1], strict=True))
+
+
+def test_shared_threads_do_not_change_bits():
+    torch.manual_seed(0)
+    weight, state, grad = weight_of("codes", 512, 512), moments(512, 512), torch.randn(512, 512)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(run(torch.ops.nvfp4, weight, grad, state, 1))
+    finally:
+        torch.set_num_threads(threads)
+    for one, three in zip([*results[0][0], *results[0][1]], [*results[1][0], *results[1][1]], strict=True):
+        assert same(one, three)
+
+
+@pytest.mark.parametrize("kind", ["codes", torch.bfloat16, torch.float32])
+def test_without_gradients_and_decay_nothing_moves(kind):
+    torch.manual_seed(0)
+    weight, state = weight_of(kind, 64, 64), moments(64, 64)
+    moved, _ = run(torch.ops.nvfp4, weight, torch.zeros(64, 64), state, 1, weight_decay=0.0)
+    assert same(moved[0], weight[0])
+
+
+def decoded(state):
+    m = Moments(*state)
+    return optimizer_step.first_moment(m), optimizer_step.second_moment(m)
+
+
+def test_moments_are_unbiased():
+    """Means of m and v after five steps, over 4,000 rows: within five standard errors of float32's.
+
+    Of 32 means, one would be outside in one of 50,000 seeds. Standard errors are below 2 %, so a bias of 10 % is found.
+    """
+    torch.manual_seed(0)
+    repeats = 4000
+    signs = torch.randn(16).sign()
+    grad = (signs * torch.logspace(-1.5, 0, 16)).expand(repeats, 16).contiguous()
+    state, beta1, beta2 = moments(repeats, 16), 0.9, 0.95
+    weight = [torch.zeros(repeats, 16)]
+    expected_m, expected_v = torch.zeros(16), torch.zeros(16)
+    for step in range(1, 6):
+        weight, state = run(torch.ops.nvfp4, weight, grad, state, step, grad_scale=1.0)
+        expected_m = beta1 * expected_m + (1 - beta1) * grad[0]
+        expected_v = beta2 * expected_v + (1 - beta2) * grad[0] ** 2
+    for values, expected in zip(decoded(state), (expected_m, expected_v), strict=True):
+        values = values.flatten(1)
+        error = values.std(dim=0) / math.sqrt(repeats) + 1e-9
+        assert ((values.mean(dim=0) - expected).abs() < 5 * error).all()
+        assert (error < 0.02 * expected.abs() + 1e-3 * expected.abs().max()).all()
+
+
+@pytest.mark.parametrize("fault", ["first moment", "second moment", "weight"])
+def test_a_planted_bias_is_found(fault, monkeypatch):
+    """The test above and that of small updates fail if random bits are half of what they should be."""
+    halved = optimizer_step.random32
+    streams = {"second moment": optimizer_step.MOMENT_STREAM, "weight": optimizer_step.WEIGHT_STREAM}
+
+    def biased32(rows, columns, rng_state, stream, row0):
+        bits = halved(rows, columns, rng_state, stream, row0)
+        return bits >> 1 if stream == streams.get(fault) else bits
+
+    monkeypatch.setattr(optimizer_step, "random32", biased32)
+    if fault == "first moment":
+        nearest = QuantizeSpec(scale_rounding="up")
+        monkeypatch.setattr(optimizer_step, "RATIO_SPEC", nearest)
+    for name in ("adamw_step", "adamw_step_codes"):
+        monkeypatch.setattr(torch.ops.nvfp4, name, getattr(composite, name))
+    with pytest.raises(AssertionError):
+        if fault == "weight":
+            small_updates_accumulate()
+        else:
+            test_moments_are_unbiased()
+
+
+def small_updates_accumulate():
+    """Updates of 1e-4 of a step move codes by their mean: 2^22 elements, 1e-4 within 5 standard errors (3 %)."""
+    rows, columns = 1024, 4096
+    w = quantize(torch.full((rows, columns), 1.0), QuantizeSpec())
+    state = moments(rows, columns)
+    state[3][:] = 127  # v = 1: r is 1 - beta1 times the gradient
+    numbers = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 16.0])
+    step = 1.0 / 6  # of codes 4 and 6, in units of the block's scale, times that: 6 is 1.0
+    numbers[5] = 2 * step * 1e-4
+    qdata, scale = w.qdata.clone(), w.scale.clone()
+    torch.ops.nvfp4.adamw_step_codes(
+        qdata, scale, w.per_tensor_scale, torch.ones(rows, columns), *state, numbers, torch.tensor([1, 1])
+    )
+    moved = (layout.unpack(qdata) != layout.unpack(w.qdata)).double().mean().item()
+    error = math.sqrt(1e-4 / (rows * columns))
+    assert abs(moved - 1e-4) < 5 * error
+
+
+def test_small_updates_accumulate():
+    small_updates_accumulate()
+
+
+def test_updates_are_bounded():
+    """After a long silence a gradient a million times larger moves a weight by at most 21 step sizes."""
+    torch.manual_seed(0)
+    weight, state = [torch.zeros(64, 64)], moments(64, 64)
+    for step in range(1, 30):
+        size = 1e-6 if step < 28 else 1.0
+        before = weight[0]
+        weight, state = run(torch.ops.nvfp4, weight, torch.randn(64, 64) * size, state, step, weight_decay=0.0)
+        moved = (weight[0] - before).abs().max() / hyper(step)[5]
+        assert moved <= 21
+
+
+@pytest.mark.parametrize("kind", ["codes", torch.bfloat16])
+def test_opcheck(kind):
+    weight, state = weight_of(kind, 8, 32), moments(8, 32)
+    op = torch.ops.nvfp4.adamw_step if len(weight) == 1 else torch.ops.nvfp4.adamw_step_codes
+    arguments = [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in (*weight, *state)]  # as bytes:
+    weight, state = arguments[: len(weight)], arguments[len(weight) :]  # opcheck compares, and torch cannot for e4m3
+    opcheck(op.default, (*weight, torch.randn(8, 32), *state, hyper(1), torch.tensor([1, 1])))
+
+
+@pytest.mark.parametrize("ops", [torch.ops.nvfp4, composite], ids=["native", "plain"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"grad": torch.zeros(4, 16)}, "matrices of one shape"),
+        ({"grad": torch.zeros(8, 32, dtype=torch.float16)}, "grad must be bfloat16 or float32"),
+        ({"weight": torch.zeros(8, 32, dtype=torch.float16)}, "weight must be bfloat16 or float32"),
+        ({"r": torch.zeros(8, 8, dtype=torch.uint8)}, "r must be bytes"),
+        ({"hyper": torch.zeros(7)}, "hyper must be float32"),
+        ({"row0": -1}, "must not be negative"),
+    ],
+)
+def test_arguments_that_do_not_fit(ops, change, message):
+    r, r_scale, v, v_exponent = moments(8, 32)
+    arguments = {
+        "weight": torch.zeros(8, 32), "grad": torch.zeros(8, 32), "r": r, "r_scale": r_scale, "v": v,
+        "v_exponent": v_exponent, "hyper": hyper(1), "rng_state": torch.tensor([1, 1]), "row0": 0, **change,
+    }  # fmt: skip
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        ops.adamw_step(*arguments.values())
