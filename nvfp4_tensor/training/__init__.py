@@ -9,6 +9,7 @@ from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import RECIPES, Recipe, WeightForDx
 from nvfp4_tensor.training.reports.diagnostics import Report, diagnose
 from nvfp4_tensor.training.reports.summary import Summary, summary
+from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
 from nvfp4_tensor.training.weights.lora import merge_lora, merge_low_rank
 from nvfp4_tensor.training.weights.optimizer import NVFP4Optimizer, to_nvfp4_parameters
 from nvfp4_tensor.training.weights.refit import RefitReport, refit_
@@ -17,6 +18,7 @@ from nvfp4_tensor.training.weights.write_back import write_back
 __all__ = [
     "RECIPES",
     "Filter",
+    "NVFP4AdamW",
     "NVFP4Optimizer",
     "NVFP4TrainingConfig",
     "NVFP4TrainingLinear",

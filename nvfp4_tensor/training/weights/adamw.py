@@ -1,0 +1,275 @@
+"""NVFP4AdamW: AdamW with moments in four bits, for dense and NVFP4 parameters, in one pass over memory per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.training.weights import coded_moments
+
+CLIPS = ("late", "parameter")
+
+
+class NVFP4AdamW(torch.optim.Optimizer):
+    """AdamW whose two moments take 1.125 bytes per element instead of 8.
+
+    The first moment is stored as its ratio to the root of the second, in NVFP4, and the second as a power of two per
+    element (contract, section 12). Both are rounded stochastically and without bias, so small changes accumulate, and
+    an update is bounded by some 30 learning rates, whatever the gradients. A step reads and writes each byte once and
+    needs no other memory. Dense parameters are bfloat16, which is rounded stochastically, or float32. NVFP4 parameters
+    (``to_nvfp4_parameters``) are written back as :func:`write_back` does, except that their per-tensor scale stays: the
+    first step makes room for weights to grow eightfold.
+
+    Two things differ from torch.optim.AdamW: ``eps`` is a floor, max(sqrt(v), eps), and parameters with fewer than two
+    dimensions or 16 columns keep float32 moments.
+
+    Random bits depend on ``seed``, the index of the parameter, its number of steps and the position of the element, and
+    on nothing else: equal gradients give equal bits on every device and, sharded by rows (FSDP2), on any number of
+    ranks. A run resumes from its state_dict bit for bit.
+
+    Args:
+        params: parameters, (name, parameter) pairs or groups.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW. Groups may have their own.
+        seed: the seed of the random bits.
+
+    Raises:
+        ValueError: if a parameter or an option is not supported.
+
+    >>> optimizer = NVFP4AdamW(model.parameters(), lr=1e-4)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._in_backward: _InBackward | None = None
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        super().__init__(params, {**defaults, "late_norm": None})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("late_norm", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_in_backward": None}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as every optimizer does; if the group is not valid, raise an error and do not add it."""
+        if self._in_backward is not None:
+            raise RuntimeError("a group cannot be added after step_in_backward: add it before")
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient, and return the result of the closure.
+
+        After :meth:`step_in_backward`, the backward has updated them, and this ends the step.
+
+        Raises:
+            RuntimeError: in a CUDA graph's capture, whose replays would repeat the random bits and the step size.
+        """
+        _refuse_capture()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._in_backward is not None:
+            self._in_backward.end_step()
+            return loss
+        copies = _Copies()
+        for index, (group, parameter) in enumerate(self._indexed()):
+            if parameter.grad is not None:
+                self._update(parameter, parameter.grad, group, index, copies, None)
+        return loss
+
+    def _update(
+        self,
+        parameter: Tensor,
+        grad: Tensor,
+        group: dict[str, Any],
+        index: int,
+        copies: _Copies,
+        grad_scale: Tensor | None,
+    ) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(coded_moments.new_state(parameter))
+        state["step"] += 1
+        count, device = int(state["step"].item()), coded_moments.local_of(parameter).device
+        numbers = copies.get(coded_moments.numbers_of(group, count), device)
+        if grad_scale is not None:
+            numbers = torch.cat((grad_scale.reshape(1).float(), numbers[1:]))
+        rng_state = rng_state_of(group["seed"], str(index), count, device)
+        coded_moments.step_parameter(parameter, grad, state, numbers, rng_state)
+
+    def step_in_backward(self, clip_norm: float | None = None, clip: str = "late") -> None:
+        """Step each parameter inside the backward as soon as its gradient is there, and free the gradient.
+
+        Only a few gradients exist at a time. Call :meth:`step` after each backward as before: it ends the step, and
+        learning rate schedulers follow it.
+
+        Args:
+            clip_norm: the largest norm of gradients; None does not clip. The norm of all gradients is known only when
+                the last one is, so ``clip`` chooses another one.
+            clip: "late" scales by the norm of the step before (the first step is not clipped); "parameter" clips each
+                parameter's gradient by its own norm.
+
+        Raises:
+            ValueError: if an argument does not fit.
+            RuntimeError: if it was called before. In a second backward before :meth:`step`: gradients cannot accumulate
+                if each backward is a step; use a larger batch, or optimizer.step() without this.
+        """
+        if clip not in CLIPS:
+            raise ValueError(f"clip is 'late' or 'parameter', not {clip!r}")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm must be above 0, not {clip_norm}")
+        if self._in_backward is not None:
+            raise RuntimeError("step_in_backward was called before")
+        self._in_backward = _InBackward(self, clip_norm, clip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as every optimizer does, with the norm that "late" clipping uses next."""
+        if self._in_backward is not None:
+            self._in_backward.save_norm()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict as every optimizer does; codes and float32 moments keep their dtypes."""
+        super().load_state_dict(state_dict)
+        coded_moments.load_exactly(self, state_dict)
+        if self._in_backward is not None:
+            self._in_backward.load_norm()
+
+    def _indexed(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        return ((group, parameter) for group in self.param_groups for parameter in group["params"])
+
+
+class _Copies:
+    """Small tensors on devices, one copy for all parameters that need the same numbers."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, ...], Tensor] = {}
+
+    def get(self, numbers: list[float], device: torch.device) -> Tensor:
+        key = (*numbers, device)
+        if key not in self._held:
+            self._held[key] = torch.tensor(numbers, dtype=torch.float32, device=device)
+        return self._held[key]
+
+
+class _InBackward:
+    """The hooks of an optimizer that steps inside the backward, and the norms that it clips by."""
+
+    def __init__(self, optimizer: NVFP4AdamW, clip_norm: float | None, clip: str) -> None:
+        self._optimizer, self._clip_norm, self._clip = optimizer, clip_norm, clip
+        self._copies = _Copies()
+        self._stepped: set[int] = set()
+        self._norms: list[Tensor] = []
+        self._late_norm: Tensor | None = None
+        self._group: Any = None
+        self.load_norm()
+        index = 0
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._hook(number, index))
+                index += 1
+
+    def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+        def step(parameter: Tensor) -> None:
+            _refuse_capture()
+            if index in self._stepped:
+                raise RuntimeError(
+                    "a second backward before optimizer.step(): gradients cannot accumulate with step_in_backward, "
+                    "which steps in each backward. Use one larger batch, or an optimizer without step_in_backward"
+                )
+            assert parameter.grad is not None
+            self._stepped.add(index)
+            grad, group = parameter.grad, self._optimizer.param_groups[number]  # loading a state replaces groups
+            with torch.no_grad():
+                self._optimizer._update(parameter, grad, group, index, self._copies, self._scale(grad))
+            parameter.grad = None
+
+        return step
+
+    def _scale(self, grad: Tensor) -> Tensor | None:
+        if self._clip_norm is None:
+            return None
+        local = coded_moments.local_of(grad)
+        norm = torch.linalg.vector_norm(local, dtype=torch.float32)
+        if isinstance(grad, DTensor):
+            self._group = grad.device_mesh.get_group() if grad.device_mesh.ndim == 1 else dist.group.WORLD
+        if self._clip == "parameter":
+            if isinstance(grad, DTensor):
+                norm = _over_ranks(norm, self._group)
+            return self._coefficient(norm)
+        self._norms.append(norm)
+        return None if self._late_norm is None else self._coefficient(self._late_norm.to(local.device))
+
+    def _coefficient(self, norm: Tensor) -> Tensor:
+        assert self._clip_norm is not None
+        return (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def end_step(self) -> None:
+        if self._norms:
+            first = self._norms[0].device
+            norm = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in self._norms]))
+            self._late_norm = norm if self._group is None else _over_ranks(norm, self._group)
+        self._norms, self._copies = [], _Copies()
+        self._stepped.clear()
+
+    def save_norm(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["late_norm"] = None if self._late_norm is None else self._late_norm.item()
+
+    def load_norm(self) -> None:
+        saved = self._optimizer.param_groups[0]["late_norm"] if self._optimizer.param_groups else None
+        self._late_norm = None if saved is None else torch.tensor(saved)
+
+
+def _over_ranks(norm: Tensor, group: Any) -> Tensor:
+    square = norm * norm
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "NVFP4AdamW.step computes its step size and its random bits' number on the host, so every replay of a CUDA "
+            "graph would repeat them: capture only forward and backward, and call step() after each replay"
+        )
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    if float(group["lr"]) < 0 or float(group["eps"]) < 0 or float(group["weight_decay"]) < 0:
+        raise ValueError("lr, eps and weight_decay must not be negative")
+    if not 0 <= beta1 < 1 or not 0 <= beta2 < 1:
+        raise ValueError(f"betas must be at least 0 and below 1, not {group['betas']}")
+    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
+        raise TypeError(f"seed is an integer, not {group['seed']!r}")
+    names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
+    for name, parameter in zip(names, group["params"], strict=True):
+        coded_moments.check_parameter(parameter, name)
+        if isinstance(parameter, NVFP4Tensor) and not parameter.requires_grad:
+            raise ValueError(f"{name} does not require a gradient: set requires_grad, or leave it out")

@@ -1,0 +1,326 @@
+"""NVFP4AdamW and NVFP4Optimizer(states="nvfp4"): training, resuming, steps inside the backward, errors."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, training
+from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, to_nvfp4_parameters
+from nvfp4_tensor.training.weights import coded_moments
+
+pytestmark = pytest.mark.slow
+
+
+def problem(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 48, generator=generator)
+    return x.to(dtype), x @ torch.randn(48, 40, generator=generator) / 7
+
+
+def make(kind, bias=True):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(48, 64, bias=bias), nn.Tanh(), nn.Linear(64, 40, bias=bias))
+    return to_nvfp4_parameters(net) if kind == "codes" else net.to(kind)
+
+
+def backward(net, part=slice(None)):
+    x, y = problem(next(net.parameters()).dtype)
+    loss = nn.functional.mse_loss(net(x[part]).float(), y[part])
+    loss.backward()
+    return loss.item()
+
+
+def train(net, optimizer, steps):
+    losses = []
+    for _ in range(steps):
+        losses.append(backward(net))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def bits(net):
+    """Bytes of all parameters, codes and scales of NVFP4 ones."""
+    tensors = []
+    for p in net.parameters():
+        parts = (p.qdata, p.scale, p.per_tensor_scale) if isinstance(p, NVFP4Tensor) else (p.detach(),)
+        tensors += [part.reshape(-1).view(torch.uint8) for part in parts]
+    return torch.cat(tensors)
+
+
+KINDS = ["codes", torch.bfloat16, torch.float32]
+
+
+def test_coded_moments_train_as_float32_ones_do():
+    options = {"lr": 2e-3, "weight_decay": 0.0}
+    final = {}
+    for name, kind, cls in (
+        ("float32", torch.float32, torch.optim.AdamW),
+        ("coded", torch.float32, NVFP4AdamW),
+        ("bfloat16 by torch", torch.bfloat16, torch.optim.AdamW),
+        ("coded bfloat16", torch.bfloat16, NVFP4AdamW),
+    ):
+        net = make(kind)
+        losses = train(net, cls(net.parameters(), **options), 200)
+        final[name] = sum(losses[-20:]) / 20 / losses[0]
+    assert final["float32"] < 0.1
+    assert final["coded"] < 1.25 * final["float32"] + 0.005
+    assert final["coded bfloat16"] < 1.25 * final["float32"] + 0.01
+
+
+def test_nvfp4_weights_train_with_coded_moments():
+    net, float32 = make("codes"), make("codes")
+    coded = train(net, NVFP4AdamW(net.parameters(), lr=1e-3, weight_decay=0.0), 200)
+    states = train(float32, NVFP4Optimizer(float32.parameters(), lr=1e-3, weight_decay=0.0), 200)
+    assert isinstance(net[0].weight, NVFP4Tensor)
+    assert sum(coded[-20:]) < 0.35 * 20 * coded[0]
+    assert sum(coded[-20:]) < 1.25 * sum(states[-20:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_the_optimizer_are_those_of_the_class(kind):
+    """NVFP4Optimizer(states="nvfp4") and NVFP4AdamW write equal bits."""
+    nets = make(kind), make(kind)
+    optimizers = (
+        NVFP4Optimizer(nets[0].parameters(), torch.optim.AdamW, states="nvfp4", lr=1e-3, seed=3),
+        NVFP4AdamW(nets[1].parameters(), lr=1e-3, seed=3),
+    )
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        train(net, optimizer, 3)
+    assert torch.equal(bits(nets[0]), bits(nets[1]))
+    state = optimizers[0].state[nets[0][0].weight]
+    elements = sum(state[name].nbytes for name in coded_moments.CODES) / (64 * 48)
+    assert elements == 1.125 and set(optimizers[0].state[nets[0][0].bias]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("by", ["NVFP4AdamW", "NVFP4Optimizer", "in backward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_is_uninterrupted_bit_for_bit(kind, by):
+    def optimizer_of(net):
+        if by == "NVFP4Optimizer":
+            return NVFP4Optimizer(net.parameters(), states="nvfp4", lr=1e-3)
+        optimizer = NVFP4AdamW(net.parameters(), lr=1e-3)
+        if by == "in backward":
+            optimizer.step_in_backward(clip_norm=0.05)
+        return optimizer
+
+    for steps in (1, 4):
+        whole = make(kind)
+        optimizer = optimizer_of(whole)
+        train(whole, optimizer, steps)
+        file = io.BytesIO()
+        torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        train(whole, optimizer, 3)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        again = make(kind)
+        its = optimizer_of(again)
+        again.load_state_dict(saved["model"])
+        its.load_state_dict(saved["optimizer"])
+        train(again, its, 3)
+        assert torch.equal(bits(whole), bits(again))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_in_the_backward_is_a_step_after_it(kind):
+    nets = make(kind), make(kind)
+    after, inside = (NVFP4AdamW(net.parameters(), lr=1e-3) for net in nets)
+    inside.step_in_backward()
+    for _ in range(3):
+        for net, optimizer in ((nets[0], after), (nets[1], inside)):
+            backward(net)
+            assert all((p.grad is None) == (optimizer is inside) for p in net.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(bits(nets[0]), bits(nets[1]))
+
+
+def test_tied_weights_step_once_in_the_backward():
+    nets = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh(), nn.Linear(32, 32, bias=False))
+        net[2].weight = net[0].weight
+        optimizer = NVFP4AdamW(net.parameters(), lr=1e-2)
+        if inside:
+            optimizer.step_in_backward()
+        for step in range(2):
+            net(torch.randn(8, 32, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        nets.append(net)
+    assert torch.equal(bits(nets[0]), bits(nets[1]))
+
+
+@pytest.mark.parametrize("clip", ["late", "parameter"])
+def test_clipping_uses_the_norm_that_it_says(clip):
+    """Against a step after the backward, of gradients that are scaled by hand."""
+    nets = make(torch.float32), make(torch.float32)
+    after, inside = (NVFP4AdamW(net.parameters(), lr=1e-2) for net in nets)
+    inside.step_in_backward(clip_norm=0.01, clip=clip)
+    late = None
+    for _ in range(4):
+        backward(nets[1])
+        inside.step()
+        backward(nets[0])
+        norms = [torch.linalg.vector_norm(p.grad) for p in nets[0].parameters()]
+        for p, norm in zip(nets[0].parameters(), norms, strict=True):
+            used = norm if clip == "parameter" else late
+            if used is not None:
+                p.grad *= (0.01 / (used + 1e-6)).clamp(max=1.0)
+        late = torch.linalg.vector_norm(torch.stack(norms))
+        after.step()
+        after.zero_grad()
+    assert late > 0.02
+    for mine, right in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+        assert torch.equal(mine, right)
+
+
+def test_gradients_do_not_accumulate_in_the_backward():
+    net = make(torch.float32)
+    optimizer = NVFP4AdamW(net.parameters(), lr=1e-3)
+    optimizer.step_in_backward()
+    backward(net, slice(0, 64))
+    with pytest.raises(RuntimeError, match=r"gradients cannot accumulate with step_in_backward"):
+        backward(net, slice(64, 128))
+
+
+def test_gradients_accumulate_before_a_step():
+    nets = make(torch.float32), make(torch.float32)
+    for net, parts in zip(nets, ([slice(None)], [slice(0, 64), slice(64, 128)]), strict=True):
+        optimizer = NVFP4AdamW(net.parameters(), lr=1e-3)
+        for part in parts:
+            backward(net, part)
+        if len(parts) == 2:
+            for p in net.parameters():
+                p.grad /= 2
+        optimizer.step()
+    for mine, right in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+        assert torch.allclose(mine, right, atol=2.1e-3)
+
+
+def test_groups_and_schedulers():
+    """A group's learning rate of 0 moves nothing; a scheduler's change reaches the step in the backward."""
+    net = make(torch.float32)
+    optimizer = NVFP4AdamW(
+        [{"params": net[0].parameters(), "lr": 0.0, "weight_decay": 0.0}, {"params": net[2].parameters()}], lr=1e-2
+    )
+    optimizer.step_in_backward()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step == 0 else 0.0)
+    start = copy.deepcopy(net)
+    backward(net)
+    optimizer.step()
+    scheduler.step()
+    moved = copy.deepcopy(net)
+    assert torch.equal(start[0].weight, net[0].weight) and not torch.equal(start[2].weight, net[2].weight)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    backward(net)
+    optimizer.step()
+    assert torch.equal(moved[2].weight, net[2].weight)
+
+
+def test_a_weight_may_grow():
+    """A weight of codes grows eightfold, which the headroom of its block scales allows."""
+    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+    start = net.weight.dequantize().abs().max()
+    optimizer = NVFP4AdamW(net.parameters(), lr=start.item() / 4, weight_decay=0.0)
+    for _ in range(40):
+        net.weight.grad = -net.weight.dequantize().sign()
+        optimizer.step()
+    assert 6 * start < net.weight.dequantize().abs().max() < 16 * start
+
+
+def test_headroom_keeps_the_values():
+    torch.manual_seed(0)
+    net = to_nvfp4_parameters(nn.Linear(256, 256, bias=False))
+    before = net.weight.dequantize(torch.float32)
+    coded_moments.make_headroom(net.weight)
+    assert torch.equal(net.weight.dequantize(torch.float32), before)
+    assert net.weight.scale.float().max() <= 56
+
+
+@pytest.mark.parametrize(
+    "eps, exponent", [(1e-8, 74), (0.0, 16), (1.0, 127), (2.0, 129), (1e-30, 16), (1e30, 240), (2.0**-20, 87)]
+)
+def test_eps_is_a_floor_of_the_second_moment(eps, exponent):
+    assert coded_moments.least_exponent(eps) == exponent
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"inner": torch.optim.SGD}, "supports AdamW, not SGD"),
+        ({"error_feedback": "momentum"}, "error_feedback needs a float32 momentum"),
+        ({"round_mode": "rne"}, "round_mode='rne' needs states='float32'"),
+        ({"amsgrad": True}, "do not support amsgrad=True"),
+        ({"states": "int8"}, "states is 'float32' or 'nvfp4'"),
+    ],
+)
+def test_options_that_do_not_fit_coded_states(options, message):
+    with pytest.raises(ValueError, match=message):
+        NVFP4Optimizer(make("codes").parameters(), **{"states": "nvfp4", "lr": 1e-3, **options})
+
+
+@pytest.mark.parametrize(
+    "parameter, message",
+    [
+        (nn.Parameter(torch.zeros(32, 32, dtype=torch.float16)), "need bfloat16, float32 or NVFP4 weights"),
+        (nn.Parameter(torch.zeros(32, 32).t()[:16]), "is not contiguous"),
+    ],
+)
+def test_parameters_that_do_not_fit(parameter, message):
+    with pytest.raises(ValueError, match=message):
+        NVFP4AdamW([parameter])
+
+
+def test_tiles_are_refused():
+    net = to_nvfp4_parameters(nn.Linear(32, 32), QuantizeSpec(block_rows=16))
+    with pytest.raises(ValueError, match="quantize it with block_rows=1"):
+        NVFP4AdamW(net.parameters())
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [({"clip": "all"}, ValueError, "'late' or 'parameter'"), ({"clip_norm": 0.0}, ValueError, "above 0")],
+)
+def test_arguments_of_step_in_backward(arguments, error, message):
+    optimizer = NVFP4AdamW(make(torch.float32).parameters())
+    with pytest.raises(error, match=message):
+        optimizer.step_in_backward(**arguments)
+    optimizer.step_in_backward()
+    with pytest.raises(RuntimeError, match="was called before"):
+        optimizer.step_in_backward()
+    with pytest.raises(RuntimeError, match="cannot be added after"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+@pytest.mark.gpu
+def test_a_capture_is_refused():
+    net = make(torch.bfloat16).cuda()
+    optimizer = training.NVFP4AdamW(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    with (
+        pytest.raises(RuntimeError, match="capture only forward and backward"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_gradients_give_equal_bits_on_both_devices(kind):
+    nets = make(kind), make(kind).cuda()
+    optimizers = [NVFP4AdamW(net.parameters(), lr=1e-2) for net in nets]
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for mine, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator).to(mine.dtype)
+            theirs.grad = mine.grad.cuda()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(bits(nets[0]), bits(nets[1]).cpu())
