@@ -145,12 +145,12 @@ def coded_weight(
 
 
 def round32(y: Tensor, r32: Tensor) -> Tensor:
-    """Round magnitudes 0 <= y <= 6 to codes 0..7 (int64) with 32 random bits: STOCHASTIC of section 3, with 2^32."""
+    """Round magnitudes 0 <= y <= 6 to codes 0..7 (int64) with 32 random bits, and a fraction of 31 bits."""
     per_step = torch.where(y < 2, 2.0, torch.where(y < 4, 1.0, 0.5))
     first = torch.where(y < 2, 0, torch.where(y < 4, 2, 4))
     steps = y * per_step
     whole = steps.floor()
-    fraction = ((steps - whole).double() * 2.0**32).long()  # exact: a float32 below 1 times a power of two, cut off
+    fraction = ((steps - whole).double() * 2.0**31).long() * 2
     return whole.long() + first + (fraction + r32 >> 32)
 
 

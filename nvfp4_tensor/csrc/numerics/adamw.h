@@ -82,7 +82,7 @@ NVFP4_HD uint32_t round_e2m1_32(float y, uint32_t r32) {
   const int segment = y < 2.0f ? 0 : y < 4.0f ? 1 : 2;  // step 1/2, 1, 2
   const float steps = mul(y, segment == 0 ? 2.0f : segment == 1 ? 1.0f : 0.5f);
   const uint32_t whole = static_cast<uint32_t>(steps);
-  const uint32_t fraction = static_cast<uint32_t>(mul(sub(steps, static_cast<float>(whole)), 4294967296.0f));
+  const uint32_t fraction = 2 * static_cast<uint32_t>(mul(sub(steps, static_cast<float>(whole)), 2147483648.0f));
   return whole + 2 * segment + (fraction + r32 < r32);
 }
 

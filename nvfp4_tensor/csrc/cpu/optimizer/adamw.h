@@ -161,7 +161,7 @@ inline I round_to_code_32(F y, I r32s) {
   const auto count = [](I fixed) { return sub(bit_and(fixed, set(0x7FFFFF)), set(6 << 16)); };
   const I fixed = fixed_point<16>(binade, y);
   const F rest = sub(mul(y, per_cell), to_float(count(fixed)));
-  const I low = count(fixed_point<16>(set(1.0f), mul(rest, set(0.5f))));
+  const I low = bit_and(count(fixed_point<16>(set(1.0f), mul(rest, set(0.5f)))), set(0xFFFE));
   const I carry = shift_right<16>(add(low, bit_and(r32s, set(0xFFFF))));
   const I steps = add(add(fixed, shift_right<16>(r32s)), carry);
   return code_bits(shift_right<16>(steps), steps);

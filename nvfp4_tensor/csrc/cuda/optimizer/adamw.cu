@@ -209,16 +209,14 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_dense(const AdamwStep a) {
   }
 }
 
-// 0 <= y <= 6 to a code 0..7: round_e2m1_32 with the conversions of a device.
+// 0 <= y <= 6 to a code 0..7: round_e2m1_32 by the encoding of 2^-126 y (cuda/block/round.cuh), whose bits from 22 on
+// are the code, and those below the fraction. Below 1, where they would be subnormal, the fraction is that of 2 y.
 __device__ __forceinline__ uint32_t code32(float y, uint32_t r32) {
-  const float per_step = y < 2.0f ? 2.0f : y < 4.0f ? 1.0f : 0.5f;
-  const uint32_t first = y < 2.0f ? 0u : y < 4.0f ? 2u : 4u;
-  const float steps = mul(y, per_step);
-  // 2^23 added toward zero leaves the whole steps in the low bits.
-  const float shifted = __fadd_rz(steps, 8388608.0f);
-  const uint32_t whole = float_bits(shifted) - float_bits(8388608.0f);
-  const uint32_t fraction = __float2uint_rz(mul(sub(steps, sub(shifted, 8388608.0f)), 4294967296.0f));
-  return whole + first + (fraction + r32 < r32);
+  float encoded;
+  asm("mul.rz.sat.f32 %0, %1, 0f00800000;" : "=f"(encoded) : "f"(y));
+  const uint32_t bits = float_bits(encoded);
+  const uint32_t fraction = y < 1.0f ? __float2uint_rz(mul(y, 4294967296.0f)) << 1 : bits << 10;
+  return (bits >> 22) + (fraction + r32 < r32);
 }
 
 // n / s, correctly rounded: enc is 1 / s rounded, and s has four bits.
@@ -232,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_codes(const AdamwStep a) {
   const Kernel kernel(a);
   const uint32_t blocks = static_cast<uint32_t>(a.blocks);
   const uint32_t column_tiles = static_cast<uint32_t>(ceil_div(a.blocks, kTileColumns));
-  const float step_size = div(kernel.n.step_size, *a.per_tensor_scale);
+  const float step_size = div(kernel.n.step_size, *a.per_tensor_scale), decay = mul(kernel.n.decay, 256.0f);
   for (Walk at(a.rows, a.blocks); at.inside(); at.step()) {
     const int64_t block = static_cast<int64_t>(at.row) * blocks + at.column;
     const uint32_t count = whole ? kBlock : min(static_cast<uint32_t>(a.columns) - at.column * kBlock, 16u);
@@ -251,19 +249,23 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_codes(const AdamwStep a) {
     const float factor = mul(old, 0x1p118f);  // times 2^126, in two steps: 448 * 2^126 is beyond float32
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      const float w = mul(mul(biased_value(half_of(codes, i), i % 8), factor), 256.0f);
-      next.word[i] = float_bits(stepped(w, bits_float(next.word[i]), kernel.n.decay, step_size));
+      const float w = mul(biased_value(half_of(codes, i), i % 8), factor);
+      next.word[i] = float_bits(stepped(w, bits_float(next.word[i]), decay, step_size));
     }
     const GrownScale grown = next_scale(old_bits, old, bits_float(next.amax_bits()), random16(moment_words, 0));
     const Words4 words = kernel.weight_key.block_words(number);
     const float enc = grown.scale > 0.0f ? reciprocal(grown.scale) : 0.0f;
-    const bool inside = grown.bound >= bits_float(next.amax_bits());
+    if (grown.kept > 0.0f) {  // rarely; what is clipped without growth, the limit of 6 below clips
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) {
+        const float n = bits_float(next.word[i]);
+        next.word[i] = float_bits(copysignf(fitted(fabsf(n), grown), n));
+      }
+    }
     uint32_t packed[2] = {next.signs(0), next.signs(8)};
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      float n = fabsf(bits_float(next.word[i]));
-      if (!inside) n = fitted(n, grown);
-      const float y = fminf(exact_quotient(n, grown.scale, enc), kE2M1Max);
+      const float y = fminf(exact_quotient(fabsf(bits_float(next.word[i])), grown.scale, enc), kE2M1Max);
       packed[i / 8] += code32(y, draw32(words, i)) << (4 * (i % 8));
     }
     const bool lost = grown.bits == kE4M3Nan;
