@@ -103,8 +103,8 @@ def test_the_plan_counts_what_there_is():
     moments = sum(t.nbytes for state in states for name, t in state.items() if name != "step")
     assert plan.weights == pytest.approx(weights, rel=0.01)
     assert plan.moments == moments
-    assert "total" in str(plan) and plan.total == sum(map(int, (plan.weights, plan.moments, plan.gradients,
-        plan.activations, plan.loss, plan.overhead)))  # fmt: skip
+    parts = (plan.weights, plan.moments, plan.layer_inputs, plan.work, plan.reserve, plan.context)
+    assert plan.total == sum(parts) and "layer inputs" in str(plan) and plan.context == 0
 
 
 def test_llama_3_8b_fits_into_24_gib():
@@ -118,8 +118,10 @@ def test_llama_3_8b_fits_into_24_gib():
     linears = 6_979_321_856
     dense = sum(p.numel() for p in model.parameters()) - linears
     assert plan.weights + plan.moments == pytest.approx(1.6875 * linears + 3.125 * dense, rel=1e-3)
-    plan.check(24 << 30)
-    with pytest.raises(MemoryError, match=r"the limit is 12.00 GiB: weights, moments and gradients alone"):
+    plan.check(22 << 30)
+    reserved = plan.total - plan.context
+    assert reserved == pytest.approx(19.11 * (1 << 30), rel=0.05)  # measured on an H200, limited to 24 GiB
+    with pytest.raises(MemoryError, match=r"the limit is 12.00 GiB: weights and moments alone"):
         plan.check(12 << 30)
     with pytest.raises(MemoryError, match="shorten the sequences or the batch"):
         training.plan_finetuning(model, tokens=64 * 2048).check(24 << 30)

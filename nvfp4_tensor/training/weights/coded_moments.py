@@ -188,7 +188,8 @@ def _step_dense(
     m.copy_(beta1 * m + rest1 * g)
     v.copy_(beta2 * v + rest2 * g * g)
     floor = (least.int() << 23).view(torch.float32)
-    new = decay * weight.float() - step_size / UNBIASED * (m / torch.maximum(v, floor).sqrt())
+    exact = step_size / step_size.new_full((), UNBIASED)  # by a tensor: a number's reciprocal would be multiplied
+    new = decay * weight.float() - exact * (m / torch.maximum(v, floor).sqrt())
     if weight.dtype == torch.bfloat16:
         per_row = math.prod(weight.shape[1:])
         r16 = reference.random16(weight.numel(), 1, rng_state, row0=row0 * per_row)[:, 0].view(weight.shape)
