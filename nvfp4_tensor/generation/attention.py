@@ -91,8 +91,7 @@ def nvfp4_attention(
     """The attention function "nvfp4" of transformers: output (batch, tokens, heads, head_dim) and no weights.
 
     Raises:
-        ValueError: the model has attention sinks, or caps scores of dense keys under another mask than a causal one:
-            only ``attn_implementation="eager"`` supports it.
+        ValueError: the model has attention sinks: only ``attn_implementation="eager"`` supports them.
     """
     if kwargs.get("s_aux") is not None:
         raise ValueError('attention sinks need model.set_attn_implementation("eager"), which decodes the cache')
@@ -109,7 +108,8 @@ def nvfp4_attention(
             _log_once(reason)
         key, value = (x.dense() if isinstance(x, StoredStates) else x for x in (key, value))
     if softcap:
-        out = _dense_with_softcap(query, key, value, attention_mask, scaling, softcap)
+        dropout = dropout if module.training else 0.0
+        out = _dense_with_softcap(query, key, value, attention_mask, dropout, scaling, softcap)
         return out.transpose(1, 2).contiguous(), None
     out, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -150,11 +150,23 @@ def _log_once(reason: str) -> None:
 
 
 def _dense_with_softcap(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
 ) -> Tensor:
-    """Attention with capped scores to dense tokens, as a cache without codes."""
-    if mask is not None and not hasattr(mask, _FIRST):
-        raise ValueError('a soft cap under this mask needs model.set_attn_implementation("eager")')
+    """Attention with capped scores to dense tokens, which sdpa does not have, as a cache without codes.
+
+    The operator has no gradient, no dropout, and no other mask than a causal one, of which sliding layers have another:
+    then torch computes the same, scores in memory.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if has_gradient or dropout or not (mask is None or hasattr(mask, _FIRST)):
+        return _by_torch(query, key, value, mask, dropout, scale, softcap)
     empty = key.new_empty((*key.shape[:2], 0, 0), dtype=torch.uint8)
 
     def coded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,11 +178,27 @@ def _dense_with_softcap(
         )
 
     lengths = torch.zeros(query.shape[0], dtype=torch.int64, device=query.device)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     first = None if mask is None else getattr(mask, _FIRST)
     return torch.ops.nvfp4.attend_codes(
         query, *coded(key), *coded(value), lengths, first, None, None, key, value, scale, softcap
     )
+
+
+def _by_torch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float, softcap: float
+) -> Tensor:
+    """Attention with capped scores in float32 under a mask that broadcasts to them; None: each token's past."""
+    tokens, length = query.shape[2], key.shape[2]
+    if mask is None:  # transformers leaves it out where it is causal
+        mask = torch.ones((tokens, length), dtype=torch.bool, device=query.device).tril(length - tokens)
+    shape = query.shape[0], key.shape[1], -1, tokens, query.shape[-1]  # heads that share keys side by side
+    scores = (query.float().reshape(shape) @ key.float().unsqueeze(2).mT).flatten(1, 2) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    lowest = torch.finfo(torch.float32).min
+    scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    weights = torch.nn.functional.dropout(torch.softmax(scores, dim=-1), dropout)
+    out = weights.unflatten(1, (key.shape[1], -1)) @ value.float().unsqueeze(2)
+    return out.flatten(1, 2).to(query.dtype)
 
 
 AttentionInterface.register(NAME, nvfp4_attention)

@@ -346,3 +346,45 @@ def test_a_pickle_of_the_earlier_layout():
         assert torch.equal(got + 0, torch.cat((old, x), dim=2))
     layer.reorder_cache(torch.tensor([1, 0]))
     assert torch.equal(layer.update(*new)[0][:, :, :22] + 0, keys[[1, 0], :, :22])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [12, 4096])
+def test_soft_caps_in_sliding_layers(window, padded):
+    """Gemma 2 as it is, every other layer with a window: chunks of a prompt, tokens, and padding on the left."""
+    model = tiny_model("Gemma2", sliding_window=window)
+    assert model.config.layer_types == ["sliding_attention", "full_attention"]
+    ids = torch.randint(1, 128, (2, 60), generator=torch.Generator().manual_seed(1))
+    seen = torch.ones_like(ids)
+    seen[0, : 9 * padded] = 0
+    logits = []
+    for implementation in ("eager", "nvfp4"):
+        model.set_attn_implementation(implementation)
+        cache, parts, end = nvfp4_cache(model.config, recent=4), [], 0
+        for size in (20, 1, 15, 1, 1, 22):
+            begin, end = end, end + size
+            with torch.no_grad():
+                parts.append(model(ids[:, begin:end], attention_mask=seen[:, :end], past_key_values=cache).logits)
+        logits.append(torch.cat(parts, 1)[seen.bool()])
+    torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [12, 4096])
+def test_gradients_of_capped_scores(window):
+    model = tiny_model("Gemma2", sliding_window=window)
+    ids = torch.randint(1, 128, (2, 30), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for implementation in ("eager", "nvfp4"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-3)
+
+
+def test_dropout_of_capped_scores():
+    model = tiny_model("Gemma2", attention_dropout=0.5).train()
+    model.set_attn_implementation("nvfp4")
+    ids = torch.arange(1, 30)[None]
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits, model(ids).logits)

@@ -33,7 +33,7 @@ def read_hf_quant_config() -> None:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         where = {name: kwargs[name] for name in _WHERE if name in kwargs}
         config, unused = usual(cls, pretrained_model_name_or_path, **kwargs)
-        if config and not config.get("quantization_config") and "gguf_file" not in kwargs:
+        if config and not config.get("quantization_config") and kwargs.get("gguf_file") is None:
             found = _quantization(pretrained_model_name_or_path, config.get("_commit_hash"), where)
             if found is not None:
                 config = {**config, "quantization_config": found}

@@ -72,6 +72,17 @@ def test_hf_quant_config_alone_is_enough(llama, tmp_path, ids):
     assert AutoConfig.from_pretrained(folder).to_dict().get("quantization_config") is None
 
 
+@pytest.mark.parametrize("options", [{}, {"gguf_file": None, "revision": "main"}], ids=str)
+def test_hf_quant_config_alone_for_a_class_of_transformers(llama, tmp_path, ids, options):
+    """The class of the model passes more arguments on than AutoModelForCausalLM, for instance that there is no GGUF."""
+    _, folder = llama()
+    quantize(folder, tmp_path / "nvfp4", spec=SPEC, progress=False)
+    only_hf_quant_config(tmp_path / "nvfp4")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    model = type(expected).from_pretrained(tmp_path / "nvfp4", **options)
+    assert len(quantized(model)) == 14 and torch.equal(model(ids).logits, expected(ids).logits)
+
+
 def test_hf_quant_config_of_another_format_is_left_alone(llama, tmp_path):
     _, folder = llama()
     quantize(folder, tmp_path / "nvfp4", spec=SPEC, progress=False)
