@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -99,6 +100,9 @@ class SplitExperts(View):
     def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
         return Checkpoint.rows(self, name, first, last, buffer)
 
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        return Checkpoint.chunks(self, name)
+
 
 class JoinedExperts(View):
     """The inverse of :class:`SplitExperts`: transformers' parameters of a file with a tensor per expert."""
@@ -166,6 +170,9 @@ class JoinedExperts(View):
 
     def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
         return Checkpoint.rows(self, name, first, last, buffer)
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        return Checkpoint.chunks(self, name)
 
 
 def _with_one_scale(name: str, group: list[LinearParts]) -> list[LinearParts]:

@@ -90,6 +90,24 @@ def test_quantized_experts_load_into_the_model(tmp_path, folder):
             assert (tensors[gguf_name.replace(".weight", ".scale")].data == 1).all()
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("to", ["modelopt", "gguf"])
+def test_a_file_becomes_another_format(tmp_path, folder, quantized, to):
+    """Sinks and experts have other names and shapes in the file than in the model, also where tensors are copied."""
+    make = checkpoints.quantize if quantized else checkpoints.convert
+    make(folder, tmp_path / "a.gguf", to="gguf", tokenizer=None, progress=False)
+    options = {"tokenizer": None} if to == "gguf" else {}
+    again = tmp_path / ("b.gguf" if to == "gguf" else "b")
+    checkpoints.convert(tmp_path / "a.gguf", again, to=to, progress=False, **options)
+    first, second = (checkpoints.load(model_of(), path, progress=False) for path in (tmp_path / "a.gguf", again))
+    for (name, want), (other, got) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert name == other and torch.equal(plain(got), plain(want)), name
+
+
+def plain(t):
+    return t.dequantize() if isinstance(t, NVFP4Tensor) else t
+
+
 def test_a_folder_of_mxfp4_keeps_its_values(tmp_path):
     model, folder = model_of(), tmp_path / "mxfp4"
     tensors = {}
