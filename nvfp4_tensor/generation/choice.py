@@ -17,6 +17,9 @@ BITS = 48
 """Bits of a random number: enough for rare tokens, and u * total rounds to less than the total in float64."""
 
 
+_FLOAT32 = torch.finfo(torch.float32)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen.
@@ -39,7 +42,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise ValueError(f"temperature must be 0 (the largest logit) or a positive number, got {self.temperature}")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise ValueError(f"top_k must be a positive integer or None, got {self.top_k!r}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] or None, got {self.top_p}")
@@ -84,7 +87,7 @@ class Chooser:
         """Start another text with this sampling, of the same kind."""
         assert sampling.kind == self.kind
         if self.kind[0]:
-            self._temperature.fill_(sampling.temperature)
+            self._temperature.fill_(min(max(sampling.temperature, _FLOAT32.tiny), _FLOAT32.max))
             self._top_p.fill_(1.0 if sampling.top_p is None else sampling.top_p)
         self._seed = sampling.seed
         self.load_more(0)
@@ -99,13 +102,15 @@ class Chooser:
         """Return the next tokens, int64 (B,), valid also where ``chosen`` is -1. logits: (B, vocabulary)."""
         largest, tokens = logits.max(-1)  # NaN if there is one
         if self.kind[0]:
-            tokens = self._draw(logits)
+            tokens = self._draw(logits, largest)
         self.chosen.copy_(torch.where(largest.isnan(), -1, tokens))
         return tokens
 
-    def _draw(self, logits: Tensor) -> Tensor:
+    def _draw(self, logits: Tensor, largest: Tensor) -> Tensor:
         _, top_k, has_top_p = self.kind
-        scores, tokens = logits.float() / self._temperature, None
+        # The largest score is 0, so that no temperature makes scores overflow; inf - inf is one of the largest.
+        scores = torch.sub(logits, largest.float()[:, None]).div_(self._temperature)
+        scores, tokens = scores.nan_to_num_(0.0, neginf=-torch.inf), None
         if top_k is not None and top_k < scores.shape[-1]:
             scores, tokens = torch.topk(scores, top_k)
         elif has_top_p:

@@ -67,6 +67,28 @@ def test_the_largest(device):
     assert chooser.chosen[1] == -1 and (chooser.chosen[[0, 2]] >= 0).all() and (tokens >= 0).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 1e-60])
+def test_a_temperature_near_zero_draws_the_largest(temperature, options, device):
+    """Scores divided by it overflow: of an infinite difference to the largest one comes no NaN, and not token 0."""
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3)).to(device)
+    chooser = Chooser(Sampling(temperature, seed=3, **options), 3, 4, torch.device(device))
+    for _ in range(4):
+        assert torch.equal(chooser(logits), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}], ids=str)
+def test_infinite_logits_and_temperatures(options, device):
+    logits = torch.randn(3, 50, device=device)
+    logits[0, 7] = torch.inf
+    logits[1] = -torch.inf
+    logits[1, 9] = 0.0
+    for temperature in (0.5, 1e300):
+        chooser = Chooser(Sampling(temperature, **options), 3, 4, torch.device(device))
+        for _ in range(4):
+            assert chooser(logits)[:2].tolist() == [7, 9] and (chooser.chosen >= 0).all()
+
+
 def test_a_chooser_is_loaded_again(device):
     logits = torch.randn(2, 50, device=device)
     chooser = Chooser(Sampling(1.0, top_p=0.9, seed=4), 2, 8, torch.device(device))
@@ -80,7 +102,8 @@ def test_a_chooser_is_loaded_again(device):
 @pytest.mark.parametrize("options, message", [
     ({"temperature": -1.0}, "temperature must be 0"), ({"temperature": float("inf")}, "temperature must be 0"),
     ({"temperature": float("nan")}, "temperature must be 0"), ({"temperature": 1.0, "top_k": 0}, "top_k must be"),
-    ({"temperature": 1.0, "top_k": 1.5}, "top_k must be"), ({"temperature": 1.0, "top_p": 0.0}, "top_p must be"),
+    ({"temperature": 1.0, "top_k": 1.5}, "top_k must be"),
+    ({"temperature": 1.0, "top_k": True}, "top_k must be"), ({"temperature": 1.0, "top_p": 0.0}, "top_p must be"),
     ({"temperature": 1.0, "top_p": 1.1}, "top_p must be"), ({"top_k": 3}, "set temperature"),
 ])  # fmt: skip
 def test_invalid_sampling_raises(options, message):
