@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from nvfp4_tensor._compat.pickles import _rebuild, keep_earlier_names  # noqa: F401  _rebuild is in pickles
 from nvfp4_tensor.info import info
-from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
+from nvfp4_tensor.numerics.choices import (
+    Activations,
+    FourOverSix,
+    ProductBackend,
+    RoundingMode,
+    ScaleRounding,
+    ScaleSearch,
+)
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops import composite, fakes, native  # noqa: F401  define the ops
 from nvfp4_tensor.sizes import ModelSize, model_size
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 __all__ = [
+    "Activations",
     "FourOverSix",
     "ModelSize",
     "NVFP4Config",

@@ -110,6 +110,11 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
     ),
     "gptq_own_text": ("GPTQ + scale search on its own text", _gptq_on_own_text),
     "dense_ends": ("scale search, 4 of 30 blocks dense", _all_but_ends),
+    "nearest_fp8": ("nearest, FP8 activations", _plain(NVFP4WeightOnlyConfig(activations="fp8"))),
+    "search_fp8": (
+        "scale search, FP8 activations",
+        _plain(NVFP4WeightOnlyConfig(weight_spec=SEARCH, activations="fp8")),
+    ),
     "w4a4": ("W4A4, nearest", _plain(NVFP4Config())),
     "w4a4_search": ("W4A4, scale search for weights", _plain(BOTH)),
     "w4a4_static": ("  static *", _calibrated(BOTH)),

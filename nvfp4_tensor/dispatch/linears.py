@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from nvfp4_tensor.dispatch.traces import reads_parts
 from nvfp4_tensor.matmul import backends
 from nvfp4_tensor.matmul.product import linear_product
+from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -27,12 +28,19 @@ def linear_of_module(module: nn.Linear, input: Tensor) -> Tensor:
     parameters = module._parameters  # module.weight takes 0.6 us
     w = parameters.get("weight")  # None if it is parametrized, pruned or sharded
     if type(w) is NVFP4Tensor and "bias" in parameters and _is_inference(input, w, bias := parameters["bias"]):
-        if w.activation_spec is None:
+        if _keeps_activations(input, w):
             qdata, scale = w.qdata.contiguous(), w.scale.contiguous()
             return _matmul(input, None, qdata, scale, w.per_tensor_scale, bias, w.columns, False, input.dtype)
         with torch._C.DisableTorchFunctionSubclass():
             return _linear_by_product(input, w, bias)
     return torch.nn.functional.linear(input, module.weight, module.bias)
+
+
+def _keeps_activations(x: Tensor, w: NVFP4Tensor) -> bool:
+    """Return whether the product of x (..., K) and w rounds only the result."""
+    if w.activation_spec is not None:
+        return False
+    return w.product_backend != ProductBackend.FP8 or x.shape[:-1].numel() < backends.FP8_ROWS
 
 
 # --- eager mode ------------------------------------------------------------------------------------------------------
@@ -93,7 +101,7 @@ def _traces_inference(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> bool:
 
 
 def _linear_of_parts(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> Tensor:
-    if w.activation_spec is None:  # each field that is read adds a guard
+    if _keeps_activations(x, w):  # each field that is read adds a guard
         return _matmul(x, None, w.qdata, w.scale, w.per_tensor_scale, bias, x.shape[-1], False, x.dtype)
     return _linear_by_product(x, w, bias)
 

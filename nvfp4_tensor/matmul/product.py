@@ -10,6 +10,8 @@ with both per-tensor scales applied in float32 before the one rounding.
 
 With an ``activation_spec`` on the NVFP4 operand (W4A4), the dense operand is quantized first, but only if the sum runs
 along the blocks of the NVFP4 operand, as in the forward product. Its gradient sums across the blocks and stays dense.
+
+With ``ProductBackend.FP8``, both operands of the forward product are rounded to e4m3 if x has many rows (``fp8.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.matmul import scaled_mm
+from nvfp4_tensor.matmul import fp8, scaled_mm
 from nvfp4_tensor.matmul.backends import Backend, choose, choose_for_codes, choose_grouped
 from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.hadamard import inverse_hadamard
@@ -165,6 +167,8 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | N
         a = x if isinstance(x, NVFP4Tensor) else quantize(x, w.activation_spec, amax=w.activation_amax)
         multiply_codes = scaled_mm.fbgemm_product if backend == Backend.FBGEMM else scaled_mm.scaled_mm_product
         return multiply_codes(_codes(a), _codes(w), bias, alpha, out_dtype)
+    if backend in (Backend.FP8_SCALED_MM, Backend.FP8_VALUES):
+        return fp8.product(x, _codes(w), bias, alpha, out_dtype, backend == Backend.FP8_SCALED_MM)
     if backend == Backend.QUANTIZED_VALUES:
         values, factor = _quantized_values(x, w)
         return _times_decoded(values, factor, w, along_blocks, bias, alpha, out_dtype)

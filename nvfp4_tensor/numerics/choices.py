@@ -82,7 +82,7 @@ class ScaleSearch(Choice):
 
 @pin
 class ProductBackend(Choice):
-    """The backend of products of NVFP4 weights and quantized activations (W4A4)."""
+    """The backend of products of NVFP4 weights and quantized activations (W4A4, and FP8 activations)."""
 
     AUTO = 0
     """scaled_mm on devices with FP4 tensor cores, decoded operands elsewhere."""
@@ -90,6 +90,8 @@ class ProductBackend(Choice):
     """cuBLASLt through torch's scaled_mm; raises an error on a device without FP4 tensor cores."""
     FBGEMM = 2
     """fbgemm's f4f4bf16, only in bfloat16; raises an error without fbgemm or a device of compute capability 10."""
+    FP8 = 3
+    """Of a weight-only tensor: many rows of activations and the weight are rounded to e4m3 (contract, section 13)."""
 
     @classmethod
     def of(cls, backend: ProductBackend | str) -> ProductBackend:
@@ -100,3 +102,22 @@ class ProductBackend(Choice):
             return cls[backend.upper()]
         names = ", ".join(repr(member.name.lower()) for member in cls)
         raise ValueError(f"unknown product_backend {backend!r}: use a ProductBackend or one of {names}")
+
+
+@pin
+class Activations(Choice):
+    """How a weight-only model multiplies many rows of its activations (numerics contract, section 13)."""
+
+    FP8 = 1
+    """As e4m3 numbers with a scale per row, by the weight rounded to e4m3, on FP8 tensor cores. Fewer rows stay."""
+
+    @classmethod
+    def of(cls, value: Activations | str | None) -> Activations | None:
+        """Return the choice for an Activations, its name or None; raise a ValueError for anything else."""
+        if value is None:
+            return None
+        if isinstance(value, int) and not isinstance(value, bool) and value in cls._value2member_map_:
+            return cls(value)
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        raise ValueError(f"unknown activations {value!r}: use None, an Activations or 'fp8'")

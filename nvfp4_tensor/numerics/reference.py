@@ -309,7 +309,7 @@ def quantize(
     return qdata.view(*x.shape[:-1], columns // 2), scale, per_tensor_scale(amax, spec)
 
 
-def _check_scale(scale: Tensor, rows: int, columns: int) -> None:
+def check_scale(scale: Tensor, rows: int, columns: int) -> None:
     if scale.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise ValueError(f"scale must be float8_e4m3fn or its bytes in uint8, not {scale.dtype}")
     expected = (*layout.scale_tiles(rows, columns), 32, 16)
@@ -330,7 +330,7 @@ def dequantize(
     """
     *leading, half = qdata.shape
     rows = qdata.shape[:-1].numel()
-    _check_scale(scale, rows, half * 2)
+    check_scale(scale, rows, half * 2)
     pairs = layout.code_values(layout.unpack(torch.arange(256, device=qdata.device, dtype=torch.uint8).unsqueeze(-1)))
     blocks = layout.scale_values(layout.unswizzle(scale, rows, half * 2 // BLOCK))
     values = pairs[qdata.reshape(rows, half).long()].reshape(rows, half * 2 // BLOCK, BLOCK) * blocks.unsqueeze(-1)

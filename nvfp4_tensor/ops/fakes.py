@@ -102,6 +102,22 @@ def _(x: Tensor, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty((*x.shape[:-1], columns_of_values(x.shape[-1], spec)), dtype=dtype), _scalar(x)
 
 
+@fake("fp8_operands")
+def _(x: Tensor, qdata: Tensor) -> tuple[Tensor, ...]:
+    columns = qdata.shape[-1] * 2
+    return (
+        x.new_empty((*x.shape[:-1], columns), dtype=torch.float8_e4m3fn),
+        x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.float32),
+        x.new_empty((*qdata.shape[:-1], columns), dtype=torch.float8_e4m3fn),
+        x.new_empty((math.prod(qdata.shape[:-1]),), dtype=torch.float32),
+    )
+
+
+@fake("fp8_matmul")
+def _(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
+
+
 @fake("matmul")
 def _(x: Tensor, qdata: Tensor, columns: int, across_blocks: bool, out_dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], columns if across_blocks else qdata.shape[-2]), dtype=out_dtype)

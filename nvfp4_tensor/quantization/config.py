@@ -11,7 +11,14 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 
 from nvfp4_tensor._compat.pickles import pin
-from nvfp4_tensor.numerics.choices import FourOverSix, ProductBackend, RoundingMode, ScaleRounding, ScaleSearch
+from nvfp4_tensor.numerics.choices import (
+    Activations,
+    FourOverSix,
+    ProductBackend,
+    RoundingMode,
+    ScaleRounding,
+    ScaleSearch,
+)
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.arguments import stored_spec
 
@@ -36,6 +43,10 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
         experts: True also quantizes the experts of a transformers model, all of them regardless of the filter. These
             are parameters (E, N, K), quantized without a calibration and with one per-tensor scale per expert. None
             leaves them dense and warns; False leaves them dense without a warning.
+        activations: None, or "fp8" (an :class:`Activations`): products of 768 and more rows of activations round these
+            rows, and the weight while it is decoded, to e4m3 (numerics contract, section 13), which FP8 tensor cores
+            multiply faster. Fewer rows, gradients and experts stay W4A16. For Hopper; elsewhere it gives the same
+            values in plain torch, slower than without.
 
     Raises:
         ValueError: an invalid value, or an argument that a given spec replaces.
@@ -52,11 +63,15 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     weighted: bool = False
     experts: bool | None = None
     step: QuantizationStep | str | None = None
+    activations: Activations | str | None = None
 
     def __post_init__(self) -> None:
+        self.activations = Activations.of(self.activations)
         given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
         if unused := [name for name in given if name in self._replaced()]:
             raise ValueError(f"{', '.join(unused)} would have no effect with the given specs: set it in the specs")
+        if self.activations is not None and self.activation is not None:
+            raise ValueError("NVFP4Config quantizes activations to NVFP4: use NVFP4WeightOnlyConfig(activations='fp8')")
         stored_spec(self.weight)
         self._check_transforms()
         if self.weighted and self.weight.scale_search is None:
@@ -96,8 +111,13 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
 
     @property
     def activation(self) -> QuantizeSpec | None:
-        """The spec of the activations; None if they are not quantized."""
+        """The spec of the activations; None if they are not quantized to NVFP4."""
         return None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of an NVFP4Tensor that configure products."""
+        return {"product_backend": ProductBackend.AUTO if self.activations is None else ProductBackend.FP8}
 
     def _spec(self, **changes: Any) -> QuantizeSpec:
         """Return the spec of the shared arguments. All weights share one object, which torch.compile's guards need."""
@@ -147,6 +167,8 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.product_backend = ProductBackend.of(self.product_backend)
+        if self.product_backend == ProductBackend.FP8:
+            raise ValueError("product_backend 'fp8' is for NVFP4WeightOnlyConfig(activations='fp8')")
         if self.percentile is not None:
             number = isinstance(self.percentile, numbers.Real) and not isinstance(self.percentile, bool)
             if not number or not 0 < self.percentile <= 100:
@@ -189,3 +211,8 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             return self.activation_spec
         changes = {} if self.activation_round_mode is None else {"round_mode": self.activation_round_mode}
         return self._spec(row_scaled=self.row_scaled, **changes)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of an NVFP4Tensor that configure products."""
+        return {"activation_spec": self.activation, "product_backend": self.product_backend}

@@ -109,8 +109,7 @@ def _quantize_linear(
     """
     if module in plan.dense or module in plan.done:
         return module
-    if isinstance(config, NVFP4Config):
-        fields |= {"activation_spec": config.activation, "product_backend": config.product_backend}
+    fields |= config.fields
     weight = quantizable(module).weight.detach()
     quantized = (
         quantize(weight, config.weight) if squares is None else quantize_weighted(weight, config.weight, squares)

@@ -82,6 +82,8 @@ def _check_types(
         raise TypeError(f"transposed must be True or False, got {transposed!r}")
     if not isinstance(product_backend, ProductBackend):
         raise TypeError(f"product_backend must be a ProductBackend, such as AUTO, got {product_backend!r}")
+    if product_backend == ProductBackend.FP8 and activation_spec is not None:
+        raise ValueError("product_backend FP8 rounds activations to e4m3, activation_spec to NVFP4: give one of them")
 
 
 def _check_tensor(name: str, value: Any, dtype: torch.dtype, qdata: Tensor | None = None) -> None:

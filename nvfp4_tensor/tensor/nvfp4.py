@@ -82,7 +82,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
         activation_spec: how a product quantizes its dense operand (W4A4), or None to keep that operand dense.
         activation_amax: the calibrated amax of that operand, float32 0-d, or None to compute it in each call.
         transposed: whether the logical tensor is the stored one with its last two dimensions swapped.
-        product_backend: the backend of products with quantized operands.
+        product_backend: the backend of products with quantized operands; FP8 if activation_spec is None, and products
+            round many rows of their dense operand to e4m3.
     """
 
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale", "per_tensor_scale"]
@@ -368,6 +369,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
         activation = (
             f", activation ({self.activation_spec}{static}{backend})" if self.activation_spec is not None else ""
         )
+        if self.product_backend == ProductBackend.FP8:
+            activation = ", activation (fp8)"
         return f"{self.spec}{activation}, {self._bits()} bits/element"
 
     def _bits(self) -> str:

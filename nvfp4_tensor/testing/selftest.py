@@ -15,6 +15,7 @@ from torch import Tensor
 from nvfp4_tensor.info import info
 from nvfp4_tensor.matmul import backends, fbgemm, scaled_mm
 from nvfp4_tensor.matmul.product import product
+from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -71,6 +72,7 @@ def run() -> Iterator[Check]:
             yield from check_spec(spec, device)
         yield check_hadamard(device)
         yield check_matmul(device)
+        yield check_fp8(device)
         yield check_experts("grouped_linear", device, None)
         if backends.has_fp4_tensor_cores(torch.device(device)):
             yield check_scaled_mm(device)
@@ -182,6 +184,18 @@ def check_matmul(device: str) -> Check:
             elements += y.numel()
             differing += outside_bound(y, x.double(), dense, bias.double())
     return Check("matmul", "within the bound of a float32 sum", device, elements, differing)
+
+
+def check_fp8(device: str) -> Check:
+    """Check the operands of FP8 products; the codes have all block scales, NaN included."""
+    generator, tally = torch.Generator().manual_seed(6), [0, 0]
+    for x in samples():
+        blocks = layout.ceil_to(x.shape[1], layout.BLOCK) // layout.BLOCK
+        qdata = torch.randint(0, 256, (131, blocks * 8), dtype=torch.uint8, generator=generator)
+        scale = torch.randint(0, 256, (131, blocks), dtype=torch.uint8, generator=generator)
+        weight = qdata, layout.swizzle(scale).view(torch.float8_e4m3fn), torch.tensor(0.0123)
+        _compare(tally, "fp8_operands", (x, *weight), device)
+    return Check("fp8_operands", "e4m3, a power of two per row", device, *tally)
 
 
 def outside_bound(y: Tensor, a: Tensor, b: Tensor, bias: Tensor | float = 0.0) -> int:

@@ -22,6 +22,7 @@ WEIGHTS = {
     "w4a4": lambda: quantize(torch.randn(32, 64), SIGNED)._replace(
         activation_spec=SIGNED, activation_amax=torch.tensor(0.1), product_backend=ProductBackend.SCALED_MM
     ),
+    "fp8": lambda: quantize(torch.randn(32, 64))._replace(product_backend=ProductBackend.FP8),
 }  # fmt: skip
 
 

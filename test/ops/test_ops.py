@@ -72,6 +72,17 @@ def test_opcheck_matmul(device, transposed, dtype):
         opcheck(nvfp4.matmul.default, (x, x_scale, *weight, bias, 50, transposed, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_opcheck_fp8(device, dtype):
+    x, weight = torch.randn(4, 50, device=device).to(dtype), quantized(torch.randn(33, 50, device=device))
+    opcheck(nvfp4.fp8_operands.default, (x, *weight))
+    opcheck(nvfp4.fp8_operands.default, (x.view(2, 2, 50), *weight))
+    values, x_scale, w, factor = nvfp4.fp8_operands(x, *weight)
+    for bias in (None, torch.randn(33, device=device).to(dtype)):
+        operands = (values.view(torch.uint8), x_scale, w.view(torch.uint8), factor)
+        opcheck(nvfp4.fp8_matmul.default, (*operands, bias, dtype))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_opcheck_grouped_matmul(device, transposed):
     qdata, scale, factor = quantized(torch.randn(2, 40, 50, device=device))

@@ -71,6 +71,11 @@ def test_valid_fields_make_the_tensor():
         ({"activation_amax": 3.0}, TypeError, "activation_amax must be a tensor of torch.float32, got float"),
         ({"activation_amax": torch.ones(1)}, ValueError, r"activation_amax must be one number, 0-d, got \(1,\)"),
         ({"transposed": 1}, TypeError, "transposed must be True or False, got 1"),
+        (
+            {"product_backend": ProductBackend.FP8, "activation_spec": QuantizeSpec()},
+            ValueError,
+            "activation_spec to NVFP4: give one",
+        ),
         ({"product_backend": "auto"}, TypeError, "product_backend must be a ProductBackend.*'auto'"),
     ],
 )

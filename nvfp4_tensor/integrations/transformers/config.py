@@ -88,6 +88,8 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
         if isinstance(self.config, NVFP4Config):
             config["activation"] = _spec_to_dict(self.config.activation)
             config["product_backend"] = _plain(self.config.product_backend)
+        elif self.config.activations is not None:
+            config["activations"] = _plain(self.config.activations)
         return {**self.__dict__, "config": config}
 
 
@@ -158,6 +160,6 @@ def _config_of(fields: dict[str, Any]) -> NVFP4WeightOnlyConfig:
     """Return the config that to_dict has written."""
     weight = QuantizeSpec(**fields["weight"])
     if "activation" not in fields:
-        return NVFP4WeightOnlyConfig(weight_spec=weight)
+        return NVFP4WeightOnlyConfig(weight_spec=weight, activations=fields.get("activations"))
     activation = QuantizeSpec(**fields["activation"])
     return NVFP4Config(weight_spec=weight, activation_spec=activation, product_backend=fields["product_backend"])

@@ -19,9 +19,7 @@ from nvfp4_tensor.checkpoints.names import is_matched, joined_with
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
-from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import BLOCK
-from nvfp4_tensor.quantization import NVFP4Config
 from nvfp4_tensor.quantization.experts import holds_llama4_experts, is_transposed
 from nvfp4_tensor.tensor.arguments import resolve_amax
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
@@ -150,10 +148,7 @@ class Quantize(ConversionOps):
             return [quantize_experts(weights[0], config.weight, activation_spec=self.config.activation)]
         amaxes = [resolve_amax(weight, config.weight, None) for weight in weights]
         amax = torch.stack([each.to(amaxes[0].device) for each in amaxes]).amax()
-        fields: dict[str, Any] = {"activation_spec": self.config.activation}
-        if isinstance(config, NVFP4Config):
-            fields["product_backend"] = ProductBackend.of(config.product_backend)
-        return [quantize(weight, config.weight, amax=amax)._replace(**fields) for weight in weights]
+        return [quantize(weight, config.weight, amax=amax)._replace(**config.fields) for weight in weights]
 
 
 def name_of_head(model: PreTrainedModel) -> str:

@@ -3,6 +3,7 @@
 from nvfp4_tensor.ops.composite.attention import append_codes, attend_codes, decode_heads
 from nvfp4_tensor.ops.composite.decode_layers import decode_layers, decode_layers_plan
 from nvfp4_tensor.ops.composite.decode_step import decode_step
+from nvfp4_tensor.ops.composite.fp8 import fp8_matmul, fp8_operands
 from nvfp4_tensor.ops.composite.generation import linear_row
 from nvfp4_tensor.ops.composite.optimizer import adamw_step, adamw_step_codes
 from nvfp4_tensor.ops.composite.products import grouped_fp4_matmul, grouped_linear, grouped_matmul, matmul
@@ -49,6 +50,8 @@ __all__ = [
     "dequantize",
     "draw_rng_state",
     "fake_quantize",
+    "fp8_matmul",
+    "fp8_operands",
     "gated",
     "grouped_fp4_matmul",
     "grouped_linear",

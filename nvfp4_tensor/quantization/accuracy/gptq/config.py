@@ -7,7 +7,7 @@ from typing import Any
 
 from nvfp4_tensor.numerics.choices import RoundingMode, ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 
 
 def _default_base_config() -> NVFP4WeightOnlyConfig:
@@ -78,7 +78,5 @@ class GPTQConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of an NVFP4Tensor that configure activations."""
-        if not isinstance(self.base_config, NVFP4Config):
-            return {}
-        return {"activation_spec": self.base_config.activation, "product_backend": self.base_config.product_backend}
+        """The fields of an NVFP4Tensor that configure products."""
+        return self.base_config.fields

@@ -1,0 +1,390 @@
+"""Products of rows of activations and a weight rounded to e4m3 (numerics contract, section 13)."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.repeats import times
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import Activations, NVFP4WeightOnlyConfig, ProductBackend, QuantizeSpec, quantize
+from nvfp4_tensor.matmul import backends
+from nvfp4_tensor.matmul import fp8 as fp8_products
+from nvfp4_tensor.matmul.backends import FP8_ROWS, Backend
+from nvfp4_tensor.numerics import fp8 as reference
+from nvfp4_tensor.numerics.layout import swizzle, unswizzle
+
+nvfp4 = torch.ops.nvfp4
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+ROWS = FP8_ROWS + 3
+
+
+def fp8(w, **options):
+    return quantize(w, **options)._replace(product_backend=ProductBackend.FP8)
+
+
+def same_bytes(got, expected):
+    return got.shape == expected.shape and torch.equal(got.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+
+
+# --- operands --------------------------------------------------------------------------------------------------------
+
+
+def by_hand(v: float, p: int) -> float:
+    """v * 2^-p rounded to e4m3 by its definition, for |v * 2^-p| <= 448: steps of 2^-9, or 1/8 of the binade."""
+    scaled = v * 2.0**-p
+    step = 2.0 ** (max(math.floor(math.log2(abs(scaled))), -6) - 3) if scaled else 1.0
+    return round(scaled / step) * step  # Python rounds a tie to even
+
+
+def exponent_by_hand(a: float) -> int:
+    p = -126
+    while a > 448 * 2.0**p:
+        p += 1
+    return p if a else 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_x_by_the_definition(dtype):
+    x = (torch.randn(40, 50) * torch.randn(40, 1).mul(5).exp2()).to(dtype)
+    x[0] = 0
+    x[1] = 1.75 * 2.0**3  # just 448 * 2^-5
+    x[2, 0] = x[2].float().abs().max() * 2
+    values, scale = reference.quantize_rows(x)
+    assert values.dtype == torch.float8_e4m3fn and values.shape == (40, 64) and scale.shape == (40,)
+    for row, got, s in zip(x.tolist(), values.float().tolist(), scale.tolist(), strict=True):
+        p = exponent_by_hand(max(map(abs, row)))
+        assert s == 2.0**p
+        assert got == [by_hand(v, p) for v in row] + [0.0] * 14
+
+
+def test_the_largest_element_of_a_row_lies_in_the_upper_half_of_the_range():
+    x = torch.randn(1000, 64) * torch.randn(1000, 1).mul(20).exp2()
+    values, scale = reference.quantize_rows(x)
+    largest = values.float().abs().amax(dim=1)
+    assert ((largest > 223) & (largest <= 448)).all()
+    assert torch.equal(scale.log2(), scale.log2().round())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_nan_and_affects_no_other_element(dtype):
+    x = torch.randn(4, 48).to(dtype)
+    plain, scale = reference.quantize_rows(x)
+    for i, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
+        x[i, 5] = bad
+    values, _ = reference.quantize_rows(x)
+    assert values[:3, 5].view(torch.uint8).tolist() == [0x7F] * 3
+    others = torch.ones_like(values, dtype=torch.bool)
+    others[:, 5] = False
+    x[:3, 5] = 0  # it may have been the largest
+    zeroed, _ = reference.quantize_rows(x)
+    assert torch.equal(values.view(torch.uint8)[others], zeroed.view(torch.uint8)[others])
+    assert torch.equal(values[3].view(torch.uint8), plain[3].view(torch.uint8)) and scale.isfinite().all()
+
+
+@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1e-38, 1.0, 3.4028234e38])
+def test_the_ends_of_float32(largest):
+    x = torch.tensor([[largest, -largest / 2, 0.0, -0.0]])
+    values, scale = reference.quantize_rows(x)
+    p = exponent_by_hand(largest)
+    assert scale.item() == 2.0**p and values.float().isfinite().all()
+    assert values[0, :2].float().tolist() == [by_hand(largest, p), by_hand(-largest / 2, p)]
+    assert values.view(torch.uint8)[0, 2:4].tolist() == [0x00, 0x80]
+
+
+def all_scales():
+    """A row for each byte as its largest block scale, each with codes of every kind in 32 blocks."""
+    scale = torch.randint(0, 0x7F, (256, 32), dtype=torch.uint8)
+    scale = torch.minimum(scale, torch.arange(256).clamp(max=0x7E).to(torch.uint8).unsqueeze(1))
+    scale[:, 7] = torch.arange(256)
+    return torch.randint(0, 256, (256, 256), dtype=torch.uint8), swizzle(scale).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_a_weight_by_the_definition(per_row):
+    qdata, scale = all_scales()
+    per_tensor_scale = torch.rand(256) if per_row else torch.tensor(0.0123)
+    values, factor = reference.of_codes(qdata, scale, per_tensor_scale)
+    s = unswizzle(scale, 256, 32).view(torch.uint8).long()
+    s = torch.where(s < 0x7F, s.to(torch.uint8).view(torch.float8_e4m3fn).float(), torch.nan)
+    decoded = nvfp4.dequantize(qdata, scale, None, 512, torch.float32)
+    for row in range(256):
+        p = exponent_by_hand(6 * s[row].nan_to_num(0).max().item())
+        assert factor[row] == per_tensor_scale.expand(256)[row] * 2.0**p
+        expected = torch.tensor([by_hand(v, p) if v == v else v for v in decoded[row].tolist()])
+        assert torch.equal(values[row].float().nan_to_num(-1e9), expected.nan_to_num(-1e9))
+        assert torch.equal(values[row].float().isnan(), s[row].isnan().repeat_interleave(16))
+    assert torch.equal(values.view(torch.uint8) >> 7, torch.stack((qdata >> 3 & 1, qdata >> 7), -1).flatten(1))
+
+
+def test_only_codes_of_one_and_a_half_are_rounded():
+    """Magnitudes 0.5, 1, 2 and 4 move an e4m3 number by a power of two; those of 1.5, 3 and 6 lose up to 1/16."""
+    w = quantize(torch.randn(64, 512))
+    values, factor = reference.of_codes(w.qdata, w.scale, w.per_tensor_scale)
+    exact, got = w.dequantize(torch.float32), values.float() * factor.unsqueeze(1)
+    code = torch.stack((w.qdata & 7, w.qdata >> 4 & 7), -1).flatten(1)
+    rounded = (code == 3) | (code == 5) | (code == 7)
+    error = (got - exact).abs() / exact.abs().clamp(min=1e-30)
+    assert error[~rounded].max() <= 2.0**-23 and 0.01 < error[rounded].max() <= 1 / 16
+    assert (got - exact).norm() / exact.norm() < 0.023
+
+
+def weight_of(columns, rows=7):
+    blocks = -(-columns // 16)
+    qdata = torch.randint(0, 256, (rows, blocks * 8), dtype=torch.uint8)
+    return qdata, swizzle(torch.randint(0, 256, (rows, blocks), dtype=torch.uint8)).view(torch.float8_e4m3fn)
+
+
+def check_on_cuda(x, x_cuda, qdata, scale, per_tensor_scale):
+    values, x_scale, w, factor = nvfp4.fp8_operands(x_cuda, qdata.cuda(), scale.cuda(), per_tensor_scale.cuda())
+    expected, expected_scale = reference.quantize_rows(x)
+    assert same_bytes(values, expected) and torch.equal(x_scale.cpu(), expected_scale)
+    expected, expected_factor = reference.of_codes(qdata, scale, per_tensor_scale)
+    assert same_bytes(w, expected) and torch.equal(factor.cpu(), expected_factor)
+
+
+SHAPES = [(1, 16), (3, 1), (5, 33), (9, 4104), (64, 4096), (7, 8192), (3, 16384), (2, 28672), (0, 32), (3, 0)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_operands_on_cuda(cuda_library, dtype, shape):
+    x = torch.randn(shape).to(dtype) * torch.randn(shape[0], 1).mul(6).exp2().to(dtype)
+    if shape[0] > 4 and shape[1] > 5:
+        x[0], x[1, 3], x[2, 4], x[3, 5] = 0, torch.nan, torch.inf, -torch.inf
+    check_on_cuda(x, x.cuda(), *weight_of(shape[1]), torch.tensor(0.0123))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_views_of_x_on_cuda(cuda_library, dtype):
+    x = torch.randn(6, 80).to(dtype)
+    for view in (
+        lambda t: t[:, 1:70], lambda t: t.t(), lambda t: t[::2, :64], lambda t: t[:, 8:72], lambda t: t.view(2, 3, 80),
+        lambda t: t[0],
+    ):  # fmt: skip
+        check_on_cuda(view(x), view(x.cuda()), *weight_of(view(x).shape[-1]), torch.tensor(0.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [0, 1, 2, 127, 130, 300])
+@pytest.mark.parametrize("columns", [16, 48, 8192, 14336])
+def test_a_weight_on_cuda(cuda_library, rows, columns):
+    x = torch.randn(5, columns)
+    check_on_cuda(x, x.cuda(), *weight_of(columns, rows), torch.rand(rows))
+
+
+@pytest.mark.gpu
+def test_every_scale_on_cuda(cuda_library):
+    x = torch.randn(1, 512)
+    check_on_cuda(x, x.cuda(), *all_scales(), torch.tensor(1.0))
+
+
+def test_refused_arguments(device):
+    x = torch.ones(2, 16, device=device)
+    w = quantize(x)
+    codes = w.qdata, w.scale, w.per_tensor_scale
+    for bad, message in (
+        ((x[0, 0], *codes), "at least one dimension"),
+        ((x.double(), *codes), "must be bfloat16, float16 or float32"),
+        ((x, codes[0], codes[1].view(1, 1, 16, 32), codes[2]), "scale must be swizzled"),
+        ((torch.ones(2, 32, device=device), *codes), "qdata of .* columns"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            nvfp4.fp8_operands(*bad)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def bound(x, w, out_dtype, y, on_tensor_cores):
+    """The contract's: of sums, relative to the sum of magnitudes, and one rounding."""
+    (a, s), (b, f) = (
+        reference.quantize_rows(x.cpu()),
+        reference.of_codes(w.qdata.cpu(), w.scale.cpu(), w.row_scale().cpu()),
+    )
+    a, b = a.double() * s.double().unsqueeze(1), b.double() * f.double().unsqueeze(1)
+    magnitude = a.abs() @ b.abs().mT
+    of_sum = SUM_ON_TENSOR_CORES if on_tensor_cores else 2.0**-24 * 4 * (x.shape[-1] ** 0.5 + 4)
+    return a @ b.mT, magnitude * of_sum, ROUNDING[out_dtype]
+
+
+SUM_ON_TENSOR_CORES = 2.0**-10  # of random summands of either sign; of any: 2^-5
+PRODUCTS = [(ROWS, 48, 64), (FP8_ROWS, 33, 50), (900, 256, 1024), (FP8_ROWS, 7, 4096), (1024, 1536, 2048)]
+
+
+@pytest.mark.parametrize("with_bias", [None, "row", "column", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+def test_products(device, shape, dtype, with_bias):
+    m, n, k = shape
+    x, w = torch.randn(m, k, device=device).to(dtype), fp8(torch.randn(n, k, device=device).to(dtype))
+    bias = {
+        None: None,
+        "row": torch.randn(n, device=device).to(dtype),
+        "column": torch.randn(m, 1, device=device).to(dtype),
+        "float32": torch.randn(n, device=device),
+    }[with_bias]
+    y = F.linear(x, w) if bias is None else torch.addmm(bias, x, w.t())
+    on_tensor_cores = backends.choose(x, w, True) == Backend.FP8_SCALED_MM
+    assert on_tensor_cores == (backends.capability(torch.device(device, 0) if device == "cuda" else x.device) == (9, 0))
+    exact, of_sum, of_rounding = bound(x, w, dtype, y, on_tensor_cores)
+    exact = exact if bias is None else exact + bias.double().cpu()
+    assert y.dtype == dtype and y.shape == (m, n)
+    error = (y.double().cpu() - exact).abs()
+    assert not (
+        error > of_sum * (1 + of_rounding) + exact.abs() * of_rounding + 2.0**-24 * 3 * (of_sum + exact.abs())
+    ).any()
+    for _ in times(3):
+        assert torch.equal(y, F.linear(x, w) if bias is None else torch.addmm(bias, x, w.t())), "not deterministic"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("small", "least", "most"), [(15.0, 2.0**-8, 2.0**-5), (0.5, 0, 2.0**-10), (None, 2.0**-13, 2.0**-9)], ids=str
+)
+def test_sums_on_tensor_cores(cuda_library, small, least, most):
+    """One product of 448^2 and 127 small ones, or 8192 of one sign: without promotion the latter would be 7 % off."""
+    if small is None:
+        a, b = torch.rand(FP8_ROWS, 8192, device="cuda"), torch.rand(64, 8192, device="cuda")
+    else:
+        a, b = torch.ones(FP8_ROWS, 1024, device="cuda"), torch.full((64, 1024), small, device="cuda")
+        a[:, ::128], b[:, ::128] = 448, 448
+    a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    factors = torch.ones(FP8_ROWS, device="cuda"), torch.ones(64, device="cuda")
+    y = fp8_products.scaled_mm(a, factors[0], b, factors[1], None, torch.float32)
+    exact = a.double() @ b.double().mT  # no summand is negative
+    error = ((y.double() - exact).abs() / exact).max().item()
+    assert least <= error <= most, error
+
+
+def test_a_product_is_nearer_to_w4a16_than_nvfp4_is_to_the_weight(device):
+    x, dense = torch.randn(ROWS, 512, device=device), torch.randn(256, 512, device=device)
+    w = quantize(dense)
+    exact, w4a16 = x @ dense.t(), F.linear(x, w)
+    got = F.linear(x, w._replace(product_backend=ProductBackend.FP8))
+    assert 0.02 < (got - w4a16).norm() / w4a16.norm() < 0.036 < (w4a16 - exact).norm() / exact.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 7, FP8_ROWS - 1])
+def test_few_rows_are_w4a16(device, rows):
+    x, w = torch.randn(rows, 64, device=device), quantize(torch.randn(48, 64, device=device))
+    assert torch.equal(F.linear(x, w._replace(product_backend=ProductBackend.FP8)), F.linear(x, w))
+
+
+def test_leading_dimensions_are_rows(device):
+    w = fp8(torch.randn(48, 64, device=device))
+    x = torch.randn(3, FP8_ROWS // 2, 64, device=device)
+    assert torch.equal(F.linear(x, w), F.linear(x.flatten(0, 1), w).view(3, -1, 48))
+    assert not torch.equal(F.linear(x, w), F.linear(x, w._replace(product_backend=ProductBackend.AUTO)))
+
+
+def test_a_row_with_a_nan_or_a_zero_row(device):
+    x, w = torch.randn(ROWS, 64, device=device), fp8(torch.randn(48, 64, device=device))
+    plain = F.linear(x, w)
+    x[3, 5], x[7] = torch.inf, 0
+    y = F.linear(x, w)
+    assert y[3].isnan().all() and not y[7].any()
+    assert torch.equal(y[8:], plain[8:]) and torch.equal(y[:3], plain[:3])
+
+
+def test_alpha_and_beta(device):
+    x, w, bias = (
+        torch.randn(ROWS, 64, device=device),
+        fp8(torch.randn(48, 64, device=device)),
+        torch.randn(48, device=device),
+    )
+    y = torch.addmm(bias, x, w.t(), alpha=0.5, beta=3)
+    torch.testing.assert_close(y, 0.5 * F.linear(x, w) + 3 * bias, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_w4a16(device):
+    w = quantize(torch.randn(48, 64, device=device))
+    upstream, grads = torch.randn(ROWS, 48, device=device), []
+    x = torch.randn(ROWS, 64, device=device, requires_grad=True)
+    bias = torch.randn(48, device=device, requires_grad=True)
+    for each in (w, w._replace(product_backend=ProductBackend.FP8)):
+        grads.append(torch.autograd.grad(F.linear(x, each, bias), (x, bias), upstream))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_weights_with_a_scale_per_row(device):
+    w = torch.cat([quantize(torch.randn(32, 64, device=device) * s) for s in (0.1, 7.0)])
+    assert w.per_tensor_scale.dim() == 1
+    x = torch.randn(ROWS, 64, device=device)
+    w8 = w._replace(product_backend=ProductBackend.FP8)
+    expected = torch.cat([F.linear(x, part) for part in w8.split(32)], dim=1)
+    torch.testing.assert_close(F.linear(x, w8), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_with_an_nvfp4_left_operand_or_experts_is_w4a16(device):
+    x, w = quantize(torch.randn(ROWS, 64, device=device)), quantize(torch.randn(48, 64, device=device))
+    w8 = w._replace(product_backend=ProductBackend.FP8)
+    assert torch.equal(F.linear(x, w8), F.linear(x, w))
+    batch = torch.randn(2, ROWS, 64, device=device)
+    experts = quantize(torch.randn(2, 48, 64, device=device))
+    assert torch.equal(
+        torch.bmm(batch, experts._replace(product_backend=ProductBackend.FP8).mT), torch.bmm(batch, experts.mT)
+    )
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def model(device, config=None):
+    torch.manual_seed(1)
+    m = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32, bias=False)).to(device)
+    quantize_(m, config or NVFP4WeightOnlyConfig(activations="fp8"))
+    return m
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled(device, grad):
+    m = model(device)
+    compiled = torch.compile(m, fullgraph=True)
+    with torch.set_grad_enabled(grad):
+        for rows in (3, ROWS, ROWS + 100):
+            x = torch.randn(rows, 64, device=device)
+            torch.testing.assert_close(compiled(x), m(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph(cuda_library):
+    m, x = model("cuda").bfloat16(), torch.randn(ROWS, 64, device="cuda").bfloat16()
+    with torch.no_grad():
+        m(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = m(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, m(x))
+
+
+def test_copies_pickles_and_state_dicts_keep_it():
+    m, x = model("cpu"), torch.randn(ROWS, 64)
+    buffer = io.BytesIO()
+    torch.save(m.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = model("cpu", NVFP4WeightOnlyConfig())
+    loaded.load_state_dict(torch.load(buffer, weights_only=True), assign=True)
+    for each in (copy.deepcopy(m), pickle.loads(pickle.dumps(m)), loaded):
+        assert each[0].weight.product_backend is ProductBackend.FP8
+        assert torch.equal(each(x), m(x))
+    assert "activation (fp8)" in repr(m[0])
+
+
+@pytest.mark.parametrize("activations", ["fp8", "FP8", Activations.FP8, 1])
+def test_the_config(activations):
+    config = NVFP4WeightOnlyConfig(activations=activations)
+    assert config.activations is Activations.FP8 and config.weight == QuantizeSpec()
+    assert model("cpu", config)[2].weight.product_backend is ProductBackend.FP8
+    assert model("cpu", NVFP4WeightOnlyConfig())[2].weight.product_backend is ProductBackend.AUTO
