@@ -144,7 +144,7 @@ def addresses_of(cache: Any) -> tuple[int, ...]:
     """Return the batch size and capacity of a cache, and the addresses of its buffers: what a graph depends on."""
     if has_codes(cache):
         codes = graph_buffers_of(cache)
-        dense = (codes[0].sink, codes[0].recent, codes[0].spec)
-        return batch_of(cache), capacity_of(cache), *dense, *(at for each in codes for at in each.addresses)
+        how = (codes[0].sink, codes[0].recent, codes[0].spec, codes[0].keys.rotation is not None)
+        return batch_of(cache), capacity_of(cache), *how, *(at for each in codes for at in each.addresses)
     keys, values = buffers_of(cache)
     return keys[0].shape[0], keys[0].shape[2], *(each.data_ptr() for each in (*keys, *values))

@@ -30,8 +30,9 @@ def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedMo
     After this call, a token after the prompt is computed natively by ``generate``, by a call of the model, and by
     :func:`nvfp4_tensor.generation.generate`. Everything else still uses transformers: prompts, padded batches, beam
     search, assistant models, other caches, training and autocast. ``generate`` gets a cache with fixed buffers for
-    greedy search and sampling, unless another one is requested. Results are rounded where the model rounds, except
-    inside attention, which accumulates in float32. Nothing is compiled.
+    greedy search and sampling, unless another one is requested. On CUDA, ``nvfp4_cache(config, max_tokens=...)`` serves
+    too. Results are rounded where the model rounds, except inside attention, which accumulates in float32. Nothing is
+    compiled.
 
     On CUDA, up to 16 texts take one replay of a graph, from the embeddings to the logits. Models of the families in
     ``nvfp4_tensor.generation.families`` run natively; for others, the graph contains the model's own forward. Weights
