@@ -109,7 +109,8 @@ def nvfp4_attention(
         key, value = (x.dense() if isinstance(x, StoredStates) else x for x in (key, value))
     if softcap:
         dropout = dropout if module.training else 0.0
-        out = _dense_with_softcap(query, key, value, attention_mask, dropout, scaling, softcap)
+        causal = _is_causal(module, given)
+        out = _dense_with_softcap(query, key, value, attention_mask, dropout, scaling, softcap, causal)
         return out.transpose(1, 2).contiguous(), None
     out, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -135,13 +136,19 @@ def _why_not(
         return "there is dropout"
     if given.get("position_bias") is not None:
         return "there is a position bias"
-    if given.get("is_causal") is False or not getattr(module, "is_causal", True):
+    if not _is_causal(module, given):
         return "attention is not causal"
     if given["sliding_window"] is not None and given["sliding_window"] < key.shape[2]:
         return "a layer with a sliding window keeps all tokens"
     if mask is None:  # transformers leaves it out for one new token, and for all tokens at once
         return "" if query.shape[2] in (1, key.shape[2]) else "there is no mask"
     return "" if hasattr(mask, _FIRST) else "the mask is not causal with padding on the left"
+
+
+def _is_causal(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Return whether a token sees no later ones where there is no mask."""
+    is_causal = given.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 @functools.cache
@@ -157,15 +164,19 @@ def _dense_with_softcap(
     dropout: float,
     scaling: float | None,
     softcap: float,
+    causal: bool,
 ) -> Tensor:
     """Attention with capped scores to dense tokens, which sdpa does not have, as a cache without codes.
 
-    The operator has no gradient, no dropout, and no other mask than a causal one, of which sliding layers have another:
-    then torch computes the same, scores in memory.
+    The operator has no gradient, no dropout, and no other mask than a causal one; encoders and sliding layers have
+    others. Then torch computes the same, with scores in memory.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if has_gradient or dropout or not (mask is None or hasattr(mask, _FIRST)):
+    if has_gradient or dropout or not (causal if mask is None else hasattr(mask, _FIRST)):
+        if mask is None and causal:  # transformers leaves it out
+            tokens, length = query.shape[2], key.shape[2]
+            mask = torch.ones((tokens, length), dtype=torch.bool, device=query.device).tril(length - tokens)
         return _by_torch(query, key, value, mask, dropout, scale, softcap)
     empty = key.new_empty((*key.shape[:2], 0, 0), dtype=torch.uint8)
 
@@ -187,15 +198,14 @@ def _dense_with_softcap(
 def _by_torch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float, softcap: float
 ) -> Tensor:
-    """Attention with capped scores in float32 under a mask that broadcasts to them; None: each token's past."""
-    tokens, length = query.shape[2], key.shape[2]
-    if mask is None:  # transformers leaves it out where it is causal
-        mask = torch.ones((tokens, length), dtype=torch.bool, device=query.device).tril(length - tokens)
+    """Attention with capped scores in float32 under a mask that broadcasts to them; None: each token sees all."""
+    tokens = query.shape[2]
     shape = query.shape[0], key.shape[1], -1, tokens, query.shape[-1]  # heads that share keys side by side
     scores = (query.float().reshape(shape) @ key.float().unsqueeze(2).mT).flatten(1, 2) * scale
     scores = softcap * torch.tanh(scores / softcap)
-    lowest = torch.finfo(torch.float32).min
-    scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if mask is not None:
+        lowest = torch.finfo(torch.float32).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     weights = torch.nn.functional.dropout(torch.softmax(scores, dim=-1), dropout)
     out = weights.unflatten(1, (key.shape[1], -1)) @ value.float().unsqueeze(2)
     return out.flatten(1, 2).to(query.dtype)

@@ -172,6 +172,9 @@ def append(keys: CodedStates, values: CodedStates, new_keys: Tensor, new_values:
         return
     for states in (keys, values):
         states.reserve(states.stored + tokens)
+    if new_keys.dtype != new_values.dtype:  # under autocast, which rotates keys in float32
+        dtype = torch.promote_types(new_keys.dtype, new_values.dtype)
+        new_keys, new_values = new_keys.to(dtype), new_values.to(dtype)
     starts = torch.full((new_keys.shape[0],), keys.stored, dtype=torch.int64, device=new_keys.device)
     torch.ops.nvfp4.append_codes(
         new_keys.detach(), new_values.detach(), spec.pack(), *keys.coded, *values.coded, starts,

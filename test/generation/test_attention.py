@@ -388,3 +388,38 @@ def test_dropout_of_capped_scores():
     ids = torch.arange(1, 30)[None]
     with torch.no_grad():
         assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_capped_scores_of_an_encoder(grad):
+    """T5Gemma's encoder and its cross attention see all tokens, and have no mask without padding."""
+    sizes = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "attn_logit_softcapping": 5.0, "initializer_range": 0.3,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.T5GemmaConfig(encoder=sizes, decoder=sizes)
+    model = transformers.T5GemmaForConditionalGeneration(config).eval()
+    ids = torch.randint(1, 128, (2, 11), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for implementation in ("eager", "nvfp4"):
+        model.set_attn_implementation(implementation)
+        with torch.set_grad_enabled(grad):
+            logits.append(model(input_ids=ids, decoder_input_ids=ids[:, :7]).logits)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_under_autocast(implementation, dtype):
+    """Keys are float32 and values 16 bits: both are stored, and attention is that of the decoded cache."""
+    model = tiny_model()
+    ids = torch.randint(1, 128, (1, 60), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for cache in (decoded_cache(model, recent=8), nvfp4_cache(model.config, recent=8)):
+        model.set_attn_implementation("eager" if logits == [] else implementation)
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            logits.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split(13, dim=1)], 1))
+    keys, values = cache.layers[0].update(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32, dtype=dtype))
+    assert keys.dtype == torch.float32 and values.dtype == dtype and keys.shape[2] == values.shape[2] == 61
+    assert (logits[1] - logits[0]).norm() < 0.03 * logits[0].norm()
