@@ -16,12 +16,9 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kHeld = 2;  // blocks of 16 that a thread keeps, of each row; further ones are read twice
-// Threads where they keep whole rows, and where they do not: 130 us, not 140 (8192 x 28672, 1024 rows, H200).
-constexpr int kFewThreads = 256, kMostThreads = 512;
-
 // The largest of each half of v in the thread block, of whole warps, for all of its threads. Called once.
 __device__ __forceinline__ uint32_t max_of_halves(uint32_t v) {
-  __shared__ uint32_t of_warp[kMostThreads / 32];
+  __shared__ uint32_t of_warp[kThreads / 32];
   v = warp_max(v & 0xFFFFu) | warp_max(v >> 16) << 16;
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
   __syncthreads();
@@ -31,7 +28,7 @@ __device__ __forceinline__ uint32_t max_of_halves(uint32_t v) {
 
 // The largest v, likewise.
 __device__ __forceinline__ uint32_t max_for_all(uint32_t v) {
-  __shared__ uint32_t of_warp[kMostThreads / 32];
+  __shared__ uint32_t of_warp[kThreads / 32];
   v = warp_max(v);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
   __syncthreads();
@@ -215,7 +212,7 @@ __device__ __forceinline__ void decode_rows(const Quantized& w, uint32_t row, ui
 
 // Rows of x come first: 54.0 us where pairs of rows of w first took 57.0 (14336 x 8192, 1024 rows, H200).
 template <typename T, bool whole>
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kThreads)
     fp8_operands(const Matrix x, const Quantized w, const Fp8 to_x, const Fp8 to_w) {
   const uint32_t x_rows = static_cast<uint32_t>(x.rows);
   if (blockIdx.x < x_rows) {
@@ -231,8 +228,7 @@ void launch_fp8_operands(const Matrix& x, const Quantized& w, const Fp8& to_x, c
   const unsigned grid = static_cast<unsigned>(ceil_div(w.rows, kRows) + x.rows);
   if (grid == 0) return;
   const int64_t blocks = std::max(x.blocks(), w.blocks);
-  const int most = blocks <= kHeld * kFewThreads ? kFewThreads : kMostThreads;
-  const unsigned threads = static_cast<unsigned>(std::clamp<int64_t>(ceil_div(blocks, 32) * 32, 32, most));
+  const unsigned threads = static_cast<unsigned>(std::clamp<int64_t>(ceil_div(blocks, 32) * 32, 32, kThreads));
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
     if (x.whole_blocks()) {
