@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import os
+import re
 import sys
 
 import torch
@@ -127,7 +128,10 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _cuda_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    own = torch.cuda.get_device_capability(device)
+    # The native kernels read the same variable: docs/contributing/add_kernel.md.
+    pretended = re.search(r"capability=(\d+)(\d)", os.environ.get("NVFP4_TENSOR_PRETEND", ""))
+    return min(own, (int(pretended[1]), int(pretended[2]))) if pretended else own
 
 
 def has_fp4_tensor_cores(device: torch.device) -> bool:

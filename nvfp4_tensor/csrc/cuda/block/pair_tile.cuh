@@ -133,7 +133,7 @@ void allow_shared_memory(int bytes) {
   cudaGetDevice(&device);
   const uint64_t bit = uint64_t{1} << device % 64;
   if (device < 64 && allowed & bit) return;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  allow_shared_bytes(reinterpret_cast<const void*>(kernel), bytes);
   allowed |= bit;
 }
 

@@ -57,7 +57,7 @@ int resident_clusters(int blocks, int threads, int shared_bytes) {
   if (known.device != device) {
     known = {};
     known.device = device;
-    cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    allow_shared_bytes(reinterpret_cast<const void*>(kKernel), shared_bytes);
   }
   int& count = known.clusters[blocks];
   if (count == 0) {

@@ -10,7 +10,12 @@ struct Machine {
   int multiprocessors;
   int shared_bytes;  // that a block may have
 };
+// Limited by NVFP4_TENSOR_PRETEND where it is set, "capability=86,shared_bytes=101376,multiprocessors=82": plans and
+// launches are then those of a smaller device. Nothing else asks CUDA for these limits.
 const Machine& this_machine();
+
+// Lets a kernel have so much dynamic shared memory, if the device (or the one pretended) has it; else launches fail.
+void allow_shared_bytes(const void* kernel, int bytes);
 
 // So many thread blocks a multiprocessor, but no more than there is work for, and at least one.
 unsigned grid_of(int64_t blocks_per_sm, int64_t most);

@@ -166,7 +166,7 @@ Tensor decode_layers_plan(const Tensor& x, const Tensors& norms, const Tensors& 
 template <int kDim>
 void launch(const Step& s, const Grid& grid, cudaStream_t stream) {
   constexpr auto kKernel = kernel<kDim>;
-  cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes);
+  allow_shared_bytes(reinterpret_cast<const void*>(kKernel), grid.shared_bytes);
   Launch launch(dim3(grid.blocks), 1, kThreads, grid.shared_bytes, stream, Begins::kAfterPrevious);
   cudaLaunchAttribute& attribute = launch.attributes[launch.config.numAttrs++];
   attribute.id = cudaLaunchAttributeCooperative;  // every block runs at once, or none does
