@@ -27,7 +27,6 @@ from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.hadamard import inverse_hadamard
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.tensor.arguments import resolve_amax, resolve_rng_state
-from nvfp4_tensor.tensor.fake_quantize import row_scaled_values
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
 Left: TypeAlias = "Codes | Decoded | Tensor"
@@ -216,9 +215,7 @@ def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
     spec = w.activation_spec
     assert spec is not None
     rng_state = resolve_rng_state(x, spec, None, None)
-    if spec.row_scaled:
-        values, factor = row_scaled_values(x, None, rng_state, spec, torch.bfloat16)
-    elif w.activation_amax is None:
+    if w.activation_amax is None:
         values, factor = torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16)
     else:
         amax = resolve_amax(x, spec, w.activation_amax)

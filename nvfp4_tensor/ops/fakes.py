@@ -97,7 +97,15 @@ def _(qdata: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return qdata.new_empty((*qdata.shape[:-1], columns), dtype=dtype)
 
 
-@fake("fake_quantize", "quantize_activation")
+@fake("quantize_activation")
+def _(x: Tensor, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    factor = _scalar(x)
+    if QuantizeSpec.unpack(spec).row_scaled:
+        factor = x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.float32)
+    return x.new_empty((*x.shape[:-1], columns_of_values(x.shape[-1], spec)), dtype=dtype), factor
+
+
+@fake("fake_quantize")
 def _(x: Tensor, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty((*x.shape[:-1], columns_of_values(x.shape[-1], spec)), dtype=dtype), _scalar(x)
 

@@ -113,6 +113,9 @@ def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
             "fake_quantize": (x, amax, rng, bits, torch.bfloat16, False),
             "quantize_activation": (x, rng, bits, torch.bfloat16),
         }
+        if spec.block_rows == 1 and not spec.is_eden:
+            by_row = spec.replace(row_scaled=True).pack()
+            arguments["quantize_rows"] = (x, None, rng, by_row, 32, first, first + x.shape[1])
         for name, given in arguments.items():
             _compare(tally.setdefault(name, [0, 0]), name, given, device)
     for name, (elements, differing) in tally.items():

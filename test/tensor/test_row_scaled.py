@@ -91,6 +91,21 @@ def test_the_ops(device):
         nvfp4.quantize_rows(x, None, None, QuantizeSpec().pack())
 
 
+@pytest.mark.parametrize("columns", [64, 50])
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_activations_are_the_values_of_their_codes(choice, columns, device):
+    """W4A4 products read code x block scale in bfloat16, and each row's scale."""
+    x, state = uneven(columns=columns).to(device), torch.tensor([1, 2], device=device)
+    spec, nvfp4 = QuantizeSpec(row_scaled=True, round_mode="stochastic", **choice).pack(), torch.ops.nvfp4
+    values, factor = nvfp4.quantize_activation(x, state, spec, torch.bfloat16)
+    qdata, scale, of_codes = nvfp4.quantize_rows(x, None, state, spec)
+    assert torch.equal(factor, of_codes) and factor.shape == (20,)
+    expected = nvfp4.dequantize(qdata, scale, None, values.shape[1], torch.bfloat16)
+    assert values.shape[1] == (64 if "hadamard_sign" in choice else columns)
+    assert torch.equal(values.nan_to_num(7), expected.nan_to_num(7))
+    opcheck(nvfp4.quantize_activation.default, (x.nan_to_num(1, 1, 1), state, spec, torch.bfloat16))
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -324,6 +324,13 @@ def fake_quantize(
 
 @op(returns="values, per_tensor_scale")
 def quantize_activation(x: Tensor, rng_state: Tensor | None, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Run :func:`fake_quantize` with the amax of x and without the per-tensor scale, for W4A4 products."""
+    """Run :func:`fake_quantize` with the amax of x and without the per-tensor scale, for W4A4 products.
+
+    With ``row_scaled``, each row (leading dimensions flattened) has its own amax, and per_tensor_scale is (rows,).
+    """
+    if QuantizeSpec.unpack(spec).row_scaled:
+        qdata, scale, factor = torch.ops.nvfp4.quantize_rows(x, None, rng_state, spec)
+        columns = columns_of_values(x.shape[-1], spec)
+        return torch.ops.nvfp4.dequantize(qdata, scale, None, columns, dtype), factor
     amax = own_amax(x, QuantizeSpec.unpack(spec), rng_state)
     return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec, dtype, False)

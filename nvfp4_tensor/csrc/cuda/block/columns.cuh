@@ -1,4 +1,4 @@
-// Sixteen rows of two neighbouring columns of bfloat16 in registers, and their random Hadamard transform.
+// The random Hadamard transform of blocks in registers, and of sixteen rows of two neighbouring columns of bfloat16.
 #pragma once
 
 #include "cuda/block/elements.cuh"
@@ -12,6 +12,12 @@ struct HadamardFactors {
   static HadamardFactors from(uint32_t sign) {
     HadamardFactors factors;
     for (int i = 0; i < kBlock; ++i) factors.of[i] = sign >> i & 1 ? -0.25f : 0.25f;
+    return factors;
+  }
+
+  __host__ __device__ static constexpr HadamardFactors none() {
+    HadamardFactors factors{};
+    for (int i = 0; i < kBlock; ++i) factors.of[i] = 1.0f;
     return factors;
   }
 };
@@ -35,6 +41,31 @@ __device__ __forceinline__ void hadamard16_exact(float (&x)[kBlock], const Hadam
       x[i + distance] = __fsub_rn(low, high);
     }
   }
+}
+
+// A block's transform, rounded to bfloat16: what launch_hadamard makes of it, but that a NaN may have other bits.
+template <typename T>
+__device__ __forceinline__ Elements<__nv_bfloat16, kBlock> transformed_block(const Elements<T, kBlock>& block,
+                                                                             const HadamardFactors& factors) {
+  float x[kBlock];
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    x[i] = block.value(i);
+    // A quarter of a float32 may not be exact: rounded here, and whole below.
+    if constexpr (std::is_same_v<T, float>) x[i] = __fmul_rn(x[i], factors.of[i]);
+  }
+  if constexpr (std::is_same_v<T, float>) {
+    hadamard16_exact(x, HadamardFactors::none());
+  } else {
+    hadamard16_exact(x, factors);
+  }
+  Elements<__nv_bfloat16, kBlock> out;
+#pragma unroll
+  for (int i = 0; i < kBlock / 2; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+    memcpy(&out.word[i], &pair, 4);
+  }
+  return out;
 }
 
 // Column `which` (0: the low halves) of 16 words of two bfloat16 each, as a block of the transposed matrix.

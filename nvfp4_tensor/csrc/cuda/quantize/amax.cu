@@ -3,6 +3,7 @@
 // Magnitudes order like their bits as integers, NaN and Inf on top, so the maximum runs on integers (two 16-bit ones an
 // instruction), and a group that shows a NaN or Inf is looked through again element by element.
 #include "cuda/block/block.cuh"
+#include "cuda/block/columns.cuh"
 #include "cuda/block/finite.cuh"
 #include "cuda/ptx/shared.cuh"
 
@@ -37,6 +38,22 @@ __global__ void __launch_bounds__(kThreads) amax_contiguous(const T* x, int64_t 
   if (blockIdx.x == 0 && last < count) tail = magnitude(to_float(x[last]));
   const float here = Elements<T, kVector>::magnitude_of(most);
   raise(out, float_bits(is_finite(tail) ? fmaxf(here, tail) : here));
+}
+
+// Of the transform of whole blocks.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) amax_transformed(Matrix x, HadamardFactors factors, float* out) {
+  griddepcontrol_wait();
+  constexpr int kLoads = sizeof(T) == 4 ? 2 : 4;  // under way at once
+  uint32_t most = 0;
+  for (Walk at(x.rows, x.blocks()); at.inside();) {
+    Elements<T, kBlock> block[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i, at.step()) block[i] = block_at<T>(x, at);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) most = max(most, finite_amax_bits(transformed_block(block[i], factors)));
+  }
+  raise(out, most << 16);
 }
 
 template <typename T>
@@ -75,6 +92,9 @@ void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t st
       const int64_t threads = ceil_div(count * static_cast<int64_t>(sizeof(T)), 64);
       launch_walk<amax_contiguous<T>, kWaves, Begins::kBesideClear>(threads, stream, static_cast<const T*>(x.data),
                                                                     count, out);
+    } else if (hadamard_sign >= 0 && x.whole_blocks()) {
+      launch_walk<amax_transformed<T>, kWaves, Begins::kBesideClear>(
+          x.rows * x.blocks(), stream, x, HadamardFactors::from(static_cast<uint32_t>(hadamard_sign)), out);
     } else {
       launch_walk<amax_any<T>, 12, Begins::kBesideClear>(x.rows * x.blocks(), stream, x, hadamard_sign, out);
     }

@@ -1,5 +1,6 @@
 // quantize and fake_quantize for every spec and every shape, straight from numerics/*.h: what the fast kernels leave.
 #include "cuda/block/choose_scale.cuh"
+#include "cuda/quantize/scaled_rows.h"
 
 namespace nvfp4 {
 namespace {
@@ -31,15 +32,22 @@ __device__ __forceinline__ Encoded encode(const Matrix& x, const Quantization& h
   return out;
 }
 
-template <typename T>
+// by_row: how.amax has one number a row.
+template <typename T, bool by_row>
 __global__ void __launch_bounds__(kThreads) quantize_any(Matrix x, Quantization how, Codes out) {
-  write_per_tensor_scale(how);
-  const TensorScale tensor = tensor_scale(how);
+  TensorScale tensor{};
+  if constexpr (!by_row) {
+    write_per_tensor_scale(how);
+    tensor = tensor_scale(how);
+  }
   const DrawSource source = draw_source(how, how.spec.is_stochastic());
   const uint32_t column_tiles = static_cast<uint32_t>(x.column_tiles());
   const bool tile = how.spec.block_rows == kBlock;
   for (RowLanes lanes(x, tile); lanes.any(); lanes.at.step()) {
     const RowCoord coord = lanes.coord(x);
+    if constexpr (by_row) {
+      if (coord.inside) tensor = TensorScale::of(how.amax[coord.row], how.spec.scale_ceiling);
+    }
     const Encoded encoded = encode<T>(x, how, tensor, source, coord, tile);
     if (!coord.inside) continue;
     uint2 codes = make_uint2(0u, 0u);
@@ -86,7 +94,13 @@ __global__ void __launch_bounds__(kThreads) fake_quantize_any(Matrix x, Quantiza
 
 void launch_quantize_any(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream) {
   for_dtype(x.dtype, [&](auto type) {
-    launch_walk<quantize_any<decltype(type)>>(RowLanes::threads(x, how.spec), stream, x, how, out);
+    launch_walk<quantize_any<decltype(type), false>>(RowLanes::threads(x, how.spec), stream, x, how, out);
+  });
+}
+
+void launch_quantize_any_rows(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream) {
+  for_dtype(x.dtype, [&](auto type) {
+    launch_walk<quantize_any<decltype(type), true>>(RowLanes::threads(x, how.spec), stream, x, how, out);
   });
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/quantize/scaled_rows.h"
 #include "cuda/quantize/transforms.h"
 #include "ops.h"
 
@@ -49,6 +50,11 @@ bool is_plain(const QuantizeSpec& spec) {
 }
 
 bool is_fast(const QuantizeSpec& spec) { return is_fast_mode(spec) && is_plain(spec); }
+
+// Whether launch_quantize_rows serves, which transforms blocks itself.
+bool transforms_itself(const Matrix& m, const QuantizeSpec& spec) {
+  return is_fast(spec) && m.whole_blocks() && spec.block_rows == 1;
+}
 
 // The packed spec of what is already transformed.
 int64_t without_hadamard(int64_t spec) { return spec & ~(int64_t{0xFFFF} << 16 | 1 << 9); }
@@ -97,20 +103,20 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax,
                                             int64_t random_stream) {
   const QuantizeSpec unpacked = spec_of(spec);
   if (unpacked.is_eden()) return quantize_eden(x, amax, rng_state, unpacked, row0, col0, full_width, random_stream);
-  if (const int sign = unpacked.hadamard_sign; sign >= 0) {
-    // What is quantized is the transform rounded to bfloat16, so two fast kernels do what one slow one would.
-    return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0, full_width, random_stream);
-  }
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
+  if (const int sign = unpacked.hadamard_sign; sign >= 0 && !transforms_itself(m, unpacked)) {
+    // What is quantized is the transform rounded to bfloat16, so two fast kernels do what one slow one would.
+    return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0, full_width, random_stream);
+  }
   Outputs out(with_last(x, 0), m.rows, m.blocks(), x);
   const Quantization how = quantization(spec, amax, rng_state, random_stream, x, m.rows, m.columns, row0, col0,
                                         full_width, out.factor);
   const bool fast = is_fast_mode(how.spec) && m.whole_blocks();
   const bool plain = is_plain(how.spec), search = how.spec.scale_search != ScaleSearch::kNone;
-  if (fast && plain && how.spec.block_rows == 1) {
+  if (transforms_itself(m, how.spec)) {
     launch_quantize_rows(m, how, out.codes(), stream);
   } else {
     if (m.rows % kTileRows || m.blocks() % kTileColumns) {
@@ -132,6 +138,68 @@ std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Te
                                                int64_t col0, int64_t full_width, int64_t random_stream) {
   if (!amax.has_value()) amax = own_amax(x, spec_of(spec), rng_state, col0);
   return quantize(x, *amax, rng_state, spec, row0, col0, full_width, random_stream);
+}
+
+// --- quantize, each row by itself ------------------------------------------------------------------------------------
+
+constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack(); no other op takes it
+
+// The arguments of a quantization with a scale a row, and what holds them.
+struct RowQuantization {
+  std::optional<Tensor> amax;
+  Tensor factors;
+  Quantization how{};
+  bool is_one_pass;  // by the kernel that finds a row's amax itself
+
+  RowQuantization(const Tensor& x, const Matrix& m, const std::optional<Tensor>& given,
+                  const std::optional<Tensor>& rng_state, int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
+                  int64_t random_stream)
+      : factors(empty({m.rows}, ScalarType::Float, x)) {
+    how.spec = spec_of(spec & ~kRowScaledBit);
+    STD_TORCH_CHECK(how.spec.block_rows == 1 && !how.spec.is_eden(), "rows are scaled in 1x16 blocks, without EDEN");
+    if (given.has_value()) {
+      check_beside(*given, "amax", x);
+      STD_TORCH_CHECK(given->dim() == 1 && given->size(0) == m.rows && given->scalar_type() == ScalarType::Float,
+                      "amax is float32 (", m.rows, ",), one a row, not ", text_of(*given));
+      amax = in_order(*given);
+      how.amax = static_cast<const float*>(amax->const_data_ptr());
+    }
+    how.per_tensor_scale = floats(factors);
+    const auto [first, row_blocks] = block_numbers(m.rows, m.columns, row0, col0, full_width);
+    how.random = {rng_state_of(rng_state, how.spec, x), first, row_blocks, static_cast<int>(random_stream)};
+    is_one_pass = is_fast(how.spec) && m.whole_blocks() && m.rows && m.columns;
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<Tensor> amax,
+                                                 std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
+                                                 int64_t col0, int64_t full_width, int64_t random_stream) {
+  STD_TORCH_CHECK(spec & kRowScaledBit, "quantize_rows takes a spec with row_scaled=True");
+  const OnDeviceOf guard(x);
+  const cudaStream_t stream = current_stream(x);
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  const QuantizeSpec unpacked = spec_of(spec & ~kRowScaledBit);
+  if (const int sign = unpacked.hadamard_sign;
+      sign >= 0 && !(m.dtype == Dtype::kBf16 && is_fast(unpacked) && m.whole_blocks())) {
+    return quantize_rows(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0, full_width,
+                         random_stream);
+  }
+  CodeOutputs out(with_last(x, 0), m.rows, m.blocks(), x);
+  RowQuantization row(x, m, amax, rng_state, spec, row0, col0, full_width, random_stream);
+  if (row.is_one_pass) {
+    launch_quantize_scaled_rows(m, row.how, out.codes(), nullptr, stream);
+  } else {
+    if (m.rows % kTileRows || m.blocks() % kTileColumns) {
+      cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
+    }
+    Tensor amaxes = empty({m.rows}, ScalarType::Float, x);
+    launch_row_amax(m, row.how.amax, row.how.spec.scale_ceiling, floats(amaxes), row.how.per_tensor_scale, stream);
+    row.how.amax = floats(amaxes);
+    launch_quantize_any_rows(m, row.how, out.codes(), stream);
+  }
+  check_launched("nvfp4::quantize_rows");
+  return {out.qdata, out.scale, row.factors};
 }
 
 // searches: whether the kernel knows a search over the scales of the rows, of those to nearest.
@@ -317,10 +385,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
   return {values, factor, t, scale_t, factor_t};
 }
 
+// With a scale a row: values in one pass, where the kernel makes them, and the rows' scales.
+std::tuple<Tensor, Tensor> quantize_activation_rows(const Tensor& x, const std::optional<Tensor>& rng_state,
+                                                    int64_t spec, ScalarType type) {
+  const CudaRows rows(x);
+  const Matrix& m = rows.matrix;
+  const QuantizeSpec how = spec_of(spec & ~kRowScaledBit);
+  if (m.dtype != Dtype::kBf16 || type != ScalarType::BFloat16 || how.hadamard_sign >= 0 || !is_fast(how) ||
+      !m.whole_blocks() || !m.rows || !m.columns) {
+    auto [qdata, scale, factors] = quantize_rows(x, std::nullopt, rng_state, spec, 0, 0, 0, 0);
+    return {dequantize(qdata, scale, std::nullopt, columns_of_values(how, m.columns), type), factors};
+  }
+  RowQuantization row(x, m, std::nullopt, rng_state, spec, 0, 0, 0, 0);
+  Tensor out = empty(with_last(x, m.columns), type, x);
+  launch_quantize_scaled_rows(m, row.how, {}, out.mutable_data_ptr(), current_stream(x));
+  check_launched("nvfp4::quantize_activation");
+  return {out, row.factors};
+}
+
 std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
                                                ScalarType type) {
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
+  if (spec & kRowScaledBit) return quantize_activation_rows(x, rng_state, spec, type);
   const QuantizeSpec how = spec_of(spec);
   if (x.scalar_type() != type || !fits_quantize_activation(rows.matrix, how)) {
     return fake_quantize(x, own_amax(x, how, rng_state, 0), rng_state, spec, type, false, 0, 0, 0);
@@ -389,6 +476,7 @@ GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_st
 
 STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
   m.impl("quantize", TORCH_BOX(&quantize_op));
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
   m.impl("quantize_pair", TORCH_BOX(&quantize_pair_op));
   m.impl("quantize_pair_values", TORCH_BOX(&quantize_pair_values_op));
   m.impl("transpose_codes", TORCH_BOX(&transpose_codes));

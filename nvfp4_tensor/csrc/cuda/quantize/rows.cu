@@ -7,11 +7,12 @@
 //
 // Budget: about 20 issued instructions per element at 90 % of the bandwidth (16384^2 bfloat16, H200).
 #include "cuda/block/block.cuh"
+#include "cuda/block/scale_groups.cuh"
+#include "cuda/block/transform.cuh"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int kGroups = 4, kGroupRows = 32;  // rows per lane, and their distance
 constexpr int kWarpRows = 8;
 
 __host__ __device__ __forceinline__ int64_t row_units(int64_t rows) {
@@ -29,17 +30,9 @@ __device__ __forceinline__ LaneCoord lane_coord(const Walk& at, uint32_t lane) {
   return {row, at.column * kTileColumns + lane % kTileColumns};
 }
 
-// Transposes 4 x 4 bytes among four neighbouring lanes: lane g gets byte g of each, the lowest lane's in the low byte.
-__device__ __forceinline__ uint32_t transpose_bytes(uint32_t mine, uint32_t lane) {
-  const uint32_t next = __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
-  const uint32_t pairs = lane & 1 ? __byte_perm(next, mine, 0x7351) : __byte_perm(mine, next, 0x6240);
-  const uint32_t far = __shfl_xor_sync(0xFFFFFFFFu, pairs, 2);
-  return lane & 2 ? __byte_perm(far, pairs, 0x7632) : __byte_perm(pairs, far, 0x5410);
-}
-
-template <typename T, Fast mode>
+template <typename T, Fast mode, typename Transform>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
-    quantize_rows(Matrix x, Quantization how, Codes out) {
+    quantize_rows(Matrix x, Quantization how, Transform transform, Codes out) {
   const uint32_t rows = static_cast<uint32_t>(x.rows), blocks = static_cast<uint32_t>(x.blocks());
   const uint32_t lane = threadIdx.x % 32, warps = kThreads / 32;
   const auto inside = [=](const LaneCoord& p, int group) {
@@ -70,8 +63,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
     uint32_t s_bytes = 0;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      const Elements<T, kBlock>& x_block = block[group % 2];
-      const uint8_t s_bits = scale_from_bits<T>(x_block.amax_bits(), tensor.sixth, how.spec.scale_rounding);
+      const auto& x_block = transform(block[group % 2]);
+      const uint8_t s_bits = scale_from_bits<Given<T, Transform>>(x_block.amax_bits(), tensor.sixth,
+                                                                  how.spec.scale_rounding);
       const uint2 coded = encode16<mode>(x_block, s_bits, enc[s_bits], source, number);
       // Two rows on, perhaps of the next unit: in flight while the row in between is encoded.
       if (group == 2) from = element_at<T>(x, next.row, next.column * kBlock);
@@ -94,7 +88,13 @@ void launch_quantize_rows(const Matrix& x, const Quantization& how, const Codes&
   const int64_t threads = row_units(x.rows) * x.column_tiles() * 32;
   for_dtype(x.dtype, [&](auto type) {
     for_mode(how.spec, [&](auto mode) {
-      launch_walk<quantize_rows<decltype(type), mode.value>, 6>(threads, stream, x, how, out);
+      using T = decltype(type);
+      if (how.spec.hadamard_sign < 0) {
+        launch_walk<quantize_rows<T, mode.value, Plain>, 6>(threads, stream, x, how, Plain{}, out);
+      } else {
+        const Transformed transform{HadamardFactors::from(static_cast<uint32_t>(how.spec.hadamard_sign))};
+        launch_walk<quantize_rows<T, mode.value, Transformed>, 6>(threads, stream, x, how, transform, out);
+      }
     });
   });
 }
