@@ -158,7 +158,7 @@ void plan(AttendCodes& p) {
   const int64_t units = static_cast<int64_t>(p.batch) * p.kv_heads * p.passes;
   const int64_t slots = static_cast<int64_t>(this_machine().multiprocessors) * resident;
   int64_t tiles = ceil_of(p.capacity, kCodeTile);
-  if (p.window) tiles = std::min<int64_t>(tiles, (p.window + p.tokens) / kCodeTile + 2);
+  if (p.window) tiles = std::min(tiles, (p.window + p.tokens) / kCodeTile + 2);
   tiles += ceil_of(p.latest, kCodeTile) + ceil_of(p.front, kCodeTile);
   p.splits = best_splits(units, slots, tiles, std::min<int64_t>(kMostSplits, ceil_of(tiles, warps)));
 }

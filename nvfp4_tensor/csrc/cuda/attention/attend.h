@@ -33,7 +33,7 @@ struct AttendCodes {
   DenseRows front_keys, front_values, latest_keys, latest_values;
   const int64_t *lengths, *first;  // (batch,); first may be null
   int batch, kv_heads, group, tokens, key_size, value_size, capacity, front, latest;
-  int window;  // 0: all
+  int64_t window;  // 0: all
   float scale, softcap;
   bool is_rotated;
 

@@ -131,14 +131,15 @@ struct TileShare {
   __device__ TileShare(const AttendCodes& p, const Range& seen) {
     const int first = seen.begin / kCodeTile;
     const int coded = seen.begin < seen.end ? (seen.end + kCodeTile - 1) / kCodeTile - first : 0;
-    const int dense = kDenseCost * (dense_tiles(p.front) + dense_tiles(p.latest));
-    const int from = share_begin(coded + dense, p.splits, blockIdx.x);
-    const int to = share_begin(coded + dense, p.splits, blockIdx.x + 1);
-    begin = first + max(from - dense, 0), end = first + max(to - dense, 0);
+    const int64_t dense = static_cast<int64_t>(kDenseCost) * (dense_tiles(p.front) + dense_tiles(p.latest));
+    const int64_t all = coded + dense;
+    const int64_t from = all * blockIdx.x / p.splits, to = all * (blockIdx.x + 1) / p.splits;
+    begin = first + static_cast<int>(max(from - dense, int64_t{0}));
+    end = first + static_cast<int>(max(to - dense, int64_t{0}));
     dense_begin = begins(min(from, dense)), dense_end = begins(min(to, dense));
   }
   // Dense tiles that begin before this cost.
-  __device__ static int begins(int cost) { return (cost + kDenseCost - 1) / kDenseCost; }
+  __device__ static int begins(int64_t cost) { return static_cast<int>((cost + kDenseCost - 1) / kDenseCost); }
   __device__ static int dense_tiles(int tokens) { return (tokens + kCodeTile - 1) / kCodeTile; }
 };
 
@@ -209,7 +210,8 @@ __device__ __forceinline__ void attend_dense_tiles(const AttendCodes& p, const P
   const int fronts = TileShare::dense_tiles(p.front);
   for (int tile = share.dense_begin + warp; tile < share.dense_end; tile += Shape<kDim, kTiles>::kWarps) {
     const bool is_front = tile < fronts;
-    const Mask mask(p, sight, is_front ? 0 : p.front + sight.length, is_front ? p.front : p.latest);
+    const Mask mask(p, sight, is_front ? 0 : static_cast<int64_t>(p.front) + sight.length,
+                    is_front ? p.front : p.latest);
     attend_dense_tile<T>(p, at, sight, mask, is_front ? p.front_keys : p.latest_keys,
                          is_front ? p.front_values : p.latest_values, (is_front ? tile : tile - fronts) * kCodeTile,
                          shared, mine, lane);

@@ -26,10 +26,8 @@ Tensor on_sixteen_bytes(const Tensor& t) {
   return is ? t : torch::stable::clone(torch::stable::contiguous(t));
 }
 
-constexpr int64_t kMostWindow = int64_t{1} << 30;  // it sees all
-
 int narrow(int64_t size, const char* what) {
-  STD_TORCH_CHECK(size < (int64_t{1} << 28), what, " are too many: ", size);
+  STD_TORCH_CHECK(size < (int64_t{1} << 30), what, " are too many: ", size);
   return static_cast<int>(size);
 }
 
@@ -60,8 +58,7 @@ Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_
   p.key_size = static_cast<int>(a.key_size), p.value_size = static_cast<int>(a.value_size);
   p.capacity = narrow(a.keys.capacity, "tokens"), p.front = narrow(a.front, "tokens");
   p.latest = narrow(a.latest, "tokens");
-  p.window = a.window < kMostWindow ? static_cast<int>(a.window) : 0, p.scale = a.scale, p.softcap = a.softcap,
-  p.is_rotated = a.is_rotated;
+  p.window = a.window, p.scale = a.scale, p.softcap = a.softcap, p.is_rotated = a.is_rotated;
   Scratch scratch(q);
   p.partial = nullptr;
   const int64_t floats = plan_attend_codes(p);

@@ -36,27 +36,26 @@ __device__ __forceinline__ void store_element(void* to, Dtype dtype, int64_t i, 
 // A row's factor, of its byte.
 __device__ __forceinline__ float factor_of(uint32_t byte) { return bits_float(byte << 23); }
 
-// The positions that the new tokens of a sequence see: each a range, which moves on with the token. All of a context's
-// positions fit into 31 bits.
+// The positions that the new tokens of a sequence see: each a range, which moves on with the token.
 struct Sight {
   int length;  // of the codes
-  int own, window, first;
+  int64_t own, window, first;
 
   __device__ Sight(const AttendCodes& p, int b) : window(p.window) {
-    const int64_t given = p.lengths[b], first_given = p.first ? p.first[b] : 0;
-    length = static_cast<int>(max(int64_t{0}, min(given, static_cast<int64_t>(p.capacity))));
-    own = p.front + length + p.latest - p.tokens;
-    first = static_cast<int>(max(int64_t{0}, min(first_given, int64_t{INT32_MAX})));
+    length = static_cast<int>(max(int64_t{0}, min(p.lengths[b], static_cast<int64_t>(p.capacity))));
+    own = static_cast<int64_t>(p.front) + length + p.latest - p.tokens;
+    first = p.first ? p.first[b] : 0;
   }
   // Of new token i, both included.
-  __device__ int from(int i) const { return max(window ? own + i + 1 - window : 0, first); }
-  __device__ int to(int i) const { return own + i; }
+  __device__ int64_t from(int i) const { return max(window ? own + i + 1 - window : int64_t{0}, first); }
+  __device__ int64_t to(int i) const { return own + i; }
 };
 
 struct Range {
   int begin, end;
-  __device__ Range(int from, int behind, int most)
-      : begin(max(0, min(from, most))), end(max(begin, min(behind, most))) {}
+  __device__ Range(int64_t from, int64_t behind, int most)
+      : begin(static_cast<int>(max(int64_t{0}, min(from, static_cast<int64_t>(most))))),
+        end(static_cast<int>(max(static_cast<int64_t>(begin), min(behind, static_cast<int64_t>(most))))) {}
 };
 
 // Where a block stands: its queries, of one head of keys of a sequence.
@@ -126,12 +125,12 @@ class PlainUnit {
   }
 
   // Tokens [begin, end) of dense rows, of which token 0 has this position.
-  __device__ void dense(const DenseRows& keys, const DenseRows& values, int position, int begin, int end) {
+  __device__ void dense(const DenseRows& keys, const DenseRows& values, int64_t position, int begin, int end) {
     run(position, begin, end, [&](bool is_keys, int first, int count) {
       load_dense(is_keys ? keys : values, is_keys ? p_.key_size : p_.value_size, first, count);
     });
   }
-  __device__ void codes(int position, int begin, int end) {
+  __device__ void codes(int64_t position, int begin, int end) {
     run(position, begin, end, [&](bool is_keys, int first, int count) {
       load_codes(is_keys ? p_.keys : p_.values, is_keys ? p_.key_size : p_.value_size, first, count);
     });
@@ -148,7 +147,7 @@ class PlainUnit {
 
  private:
   template <typename Load>
-  __device__ void run(int position, int begin, int end, Load load) {
+  __device__ void run(int64_t position, int begin, int end, Load load) {
     for (int first = begin; first < end; first += tile_tokens_) {
       const int count = min(tile_tokens_, end - first);
       load(true, first, count);
@@ -199,7 +198,7 @@ class PlainUnit {
     }
   }
 
-  __device__ void score(int position, int count) {
+  __device__ void score(int64_t position, int count) {
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     for (int token = threadIdx.x / 32; token < kPlainTile; token += warps) {
       for (int row = 0; row < at_.rows; ++row) {
@@ -260,29 +259,23 @@ class PlainUnit {
 // The block of the dense tokens: what any new token sees of them.
 __device__ inline void attend_dense(const AttendCodes& p, const Place& at, const Sight& sight, float* shared) {
   PlainUnit unit(p, at, sight, shared);
-  const int from = sight.from(0), behind = sight.to(p.tokens - 1) + 1;
+  const int64_t from = sight.from(0), behind = sight.to(p.tokens - 1) + 1;
   const Range front(from, behind, p.front);
   unit.dense(p.front_keys, p.front_values, 0, front.begin, front.end);
-  const int position = p.front + sight.length;
+  const int64_t position = static_cast<int64_t>(p.front) + sight.length;
   const Range latest(from - position, behind - position, p.latest);
   unit.dense(p.latest_keys, p.latest_values, position, latest.begin, latest.end);
   unit.leave();
 }
 
-// Where the share of a block begins, of so many units: shares differ by one at most.
-__device__ __forceinline__ int share_begin(int units, int shares, int share) {
-  const int each = units / shares;
-  return each * share + min(share, units - each * shares);
-}
-
-// A share of the codes: whole tiles.
+// A split of the codes: whole tiles.
 struct Share {
   int begin, end;  // tiles of kCodeTile
   __device__ Share(const AttendCodes& p, const Range& seen) {
-    const int first = seen.begin / kCodeTile;
-    const int count = seen.begin < seen.end ? (seen.end + kCodeTile - 1) / kCodeTile - first : 0;
-    const int share = static_cast<int>(blockIdx.x) - 1;
-    begin = first + share_begin(count, p.splits, share), end = first + share_begin(count, p.splits, share + 1);
+    const int first = seen.begin / kCodeTile, count = (seen.end + kCodeTile - 1) / kCodeTile - first;
+    const int64_t split = static_cast<int64_t>(blockIdx.x) - 1;
+    begin = seen.begin < seen.end ? first + static_cast<int>(count * split / p.splits) : 0;
+    end = seen.begin < seen.end ? first + static_cast<int>(count * (split + 1) / p.splits) : 0;
   }
 };
 

@@ -35,11 +35,11 @@ struct CodesShared {
 
 // What columns see of a stretch of the context, whose token 0 has the position `at`: indices of its tokens.
 struct Mask {
-  int at;
+  int64_t at;
   Range seen;                // by any query
   int free_begin, free_end;  // by all of them
 
-  __device__ __forceinline__ Mask(const AttendCodes& p, const Sight& sight, int position, int count)
+  __device__ __forceinline__ Mask(const AttendCodes& p, const Sight& sight, int64_t position, int count)
       : at(position), seen(sight.from(0) - position, sight.to(p.tokens - 1) + 1 - position, count) {
     const Range free(sight.from(p.tokens - 1) - position, sight.to(0) + 1 - position, count);
     free_begin = free.begin, free_end = free.end;
