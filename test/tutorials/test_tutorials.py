@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 ARGUMENTS = {
     "train_llama": ["--size", "tiny", "--steps", "6", "--length", "64", "--limit", "2000000"],
     "pretrain_fsdp": ["--steps", "3", "--length", "64", "--limit", "2000000", "--print-every", "1", "--cpu"],
-    "finetune_8b_24gb": ["--text", str(ROOT / "README.md"), "--steps", "2", "--batch", "1", "--length", "64"],
-    "qat_smollm2": ["--steps", "3", "--batch", "1", "--length", "64", "--evaluate", "256"],
+    "finetune_8b_24gb": ["--text", str(ROOT / "README.md"), "--steps", "1", "--batch", "1", "--length", "16"],
+    "qat_smollm2": ["--steps", "8", "--batch", "1", "--length", "128", "--evaluate", "512"],
     "qlora_two_ranks": ["--steps", "3", "--tokens", "48"],
     "transformers_checkpoint": ["--evaluate", "256", "--steps", "3", "--length", "64"],
 }

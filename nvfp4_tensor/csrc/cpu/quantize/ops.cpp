@@ -275,6 +275,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
                                                  std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
                                                  int64_t col0, int64_t full_width, int64_t stream) {
   STD_TORCH_CHECK(spec & kRowScaledBit, "quantize_rows takes a spec with row_scaled=True");
+  row_spec_of(spec);  // or an error that names the given number
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   Plan plan = unscaled_plan(spec & ~kRowScaledBit, rng_state, int(stream), x, m, row0, col0, full_width);
