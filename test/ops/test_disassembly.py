@@ -65,10 +65,8 @@ def test_products_on_hopper_keep_their_registers(disassembly):
     products = [f for f in functions if re.search("many_rows6kernel|few_rows_sm906kernel", f.split("\n")[0])]
     assert len(products) == 50 + FEW_ROWS_SM90
     spilling = [f.split("\n")[0] for f in products if re.search(r"\b(LDL|STL)\b", f)]
-    # a few registers of those that norm x, before the products, combine gate and up, where sums are added, or scale
-    # rows of x in float16, after the products
-    expected = "InputE1E", "OutputE1E", "many_rows6kernelI6__half"
-    assert [name for name in spilling if not any(part in name for part in expected)] == []
+    # a few registers of those that norm x, before the products, or combine gate and up, where sums are added
+    assert all("InputE1E" in name or "OutputE1E" in name for name in spilling)
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
