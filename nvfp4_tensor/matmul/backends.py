@@ -119,10 +119,11 @@ def _print_plan(x: tuple, w: tuple, dtype: str, device: str, backend: Backend, w
 # --- device capabilities ---------------------------------------------------------------------------------------------
 
 
+@torch.compiler.assume_constant_result  # Dynamo cannot trace the regular expression
 def capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of an NVIDIA device, or (0, 0) for any other device."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return 0, 0  # outside of the cache, because Dynamo warns of caches that it traces through
+        return 0, 0
     return _cuda_capability(device)
 
 
