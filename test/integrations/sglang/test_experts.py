@@ -256,3 +256,21 @@ def test_a_subclass_of_sglangs_own_stays_sglangs(monkeypatch):
     original = ModelOptNvFp4FusedMoEMethod.__mro__[2]
     monkeypatch.setattr(original, "__init__", lambda self, config: None)  # it asks for backends
     assert not type("Own", (ModelOptNvFp4FusedMoEMethod,), {})(config_of("NVFP4")).served
+
+
+@pytest.mark.parametrize("kind", ["W4A16_NVFP4", "nvfp4"])
+def test_ranks_of_expert_parallelism_sum_to_one_rank(kind):
+    from sglang.srt.runtime_context import get_parallel
+
+    given, (x, ids, factors) = weights(), inputs()
+    whole = routed(fill(layer_of(kind), kind, given), x, ids, factors)
+    total = torch.zeros_like(whole, dtype=torch.float64)
+    for rank in range(2):
+        with get_parallel().override(tp_size=2, attn_tp_size=2, moe_ep_size=2, moe_ep_rank=rank, moe_tp_size=1):
+            layer = fill(layer_of(kind), kind, given)
+            assert layer.w13_weight.shape[0] == COUNT // 2
+            total += routed(layer, x, ids, factors).double()
+            with pytest.raises(ValueError, match="not loaded for all of 2 experts"):
+                name = "weight_packed" if kind == "nvfp4" else "weight"
+                fill(layer_of(kind), kind, given, without=[(2 * rank, "w1", name)])
+    assert error(total, whole.double()) < 2**-7
