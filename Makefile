@@ -58,7 +58,7 @@ emulated: $(VENV)/.dev  ## the tests of AMX's products over an emulation, on mac
 
 hub: $(VENV)/.dev  ## a repository for Hugging Face's kernels (build/hub), and its tests; HUB_CUDA_ARCHS="90a" adds CUDA
 	rm -rf build/hub
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python hub_kernel/make.py build/hub $(if $(HUB_CUDA_ARCHS),--cuda-archs '$(HUB_CUDA_ARCHS)')
+	$(BIN)/python hub_kernel/make.py build/hub $(if $(HUB_CUDA_ARCHS),--cuda-archs '$(HUB_CUDA_ARCHS)')
 	$(PYTEST) -q test/hub_kernel
 
 aarch64: $(VENV)/.release native-cpu  ## the wheel for Arm CPUs, cross-compiled, and its tests in an emulator

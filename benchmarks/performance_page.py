@@ -186,6 +186,61 @@ def products_amx() -> str:
     return table(header, [[name, *(line.get(m, "") for m in rows)] for name, line in lines.items()])
 
 
+# --- two CPUs --------------------------------------------------------------------------------------------------------
+
+CPUS = {"": "AMD EPYC", "_intel": "Intel Xeon"}
+"""By the end of their results' names."""
+
+
+def cpu_runs(subject: str) -> dict[str, dict]:
+    """Return the runs of both CPUs on 4096 x 4096, by CPU and number of threads."""
+    found = {}
+    for suffix, cpu in CPUS.items():
+        for run in load("cpu", subject + suffix)["runs"] if measured("cpu", subject + suffix) else ():
+            if run.get("shape", [4096, 4096]) == [4096, 4096]:
+                found[f"{cpu}, {run['threads']} thread{'s' if run['threads'] > 1 else ''}"] = run
+    return dict(sorted(found.items()))
+
+
+def products_by_cpu() -> str:
+    """Return a table of torch's time over ours on both CPUs, each by its best instruction set."""
+    lines: dict[str, dict[int, str]] = {}
+    for name, run in cpu_runs("matmul").items():
+        for case in run["cases"]:
+            if case["shape"] == [4096, 4096] and case["instruction_set"] == run["cases"][0]["instruction_set"]:
+                line = f"{name}, {case['instruction_set']}"
+                lines.setdefault(line, {})[case["rows"]] = times(case["speedup"])
+    rows = sorted(set.intersection(*(set(line) for line in lines.values())))
+    header = ["times as fast; rows of x", *(f"{m:,}" for m in rows)]
+    return table(header, [[name, *(line[m] for m in rows)] for name, line in lines.items()])
+
+
+def quantize_by_cpu() -> str:
+    """Return a table of times and shares of a copy on both CPUs."""
+    runs = cpu_runs("quantize")
+    names = [case["name"] for case in next(iter(runs.values()))["subjects"]]
+    cells = {
+        name: {case["name"]: f"{seconds(case['median'])}, {100 * case['share']:.0f} %" for case in run["subjects"]}
+        for name, run in runs.items()
+    }
+    copies = ["copy", *(f"{run['copy'] / 1e9:,.0f} GB/s" for run in runs.values())]
+    return table(
+        ["4096 x 4096, of copy", *runs],
+        [copies, *([name, *(each.get(name, "") for each in cells.values())] for name in names)],
+    )
+
+
+def steps_by_cpu() -> str:
+    """Return a line of how long the tutorial's training step takes on both CPUs."""
+    found = []
+    for suffix, cpu in CPUS.items():
+        if measured("cpu", "training_step" + suffix):
+            result = load("cpu", "training_step" + suffix)
+            ratio = result["models"]["nvidia"] / result["models"]["bf16"]
+            found.append(f"{times(ratio)} on the {cpu} ({result['machine']['threads']} threads)")
+    return f"A training step of the tutorial's model (recipe nvidia), of bfloat16's time: {', '.join(found)}."
+
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +426,10 @@ def page() -> str:
         products_cpu=products_cpu(),
         source_products_amx=source_if_measured("cpu", "matmul_intel"),
         products_amx=products_amx(),
+        products_by_cpu=products_by_cpu(),
+        quantize_by_cpu=quantize_by_cpu(),
+        steps_by_cpu=steps_by_cpu(),
+        source_quantize_intel=source_if_measured("cpu", "quantize_intel"),
         source_generate_cpu=source(load("cpu", "generate")),
         generate_cpu=generate("cpu"),
         host=host(),

@@ -11,6 +11,7 @@ import argparse
 import base64
 import hashlib
 import json
+import os
 import platform
 import re
 import shutil
@@ -105,8 +106,10 @@ def build(backend: str, archs: str, name: str) -> list[Path]:
     options += [f"-DNVFP4_OPS={name}", f"-DPython_EXECUTABLE={sys.executable}"]
     options.append(f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder / 'lib'}")
     (folder / "lib").mkdir(parents=True, exist_ok=True)
-    subprocess.run(["cmake", "-B", str(folder), "-G", "Ninja", *options], cwd=ROOT, check=True)
-    subprocess.run(["cmake", "--build", str(folder)], cwd=ROOT, check=True)
+    # CMake beside this Python is new enough, the system's may not be.
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    for command in (["cmake", "-B", str(folder), "-G", "Ninja", *options], ["cmake", "--build", str(folder)]):
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": tools}, check=True)
     libraries = [folder / "lib" / f"libnvfp4_{each}.so" for each in ("cpu", "cuda") if each in ("cpu", backend)]
     missing = [path.name for path in libraries if not path.exists()]
     if missing:

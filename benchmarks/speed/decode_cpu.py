@@ -11,20 +11,23 @@ embedding, or (`, head`) in NVFP4 as a weight of its own, as ours has. `x llama.
 output layer.
 
 A round lets every contender read a prompt and write so many tokens, in turn; time is from the first token to the last,
-and the figure is the median of the rounds. Contenders share one process; `load` says how busy the machine was with
-other work: the figure is only as good as that is low. `cpu` is the processor time of a token, which other work does not
-change as much; threads that wait for each other spend it too.
+and the figure is the median of the rounds. Each file of llama.cpp has a process of its own; `load` says how busy the
+machine was with other work: the figure is only as good as that is low. `cpu` is the processor time of a token, which
+other work does not change as much; threads that wait for each other spend it too.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import gc
+import importlib.metadata
 import itertools
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -124,53 +127,31 @@ def compiled(model: nn.Module) -> dict[str, Any]:
 
 # --- llama.cpp -------------------------------------------------------------------------------------------------------
 
-
-@functools.cache  # ctypes keeps no reference to the function
-def silence() -> Any:
-    """llama.cpp tells much; from now on nothing."""
-    import llama_cpp
-
-    silent = llama_cpp.llama_log_callback(lambda *_: None)
-    llama_cpp.llama_log_set(silent, None)
-    return silent
+LLAMA_CPP = [sys.executable, "-m", "benchmarks.speed.llama_cpp_process"]
 
 
 class Llama:
-    """A GGUF file in llama.cpp, by its C interface: nothing of Python between two tokens but the call."""
+    """A GGUF file in llama.cpp, in a process of its own: beside torch's threads it ended in a segmentation fault."""
 
     def __init__(self, path: Path, threads: int, length: int) -> None:
-        import llama_cpp
-
-        self.lib = llama_cpp
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-        settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_threads, settings.n_threads_batch = length, threads, threads
-        self.context = llama_cpp.llama_init_from_model(self.model, settings)
-        self.sampler = llama_cpp.llama_sampler_init_greedy()
+        command = [*LLAMA_CPP, "decode", str(path), str(threads), str(length)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __call__(self, prompt: Tensor, count: int) -> Run:
-        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
-        tokens = [self._next(prompt.tolist())]
-        start, cpu_start = time.perf_counter(), time.process_time()
-        for _ in range(count - 1):
-            tokens.append(self._next(tokens[-1:]))
-        return Run(time.perf_counter() - start, time.process_time() - cpu_start, tokens)
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps([prompt.tolist(), count]) + "\n")
+        self.process.stdin.flush()
+        if not (answer := self.process.stdout.readline()):
+            raise RuntimeError(f"llama.cpp's process ended: {self.process.wait()}")
+        return Run(*json.loads(answer))
 
-    def _next(self, ids: list[int]) -> int:
-        array = (self.lib.llama_token * len(ids))(*ids)  # the batch only points to it
-        if self.lib.llama_decode(self.context, self.lib.llama_batch_get_one(array, len(ids))):
-            raise RuntimeError("llama.cpp could not decode")
-        return self.lib.llama_sampler_sample(self.sampler, self.context, -1)
+    def close(self) -> None:
+        self.process.communicate()  # it ends with its input
 
 
 def q4_0(source: Path, target: Path) -> None:
     """By llama.cpp's own quantizer."""
-    import llama_cpp
-
-    settings = llama_cpp.llama_model_quantize_default_params()
-    settings.ftype, settings.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, torch.get_num_threads()
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), settings):
-        raise RuntimeError(f"llama.cpp could not quantize {source}")
+    subprocess.run([*LLAMA_CPP, "q4_0", str(source), str(target), str(torch.get_num_threads())], check=True)
 
 
 # --- the models ------------------------------------------------------------------------------------------------------
@@ -214,7 +195,7 @@ def contenders(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     model, tokenizer = dense_model(name)
     model.generation_config.eos_token_id = None  # every run writes as many tokens
     dense = folder / "dense.gguf"
-    write = {"format": "gguf", "tokenizer": tokenizer, "progress": False, "different": "keep"}
+    write = {"format": "gguf", "tokenizer": tokenizer, "progress": False, "mismatched_scales": "keep"}
     checkpoints.save(model, dense, **write)
     q4_0(dense, folder / "q4_0.gguf")
     dense.unlink()
@@ -275,7 +256,12 @@ def run_model(report: Report, name: str, threads: int, arguments: argparse.Names
         }
         prompt = torch.arange(1000, 1000 + PROMPT)
         load = os.getloadavg()[0]
-        taken = race(runs, prompt, arguments.tokens, arguments.rounds)
+        try:
+            taken = race(runs, prompt, arguments.tokens, arguments.rounds)
+        finally:
+            for run in runs.values():
+                if isinstance(run, Llama):
+                    run.close()
         found = (
             perplexities(models)
             if name == "smollm2" and threads == arguments.threads[0] and not arguments.quick
@@ -339,14 +325,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.models, arguments.tokens, arguments.rounds = ["smollm2"], 8, 1
-    import llama_cpp
-
-    silence()
-
+    version = importlib.metadata.version("llama_cpp_python")
     device, report = torch.device("cpu"), Report()
-    content = record(device, llama_cpp=llama_cpp.__version__, way=arguments.way, runs=[])
+    content = record(device, llama_cpp=version, way=arguments.way, runs=[])
     where = f"{content['machine']['processor']}, native: {content['native']['cpu']}"
-    report(f"{where}, llama-cpp-python {llama_cpp.__version__}, ours: {arguments.way}")
+    report(f"{where}, llama-cpp-python {version}, ours: {arguments.way}")
     subject = "_".join(["decode_cpu", *(arguments.models if len(arguments.models) == 1 else [])])
     for name, threads in itertools.product(arguments.models, arguments.threads):
         content["runs"].append(run_model(report, name, threads, arguments))

@@ -187,8 +187,8 @@ def append(keys: CodedStates, values: CodedStates, new_keys: Tensor, new_values:
 class StoredStates(Tensor):
     """All keys or values of a layer (batch, heads, length, head_dim), which attention reads where they are stored.
 
-    Any operator of torch decodes them first and gets an ordinary tensor, so that code that does not know them computes
-    the same. ``scaled_dot_product_attention`` of two of them reads codes where :func:`attend` supports it. They are
+    Any operator of torch decodes them first and gets an ordinary tensor, so other code computes the same.
+    ``scaled_dot_product_attention`` of two of them reads codes where :func:`attend` supports it. They are
     valid until the cache removes or reorders tokens; later reads raise a RuntimeError.
     """
 

@@ -39,9 +39,13 @@ class Loader:
         first = (layer, param, loaded_weight) if self._bound else (param, loaded_weight)
         result = self._loader(*first, *args, **kwargs)
         if result is not False and not param.is_meta:  # False: an expert of another rank. Meta: vLLM only counts
-            found = loads_of(param) | self._ids(loaded_weight, args, kwargs)
-            setattr(param, _RECORD, found)
+            self.record(param, loads_of(param) | self._ids(loaded_weight, args, kwargs))
         return result
+
+    @staticmethod
+    def record(param: nn.Parameter, loads: frozenset[Hashable]) -> None:
+        """Set what :func:`loads_of` returns."""
+        setattr(param, _RECORD, loads)
 
     def _ids(self, loaded: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Hashable]:
         def given(name: str) -> Any:

@@ -152,7 +152,7 @@ def weight_of(loaded: Loaded, dtype: torch.dtype) -> NVFP4Tensor:
 
 
 def _row_factors(loaded: Loaded, by_expert: bool) -> Tensor:
-    """Return the per-tensor scales: 0-d for one weight, else one a row."""
+    """Return the per-tensor scales: 0-d for one weight, else one per row."""
     factors = loaded.factors.detach().float()
     missing = factors.isnan()
     if missing.any():

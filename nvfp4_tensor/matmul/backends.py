@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import functools
 import os
-import re
 import sys
 
 import torch
@@ -130,8 +129,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 def _cuda_capability(device: torch.device) -> tuple[int, int]:
     own = torch.cuda.get_device_capability(device)
     # The native kernels read the same variable: docs/contributing/add_kernel.md.
-    pretended = re.search(r"capability=(\d+)(\d)", os.environ.get("NVFP4_TENSOR_PRETEND", ""))
-    return min(own, (int(pretended[1]), int(pretended[2]))) if pretended else own
+    _, _, text = os.environ.get("NVFP4_TENSOR_PRETEND", "").partition("capability=")
+    digits = text.partition(",")[0].strip()  # by methods of str: Dynamo, which traces this, cannot trace re
+    return min(own, (int(digits[:-1]), int(digits[-1]))) if digits else own
 
 
 def has_fp4_tensor_cores(device: torch.device) -> bool:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from helpers.run_ranks import here, on_devices, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +20,7 @@ ROWS, COLUMNS, STEPS = 37, 48, 3
 def make(sharded):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Tanh(), nn.Linear(ROWS, COLUMNS)).bfloat16().to(here())
-    return fully_shard(model) if sharded else model
+    return fully_shard(model, mesh=init_device_mesh(here().type, (dist.get_world_size(),))) if sharded else model
 
 
 def whole(t):
@@ -61,15 +62,13 @@ def shards_have_the_codes_of_one_rank():
         assert torch.equal(mine, right)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_shards_have_the_codes_of_one_rank(ranks):
-    run_ranks(shards_have_the_codes_of_one_rank, ranks)
-
-
-@pytest.mark.gpu
 @on_devices
-def test_shards_have_the_codes_of_one_gpu(device):
+def test_shards_have_the_codes_of_one_rank(device):
     run_ranks(shards_have_the_codes_of_one_rank, 2, device=device)
+
+
+def test_three_shards_have_the_codes_of_one_rank():
+    run_ranks(shards_have_the_codes_of_one_rank, 3)
 
 
 def resumed_from_torchs_state_dict():

@@ -56,7 +56,9 @@ def test_tiles_cut_along_k(shape, rows):
         again.zero_()
         graph.replay()
         assert torch.equal(again, y)
-    check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=torch.rand(rows, device="cuda"))
+    row_scales = torch.rand(rows, device="cuda")
+    check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=row_scales)
+    check(x, codes, scale, factor(), x_scale=row_scales, bias=torch.randn(shape[0], device="cuda"))
     check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
 
 
@@ -75,7 +77,9 @@ def test_tiles_that_blocks_share(shape, rows):
     codes, scale = random_weight(*shape)
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
     check(x, codes, scale, factor(), repeats=20)
-    check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=torch.rand(rows, device="cuda"))
+    row_scales = torch.rand(rows, device="cuda")
+    check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=row_scales)
+    check(x, codes, scale, factor(), x_scale=row_scales, bias=torch.randn(shape[0], device="cuda"))
     check(x, codes, scale, factor(), bias=torch.randn(rows, 1, device="cuda"), out_dtype=torch.float32)
     columns, blocks = shape[1] - 40, shape[1] // 16 - 2
     cut = zero_padding(codes, columns)[:, : blocks * 8].contiguous()
@@ -353,8 +357,8 @@ def test_cuda_graph(rows):
         ({"bias": (16,)}, "bias of size 16 in dimension 1"),
         ({"bias": (2, 33)}, "bias of size 2 in dimension 0"),
         ({"bias": (1, 1, 33)}, "more dimensions than the product"),
-        ({"x_scale": (3,)}, "x_scale must be one number, or one a row: 1 or 7, not 3"),
-        ({"per_tensor_scale": (5,)}, "one a row of w"),
+        ({"x_scale": (3,)}, "x_scale must be one number, or one per row: 1 or 7, not 3"),
+        ({"per_tensor_scale": (5,)}, "one per row of w"),
         ({"scale": slice(0, 0)}, "scale must be swizzled"),
         ({"columns": 80}, "columns, not 80"),
     ],

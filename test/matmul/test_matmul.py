@@ -353,3 +353,10 @@ def test_a_pretended_capability_is_never_above_the_devices(pretended, expected, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("NVFP4_TENSOR_PRETEND", pretended)
     assert backends._cuda_capability.__wrapped__(torch.device("cuda")) == expected
+
+    def is_hopper(x):
+        return x + (backends._cuda_capability.__wrapped__(torch.device("cuda")) == (9, 0))
+
+    torch.compiler.reset()
+    traced = torch.compile(is_hopper, fullgraph=True, backend="eager")
+    assert traced(torch.zeros(())).item() == (expected == (9, 0))

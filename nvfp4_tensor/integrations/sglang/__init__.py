@@ -1,6 +1,6 @@
-"""NVFP4 linears in SGLang 0.5.23 by our kernels, on compute capability 8.0 to 9.0.
+"""NVFP4 linears and experts in SGLang 0.5.23 by our kernels, on compute capability 8.0 to 9.0.
 
-SGLang finds this package by its entry point ``sglang.srt.plugins``. Experts stay with SGLang's own kernels.
+SGLang finds this package by its entry point ``sglang.srt.plugins``.
 ``NVFP4_TENSOR_SERVING=0`` leaves SGLang as it is, ``w4a16`` keeps activations dense.
 """
 

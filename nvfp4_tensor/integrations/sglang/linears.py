@@ -20,8 +20,8 @@ from nvfp4_tensor.numerics.layout import BLOCK
 
 logger = logging.getLogger(__name__)
 
-_MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
-_COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
 
 
 def not_served() -> str:
@@ -34,9 +34,9 @@ def not_served() -> str:
 
 
 @functools.cache
-def tell(why: str) -> None:
+def tell(why: str, what: str = "linears") -> None:
     """Log once why SGLang's own kernels serve."""
-    logger.info("nvfp4_tensor leaves NVFP4 linears to SGLang's own kernels: %s", why)
+    logger.info("nvfp4_tensor leaves NVFP4 %s to SGLang's own kernels: %s", what, why)
 
 
 def process(layer: Any, names: tuple[str, str, str, str], divides: bool, quantizes: bool) -> Activations:
@@ -92,7 +92,7 @@ def _of_file(scales: nn.Parameter) -> Tensor:
 class _Served:
     """What the methods share. SGLang's own ``create_weights`` registers the parameters."""
 
-    names = _MODELOPT
+    names = MODELOPT
     divides = False
     activations: Activations | None = None
 
@@ -143,7 +143,7 @@ def _compressed(original: Any) -> type:
 
     # The original is a local: SGLang's hooks replace it in the globals of every module, this one too.
     class Scheme(_Served, original):  # type: ignore[misc, valid-type]
-        names = _COMPRESSED
+        names = COMPRESSED
         divides = True
 
         def __new__(cls, has_input_global_scale: bool = False) -> Any:

@@ -189,7 +189,8 @@ def _step_dense(
     v.copy_(beta2 * v + rest2 * g * g)
     floor = (least.int() << 23).view(torch.float32)
     exact = step_size / step_size.new_full((), UNBIASED)  # by a tensor: a number's reciprocal would be multiplied
-    new = decay * weight.float() - exact * (m / torch.maximum(v, floor).sqrt())
+    root = torch.maximum(v, floor).double().sqrt().float()  # torch's root of float32 is an ulp off on a CPU, by MKL
+    new = decay * weight.float() - exact * (m / root)
     if weight.dtype == torch.bfloat16:
         per_row = math.prod(weight.shape[1:])
         r16 = reference.random16(weight.numel(), 1, rng_state, row0=row0 * per_row)[:, 0].view(weight.shape)

@@ -3,8 +3,6 @@
 Its engine does not run here: its compiled packages are not used.
 """
 
-import os
-
 import pytest
 import torch
 
@@ -13,31 +11,11 @@ from nvfp4_tensor.checkpoints import parts_of
 from nvfp4_tensor.integrations import serving
 from nvfp4_tensor.integrations import sglang as ours
 
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 pytest.importorskip("sglang", reason="pip install '.[serve-test-sglang]' in an environment of its own")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 HIDDEN, RATIOS, INPUT_SCALE = 64, (1.0, 700.0, 0.02), 0.0015
 KINDS = ["NVFP4", "W4A16_NVFP4", "nvfp4", "nvfp4a16"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plugin(tmp_path_factory):
-    """The plug-in, its hooks applied as SGLang applies them."""
-    pytest.importorskip(
-        "sglang.srt.layers.quantization.modelopt_quant",
-        reason="SGLang's own dependencies are missing: pip install '.[serve-test-sglang]'",
-        exc_type=ImportError,
-    )
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from nvfp4_tensor.integrations.sglang import plugin
-
-    assert list(plugin.differences()) == []
-    ours.register()
-    assert plugin._installed
-    HookRegistry.apply_hooks()
-    return plugin
 
 
 def method_of(kind):
@@ -216,10 +194,3 @@ def test_a_change_of_sglang_leaves_it_as_it_was(plugin, monkeypatch):
     monkeypatch.setenv(serving.SETTING, "0")
     ours.register()
     assert not plugin._installed
-
-
-def test_experts_stay_with_sglang_and_a_warning_says_so(plugin):
-    from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
-
-    with pytest.warns(UserWarning, match="NVFP4 experts stay with its own kernels"), pytest.raises(Exception):  # noqa: B017 its own __init__ wants a GPU
-        ModelOptNvFp4FusedMoEMethod(None)

@@ -3,6 +3,7 @@
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -309,6 +310,24 @@ def test_a_capture_is_refused():
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         optimizer.step()
+
+
+def test_small_parameters_take_steps_in_exact_float32():
+    """Each operation is correctly rounded: the bits are numpy's, so they can be those of every device."""
+    bias = nn.Parameter(torch.randn(4099, generator=torch.Generator().manual_seed(1)))
+    optimizer = NVFP4AdamW([bias], lr=1e-2, weight_decay=0.01)
+    w = bias.detach().numpy().copy()
+    m = v = np.zeros_like(w)
+    for step in range(1, 4):
+        g = torch.randn(bias.shape, generator=torch.Generator().manual_seed(step))
+        bias.grad = g.clone()
+        optimizer.step()
+        _, beta1, rest1, beta2, rest2, step_size, decay, _ = map(
+            np.float32, coded_moments.numbers_of(optimizer.param_groups[0], step)
+        )
+        m, v = beta1 * m + rest1 * g.numpy(), beta2 * v + rest2 * g.numpy() * g.numpy()
+        w = decay * w - step_size / np.float32(coded_moments.UNBIASED) * (m / np.sqrt(v))
+    assert np.array_equal(w, bias.detach().numpy())
 
 
 @pytest.mark.gpu

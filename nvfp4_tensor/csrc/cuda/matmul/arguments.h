@@ -69,7 +69,7 @@ inline void check_weight(const Problem& p, const Tensor& x, const Tensor& qdata,
   const int64_t rows = check_coded(qdata, scale, columns).rows, factors = per_tensor_scale.numel();
   STD_TORCH_CHECK(rows < INT32_MAX, "nvfp4::matmul: more than 2^31 - 1 rows of weights");
   STD_TORCH_CHECK(factors == 1 || factors == p.experts || factors == rows,
-                  "nvfp4::matmul takes per_tensor_scale 0-d, (E, 1) or one a row of w, not ", factors, " for ", rows,
+                  "nvfp4::matmul takes per_tensor_scale 0-d, (E, 1) or one per row of w, not ", factors, " for ", rows,
                   " rows");
 }
 

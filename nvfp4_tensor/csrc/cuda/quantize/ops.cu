@@ -185,7 +185,7 @@ struct RowQuantization {
     if (given.has_value()) {
       check_beside(*given, "amax", x);
       STD_TORCH_CHECK(given->dim() == 1 && given->size(0) == m.rows && given->scalar_type() == ScalarType::Float,
-                      "amax is float32 (", m.rows, ",), one a row, not ", text_of(*given));
+                      "amax is float32 (", m.rows, ",), one per row, not ", text_of(*given));
       amax = in_order(*given);
       how.amax = static_cast<const float*>(amax->const_data_ptr());
     }

@@ -90,7 +90,7 @@ __device__ __forceinline__ int first_row_of_group(const Problem& p, const TileCo
   return at.row - at.expert * p.N + threadIdx.x / 128 * 64;
 }
 
-// alpha and bias of a lane's two rows of w, where they are the same for all tokens: loaded before the sums of other
+// alpha and bias of a lane's two rows of w, without what tokens have of their own: loaded before the sums of other
 // blocks are waited for, not after.
 struct TwoRows {
   float alpha[2], bias[2];
@@ -104,7 +104,7 @@ struct TwoRows {
       const int n = min(max(first + i * kToOtherRow, 0), p.N - 1);
       const int64_t factor = static_cast<int64_t>(at.expert) * p.w_scale_expert + n * p.w_scale_step;
       rows.alpha[i] = p.w_scale ? p.w_scale[factor] : 1.0f;
-      if (p.x_scale) rows.alpha[i] = __fmul_rn(rows.alpha[i], *p.x_scale);
+      if (p.x_scale && !p.x_scale_step) rows.alpha[i] = __fmul_rn(rows.alpha[i], *p.x_scale);
       rows.bias[i] = p.bias ? load_as_float(p.bias, p.bias_dtype, at.expert * p.bias_expert + n * p.bias_column) : 0.0f;
     }
     return rows;
@@ -122,23 +122,64 @@ __device__ __forceinline__ uint32_t two_rounded(float low, float high) {
   }
 }
 
+// The scales of tokens, where each has its own. A lane loads one of a unit's 16 and is sent those of its two of each 8:
+// loaded directly, four addresses a unit cost registers that the loop over K needs.
+struct TokenScales {
+  const float* of;  // a unit's first
+  int last;         // of the tile, counted from there
+
+  static __device__ __forceinline__ TokenScales at(const Problem& p, const TileCoord& at) {
+    const int own = threadIdx.x % kUnitTokens;
+    const float* of = p.x_scale + (static_cast<int64_t>(at.expert) * p.M + at.token + own);
+    asm volatile("" : "+l"(of));  // once here, not for each unit
+    return {of, at.end - at.token - 1 - own};
+  }
+  __device__ __forceinline__ void load(int unit, float (&token)[2][2]) const {
+    const float own = of[min(kUnitTokens * unit, last)];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      token[i / 2][i % 2] = __shfl_sync(0xFFFFFFFF, own, 8 * (i / 2) + threadIdx.x % 4 * 2 + i % 2);
+    }
+  }
+};
+struct NoTokenScales {
+  static __device__ __forceinline__ NoTokenScales at(const Problem&, const TileCoord&) { return {}; }
+};
+
+// Calls does(whether there is a bias, the scales of tokens), which are then constants.
+template <typename Does>
+__device__ __forceinline__ void for_scaling(const Problem& p, const TileCoord& at, Does does) {
+  const auto with = [&](auto scales) { p.bias ? does(std::true_type(), scales) : does(std::false_type(), scales); };
+  if (p.x_scale && p.x_scale_step) {
+    with(TokenScales::at(p, at));
+  } else {
+    with(NoTokenScales::at(p, at));
+  }
+}
+
 // y of a warp's 16 tokens, turned around on its way to shared memory: rows of w lie together there. Each lane has the
 // address of 8 of them, of a token.
-template <typename T, bool kBias>
-__device__ __forceinline__ void finish_unit(const TwoRows& rows, const float* sum, uint32_t to) {
+template <typename T, bool kBias, typename Scales>
+__device__ __forceinline__ void finish_unit(const TwoRows& rows, const Scales& scales, int unit, const float* sum,
+                                            uint32_t units) {
   constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
+  constexpr bool kTokens = std::is_same_v<Scales, TokenScales>;
+  float token[2][2];
+  if constexpr (kTokens) scales.load(unit, token);
   uint32_t pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float y[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      y[j] = __fmul_rn(sum[2 * i + j] * kToOne, rows.alpha[i % 2]);
+      float alpha = rows.alpha[i % 2];
+      if constexpr (kTokens) alpha = __fmul_rn(alpha, token[i / 2][j]);
+      y[j] = __fmul_rn(sum[2 * i + j] * kToOne, alpha);
       if constexpr (kBias) y[j] = __fadd_rn(y[j], rows.bias[i % 2]);
     }
     pairs[i] = two_rounded<T>(y[0], y[1]);
   }
-  stmatrix_transposed(to, pairs);
+  stmatrix_transposed(units + unit * kUnitBytes, pairs);
 }
 
 __device__ __forceinline__ void write_any(const Problem& p, int first, int expert, int m, float4 sum) {
@@ -165,11 +206,11 @@ __device__ __forceinline__ float4 turn(const float* sum, uint8_t* desk, float fa
   return four;
 }
 
-// alpha and bias are the same for all tokens, y is of x's dtype, and 16 bytes of it begin where 8 rows of w do.
+// The bias is the same for all tokens, y is of x's dtype, and 16 bytes of it begin where 8 rows of w do.
 template <typename T>
 __device__ __forceinline__ bool is_plain(const Problem& p) {
   constexpr Dtype kSame = std::is_same_v<T, __nv_bfloat16> ? Dtype::kBf16 : Dtype::kFp16;
-  return p.y_dtype == kSame && p.N % 8 == 0 && !(p.x_scale && p.x_scale_step) && !(p.bias && p.bias_row);
+  return p.y_dtype == kSame && p.N % 8 == 0 && !(p.bias && p.bias_row);
 }
 
 // Where a lane leaves its part of 16 tokens of y in shared memory, so that rows of w lie together there: 64 by 16
@@ -215,15 +256,10 @@ template <typename T, typename S>
 __device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap* y_map, const TileCoord& at,
                                             const TwoRows& rows, const float (&sum)[S::kSums], uint8_t* desk) {
   const uint32_t units = address_of(desk), to = units + offset_in_unit();
-  const auto finish_units = [&](auto has_bias) {
+  for_scaling(p, at, [&](auto has_bias, auto scales) {
 #pragma unroll
-    for (int i = 0; i < S::kUnits; ++i) finish_unit<T, has_bias.value>(rows, sum + 8 * i, to + i * kUnitBytes);
-  };
-  if (p.bias) {
-    finish_units(std::true_type());
-  } else {
-    finish_units(std::false_type());
-  }
+    for (int i = 0; i < S::kUnits; ++i) finish_unit<T, has_bias.value>(rows, scales, i, sum + 8 * i, to);
+  });
   fence_proxy_async_shared();
   warpgroup_sync();
   const int first = at.expert * p.M + at.token, n = first_row_of_group<S>(p, at), tokens = at.end - at.token;

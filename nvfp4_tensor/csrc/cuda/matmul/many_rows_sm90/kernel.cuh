@@ -308,13 +308,9 @@ __device__ __forceinline__ void write_shared(const Problem& p, const Sharing<S>&
   const uint32_t units = address_of(desk), to = units + offset_in_unit();
   const bool plain = is_plain<T>(p);
   sharing.add(own, [&](int unit, const float* eight) {
-    if (!plain) {
-      write_any_unit<T, S>(p, coord, unit, eight, desk);
-    } else if (p.bias) {
-      finish_unit<T, true>(rows, eight, to + unit * kUnitBytes);
-    } else {
-      finish_unit<T, false>(rows, eight, to + unit * kUnitBytes);
-    }
+    if (!plain) return write_any_unit<T, S>(p, coord, unit, eight, desk);
+    for_scaling(p, coord,
+                [&](auto has_bias, auto scales) { finish_unit<T, has_bias.value>(rows, scales, unit, eight, to); });
   });
   if (!plain) return;
   warpgroup_sync();
