@@ -105,9 +105,9 @@ class NVFP4TrainingLinear(nn.Linear):
             self._check_gathered()
             ready = self._prepared
             if ready is not None and sharding is UNSHARDED_LINEAR and self._weight_codes is None:
-                given: Any = self.__dict__.get("weight", self._parameters["weight"])  # nn.Module's attributes are slow
+                given = self.weight
                 if ready.fits(recipe, input, given):
-                    return ready.run(input, given, self._parameters["bias"], self._buffers["rounding_state"], self)
+                    return ready.run(input, given, self.bias, self.rounding_state, self)
         weight, bias = (self.weight, self.bias) if sharding is UNSHARDED_LINEAR else self._local_parameters(sharding)
         if recipe.is_dense:
             return nn.functional.linear(gather_if_sharded(input, sharding), weight, bias)
@@ -191,7 +191,8 @@ class NVFP4TrainingLinear(nn.Linear):
         return getattr(getattr(self._parameters["weight"], "_local_tensor", None), "_writes", [0])[0]
 
     def _check_gathered(self) -> None:
-        if "weight" in self.__dict__ and self._writes() != self._writes_before:
+        own = self.__dict__  # pruning makes the weight an attribute too
+        if "weight" in own and "_writes_before" in own and self._writes() != self._writes_before:
             raise RuntimeError(
                 f"the weight of {self} was written to after FSDP2 had gathered its codes, which FSDP2 keeps with "
                 "reshard_after_forward=False: call reshard() of its FSDP module before the next forward"

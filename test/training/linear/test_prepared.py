@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from expecttest import assert_expected_inline
 from helpers.count_ops import Ops
 from torch import nn
@@ -78,6 +79,8 @@ CHANGES = {
     "frozen bias": lambda linear: linear.bias.requires_grad_(False),
     "rounding state": lambda linear: setattr(linear, "rounding_state", torch.tensor([3, 4])),
     "weight": lambda linear: setattr(linear, "weight", nn.Parameter(torch.ones(32, 48))),
+    "parametrized weight": lambda linear: nn.utils.parametrizations.weight_norm(linear),
+    "pruned weight": lambda linear: nn.utils.prune.random_unstructured(linear, "weight", 0.5),
 }
 
 
