@@ -374,6 +374,22 @@ def training_settings() -> str:
     return f"{settings['steps']:,} steps of {settings['batch'] * settings['length']:,} bytes"
 
 
+def launching() -> str:
+    """Return a step of small models by the way it is launched, relative to bfloat16's."""
+    if not measured("h200", "training_launching"):
+        return ""
+    result, rows = load("h200", "training_launching"), []
+    for width, by_way in result["launching"].items():
+        tokens = f"{2**23 // int(width):,}"
+        rows.append([f"{width}, {tokens}", "bf16", *(seconds(taken["bf16"]) for taken in by_way.values())])
+        recipes = [name for name in next(iter(by_way.values())) if name != "bf16"]
+        rows += [["", name, *(times(each[name] / each["bf16"]) for each in by_way.values())] for name in recipes]
+    ways = list(next(iter(result["launching"].values())))
+    host = [[name, seconds(taken), times(taken / result["host"]["bf16"])] for name, taken in result["host"].items()]
+    linear = table(["host time of a linear's eager step", "time", "of bf16"], host)
+    return f"{table(['width, tokens', 'recipe', *ways], rows)}\n\n{linear}"
+
+
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -441,6 +457,8 @@ def page() -> str:
         source_recipes=source_if_measured("h200", "training_quality_2m"),
         training_settings=training_settings(),
         recipes=recipes(),
+        source_launching=source_if_measured("h200", "training_launching"),
+        launching=launching(),
     )
 
 

@@ -7,7 +7,7 @@ A small linear takes as long as the Python around these calls, above all in auto
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,29 @@ def quantize_input(x_MK: Tensor, recipe: Recipe, rng_state: Tensor | None) -> tu
     return Decoded(values, factor), Codes(qdata, scale, per_tensor_scale)
 
 
+class Call(NamedTuple):
+    """What the forward of a call reads beside x, weight and bias, and what its backward needs to know."""
+
+    spec_w: int
+    arguments: tuple[Any, ...]
+    """The last arguments of ``train_linear_backward``: see :func:`backward_arguments`."""
+    saves_codes: bool
+    """Whether to save the codes of the weight; if not, the backward quantizes it again."""
+    needs_db: bool
+    rng_state: Tensor | None
+    x: Decoded
+    x_t: Codes
+    w: Codes | None
+    """None to quantize the weight now."""
+
+
+def backward_arguments(recipe: Recipe, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    """Return the specs and dtypes for ``train_linear_backward``, which follow from the recipe, device and dtypes."""
+    packed = recipe.packed
+    transposes_w = recipe.w_for_dx == WeightForDx.CODES and reads_transposed(x.device)
+    return packed.dy, packed.dy_t, packed.w, transposes_w, x.dtype, weight.dtype
+
+
 def multiply_operands(
     x: Tensor,
     w_NK: Tensor,
@@ -55,16 +78,36 @@ def multiply_operands(
     again without ``recipe.keep_w``.
     """
     saves_codes = recipe.keep_w or isinstance(w_NK, NVFP4Tensor)
+    arguments = backward_arguments(recipe, x, w_NK)
+    settings = recipe.packed.w, arguments, saves_codes, needs_db
+    if not torch.compiler.is_compiling():
+        return multiply(x, w_NK, bias, Call(*settings, rng_state, x_operand, x_t, w))
     w_parts = w or (None, None, None)
-    return _Products.apply(x, w_NK, bias, recipe, saves_codes, needs_db, rng_state, *x_operand, *x_t, *w_parts)
+    return _TracedProducts.apply(x, w_NK, bias, *settings, rng_state, *x_operand, *x_t, *w_parts)
 
 
-_NO_GRADIENTS = (None,) * 12
-"""Of the arguments of :class:`_Products` after the bias."""
+def multiply(x: Tensor, w_NK: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """Run :func:`multiply_operands` in eager mode."""
+    return _Products.apply(x, w_NK, bias, call)
 
 
 class _Products(torch.autograd.Function):
-    """As the function of this name in ``function.py``. The saved tensors are the backward op's arguments, in order."""
+    """As the function of this name in ``function.py``, in eager mode.
+
+    One object holds all that autograd does not differentiate, because each argument costs host time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        return _forward(ctx, x, w_NK, bias, call)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, dy), None
+
+
+class _TracedProducts(torch.autograd.Function):
+    """The same for torch.compile, which passes tensors one by one."""
 
     @staticmethod
     def forward(
@@ -72,7 +115,8 @@ class _Products(torch.autograd.Function):
         x: Tensor,
         w_NK: Tensor,
         bias: Tensor | None,
-        recipe: Recipe,
+        spec_w: int,
+        arguments: tuple[Any, ...],
         saves_codes: bool,
         needs_db: bool,
         rng_state: Tensor | None,
@@ -80,31 +124,43 @@ class _Products(torch.autograd.Function):
         factor: Tensor,
         *codes: Tensor | None,
     ) -> Tensor:
-        packed, dtype, shape, x_t, w = recipe.packed, x.dtype, x.shape, codes[:3], codes[3:]
-        if len(shape) != 2:
-            values = values.view(shape)  # the op returns y of that shape: a view could not be written in place
-        if w[0] is None:
-            y, *w = torch.ops.nvfp4.train_linear.default(values, factor, w_NK, bias, rng_state, packed.w, dtype)
-        else:
-            y = torch.ops.nvfp4.matmul.default(values, factor, *w, bias, values.shape[-1], False, dtype)
-        if saves_codes:
-            ctx.save_for_backward(rng_state, *x_t, None, *w)
-        else:
-            ctx.save_for_backward(rng_state, *x_t, w_NK, None, None, None)
-        transposes_w = recipe.w_for_dx == WeightForDx.CODES and reads_transposed(x.device)
-        ctx.arguments = packed.dy, packed.dy_t, packed.w, transposes_w, dtype, w_NK.dtype
-        ctx.shape = shape
-        ctx.bias_dtype = bias.dtype if needs_db and bias is not None else None
-        return y
+        x_t = Codes(*codes[:3])  # type: ignore[arg-type]
+        w = None if codes[3] is None else Codes(*codes[3:])  # type: ignore[arg-type]
+        call = Call(spec_w, arguments, saves_codes, needs_db, rng_state, Decoded(values, factor), x_t, w)
+        return _forward(ctx, x, w_NK, bias, call)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        raise_on_double_backward()
-        shape = ctx.shape
-        dy_MN = dy if len(shape) == 2 else dy.reshape(-1, dy.shape[-1])
-        dx, dw = torch.ops.nvfp4.train_linear_backward.default(dy_MN, *ctx.saved_tensors, *ctx.arguments)
-        db = None if ctx.bias_dtype is None else dy_MN.sum(0, dtype=ctx.bias_dtype)
-        return dx if len(shape) == 2 else dx.view(shape), dw, db, *_NO_GRADIENTS
+        return *_backward(ctx, dy), *(None,) * 13
+
+
+def _forward(ctx: Any, x: Tensor, w_NK: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """Multiply, and save the backward op's arguments in order."""
+    spec_w, arguments, saves_codes, needs_db, rng_state, (values, factor), x_t, w = call
+    shape, dtype = x.shape, x.dtype
+    if len(shape) != 2:
+        values = values.view(shape)  # the op returns y of that shape: a view could not be written in place
+    if w is None:
+        y, *w_parts = torch.ops.nvfp4.train_linear.default(values, factor, w_NK, bias, rng_state, spec_w, dtype)
+    else:
+        y, w_parts = torch.ops.nvfp4.matmul.default(values, factor, *w, bias, values.shape[-1], False, dtype), w
+    if saves_codes:
+        ctx.save_for_backward(rng_state, *x_t, None, *w_parts)
+    else:
+        ctx.save_for_backward(rng_state, *x_t, w_NK, None, None, None)
+    ctx.arguments, ctx.shape = arguments, shape
+    ctx.bias_dtype = bias.dtype if needs_db and bias is not None else None
+    return y
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return dx, dw and db."""
+    raise_on_double_backward()
+    shape = ctx.shape
+    dy_MN = dy if len(shape) == 2 else dy.reshape(-1, dy.shape[-1])
+    dx, dw = torch.ops.nvfp4.train_linear_backward.default(dy_MN, *ctx.saved_tensors, *ctx.arguments)
+    db = None if ctx.bias_dtype is None else dy_MN.sum(0, dtype=ctx.bias_dtype)
+    return dx if len(shape) == 2 else dx.view(shape), dw, db
 
 
 def raise_on_double_backward() -> None:

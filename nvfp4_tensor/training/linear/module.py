@@ -31,6 +31,7 @@ from nvfp4_tensor.training.linear.function import (
     weight_operand,
 )
 from nvfp4_tensor.training.linear.operands import Quantized
+from nvfp4_tensor.training.linear.prepared import Prepared, input_key
 from nvfp4_tensor.training.recipe import Recipe, any_stochastic
 
 _GATHERED_ATTRIBUTES = "weight", "_writes_before"
@@ -60,6 +61,8 @@ class NVFP4TrainingLinear(nn.Linear):
     """int64 (seed, step), the source of random bits instead of torch's generator; a buffer that is not saved."""
     _weight_codes: WeightCodes | None = None
     """The cache of the weight's codes within :func:`training.reuse_weight_codes`."""
+    _prepared: Prepared | None = None
+    """What was checked at an earlier call, so that calls like it need not check again."""
     _writes_before: int
     """The number of writes to the shard when its codes were gathered."""
 
@@ -79,6 +82,7 @@ class NVFP4TrainingLinear(nn.Linear):
         for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign"):
             delattr(self, name)
         del self.rounding_state
+        self.__dict__.pop("_prepared", None)
         for name in ("sharding", "_weight_codes", *_GATHERED_ATTRIBUTES):
             self.__dict__.pop(name, None)
         release(self)
@@ -96,9 +100,14 @@ class NVFP4TrainingLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if is_nested(input):
             return over_nested(self.forward, input)
+        recipe, sharding = self.active_recipe, self.sharding
         if not torch.compiler.is_compiling():
             self._check_gathered()
-        recipe, sharding = self.active_recipe, self.sharding
+            ready = self._prepared
+            if ready is not None and sharding is UNSHARDED_LINEAR and self._weight_codes is None:
+                given = self.weight
+                if ready.fits(recipe, input, given):
+                    return ready.run(input, given, self.bias, self.rounding_state, self)
         weight, bias = (self.weight, self.bias) if sharding is UNSHARDED_LINEAR else self._local_parameters(sharding)
         if recipe.is_dense:
             return nn.functional.linear(gather_if_sharded(input, sharding), weight, bias)
@@ -112,6 +121,8 @@ class NVFP4TrainingLinear(nn.Linear):
         operands = Operands(x_operand, x_t, self._weight_operand(weight, rng_state, x_operand, x))
         if sharding is not UNSHARDED_LINEAR:
             sharding = sharding.for_input(x.shape[:-1])
+        elif not torch.compiler.is_compiling() and needs.dx and needs.dw:
+            self._prepared = Prepared(recipe, x, weight) if Prepared.serves(recipe, x, weight) else None
         return multiply_operands(x, weight, bias, recipe, operands, needs, rng_state, sharding)
 
     def _local_parameters(self, sharding: LinearSharding) -> tuple[Tensor, Tensor | None]:
@@ -129,7 +140,7 @@ class NVFP4TrainingLinear(nn.Linear):
         x_t = recipe.x_t if needs.dw else None
         if (recipe.is_stochastic_forward and any_stochastic(recipe.x, x_t)) or not is_shareable(input):
             return input_operands(shard, recipe, needs, rng_state)
-        key = shard.x_MK.dtype, recipe.x, x_t, recipe.w is None, shard.sharding.x, shard.gathered
+        key = input_key(shard.x_MK, recipe, x_t, shard.sharding, shard.gathered)
         operands = shared_input(input, key, self)
         if operands is None:
             operands = input_operands(shard, recipe, needs, rng_state)
@@ -180,14 +191,15 @@ class NVFP4TrainingLinear(nn.Linear):
         return getattr(getattr(self._parameters["weight"], "_local_tensor", None), "_writes", [0])[0]
 
     def _check_gathered(self) -> None:
-        if "weight" in self.__dict__ and self._writes() != self._writes_before:
+        own = self.__dict__  # pruning makes the weight an attribute too
+        if "weight" in own and "_writes_before" in own and self._writes() != self._writes_before:
             raise RuntimeError(
                 f"the weight of {self} was written to after FSDP2 had gathered its codes, which FSDP2 keeps with "
                 "reshard_after_forward=False: call reshard() of its FSDP module before the next forward"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        not_saved = ("_weight_codes", *_GATHERED_ATTRIBUTES)
+        not_saved = ("_weight_codes", "_prepared", *_GATHERED_ATTRIBUTES)
         return {name: value for name, value in self.__dict__.items() if name not in not_saved}
 
     def extra_repr(self) -> str:

@@ -2,6 +2,7 @@
 #include <optional>
 #include <vector>
 
+#include "cuda/host/scratch.h"
 #include "cuda/host/tensors.h"
 #include "cuda/matmul/arguments.h"
 #include "cuda/matmul/dense.h"
@@ -61,14 +62,43 @@ void print_decoded(const Problem& p, const char* why) {
   print_plan(describe(choice, size_of(p), Fits{}, name_of(p.x_dtype), this_machine()));
 }
 
+// As choose_kernel, whose plans take the host one to three microseconds, remembered for the sizes of a training step.
+Choice remembered_choice(const Problem& p) {
+  struct Known {
+    int experts = -1, M, N, K, multiprocessors;
+    bool many_rows, few_rows;
+    Choice choice;  // where cuBLASLt serves
+  };
+  constexpr unsigned kKnown = 64;
+  if (p.offs || are_plans_printed() || forced_kernel()) return choose_kernel(p);
+  const int multiprocessors = this_machine().multiprocessors;
+  const Fits fits = {fits_matmul_many_rows(p), fits_matmul_few_rows_sm90(p)};
+  thread_local Known known[kKnown];
+  Known& here = known[(p.M * 31u + p.N * 7u + p.K) / 8 % kKnown];
+  if (here.experts != p.experts || here.M != p.M || here.N != p.N || here.K != p.K ||
+      here.multiprocessors != multiprocessors || here.many_rows != fits.many_rows ||
+      here.few_rows != fits.few_rows_sm90) {
+    here = {p.experts,
+            p.M,
+            p.N,
+            p.K,
+            multiprocessors,
+            fits.many_rows,
+            fits.few_rows_sm90,
+            choose(size_of(p), fits, multiprocessors, [] { return true; })};
+  }
+  if (here.choice.decoded_cost >= 0 && !fits_matmul_dense(p, Sum::kAlongRowsOfW)) return choose_kernel(p);
+  return here.choice;
+}
+
 // The kernels that decode w as they go; false where decoding before is faster.
 bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   place_codes(p, codes, scales);
-  const Choice choice = choose_kernel(p);
+  const Choice choice = remembered_choice(p);
   if (choice.family == KernelFamily::kDecoded) return false;
   if (choice.family == KernelFamily::kManyRows) {
-    Scratch scratch(x);
+    RawScratch scratch;
     launch_matmul_many_rows(p, choice.many_rows, std::ref(scratch), stream);
   } else {
     launch_matmul_few_rows(p, stream);
@@ -113,7 +143,7 @@ void decoded_product(Problem p, const Tensor& x, const Tensor& qdata, const Tens
                                    : decode_for(p, x, qdata, scale, columns, stream);
   const Sum sum = transposed ? Sum::kAcrossRowsOfW : Sum::kAlongRowsOfW;
   if (!w_factor && fits_matmul_dense(p, sum)) {
-    Scratch scratch(x);
+    RawScratch scratch;
     if (launch_matmul_dense(p, w.const_data_ptr(), sum, std::ref(scratch), stream)) {
       check_launched("nvfp4::matmul");
       return;

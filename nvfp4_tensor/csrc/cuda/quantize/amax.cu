@@ -6,6 +6,7 @@
 #include "cuda/block/columns.cuh"
 #include "cuda/block/finite.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/quantize/maxima.h"
 
 namespace nvfp4 {
 namespace {
@@ -15,7 +16,8 @@ namespace {
 // on an H200 in 54 us, with twelve waves in 58.
 constexpr int kWaves = 1;
 
-template <typename T>
+// parts: each thread block leaves its maximum; else it raises out.
+template <typename T, bool parts>
 __global__ void __launch_bounds__(kThreads) amax_contiguous(const T* x, int64_t count, float* out) {
   griddepcontrol_wait();
   constexpr int kVector = 16 / sizeof(T), kLoads = 4;
@@ -37,7 +39,13 @@ __global__ void __launch_bounds__(kThreads) amax_contiguous(const T* x, int64_t 
   const int64_t last = vectors * kVector + threadIdx.x;
   if (blockIdx.x == 0 && last < count) tail = magnitude(to_float(x[last]));
   const float here = Elements<T, kVector>::magnitude_of(most);
-  raise(out, float_bits(is_finite(tail) ? fmaxf(here, tail) : here));
+  const uint32_t bits = float_bits(is_finite(tail) ? fmaxf(here, tail) : here);
+  if constexpr (parts) {
+    const uint32_t of_block = block_max(bits);
+    if (threadIdx.x == 0) out[blockIdx.x] = __uint_as_float(of_block);
+  } else {
+    raise(out, bits);
+  }
 }
 
 // Of the transform of whole blocks.
@@ -80,18 +88,41 @@ __global__ void clear(float* a, float* b) {
 
 void launch_clear(float* a, float* b, cudaStream_t stream) { clear<<<1, 1, 0, stream>>>(a, b); }
 
+bool fits_maxima(const Matrix& x) {
+  const bool contiguous = x.rows == 1 || x.row_stride == x.columns;
+  return contiguous && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+}
+
+Maxima launch_maxima(const Matrix& x, const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
+  const int64_t count = x.rows * x.columns;
+  Maxima maxima{};
+  for_dtype(x.dtype, [&](auto type) {
+    using T = decltype(type);
+    const int64_t threads = ceil_div(count * static_cast<int64_t>(sizeof(T)), 64);
+    static const int blocks_per_sm = [] {
+      int blocks = 0;
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, amax_contiguous<T, true>, kThreads, 0);
+      return std::max(blocks, 1);
+    }();
+    const unsigned grid = grid_of(kWaves * blocks_per_sm, ceil_div(threads, kThreads));
+    float* const out = static_cast<float*>(scratch(grid * int64_t{sizeof(float)}));
+    const Launch launch(dim3(grid), 1, kThreads, 0, stream, Begins::kAfterPrevious);
+    cudaLaunchKernelEx(&launch.config, amax_contiguous<T, true>, static_cast<const T*>(x.data), count, out);
+    maxima = {out, static_cast<int>(grid)};
+  });
+  return maxima;
+}
+
 void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t stream) {
   const int64_t count = x.rows * x.columns;
   launch_clear(out, nullptr, stream);
   if (count == 0) return;
-  const bool contiguous = x.rows == 1 || x.row_stride == x.columns;
-  const bool aligned = reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
-    if (hadamard_sign < 0 && contiguous && aligned) {
+    if (hadamard_sign < 0 && fits_maxima(x)) {
       const int64_t threads = ceil_div(count * static_cast<int64_t>(sizeof(T)), 64);
-      launch_walk<amax_contiguous<T>, kWaves, Begins::kBesideClear>(threads, stream, static_cast<const T*>(x.data),
-                                                                    count, out);
+      launch_walk<amax_contiguous<T, false>, kWaves, Begins::kBesideClear>(threads, stream,
+                                                                           static_cast<const T*>(x.data), count, out);
     } else if (hadamard_sign >= 0 && x.whole_blocks()) {
       launch_walk<amax_transformed<T>, kWaves, Begins::kBesideClear>(
           x.rows * x.blocks(), stream, x, HadamardFactors::from(static_cast<uint32_t>(hadamard_sign)), out);

@@ -5,12 +5,16 @@
 #include "cuda/block/finite.cuh"
 #include "cuda/block/pair_tile.cuh"
 #include "cuda/ptx/shared.cuh"
+#include "cuda/quantize/maxima.h"
 
 namespace nvfp4 {
 namespace {
 
 constexpr int kBlocksPerSm = 3;
+constexpr int kSharedBytes = 2 * kTile * kChunks * sizeof(uint4);
 
+// parts: each thread block leaves its maxima, those of the transpose after all of the rows; else it raises out.
+template <bool parts>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     amax_pair(Matrix x, HadamardFactors factors, float* out, float* out_transposed) {
   extern __shared__ __align__(16) unsigned char memory[];
@@ -41,8 +45,29 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       }
     }
   }
-  raise(out, most << 16);
-  raise(out_transposed, most_transposed << 16);
+  if constexpr (parts) {
+    most = block_max(most), most_transposed = block_max(most_transposed);
+    if (threadIdx.x == 0) {
+      out[blockIdx.x] = __uint_as_float(most << 16);
+      out_transposed[blockIdx.x] = __uint_as_float(most_transposed << 16);
+    }
+  } else {
+    raise(out, most << 16);
+    raise(out_transposed, most_transposed << 16);
+  }
+}
+
+template <bool parts>
+void launch(const Matrix& x, unsigned grid, int hadamard_sign, float* out, float* out_transposed, cudaStream_t stream) {
+  allow_shared_memory<amax_pair<parts>>(kSharedBytes);
+  const Begins begins = parts ? Begins::kAfterPrevious : Begins::kBesideClear;
+  const Launch launch(dim3(grid), 1, kThreads, kSharedBytes, stream, begins);
+  cudaLaunchKernelEx(&launch.config, amax_pair<parts>, x, HadamardFactors::from(static_cast<uint32_t>(hadamard_sign)),
+                     out, out_transposed);
+}
+
+unsigned grid_for(const Matrix& x) {
+  return grid_of(kBlocksPerSm, ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile));
 }
 
 }  // namespace
@@ -50,12 +75,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 void launch_amax_pair(const Matrix& x, int hadamard_sign, float* out, float* out_transposed, cudaStream_t stream) {
   launch_clear(out, out_transposed, stream);
   if (x.rows * x.columns == 0) return;
-  constexpr int kBytes = 2 * kTile * kChunks * sizeof(uint4);
-  allow_shared_memory<amax_pair>(kBytes);
-  const int64_t tiles = ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
-  const Launch launch(dim3(grid_of(kBlocksPerSm, tiles)), 1, kThreads, kBytes, stream, Begins::kBesideClear);
-  cudaLaunchKernelEx(&launch.config, amax_pair, x, HadamardFactors::from(static_cast<uint32_t>(hadamard_sign)), out,
-                     out_transposed);
+  launch<false>(x, grid_for(x), hadamard_sign, out, out_transposed, stream);
+}
+
+Maxima launch_maxima_of_pair(const Matrix& x, int hadamard_sign, const std::function<void*(int64_t)>& scratch,
+                             cudaStream_t stream) {
+  const unsigned grid = grid_for(x);
+  float* const out = static_cast<float*>(scratch(grid * int64_t{2 * sizeof(float)}));
+  launch<true>(x, grid, hadamard_sign, out, out + grid, stream);
+  return {out, static_cast<int>(grid)};
 }
 
 }  // namespace nvfp4

@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/host/scratch.h"
+#include "cuda/quantize/maxima.h"
 #include "cuda/quantize/scaled_rows.h"
 #include "cuda/quantize/transforms.h"
 #include "ops.h"
@@ -15,13 +17,20 @@ namespace {
 
 // --- quantize --------------------------------------------------------------------------------------------------------
 
+// An amax, or maxima of parts of a tensor.
+struct Amax {
+  const float* at;
+  int maxima = 1;
+};
+Amax amax_given(const Tensor& amax, const Tensor& x) { return {amax_of(amax, x)}; }
+
 // Of x, or of what is made of it, as a matrix of so many rows and columns.
-Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<Tensor>& rng_state, int64_t stream,
+Quantization quantization(int64_t spec, const Amax& amax, const std::optional<Tensor>& rng_state, int64_t stream,
                           const Tensor& x, int64_t rows, int64_t columns, int64_t row0, int64_t col0,
                           int64_t full_width, Tensor& factor) {
   Quantization how{};
   how.spec = spec_of(spec);
-  how.amax = amax_of(amax, x);
+  how.amax = amax.at;
   how.per_tensor_scale = floats(factor);
   const auto [first, row_blocks] = block_numbers(rows, columns, row0, col0, full_width);
   how.random = {rng_state_of(rng_state, how.spec, x), first, row_blocks, static_cast<int>(stream)};
@@ -29,14 +38,12 @@ Quantization quantization(int64_t spec, const Tensor& amax, const std::optional<
 }
 
 // The same by EDEN, which numbers rotations.
-Quantization eden_quantization(const QuantizeSpec& spec, const Tensor& amax, const std::optional<Tensor>& rng_state,
+Quantization eden_quantization(const QuantizeSpec& spec, const Amax& amax, const std::optional<Tensor>& rng_state,
                                int64_t stream, const Tensor& x, int64_t rows, int64_t columns, int64_t row0,
                                int64_t col0, int64_t full_width, Tensor& factor) {
   const auto [first, row_groups] = block_numbers(rows, columns, row0, col0, full_width, kRotation);
-  return {spec,
-          amax_of(amax, x),
-          floats(factor),
-          {rng_state_of(rng_state, spec, x), first, row_groups, static_cast<int>(stream)}};
+  return {
+      spec, amax.at, floats(factor), {rng_state_of(rng_state, spec, x), first, row_groups, static_cast<int>(stream)}};
 }
 
 // Whether the fast kernels know the rounding mode, on a side whose Hadamard transform (if any) they take care of.
@@ -88,8 +95,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const Tensor& 
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
   Outputs out(with_last(x, 0), m.rows, ceil_div(m.columns, kRotation) * (kRotation / kBlock), x);
-  const Quantization how = eden_quantization(spec, amax, rng_state, random_stream, x, m.rows, m.columns, row0, col0,
-                                             full_width, out.factor);
+  const Quantization how = eden_quantization(spec, amax_given(amax, x), rng_state, random_stream, x, m.rows, m.columns,
+                                             row0, col0, full_width, out.factor);
   if (m.rows % kTileRows) {
     cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
   }
@@ -98,46 +105,58 @@ std::tuple<Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const Tensor& 
   return {out.qdata, out.scale, out.factor};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
-                                            int64_t spec, int64_t row0, int64_t col0, int64_t full_width,
-                                            int64_t random_stream) {
+// Without amax: that of x (or of its transform).
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tensor> amax,
+                                            const std::optional<Tensor>& rng_state, int64_t spec, int64_t row0,
+                                            int64_t col0, int64_t full_width, int64_t random_stream) {
   const QuantizeSpec unpacked = spec_of(spec);
-  if (unpacked.is_eden()) return quantize_eden(x, amax, rng_state, unpacked, row0, col0, full_width, random_stream);
+  if (unpacked.is_eden()) {
+    if (!amax) amax = own_amax(x, unpacked, rng_state, col0);
+    return quantize_eden(x, *amax, rng_state, unpacked, row0, col0, full_width, random_stream);
+  }
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  if (const int sign = unpacked.hadamard_sign; sign >= 0 && !transforms_itself(m, unpacked)) {
+  const bool fast = is_fast_mode(unpacked) && m.whole_blocks(), itself = transforms_itself(m, unpacked);
+  RawScratch scratch;
+  Amax parts{};
+  if (!amax && fast && !itself && is_plain(unpacked) && unpacked.hadamard_sign < 0 && m.rows && m.columns &&
+      fits_maxima(m)) {
+    const Maxima maxima = launch_maxima(m, std::ref(scratch), stream);
+    parts = {maxima.rows, maxima.count};
+  } else if (!amax) {
+    amax = own_amax(x, unpacked, rng_state, col0);
+  }
+  if (const int sign = unpacked.hadamard_sign; sign >= 0 && !itself) {
     // What is quantized is the transform rounded to bfloat16, so two fast kernels do what one slow one would.
     return quantize(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0, full_width, random_stream);
   }
   Outputs out(with_last(x, 0), m.rows, m.blocks(), x);
-  const Quantization how = quantization(spec, amax, rng_state, random_stream, x, m.rows, m.columns, row0, col0,
-                                        full_width, out.factor);
-  const bool fast = is_fast_mode(how.spec) && m.whole_blocks();
+  const Quantization how = quantization(spec, amax ? amax_given(*amax, x) : parts, rng_state, random_stream, x, m.rows,
+                                        m.columns, row0, col0, full_width, out.factor);
   const bool plain = is_plain(how.spec), search = how.spec.scale_search != ScaleSearch::kNone;
-  if (transforms_itself(m, how.spec)) {
+  if (itself) {
     launch_quantize_rows(m, how, out.codes(), stream);
   } else {
     if (m.rows % kTileRows || m.blocks() % kTileColumns) {
       cudaMemsetAsync(out.scale.mutable_data_ptr(), 0, static_cast<size_t>(out.scale.numel()), stream);
     }
-    const auto launch = !fast    ? launch_quantize_any
-                        : plain  ? launch_quantize_tiles
-                        : search ? launch_quantize_search
-                                 : launch_quantize_four_over_six;
-    launch(m, how, out.codes(), stream);
+    if (fast && plain) {
+      launch_quantize_tiles(m, how, amax ? 1 : parts.maxima, out.codes(), stream);
+    } else {
+      const auto launch = !fast ? launch_quantize_any : search ? launch_quantize_search : launch_quantize_four_over_six;
+      launch(m, how, out.codes(), stream);
+    }
   }
   check_launched("nvfp4::quantize");
   return {out.qdata, out.scale, out.factor};
 }
 
-// The op: without amax, that of x (or of its transform).
 std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Tensor> amax,
                                                std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
                                                int64_t col0, int64_t full_width, int64_t random_stream) {
-  if (!amax.has_value()) amax = own_amax(x, spec_of(spec), rng_state, col0);
-  return quantize(x, *amax, rng_state, spec, row0, col0, full_width, random_stream);
+  return quantize(x, std::move(amax), rng_state, spec, row0, col0, full_width, random_stream);
 }
 
 // --- quantize, each row by itself ------------------------------------------------------------------------------------
@@ -231,10 +250,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
   }
   const int64_t blocks_t = ceil_div(m.rows, kBlock);
   Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);
-  const Quantization how = quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width,
-                                        out.factor);
-  const Quantization how_t = quantization(spec_t, amax_t, rng_state, stream_t, x, m.columns, m.rows, col0, row0,
-                                          full_rows, out_t.factor);
+  const Quantization how = quantization(spec, amax_given(amax, x), rng_state, 0, x, m.rows, m.columns, row0, col0,
+                                        full_width, out.factor);
+  const Quantization how_t = quantization(spec_t, amax_given(amax_t, x), rng_state, stream_t, x, m.columns, m.rows,
+                                          col0, row0, full_rows, out_t.factor);
   launch_quantize_pair(m, how, how_t, out.codes(), out_t.codes(), current_stream(x));
   check_launched("nvfp4::quantize_pair");
   return {out.qdata, out.scale, out.factor, out_t.qdata, out_t.scale, out_t.factor};
@@ -317,7 +336,8 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
     return {dequantize(qdata, scale, scaled ? std::optional<Tensor>(factor) : std::nullopt, columns, type), factor};
   }
   Tensor factor = empty({}, ScalarType::Float, x);
-  const Quantization how = quantization(spec, amax, rng_state, 0, x, m.rows, m.columns, row0, col0, full_width, factor);
+  const Quantization how = quantization(spec, amax_given(amax, x), rng_state, 0, x, m.rows, m.columns, row0, col0,
+                                        full_width, factor);
   Tensor out = empty(with_last(x, columns), type, x);
   const Values values{out.mutable_data_ptr(), dtype, columns, scaled};
   (one_kernel ? launch_fake_quantize_rows : launch_fake_quantize_any)(m, how, values, stream);
@@ -332,12 +352,37 @@ bool is_eden_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b,
          fits_quantize_pair_eden(codes_t);
 }
 
+// The amaxes of x and of its transpose, given or found: together, or as maxima of parts where the kernel takes them.
+struct AmaxPair {
+  Tensor amax, amax_t;
+  RawScratch parts;
+  Amax rows, columns;
+
+  AmaxPair(const Tensor& x, const std::optional<Tensor>& given, const std::optional<Tensor>& given_t,
+           const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, int64_t row0, int64_t col0,
+           const Matrix* by_parts = nullptr) {
+    STD_TORCH_CHECK(given.has_value() == given_t.has_value(), "amax and amax_t are given together, or neither is");
+    const int sign = spec_of(spec_t).hadamard_sign;
+    if (!given.has_value() && by_parts && sign >= 0) {
+      const Maxima maxima = launch_maxima_of_pair(*by_parts, sign, std::ref(parts), current_stream(x));
+      rows = {maxima.rows, maxima.count}, columns = {maxima.columns(), maxima.count};
+      return;
+    }
+    if (given.has_value()) {
+      amax = *given, amax_t = *given_t;
+    } else {
+      std::tie(amax, amax_t) = amax_pair_by_spec(x, rng_state, spec, spec_t, row0, col0);
+    }
+    rows = amax_given(amax, x), columns = amax_given(amax_t, x);
+  }
+};
+
 // Values, their factor, and of the transpose codes, scales and factor, or values, no scales and factor. back: EDEN's
 // rotation of the values of the rows is taken back.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
-    const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
-    int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t,
-    bool back = false) {
+    const Tensor& x, const std::optional<Tensor>& given, const std::optional<Tensor>& given_t,
+    const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0,
+    int64_t full_rows, int64_t full_width, int64_t stream_t, bool back = false) {
   STD_TORCH_CHECK(x.dim() == 2, "quantize_pair_values takes a matrix");
   check_transposed_offset(row0, full_rows);
   const OnDeviceOf guard(x);
@@ -351,9 +396,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
   const bool one_kernel = is_fast_pair(m, of_rows, of_columns, true) && !of_rows.hardware_rounding &&
                           !of_columns.hardware_rounding && (codes_t || width_t % kBlock == 0) &&
                           fits_quantize_pair_values(codes_t);
+  const AmaxPair pair(x, given, given_t, rng_state, spec, spec_t, row0, col0, one_kernel && !eden ? &m : nullptr);
   if (!one_kernel && !eden) {
     auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(
-        x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
+        x, pair.amax, pair.amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
     Tensor values = dequantize(qdata, scale, std::nullopt, padded, ScalarType::BFloat16);
     if (back) values = rotate_back(values, *rng_state, width, col0);
     if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
@@ -370,22 +416,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
   } else {
     t = empty({m.columns, width_t}, ScalarType::BFloat16, x), scale_t = empty({0}, ScalarType::Float8_e4m3fn, x);
   }
-  const auto side = [&](const QuantizeSpec& of, int64_t packed, const Tensor& of_amax, int64_t stream, int64_t rows_of,
+  const auto side = [&](const QuantizeSpec& of, int64_t packed, const Amax& of_amax, int64_t stream, int64_t rows_of,
                         int64_t columns_of, int64_t first_row, int64_t first_column, int64_t width_of, Tensor& to) {
     return of.is_eden() ? eden_quantization(of, of_amax, rng_state, stream, x, rows_of, columns_of, first_row,
                                             first_column, width_of, to)
                         : quantization(packed, of_amax, rng_state, stream, x, rows_of, columns_of, first_row,
                                        first_column, width_of, to);
   };
-  const Quantization how = side(of_rows, spec, amax, 0, m.rows, m.columns, row0, col0, full_width, factor);
-  const Quantization how_t = side(of_columns, spec_t, amax_t, stream_t, m.columns, m.rows, col0, row0, full_rows,
+  const Quantization how = side(of_rows, spec, pair.rows, 0, m.rows, m.columns, row0, col0, full_width, factor);
+  const Quantization how_t = side(of_columns, spec_t, pair.columns, stream_t, m.columns, m.rows, col0, row0, full_rows,
                                   factor_t);
   void* to_t = codes_t ? nullptr : t.mutable_data_ptr();
   if (eden) {
     launch_quantize_pair_eden(m, {how, how_t, col0 / kRotation, row0 / kRotation, back}, values.mutable_data_ptr(),
                               to_t, codes, current_stream(x));
   } else {
-    launch_quantize_pair_values(m, how, how_t, values.mutable_data_ptr(), to_t, codes, current_stream(x));
+    launch_quantize_pair_values(m, how, how_t, pair.rows.maxima, values.mutable_data_ptr(), to_t, codes,
+                                current_stream(x));
   }
   check_launched("nvfp4::quantize_pair_values");
   return {values, factor, t, scale_t, factor_t};
@@ -419,28 +466,14 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optio
     return fake_quantize(x, own_amax(x, how, rng_state, 0), rng_state, spec, type, false, 0, 0, 0);
   }
   Tensor factor = empty({}, ScalarType::Float, x), out = empty(with_last(x, rows.matrix.columns), type, x);
-  Scratch scratch(x);
+  RawScratch scratch;
   launch_quantize_activation(rows.matrix, how, floats(factor), out.mutable_data_ptr(), std::ref(scratch),
                              current_stream(x));
   check_launched("nvfp4::quantize_activation");
   return {out, factor};
 }
 
-// --- without amaxes: those of x and of its transpose -----------------------------------------------------------------
-
-struct AmaxPair {
-  Tensor amax, amax_t;
-
-  AmaxPair(const Tensor& x, const std::optional<Tensor>& given, const std::optional<Tensor>& given_t,
-           const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, int64_t row0, int64_t col0) {
-    STD_TORCH_CHECK(given.has_value() == given_t.has_value(), "amax and amax_t are given together, or neither is");
-    if (given.has_value()) {
-      amax = *given, amax_t = *given_t;
-    } else {
-      std::tie(amax, amax_t) = amax_pair_by_spec(x, rng_state, spec, spec_t, row0, col0);
-    }
-  }
-};
+// --- the ops of pairs ------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_op(
     const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
@@ -453,9 +486,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values_op(
     const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
     int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width,
     int64_t stream_t) {
-  const AmaxPair pair(x, amax, amax_t, rng_state, spec, spec_t, row0, col0);
-  return quantize_pair_values(x, pair.amax, pair.amax_t, rng_state, spec, spec_t, codes_t, row0, col0, full_rows,
-                              full_width, stream_t);
+  return quantize_pair_values(x, amax, amax_t, rng_state, spec, spec_t, codes_t, row0, col0, full_rows, full_width,
+                              stream_t);
 }
 
 }  // namespace
@@ -472,9 +504,8 @@ std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& sc
 
 GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
                                   int64_t stream_t) {
-  const AmaxPair pair(dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, 0, 0);
   auto [values, factor, values_t, no_scales, factor_t] = nvfp4::quantize_pair_values(
-      dy, pair.amax, pair.amax_t, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t, true);
+      dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t, true);
   return {values, factor, values_t, factor_t};
 }
 

@@ -5,6 +5,7 @@
 // are stored with 16 bytes per thread and 256 contiguous bytes. Three barriers per tile: columns have read x before the
 // rows overwrite it.
 #include "cuda/block/tile_values.cuh"
+#include "cuda/quantize/maxima.h"
 
 namespace nvfp4 {
 namespace {
@@ -26,8 +27,24 @@ struct Shared {
   uint4 x[2][kTile][kChunks];  // the tile at work and the next
   std::conditional_t<values_t, ForValues, ForCodes> transposed;
   RowTable<searched> rows;
-  float enc_transposed[128];
+  RowTable<false> transposed_rows;
 };
+
+// The scale of a tensor, written, and the table of a side filled. All threads of the block come here together.
+template <Fast mode, bool searched>
+__device__ __forceinline__ auto side_encoder(const Quantization& how, int maxima, RowTable<searched>& table) {
+  const float amax = largest_amax(how, maxima);
+  const TensorScale tensor = TensorScale::of(amax, how.spec.scale_ceiling);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *how.per_tensor_scale = per_tensor_scale(amax, how.spec.scale_ceiling);
+  const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
+  if constexpr (searched) {
+    table.search.fill(tensor);
+    return SearchEncoder{&table.search, tensor.sixth, source};
+  } else {
+    if (threadIdx.x < 128) table.enc[threadIdx.x] = tensor.block_encode(e4m3_value(static_cast<uint8_t>(threadIdx.x)));
+    return Encoder{table.enc, tensor.sixth, source};
+  }
+}
 
 // Chunk c of column r lies at chunk c ^ this: eight lanes, four even or odd columns by two neighbouring groups of rows,
 // then write different banks.
@@ -62,17 +79,15 @@ __device__ __forceinline__ void values_by_columns(const Quantization& how, const
 // Transposed: ValueSide, or Side for codes. searched: the scales of the rows are.
 template <Fast mode, bool transform, bool searched, typename Transposed>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<std::is_same_v<Transposed, ValueSide>>)
-    quantize_pair_values(Matrix x, ValueSide side, Transposed transposed, HadamardFactors factors) {
+    quantize_pair_values(Matrix x, ValueSide side, Transposed transposed, HadamardFactors factors, int maxima) {
   constexpr bool values_t = std::is_same_v<Transposed, ValueSide>;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<values_t, searched>*>(memory);
-  write_per_tensor_scale(side.how);
-  write_per_tensor_scale(transposed.how);
   Walk tile(ceil_div(x.rows, kTile), ceil_div(x.columns, kTile), blockIdx.x, gridDim.x);
   load_tile(x, tile.row * kTile, tile.column * kTile, shared.x[0]);
   asm volatile("cp.async.commit_group;");
-  const auto encoder = row_encoder<mode>(side.how, shared.rows);
-  const Encoder encoder_transposed = make_encoder<mode>(transposed.how, shared.enc_transposed);
+  const auto encoder = side_encoder<mode>(side.how, maxima, shared.rows);
+  const Encoder encoder_transposed = side_encoder<mode>(transposed.how, maxima, shared.transposed_rows);
   for (uint32_t stage = 0; tile.inside(); stage ^= 1) {
     const uint32_t row0 = tile.row * kTile, column0 = tile.column * kTile;
     tile.step();
@@ -102,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<std::is_same_v<Transpos
 }
 
 template <Fast mode, bool transform, bool searched, typename Transposed>
-void launch(const Matrix& x, const ValueSide& side, const Transposed& transposed, cudaStream_t stream) {
+void launch(const Matrix& x, const ValueSide& side, const Transposed& transposed, int maxima, cudaStream_t stream) {
   constexpr auto kernel = quantize_pair_values<mode, transform, searched, Transposed>;
   constexpr bool values_t = std::is_same_v<Transposed, ValueSide>;
   constexpr int kBytes = sizeof(Shared<values_t, searched>);
@@ -110,16 +125,16 @@ void launch(const Matrix& x, const ValueSide& side, const Transposed& transposed
   const int64_t tiles = ceil_div(x.rows, kTile) * ceil_div(x.columns, kTile);
   const int sign = transposed.how.spec.hadamard_sign;
   kernel<<<grid_of(kPairWaves * kBlocksPerSm<values_t>, tiles), kThreads, kBytes, stream>>>(
-      x, side, transposed, HadamardFactors::from(static_cast<uint32_t>(sign)));
+      x, side, transposed, HadamardFactors::from(static_cast<uint32_t>(sign)), maxima);
 }
 
 template <typename Transposed>
-void launch_any(const Matrix& x, const ValueSide& side, const Transposed& transposed, cudaStream_t stream) {
+void launch_any(const Matrix& x, const ValueSide& side, const Transposed& transposed, int maxima, cudaStream_t stream) {
   const auto launch_by = [&](auto mode, auto searched) {
     if (transposed.how.spec.hadamard_sign >= 0) {
-      launch<mode.value, true, searched.value>(x, side, transposed, stream);
+      launch<mode.value, true, searched.value>(x, side, transposed, maxima, stream);
     } else {
-      launch<mode.value, false, searched.value>(x, side, transposed, stream);
+      launch<mode.value, false, searched.value>(x, side, transposed, maxima, stream);
     }
   };
   if (side.how.spec.scale_search != ScaleSearch::kNone) {
@@ -131,21 +146,29 @@ void launch_any(const Matrix& x, const ValueSide& side, const Transposed& transp
 }  // namespace
 
 bool fits_quantize_pair_values(bool codes_t) {
-  return this_machine().shared_bytes >= static_cast<int>(codes_t ? sizeof(Shared<false>) : sizeof(Shared<true>));
+  constexpr int kOfWarps = 32 * sizeof(float);  // largest_amax's
+  return this_machine().shared_bytes >=
+         static_cast<int>(codes_t ? sizeof(Shared<false>) : sizeof(Shared<true>)) + kOfWarps;
 }
 
 void launch_quantize_pair_values(const Matrix& x, const Quantization& how, const Quantization& how_transposed,
-                                 void* values, void* values_transposed, const Codes& codes_transposed,
+                                 int maxima, void* values, void* values_transposed, const Codes& codes_transposed,
                                  cudaStream_t stream) {
   const uint32_t rows = static_cast<uint32_t>(x.rows), columns = static_cast<uint32_t>(x.columns);
   const uint32_t blocks_t = static_cast<uint32_t>(ceil_div(x.rows, kBlock));
   const ValueSide side{how, static_cast<Bf16*>(values), rows, columns};
   if (values_transposed) {
     launch_any(x, side, ValueSide{how_transposed, static_cast<Bf16*>(values_transposed), columns, blocks_t * kBlock},
-               stream);
+               maxima, stream);
   } else {
-    launch_any(x, side, Side{how_transposed, codes_transposed, columns, blocks_t}, stream);
+    launch_any(x, side, Side{how_transposed, codes_transposed, columns, blocks_t}, maxima, stream);
   }
+}
+
+void launch_quantize_pair_values(const Matrix& x, const Quantization& how, const Quantization& how_transposed,
+                                 void* values, void* values_transposed, const Codes& codes_transposed,
+                                 cudaStream_t stream) {
+  launch_quantize_pair_values(x, how, how_transposed, 1, values, values_transposed, codes_transposed, stream);
 }
 
 }  // namespace nvfp4

@@ -1,0 +1,102 @@
+"""Calls of a module that train in eager mode, with what does not change from call to call checked once.
+
+A small linear takes as long as the Python around its kernels. The first call of a module is checked in full and run by
+``function.py``. If ``fused.py`` computes all of it, the module keeps a :class:`Prepared`, and later calls that
+:meth:`Prepared.fits` run by it: one comparison of what may have changed, then at most three ops (rng_state, x with x^T,
+w and the product) and one autograd function. The bits are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR
+from nvfp4_tensor.training.linear import fused
+from nvfp4_tensor.training.linear.cache import is_tracing, share_input, shared_input
+from nvfp4_tensor.training.linear.fused import Call, backward_arguments
+from nvfp4_tensor.training.recipe import Recipe, any_stochastic
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+class Prepared:
+    """What the calls of an unsharded module have in common: its recipe, and the dtypes and device of its operands."""
+
+    def __init__(self, recipe: Recipe, x: Tensor, weight: Tensor) -> None:
+        self.recipe, self.columns = recipe, x.shape[-1]
+        self.dtype, self.weight_dtype = x.dtype, weight.dtype
+        self.device, self.autocast = x.device, autocast_dtype(x.device.type)
+        self.draws = recipe.is_stochastic_forward or recipe.is_stochastic_backward
+        self.x_draws = recipe.is_stochastic_forward and any_stochastic(recipe.x, recipe.x_t)
+        self.key = input_key(x, recipe, recipe.x_t, UNSHARDED_LINEAR, None)
+        self.arguments = backward_arguments(recipe, x, weight)
+        self.like = torch.empty((0,), dtype=torch.int64, device=x.device)
+
+    @staticmethod
+    def serves(recipe: Recipe, x: Tensor, weight: Tensor) -> bool:
+        """Whether calls like this unsharded one can be prepared, given that the gradients of x and w are needed."""
+        plain = type(x) in _PLAIN and type(weight) in _PLAIN and not x.is_meta
+        return plain and fused.quantizes_input(recipe, x.device) and not is_tracing()
+
+    def fits(self, recipe: Recipe, x: Tensor, weight: Tensor) -> bool:
+        """Whether a call is like the one that was checked; x is its input, before autocast."""
+        return (
+            recipe is self.recipe
+            and (x.dtype is self.dtype or (self.autocast is not None and x.is_floating_point()))
+            and weight.dtype is self.weight_dtype
+            and type(x) in _PLAIN
+            and type(weight) in _PLAIN
+            and x.requires_grad
+            and weight.requires_grad
+            and torch.is_grad_enabled()
+            and x.device == self.device
+            and x.shape[-1:] == (self.columns,)
+            and weight.shape[1] == self.columns
+            and autocast_dtype(self.device.type) is self.autocast
+            and not (_is_wrapped(x) or _is_wrapped(weight))
+            and not (torch._C._len_torch_dispatch_stack() and is_tracing())
+        )
+
+    def run(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, rounding_state: Tensor | None, user: object
+    ) -> Tensor:
+        """Return y (..., N) for the input (..., K); ``user`` is the module."""
+        x = input if input.dtype is self.dtype else input.to(self.dtype)
+        rng_state = None
+        if rounding_state is not None:
+            rng_state = rounding_state.clone()
+        elif self.draws:
+            rng_state = torch.ops.nvfp4.draw_rng_state.default(self.like)
+        if self.x_draws or input.is_leaf:
+            operands = self._quantize(x, rng_state if self.x_draws else None)
+        else:
+            operands = shared_input(input, self.key, user)
+            if operands is None:
+                operands = self._quantize(x, None)
+                share_input(input, self.key, user, operands)
+        x_operand, x_t = operands
+        needs_db = bias is not None and bias.requires_grad
+        recipe = self.recipe
+        call = Call(recipe.packed.w, self.arguments, recipe.keep_w, needs_db, rng_state, x_operand, x_t, None)
+        return fused.multiply(x, weight, bias, call)
+
+    def _quantize(self, x: Tensor, rng_state: Tensor | None) -> Any:
+        x_MK = x.detach()
+        return fused.quantize_input(x_MK if x_MK.dim() == 2 else x_MK.reshape(-1, self.columns), self.recipe, rng_state)
+
+
+_PLAIN = Tensor, nn.Parameter
+"""Classes without behavior of their own."""
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on this device, or None if it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def input_key(x: Tensor, recipe: Recipe, x_t: Any, sharding: Any, gathered: Any) -> tuple:
+    """Return what x is quantized by, and to which dtype it was cast: linears that agree share its operands."""
+    return x.dtype, recipe.x, x_t, recipe.w is None, sharding.x, gathered
