@@ -118,6 +118,9 @@ __device__ __forceinline__ void floats_of_scales(uint32_t bytes, float (&out)[4]
 // lane t are those of its own blocks, and the scales multiply them, not the codes.
 //
 // even_x, odd_x: where the lane's x is, of words 0 and 1, and of words 2 and 3.
+//
+// In machine code used()'s arrival stands behind the loads of the unit, but before the last of them is waited for. The
+// pipeline of shared memory takes both in this order, and a copy follows only after 16 warps have arrived.
 template <typename Used>
 __device__ __forceinline__ void multiply_unit(const few_rows_sm90::LaneOffsets& offsets, uint32_t codes_at,
                                               uint32_t scales_at, uint32_t even_x, uint32_t odd_x, float (&sum)[2],
