@@ -1,8 +1,9 @@
 """Text generation as people launch it: a stock Llama of transformers, dense and in NVFP4, with each way to generate.
 
     python -m benchmarks.speed.generation                             # Llama-8B's shape, batch 1, 8 and 16
+    python -m benchmarks.speed.generation --budget 180                # as much as fits; again: the rest
     python -m benchmarks.speed.generation --quick                     # SmolLM2's shape, a few tokens
-    python -m benchmarks.speed.generation --ways static --batch 1     # adds these rows to the result file
+    python -m benchmarks.speed.generation --ways static --batch 1     # these rows alone
 
 Weights are random, so that nothing is downloaded. The ways:
 
@@ -15,18 +16,24 @@ Weights are random, so that nothing is downloaded. The ways:
 
 tokens/s counts the tokens after the first, for the whole batch; "whole call" counts all, and the time of the whole
 call, with its prompt. "of copy" is the share of the copy bandwidth at which a step reads the linears and the cache.
-"same text" is how many tokens agree with the first way of the table: rounding differs, so texts of random weights part
-at a near tie. Runs of all contenders of a batch are interleaved. Rows of an earlier file with the same settings are
-kept.
+"same text" is how many tokens agree with the first way that wrote with these weights: rounding differs, so texts of
+random weights part at a near tie. "set-up" is the time to make the model, compile or capture, and write the first text.
+
+Contenders run one after the other, those that compile last, and each row is saved when it is measured. Rows of an
+earlier file with the same settings are kept, and those of the same commit and machine are not measured again (--again
+does), so that a run that was cut short is continued by the same command. What cannot run is kept with its reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +57,8 @@ from nvfp4_tensor.generation import decode_natively, generate
 
 BASELINE = "bf16"
 WAYS = ("eager", "static", "native", "stream", "graph")
+COST = {"native": 0, "stream": 0, "eager": 0, "graph": 1, "static": 2}
+"""Of setting a way up: the first ones capture, ``graph`` compiles a block, ``static`` the whole model's forward."""
 EAGER_TOKENS, WARM_UP = 32, 4
 """Tokens that the slow eager way writes at most, and before it is timed. The other ways compile or capture, and warm up
 with the whole text."""
@@ -70,18 +79,24 @@ Run = Callable[[int], Taken]
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Something that generates ``count`` tokens. bytes: what a step reads at least."""
+    """One row: weights, a way to generate, and how many texts at once."""
 
     weights: str
     way: str
     batch: int
-    count: int
-    run: Run
-    bytes: int
 
     @property
     def name(self) -> str:
         return f"{self.weights}; {self.way}; batch {self.batch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A contender that is set up: it generates ``count`` tokens, and reads at least so many bytes in a step."""
+
+    run: Run
+    count: int
+    bytes: int
 
 
 def synchronize() -> None:
@@ -202,14 +217,15 @@ class Models:
             self._compiled[weights] = model
         return self._compiled[weights]
 
-    def contender(self, weights: str, way: str, batch: int, prompt_length: int, count: int) -> Contender:
+    def ready(self, contender: Contender, prompt_length: int, count: int) -> Ready:
+        weights, way, batch = contender.weights, contender.way, contender.batch
         prompt = random_prompt(self.shape, batch, prompt_length, self.device)
         length = prompt_length + count // 2
         if way == "graph":
             model = self.compiled(weights)
             moved = peers.linear_bytes(model)
             moved += cache_bytes(self.shape.layers, self.shape.kv_heads, self.shape.head_dim, length, batch)
-            return Contender(weights, way, batch, count, in_a_graph(model, prompt, count), moved)
+            return Ready(in_a_graph(model, prompt, count), count, moved)
         makers: dict[str, Callable[[], Run]] = {
             "eager": lambda: by_transformers(self.stock(weights), prompt),
             "static": lambda: by_transformers(self.stock(weights), prompt, cache_implementation="static"),
@@ -218,61 +234,50 @@ class Models:
         }
         count = min(count, EAGER_TOKENS) if way == "eager" else count
         moved = bytes_of_a_token(self.stock(weights), length, batch)
-        return Contender(weights, way, batch, count, makers[way](), moved)
+        return Ready(makers[way](), count, moved)
 
 
-def contenders(
-    models: Models, arguments: argparse.Namespace, batch: int, report: harness.Report, start: float
-) -> Iterator[Contender]:
-    """Yield what runs, warmed up; report what does not, with the reason. start: of the benchmark, for its budget."""
-    for way in arguments.ways:
-        weights = [*arguments.weights, *(arguments.peers if way == "graph" else [])]
-        for each in weights:
-            if time.perf_counter() - start > (arguments.budget or float("inf")):
-                report(f"absent: {each}; {way}; batch {batch}: the budget is spent")
-                continue
-            try:
-                found = models.contender(each, way, batch, arguments.prompt, arguments.tokens)
-                found.run(WARM_UP if way == "eager" else found.count)
-            except Exception as error:  # whatever a way or a peer raises is its reason to be absent
-                report(f"absent: {each}; {way}; batch {batch}: {peers.reason(error)}")
-            else:
-                yield found
+def contenders(arguments: argparse.Namespace) -> list[Contender]:
+    """Return all that were asked for, the quick ones first."""
+    found = [
+        Contender(each, way, batch)
+        for batch in arguments.batch
+        for way in arguments.ways
+        for each in [*arguments.weights, *(arguments.peers if way == "graph" else [])]
+    ]
+    return sorted(found, key=lambda each: (each.weights in peers.MODELS, COST[each.way]))
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-def race(runs: list[Contender], rounds: int, limit: float) -> dict[str, list[Taken]]:
-    """Run all contenders in turn; one that has taken more than ``limit`` seconds sits out."""
-    taken: dict[str, list[Taken]] = {run.name: [] for run in runs}
-    for _ in range(rounds):
-        for run in runs:
-            if sum(each.call for each in taken[run.name]) < limit:
-                taken[run.name].append(run.run(run.count))
+def measure(ready: Ready, rounds: int, limit: float) -> list[Taken]:
+    """Generate ``rounds`` times, or until that has taken ``limit`` seconds."""
+    taken: list[Taken] = []
+    while len(taken) < rounds and sum(each.call for each in taken) < limit:
+        taken.append(ready.run(ready.count))
     return taken
 
 
-def agreement(run: Contender, runs: list[Contender], taken: dict[str, list[Taken]]) -> int | None:
-    """Return how many tokens of the first row agree with the first way to generate with these weights in this run."""
-    if run.way == "graph":  # has other random weights
+def agreement(text: list[int], contender: Contender, rows: list[dict[str, Any]]) -> int | None:
+    """Return how many tokens of the first text agree with the first row of these weights."""
+    if contender.way == "graph":  # has other random weights
         return None
-    first = next(each for each in runs if each.weights == run.weights and each.way != "graph")
-    count = min(run.count, first.count)
-    text, expected = (taken[each.name][0].text[0, :count].cpu() for each in (run, first))
-    different = (text != expected).nonzero()
-    return int(different[0]) if len(different) else count
+    alike = (contender.weights, contender.batch)
+    texts = [row["text"] for row in rows if (row["weights"], row["batch"]) == alike and row["way"] != "graph"]
+    pairs = zip(text, texts[0] if texts else text, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def row_of(run: Contender, taken: list[Taken], copy: float, same_text: int | None) -> dict[str, Any]:
-    rates = [run.batch * (run.count - 1) / each.decode for each in taken]
+def row_of(contender: Contender, ready: Ready, taken: list[Taken], copy: float) -> dict[str, Any]:
+    batch, count = contender.batch, ready.count
+    rates = [batch * (count - 1) / each.decode for each in taken]
     rate = statistics.median(rates)
     return {
-        "name": run.name, "weights": run.weights, "way": run.way, "batch": run.batch, "tokens": run.count,
+        "name": contender.name, **dataclasses.asdict(contender), "tokens": count,
         "tokens_per_second": rate, "rates": rates,
-        "whole_call": statistics.median(run.batch * run.count / each.call for each in taken),
-        "bytes": run.bytes, "copy": copy, "share": rate / run.batch * run.bytes / copy,
-        "same_text": same_text, "commit": harness.commit(),
+        "whole_call": statistics.median(batch * count / each.call for each in taken),
+        "bytes": ready.bytes, "copy": copy, "share": rate / batch * ready.bytes / copy,
     }  # fmt: skip
 
 
@@ -281,7 +286,10 @@ def order(row: dict[str, Any]) -> tuple[int, int, int]:
     return row["batch"], WAYS.index(row["way"]), weights.index(row["weights"])
 
 
-HEAD = ("", "tokens/s", "runs", "whole call", "x bf16, graph", "x bf16, same way", "of copy", "GB/step", "same text")
+HEAD = (
+    *("", "tokens/s", "runs", "whole call", "x bf16, graph", "x bf16, same way", "of copy", "GB/step", "same text"),
+    "set-up",
+)
 
 
 def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
@@ -295,19 +303,58 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         f"{row['weights']}; {row['way']}", f"{row['tokens_per_second']:.4g}", str(len(row["rates"])),
         f"{row['whole_call']:.4g}", times("graph"), times(row["way"]), f"{row['share']:.0%}",
         f"{row['bytes'] / 1e9:.3f}", "" if row["same_text"] is None else str(row["same_text"]),
+        f"{row['set_up']:.3g} s",
     ]  # fmt: skip
 
 
-def show(report: harness.Report, rows: list[dict[str, Any]], title: str) -> None:
-    """Print a table for each batch."""
-    for batch in sorted({row["batch"] for row in rows}):
-        of_batch = [row for row in rows if row["batch"] == batch]
-        copies = sorted({round(row["copy"] / 1e9) for row in of_batch})
-        report(f"\n{title}, batch {batch}; copy {' to '.join(map(str, {copies[0]: 0, copies[-1]: 0}))} GB/s")
-        report(harness.table(HEAD, [cells(row, of_batch) for row in of_batch]))
+class Results:
+    """The rows of a result file, saved whenever one is added. settings: those that an earlier file must share."""
+
+    def __init__(self, path: Path, device: torch.device, title: str, settings: dict[str, Any]) -> None:
+        self.path, self.title = path, title
+        self.record = harness.record(device, **settings)
+        earlier = json.loads(path.read_text()) if path.exists() else {}
+        same = all(earlier.get(name) == value for name, value in settings.items())
+        self.rows: list[dict[str, Any]] = earlier["rows"] if earlier and same else []
+        self.absent: dict[str, dict[str, str]] = earlier.get("absent", {}) if earlier and same else {}
+        self._origin = {"commit": self.record["commit"], "machine": self.record["machine"]}
+
+    def has(self, contender: Contender) -> bool:
+        """Return whether this commit was measured on this kind of machine, or could not run."""
+        found = [row for row in self.rows if row["name"] == contender.name] or [self.absent.get(contender.name, {})]
+        return all(found[0].get(name) == value for name, value in self._origin.items())
+
+    def add(self, row: dict[str, Any]) -> None:
+        others = [each for each in self.rows if each["name"] != row["name"]]
+        self.rows = sorted([*others, row | self._origin], key=order)
+        self.absent.pop(row["name"], None)
+        self.save()
+
+    def add_absent(self, contender: Contender, reason: str) -> None:
+        self.absent[contender.name] = {"reason": reason, **self._origin}
+        self.save()
+
+    def save(self) -> None:
+        harness.save(self.path, self.record | {"rows": self.rows, "absent": self.absent}, self.text())
+
+    def text(self) -> str:
+        """Return a table for each batch."""
+        report = harness.Report(quiet=True)
+        machine = self.record["machine"]
+        native = self.record["native"][self.record["device"]]
+        report(f"{machine.get('gpu', machine['processor'])}, native: {native}, {versions(self.record)}")
+        for batch in sorted({row["batch"] for row in self.rows}):
+            rows = [row for row in self.rows if row["batch"] == batch]
+            copies = sorted({round(row["copy"] / 1e9) for row in rows})
+            report(f"\n{self.title}, batch {batch}; copy {' to '.join(map(str, {copies[0]: 0, copies[-1]: 0}))} GB/s")
+            report(harness.table(HEAD, [cells(row, rows) for row in rows]))
+        for name, absent in self.absent.items():
+            report(f"absent: {name}: {absent['reason']}")
+        return report.text
 
 
 def main() -> None:
+    start = time.perf_counter()
     arguments = parse()
     device = torch.device(arguments.device)
     shape = SHAPES[arguments.model]
@@ -315,25 +362,33 @@ def main() -> None:
         shape = dataclasses.replace(shape, layers=arguments.layers)
     settings = {"model": arguments.model, "shape": dataclasses.asdict(shape), "prompt": arguments.prompt,
                 "tokens": arguments.tokens}  # fmt: skip
-    path = harness.result_path(device, f"generation_{arguments.model}", arguments.out)
-    report, models = harness.Report(), Models(shape, device, arguments.eager)
-    rows: list[dict[str, Any]] = []
-    start = time.perf_counter()
     title = f"{arguments.model}, {shape.layers} layers, {arguments.prompt} tokens read, {arguments.tokens} written"
-    for batch in arguments.batch:
-        with torch.no_grad():
-            copy = harness.measure([], device, repeats=9)[harness.COPY].bandwidth
-            runs = list(contenders(models, arguments, batch, report, start))
-            taken = race(runs, arguments.rounds, arguments.limit)
-        rows += [row_of(run, taken[run.name], copy, agreement(run, runs, taken)) for run in runs]
-        content = harness.record(device, **settings)
-        content["rows"] = sorted(harness.with_earlier(rows, path, "name", **settings), key=order)
-        final = harness.Report(quiet=batch != arguments.batch[-1])
-        where = content["machine"].get("gpu", content["machine"]["processor"])
-        final(f"{where}, native: {content['native'][device.type]}, {versions(content)}")
-        show(final, content["rows"], title)
-        final("\n".join(report.lines))
-        harness.save(path, content, final.text)
+    path = harness.result_path(device, f"generation_{arguments.model}", arguments.out)
+    results, models = Results(path, device, title, settings), Models(shape, device, arguments.eager)
+    wanted = [each for each in contenders(arguments) if arguments.again or not results.has(each)]
+    copy = harness.measure([], device, repeats=9)[harness.COPY].bandwidth if wanted else 0.0
+    for contender in wanted:
+        if time.perf_counter() - start > (arguments.budget or float("inf")):
+            print(f"not run: {contender.name}: the budget is spent; the same command goes on", flush=True)
+            continue
+        began = time.perf_counter()
+        try:
+            with torch.no_grad():
+                ready = models.ready(contender, arguments.prompt, arguments.tokens)
+                ready.run(WARM_UP if contender.way == "eager" else ready.count)
+                set_up = time.perf_counter() - began
+                taken = measure(ready, arguments.rounds, arguments.limit)
+        except Exception as error:  # whatever a way or a peer raises is its reason to be absent
+            results.add_absent(contender, peers.reason(error))
+            print(f"absent: {contender.name}: {peers.reason(error)}", flush=True)
+            continue
+        text = taken[0].text[0].tolist()
+        row = row_of(contender, ready, taken, copy)
+        row |= {"set_up": set_up, "text": text, "same_text": agreement(text, contender, results.rows)}
+        results.add(row)
+        print(f"{contender.name}: {row['tokens_per_second']:.4g} tokens/s, set-up {set_up:.3g} s", flush=True)
+        del ready, taken
+    print(results.text())
 
 
 def versions(content: dict[str, Any]) -> str:
@@ -354,7 +409,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=at_least(4), default=128 if on_cuda else 32, help="tokens written")
     parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--limit", type=float, default=5.0, help="seconds after which a slow contender sits out")
-    parser.add_argument("--budget", type=float, help="seconds after which no contender is compiled or captured")
+    parser.add_argument("--budget", type=float, help="seconds after which no further contender is set up")
+    parser.add_argument("--again", action="store_true", help="measure rows of this commit and machine again")
     parser.add_argument("--eager", action="store_true", help="do not compile the Llama of the graph")
     parser.add_argument("--quick", action="store_true", help="SmolLM2's shape, batch 1, 16 tokens, one round")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")

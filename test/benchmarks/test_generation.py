@@ -53,7 +53,7 @@ def test_every_way_writes_greedy_text(device, way, batch):
     if device == "cuda" and way == "static":
         pytest.skip("compiles")
     models = generation.Models(TINY, torch.device(device), eager=True)
-    taken = models.contender("NVFP4", way, batch, prompt_length=6, count=5).run(5)
+    taken = models.ready(generation.Contender("NVFP4", way, batch), prompt_length=6, count=5).run(5)
     model, ids = models.stock("NVFP4"), stock_llama.random_prompt(TINY, batch, 6, torch.device(device))
     assert 0 < taken.decode < taken.call and taken.text.shape == (batch, 5)
     for token in taken.text.to(device).unbind(1):
@@ -121,14 +121,43 @@ def test_the_report(monkeypatch, tmp_path, capsys):
         assert row["same_text"] == (4 if row["way"] == "native" else None)
     more = rows("eager", "--weights", "NVFP4", "--batch", "1")
     assert next(iter(more)) == "NVFP4; eager; batch 1" and found.items() <= more.items()
+    assert 1 <= more["NVFP4; eager; batch 1"]["same_text"] <= 4
     text = (tmp_path / "cpu/generation_tiny.txt").read_text()
-    assert "NVFP4; eager" in text and "NVFP4; graph" in text
+    assert "NVFP4; eager" in text and "NVFP4; graph" in text and "absent: bf16; native" in text
+
+
+def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path, capsys):
+    def rows(*more: str) -> tuple[dict[str, dict], str]:
+        command = "generation --device cpu --model tiny --prompt 4 --tokens 4 --rounds 1 --eager --weights NVFP4"
+        arguments = [*command.split(), "--out", str(tmp_path), "--ways", "graph", "native", "eager", *more]
+        monkeypatch.setattr(sys, "argv", arguments)
+        generation.main()
+        content = json.loads((tmp_path / "cpu/generation_tiny.json").read_text())
+        return {row["way"]: row for row in content["rows"]}, capsys.readouterr().out
+
+    measure, calls = generation.measure, []
+
+    def killed_at_the_second(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(generation, "measure", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        rows()
+    some, printed = rows("--budget", "1e-9")
+    assert list(some) == ["native"]  # the first that was measured: eager is as quick, graph compiles
+    assert "not run: NVFP4; eager; batch 1" in printed and "not run: NVFP4; graph; batch 1" in printed
+    found, printed = rows()
+    assert list(found) == ["eager", "native", "graph"] and found["native"] == some["native"]
+    assert "NVFP4; native; batch 1:" not in printed and "NVFP4; eager; batch 1:" in printed
+    again, _ = rows("--again")
+    assert all(again[way]["rates"] != found[way]["rates"] for way in found)
 
 
 def test_slow_contenders_sit_out():
-    def contender(name: str, seconds: float) -> generation.Contender:
-        taken = generation.Taken(seconds, seconds, torch.zeros(1, 4))
-        return generation.Contender(name, "eager", 1, 4, lambda count: taken, 0)
+    def ready(seconds: float) -> generation.Ready:
+        return generation.Ready(lambda count: generation.Taken(seconds, seconds, torch.zeros(1, 4)), 4, 0)
 
-    taken = generation.race([contender("slow", 3.0), contender("fast", 0.1)], rounds=5, limit=4.0)
-    assert {name: len(runs) for name, runs in taken.items()} == {"slow; eager; batch 1": 2, "fast; eager; batch 1": 5}
+    assert [len(generation.measure(ready(each), rounds=5, limit=4.0)) for each in (3.0, 0.1)] == [2, 5]

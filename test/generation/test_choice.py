@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from nvfp4_tensor.generation.choice import Chooser, Sampling, uniforms
+from nvfp4_tensor.generation.choice import PARTS, Chooser, Sampling, largest_of, uniforms
 
 
 def test_random_numbers():
@@ -31,6 +31,21 @@ def _splitmix(x):
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
     x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
     return x ^ x >> 31
+
+
+@pytest.mark.parametrize("count", [PARTS * 50, PARTS * 50 + 1])
+def test_the_largest_is_the_first(count, device):
+    """Of equal ones, too, and a NaN is larger than all, as in torch.max."""
+    generator = torch.Generator().manual_seed(count)
+    logits = torch.randint(0, 8, (16, count), generator=generator).bfloat16().to(device)
+    logits[3, 700] = logits[5, 0] = logits[5, -1] = float("nan")
+    logits[7] = -float("inf")
+    largest, tokens = largest_of(logits)
+    for row, value, token in zip(logits.cpu(), largest.cpu(), tokens.cpu(), strict=True):
+        same = row.isnan() if value.isnan() else row == value
+        assert same[token] and (value.isnan() or not same[:token].any())
+        assert value.isnan() == row.isnan().any() and (value.isnan() or value == row.max())
+    assert largest.isnan().nonzero().flatten().tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("options", [

@@ -105,6 +105,7 @@ def neighbours(x, count):
     ((3, 2048, 32, 8, 64, 8192, 512), {}, [63, 128, 511]),
     ((2, 4096, 32, 8, 128, 14336, 1024), {}, [0, 17, 640, 1023]),
     ((2, 5120, 40, 8, 128, 17408, 4096), {"head_norms": True}, [3, 4095]),
+    ((2, 3072, 24, 8, 128, 8192, 8192), {}, [31, 32, 33, 8191]),
 ], ids=str)  # fmt: skip
 def test_the_kernel(sizes, options, positions):
     """Against the op in plain torch: equal, until a sum in attention rounds to another last bit, which spreads through

@@ -136,7 +136,7 @@ struct Attention {
 #pragma unroll
         for (int h = 0; h < kHeadsAtOnce; ++h) products[h] = __fmaf_rn(q[h].element(e), k, products[h]);
       }
-      const float score = fold_heads(products, lane) * s.scaling_log2;
+      const float score = fold_heads(products, lane) * s.scaling * 1.4426950408889634f;
       scores[i] = i < count ? score : -INFINITY;
       now = fmaxf(now, scores[i]);
     }
@@ -215,6 +215,9 @@ __device__ void attend_stretch(const Step& s, const Layer& layer, const Stretch&
     }
   };
   const int begin = part.first + warp * kPositions;
+  // Warps that have some of the context, and the one that has the new token: one of its own if there is one.
+  const int with_context = min((part.end - part.first + kPositions - 1) / kPositions, kWarps);
+  const int new_warp = min(with_context, kWarps - 1), with_any = part.has_new ? new_warp + 1 : with_context;
   if (begin < part.end) load(begin);  // before q is there
   const int tasks = group + (part.has_new ? 2 : 0);
   for (int task = warp; task < tasks; task += kWarps) {
@@ -252,7 +255,7 @@ __device__ void attend_stretch(const Step& s, const Layer& layer, const Stretch&
       if (pass > 0 || at != begin) load(at);
       attention.add(s, keys, values, part.end - at, lane);
     }
-    if (part.has_new && warp == 0) {
+    if (part.has_new && warp == new_warp) {
       keys[0].load_shared(new_key, lane);
       values[0].load_shared(new_value, lane);
 #pragma unroll
@@ -262,13 +265,14 @@ __device__ void attend_stretch(const Step& s, const Layer& layer, const Stretch&
     // what the warps have, together
 #pragma unroll
     for (int h = 0; h < kHeadsAtOnce; ++h) {
+      if (warp >= with_any) break;
 #pragma unroll
       for (int e = 0; e < Attention<kDim>::kElements; ++e) {
         store_shared_float(parts + ((warp * kHeadsAtOnce + h) * kDim + lane * Attention<kDim>::kElements + e) * 4,
                            attention.sums[h][e]);
       }
     }
-    if (lane % 8 == 0) {
+    if (lane % 8 == 0 && warp < with_any) {
       store_shared_float(maxima + (warp * kHeadsAtOnce + lane / 8) * 8, attention.most);
       store_shared_float(maxima + (warp * kHeadsAtOnce + lane / 8) * 8 + 4, attention.total);
     }
@@ -277,10 +281,10 @@ __device__ void attend_stretch(const Step& s, const Layer& layer, const Stretch&
       const int h = i / kDim, d = i % kDim;
       if (pass + h >= group) break;
       float most = -INFINITY, total = 0, sum = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) most = fmaxf(most, load_shared_float(maxima + (w * kHeadsAtOnce + h) * 8));
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
+#pragma unroll 4
+      for (int w = 0; w < with_any; ++w) most = fmaxf(most, load_shared_float(maxima + (w * kHeadsAtOnce + h) * 8));
+#pragma unroll 4
+      for (int w = 0; w < with_any; ++w) {
         const float its = weight_of(load_shared_float(maxima + (w * kHeadsAtOnce + h) * 8), most);
         total += its * load_shared_float(maxima + (w * kHeadsAtOnce + h) * 8 + 4);
         sum += its * load_shared_float(parts + ((w * kHeadsAtOnce + h) * kDim + d) * 4);

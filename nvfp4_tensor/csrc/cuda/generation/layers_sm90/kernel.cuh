@@ -1,130 +1,37 @@
-// All layers of a Llama for one token, on Hopper, in one persistent kernel: bound by reading the weights.
+// All layers of a Llama for one token, on Hopper, in one persistent kernel.
 //
 // Between two products of a decode step lies little work, but each waits for all of the one before: as kernels of their
 // own they take 3 to 4 us more than their bytes, the time to start, to load x, and for the first weights to arrive.
 // Here every multiprocessor has one block that stays, and a ring of weights in shared memory (24 MB over an H200) that
-// runs ahead across layers: while a barrier of the grid is waited for, the memory goes on.
+// runs ahead across layers: while the results of other blocks are waited for, the memory goes on.
 //
 // Roles, of 20 warps
-//   multiplying  warps 0..15. Units of 16 rows and 256 columns of w are dealt to them in turn over a block's tiles;
-//   each
-//                has a TMA pipeline of its own, `depth` units ahead, and multiplies by mma.m16n8k16 as few_rows_sm90
-//                does, x in shared memory as B fragments, the same in all eight columns. Before a product they wait for
-//                x, normalize it, and put it there. They also attend.
-//   adding       warps 16..19: add the sums of the 16 warps for each tile, in their order, and write what the layer
+//   multiplying  warps 0..15. A stage of the ring has 16 units of 16 rows and 256 columns of w, in the order of tiles,
+//                one for each of them, which multiplies it by mma.m16n8k16 (multiply_unit), x in shared memory as B
+//                fragments. Before a product they wait for x, normalize it, and put it there. They also attend.
+//   adding       warps 16..18: add the sums of the 16 warps for each tile, in their order, and write what the layer
 //                makes of them.
+//   copying      warp 19: fills the stages by TMA, up to 16 units by one copy.
 //
 // A layer: norm, q, k, v | attention | o, residual | norm, gate, up, silu | down, residual. All blocks need all that
-// was written before each |, and wait for it word by word (step.h): 1.5 us, where a barrier of the grid takes 4. No
-// block can fall a product behind the others: they need its part of each. One that has none in a product skips it.
+// was written before each |, and wait for it word by word (step.h). No block can fall a product behind the others: they
+// need its part of each. One that has none in a product skips it.
 //
 // mbarriers, with the arrivals that complete a phase
-//   copied[warp][depth]  1, the elected lane's expect_tx, and TMA's bytes: a unit has arrived
-//   loaded[warp]         32, once what was loaded of a unit has been used: TMA may fill its place again
-//   full[kSlots]         16, a lane of each multiplying warp: a tile's sums are in the slot
-//   empty[kSlots]        4, a lane of each adding warp: they have been read, or are another's. Every adding warp waits
-//                        for every slot, since a parity tells only the phase before from the one after
+//   copied[depth]   1, expect_tx, and TMA's bytes: a stage has arrived
+//   used[depth]     16, a lane of each multiplying warp, once its unit has been used: TMA may fill the stage again
+//   full[kSlots]    16, a lane of each multiplying warp: a tile's sums are in the slot
+//   empty[kSlots]   3, a lane of each adding warp: they have been read, or are another's. Every adding warp waits for
+//                   every slot, since a parity tells only the phase before from the one after
 #pragma once
 
 #include "cuda/generation/layers_sm90/attention.cuh"
+#include "cuda/generation/layers_sm90/product.cuh"
 
 namespace nvfp4 {
 namespace layers_sm90 {
 
 #if NVFP4_LARGE_SHARED_MEMORY
-
-__device__ __forceinline__ int first_of(const Share& share, int block) {
-  return block * share.base + min(block, share.extra);
-}
-__device__ __forceinline__ int count_of(const Share& share, int block) { return share.base + (block < share.extra); }
-
-// The tiles of a block in a product. Tiles of gate and up alternate.
-struct Tiles {
-  int first, end;
-  __device__ Tiles(const Step& s, int phase, int block) {
-    const int scale = phase == kGateUp ? 2 : 1;
-    first = first_of(s.shares[phase], block) * scale;
-    end = first + count_of(s.shares[phase], block) * scale;
-  }
-};
-
-// A tile of a product: which weight, and which of its tiles.
-struct Where {
-  int weight, tile;
-  __device__ Where(const Step& s, int dim, int phase, int at) {
-    weight = phase == kQkv ? kQ : phase == kOut ? kO : phase == kGateUp ? kGate + at % 2 : kDownWeight;
-    tile = phase == kGateUp ? at / 2 : at;
-    if (phase == kQkv) {
-      const int q = s.heads * dim / kTileRows, k = s.kv_heads * dim / kTileRows;
-      if (at >= q) weight = at < q + k ? kK : kV, tile = at - q - (at < q + k ? 0 : k);
-    }
-  }
-};
-
-// The units of a warp in their order over all layers: what is to be copied next.
-struct Cursor {
-  int layer = 0, phase = 0, tile, end, unit;
-
-  __device__ Cursor(const Step& s, int warp) : unit(warp) {
-    const Tiles tiles(s, 0, blockIdx.x);
-    tile = tiles.first, end = tiles.end;
-    settle(s, warp);
-  }
-  __device__ __forceinline__ bool valid(const Step& s) const { return layer < s.layer_count; }
-  __device__ __forceinline__ void settle(const Step& s, int warp) {
-    while (layer < s.layer_count) {
-      if (tile >= end) {
-        if (++phase == kPhases) phase = 0, ++layer;
-        const Tiles tiles(s, phase, blockIdx.x);
-        tile = tiles.first, end = tiles.end, unit = warp;
-      } else if (unit >= s.units[phase]) {
-        unit -= s.units[phase], ++tile;
-      } else {
-        return;
-      }
-    }
-  }
-  __device__ __forceinline__ void advance(const Step& s, int warp) {
-    unit += kWarps;
-    settle(s, warp);
-  }
-};
-
-template <int kDim>
-__device__ __forceinline__ void copy_next(const Step& s, const Cursor& at, const Layout& in, int warp, int place) {
-  const Where where(s, kDim, at.phase, at.tile);
-  const int which = warp * s.depth + place;
-  few_rows_sm90::copy_unit(s.layers[at.layer].maps[where.weight], where.tile, at.unit * kUnitElements,
-                           in.codes + which * kUnitCodes, in.scales + which * kUnitScales, in.copied + 8 * which);
-}
-
-// Add a unit's product with x; call loaded() once all of the unit is in registers, and used.
-template <typename Loaded>
-__device__ __forceinline__ void multiply_unit(const few_rows_sm90::LaneOffsets& offsets, uint32_t codes_at,
-                                              uint32_t scales_at, uint32_t x_at, float (&sum)[4], Loaded loaded) {
-  using T = __nv_bfloat16;
-#pragma unroll
-  for (int chunk = 0; chunk < 2; ++chunk) {
-    const uint4 codes[2] = {load_shared_16(codes_at + (offsets.codes ^ chunk * 64)),
-                            load_shared_16(codes_at + (offsets.codes ^ (576 ^ chunk * 64)))};
-    const uint2 scales = load_shared_8(scales_at + offsets.scales + chunk * 128);
-    uint4 b[4];
-#pragma unroll
-    for (int word = 0; word < 4; ++word) b[word] = load_shared_16(x_at + chunk * 256 + word * 64);
-    uint32_t factors[4];
-    scale_factors<T>(__byte_perm(scales.x, scales.y, offsets.selector), factors);
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      uint32_t w0[4], w1[4];
-      decode_word<T>((&codes[0].x)[word], factors[word / 2], w0);
-      decode_word<T>((&codes[1].x)[word], factors[2 + word / 2], w1);
-      const uint32_t a0[4] = {w0[0], w1[0], w0[1], w1[1]}, a1[4] = {w0[2], w1[2], w0[3], w1[3]};
-      mma(sum, a0, b[word].x, b[word].y, T{});
-      mma(sum, a1, b[word].z, b[word].w, T{});
-      if (chunk == 1 && word == 0) loaded();
-    }
-  }
-}
 
 __device__ __forceinline__ uint32_t tag_of(const Step& s, uint32_t launch, int layer) {
   return (launch * s.layer_count + layer + 1) & 0xFFFFu;
@@ -138,14 +45,29 @@ __device__ __forceinline__ void clear_rest(int columns, uint32_t to, int thread)
   }
 }
 
+// Whether a warp multiplies the same 256 columns of x in all tiles of a product, and so needs no others.
+__device__ __forceinline__ bool has_own_columns(const Step& s, int phase) {
+  return s.inner[phase] == kWarps * kUnitElements;
+}
+
+struct Use {
+  bool waits;   // for the other warps, which may still multiply x of the product before
+  bool own;     // each warp reads its own columns alone
+  bool scaled;  // for multiply_unit
+};
+
 // x of the next product: round(weight * round(h / rms(h))), as B fragments. h is in words, or plain in the first layer.
 __device__ __forceinline__ void normalize(const Step& s, const __nv_bfloat16* plain, const uint32_t* words,
                                           uint32_t tag, const __nv_bfloat16* weight, uint32_t to, uint32_t sums,
-                                          int thread) {
+                                          int thread, Use use) {
   const int pieces = s.columns / 8;
   uint4 first_weights = make_uint4(0, 0, 0, 0);
   if (thread < pieces) first_weights = *(reinterpret_cast<const uint4*>(weight) + thread);
-  multiplying_barrier();  // x of the product before has been used
+  if (use.waits) multiplying_barrier();
+  if (!plain && thread / 32 * 32 < pieces) {  // one word for each warp first: words that many ask for come late
+    while (!has(load_word(words + thread / 32 * 32 * 8), tag)) {
+    }
+  }
   float squares = 0;
   for (int piece = thread; piece < pieces; piece += kMultiplying) {
     uint4 v;
@@ -187,11 +109,33 @@ __device__ __forceinline__ void normalize(const Step& s, const __nv_bfloat16* pl
       const uint32_t its = (&v.x)[word], weights = (&w.x)[word];
       (&normed.x)[word] = pair_of(low_float(weights) * round_bf16(low_float(its) * factor),
                                   high_float(weights) * round_bf16(high_float(its) * factor));
+      if (use.scaled) (&normed.x)[word] = scale_x((&normed.x)[word]);
     }
     store_shared_16(at, to_fragment(normed));
   }
-  clear_rest(s.columns, to, thread);
-  multiplying_barrier();
+  if (use.own) {
+    __syncwarp();
+  } else {
+    clear_rest(s.columns, to, thread);
+    multiplying_barrier();
+  }
+}
+
+// A warp's own 256 columns of x.
+__device__ __forceinline__ void fetch_own(const uint32_t* words, uint32_t tag, uint32_t to, int warp, int lane) {
+  const int first = warp * (kUnitElements / 4) + lane;
+  uint4 v[2];
+  do {
+    v[0] = load_words(words + first * 4), v[1] = load_words(words + (first + 32) * 4);
+  } while (!has(v[0], tag) || !has(v[1], tag));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint2 values = values_of(v[i]);
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + (first + 32 * i) * 8), "r"(scale_x(values.x)),
+                 "r"(scale_x(values.y))
+                 : "memory");
+  }
+  __syncwarp();
 }
 
 // x of the next product from words that lie as B fragments already.
@@ -202,8 +146,8 @@ __device__ __forceinline__ void fetch(const uint32_t* words, uint32_t tag, int c
   multiplying_barrier();  // x of the product before has been used
   for (int base = thread; base < count; base += kAtOnce * kMultiplying) {
     uint4 v[kAtOnce];
-    // of many one first, so that waiting takes little of the L2 cache's bandwidth
-    while (count > 2 * kMultiplying && is_column(base) && !has(load_words(words + base * 4), tag)) {
+    const int first = base / 32 * 32;  // one word for each warp first
+    while (is_column(first) && !has(load_word(words + first * 4), tag)) {
     }
     for (bool done = false; !done;) {
       done = true;
@@ -224,7 +168,9 @@ __device__ __forceinline__ void fetch(const uint32_t* words, uint32_t tag, int c
       const int four = base + i * kMultiplying;
       if (four >= count) break;
       const uint2 values = values_of(v[i]);
-      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + four * 8), "r"(values.x), "r"(values.y) : "memory");
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + four * 8), "r"(scale_x(values.x)),
+                   "r"(scale_x(values.y))
+                   : "memory");
     }
   }
   clear_rest((columns + 127) / 128 * 128, to, thread);
@@ -234,68 +180,76 @@ __device__ __forceinline__ void fetch(const uint32_t* words, uint32_t tag, int c
 template <int kDim>
 __device__ void multiply(const Step& s, const Layout& in, uint32_t sums, uint32_t launch, int warp, int lane) {
   const few_rows_sm90::LaneOffsets offsets(lane);
-  const uint32_t loaded = in.loaded + 8 * warp, copied = in.copied + 8 * warp * s.depth;
-  const uint32_t codes = in.codes + warp * s.depth * kUnitCodes, scales = in.scales + warp * s.depth * kUnitScales;
-  const uint32_t x = in.x + lane % 4 * 16;
-  Cursor next(s, warp);
-  for (int place = 0; place < s.depth && next.valid(s); ++place) {
-    if (elect_one()) copy_next<kDim>(s, next, in, warp, place);
-    next.advance(s, warp);
-  }
-  uint32_t at = 0, parity = 0, loaded_parity = 0, slot = 0, slot_parity = 0;
+  const uint32_t codes = in.codes + warp * kUnitCodes, scales = in.scales + warp * kUnitScales;
+  // Where the lane's x is, for its two blocks of 128 elements, and how far from one unit to the next.
+  const bool has_even = lane / 4 == lane % 4 * 2, has_odd = lane / 4 == lane % 4 * 2 + 1;
+  const uint32_t even_x = has_even ? in.x + lane % 4 * 16 : in.zeros, even_step = has_even ? kUnitElements * 2 : 0;
+  const uint32_t odd_x = has_odd ? in.x + lane % 4 * 16 : in.zeros, odd_step = has_odd ? kUnitElements * 2 : 0;
+  Place stage, slot;
+  const auto leave = [&](const Place& its, float sum, bool mine) {
+    mbarrier_wait(in.empty + 8 * its.at, its.parity ^ 1);
+    if (mine) {
+      store_shared_float(in.slots + ((its.at * kWarps + warp) * kTileRows + lane / 4 + lane % 2 * 8) * 4, sum);
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(in.full + 8 * its.at);
+  };
+  const auto release = [&](const Place& its) {
+    if (lane == 0) mbarrier_arrive(in.used + 8 * its.at);
+  };
 #pragma unroll 1
   for (int layer = 0; layer < s.layer_count; ++layer) {
 #pragma unroll 1
     for (int phase = 0; phase < kPhases; ++phase) {
       const Layer& its = s.layers[layer];
-      if (phase == kOut) attend<kDim>(s, its, tag_of(s, launch, layer), in.x, warp, lane);
+      if (phase == kOut) {
+        attend<kDim>(s, its, tag_of(s, launch, layer), in.x, warp, lane);
+      }
       const Tiles tiles(s, phase, blockIdx.x);
       if (tiles.first == tiles.end) continue;
-      if (phase == kOut || phase == kDown) {
+      const bool own = has_own_columns(s, phase);
+      if (phase == kOut && own) {
+        fetch_own(s.attended, tag_of(s, launch, layer), in.x, warp, lane);
+      } else if (phase == kOut || phase == kDown) {
         fetch(phase == kOut ? s.attended : s.act, tag_of(s, launch, layer), s.inner[phase], in.x, threadIdx.x);
       } else if (phase == kGateUp) {
-        normalize(s, nullptr, s.hidden[1], tag_of(s, launch, layer), its.norms[1], in.x, sums, threadIdx.x);
+        const bool waits = !own || !has_own_columns(s, kOut);
+        normalize(s, nullptr, s.hidden[1], tag_of(s, launch, layer), its.norms[1], in.x, sums + kWarps * 4, threadIdx.x,
+                  {waits, own, true});
       } else {
         normalize(s, layer == 0 ? s.x : nullptr, s.hidden[0], tag_of(s, launch, layer - 1), its.norms[0], in.x, sums,
-                  threadIdx.x);
+                  threadIdx.x, {true, own, true});
       }
       const int units = s.units[phase];
       int unit = warp;
 #pragma unroll 1
       for (int tile = tiles.first; tile < tiles.end; ++tile) {
-        float sum[4] = {};
+        float sum[2] = {};
 #pragma unroll 1
         for (; unit < units; unit += kWarps) {
-          mbarrier_wait(copied + 8 * at, parity);
-          multiply_unit(offsets, codes + at * kUnitCodes, scales + at * kUnitScales, x + unit * kUnitElements * 2, sum,
-                        [&] {
-                          if (!next.valid(s)) return;
-                          mbarrier_arrive(loaded);
-                          if (elect_one()) {
-                            mbarrier_wait(loaded, loaded_parity);
-                            copy_next<kDim>(s, next, in, warp, at);
-                          }
-                          loaded_parity ^= 1;
-                          next.advance(s, warp);
+          mbarrier_wait(in.copied + 8 * stage.at, stage.parity);
+          multiply_unit(offsets, codes + stage.at * kStageCodes, scales + stage.at * kStageScales,
+                        even_x + unit * even_step, odd_x + unit * odd_step, sum, [&] {
+                          __syncwarp();
+                          release(stage);
                         });
-          if (++at == s.depth) at = 0, parity ^= 1;
+          stage.step(s.depth);
         }
         unit -= units;
-        mbarrier_wait(in.empty + 8 * slot, slot_parity ^ 1);
-        if (lane % 4 == 0) {
-          const uint32_t to = in.slots + ((slot * kWarps + warp) * kTileRows + lane / 4) * 4;
-          store_shared_float(to, sum[0]);
-          store_shared_float(to + 32, sum[2]);
-        }
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(in.full + 8 * slot);
-        if (++slot == kSlots) slot = 0, slot_parity ^= 1;
+        leave(slot, fold_lanes(sum, lane), lane % 4 < 2);
+        slot.step(kSlots);
+      }
+      const int rest = (tiles.end - tiles.first) * units % kWarps;
+      if (rest != 0 && warp >= rest) {  // the last stage has no unit for this warp
+        release(stage);
+        stage.step(s.depth);
       }
     }
   }
   if (blockIdx.x != 0) return;
   // the last norm
-  normalize(s, nullptr, s.hidden[0], tag_of(s, launch, s.layer_count - 1), s.last_norm, in.x, sums, threadIdx.x);
+  normalize(s, nullptr, s.hidden[0], tag_of(s, launch, s.layer_count - 1), s.last_norm, in.x, sums, threadIdx.x,
+            {true, false, false});
   for (int piece = threadIdx.x; piece < s.columns / 8; piece += kMultiplying) {
     const uint4 v = load_shared_16(in.x + 2 * fragment_index(piece * 8));
     *(reinterpret_cast<uint4*>(s.y) + piece) =  // back from the order 0 4 1 5 2 6 3 7
@@ -315,7 +269,6 @@ __device__ __forceinline__ int row_of(int tile, int lane) {
 
 // The sum of a tile's row: lanes r and r + 16 both have it.
 __device__ __forceinline__ float take_slot(const Layout& in, uint32_t slot, uint32_t parity, int lane) {
-  constexpr float kToOne = 1.0f / Decoder<__nv_bfloat16>::kUnit;
   mbarrier_wait(in.full + 8 * slot, parity);
   const uint32_t from = in.slots + ((slot * kWarps + lane / 16 * (kWarps / 2)) * kTileRows + lane % 16) * 4;
   float v[kWarps / 2];
@@ -350,41 +303,83 @@ struct Slots {
   }
 };
 
-// What the layer makes of the sums; an adding warp takes every fourth tile, or pair.
+// What an adding warp needs of a tile, or of a pair, besides its sums.
+template <int kDim>
+struct Rest {
+  int row, at;          // in w, and in q, k and v together
+  float factor, other;  // the per-tensor scale, and that of up, or what is added: the bias, the residual
+
+  __device__ __forceinline__ void load(const Step& s, const Layer& layer, int phase, int tile, int lane, int index,
+                                       uint32_t launch) {
+    const Where where(s, kDim, phase, tile);
+    row = row_of(where.tile, lane);
+    at = (tile - where.tile) * kTileRows + row;
+    factor = *layer.factors[where.weight];
+    if (phase == kGateUp) {
+      other = *layer.factors[kUp];
+    } else if (phase == kQkv) {
+      const __nv_bfloat16* bias = layer.biases[where.weight];
+      other = bias ? __bfloat162float(bias[row]) : 0.0f;
+    } else if (phase == kOut && index == 0) {
+      other = __bfloat162float(s.x[row]);
+    } else {
+      other = await_value(s.hidden[phase == kDown] + row, tag_of(s, launch, phase == kDown ? index : index - 1));
+    }
+  }
+};
+
+// What the layer makes of the sums; an adding warp takes every third tile, or pair. What it needs besides the sums is
+// loaded before it waits for the tiles of the others.
 template <int kDim>
 __device__ __forceinline__ void finish(const Step& s, const Layer& layer, const Layout& in, int phase, Slots& slots,
                                        int adder, int lane, int index, uint32_t launch) {
   const Tiles mine(s, phase, blockIdx.x);
   const uint32_t tag = tag_of(s, launch, index);
   const int tiles = phase == kGateUp ? 2 : 1;  // that belong together
-  for (int at = mine.first, turn = 0; at < mine.end; at += tiles, ++turn) {
-    if (turn % kAdders != adder) {
+  const int turns = (mine.end - mine.first) / tiles;
+  Rest<kDim> its;
+  if (adder < turns) its.load(s, layer, phase, mine.first + adder * tiles, lane, index, launch);
+  for (int turn = 0, next = adder; turn < turns; ++turn) {
+    if (turn != next) {
       slots.leave(in, tiles, lane);
       continue;
     }
-    const Where where(s, kDim, phase, at);
-    const int row = row_of(where.tile, lane);
-    const float factor = *layer.factors[where.weight];
     if (phase == kGateUp) {
-      const float up_factor = *layer.factors[kUp];
-      const float gate = round_bf16(slots.take(in, lane) * factor);
-      const float up = round_bf16(slots.take(in, lane) * up_factor);
+      const float gate = round_bf16(slots.take(in, lane) * its.factor);
+      const float up = round_bf16(slots.take(in, lane) * its.other);
       const float activated = round_bf16(gate / (1.0f + __expf(-gate)));
-      if (lane < 16) store_word(s.act + fragment_index(row), word_of(__float2bfloat16_rn(activated * up), tag));
+      if (lane < 16) store_word(s.act + fragment_index(its.row), word_of(__float2bfloat16_rn(activated * up), tag));
     } else if (phase == kQkv) {
-      const __nv_bfloat16* bias = layer.biases[where.weight];
-      const float added = bias ? __bfloat162float(bias[row]) : 0.0f;
-      const float v = __fadd_rn(slots.take(in, lane) * factor, added);
-      if (lane < 16) {
-        store_word(s.qkv + (at - where.tile) * kTileRows + row, word_of(__float2bfloat16_rn(v), tag));
-      }
+      const float v = __fadd_rn(slots.take(in, lane) * its.factor, its.other);
+      if (lane < 16) store_word(s.qkv + its.at, word_of(__float2bfloat16_rn(v), tag));
     } else {
-      const float before = phase == kDown ? await_value(s.hidden[1] + row, tag)
-                           : index == 0   ? __bfloat162float(s.x[row])
-                                          : await_value(s.hidden[0] + row, tag_of(s, launch, index - 1));
-      const float v = round_bf16(slots.take(in, lane) * factor);
-      if (lane < 16) store_word(s.hidden[phase == kOut] + row, word_of(__float2bfloat16_rn(before + v), tag));
+      const float v = round_bf16(slots.take(in, lane) * its.factor);
+      if (lane < 16) store_word(s.hidden[phase == kOut] + its.row, word_of(__float2bfloat16_rn(its.other + v), tag));
     }
+    next += kAdders;
+    if (next < turns) its.load(s, layer, phase, mine.first + next * tiles, lane, index, launch);
+  }
+}
+
+// What the next layer reads besides its weights, to the L2 cache: pointers, norms, and the block's first keys and
+// values.
+template <int kDim>
+__device__ __forceinline__ void prefetch_layer(const Step& s, const Layer& next, int lane) {
+  constexpr int kLine = 128, kMostPositions = 128;
+  for (int line = lane; line * kLine < static_cast<int>(sizeof(Layer)); line += 32) {
+    prefetch(reinterpret_cast<const uint8_t*>(&next) + line * kLine);
+  }
+  const int lines = s.columns * 2 / kLine;
+  for (int line = blockIdx.x + gridDim.x * lane; line < 2 * lines; line += gridDim.x * 32) {
+    prefetch(reinterpret_cast<const uint8_t*>(next.norms[line / lines]) + line % lines * kLine);
+  }
+  const int head = blockIdx.x / s.splits, split = blockIdx.x % s.splits;
+  const Stretch part(s, split, min(static_cast<int>(*s.position), s.length - 1));
+  const int positions = min(part.end - part.first, kMostPositions);
+  if (lane == 0 && head < s.kv_heads && split < part.active && positions > 0) {
+    const int64_t first = (static_cast<int64_t>(head) * s.length + part.first) * kDim;
+    bulk_prefetch(next.keys + first, positions * kDim * 2);
+    bulk_prefetch(next.values + first, positions * kDim * 2);
   }
 }
 
@@ -395,6 +390,9 @@ __device__ void add(const Step& s, const Layout& in, uint32_t launch, int adder,
   for (int layer = 0; layer < s.layer_count; ++layer) {
 #pragma unroll 1
     for (int phase = 0; phase < kPhases; ++phase) {
+      if (phase == kGateUp && adder == kAdders - 1 && layer + 1 < s.layer_count) {
+        prefetch_layer<kDim>(s, s.layers[layer + 1], lane);
+      }
       finish<kDim>(s, s.layers[layer], in, phase, slots, adder, lane, layer, launch);
     }
   }
@@ -406,17 +404,17 @@ template <int kDim>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Step s) {
 #if NVFP4_LARGE_SHARED_MEMORY
   extern __shared__ uint8_t memory[];
-  __shared__ alignas(16) float sums[kWarps];
+  __shared__ alignas(16) float sums[2 * kWarps];
   const uint32_t base = (address_of(memory) + 1023) / 1024 * 1024;
   const Layout in(base, s.depth, s.x_bytes);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
-  if (warp < kWarps) {
-    if (elect_one()) {
-      for (int place = 0; place < s.depth; ++place) mbarrier_init(in.copied + 8 * (warp * s.depth + place), 1);
-      mbarrier_init(in.loaded + 8 * warp, 32);
-      fence_proxy_async_shared();
-    }
+  if (warp == 0) {
+    store_shared_16(in.zeros + lane * 16, make_uint4(0, 0, 0, 0));
   } else if (warp == kWarps && elect_one()) {
+    for (int place = 0; place < s.depth; ++place) {
+      mbarrier_init(in.copied + 8 * place, 1);
+      mbarrier_init(in.used + 8 * place, kWarps);
+    }
     for (int slot = 0; slot < kSlots; ++slot) {
       mbarrier_init(in.full + 8 * slot, kWarps);
       mbarrier_init(in.empty + 8 * slot, kAdders);
@@ -430,7 +428,11 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ St
     multiply<kDim>(s, in, address_of(sums), launch, warp, lane);
   } else {
     setmaxnreg_dec<kAddingRegisters>();
-    add<kDim>(s, in, launch, warp - kWarps, lane);
+    if (warp < kWarps + kAdders) {
+      add<kDim>(s, in, launch, warp - kWarps, lane);
+    } else {
+      copy<kDim>(s, in, lane);
+    }
   }
 #endif
 }

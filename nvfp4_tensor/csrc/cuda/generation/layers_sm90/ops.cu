@@ -1,6 +1,7 @@
 // torch.ops.nvfp4.decode_layers on CUDA, and its plan: descriptors of the weights and scratch, made once for a model.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "cuda/generation/layers_sm90/kernel.cuh"
 #include "cuda/host/tensor_map.h"
@@ -120,15 +121,25 @@ Sizes sizes_of(const Tensors& norms, const Tensors& qdata, const Tensors& scales
   return z;
 }
 
-// The maps of few_rows_sm90, for a weight (N, K).
+// Units of 256 columns that one copy brings: a power of two, at most a stage; 0 where K is no multiple of units.
+int box_of(int64_t columns) {
+  if (columns % kUnitElements != 0) return 0;
+  return static_cast<int>(std::gcd(columns / kUnitElements, int64_t{kWarps}));
+}
+
+// The maps of a weight (N, K): a box has 16 rows, r + 32 i, of one unit or of several, one unit behind the other.
 few_rows_sm90::Maps maps_of(const Tensor& qdata, const Tensor& scale) {
   using u64 = cuuint64_t;
   constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  constexpr u64 kUnit = kUnitElements / 2;
   const u64 row = qdata.size(1), bands = qdata.size(0) / 128, groups = row / 32;
-  return {tensor_map<4>(qdata.const_data_ptr(), kBytes, {row, 32, 4, bands}, {row, row * 32, row * 128},
-                        {kUnitElements / 2, 4, 4, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
+  const cuuint32_t box = box_of(row * 2), units = std::max(box, 1u);
+  return {tensor_map<5>(qdata.const_data_ptr(), kBytes, {box ? kUnit : row, 32, 4, box ? row / kUnit : 1, bands},
+                        {row, row * 32, kUnit, row * 128}, {kUnit, 4, 4, units, 1}, CU_TENSOR_MAP_SWIZZLE_128B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
           tensor_map<3>(scale.const_data_ptr(), kBytes, {512, groups, bands}, {512, groups * 512},
-                        {64, kUnitElements / 64, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE)};
+                        {64, units * (kUnitElements / 64), 1}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                        CU_TENSOR_MAP_L2_PROMOTION_NONE)};
 }
 
 Tensor decode_layers_plan(const Tensor& x, const Tensors& norms, const Tensors& qdata, const Tensors& scales,
@@ -204,13 +215,14 @@ Tensor decode_layers(const Tensor& x, const Tensor& plan, const Tensors& norms, 
   s.attended = part(parts.attended), s.act = part(parts.act);
   s.partials = reinterpret_cast<uint4*>(scratch + parts.partials);
   s.launches = part(parts.launches);
-  s.eps = static_cast<float>(eps), s.scaling_log2 = static_cast<float>(scaling * 1.4426950408889634);
+  s.eps = static_cast<float>(eps), s.scaling = static_cast<float>(scaling);
   s.layer_count = static_cast<int>(z.layers), s.columns = static_cast<int>(z.columns);
   s.heads = static_cast<int>(z.heads), s.kv_heads = static_cast<int>(z.kv_heads), s.length = static_cast<int>(z.length);
   s.splits = grid.splits, s.depth = grid.depth, s.x_bytes = grid.x_bytes;
   for (int phase = 0; phase < kPhases; ++phase) {
     s.inner[phase] = static_cast<int>(z.inner_of(phase));
     s.units[phase] = static_cast<int>(z.units(phase));
+    s.boxes[phase] = box_of(z.inner_of(phase));
     s.shares[phase] = {static_cast<int>(z.items(phase) / grid.blocks), static_cast<int>(z.items(phase) % grid.blocks)};
   }
   const cudaStream_t stream = current_stream(x);

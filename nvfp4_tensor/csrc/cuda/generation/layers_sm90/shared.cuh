@@ -7,25 +7,28 @@ namespace nvfp4 {
 namespace layers_sm90 {
 
 constexpr int kWarps = 16;  // that multiply and attend
-constexpr int kAdders = 4;  // that add the sums of the others, and write results
-constexpr int kMultiplying = kWarps * 32, kAdding = kAdders * 32, kThreads = kMultiplying + kAdding;
+constexpr int kAdders = 3;  // that add the sums of the others, and write results; one more warp copies weights
+constexpr int kMultiplying = kWarps * 32, kThreads = kMultiplying + (kAdders + 1) * 32;
 constexpr int kMultiplyingRegisters = 104, kAddingRegisters = 64;  // (16 * 104 + 4 * 64) * 32 = 20 * 96 * 32
 constexpr int kTileRows = 16, kSlots = 6;
 constexpr int kUnitElements = few_rows_sm90::kUnitElements, kUnitCodes = few_rows_sm90::kUnitCodes,
               kUnitScales = few_rows_sm90::kUnitScales;
+constexpr int kStageCodes = kWarps * kUnitCodes, kStageScales = kWarps * kUnitScales;
+constexpr int kZeros = 512;  // bytes that are x where a lane has none
 
 // Shared memory, from a multiple of 1024 on.
 struct Layout {
-  uint32_t codes, scales, slots, x, copied, loaded, full, empty;
+  uint32_t codes, scales, slots, x, zeros, copied, used, full, empty;
 
   __host__ __device__ Layout(uint32_t base, int depth, int x_bytes) {
     codes = base;
-    scales = codes + kWarps * depth * kUnitCodes;
-    slots = scales + kWarps * depth * kUnitScales;
+    scales = codes + depth * kStageCodes;
+    slots = scales + depth * kStageScales;
     x = slots + kSlots * kWarps * kTileRows * 4;
-    copied = x + x_bytes;
-    loaded = copied + 8 * kWarps * depth;
-    full = loaded + 8 * kWarps;
+    zeros = x + x_bytes;
+    copied = zeros + kZeros;
+    used = copied + 8 * depth;
+    full = used + 8 * depth;
     empty = full + 8 * kSlots;
   }
   __host__ __device__ uint32_t end() const { return empty + 8 * kSlots; }

@@ -42,10 +42,11 @@ struct Step {
   uint32_t *hidden[2], *qkv, *attended, *act;
   uint4* partials;  // (kv_heads, splits, group): {maximum, tag, sum, tag}, then dim times {value, tag}
   uint32_t* launches;
-  float eps, scaling_log2;
+  float eps, scaling;
   int layer_count, columns, heads, kv_heads, length, splits, depth;
   int inner[kPhases];  // columns of w
   int units[kPhases];  // they in units of 256, rounded up
+  int boxes[kPhases];  // units that one copy brings; 0: one, of a weight whose rows are no multiple of units
   Share shares[kPhases];
   int x_bytes;  // of shared memory for x, or for attention
 };
