@@ -1,6 +1,7 @@
 """Fine-tune all weights of a language model, not adapters, in the memory of one consumer GPU.
 
     python tutorials/finetune_8b_24gb.py --text FILE...                              # SmolLM2-135M, on a CPU
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \\
     python tutorials/finetune_8b_24gb.py --text FILE... --model FOLDER --device cuda # any Llama-shaped model
     python tutorials/finetune_8b_24gb.py --text FILE... --model FOLDER --plan        # what it would take, nothing else
     python tutorials/finetune_8b_24gb.py --text FILE... --resume                     # from the last checkpoint
@@ -9,8 +10,8 @@ Linears of the layers are stored in NVFP4, without master copies; AdamW's moment
 steps inside the backward, so that gradients do not pile up; layers are checkpointed; and the loss is computed in
 chunks, so that logits never exist as a whole. A parameter of a linear takes 1.69 bytes with its optimizer's state,
 where mixed precision takes 16. A plan of the memory is printed before training starts, and a plan that does not fit
-ends the run. An interrupted and resumed run has the bits of one that was not. The result is a bfloat16 model for
-transformers.
+ends the run; on a GPU it holds with expandable segments, which leave no fragments. An interrupted and resumed run has
+the bits of one that was not. The result is a bfloat16 model for transformers.
 """
 
 from __future__ import annotations

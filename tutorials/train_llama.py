@@ -106,6 +106,7 @@ SHAPES = {
     "2m": Shape(layers=3, width=256, heads=4, hidden=704, embedding_std=0.5, linear_std=0.06),
     "13m": Shape(layers=4, width=512, heads=8, hidden=1408),
     "20m": Shape(layers=6, width=512, heads=8, hidden=1536),
+    "25m": Shape(layers=6, width=576, heads=9, hidden=1600),
     "30m": Shape(layers=6, width=640, heads=5, hidden=1728),
 }
 

@@ -4,14 +4,17 @@
     python -m benchmarks.accuracy.optimizer_states --device cpu --size tiny --batch 2 --length 64 --steps 40
 
 The arithmetic is bfloat16 by autocast. All runs of a seed start from the same weights and see the same batches of
-Python sources; an increase is relative to float32 weights and states with that seed. On CUDA each step is one replay of
-a CUDA graph, and several processes share the GPU. With --budget, no run starts that would end later.
+Python sources; an increase is relative to float32 weights and states with that seed. Ablations run last, with the first
+seed only. On CUDA each step is one replay of a CUDA graph, and several processes share the
+GPU. The result file is written after each run, and the same command continues it. With --budget, no run starts that
+would end later.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import statistics
 import sysconfig
@@ -21,91 +24,45 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.accuracy.graph_trainer import GraphTrainer
-from benchmarks.harness import at_least, record, result_path, save, table
-from nvfp4_tensor import training
-from nvfp4_tensor.numerics.random_state import rng_state_of
+from benchmarks.accuracy.state_trainer import StateTrainer
+from benchmarks.accuracy.training_quality import earlier_runs
+from benchmarks.harness import at_least, commit, record, result_path, save, table
 from nvfp4_tensor.training.weights import coded_moments
 from tutorials.train_llama import SHAPES, Settings, corpus
 
 BASE = "float32 weights, float32 states"
+_CODED = {"coded": True, "dtype": torch.bfloat16}
+_QUANTIZED = {**_CODED, "quantized": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     BASE: {},
-    "the same, 0.87 times the learning rate": {"rate": coded_moments.UNBIASED},
     "float32 weights, states in four bits": {"coded": True},
-    "bfloat16 weights, bfloat16 states": {"dtype": torch.bfloat16},
-    "bfloat16 weights, states in four bits": {"coded": True, "dtype": torch.bfloat16},
-    "NVFP4 weights, states in four bits": {"coded": True, "dtype": torch.bfloat16, "quantized": True},
-    "the same, half the learning rate": {"coded": True, "dtype": torch.bfloat16, "quantized": True, "rate": 0.5},
+    "float32 states, 0.87 times the learning rate": {"rate": coded_moments.UNBIASED},
+    "NVFP4 weights, states in four bits": _QUANTIZED,
+    "bfloat16 weights, states in four bits": _CODED,
+    "float32 weights and states, recipe nvidia": {"recipe": "nvidia"},
 }
+"""With every seed."""
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "NVFP4 weights, states in four bits, 0.5 times the learning rate": {**_QUANTIZED, "rate": 0.5},
+    "NVFP4 weights, states in four bits, decay to zero": {**_QUANTIZED, "to_zero": True},
+    "NVFP4 weights, float32 states": {**_QUANTIZED, "write": "stochastic"},
+    "NVFP4 weights, float32 states, error feedback": {**_QUANTIZED, "write": "feedback"},
+    "NVFP4 weights, float32 states, to nearest": {**_QUANTIZED, "write": "nearest"},
+    "NVFP4 weights, float32 states, fresh scales": {**_QUANTIZED, "write": "fresh"},
+    "NVFP4 weights, states in four bits, 0.25 times the learning rate": {**_QUANTIZED, "rate": 0.25},
+    "bfloat16 weights, bfloat16 states": {"dtype": torch.bfloat16},
+}
+"""With the first seed."""
+ALL = {**VARIANTS, **ABLATIONS}
 VALIDATION_WINDOWS, VALIDATION_BATCH = 512, 32
-BETAS, WEIGHT_DECAY, EPS = (0.9, 0.95), 0.1, 1e-8
-
-
-class StateTrainer(GraphTrainer):
-    """The graph trainer with other weights and states; the step of coded states is the operators that ship."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        texts: tuple[Tensor, Tensor],
-        *,
-        coded: bool = False,
-        dtype: torch.dtype = torch.float32,
-        quantized: bool = False,
-        rate: float = 1.0,
-    ) -> None:
-        super().__init__(dataclasses.replace(settings, learning_rate=settings.learning_rate * rate), *texts)
-        self._coded = coded
-        if dtype != torch.float32:
-            self.model.to(dtype)
-        if quantized:
-            training.to_nvfp4_parameters(
-                self.model.layers, filter_fn=lambda module, name: isinstance(module, nn.Linear)
-            )
-        if coded or dtype != torch.float32:
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=self._rate, betas=BETAS, weight_decay=WEIGHT_DECAY,
-                fused=True, capturable=settings.device == "cuda",
-            )  # fmt: skip
-        if coded:
-            self._prepare(torch.device(settings.device))
-
-    def _prepare(self, device: torch.device) -> None:
-        rows = []
-        for step, lr in enumerate(self._rates.tolist(), 1):
-            group = {"lr": lr, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-            rows.append(coded_moments.numbers_of(group, step))
-        self._numbers = torch.tensor(rows, device=device)
-        self._states = [(p, coded_moments.new_state(p)) for p in self.model.parameters()]
-        states = [rng_state_of(self.settings.seed, str(i), 0, device) for i in range(len(self._states))]
-        self._random = torch.stack(states)
-
-    def _step(self) -> None:
-        if not self._coded:
-            super()._step()
-            return
-        (starts,) = self._all_starts.index_select(0, self._index)
-        loss = self._loss(self._windows(self.training_text, starts))
-        loss.backward()
-        norm = torch.stack(torch._foreach_norm([p.grad for p, _ in self._states])).norm()
-        (numbers,) = self._numbers.index_select(0, self._index)
-        numbers[0] = (1.0 / (norm + 1e-6)).clamp(max=1.0)
-        self._random[:, 1] += 1
-        for i, (p, state) in enumerate(self._states):
-            with torch.no_grad():
-                coded_moments.step_parameter(p, p.grad, state, numbers, self._random[i])
-            p.grad = None
-        self.losses.index_copy_(0, self._index, loss.detach()[None])
-        self._index += 1
 
 
 def train_one(variant: str, settings: Settings, texts: tuple[Tensor, Tensor]) -> dict:
     """Train to the end and return the validation loss in nats per byte."""
     start = time.perf_counter()
-    trainer = StateTrainer(settings, texts, **VARIANTS[variant])
+    trainer = StateTrainer(settings, texts, **ALL[variant])
     trainer.train()
     trainer.settings = dataclasses.replace(settings, batch=VALIDATION_BATCH)
     windows = VALIDATION_WINDOWS if settings.device == "cuda" else 2 * VALIDATION_BATCH
@@ -132,10 +89,9 @@ def _work(queue: Any, results: Any, settings: Settings, texts: tuple[Tensor, Ten
 
 def rows_of(runs: list[dict]) -> list[list[str]]:
     """Return the table's rows: mean loss, and the mean increase over seeds paired with the base, with its error."""
-    losses: dict[str, dict[int, float]] = {variant: {} for variant in VARIANTS}
+    losses: dict[str, dict[int, float]] = {variant: {} for variant in ALL}
     for run in runs:
-        if "validation" in run:
-            losses[run["variant"]][run["seed"]] = run["validation"]
+        losses[run["variant"]][run["seed"]] = run["validation"]
     rows = []
     for variant, by_seed in losses.items():
         if not by_seed:
@@ -147,15 +103,54 @@ def rows_of(runs: list[dict]) -> list[list[str]]:
     return rows
 
 
+def jobs_of(options: argparse.Namespace, runs: list[dict]) -> list[tuple[str, int]]:
+    """Return (variant, seed) of what is left to run: all variants of one seed after another, then ablations."""
+    done = {(run["variant"], run["seed"]) for run in runs}
+    jobs = [(variant, seed) for seed in range(options.seeds) for variant in options.variants if variant in VARIANTS]
+    ablations = [(variant, 0) for variant in options.variants if variant in ABLATIONS]
+    return [job for job in [*jobs, *ablations] if job not in done]
+
+
+def study(options: argparse.Namespace, settings: Settings, path: Path) -> dict:
+    """Run what the result file at ``path`` lacks, save after each run, and return the file's content."""
+    start = time.time()
+    runs = earlier_runs(path, settings)
+    jobs = jobs_of(options, runs)
+    texts = corpus(options.folder, options.limit)
+    for text in texts:
+        text.share_memory_()
+    context = mp.get_context("spawn")
+    queue, results = context.Queue(), context.Queue()
+    for job in [*jobs, *[None] * options.processes]:
+        queue.put(job)
+    arguments = (queue, results, settings, texts, start + options.budget)
+    for _ in range(options.processes):
+        context.Process(target=_work, args=arguments, daemon=True).start()
+    content = record(torch.device(options.device), settings=dataclasses.asdict(settings), runs=runs)
+    working = options.processes
+    while working:
+        run = results.get()
+        if run is None:
+            working -= 1
+            continue
+        if "validation" in run:
+            runs.append({**run, "commit": commit()})
+            path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"[{time.time() - start:.0f} s] {run}", flush=True)
+    if left := jobs_of(options, runs):
+        print(f"{len(left)} of {len(jobs)} runs are left: run the same command again")
+    return content
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_cuda = torch.cuda.is_available()
     parser.add_argument("--seeds", type=at_least(1), default=3)
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT")
-    parser.add_argument("--processes", type=at_least(1), default=4 if on_cuda else 1)
+    parser.add_argument("--variants", nargs="+", choices=list(ALL), default=list(ALL), metavar="VARIANT")
+    parser.add_argument("--processes", type=at_least(1), default=5 if on_cuda else 1)
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no run starts")
-    parser.add_argument("--size", choices=list(SHAPES), default="20m")
-    parser.add_argument("--steps", type=at_least(1), default=1000)
+    parser.add_argument("--size", choices=list(SHAPES), default="25m")
+    parser.add_argument("--steps", type=at_least(1), default=800)
     parser.add_argument("--batch", type=at_least(1), default=8)
     parser.add_argument("--length", type=at_least(2), default=1024)
     parser.add_argument("--learning-rate", type=float, default=1.2e-3)
@@ -164,32 +159,13 @@ def main() -> None:
     parser.add_argument("--limit", type=at_least(1), default=64_000_000, help="bytes of text")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     options = parser.parse_args()
-    start = time.time()
     fields = ("size", "steps", "batch", "length", "learning_rate", "device")
     settings = Settings(recipe="bf16", **{field: getattr(options, field) for field in fields})
-    texts = corpus(options.folder, options.limit)
-    for text in texts:
-        text.share_memory_()
-    context = mp.get_context("spawn")
-    queue, results = context.Queue(), context.Queue()
-    jobs = [(variant, seed) for seed in range(options.seeds) for variant in options.variants]
-    for job in [*jobs, *[None] * options.processes]:
-        queue.put(job)
-    arguments = (queue, results, settings, texts, start + options.budget)
-    for _ in range(options.processes):
-        context.Process(target=_work, args=arguments, daemon=True).start()
-    runs, working = [], options.processes
-    while working:
-        run = results.get()
-        if run is None:
-            working -= 1
-            continue
-        runs.append(run)
-        print(f"[{time.time() - start:.0f} s] {run}", flush=True)
-    content = record(torch.device(options.device), settings=dataclasses.asdict(settings), runs=runs)
-    text = table(["weights and states", "loss", "increase", "standard error", "seeds"], rows_of(runs))
+    path = result_path(torch.device(options.device), f"optimizer_states_{options.size}", options.out)
+    content = study(options, settings, path)
+    text = table(["weights and states", "loss", "increase", "standard error", "seeds"], rows_of(content["runs"]))
     print(text)
-    save(result_path(torch.device(options.device), f"optimizer_states_{options.size}", options.out), content, text)
+    save(path, content, text)
 
 
 if __name__ == "__main__":

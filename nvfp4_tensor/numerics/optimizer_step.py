@@ -23,15 +23,19 @@ RATIO_SCALE = 1 / 128
 RATIO_AMAX = 6 * E4M3_MAX * RATIO_SCALE
 RATIO_SPEC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC, scale_rounding=ScaleRounding.UP)
 
-WEIGHT_STREAM, MOMENT_STREAM = 0, 1
-"""Streams of the random bits: of the weight; of r, and eight elements on, of v."""
+MOMENT_STREAM = 1
+"""The stream of all random bits: of r as in quantize, of v and of the weight by :func:`rotated_bits`."""
+WEIGHT_WORD, SECOND_MOMENT_WORD = 1, 2
+"""Their bits come from the word (of four elements) so many further on."""
+UNIT = 2.0**-60
+"""Weights in codes are updated in units of their per-tensor scale, times this."""
 GROWTH_ELEMENT = 0
 """The element whose 16 bits of the moments' stream decide whether a block of the weight grows."""
 
 HYPER = ("grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "decay", "least_exponent")
 """The numbers of a step, float32, in this order."""
 
-LARGEST_EXPONENT, SMALLEST_LEAST_EXPONENT = 255, 16
+NOT_FINITE, LARGEST_EXPONENT, SMALLEST_LEAST_EXPONENT = 255, 253, 16
 _SQRT2_MANTISSA = 0x3504F3  # of f32(sqrt 2)
 
 
@@ -58,7 +62,7 @@ def exponents(moments: Moments) -> Tensor:
     """Return the exponent field of each v, int32 (R, B, 16): 0 where v is 0, 255 where it is not finite."""
     top = moments.v_exponent.int().unsqueeze(-1)
     below = layout.unpack(moments.v).int().unflatten(-1, (-1, BLOCK))
-    return torch.where(top == LARGEST_EXPONENT, top, (top - below).clamp(min=0))
+    return torch.where(top == NOT_FINITE, top, (top - below).clamp(min=0))
 
 
 def second_moment(moments: Moments) -> Tensor:
@@ -73,10 +77,19 @@ def first_moment(moments: Moments) -> Tensor:
     return codes * layout.scale_values(moments.r_scale).unsqueeze(-1) * root
 
 
-def random32(rows: int, columns: int, rng_state: Tensor, stream: int, row0: int) -> Tensor:
-    """Return 32 random bits of each element, bits [8e, 8e + 32) of its block's 128: int64 (rows, blocks, 16)."""
-    r16 = reference.random16(rows, columns, rng_state, stream=stream, row0=row0).long().unflatten(-1, (-1, BLOCK))
-    return r16 | r16.roll(-2, dims=-1) << 16
+def rotated_bits(rows: int, columns: int, rng_state: Tensor, row0: int, further: int) -> Tensor:
+    """Return 24 random bits for each element, int64 (R, B, 16).
+
+    Of element e, those are the lower ones of word floor(e / 4) + further (modulo 4) of its block's four, rotated right
+    by 8 (e % 4 + 1).
+    """
+    r16 = (
+        reference.random16(rows, columns, rng_state, stream=MOMENT_STREAM, row0=row0).long().unflatten(-1, (-1, BLOCK))
+    )
+    words = (r16 | r16.roll(-2, dims=-1) << 16)[..., ::4].roll(-further, dims=-1)
+    shift = 8 * (torch.arange(BLOCK, device=words.device) % 4 + 1)
+    words = words.repeat_interleave(4, dim=-1)
+    return (words >> shift | words << (32 - shift)) & 0xFFFFFF
 
 
 def ratio(grad: Tensor, moments: Moments, hyper: Tensor, rng_state: Tensor, row0: int) -> tuple[Tensor, Moments]:
@@ -86,14 +99,14 @@ def ratio(grad: Tensor, moments: Moments, hyper: Tensor, rng_state: Tensor, row0
     g = pad(grad.float(), (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK)) * scale
     m = beta1 * first_moment(moments) + rest1 * g
     v = beta2 * second_moment(moments) + rest2 * g * g
-    r32 = random32(rows, columns, rng_state, MOMENT_STREAM, row0)
+    random = rotated_bits(rows, columns, rng_state, row0, SECOND_MOMENT_WORD) >> 8
     bits = v.view(torch.int32).long() & 0x7FFFFFFF
-    exponent = (bits + (r32.roll(-8, dims=-1) >> 9) >> 23).int()
-    exponent = torch.where(bits >= 0x7F800000, LARGEST_EXPONENT, torch.maximum(exponent, least.int()))
+    exponent = (bits + (random << 7) >> 23).int()
+    exponent = torch.where(exponent > LARGEST_EXPONENT, NOT_FINITE, torch.maximum(exponent, least.int()))
     top = exponent.amax(dim=-1, keepdim=True)
     below = (top - exponent).clamp(max=15)
     r = m * half_power(381 - (top - below))
-    not_finite = top == LARGEST_EXPONENT
+    not_finite = top == NOT_FINITE
     r, below = torch.where(not_finite, torch.nan, r), torch.where(not_finite, 0, below)
     amax = torch.full((), RATIO_AMAX, device=grad.device)
     qdata, r_scale, _ = reference.quantize(r.flatten(1), amax, rng_state, RATIO_SPEC, row0=row0, stream=MOMENT_STREAM)
@@ -115,7 +128,7 @@ def dense_weight(weight: Tensor, r: Tensor, hyper: Tensor, rng_state: Tensor, ro
     new = decay * weight.float() - step_size * r
     if weight.dtype == torch.float32:
         return new
-    r16 = reference.random16(rows, columns, rng_state, stream=WEIGHT_STREAM, row0=row0)[:, :columns]
+    r16 = rotated_bits(rows, columns, rng_state, row0, WEIGHT_WORD).flatten(1)[:, :columns] >> 8
     bits = new.view(torch.int32).long() & 0xFFFFFFFF
     rounded = torch.where(new.isfinite(), bits + r16 >> 16, torch.where(new.isnan(), 0x7FC0, bits >> 16))
     return rounded.to(torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -129,35 +142,35 @@ def coded_weight(
     rows, blocks = scale.shape
     old = layout.scale_values(scale)
     w = layout.code_values(layout.unpack(qdata)).unflatten(-1, (-1, BLOCK)) * old.unsqueeze(-1)
-    new = decay * w - step_size / per_tensor_scale * r
-    largest = new.abs().amax(dim=-1)
+    new = decay * (w * UNIT) - (step_size / per_tensor_scale * UNIT) * r
+    magnitude = new.abs() / UNIT
+    largest = magnitude.amax(dim=-1)
     r16 = reference.random16(rows, blocks * BLOCK, rng_state, stream=MOMENT_STREAM, row0=row0)
     s, bound, kept = _grid(old, largest, r16[:, GROWTH_ELEMENT::BLOCK])
-    magnitude = new.abs()
     bound, kept = bound.unsqueeze(-1), kept.unsqueeze(-1)
     magnitude = torch.minimum(magnitude, bound) + (magnitude - bound).clamp(min=0) * kept
     s = torch.where(largest <= layout.FLOAT32_MAX, s, torch.nan)
     s_bytes = torch.where(s.isnan(), E4M3_NAN, s.to(torch.float8_e4m3fn).view(torch.uint8))
-    y = torch.where(s.unsqueeze(-1) > 0, magnitude / s.unsqueeze(-1), 0.0).clamp(max=E2M1_MAX)
-    r32 = random32(rows, blocks * BLOCK, rng_state, WEIGHT_STREAM, row0)
-    codes = torch.where(s.isnan().unsqueeze(-1), 0, round32(y, r32) | torch.signbit(new).long() << 3)
+    random = rotated_bits(rows, blocks * BLOCK, rng_state, row0, WEIGHT_WORD)
+    codes = round24(magnitude, torch.where(s > 0, 1 / s, 0.0).unsqueeze(-1), random)
+    codes = torch.where(s.isnan().unsqueeze(-1), 0, codes | torch.signbit(new).long() << 3)
     return layout.pack(codes.to(torch.uint8).flatten(1)), s_bytes.view(torch.float8_e4m3fn)
 
 
-def round32(y: Tensor, r32: Tensor) -> Tensor:
-    """Round magnitudes 0 <= y <= 6 to codes 0..7 (int64) with 32 random bits, and a fraction of 31 bits."""
-    per_step = torch.where(y < 2, 2.0, torch.where(y < 4, 1.0, 0.5))
-    first = torch.where(y < 2, 0, torch.where(y < 4, 2, 4))
-    steps = y * per_step
-    whole = steps.floor()
-    fraction = ((steps - whole).double() * 2.0**31).long() * 2
-    return whole.long() + first + (fraction + r32 >> 32)
+def round24(magnitude: Tensor, inverse: Tensor, random: Tensor) -> Tensor:
+    """Round y = magnitude * inverse, exactly multiplied and at most 6, to codes 0..7 (int64).
+
+    The code's fraction is cut off at 2^-22, and rounded up with 24 random bits.
+    """
+    y = (magnitude.double() * inverse.double()).nan_to_num(0.0).clamp(max=E2M1_MAX)
+    code = torch.where(y < 2, 2 * y, torch.where(y < 4, y + 2, y / 2 + 4))
+    return 4 * (code * 2.0**22).floor().long() + random >> 24
 
 
 def _grid(old: Tensor, largest: Tensor, r16: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the new scales of blocks, what their elements may reach unchanged, and what is kept of the excess."""
     full, half = E2M1_MAX * old, 0.5 * old
-    need = (largest - full) / (2.0 * old)
+    need = (largest - full) * (0.5 * (1 / old))
     chances = (need.nan_to_num(0.0, posinf=1.0).clamp(0, 1) * 65536.0).ceil()
     outgrown = largest > 12.0 * old
     grown = (r16 < chances) & (2.0 * old <= E4M3_MAX) & ~outgrown

@@ -3,27 +3,42 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_devices, run_ranks
+from helpers.run_ranks import here, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from nvfp4_tensor.training import NVFP4AdamW
+from nvfp4_tensor import NVFP4Tensor
+from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, to_nvfp4_parameters
+from nvfp4_tensor.training.weights.coded_moments import local_of
 
 pytestmark = pytest.mark.slow
 
 ROWS, COLUMNS, STEPS = 37, 48, 3
 
 
-def make(sharded):
+def make(sharded, codes=False):
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Tanh(), nn.Linear(ROWS, COLUMNS)).bfloat16().to(here())
+    rows = 36 if codes else ROWS  # FSDP2 gathers NVFP4 weights in equal shards
+    model = nn.Sequential(nn.Linear(COLUMNS, rows), nn.Tanh(), nn.Linear(rows, COLUMNS)).bfloat16().to(here())
+    if codes:
+        with torch.no_grad():
+            model[0].weight[-1] *= 20  # so that only the last rank has the largest scale
+        to_nvfp4_parameters(model)
     return fully_shard(model, mesh=init_device_mesh(here().type, (dist.get_world_size(),))) if sharded else model
 
 
 def whole(t):
+    if isinstance(local_of(t), NVFP4Tensor):
+        parts = [(local_of(t).qdata, local_of(t).unswizzled_scale().view(torch.uint8), local_of(t).per_tensor_scale)]
+        if isinstance(t, DTensor):
+            parts = [None] * dist.get_world_size()
+            w = local_of(t)
+            dist.all_gather_object(parts, (w.qdata, w.unswizzled_scale().view(torch.uint8), w.per_tensor_scale))
+        assert len({p[2].item() for p in parts}) == 1
+        return torch.cat([torch.cat(p[:2], dim=1) for p in parts])
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
@@ -53,26 +68,59 @@ def everything(model, optimizer):
     return tensors
 
 
-def shards_have_the_codes_of_one_rank():
-    alone, sharded = make(False), make(True)
+def shards_have_the_codes_of_one_rank(codes):
+    alone, sharded = make(False, codes), make(True, codes)
     optimizers = [NVFP4AdamW(model.parameters(), lr=1e-2) for model in (alone, sharded)]
     for model, optimizer in zip((alone, sharded), optimizers, strict=True):
         run(model, optimizer)
     for mine, right in zip(everything(sharded, optimizers[1]), everything(alone, optimizers[0]), strict=True):
         assert torch.equal(mine, right)
+    x = torch.ones(2, COLUMNS, dtype=torch.bfloat16, device=here())
+    assert torch.equal(sharded(x), alone(x))  # what FSDP2 gathers is what was written
 
 
-@on_devices
-def test_shards_have_the_codes_of_one_rank(device):
-    run_ranks(shards_have_the_codes_of_one_rank, 2, device=device)
+@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "NVFP4"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_have_the_codes_of_one_rank(ranks, codes):
+    run_ranks(shards_have_the_codes_of_one_rank, ranks, codes)
 
 
-def test_three_shards_have_the_codes_of_one_rank():
-    run_ranks(shards_have_the_codes_of_one_rank, 3)
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_shards_have_the_codes_of_one_gpu():
+    run_ranks(shards_have_the_codes_of_one_rank, 2, True, device="cuda")
 
 
-def resumed_from_torchs_state_dict():
-    model, again = make(True), make(True)
+def nvfp4_shards_train(by_wrapper):
+    """Losses and codes of FSDP2 with NVFP4 weights are those of one rank with the whole batch of both."""
+    models = make(False, True), make(True, True)
+    optimizers = [
+        NVFP4Optimizer(m.parameters(), states="nvfp4", lr=1e-2) if by_wrapper else NVFP4AdamW(m.parameters(), lr=1e-2)
+        for m in models
+    ]
+    if not by_wrapper:
+        optimizers[1].step_in_backward()
+    for step in range(STEPS):
+        x = torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(step)).bfloat16().to(here())
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    for mine, right in zip(everything(models[1], optimizers[1]), everything(models[0], optimizers[0]), strict=True):
+        assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("by_wrapper", [True, False])
+def test_nvfp4_shards_train_as_one_rank_does(by_wrapper):
+    run_ranks(nvfp4_shards_train, 2, by_wrapper)
+
+
+def resumed_from_torchs_state_dict(codes):
+    model, again = make(True, codes), make(True, codes)
     optimizer, its = (NVFP4AdamW(m.parameters(), lr=1e-2) for m in (model, again))
     run(model, optimizer)
     again.load_state_dict(model.state_dict())
@@ -84,8 +132,9 @@ def resumed_from_torchs_state_dict():
         assert torch.equal(mine, right)
 
 
-def test_a_sharded_state_dict_resumes():
-    run_ranks(resumed_from_torchs_state_dict, 2)
+@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "NVFP4"])
+def test_a_sharded_state_dict_resumes(codes):
+    run_ranks(resumed_from_torchs_state_dict, 2, codes)
 
 
 def steps_inside_the_backward():

@@ -154,14 +154,14 @@ def test_moments_are_unbiased():
 @pytest.mark.parametrize("fault", ["first moment", "second moment", "weight"])
 def test_a_planted_bias_is_found(fault, monkeypatch):
     """The test above and that of small updates fail if random bits are half of what they should be."""
-    halved = optimizer_step.random32
-    streams = {"second moment": optimizer_step.MOMENT_STREAM, "weight": optimizer_step.WEIGHT_STREAM}
+    words = {"second moment": optimizer_step.SECOND_MOMENT_WORD, "weight": optimizer_step.WEIGHT_WORD}
+    whole = optimizer_step.rotated_bits
 
-    def biased32(rows, columns, rng_state, stream, row0):
-        bits = halved(rows, columns, rng_state, stream, row0)
-        return bits >> 1 if stream == streams.get(fault) else bits
+    def halved(rows, columns, rng_state, row0, further):
+        bits = whole(rows, columns, rng_state, row0, further)
+        return bits >> 1 if further == words.get(fault) else bits
 
-    monkeypatch.setattr(optimizer_step, "random32", biased32)
+    monkeypatch.setattr(optimizer_step, "rotated_bits", halved)
     if fault == "first moment":
         nearest = QuantizeSpec(scale_rounding="up")
         monkeypatch.setattr(optimizer_step, "RATIO_SPEC", nearest)

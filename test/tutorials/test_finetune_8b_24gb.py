@@ -1,6 +1,10 @@
 """The fine-tuning of all weights: its loss, its bits after an interruption, its plan, what it saves."""
 
 import copy
+import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +73,48 @@ def test_resumed_is_uninterrupted_bit_for_bit(steps, tmp_path):
     second.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
     assert [second.train_step() for _ in range(6 - steps)] == losses[steps:]
     assert torch.equal(bits(second.model), bits(whole.model))
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import torch
+sys.path[:0] = sys.argv[2:]
+from test_finetune_8b_24gb import SETTINGS, llama, text
+from tutorials.finetune_8b_24gb import Finetuner, train
+folder = Path(sys.argv[1])
+finetuner = Finetuner(llama(), text(), SETTINGS, "cpu")
+if (folder / "checkpoint.pt").exists():
+    finetuner.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True))
+for loss in train(finetuner, folder, 1):
+    print("step", finetuner.step, loss, flush=True)
+"""
+
+
+def test_a_run_that_is_killed_at_random_steps_ends_with_the_bits_of_one_that_is_not(tmp_path):
+    whole = Finetuner(llama(), text(), SETTINGS, "cpu")
+    losses = [whole.train_step() for _ in range(SETTINGS.steps)]
+    random_steps, kills, seen = random.Random(0), 0, {}
+    here = Path(__file__).parent
+    while True:
+        command = [sys.executable, "-c", CHILD, str(tmp_path), str(here), str(here.parents[1])]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=here.parents[1])
+        stop = random_steps.randint(1, 2) if kills < 3 else SETTINGS.steps + 1
+        for count, line in enumerate(child.stdout, 1):
+            _, step, loss = line.split()
+            seen[int(step)] = float(loss)
+            if count == stop:
+                child.kill()  # SIGKILL, somewhere in the next step or its checkpoint
+                break
+        if child.wait() == 0:
+            break
+        kills += 1
+        assert kills <= 3
+    assert kills == 3 and [seen[step + 1] for step in range(SETTINGS.steps)] == losses
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    again = Finetuner(llama(), text(), SETTINGS, "cpu")
+    again.load_state_dict(saved)
+    assert torch.equal(bits(again.model), bits(whole.model))
 
 
 def test_other_settings_do_not_resume():

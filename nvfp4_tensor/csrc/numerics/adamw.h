@@ -9,12 +9,13 @@
 
 namespace nvfp4 {
 
-constexpr int kNotFiniteExponent = 255;
-constexpr int kMostBelow = 15;                // what four bits of distance reach
-constexpr float kRatioScale = 1.0f / 128.0f;  // the per-tensor scale of r
-constexpr float kRatioAmax = 21.0f;           // the largest that it stores
-constexpr uint32_t kWeightStream = 0, kMomentStream = 1;
-constexpr int kSecondMomentElement = 8;  // v takes the random bits of the element so many further on
+constexpr int kNotFiniteExponent = 255, kLargestExponent = 253;  // above it v counts as not finite
+constexpr int kMostBelow = 15;                                   // what four bits of distance reach
+constexpr float kRatioScale = 1.0f / 128.0f;                     // the per-tensor scale of r
+constexpr float kRatioAmax = 21.0f;                              // the largest that it stores
+constexpr uint32_t kMomentStream = 1;
+constexpr int kWeightWord = 1, kSecondMomentWord = 2;  // whose bits they take, counted from the element's own word
+constexpr float kShrunk = 0x1p-60f, kGrown = 0x1p60f;  // weights in codes are updated times 2^-60
 
 // What a step multiplies by: `hyper`, in order.
 struct AdamwNumbers {
@@ -45,20 +46,6 @@ NVFP4_HD float half_power(int t) {
 NVFP4_HD float root_of(int exponent) { return half_power(exponent + 127); }
 NVFP4_HD float inverse_root_of(int exponent) { return half_power(381 - exponent); }
 
-// Bits [8e, 8e + 32) of a block's 128, cyclic.
-NVFP4_HD uint32_t random32(const Words4& words, int element) {
-  const int word = element / 4 % 4, shift = 8 * (element % 4);
-  const uint64_t both = static_cast<uint64_t>(words.word[(word + 1) % 4]) << 32 | words.word[word];
-  return static_cast<uint32_t>(both >> shift);
-}
-
-// The exponent to which v is rounded stochastically; 255 where it is not finite.
-NVFP4_HD int rounded_exponent(float v, uint32_t r32, int least) {
-  const uint32_t bits = float_bits(v) & 0x7FFFFFFFu;
-  const int exponent = static_cast<int>((bits + (r32 >> 9)) >> 23);
-  return bits >= 0x7F800000u ? kNotFiniteExponent : exponent > least ? exponent : least;
-}
-
 NVFP4_HD float first_moment(float decoded_ratio, int exponent) {
   return mul(decoded_ratio, mul(root_of(exponent), kRatioScale));
 }
@@ -77,23 +64,14 @@ NVFP4_HD uint16_t stochastic_bfloat16(float v, uint32_t r16) {
   return static_cast<uint16_t>((bits + (magnitude_bits < 0x7F800000u ? r16 : 0u)) >> 16);
 }
 
-// A code 0..7 of 0 <= y <= 6 with 32 random bits.
-NVFP4_HD uint32_t round_e2m1_32(float y, uint32_t r32) {
-  const int segment = y < 2.0f ? 0 : y < 4.0f ? 1 : 2;  // step 1/2, 1, 2
-  const float steps = mul(y, segment == 0 ? 2.0f : segment == 1 ? 1.0f : 0.5f);
-  const uint32_t whole = static_cast<uint32_t>(steps);
-  const uint32_t fraction = 2 * static_cast<uint32_t>(mul(sub(steps, static_cast<float>(whole)), 2147483648.0f));
-  return whole + 2 * segment + (fraction + r32 < r32);
-}
-
 // How a weight's block changes its scale: the byte, what its elements may reach unchanged, and what is kept beyond.
 struct GrownScale {
   uint8_t bits;
   float scale, bound, kept;
 };
 
-// old: the value of the scale; largest: of the new magnitudes, in its units.
-NVFP4_HD GrownScale next_scale(uint8_t old_bits, float old, float largest, uint32_t r16) {
+// old: the value of the scale; inverse: 1 / old, rounded; largest: of the new magnitudes, in its units.
+NVFP4_HD GrownScale next_scale(uint8_t old_bits, float old, float inverse, float largest, uint32_t r16) {
   if (!is_finite(largest)) return {kE4M3Nan, 0.0f, 0.0f, 0.0f};
   if (largest > mul(12.0f, old)) {
     const uint8_t bits = to_e4m3(div(largest, kE2M1Max), ScaleRounding::kUp, largest);
@@ -101,7 +79,7 @@ NVFP4_HD GrownScale next_scale(uint8_t old_bits, float old, float largest, uint3
   }
   const float full = mul(kE2M1Max, old), half = mul(0.5f, old), twice = mul(2.0f, old);
   if (largest > full) {
-    const float need = div(sub(largest, full), twice);
+    const float need = mul(sub(largest, full), mul(0.5f, inverse));
     const float chances = need >= 1.0f ? 65536.0f : ceilf(mul(need, 65536.0f));
     if (static_cast<float>(r16) < chances && twice <= kE4M3Max) {
       return {e4m3_nearest(twice), twice, full, div(65536.0f, chances)};

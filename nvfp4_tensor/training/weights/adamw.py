@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,7 +154,12 @@ class NVFP4AdamW(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict as every optimizer does; codes and float32 moments keep their dtypes."""
+        """Load a state dict as every optimizer does; codes and float32 moments keep their dtypes.
+
+        Raises:
+            ValueError: if it is that of another kind of optimizer, torch.optim.AdamW for instance.
+        """
+        coded_moments.check_state_dict(self, state_dict)
         super().load_state_dict(state_dict)
         coded_moments.load_exactly(self, state_dict)
         if self._in_backward is not None:
@@ -195,21 +201,29 @@ class _InBackward:
                 index += 1
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+        # The parameter holds the hook where the garbage collector does not look, so a hook that held the optimizer
+        # would keep both forever.
+        reference = weakref.ref(self)
+
         def step(parameter: Tensor) -> None:
-            _refuse_capture()
-            if index in self._stepped:
-                raise RuntimeError(
-                    "a second backward before optimizer.step(): gradients cannot accumulate with step_in_backward, "
-                    "which steps in each backward. Use one larger batch, or an optimizer without step_in_backward"
-                )
-            assert parameter.grad is not None
-            self._stepped.add(index)
-            grad, group = parameter.grad, self._optimizer.param_groups[number]  # loading a state replaces groups
-            with torch.no_grad():
-                self._optimizer._update(parameter, grad, group, index, self._copies, self._scale(grad))
-            parameter.grad = None
+            if (steps := reference()) is not None:
+                steps._step(parameter, number, index)
 
         return step
+
+    def _step(self, parameter: Tensor, number: int, index: int) -> None:
+        _refuse_capture()
+        if index in self._stepped:
+            raise RuntimeError(
+                "a second backward before optimizer.step(): gradients cannot accumulate with step_in_backward, "
+                "which steps in each backward. Use one larger batch, or an optimizer without step_in_backward"
+            )
+        assert parameter.grad is not None
+        self._stepped.add(index)
+        grad, group = parameter.grad, self._optimizer.param_groups[number]  # loading a state replaces groups
+        with torch.no_grad():
+            self._optimizer._update(parameter, grad, group, index, self._copies, self._scale(grad))
+        parameter.grad = None
 
     def _scale(self, grad: Tensor) -> Tensor | None:
         if self._clip_norm is None:
@@ -268,6 +282,7 @@ def _check_group(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must be at least 0 and below 1, not {group['betas']}")
     if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
         raise TypeError(f"seed is an integer, not {group['seed']!r}")
+    coded_moments.check_group(group)
     names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
     for name, parameter in zip(names, group["params"], strict=True):
         coded_moments.check_parameter(parameter, name)

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -37,7 +38,7 @@ _LARGEST_LEAST_EXPONENT = 240
 
 def is_coded(parameter: Tensor) -> bool:
     """Return whether the moments of the parameter are codes."""
-    if isinstance(parameter, NVFP4Tensor):
+    if isinstance(local_of(parameter), NVFP4Tensor):
         return True
     return parameter.dim() >= 2 and math.prod(parameter.shape[1:]) >= BLOCK
 
@@ -48,10 +49,6 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         if any(not p.is_replicate() and p != Shard(0) for p in parameter.placements):
             raise ValueError(
                 f"{name} is sharded as {parameter.placements}, and moments in codes need whole rows: Shard(0)"
-            )
-        if isinstance(parameter._local_tensor, NVFP4Tensor):
-            raise ValueError(
-                f"{name} is a shard of an NVFP4 weight, whose per-tensor scale all shards share: shard dense weights"
             )
         parameter = parameter._local_tensor
     if isinstance(parameter, NVFP4Tensor):
@@ -75,9 +72,9 @@ def new_state(parameter: Tensor) -> dict[str, Any]:
     if not is_coded(parameter):
         zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
         return {**state, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-    if isinstance(parameter, NVFP4Tensor):
-        make_headroom(parameter)
     local = local_of(parameter)
+    if isinstance(local, NVFP4Tensor):
+        make_headroom(parameter)
     rows, columns = _matrix_shape(local)
     blocks = -(-columns // BLOCK)
     for name in CODES:
@@ -119,12 +116,19 @@ def first_row(parameter: Tensor) -> int:
     return offset[0] if offset else 0
 
 
-def make_headroom(w: NVFP4Tensor) -> None:
+def make_headroom(parameter: Tensor) -> None:
     """Divide block scales by a power of two, and multiply the per-tensor scale by it, until they can grow eightfold.
 
-    Blocks with scales below 1/3584 of the largest keep fewer bits of their scale.
+    Blocks with scales below 1/3584 of the largest keep fewer bits of their scale. Shards agree on the power.
     """
-    top = w.scale.float().nan_to_num(0.0).max().item() if w.numel() else 0.0
+    w = local_of(parameter)
+    assert isinstance(w, NVFP4Tensor)
+    largest = w.scale.float().nan_to_num(0.0).max() if w.numel() else torch.zeros((), device=w.device)
+    if isinstance(parameter, DTensor):
+        for dim, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(dim))
+    top = largest.item()
     if top * _HEADROOM <= 448:
         return
     power = 2.0 ** math.ceil(math.log2(top * _HEADROOM / 448))
@@ -159,6 +163,8 @@ def step_parameter(
 
     numbers: float32 (8,); rng_state: int64 (2,); both on the parameter's device.
     """
+    if grad.layout != torch.strided:
+        raise RuntimeError(f"moments in codes need dense gradients, and this one is {grad.layout}: use sparse=False")
     row0 = first_row(parameter)
     weight, grad = local_of(parameter.detach()), local_of(grad.detach())
     if not is_coded(parameter):
@@ -208,6 +214,24 @@ def step_with_state(parameter: nn.Parameter, state: dict[str, Any], group: dict[
     count, device = int(state["step"].item()), local_of(parameter).device
     numbers = torch.tensor(numbers_of(group, count), dtype=torch.float32, device=device)
     step_parameter(parameter, parameter.grad, state, numbers, rng_state_of(group["seed"], name, count, device))
+
+
+def check_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise a ValueError if a state dict has no coded moments of the optimizer's parameters."""
+    saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any("seed" not in group for group in state_dict["param_groups"]):
+        raise ValueError("the state dict is of another optimizer, without coded moments: start with new moments")
+    if len(saved) != len(parameters):
+        return  # torch says so
+    for i, parameter in zip(saved, parameters, strict=True):
+        state = state_dict["state"].get(i, {})
+        names = {"step", *(CODES if is_coded(parameter) else DENSE)}
+        if state and set(state) != names:
+            raise ValueError(
+                f"the state dict has {', '.join(sorted(map(str, state)))} of parameter {i}, whose moments in codes are "
+                f"{', '.join(sorted(names))}: start with new moments"
+            )
 
 
 def load_exactly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -27,7 +27,8 @@ class MemoryPlan:
         moments: AdamW's, in four bits, and float32 for small parameters.
         layer_inputs: what checkpointing keeps of all layers.
         work: the larger of two phases: the loss (one chunk's logits, and the gradient of the output layer), or the
-            backward of one layer (what it saves, its intermediate gradients, the gradient and values of a weight).
+            backward of one layer (what it saves, its intermediate gradients, the gradient and values of a weight; and
+            the gradient of an output layer that is tied to the embedding).
         reserve: what torch's allocator holds beyond that.
         context: CUDA's own memory.
     """
@@ -100,7 +101,9 @@ def plan_finetuning(model: nn.Module, tokens: int, *, loss_chunk: int = 512, on_
     head = max((2 * p.numel() for p in model.parameters() if id(p) not in coded and p.dim() >= 2), default=0)
     logits = min(loss_chunk, tokens) * config.vocab_size * (2 + 4 + 4 + 2)  # in bfloat16 and float32, and gradients
     weight = max((2 * p.numel() for p in model.parameters() if id(p) in coded), default=0)
-    work = max(head + logits + 3 * 2 * tokens * hidden, tokens * _bytes_of_layer(config, hidden, wide) + 2 * weight)
+    kept = head if _is_tied(model) else 0  # its gradient waits for that of the embedding, at the end
+    of_layer = tokens * _bytes_of_layer(config, hidden, wide) + 2 * weight + kept
+    work = max(head + logits + 3 * 2 * tokens * hidden, of_layer)
     reserve = (weights + moments + inputs + work) * (_RESERVE - 1)
     return MemoryPlan(int(weights), int(moments), inputs, work, int(reserve), _CONTEXT if on_cuda else 0)
 
@@ -112,6 +115,13 @@ def _bytes_of_layer(config: Any, hidden: int, wide: int) -> int:
     queries = head * config.num_attention_heads
     norms = 2 * (4 + 2 + 2) * hidden  # float32 and bfloat16 copies
     return norms + 4 * queries + 4 * keys + 8 * wide + 4 * wide
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Return whether the output layer's weight is that of the embedding."""
+    parts = [getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    embedding, head = (getattr(part, "weight", None) for part in parts)
+    return embedding is not None and embedding is head
 
 
 def _linears_of_layers(model: nn.Module) -> set[int]:

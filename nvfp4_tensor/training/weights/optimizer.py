@@ -221,7 +221,8 @@ def _check_group(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -> N
         if isinstance(getattr(parameter, "_local_tensor", None), NVFP4Tensor):
             raise ValueError(
                 f"{name} is a shard of an NVFP4 weight, and a write would change the scale of all shards: train it in "
-                "bfloat16 with NVFP4TrainingConfig and nvfp4_tensor.distributed.enable_nvfp4_all_gather"
+                "bfloat16 with NVFP4TrainingConfig and nvfp4_tensor.distributed.enable_nvfp4_all_gather, or with "
+                "states='nvfp4', which keeps that scale"
             )
         if isinstance(parameter, NVFP4Tensor):
             check_writable(parameter, name)

@@ -1,7 +1,9 @@
 """NVFP4AdamW and NVFP4Optimizer(states="nvfp4"): training, resuming, steps inside the backward, errors."""
 
 import copy
+import gc
 import io
+import weakref
 
 import numpy as np
 import pytest
@@ -137,6 +139,19 @@ def test_a_step_in_the_backward_is_a_step_after_it(kind):
             optimizer.step()
             optimizer.zero_grad()
     assert torch.equal(bits(nets[0]), bits(nets[1]))
+
+
+def test_a_step_in_the_backward_keeps_nothing_alive():
+    """A hook that holds its optimizer would keep all weights and moments of a model that is gone."""
+    net = make("codes")
+    optimizer = NVFP4AdamW(net.parameters(), lr=1e-3)
+    optimizer.step_in_backward()
+    backward(net)
+    optimizer.step()
+    left = [weakref.ref(net[0].weight), weakref.ref(optimizer.state[net[0].weight]["ratio_codes"])]
+    del net, optimizer
+    gc.collect()
+    assert all(reference() is None for reference in left)
 
 
 def test_tied_weights_step_once_in_the_backward():
@@ -276,6 +291,30 @@ def test_options_that_do_not_fit_coded_states(options, message):
 def test_parameters_that_do_not_fit(parameter, message):
     with pytest.raises(ValueError, match=message):
         NVFP4AdamW([parameter])
+
+
+def test_states_of_other_optimizers_are_refused():
+    net, again = make(torch.float32), make(torch.float32)
+    dense = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    train(net, dense, 1)
+    with pytest.raises(ValueError, match="of another optimizer, without coded moments"):
+        NVFP4AdamW(again.parameters()).load_state_dict(dense.state_dict())
+    coded = NVFP4AdamW(net.parameters())
+    train(net, coded, 1)
+    state = coded.state_dict()
+    state["state"][0] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(64, 48), "exp_avg_sq": torch.zeros(64, 48)}
+    with pytest.raises(ValueError, match="has exp_avg, exp_avg_sq, step of parameter 0, whose moments in codes are"):
+        NVFP4AdamW(again.parameters()).load_state_dict(state)
+
+
+def test_what_a_group_asks_for_is_not_ignored():
+    with pytest.raises(ValueError, match="do not support maximize=True"):
+        NVFP4AdamW([{"params": make(torch.float32).parameters(), "maximize": True}])
+    embedding = nn.Embedding(64, 32, sparse=True)
+    optimizer = NVFP4AdamW(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="need dense gradients"):
+        optimizer.step()
 
 
 def test_tiles_are_refused():

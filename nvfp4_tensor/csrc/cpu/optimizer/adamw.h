@@ -53,17 +53,27 @@ struct BlockRandom {
     for (int i = 0; i < 4; ++i) store(word[i], words.word[i]);
   }
 
-  // Bits [8 (e + first), 8 (e + first) + 32) for lane e.
-  I windows(int block, int first = 0) const {
-    uint8_t bytes[36];
+  // Bits [8e, 8e + 16) for lane e.
+  I windows(int block) const {
+    uint8_t bytes[20];
     const uint32_t words[4] = {uint32_t(word[0][block]), uint32_t(word[1][block]), uint32_t(word[2][block]),
                                uint32_t(word[3][block])};
     std::memcpy(bytes, words, 16);
-    std::memcpy(bytes + 16, words, 16);
-    std::memcpy(bytes + 32, words, 4);
+    std::memcpy(bytes + 16, words, 4);
     alignas(64) int32_t out[16];
-    for (int e = 0; e < 16; ++e) std::memcpy(out + e, bytes + first + e, 4);
-    return load(out);
+    for (int e = 0; e < 16; ++e) std::memcpy(out + e, bytes + e, 4);
+    return bit_and(load(out), set(0xFFFF));
+  }
+
+  // The lower 24 bits of word e / 4 + further, rotated to the right by 8 (e % 4 + 1), for lane e.
+  I rotations(int block, int further) const {
+    alignas(64) int32_t out[16];
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t x = uint32_t(word[(i + further) % 4][block]);
+      for (int byte = 0; byte < 3; ++byte) out[4 * i + byte] = int32_t(x >> 8 * (byte + 1) | x << 8 * (3 - byte));
+      out[4 * i + 3] = int32_t(x);
+    }
+    return bit_and(load(out), set(0xFFFFFF));
   }
 };
 
@@ -92,8 +102,8 @@ inline I signed_codes(I code, F value) {
   return bit_or(bit_and(code, set(7)), bit_and(shift_right<28>(bits(value)), set(8)));
 }
 
-// The new r = m / root(v); the moments to their next ones. r16s: 16 random bits of r, r32s: 32 of v.
-inline F next_moments(F g, const BlockMoments& at, const AdamwNumbers& n, const TensorScale& ratio, I r16s, I r32s) {
+// The new r = m / root(v); the moments to their next ones. Random bits: 16 of r, 24 of v, whose upper 16 count.
+inline F next_moments(F g, const BlockMoments& at, const AdamwNumbers& n, const TensorScale& ratio, I of_r, I of_v) {
   const int old_top = *at.v_exponent, least = int(n.least_exponent);
   const I old = old_top == kNotFiniteExponent ? set(old_top) : max(sub(set(old_top), load_nibbles(at.v)), set(0));
   const float s = e4m3_value(std::min<uint8_t>(*at.r_scale, kE4M3Nan));
@@ -102,8 +112,9 @@ inline F next_moments(F g, const BlockMoments& at, const AdamwNumbers& n, const 
   const F m = add(mul(set(n.beta1), decoded), mul(set(n.rest1), g));
   const F v = add(mul(set(n.beta2), as_float(shift_left<23>(old))), mul(mul(set(n.rest2), g), g));
   const I v_bits = bit_and(bits(v), set(0x7FFFFFFF));
-  I exponent = max(shift_right<23>(add(v_bits, shift_right<9>(r32s))), set(least));
-  exponent = select(greater(v_bits, set(kInfBits - 1)), set(kNotFiniteExponent), exponent);
+  const I draws = shift_left<7>(shift_right<8>(of_v));
+  I exponent = max(shift_right<23>(add(v_bits, draws)), set(least));  // of NaN it is 255 or 256
+  exponent = select(greater(exponent, set(kLargestExponent)), set(kNotFiniteExponent), exponent);
   const int top = largest_lane(exponent);
   *at.v_exponent = uint8_t(top);
   if (__builtin_expect(top == kNotFiniteExponent, 0)) {
@@ -123,7 +134,7 @@ inline F next_moments(F g, const BlockMoments& at, const AdamwNumbers& n, const 
     return r;
   }
   const F y = mul(r, set(ratio.block_encode(e4m3_value(*at.r_scale))));
-  store_nibbles(at.r, signed_codes(round_to_code<Rounding::kStochastic16>(y, r16s), r));
+  store_nibbles(at.r, signed_codes(round_to_code<Rounding::kStochastic16>(y, of_r), r));
   return r;
 }
 
@@ -154,34 +165,38 @@ inline void store_elements(Bf16* to, F w, I r16s, int count) {
   std::memcpy(to, each, count * sizeof(uint16_t));
 }
 
-// The codes of 0 <= y <= 6 with 32 random bits: the lower 16 decide whether the 16-bit count of the upper ones is one
-// more.
-inline I round_to_code_32(F y, I r32s) {
-  const F binade = grid_binade(y), per_cell = mul(as_float(sub(set(254 << 23), bits(binade))), set(float(2 << 16)));
-  const auto count = [](I fixed) { return sub(bit_and(fixed, set(0x7FFFFF)), set(6 << 16)); };
-  const I fixed = fixed_point<16>(binade, y);
-  const F rest = sub(mul(y, per_cell), to_float(count(fixed)));
-  const I low = bit_and(count(fixed_point<16>(set(1.0f), mul(rest, set(0.5f)))), set(0xFFFE));
-  const I carry = shift_right<16>(add(low, bit_and(r32s, set(0xFFFF))));
-  const I steps = add(add(fixed, shift_right<16>(r32s)), carry);
-  return code_bits(shift_right<16>(steps), steps);
+// Codes of magnitude * inverse, at most 6, in whole steps of 2^-22, with 24 random bits. The exact product is cut off:
+// one ulp less than the rounded one where that is above it. Likewise 1 + y, whose bits count in steps of 2^-23.
+inline I round_to_code_24(F magnitude, float inverse, I random) {
+  const F rounded = mul(magnitude, set(inverse)), rest = fma(magnitude, set(inverse), sub(set(0.0f), rounded));
+  const I above = bit_and(select(less(rest, set(0.0f)), set(1), set(0)), set(1));
+  const F y = min(as_float(sub(bits(rounded), above)), set(kE2M1Max));
+  const F plus_one = add(y, set(1.0f));
+  const I too_much = select(less(y, sub(plus_one, set(1.0f))), set(1), set(0));
+  const I below_one = sub(sub(bits(plus_one), set(127 << 23)), too_much);
+  const I c = select(less(y, set(1.0f)), below_one, sub(bits(y), set(126 << 23)));
+  return shift_right<24>(add(shift_left<2>(c), random));
 }
 
-inline void step_codes(uint8_t* codes, uint8_t* scale, F r, float decay, float step_size, uint32_t growth, I r32s) {
-  const float old = e4m3_value(std::min<uint8_t>(*scale, kE4M3Nan));
-  const F w = mul(e2m1_values(load_nibbles(codes)), set(old));
+inline void step_codes(uint8_t* codes, uint8_t* scale, F r, float decay, float step_size, uint32_t growth, I random) {
+  const uint8_t old_bits = std::min<uint8_t>(*scale, kE4M3Nan);
+  const float old = e4m3_value(old_bits);
+  const F w = mul(e2m1_values(load_nibbles(codes)), set(old * kShrunk));
   const F next = sub(mul(set(decay), w), mul(set(step_size), r));
-  const F magnitude = abs(next);
-  const GrownScale grown = next_scale(*scale, old, bits_float(uint32_t(largest_lane(bits(magnitude)))), growth);
+  F magnitude = mul(abs(next), set(kGrown));
+  const float largest = bits_float(uint32_t(largest_lane(bits(magnitude))));
+  const GrownScale grown = next_scale(old_bits, old, reciprocal(old), largest, growth);
   *scale = grown.bits;
   if (grown.bits == kE4M3Nan || grown.bits == 0) {
     store_nibbles(codes, grown.bits ? set(0) : bit_and(shift_right<28>(bits(next)), set(8)));
     return;
   }
-  const F bound = set(grown.bound), beyond = sub(magnitude, bound);
-  const F kept = mul(select(less(set(0.0f), beyond), beyond, set(0.0f)), set(grown.kept));
-  const F y = min(div(add(min(magnitude, bound), kept), set(grown.scale)), set(kE2M1Max));
-  store_nibbles(codes, signed_codes(round_to_code_32(y, r32s), next));
+  if (grown.kept > 0.0f) {
+    const F bound = set(grown.bound), beyond = sub(magnitude, bound);
+    const F kept = mul(select(less(set(0.0f), beyond), beyond, set(0.0f)), set(grown.kept));
+    magnitude = add(min(magnitude, bound), kept);
+  }
+  store_nibbles(codes, signed_codes(round_to_code_24(magnitude, reciprocal(grown.scale), random), next));
 }
 
 // --- the parameter ---------------------------------------------------------------------------------------------------
@@ -192,22 +207,20 @@ void step_blocks(const AdamwStep& a, int64_t begin, int64_t end, Weight weight) 
   std::memcpy(&n, a.hyper, sizeof n);
   int64_t random[2];
   std::memcpy(random, a.rng_state, sizeof random);
-  const RandomKey moment_key = RandomKey::of(random[0], random[1], kMomentStream);
-  const RandomKey weight_key = RandomKey::of(random[0], random[1], kWeightStream);
+  const RandomKey key = RandomKey::of(random[0], random[1], kMomentStream);
   const TensorScale ratio = TensorScale::of(kRatioAmax, kE4M3Max);
   for (int64_t first = begin; first < end; first += kGroupBlocks) {
-    const BlockRandom of_moments(uint64_t(a.first_block + first), moment_key);
-    const BlockRandom of_weight(uint64_t(a.first_block + first), weight_key);
+    const BlockRandom random_words(uint64_t(a.first_block + first), key);
     int64_t row = first / a.blocks, column = first % a.blocks;
     for (int lane = 0; lane < std::min<int64_t>(kGroupBlocks, end - first); ++lane) {
       const int64_t block = first + lane, element = row * a.columns + column * kBlock;
       const int count = int(std::min<int64_t>(kBlock, a.columns - column * kBlock));
-      const I windows = of_moments.windows(lane), r16s = bit_and(windows, set(0xFFFF));
       const F g = mul(load_elements(static_cast<const G*>(a.grad) + element, count), set(n.grad_scale));
       const BlockMoments at{a.r + block * 8, a.r_scale + block, a.v + block * 8, a.v_exponent + block};
-      const F r = next_moments(g, at, n, ratio, r16s, of_moments.windows(lane, kSecondMomentElement));
-      const uint32_t growth = uint32_t(of_moments.word[0][lane]) & 0xFFFF;
-      weight(n, r, row, column, element, count, growth, of_weight.windows(lane));
+      const F r = next_moments(g, at, n, ratio, random_words.windows(lane),
+                               random_words.rotations(lane, kSecondMomentWord));
+      const uint32_t growth = uint32_t(random_words.word[0][lane]) & 0xFFFF;
+      weight(n, r, row, column, element, count, growth, random_words.rotations(lane, kWeightWord));
       if (++column == a.blocks) column = 0, ++row;
     }
   }
@@ -216,10 +229,10 @@ void step_blocks(const AdamwStep& a, int64_t begin, int64_t end, Weight weight) 
 template <typename G, typename W>
 void step_dense(const AdamwStep& a, int64_t begin, int64_t end) {
   step_blocks<G>(a, begin, end,
-                 [&](const AdamwNumbers& n, F r, int64_t, int64_t, int64_t element, int count, uint32_t, I r32s) {
+                 [&](const AdamwNumbers& n, F r, int64_t, int64_t, int64_t element, int count, uint32_t, I random) {
                    W* w = static_cast<W*>(a.weight) + element;
                    const F next = sub(mul(set(n.decay), load_elements(w, count)), mul(set(n.step_size), r));
-                   store_elements(w, next, bit_and(r32s, set(0xFFFF)), count);
+                   store_elements(w, next, shift_right<8>(random), count);
                  });
 }
 
@@ -231,10 +244,10 @@ void step(const AdamwStep& a, int64_t begin, int64_t end) {
   }
   const int64_t column_tiles = ceil_div(a.blocks, kTileColumns);
   step_blocks<G>(a, begin, end,
-                 [&](const AdamwNumbers& n, F r, int64_t row, int64_t column, int64_t, int, uint32_t growth, I r32s) {
+                 [&](const AdamwNumbers& n, F r, int64_t row, int64_t column, int64_t, int, uint32_t growth, I random) {
                    uint8_t* codes = static_cast<uint8_t*>(a.weight) + (row * a.blocks + column) * 8;
                    uint8_t* scale = a.scale + scale_offset(uint32_t(row), uint32_t(column), uint32_t(column_tiles));
-                   step_codes(codes, scale, r, n.decay, n.step_size / *a.per_tensor_scale, growth, r32s);
+                   step_codes(codes, scale, r, n.decay, n.step_size / *a.per_tensor_scale * kShrunk, growth, random);
                  });
 }
 

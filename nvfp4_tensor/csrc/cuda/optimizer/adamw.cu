@@ -2,7 +2,7 @@
 // one thread a block, one pass, nothing but the parameter's own bytes.
 //
 // With a bfloat16 weight and gradient 8.25 bytes an element move, with codes 5.4, so what an element costs in
-// instructions decides: powers of two as second moments make square roots and divisions shifts.
+// instructions decides, and most of all in those of logic, shifts and minima, whose pipe takes one every other cycle.
 #include "cuda/block/block.cuh"
 #include "cuda/block/decode.cuh"
 #include "cuda/optimizer/kernels.h"
@@ -16,15 +16,12 @@ __device__ __forceinline__ AdamwNumbers load_numbers(const float* hyper) {
   return {hyper[0], hyper[1], hyper[2], hyper[3], hyper[4], hyper[5], hyper[6], hyper[7]};
 }
 
-// r16 of an element in the low half, PRMTs of its block's words.
-__device__ __forceinline__ uint32_t low_draw(const Words4& words, int element) {
-  const uint32_t byte = element % 4, word = words.word[element / 4], next = words.word[(element / 4 + 1) % 4];
-  if (byte < 3) return __byte_perm(word, 0, 0x4400u | (byte + 1) << 4 | byte);
-  return __byte_perm(__byte_perm(word, next, 0x0043), 0, 0x4410u);
-}
-
-__device__ __forceinline__ uint32_t draw32(const Words4& words, int element) {
-  return __funnelshift_r(words.word[element / 4 % 4], words.word[(element / 4 + 1) % 4], 8 * (element % 4));
+// Of an element's word so many further on, rotated by whole bytes: the lower 24 bits, or the upper 16 of those.
+template <int bits>
+__device__ __forceinline__ uint32_t rotated_draw(const Words4& words, int element, int further) {
+  const uint32_t word = words.word[(element / 4 + further) % 4], byte = element % 4;
+  const uint32_t low = (byte + 1) % 4, middle = (byte + 2) % 4, high = (byte + 3) % 4;
+  return __byte_perm(word, 0, bits == 24 ? 0x4000u | high << 8 | middle << 4 | low : 0x4400u | high << 4 | middle);
 }
 
 struct Moments {
@@ -34,6 +31,62 @@ struct Moments {
 
 __device__ __forceinline__ uint32_t half_of(const uint2& word, int i) { return i < 8 ? word.x : word.y; }
 
+// The root of a power of two. Hopper's approximation is exact for all of them (compared), and one instruction of a pipe
+// that is idle otherwise, where half_power is four. Its approximation of 1 / sqrt is not.
+__device__ __forceinline__ float root_of_power(float v) {
+#if __CUDA_ARCH__ == 900
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(v));
+  return root;
+#else
+  return root_of(static_cast<int>(float_bits(v) >> 23));
+#endif
+}
+
+// top - 2^23 times nibble i, by a multiplication: its pipe is less busy than that of shifts.
+__device__ __forceinline__ uint32_t below_top(uint32_t top, const uint2& nibbles, int i) {
+  const uint32_t shift = 4 * (i % 8), word = i % 8 < 6 ? half_of(nibbles, i) : half_of(nibbles, i) >> 8;
+  const uint32_t at = i % 8 < 6 ? shift : shift - 8;
+  uint32_t bits;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(bits) : "r"(word & (15u << at)), "r"(0u - (1u << (23 - at))), "r"(top));
+  return bits;
+}
+
+// The bits of x and draw times scale, which the pipe of multiplications adds.
+__device__ __forceinline__ uint32_t scaled_sum(uint32_t draw, uint32_t scale, float x) {
+  uint32_t sum;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(draw), "r"(scale), "r"(float_bits(x)));
+  return sum;
+}
+
+// Eight codes in top bytes to 32 bits, element 0 lowest.
+__device__ __forceinline__ uint32_t pack_top_bytes(const uint32_t (&t)[8]) {
+  const auto four = [&](int i) {
+    return __byte_perm(__byte_perm(t[i], t[i + 2], 0x0073), __byte_perm(t[i + 4], t[i + 6], 0x0073), 0x5410);
+  };
+  return four(1) * 16u + four(0);
+}
+
+// The codes of r, none of which is clipped.
+__device__ __forceinline__ uint32_t encode_ratios(const Elements<float, kBlock>& r, int first, float enc,
+                                                  const Words4& words) {
+  uint32_t t[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    t[i] = stochastic_bits(mul(r.magnitude(first + i), enc), draw_of<Fast::kStochastic16>(words, first + i));
+  }
+  return pack_top_bytes(t) | r.signs(first);
+}
+
+__device__ __forceinline__ float largest_magnitude(const Elements<float, kBlock>& x) {
+  float most = fabsf(bits_float(x.word[0]));
+#pragma unroll
+  for (int i = 1; i < kBlock; ++i) {
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(most), "f"(fabsf(bits_float(x.word[i]))));
+  }
+  return most;
+}
+
 // g to r = m / root(v), the moments to their next ones.
 __device__ __forceinline__ void next_moments(const float (&g)[kBlock], Moments& moments, const AdamwNumbers& n,
                                              const TensorScale& ratio, const float* enc, const Words4& words,
@@ -42,40 +95,47 @@ __device__ __forceinline__ void next_moments(const float (&g)[kBlock], Moments& 
   const uint2 below = lost ? make_uint2(0, 0) : moments.v;
   // The scale times 2^126, of decoding codes, and 2^-7; at most 1.75 * 2^127.
   const float factor = mul(e4m3_value(static_cast<uint8_t>(min(moments.r_scale, uint32_t{kE4M3Nan}))), 0x1p119f);
-  const int old_top = static_cast<int>(moments.v_exponent), least = static_cast<int>(n.least_exponent);
+  const uint32_t old_top = moments.v_exponent << 23, least = static_cast<uint32_t>(n.least_exponent) + 1 << 23;
+  // The new v is computed twice as large: the complement of its exponent e + 1 is then 254 - e, which is that of 1 / v.
+  AdamwNumbers doubled = n;
+  doubled.beta2 = mul(2.0f, n.beta2), doubled.rest2 = mul(2.0f, n.rest2);
   float m[kBlock];
-  int exponent[kBlock], top = least;
+  uint32_t v[kBlock], top = least;
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const int old = max(old_top - static_cast<int>(half_of(below, i) >> (4 * (i % 8)) & 15u), 0);
+    const float old = bits_float(below_top(old_top, below, i));
     const float decoded = mul(biased_value(half_of(moments.r, i), i % 8), factor);
-    m[i] = next_first_moment(mul(decoded, root_of(old)), g[i], n);
-    const float v = next_second_moment(bits_float(static_cast<uint32_t>(old) << 23), g[i], n);
-    exponent[i] = static_cast<int>((float_bits(v) + (draw32(words, i + kSecondMomentElement) >> 9)) >> 23);
-    top = max(top, exponent[i]);
+    m[i] = next_first_moment(mul(decoded, root_of_power(old)), g[i], n);
+    v[i] = scaled_sum(rotated_draw<16>(words, i, kSecondMomentWord), 128, next_second_moment(old, g[i], doubled));
+    top = max(top, v[i]);  // of NaN it is above infinity
   }
-  const bool finite = top < kNotFiniteExponent;
-  const int cap = min(top - least, kMostBelow);
-  uint32_t packed[2] = {0, 0};
+  const bool finite = top < 0x7F800000u;
+  top &= 0x7F800000u;
+  const uint32_t floor = max(least, top - min(top, uint32_t{kMostBelow} << 23)), lost_bits = finite ? 0u : 0x7FFFFFFFu;
+  uint64_t inverses[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const int distance = min(top - exponent[i], cap);
-    packed[i / 8] += static_cast<uint32_t>(distance) << (4 * (i % 8));
-    r.word[i] = float_bits(mul(m[i], half_power(381 - top + distance)));
+    const uint32_t inverse = (~max(v[i], floor) & 0x7F800000u) | lost_bits;  // a NaN where the block is lost
+    inverses[i / 8] += wide_product(inverse, 1u << 4 * (i % 8));             // from bit 23 on
+    r.word[i] = float_bits(mul(m[i], root_of_power(bits_float(inverse))));
   }
-  moments.v = make_uint2(packed[0], packed[1]);
-  moments.v_exponent = static_cast<uint32_t>(top);
-  if (!finite) {
-    moments.v = make_uint2(0, 0), moments.v_exponent = kNotFiniteExponent;
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) r.word[i] = 0x7FFFFFFFu;
-  }
-  const uint8_t s_bits = scale_from_bits<float>(r.amax_bits(), ratio.sixth, ScaleRounding::kUp);
+  top >>= 23;
+  const uint32_t most_below = (255u - top) * 0x11111111u;
+  moments.v_exponent = top - 1;
+  moments.v = make_uint2(static_cast<uint32_t>(inverses[0] >> 23) - most_below,
+                         static_cast<uint32_t>(inverses[1] >> 23) - most_below);
+  if (!finite) moments.v = make_uint2(0, 0), moments.v_exponent = kNotFiniteExponent;
+  const float most = largest_magnitude(r);
+  const uint8_t s_bits = scale_from_bits<float>(float_bits(most) & 0x7FFFFFFFu, ratio.sixth, ScaleRounding::kUp);
   moments.r_scale = s_bits;
   const float encode = enc[s_bits];
-  moments.r = make_uint2(encode8_software<Fast::kStochastic16>(r, 0, encode, words),
-                         encode8_software<Fast::kStochastic16>(r, 8, encode, words));
-  if (s_bits == kE4M3Nan) moments.r = make_uint2(0, 0);
+  if (most <= kRatioAmax) {
+    moments.r = make_uint2(encode_ratios(r, 0, encode, words), encode_ratios(r, 8, encode, words));
+  } else {
+    moments.r = make_uint2(encode8_software<Fast::kStochastic16>(r, 0, encode, words),
+                           encode8_software<Fast::kStochastic16>(r, 8, encode, words));
+    if (s_bits == kE4M3Nan) moments.r = make_uint2(0, 0);
+  }
 }
 
 // Elements of a block that may end before its 16th.
@@ -136,14 +196,15 @@ __device__ __forceinline__ void step_dense(Elements<W, kBlock>& w, const Element
   } else if (not_finite == 0.0f) {
 #pragma unroll
     for (int i = 0; i < kBlock; i += 2) {
-      w.word[i / 2] = __byte_perm(float_bits(next[i]) + low_draw(words, i),
-                                  float_bits(next[i + 1]) + low_draw(words, i + 1), 0x7632);
+      w.word[i / 2] = __byte_perm(float_bits(next[i]) + rotated_draw<16>(words, i, kWeightWord),
+                                  float_bits(next[i + 1]) + rotated_draw<16>(words, i + 1, kWeightWord), 0x7632);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kBlock; i += 2) {
-      w.word[i / 2] = stochastic_bfloat16(next[i], low_draw(words, i)) |
-                      static_cast<uint32_t>(stochastic_bfloat16(next[i + 1], low_draw(words, i + 1))) << 16;
+      w.word[i / 2] =
+          stochastic_bfloat16(next[i], rotated_draw<16>(words, i, kWeightWord)) |
+          static_cast<uint32_t>(stochastic_bfloat16(next[i + 1], rotated_draw<16>(words, i + 1, kWeightWord))) << 16;
     }
   }
 }
@@ -152,14 +213,13 @@ struct Kernel {
   AdamwNumbers n;
   TensorScale ratio;
   const float* enc;
-  RandomKey moment_key, weight_key;
+  RandomKey key;
 
   __device__ __forceinline__ explicit Kernel(const AdamwStep& a)
       : n(load_numbers(a.hyper)),
         ratio(TensorScale::of(kRatioAmax, kE4M3Max)),
         enc(encode_table(ratio)),
-        moment_key(RandomKey::of(a.rng_state[0], a.rng_state[1], kMomentStream)),
-        weight_key(RandomKey::of(a.rng_state[0], a.rng_state[1], kWeightStream)) {}
+        key(RandomKey::of(a.rng_state[0], a.rng_state[1], kMomentStream)) {}
 
   __device__ __forceinline__ static Moments load(const AdamwStep& a, int64_t block) {
     return {reinterpret_cast<const uint2*>(a.r)[block], reinterpret_cast<const uint2*>(a.v)[block], a.r_scale[block],
@@ -184,7 +244,7 @@ struct Kernel {
 };
 
 template <typename G, typename W, bool whole>
-__global__ void __launch_bounds__(kThreads, 3) adamw_dense(const AdamwStep a) {
+__global__ void __launch_bounds__(kThreads, sizeof(W) == 2 && whole ? 4 : 3) adamw_dense(const AdamwStep a) {
   const Kernel kernel(a);
   const int64_t total = a.rows * a.blocks, stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t block = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; block < total; block += stride) {
@@ -200,37 +260,51 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_dense(const AdamwStep a) {
     Moments moments = Kernel::load(a, block);
     const uint64_t number = static_cast<uint64_t>(a.first_block + block);
     Elements<float, kBlock> r;
-    kernel.moments_of(grad, moments, kernel.moment_key.block_words(number), r);
+    const Words4 words = kernel.key.block_words(number);
+    kernel.moments_of(grad, moments, words, r);
     Kernel::store(a, block, moments);
-    Words4 words{};
-    if constexpr (sizeof(W) == 2) words = kernel.weight_key.block_words(number);
     step_dense<W>(w, r, kernel.n, words);
     store_elements<W, whole>(static_cast<W*>(a.weight) + element, w, count);
   }
 }
 
-// 0 <= y <= 6 to a code 0..7: round_e2m1_32 by the encoding of 2^-126 y (cuda/block/round.cuh), whose bits from 22 on
-// are the code, and those below the fraction. Below 1, where they would be subnormal, the fraction is that of 2 y.
-__device__ __forceinline__ uint32_t code32(float y, uint32_t r32) {
-  float encoded;
-  asm("mul.rz.sat.f32 %0, %1, 0f00800000;" : "=f"(encoded) : "f"(y));
-  const uint32_t bits = float_bits(encoded);
-  const uint32_t fraction = y < 1.0f ? __float2uint_rz(mul(y, 4294967296.0f)) << 1 : bits << 10;
-  return (bits >> 22) + (fraction + r32 < r32);
+// 1 / s of every block scale, in shared memory.
+__device__ __forceinline__ const float* reciprocal_table() {
+  __shared__ float table[128];
+  if (threadIdx.x < 128) {
+    table[threadIdx.x] = threadIdx.x ? reciprocal(e4m3_value(static_cast<uint8_t>(threadIdx.x))) : 0.0f;
+  }
+  __syncthreads();
+  return table;
 }
 
-// n / s, correctly rounded: enc is 1 / s rounded, and s has four bits.
-__device__ __forceinline__ float exact_quotient(float n, float s, float enc) {
-  const float q = mul(n, enc);
-  return __fmaf_rn(__fmaf_rn(-q, s, n), enc, q);
+// Weights are computed times 2^-60 (kShrunk), so that multiplying by 1 / s times 2^-66 ends in the encoding of 2^-126 y
+// (cuda/block/round.cuh), whose bits from 22 on are the code: the product is cut off once, at 2^-22 of a step.
+constexpr float kToEncoding = 0x1p-66f;
+
+__device__ __forceinline__ uint32_t code_of(float shrunk, float inverse, uint32_t draw24) {
+  float v;
+  asm("mul.rz.sat.f32 %0, %1, %2;" : "=f"(v) : "f"(fabsf(shrunk)), "f"(inverse));
+  return float_bits(v) * 4u + draw24;
+}
+
+__device__ __forceinline__ uint32_t encode_weights(const Elements<float, kBlock>& w, int first, float inverse,
+                                                   const Words4& words) {
+  uint32_t t[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    t[i] = code_of(bits_float(w.word[first + i]), inverse, rotated_draw<24>(words, first + i, kWeightWord));
+  }
+  return pack_codes<Fast::kStochastic16>(t) | w.signs(first);
 }
 
 template <typename G, bool whole>
 __global__ void __launch_bounds__(kThreads, 3) adamw_codes(const AdamwStep a) {
   const Kernel kernel(a);
+  const float* reciprocals = reciprocal_table();
   const uint32_t blocks = static_cast<uint32_t>(a.blocks);
   const uint32_t column_tiles = static_cast<uint32_t>(ceil_div(a.blocks, kTileColumns));
-  const float step_size = div(kernel.n.step_size, *a.per_tensor_scale), decay = mul(kernel.n.decay, 256.0f);
+  const float step_size = mul(div(kernel.n.step_size, *a.per_tensor_scale), kShrunk);
   for (Walk at(a.rows, a.blocks); at.inside(); at.step()) {
     const int64_t block = static_cast<int64_t>(at.row) * blocks + at.column;
     const uint32_t count = whole ? kBlock : min(static_cast<uint32_t>(a.columns) - at.column * kBlock, 16u);
@@ -239,37 +313,31 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_codes(const AdamwStep a) {
     Moments moments = Kernel::load(a, block);
     const uint2 codes = static_cast<const uint2*>(a.weight)[block];
     uint8_t* scale = a.scale + scale_offset(at.row, at.column, column_tiles);
-    const uint8_t old_bits = *scale;
-    const uint64_t number = static_cast<uint64_t>(a.first_block + block);
-    const Words4 moment_words = kernel.moment_key.block_words(number);
+    const uint8_t old_bits = min(uint32_t{*scale}, uint32_t{kE4M3Nan});
+    const Words4 words = kernel.key.block_words(static_cast<uint64_t>(a.first_block + block));
     Elements<float, kBlock> next;
-    kernel.moments_of(grad, moments, moment_words, next);
+    kernel.moments_of(grad, moments, words, next);
     Kernel::store(a, block, moments);
-    const float old = e4m3_value(static_cast<uint8_t>(min(uint32_t{old_bits}, uint32_t{kE4M3Nan})));
-    const float factor = mul(old, 0x1p118f);  // times 2^126, in two steps: 448 * 2^126 is beyond float32
+    const float old = e4m3_value(old_bits), factor = mul(old, 0x1p66f);  // 2^126 of decoding, times kShrunk
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       const float w = mul(biased_value(half_of(codes, i), i % 8), factor);
-      next.word[i] = float_bits(stepped(w, bits_float(next.word[i]), decay, step_size));
+      next.word[i] = float_bits(stepped(w, bits_float(next.word[i]), kernel.n.decay, step_size));
     }
-    const GrownScale grown = next_scale(old_bits, old, bits_float(next.amax_bits()), random16(moment_words, 0));
-    const Words4 words = kernel.weight_key.block_words(number);
-    const float enc = grown.scale > 0.0f ? reciprocal(grown.scale) : 0.0f;
-    if (grown.kept > 0.0f) {  // rarely; what is clipped without growth, the limit of 6 below clips
+    const float largest = mul(largest_magnitude(next), kGrown);
+    const GrownScale grown = next_scale(old_bits, old, reciprocals[old_bits], largest, random16(words, 0));
+    if (grown.kept > 0.0f) {  // rarely; what is clipped without growth, the limit of code 7 clips
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) {
         const float n = bits_float(next.word[i]);
-        next.word[i] = float_bits(copysignf(fitted(fabsf(n), grown), n));
+        next.word[i] = float_bits(copysignf(mul(fitted(mul(fabsf(n), kGrown), grown), kShrunk), n));
       }
     }
-    uint32_t packed[2] = {next.signs(0), next.signs(8)};
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      const float y = fminf(exact_quotient(fabsf(bits_float(next.word[i])), grown.scale, enc), kE2M1Max);
-      packed[i / 8] += code32(y, draw32(words, i)) << (4 * (i % 8));
-    }
+    const float inverse = mul(reciprocals[grown.bits], kToEncoding);
     const bool lost = grown.bits == kE4M3Nan;
-    static_cast<uint2*>(a.weight)[block] = lost ? make_uint2(0, 0) : make_uint2(packed[0], packed[1]);
+    static_cast<uint2*>(a.weight)[block] = lost ? make_uint2(0, 0)
+                                                : make_uint2(encode_weights(next, 0, inverse, words),
+                                                             encode_weights(next, 8, inverse, words));
     *scale = grown.bits;
   }
 }
