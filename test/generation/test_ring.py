@@ -36,15 +36,12 @@ def natively(model):
 def write_as_a_graph(layer, keys, values):
     """One token, by the operators of a step."""
     buffers = layer.graph_buffers()
-    place = buffers.place(torch.tensor([layer.length], device=keys.device))
+    place = buffers.place_of(torch.tensor([layer.length], device=keys.device))
     batch, heads, _, size = keys.shape
     qkv = torch.cat([x.reshape(batch, heads * size) for x in (keys, keys, values)], dim=1)
-    ring = buffers.ring
-    q, oldest_key, oldest_value = torch.ops.nvfp4.place_one(
-        qkv, None, None, 0.0, 0.0, True, None, None, ring.keys, ring.values, place.ring, heads
-    )
+    q = buffers.place((qkv, None, None, 0.0, 0.0, True, None, None), place, heads)
     assert torch.equal(q, keys)
-    out = buffers.attend(q, oldest_key, oldest_value, place.lengths, size**-0.5, 0.0)
+    out = buffers.attend(q, place.lengths, size**-0.5, 0.0)
     layer.count_one()
     return out.view(batch, heads, 1, size)
 

@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kPlainThreads = 256;
 constexpr int kCombineThreads = 512;
-constexpr int kAtOnce = 9;      // partial results that a thread loads before the first is used
-constexpr int kBlockCost = 32;  // of a block, beside its tiles
+constexpr int kAtOnce = 9;  // partial results that a thread loads before the first is used
 constexpr int kMostSplits = 256;
+constexpr int kBlockCost = 32;  // of a block, beside its tiles
 
 // Any dtype and size. Grid (1 + splits, heads of keys x passes, batch).
 __global__ void __launch_bounds__(kPlainThreads) attend_plain_kernel(const __grid_constant__ AttendCodes p) {
@@ -43,8 +43,8 @@ struct Partial {
   }
 };
 
-// What blocks left, in one order: a group of threads, one an element, has every groups-th block, and the first group
-// adds up what groups have. Grid (heads x tokens, batch), blocks of (threads of a group, groups).
+// What blocks left, in one order: a group of threads, one an element, has every groups-th block,
+// and the first group adds up what groups have. Grid (heads x tokens, batch), blocks of (threads of a group, groups).
 __global__ void __launch_bounds__(kCombineThreads) combine_codes_kernel(const __grid_constant__ AttendCodes p) {
   __shared__ Partial of_group[kCombineThreads];
   const int kv_head = blockIdx.x / p.rows(), row = blockIdx.x % p.rows();
