@@ -121,6 +121,10 @@ auto for_kernel(const AttendCodes& p, Does does) {
     if (rows <= 8) return kernel(integral_constant<int, 64>{}, integral_constant<int, 2>{});
     return kernel(integral_constant<int, 64>{}, integral_constant<int, 4>{});
   }
+  if (p.key_size == 96) {
+    if (rows <= 4) return kernel(integral_constant<int, 96>{}, integral_constant<int, 1>{});
+    return kernel(integral_constant<int, 96>{}, integral_constant<int, 2>{});
+  }
   if (p.key_size == 128) {
     if (rows <= 4) return kernel(integral_constant<int, 128>{}, integral_constant<int, 1>{});
     return kernel(integral_constant<int, 128>{}, integral_constant<int, 2>{});
@@ -183,7 +187,7 @@ void launch(const AttendCodes& p, cudaStream_t stream) {
 
 int64_t plan_attend_codes(AttendCodes& p) {
   p.is_fast = p.dtype != Dtype::kFloat && p.key_size == p.value_size &&
-              (p.key_size == 64 || p.key_size == 128 || p.key_size == 256);
+              (p.key_size == 64 || p.key_size == 96 || p.key_size == 128 || p.key_size == 256);
   for_kernel(p, [&](auto dim, auto tiles) { plan<dim.value, tiles.value>(p); });
   const int64_t blocks = static_cast<int64_t>(p.batch) * p.kv_heads * p.passes * p.blocks();
   return blocks * p.partial_size();
