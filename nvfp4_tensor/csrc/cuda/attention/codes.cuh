@@ -31,10 +31,8 @@ struct Queries {
   uint32_t first[kWords];
   int warp, lane;
 
-  __device__ __forceinline__ Queries(const AttendCodes& p, const Place& at) {
-    warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    load(p, at, warp, first);
-  }
+  __device__ __forceinline__ Queries() : first{}, warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+  __device__ __forceinline__ void load_first(const AttendCodes& p, const Place& at) { load(p, at, warp, first); }
   __device__ __forceinline__ int element(int i) const { return kInPairs ? lane * kEach + i : 32 * i + lane; }
   __device__ __forceinline__ void load(const AttendCodes& p, const Place& at, int row,
                                        uint32_t (&words)[kWords]) const {
@@ -283,7 +281,11 @@ __global__ void __launch_bounds__(Shape<kDim, kTiles>::kThreads, Shape<kDim, kTi
   auto& shared = *reinterpret_cast<CodesShared<kDim, kTiles>*>(memory);
   const Place at(p);
   prefetch_dense<kDim>(p, at);
-  if (!p.is_settled) griddepcontrol_wait();
+  Queries<kDim, kTiles> queries;
+  if (!p.is_settled) {
+    griddepcontrol_wait();
+    queries.load_first(p, at);  // before copies of codes, which it would wait behind
+  }
   const Sight sight(p, at.b);
   const Mask mask(p, sight, p.front, sight.length);
   const TileShare share(p, mask.seen);
@@ -297,7 +299,7 @@ __global__ void __launch_bounds__(Shape<kDim, kTiles>::kThreads, Shape<kDim, kTi
   }
   griddepcontrol_wait();  // again, for what is not settled
   griddepcontrol_launch_dependents();
-  const Queries<kDim, kTiles> queries(p, at);
+  if (p.is_settled) queries.load_first(p, at);
   queries.place(p, at, shared);
   __syncthreads();
   Warp mine(shared, lane);
