@@ -14,8 +14,8 @@ The latest tokens, which get most of the attention, stay dense, and attention re
 With ``recent=0``, attention reads only quantized values, so results do not depend on how a prompt is split into chunks.
 
 With native kernels, attention reads codes where they are stored (``coded_states.py``, ``attention.py``); elsewhere, and
-where something else reads keys or values, a layer is decoded as a whole. With ``max_tokens``, codes never move, and a
-CUDA graph can write tokens (``ring.py``).
+where something else reads keys or values, a layer is decoded as a whole. With ``max_tokens``, codes stay where they are
+until there are more tokens, and a CUDA graph can write tokens (``ring.py``).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class NVFP4CacheLayer(DynamicLayer):
         sink: the number of first tokens that stay dense.
         rotate_keys: whether codes of keys are those of a Hadamard transform over the head dimension, which spreads
             channels with large values. Queries are transformed likewise, or decoded keys are transformed back.
-        max_tokens: the number of tokens to make room for at first, so that codes do not move until there are more.
-            None: room grows with the tokens.
+        max_tokens: the number of tokens to make room for at first, so that codes do not move until there are more:
+            then the room doubles. None: room grows with the tokens.
 
     Raises:
         ValueError: a spec with stochastic rounding, 16x16 blocks, a transform or row scales; a negative ``recent`` or
             ``sink``, or a ``max_tokens`` below 1.
     """
 
-    sink, rotate_keys, max_tokens = 0, False, None  # of earlier pickles
+    sink, rotate_keys, max_tokens, room = 0, False, None, 0  # of earlier pickles
     _ring: Ring | None = None
     _spare: tuple[tuple[CodedStates, ...], Ring | None] = (), None
 
@@ -85,6 +85,8 @@ class NVFP4CacheLayer(DynamicLayer):
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ValueError(f"max_tokens must be a number of tokens, 1 or more, got {max_tokens!r}")
         self.recent, self.sink, self.rotate_keys, self.max_tokens = recent, sink, rotate_keys, max_tokens
+        self.room = max_tokens or 0
+        """The tokens that codes have room for without moving, with ``max_tokens``."""
         self._reset()
 
     def _reset(self) -> None:
@@ -113,10 +115,8 @@ class NVFP4CacheLayer(DynamicLayer):
         super().lazy_initialization(key_states, value_states)
         self.batch, self.heads = key_states.shape[0], key_states.shape[1]
         self._pair = CodedStates(key_states, self.rotate_keys), CodedStates(value_states)
-        if self.max_tokens is None:
-            return
         for states, old in zip(self._pair, self._spare[0] or (None, None), strict=True):
-            states.reserve(self.max_tokens, old)
+            states.reserve(self.room, old)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (batch, heads, tokens, head_dim). Return all of them (batch, heads, length, head_dim).
@@ -135,6 +135,8 @@ class NVFP4CacheLayer(DynamicLayer):
             )
         keys, values = self._states
         self.length += key_states.shape[-2]
+        if self.max_tokens is not None and self.length > self.room:
+            self._make_room()
         key_front, new_keys = keys.to_front(key_states, self.sink)
         value_front, new_values = values.to_front(value_states, self.sink)
         fronts = key_front, value_front
@@ -148,6 +150,13 @@ class NVFP4CacheLayer(DynamicLayer):
         for states, x in zip(self._states, fresh, strict=True):
             states.keep_latest(x, older)
         return result
+
+    def _make_room(self) -> None:
+        """Move the codes to where there is room for twice the tokens, or as many times as it takes."""
+        while self.room < self.length:
+            self.room = 2 * max(self.room, 1)
+        for states in self._pair:
+            states.reserve(self.room)
 
     def _all(self, fronts: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values: the first tokens, those in codes, and ``fresh``."""
@@ -163,13 +172,12 @@ class NVFP4CacheLayer(DynamicLayer):
     @property
     def is_steady(self) -> bool:
         """Whether a graph can write the next token: dense tokens are complete, and there is room without moving."""
-        if self.max_tokens is None or not self.recent or not self.is_initialized or self.length >= self.max_tokens:
+        if self.max_tokens is None or not self.recent or not self.is_initialized or self.length >= self.room:
             return False
         if self._ring is not None:
             return True
         return all(
-            (each.front.shape[2], each.latest.shape[2]) == (self.sink, self.recent)
-            and each.codes.shape[2] >= self.max_tokens
+            (each.front.shape[2], each.latest.shape[2]) == (self.sink, self.recent) and each.codes.shape[2] >= self.room
             for each in self._pair
         )
 

@@ -281,7 +281,7 @@ def capacity_of(cache: Any) -> int:
     """Return the number of tokens that all layers of the cache have room for."""
     layers: list[Any] = cache.layers
     if type(cache) is Cache:
-        return min(each.max_tokens for each in layers)
+        return min(each.room for each in layers)
     return min(each.capacity if type(each) is FixedLayer else each.max_cache_len for each in cache.layers)
 
 

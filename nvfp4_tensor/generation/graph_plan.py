@@ -132,7 +132,7 @@ class CodesStep:
     ) -> Tensor:
         """Return the logits; arguments as of :class:`NativeStep`."""
         rotations = self.plan.rotations(positions) if rotations is None else rotations
-        place = self.buffers[0].place(position)
+        place = self.buffers[0].place_of(position)
         return self.plan.run(tokens.flatten(), place, rotations, self.buffers, self.buffers)
 
     def release(self) -> None:

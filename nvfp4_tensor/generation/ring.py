@@ -1,13 +1,13 @@
 """The latest tokens of a cache's layer in a ring, which a CUDA graph writes to: buffers that stay where they are.
 
 Token p behind the front is in slot p % (recent + 1). A step at position p writes its token, attends to the codes of all
-tokens that are not in the ring and to the ring, and then quantizes the oldest token of the ring, which the next step
+tokens that are not in the ring and to the ring, and quantizes the oldest token of the ring, which the next step
 overwrites. What a step writes depends on its position alone, so that it may run again.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,23 +67,40 @@ class GraphBuffers(NamedTuple):
     recent: int
 
     @property
+    def coded(self) -> tuple[Tensor, ...]:
+        return *self.keys.coded, *self.values.coded
+
+    @property
+    def is_rotated(self) -> bool:
+        return self.keys.rotation is not None
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         dense = (self.ring.keys, self.ring.values, self.keys.front, self.values.front)
         return tuple(t.data_ptr() for t in (*self.keys.coded, *self.values.coded, *dense))
 
-    def place(self, position: Tensor) -> GraphPlace:
+    def place_of(self, position: Tensor) -> GraphPlace:
         """Return the place of the token at ``position``, int64 (1,), which is the same for all layers."""
         behind = position - self.sink
         return GraphPlace(behind, (behind - self.recent).expand(self.ring.keys.shape[0]).contiguous())
 
-    def attend(
-        self, q: Tensor, oldest_key: Tensor, oldest_value: Tensor, lengths: Tensor, scale: float, softcap: float
-    ) -> Tensor:
-        """Return the attention (batch, heads * head_dim) of a token in the ring; append the ring's oldest token."""
+    def place(self, before: tuple[Any, ...], place: GraphPlace, heads: int) -> Tensor:
+        """Put a token into the ring, and the ring's oldest token into codes; return the token's queries.
+
+        Args:
+            before: what ``nvfp4::place_one`` takes of the token: qkv, norms, cos and sin.
+        """
+        q: Tensor = torch.ops.nvfp4.place_one(
+            *before, self.ring.keys, self.ring.values, place.ring, heads, self.spec, *self.coded, place.lengths,
+            self.is_rotated,
+        )  # fmt: skip
+        return q
+
+    def attend(self, q: Tensor, lengths: Tensor, scale: float, softcap: float) -> Tensor:
+        """Return the attention (batch, heads * head_dim) of the token placed last to codes and to the ring."""
         front = (self.keys.front, self.values.front) if self.sink else (None, None)
-        coded, rotated = (*self.keys.coded, *self.values.coded), self.keys.rotation is not None
         attended: Tensor = torch.ops.nvfp4.attend_codes(
-            q, *coded, lengths, None, *front, self.ring.keys, self.ring.values, scale, softcap, 0, rotated
-        )
-        torch.ops.nvfp4.append_codes(oldest_key, oldest_value, self.spec, *coded, lengths, rotated)
+            q, *self.coded, lengths, None, *front, self.ring.keys, self.ring.values, scale, softcap, 0, self.is_rotated,
+            settled=True,  # place() writes codes behind `lengths`
+        )  # fmt: skip
         return attended.flatten(1)

@@ -143,11 +143,8 @@ def attend(
     before = (qkv, _weight(q_norm), _weight(k_norm), *constants, cos, sin)
     if isinstance(keys, GraphBuffers):
         assert isinstance(position, GraphPlace)
-        ring = keys.ring
-        q, oldest_key, oldest_value = torch.ops.nvfp4.place_one(
-            *before, ring.keys, ring.values, position.ring, attention.heads
-        )
-        return keys.attend(q, oldest_key, oldest_value, position.lengths, attention.scaling, attention.softcap)
+        q = keys.place(before, position, attention.heads)
+        return keys.attend(q, position.lengths, attention.scaling, attention.softcap)
     attended: Tensor = torch.ops.nvfp4.attend_one(
         *before, keys, values, position, attention.heads, attention.scaling, attention.window, attention.softcap,
         attention.sinks,

@@ -188,10 +188,8 @@ def _(qkv: Tensor, keys: Tensor, heads: int) -> Tensor:
 
 
 @fake("place_one")
-def _(qkv: Tensor, keys: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    batch, kv_heads, _, dim = keys.shape
-    q = qkv.new_empty((batch, heads, 1, dim))
-    return q, qkv.new_empty((batch, kv_heads, 1, dim)), qkv.new_empty((batch, kv_heads, 1, dim))
+def _(qkv: Tensor, keys: Tensor, heads: int) -> Tensor:
+    return qkv.new_empty((keys.shape[0], heads, 1, keys.shape[3]))
 
 
 @fake("gated")

@@ -36,15 +36,12 @@ def natively(model):
 def write_as_a_graph(layer, keys, values):
     """One token, by the operators of a step."""
     buffers = layer.graph_buffers()
-    place = buffers.place(torch.tensor([layer.length], device=keys.device))
+    place = buffers.place_of(torch.tensor([layer.length], device=keys.device))
     batch, heads, _, size = keys.shape
     qkv = torch.cat([x.reshape(batch, heads * size) for x in (keys, keys, values)], dim=1)
-    ring = buffers.ring
-    q, oldest_key, oldest_value = torch.ops.nvfp4.place_one(
-        qkv, None, None, 0.0, 0.0, True, None, None, ring.keys, ring.values, place.ring, heads
-    )
+    q = buffers.place((qkv, None, None, 0.0, 0.0, True, None, None), place, heads)
     assert torch.equal(q, keys)
-    out = buffers.attend(q, oldest_key, oldest_value, place.lengths, size**-0.5, 0.0)
+    out = buffers.attend(q, place.lengths, size**-0.5, 0.0)
     layer.count_one()
     return out.view(batch, heads, 1, size)
 
@@ -121,11 +118,15 @@ def test_codes_stay_where_they_are():
     layer.reset()
     layer.update(*random_tokens(30, "cpu"))
     assert layer.graph_buffers().addresses == addresses
-    layer.update(*random_tokens(120, "cpu"))
-    assert not layer.is_steady  # there are more tokens than it made room for
+    layer.update(*random_tokens(120, "cpu"))  # more tokens than it made room for
+    assert layer.is_steady and layer.room == 256 and layer.graph_buffers().addresses != addresses
+    grown = layer.graph_buffers().addresses
+    layer.reset()
+    layer.update(*random_tokens(30, "cpu"))
+    assert layer.graph_buffers().addresses == grown
     layer.reset()
     layer.update(*random_tokens(30, "cpu")[:, :1])
-    assert layer.is_steady and layer.graph_buffers().addresses != addresses
+    assert layer.is_steady and layer.graph_buffers().addresses != grown
 
 
 @pytest.mark.parametrize("max_tokens", [0, -3, 2.5])
@@ -156,6 +157,23 @@ def test_native_steps_write_the_text_of_the_growing_cache(batch, device, monkeyp
     cache.reset()
     again = model.generate(prompt, past_key_values=cache, **how)
     assert torch.equal(again.sequences, got.sequences) and len(steps) == 2 * 39 * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_text_that_outgrows_its_room_is_decoded_natively_on(device, monkeypatch):
+    """The token for which there is no room takes the model's own forward, which moves the codes."""
+    prompt = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(2)).to(device)
+    how = dict(max_new_tokens=60, do_sample=False, pad_token_id=0)
+    model = natively(tiny_model(device))
+    steps = []
+    count = NVFP4CacheLayer.count_one
+    monkeypatch.setattr(NVFP4CacheLayer, "count_one", lambda self: (steps.append(1), count(self)))
+    expected = model.generate(prompt, past_key_values=nvfp4_cache(model.config, max_tokens=200), **how)
+    assert len(steps) == 59 * 2
+    cache = nvfp4_cache(model.config, max_tokens=100)
+    got = model.generate(prompt, past_key_values=cache, **how)
+    assert len(steps) == (59 + 58) * 2 and all(layer.room == 200 for layer in cache.layers)
+    assert torch.equal(got[:, :100], expected[:, :100])  # one token's attention was computed by another operator
 
 
 def test_a_short_prompt_is_decoded_by_transformers_until_dense_tokens_are_complete():

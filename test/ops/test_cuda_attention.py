@@ -42,20 +42,20 @@ def test_odd_sizes_and_dtypes(size, value_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
 def test_dtypes(size, dtype):
     check(problem(size=size, lengths=(700, 33), dtype=dtype, front=4), softcap=30.0, rotated=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17, 40])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 96, 128])
 def test_groups_and_new_tokens(tokens, group, size):
     check(problem(tokens=tokens, group=group, latest=45, lengths=(600, 90), size=size), softcap=20.0)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 16])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 96, 128])
 def test_new_tokens_in_codes(tokens, size):
     """Nothing is dense: the causal mask cuts codes."""
     check(problem(tokens=tokens, latest=0, lengths=(513, 33), size=size), rotated=True)
@@ -87,7 +87,7 @@ def test_nothing_to_see_is_zero():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["q", "latest key", "latest value", "front key", "key scale", "value scale"])
-@pytest.mark.parametrize("size", [64, 80, 128])
+@pytest.mark.parametrize("size", [64, 80, 96, 128])
 def test_what_is_not_finite_reaches_its_queries_only(value, where, size):
     arguments = problem(front=4, lengths=(50, 600), size=size)
     index = {
@@ -147,6 +147,24 @@ def test_a_graph_follows_lengths_on_the_device():
         assert_same_bits(out, nvfp4.attend_codes(*arguments))
         at = [t.cpu() if isinstance(t, torch.Tensor) else t for t in arguments]
         assert_close(out.cpu(), composite.attend_codes(*at), torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_settled_codes_are_read_while_the_kernel_before_writes_others(size, dtype):
+    """Behind ``lengths``, as a step's graph does, which also writes what is dense."""
+    arguments = on_cuda(problem(batch=1, group=4, lengths=(1100,), size=size, slack=40, dtype=dtype, latest=65))
+    expected = nvfp4.attend_codes(*arguments)
+    ring, starts = arguments[11].clone(), arguments[7].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            arguments[11].copy_(ring)  # no kernel of ours, so what follows begins when it has ended
+            nvfp4.append_codes(ring[:, :, :9], ring[:, :, :9], SPEC.pack(), *arguments[1:7], starts)
+            out = nvfp4.attend_codes(*arguments, settled=True)
+    for _ in range(20):
+        graph.replay()
+        assert_same_bits(out, expected)
 
 
 def test_lengths_beyond_the_capacity_are_cut():

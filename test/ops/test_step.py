@@ -12,7 +12,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rotate_in_float32
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_a_part
 
-from nvfp4_tensor import NVFP4Tensor
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec
 from nvfp4_tensor.ops.composite import Activation
 
 nvfp4 = torch.ops.nvfp4
@@ -132,11 +132,20 @@ class Token:
         torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
+def empty_codes(like, capacity=16):
+    """Codes of keys and values, all bytes 0xAA, in the heads of dense ones."""
+    batch, heads, _, dim = like.shape
+    blocks = -(-dim // 16)
+    shapes = ((capacity, blocks * 8), (capacity, blocks), (capacity,))
+    return [torch.full((batch, heads, *s), 0xAA, dtype=torch.uint8, device=like.device) for s in shapes * 2]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim, norms", [(64, None), (96, "heads"), (128, "heads"), (128, "all")])
+@pytest.mark.parametrize("dim, norms", [(64, None), (96, "heads"), (128, "heads"), (128, "all"), (72, None)])
 @pytest.mark.parametrize("position", [0, 46, 47, 1000])
-def test_placing_is_attention_without_it(device, dtype, dim, norms, position):
-    """What is written is what attend_one writes into a ring; queries, those that it attends with."""
+@pytest.mark.parametrize("rotate", [False, True])
+def test_placing_is_attention_without_it_and_append(device, dtype, dim, norms, position, rotate):
+    """What is written is what attend_one writes into a ring, and append_codes; queries, those that it attends with."""
     token = Token(device, dtype, dim=dim)
     if norms:
         columns = (dim, dim) if norms == "heads" else (6 * dim, 2 * dim)
@@ -144,17 +153,23 @@ def test_placing_is_attention_without_it(device, dtype, dim, norms, position):
     keys, values = token.keys.clone(), token.values.clone()
     at = torch.tensor([position], device=device)
     before = (token.qkv, token.q_norm, token.k_norm, *token.norm, token.cos, token.sin)
-    q, oldest_key, oldest_value = nvfp4.place_one(*before, keys, values, at, token.heads)
+    spec = QuantizeSpec(scale_search="mse").pack()
+    coded, expected_codes = empty_codes(keys), empty_codes(keys)
+    starts = torch.arange(len(keys), device=device) + 5
+    q = nvfp4.place_one(*before, keys, values, at, token.heads, spec, *coded, starts, rotate)
     _, expected_keys, expected_values = token.attend(at, window=48)
     assert torch.equal(keys, expected_keys) and torch.equal(values, expected_values)
     slot = (position + 1) % 48
-    assert torch.equal(oldest_key[:, :, 0], token.keys[:, :, slot])
-    assert torch.equal(oldest_value[:, :, 0], token.values[:, :, slot])
+    oldest = token.keys[:, :, slot, None], token.values[:, :, slot, None]
+    nvfp4.append_codes(*oldest, spec, *expected_codes, starts, rotate)
+    for got, right in zip(coded, expected_codes, strict=True):
+        assert torch.equal(got, right)
     # A head of queries as one of keys, which are written as queries are returned.
     both = torch.cat([token.qkv[:, : 6 * dim], token.qkv[:, : 6 * dim], token.qkv[:, : 6 * dim]], dim=1)
     ring = torch.zeros(2, 2, 6, 3, dim, device=device, dtype=dtype)
     again = (both, token.q_norm, token.q_norm, *token.norm, token.cos, token.sin)
-    repeated, _, _ = nvfp4.place_one(*again, *ring, torch.tensor([1], device=device), 6)
+    codes = empty_codes(ring[0])
+    repeated = nvfp4.place_one(*again, *ring, torch.tensor([1], device=device), 6, spec, *codes, starts, rotate)
     assert torch.equal(repeated, q) and torch.equal(ring[0, :, :, 1], q[:, :, 0])
 
 
@@ -434,5 +449,6 @@ def test_opcheck(device):
     )
     opcheck(
         nvfp4.place_one.default,
-        (token.qkv, None, None, *token.norm, token.cos, token.sin, token.keys, token.values, position, 6),
-    )
+        (token.qkv, None, None, *token.norm, token.cos, token.sin, token.keys, token.values, position, 6, 0,
+         *empty_codes(token.keys), position.expand(len(token.keys)), True),
+    )  # fmt: skip

@@ -54,6 +54,7 @@ def attend_codes(
     softcap: float = 0.0,
     window: SymInt = 0,
     rotated: bool = False,
+    settled: bool = False,
 ) -> Tensor:
     """Return the attention of new tokens to a context that is dense, then coded, then dense.
 
@@ -72,6 +73,8 @@ def attend_codes(
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: no cap.
         window: how many positions a token sees, with its own; 0: all.
         rotated: the codes are those of rotated keys (``append_codes``). Dense keys are as they are.
+        settled: no kernel that is still under way writes ``lengths``, or codes before them, so that CUDA may read them
+            before the kernel before this one ends. For graphs.
 
     Returns:
         (batch, heads, tokens, size of values) of q's dtype; 0 where a token sees nothing. Sums are float32.

@@ -137,7 +137,12 @@ def attend_one(
     return attended.to(qkv.dtype).view(batch, -1)
 
 
-@op(returns="q, oldest_key, oldest_value", mutates_args=("keys", "values"))
+@op(
+    returns="q",
+    mutates_args=(
+        "keys", "values", "key_codes", "key_scale", "key_factor", "value_codes", "value_scale", "value_factor",
+    ),
+)  # fmt: skip
 def place_one(
     qkv: Tensor,
     q_norm: Tensor | None,
@@ -151,14 +156,29 @@ def place_one(
     values: Tensor,
     position: Tensor,
     heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Put one token's key and value into a ring, and return its queries: :func:`attend_one` without the attention.
+    spec: int,
+    key_codes: Tensor,
+    key_scale: Tensor,
+    key_factor: Tensor,
+    value_codes: Tensor,
+    value_scale: Tensor,
+    value_factor: Tensor,
+    starts: Tensor,
+    rotate: bool,
+) -> Tensor:
+    """Put one token's key and value into a ring, the ring's oldest token into codes, and return the token's queries.
 
-    Position p is in slot p % length of the ring. Arguments are those of :func:`attend_one`; positions are not negative.
+    Position p is in slot p % length of the ring, of 2 slots or more; positions are not negative. The oldest token is
+    that of the slot behind it, which the next token overwrites.
+
+    Args:
+        qkv, q_norm, k_norm, eps, offset, round_before_weight, cos, sin, keys, values, position, heads: those of
+            :func:`attend_one`.
+        spec, key_codes, key_scale, key_factor, value_codes, value_scale, value_factor, starts, rotate: those of
+            ``append_codes``.
 
     Returns:
-        Queries (B, heads, 1, dim), and the key and value (B, kv_heads, 1, dim) of the slot behind the token's, which
-        the next token overwrites. All of qkv's dtype.
+        Queries (B, heads, 1, dim) of qkv's dtype.
     """
     batch, kv_heads, length, dim = keys.shape
     norm = (eps, offset, round_before_weight)
@@ -168,7 +188,11 @@ def place_one(
     for ring, new in ((keys, k), (values, v)):
         ring[rows, :, slot] = new
     oldest = (slot + 1) % length
-    return q.unsqueeze(2), keys[rows, :, oldest].unsqueeze(2), values[rows, :, oldest].unsqueeze(2)
+    torch.ops.nvfp4.append_codes(
+        keys[rows, :, oldest].unsqueeze(2), values[rows, :, oldest].unsqueeze(2), spec,
+        key_codes, key_scale, key_factor, value_codes, value_scale, value_factor, starts, rotate,
+    )  # fmt: skip
+    return q.unsqueeze(2)
 
 
 def _normed_and_rotated(

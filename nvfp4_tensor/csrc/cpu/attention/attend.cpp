@@ -143,7 +143,7 @@ Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_
                     const Tensor& value_codes, const Tensor& value_scale, const Tensor& value_factor,
                     const Tensor& lengths, std::optional<Tensor> first, std::optional<Tensor> front_keys,
                     std::optional<Tensor> front_values, const Tensor& latest_keys, const Tensor& latest_values,
-                    double scale, double softcap, int64_t window, bool rotated) {
+                    double scale, double softcap, int64_t window, bool rotated, bool) {
   const Context c(q, key_codes, key_scale, key_factor, value_codes, value_scale, value_factor, lengths, first,
                   front_keys, front_values, latest_keys, latest_values, scale, softcap, window, rotated);
   for (int64_t b = 0; b < c.batch; ++b) {

@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kPlainThreads = 256;
 constexpr int kCombineThreads = 512;
-constexpr int kAtOnce = 9;      // partial results that a thread loads before the first is used
-constexpr int kBlockCost = 32;  // of a block, beside its tiles
+constexpr int kAtOnce = 9;  // partial results that a thread loads before the first is used
 constexpr int kMostSplits = 256;
+constexpr int kBlockCost = 32;  // of a block, beside its tiles
 
 // Any dtype and size. Grid (1 + splits, heads of keys x passes, batch).
 __global__ void __launch_bounds__(kPlainThreads) attend_plain_kernel(const __grid_constant__ AttendCodes p) {
@@ -43,8 +43,8 @@ struct Partial {
   }
 };
 
-// What blocks left, in one order: a group of threads, one an element, has every groups-th block, and the first group
-// adds up what groups have. Grid (heads x tokens, batch), blocks of (threads of a group, groups).
+// What blocks left, in one order: a group of threads, one an element, has every groups-th block,
+// and the first group adds up what groups have. Grid (heads x tokens, batch), blocks of (threads of a group, groups).
 __global__ void __launch_bounds__(kCombineThreads) combine_codes_kernel(const __grid_constant__ AttendCodes p) {
   __shared__ Partial of_group[kCombineThreads];
   const int kv_head = blockIdx.x / p.rows(), row = blockIdx.x % p.rows();
@@ -121,6 +121,10 @@ auto for_kernel(const AttendCodes& p, Does does) {
     if (rows <= 8) return kernel(integral_constant<int, 64>{}, integral_constant<int, 2>{});
     return kernel(integral_constant<int, 64>{}, integral_constant<int, 4>{});
   }
+  if (p.key_size == 96) {
+    if (rows <= 4) return kernel(integral_constant<int, 96>{}, integral_constant<int, 1>{});
+    return kernel(integral_constant<int, 96>{}, integral_constant<int, 2>{});
+  }
   if (p.key_size == 128) {
     if (rows <= 4) return kernel(integral_constant<int, 128>{}, integral_constant<int, 1>{});
     return kernel(integral_constant<int, 128>{}, integral_constant<int, 2>{});
@@ -183,7 +187,7 @@ void launch(const AttendCodes& p, cudaStream_t stream) {
 
 int64_t plan_attend_codes(AttendCodes& p) {
   p.is_fast = p.dtype != Dtype::kFloat && p.key_size == p.value_size &&
-              (p.key_size == 64 || p.key_size == 128 || p.key_size == 256);
+              (p.key_size == 64 || p.key_size == 96 || p.key_size == 128 || p.key_size == 256);
   for_kernel(p, [&](auto dim, auto tiles) { plan<dim.value, tiles.value>(p); });
   const int64_t blocks = static_cast<int64_t>(p.batch) * p.kv_heads * p.passes * p.blocks();
   return blocks * p.partial_size();

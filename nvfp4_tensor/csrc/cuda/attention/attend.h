@@ -36,6 +36,7 @@ struct AttendCodes {
   int64_t window;  // 0: all
   float scale, softcap;
   bool is_rotated;
+  bool is_settled;  // no kernel under way writes lengths, or the codes that they count
 
   // The plan: a block has `block_rows` queries of one head of keys, of which there are `passes`, and one of `splits`
   // shares of the context; those of the plain kernel are of the codes, and a block before them has the dense tokens.
@@ -62,6 +63,10 @@ struct AppendCodes {
   int batch, kv_heads, tokens, capacity;
   bool rotates;     // keys
   bool is_wide[2];  // blocks are whole and begin on 16 bytes
+  // Where x is a ring of so many slots: what is appended is the slot behind that of this position. 0: x is not.
+  int ring;
+  const int64_t* position;
+  int position_step;  // from a sequence's to the next's
 };
 
 void launch_append_codes(const AppendCodes& p, cudaStream_t stream);

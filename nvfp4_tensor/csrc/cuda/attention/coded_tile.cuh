@@ -11,6 +11,22 @@ namespace attention {
 
 constexpr int kStages = 4;  // tiles of a warp in shared memory
 
+// Which elements a lane has. Of keys, words of 8 elements, which t = lane % 4 has side by side; of values, halves of
+// words, 4 elements, which g = lane / 4 has side by side. Heads of 96, whose quarters and eighths are no whole blocks
+// or words, deal both out in turn.
+template <int kDim>
+struct LaneElements {
+  static constexpr bool kInTurn = kDim == 96;
+  static constexpr int kKeyWords = kDim / 32, kValueHalves = kDim / 32;
+
+  __device__ __forceinline__ static int key(int t, int word) {
+    return kInTurn ? 32 * word + 8 * t : t * (kDim / 4) + 8 * word;
+  }
+  __device__ __forceinline__ static int value(int g, int half) {
+    return kInTurn ? 32 * half + 4 * g : g * (kDim / 8) + 4 * half;
+  }
+};
+
 // A tile of codes as it lies in memory.
 template <int kDim>
 struct CodedStage {
@@ -23,11 +39,12 @@ struct CodedStage {
 template <int kDim>
 struct CodedCopy {
   static constexpr int kCodes = kCodeTile * kDim / 2, kScales = kCodeTile * kDim / 16;
-  static constexpr int kScalePieces = kScales / 16;  // of keys, or of values
-  static constexpr int kEach = kCodes / 16 / 32;     // pieces of codes of a lane
+  static constexpr int kScalePieces = kScales / 16;      // of keys, or of values
+  static constexpr int kEach = (kCodes / 16 + 31) / 32;  // pieces of codes of a lane
+  static constexpr bool kAreWhole = kCodes % 512 == 0;   // of each lane as many
   static constexpr int kPieces = 2 * kScalePieces + 2;
   static constexpr int kRest = (kPieces + 31) / 32;
-  static_assert(kCodes % 512 == 0 && kScales % 16 == 0);
+  static_assert(kCodes % 16 == 0 && kScales % 16 == 0);
 
   const uint8_t *keys, *values, *rest[kRest];
   uint32_t to, rest_to[kRest], rest_step[kRest];
@@ -57,6 +74,7 @@ struct CodedCopy {
     const uint32_t offset = stage * static_cast<uint32_t>(sizeof(CodedStage<kDim>));
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
+      if (!kAreWhole && i == kEach - 1 && threadIdx.x % 32 >= kCodes / 16 % 32) break;
       cp_async_16(to + offset + i * 512, keys + at + i * 512, 16);
       cp_async_16(to + offset + kCodes + i * 512, values + at + i * 512, 16);
     }
@@ -70,8 +88,9 @@ struct CodedCopy {
 // A lane's part of a tile. Of K tokens g and g + 8, of V 2t, 2t + 1, 2t + 8 and 2t + 9 (lane = 4g + t).
 template <int kDim>
 struct CodedKeys {
-  static constexpr int kWords = kDim / 32, kScales = kDim / 64;
-  uint32_t code[2][kWords], scale[2];
+  using Lane = LaneElements<kDim>;
+  static constexpr int kWords = Lane::kKeyWords, kScales = Lane::kInTurn ? kWords : kDim / 64;
+  uint32_t code[2][kWords], scale[2];  // the bytes of the scales of the words, or of two words each
   float factor[2];
 
   __device__ __forceinline__ CodedKeys(const CodedStage<kDim>& stage, int lane) {
@@ -79,10 +98,21 @@ struct CodedKeys {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = g + 8 * i;
-      uint32_t bytes[1];
-      load_bytes<4 * kWords>(stage.codes[0] + token * (kDim / 2) + t * (kDim / 8), code[i]);
-      load_bytes<kScales>(stage.scales[0] + token * (kDim / 16) + t * kScales, bytes);
-      scale[i] = bytes[0];
+      const uint8_t *const codes = stage.codes[0] + token * (kDim / 2), *const scales = stage.scales[0] +
+                                                                                        token * (kDim / 16);
+      if constexpr (Lane::kInTurn) {
+        scale[i] = 0;
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) {
+          code[i][j] = *reinterpret_cast<const uint32_t*>(codes + Lane::key(t, j) / 2);
+          scale[i] |= static_cast<uint32_t>(scales[Lane::key(t, j) / 16]) << (8 * j);
+        }
+      } else {
+        uint32_t bytes[1];
+        load_bytes<4 * kWords>(codes + t * (kDim / 8), code[i]);
+        load_bytes<kScales>(scales + t * kScales, bytes);
+        scale[i] = bytes[0];
+      }
       factor[i] = factor_of(stage.factors[0][token]);
     }
   }
@@ -90,7 +120,9 @@ struct CodedKeys {
 
 template <int kDim>
 struct CodedValues {
-  static constexpr int kWords = kDim / 64, kScales = kDim == 256 ? 2 : 1;
+  using Lane = LaneElements<kDim>;
+  static constexpr int kHalves = Lane::kValueHalves, kWords = (kHalves + 1) / 2;
+  static constexpr int kScales = Lane::kInTurn ? kHalves : kDim == 256 ? 2 : 1;
   uint32_t code[4][kWords], scale[4];
   float factor[2];  // of tokens g and g + 8
 
@@ -99,10 +131,24 @@ struct CodedValues {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = 2 * t + i % 2 + i / 2 * 8;
-      uint32_t bytes[1];
-      load_bytes<4 * kWords>(stage.codes[1] + token * (kDim / 2) + g * (kDim / 16), code[i]);
-      load_bytes<kScales>(stage.scales[1] + token * (kDim / 16) + (kDim == 64 ? g / 2 : g * kScales), bytes);
-      scale[i] = bytes[0];
+      const uint8_t *const codes = stage.codes[1] + token * (kDim / 2), *const scales = stage.scales[1] +
+                                                                                        token * (kDim / 16);
+      if constexpr (Lane::kInTurn) {
+        scale[i] = 0;
+#pragma unroll
+        for (int j = 0; j < kWords; ++j) code[i][j] = 0;
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          const uint32_t four = *reinterpret_cast<const uint16_t*>(codes + Lane::value(g, half) / 2);
+          code[i][half / 2] |= four << (16 * (half % 2));
+          scale[i] |= static_cast<uint32_t>(scales[Lane::value(g, half) / 16]) << (8 * half);
+        }
+      } else {
+        uint32_t bytes[1];
+        load_bytes<4 * kWords>(codes + g * (kDim / 16), code[i]);
+        load_bytes<kScales>(scales + (kDim == 64 ? g / 2 : g * kScales), bytes);
+        scale[i] = bytes[0];
+      }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor[i] = factor_of(stage.factors[1][g + 8 * i]);

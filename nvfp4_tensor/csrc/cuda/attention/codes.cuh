@@ -25,21 +25,27 @@ namespace attention {
 template <int kDim, int kTiles>
 struct Queries {
   using Of = Shape<kDim, kTiles>;
-  static constexpr int kEach = kDim / 32, kWords = kEach / 2;
+  static constexpr int kEach = kDim / 32;           // elements of a lane
+  static constexpr bool kInPairs = kEach % 2 == 0;  // side by side; else 32 apart
+  static constexpr int kWords = (kEach + 1) / 2;
   uint32_t first[kWords];
   int warp, lane;
 
-  __device__ __forceinline__ Queries(const AttendCodes& p, const Place& at) {
-    warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    load(p, at, warp, first);
-  }
+  __device__ __forceinline__ Queries() : first{}, warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+  __device__ __forceinline__ void load_first(const AttendCodes& p, const Place& at) { load(p, at, warp, first); }
+  __device__ __forceinline__ int element(int i) const { return kInPairs ? lane * kEach + i : 32 * i + lane; }
   __device__ __forceinline__ void load(const AttendCodes& p, const Place& at, int row,
                                        uint32_t (&words)[kWords]) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = 0;
     if (row >= at.rows) return;
-    const auto* const from = static_cast<const uint8_t*>(p.q) + (at.q_row(p, row) * kDim + lane * kEach) * 2;
-    load_bytes<4 * kWords>(from, words);
+    const auto* const from = static_cast<const uint16_t*>(p.q) + at.q_row(p, row) * kDim;
+    if constexpr (kInPairs) {
+      load_bytes<4 * kWords>(reinterpret_cast<const uint8_t*>(from + lane * kEach), words);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) words[i / 2] |= static_cast<uint32_t>(from[element(i)]) << (16 * (i % 2));
+    }
   }
   __device__ __forceinline__ void place(const AttendCodes& p, const Place& at,
                                         CodesShared<kDim, kTiles>& shared) const {
@@ -59,27 +65,41 @@ struct Queries {
                                             CodesShared<kDim, kTiles>& shared) const {
     float v[kEach];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      *reinterpret_cast<uint32_t*>(&shared.q[1][to][lane * kEach + 2 * i]) = words[i];
-      *reinterpret_cast<uint32_t*>(&shared.q[1][to + 4][lane * kEach + 2 * i]) = 0;
-      const Pair<Bf16> bf16(words[i]);
-      const Pair<__half> half(words[i]);
-      v[2 * i] = p.dtype == Dtype::kBf16 ? bf16.low() : half.low();
-      v[2 * i + 1] = p.dtype == Dtype::kBf16 ? bf16.high() : half.high();
+    for (int i = 0; i < kEach; ++i) {
+      const Pair<Bf16> bf16(words[i / 2]);
+      const Pair<__half> half(words[i / 2]);
+      if (p.dtype == Dtype::kBf16) v[i] = i % 2 ? bf16.high() : bf16.low();
+      else v[i] = i % 2 ? half.high() : half.low();
     }
+    store(shared.q[1][to], words);
+    const uint32_t none[kWords] = {};
+    store(shared.q[1][to + 4], none);
     if (p.is_rotated) rotate(v);
+    uint32_t rounded[kWords], rest[kWords];
 #pragma unroll
-    for (int i = 0; i < kEach; i += 2) {
-      const uint32_t rounded = pack_bf16(v[i], v[i + 1]);
-      const Pair<Bf16> taken(rounded);
-      *reinterpret_cast<uint32_t*>(&shared.q[0][to][lane * kEach + i]) = rounded;
-      *reinterpret_cast<uint32_t*>(&shared.q[0][to + 4][lane * kEach + i]) = pack_bf16(v[i] - taken.low(),
-                                                                                       v[i + 1] - taken.high());
+    for (int i = 0; i < kWords; ++i) {
+      const float low = v[2 * i], high = 2 * i + 1 < kEach ? v[2 * i + 1] : 0.0f;
+      rounded[i] = pack_bf16(low, high);
+      const Pair<Bf16> taken(rounded[i]);
+      rest[i] = pack_bf16(low - taken.low(), high - taken.high());
+    }
+    store(shared.q[0][to], rounded);
+    store(shared.q[0][to + 4], rest);
+  }
+  __device__ __forceinline__ void store(uint16_t* to, const uint32_t (&words)[kWords]) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if constexpr (kInPairs) {
+        if (i % 2 == 0) *reinterpret_cast<uint32_t*>(to + lane * kEach + i) = words[i / 2];
+      } else {
+        to[element(i)] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
+      }
     }
   }
+  // Over the largest power of two that divides a head.
   __device__ __forceinline__ void rotate(float (&v)[kEach]) const {
 #pragma unroll
-    for (int distance = 1; distance < kEach; distance *= 2) {
+    for (int distance = 1; kInPairs && distance < kEach; distance *= 2) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         if (i & distance) continue;
@@ -123,7 +143,7 @@ __device__ __forceinline__ void leave_block(const AttendCodes& p, const Place& a
 }
 
 // The share of a block: tiles of dense tokens, each of which counts as kDenseCost, and then tiles of codes.
-constexpr int kDenseCost = 3;
+constexpr int kDenseCost = 2;
 
 struct TileShare {
   int begin, end, dense_begin, dense_end;
@@ -131,17 +151,27 @@ struct TileShare {
   __device__ TileShare(const AttendCodes& p, const Range& seen) {
     const int first = seen.begin / kCodeTile;
     const int coded = seen.begin < seen.end ? (seen.end + kCodeTile - 1) / kCodeTile - first : 0;
-    const int64_t dense = static_cast<int64_t>(kDenseCost) * (dense_tiles(p.front) + dense_tiles(p.latest));
-    const int64_t all = coded + dense;
-    const int64_t from = all * blockIdx.x / p.splits, to = all * (blockIdx.x + 1) / p.splits;
-    begin = first + static_cast<int>(max(from - dense, int64_t{0}));
-    end = first + static_cast<int>(max(to - dense, int64_t{0}));
+    const int dense = kDenseCost * (dense_tiles(p.front) + dense_tiles(p.latest));
+    const int all = coded + dense, each = all / p.splits, more = all % p.splits;
+    const int split = blockIdx.x, from = split * each + min(split, more), to = from + each + (split < more);
+    begin = first + max(from - dense, 0), end = first + max(to - dense, 0);
     dense_begin = begins(min(from, dense)), dense_end = begins(min(to, dense));
   }
   // Dense tiles that begin before this cost.
-  __device__ static int begins(int64_t cost) { return static_cast<int>((cost + kDenseCost - 1) / kDenseCost); }
+  __device__ static int begins(int cost) { return (cost + kDenseCost - 1) / kDenseCost; }
   __device__ static int dense_tiles(int tokens) { return (tokens + kCodeTile - 1) / kCodeTile; }
 };
+
+// 4 or 8 elements; zeros of no row.
+template <int kFours, typename T>
+__device__ __forceinline__ uint4 load_values(const T* row, int d) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (row == nullptr) return v;
+  if constexpr (kFours == 2) return *reinterpret_cast<const uint4*>(row + d);
+  const uint2 four = *reinterpret_cast<const uint2*>(row + d);
+  v.x = four.x, v.y = four.y;
+  return v;
+}
 
 // A tile of dense tokens of a stretch, by a warp: fragments straight from memory.
 template <typename T, int kDim, int kTiles>
@@ -157,16 +187,13 @@ __device__ __forceinline__ void attend_dense_tile(const AttendCodes& p, const Pl
     return static_cast<const T*>(rows.data) + at.b * rows.batch_step + at.kv_head * rows.head_step +
            token * rows.token_step;
   };
-  const auto load = [](const T* from, int d) {
-    return from ? *reinterpret_cast<const uint4*>(from + d) : make_uint4(0, 0, 0, 0);
-  };
   float s[kTiles][4] = {};
   {
     const T *const a = row(key_rows, first + g), *const b = row(key_rows, first + g + 8);
 #pragma unroll
     for (int j = 0; j < kDim / 32; ++j) {
       const int d = t * (kDim / 4) + 8 * j;
-      const uint4 low = to_fragment(load(a, d)), high = to_fragment(load(b, d));
+      const uint4 low = to_fragment(load_values<2>(a, d)), high = to_fragment(load_values<2>(b, d));
       const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
@@ -185,20 +212,24 @@ __device__ __forceinline__ void attend_dense_tile(const AttendCodes& p, const Pl
   const T* from[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) from[i] = row(value_rows, first + 2 * t + i % 2 + i / 2 * 8);
+  const auto add = [&](int part, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {  // two elements of four tokens
+    const uint32_t a[4] = {__byte_perm(w0, w1, 0x5410), __byte_perm(w0, w1, 0x7632), __byte_perm(w2, w3, 0x5410),
+                           __byte_perm(w2, w3, 0x7632)};
 #pragma unroll
-  for (int j = 0; j < kDim / 64; ++j) {
+    for (int n = 0; n < kTiles; ++n) mma(mine.sum[n][part], a, weights[n][0], weights[n][1], T{});
+  };
+  using Lane = LaneElements<kDim>;
+  constexpr int kAtOnce = Lane::kInTurn ? 1 : 2;  // halves of words of codes that lie side by side
+#pragma unroll
+  for (int half = 0; half < Lane::kValueHalves; half += kAtOnce) {
     uint4 v[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = load(from[i], g * (kDim / 8) + 8 * j);
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const auto pair = [&](int i, uint32_t which) {
-        const auto of = [&](const uint4& w) { return word == 0 ? w.x : word == 1 ? w.y : word == 2 ? w.z : w.w; };
-        return __byte_perm(of(v[i]), of(v[i + 1]), which);
-      };
-      const uint32_t a[4] = {pair(0, 0x5410), pair(0, 0x7632), pair(2, 0x5410), pair(2, 0x7632)};
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) mma(mine.sum[n][4 * j + word], a, weights[n][0], weights[n][1], T{});
+    for (int i = 0; i < 4; ++i) v[i] = load_values<kAtOnce>(from[i], Lane::value(g, half));
+    add(2 * half, v[0].x, v[1].x, v[2].x, v[3].x);
+    add(2 * half + 1, v[0].y, v[1].y, v[2].y, v[3].y);
+    if constexpr (kAtOnce == 2) {
+      add(2 * half + 2, v[0].z, v[1].z, v[2].z, v[3].z);
+      add(2 * half + 3, v[0].w, v[1].w, v[2].w, v[3].w);
     }
   }
 }
@@ -218,6 +249,28 @@ __device__ __forceinline__ void attend_dense_tiles(const AttendCodes& p, const P
   }
 }
 
+// To the L2 cache what is read when copies of codes are under way, which loads would wait behind: queries, lengths, and
+// dense tokens, which are the first block's. Before the kernel before this one ends: what it writes goes through that
+// cache.
+template <int kDim>
+__device__ __forceinline__ void prefetch_dense(const AttendCodes& p, const Place& at) {
+  constexpr int kLine = 64, kLines = (kDim + kLine - 1) / kLine, kMostRows = 256;
+  if (threadIdx.x == 0) prefetch(p.lengths + at.b);
+  if (threadIdx.x < at.rows * kLines) {
+    const int row = threadIdx.x / kLines, d = threadIdx.x % kLines * kLine;
+    prefetch(static_cast<const uint16_t*>(p.q) + at.q_row(p, row) * kDim + d);
+  }
+  if (blockIdx.x != 0 || blockIdx.y % p.passes != 0) return;
+  const int front = min(p.front, kMostRows), rows = front + min(p.latest, kMostRows);
+  for (int i = threadIdx.x; i < 2 * rows * kLines; i += blockDim.x) {
+    const int row = i / (2 * kLines), d = i / 2 % kLines * kLine;
+    const bool is_front = row < front;
+    const DenseRows& of = i % 2 ? is_front ? p.front_values : p.latest_values : is_front ? p.front_keys : p.latest_keys;
+    prefetch(static_cast<const uint16_t*>(of.data) + at.b * of.batch_step + at.kv_head * of.head_step +
+             (is_front ? row : row - front) * of.token_step + d);
+  }
+}
+
 // Grid (splits, heads of keys x passes, batch).
 template <int kDim, int kTiles>
 __global__ void __launch_bounds__(Shape<kDim, kTiles>::kThreads, Shape<kDim, kTiles>::kBlocksPerSm)
@@ -226,10 +279,13 @@ __global__ void __launch_bounds__(Shape<kDim, kTiles>::kThreads, Shape<kDim, kTi
   using Warp = CodesWarp<kDim, kTiles>;
   extern __shared__ __align__(16) float memory[];
   auto& shared = *reinterpret_cast<CodesShared<kDim, kTiles>*>(memory);
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
   const Place at(p);
-  const Queries<kDim, kTiles> queries(p, at);
+  prefetch_dense<kDim>(p, at);
+  Queries<kDim, kTiles> queries;
+  if (!p.is_settled) {
+    griddepcontrol_wait();
+    queries.load_first(p, at);  // before copies of codes, which it would wait behind
+  }
   const Sight sight(p, at.b);
   const Mask mask(p, sight, p.front, sight.length);
   const TileShare share(p, mask.seen);
@@ -241,6 +297,9 @@ __global__ void __launch_bounds__(Shape<kDim, kTiles>::kThreads, Shape<kDim, kTi
     if (tile + i * Of::kWarps < share.end) copy.begin(tile + i * Of::kWarps, i);
     cp_async_commit();
   }
+  griddepcontrol_wait();  // again, for what is not settled
+  griddepcontrol_launch_dependents();
+  if (p.is_settled) queries.load_first(p, at);
   queries.place(p, at, shared);
   __syncthreads();
   Warp mine(shared, lane);
@@ -276,7 +335,8 @@ __global__ void __launch_bounds__(Shape<kDim, kTiles>::kThreads, Shape<kDim, kTi
   __syncthreads();
   mine.leave(shared, warp, lane);
   __syncthreads();
-  leave_block<kDim, kTiles>(p, at, shared);
+  const Place here(p);  // again, so that the loop needs no registers for it
+  leave_block<kDim, kTiles>(p, here, shared);
 }
 
 }  // namespace attention

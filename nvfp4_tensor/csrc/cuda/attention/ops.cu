@@ -1,23 +1,9 @@
 // nvfp4.attend_codes and nvfp4.append_codes on CUDA: arguments checked, kernels launched.
-#include "attention.h"
-
-#include "cuda/attention/attend.h"
-#include "cuda/host/tensors.h"
+#include "cuda/attention/arguments.h"
 
 namespace nvfp4 {
 namespace attention {
 namespace {
-
-DenseRows dense_rows(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
-CodedRows coded_rows(const CodedHeads& heads) { return {heads.codes, heads.scales, heads.factors}; }
-
-// Codes are copied 16 bytes at a time, and a view of a tensor may begin anywhere.
-void check_begin(const CodedHeads& heads, const char* name) {
-  for (const uint8_t* const each : {heads.codes, heads.scales, heads.factors}) {
-    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(each) % 16 == 0, name,
-                    ", its scales and its factors must begin on 16 bytes: clone() what is a part of a tensor");
-  }
-}
 
 // The same of dense tokens, which are copied where that is not so.
 Tensor on_sixteen_bytes(const Tensor& t) {
@@ -26,16 +12,11 @@ Tensor on_sixteen_bytes(const Tensor& t) {
   return is ? t : torch::stable::clone(torch::stable::contiguous(t));
 }
 
-int narrow(int64_t size, const char* what) {
-  STD_TORCH_CHECK(size < (int64_t{1} << 30), what, " are too many: ", size);
-  return static_cast<int>(size);
-}
-
 Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_scale, const Tensor& key_factor,
                     const Tensor& value_codes, const Tensor& value_scale, const Tensor& value_factor,
                     const Tensor& lengths, std::optional<Tensor> first, std::optional<Tensor> front_keys,
                     std::optional<Tensor> front_values, const Tensor& latest_keys, const Tensor& latest_values,
-                    double scale, double softcap, int64_t window, bool rotated) {
+                    double scale, double softcap, int64_t window, bool rotated, bool settled) {
   const OnDeviceOf device(q, "q");
   const AttendArguments a(q, key_codes, key_scale, key_factor, value_codes, value_scale, value_factor, lengths, first,
                           front_keys, front_values, latest_keys, latest_values, scale, softcap, window, rotated);
@@ -58,7 +39,7 @@ Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_
   p.key_size = static_cast<int>(a.key_size), p.value_size = static_cast<int>(a.value_size);
   p.capacity = narrow(a.keys.capacity, "tokens"), p.front = narrow(a.front, "tokens");
   p.latest = narrow(a.latest, "tokens");
-  p.window = a.window, p.scale = a.scale, p.softcap = a.softcap, p.is_rotated = a.is_rotated;
+  p.window = a.window, p.scale = a.scale, p.softcap = a.softcap, p.is_rotated = a.is_rotated, p.is_settled = settled;
   Scratch scratch(q);
   p.partial = nullptr;
   const int64_t floats = plan_attend_codes(p);
@@ -78,26 +59,8 @@ void append_codes(const Tensor& keys, const Tensor& values, int64_t spec, const 
                           starts, rotate);
   STD_TORCH_CHECK(a.tokens <= a.key_out.capacity, a.tokens, " tokens do not fit into a capacity of ",
                   a.key_out.capacity);
-  check_begin(a.key_out, "key_codes"), check_begin(a.value_out, "value_codes");
-  STD_TORCH_CHECK(a.keys.size(3) <= kMostHeadSize && a.values.size(3) <= kMostHeadSize, "heads have at most ",
-                  kMostHeadSize, " elements, not ", a.keys.size(3), " and ", a.values.size(3));
+  const AppendCodes p = append_of(a);
   if (a.tokens == 0 || a.keys.numel() + a.values.numel() == 0) return;
-  AppendCodes p = {};
-  p.dtype = dtype_of(a.keys.scalar_type(), "keys"), p.spec = a.spec;
-  p.x[0] = dense_rows(a.keys), p.x[1] = dense_rows(a.values);
-  p.out[0] = coded_rows(a.key_out), p.out[1] = coded_rows(a.value_out);
-  const Tensor* const given[2] = {&a.keys, &a.values};
-  for (int i = 0; i < 2; ++i) {
-    const Tensor& t = *given[i];
-    const int64_t step = 16 / t.element_size();
-    p.size[i] = static_cast<int>(t.size(3));
-    p.is_wide[i] = t.size(3) % kBlock == 0 && begins_on(t, 16) && t.stride(0) % step == 0 && t.stride(1) % step == 0 &&
-                   t.stride(2) % step == 0;
-  }
-  p.starts = static_cast<const int64_t*>(a.starts.const_data_ptr());
-  p.batch = narrow(a.key_out.batch, "sequences"), p.kv_heads = narrow(a.key_out.heads, "heads");
-  p.tokens = narrow(a.tokens, "tokens"), p.capacity = narrow(a.key_out.capacity, "tokens");
-  p.rotates = a.rotates;
   launch_append_codes(p, current_stream(keys));
   check_launched("nvfp4::append_codes");
 }

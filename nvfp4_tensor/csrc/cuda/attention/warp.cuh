@@ -55,7 +55,8 @@ struct CodesWarp {
   using Keys = CodedKeys<kDim>;
   using Values = CodedValues<kDim>;
   using Shared = CodesShared<kDim, kTiles>;
-  static constexpr int kKeyWords = Keys::kWords, kValueWords = Values::kWords;
+  using Lane = LaneElements<kDim>;
+  static constexpr int kKeyWords = Keys::kWords;
   static constexpr int kParts = kDim / 16;  // of 16 elements of values
 
   uint4 q[kTiles][kKeyWords];
@@ -66,7 +67,7 @@ struct CodesWarp {
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < kKeyWords; ++j) {
-        const uint16_t* from = &shared.q[0][8 * n + lane / 4][lane % 4 * (kDim / 4) + 8 * j];
+        const uint16_t* from = &shared.q[0][8 * n + lane / 4][Lane::key(lane % 4, j)];
         q[n][j] = to_fragment(*reinterpret_cast<const uint4*>(from));
       }
 #pragma unroll
@@ -81,8 +82,8 @@ struct CodesWarp {
 
   // Products of tokens g and g + 8 by columns 2t and 2t + 1, times kUnit.
   __device__ __forceinline__ void score(const Keys& keys, float (&s)[kTiles][4]) const {
-    uint32_t factor[2][(Keys::kScales + 1) / 2 * 2];
-    if constexpr (Keys::kScales == 4) {
+    uint32_t factor[2][Keys::kScales >= 3 ? 4 : 2];
+    if constexpr (Keys::kScales >= 3) {
       scale_factors<Bf16>(keys.scale[0], factor[0]);
       scale_factors<Bf16>(keys.scale[1], factor[1]);
     } else {
@@ -99,8 +100,9 @@ struct CodesWarp {
 #pragma unroll
     for (int j = 0; j < kKeyWords; ++j) {
       uint32_t a[4], b[4];
-      decode_word<Bf16>(keys.code[0][j], factor[0][j / 2], a);
-      decode_word<Bf16>(keys.code[1][j], factor[1][j / 2], b);
+      constexpr int kOfScale = Lane::kInTurn ? 1 : 2;  // words
+      decode_word<Bf16>(keys.code[0][j], factor[0][j / kOfScale], a);
+      decode_word<Bf16>(keys.code[1][j], factor[1][j / kOfScale], b);
       const uint32_t first[4] = {a[0], b[0], a[1], b[1]}, second[4] = {a[2], b[2], a[3], b[3]};
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
@@ -216,21 +218,25 @@ struct CodesWarp {
     const uint32_t low = __byte_perm(values.scale[0], values.scale[1], 0x5140);  // first bytes, then second ones
     const uint32_t high = __byte_perm(values.scale[2], values.scale[3], 0x5140);
     scale_factor_pairs<Bf16>(__byte_perm(low, high, 0x5410), factor[0]);
-    if constexpr (Values::kScales == 2) scale_factor_pairs<Bf16>(__byte_perm(low, high, 0x7632), factor[1]);
+    if constexpr (Values::kScales >= 2) scale_factor_pairs<Bf16>(__byte_perm(low, high, 0x7632), factor[1]);
+    if constexpr (Values::kScales == 3) {
+      const uint32_t thirds[2] = {__byte_perm(values.scale[0], values.scale[1], 0x0062),
+                                  __byte_perm(values.scale[2], values.scale[3], 0x0062)};
+      scale_factor_pairs<Bf16>(__byte_perm(thirds[0], thirds[1], 0x5410), factor[2]);
+    }
+    constexpr int kOfScale = Lane::kInTurn ? 1 : 4;  // halves
 #pragma unroll
-    for (int j = 0; j < kValueWords; ++j) {
+    for (int half = 0; half < Values::kHalves; ++half) {
+      const uint32_t which = half % 2 ? 0x7632 : 0x5410;
+      const int word = half / 2;
+      uint32_t a[4], b[4];
+      decode_word<Bf16>(__byte_perm(values.code[0][word], values.code[1][word], which), factor[half / kOfScale][0], a);
+      decode_word<Bf16>(__byte_perm(values.code[2][word], values.code[3][word], which), factor[half / kOfScale][1], b);
+      const uint32_t first[4] = {a[0], a[1], b[0], b[1]}, second[4] = {a[2], a[3], b[2], b[3]};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t which = half ? 0x7632 : 0x5410;
-        uint32_t a[4], b[4];
-        decode_word<Bf16>(__byte_perm(values.code[0][j], values.code[1][j], which), factor[j / 2][0], a);
-        decode_word<Bf16>(__byte_perm(values.code[2][j], values.code[3][j], which), factor[j / 2][1], b);
-        const uint32_t first[4] = {a[0], a[1], b[0], b[1]}, second[4] = {a[2], a[3], b[2], b[3]};
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          mma(sum[n][4 * j + 2 * half], first, weights[n][0], weights[n][1], Bf16{});
-          mma(sum[n][4 * j + 2 * half + 1], second, weights[n][0], weights[n][1], Bf16{});
-        }
+      for (int n = 0; n < kTiles; ++n) {
+        mma(sum[n][2 * half], first, weights[n][0], weights[n][1], Bf16{});
+        mma(sum[n][2 * half + 1], second, weights[n][0], weights[n][1], Bf16{});
       }
     }
   }
@@ -249,7 +255,8 @@ struct CodesWarp {
         for (int m = 0; m < kParts; ++m) {
           const float a = whole(sum[n][m][i]), b = whole(sum[n][m][i + 2]);
           if (t < 2) {
-            *reinterpret_cast<float2*>(&shared.left.sum[warp][row][g * (kDim / 8) + 2 * m]) = make_float2(a, b);
+            *reinterpret_cast<float2*>(&shared.left.sum[warp][row][Lane::value(g, m / 2) + m % 2 * 2]) = make_float2(a,
+                                                                                                                     b);
           }
         }
       }

@@ -2,6 +2,7 @@
 #include <optional>
 #include <tuple>
 
+#include "cuda/attention/arguments.h"
 #include "cuda/generation/ops.h"
 #include "cuda/generation/step.h"
 #include "cuda/host/tensors.h"
@@ -221,22 +222,26 @@ Tensor attend_one(const Tensor& qkv, std::optional<Tensor> q_norm, std::optional
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> place_one(const Tensor& qkv, std::optional<Tensor> q_norm,
-                                             std::optional<Tensor> k_norm, double eps, double offset,
-                                             bool round_before_weight, std::optional<Tensor> cos,
-                                             std::optional<Tensor> sin, const Tensor& keys, const Tensor& values,
-                                             const Tensor& position, int64_t heads) {
+Tensor place_one(const Tensor& qkv, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double eps,
+                 double offset, bool round_before_weight, std::optional<Tensor> cos, std::optional<Tensor> sin,
+                 const Tensor& keys, const Tensor& values, const Tensor& position, int64_t heads, int64_t spec,
+                 const Tensor& key_codes, const Tensor& key_scale, const Tensor& key_factor, const Tensor& value_codes,
+                 const Tensor& value_scale, const Tensor& value_factor, const Tensor& starts, bool rotate) {
   const OnDeviceOf device(qkv, "qkv");
   Held held;
   PlaceOne p = {};
   p.of = placed(held, qkv, q_norm, k_norm, eps, offset, round_before_weight, cos, sin, keys, values, position, heads);
-  const auto rows = [&](int64_t count) { return empty({p.of.batch, count, 1, p.of.dim}, qkv.scalar_type(), qkv); };
-  Tensor q = rows(heads), oldest_key = rows(p.of.kv_heads), oldest_value = rows(p.of.kv_heads);
+  STD_TORCH_CHECK(p.of.length > 1, "nvfp4::place_one: a ring has at least 2 slots, not ", p.of.length);
+  const AppendArguments a(keys, values, spec, key_codes, key_scale, key_factor, value_codes, value_scale, value_factor,
+                          starts, rotate);
+  p.append = attention::append_of(a);
+  p.append.tokens = 1, p.append.ring = p.of.length;
+  p.append.position = p.of.position, p.append.position_step = p.of.position_step;
+  Tensor q = empty({p.of.batch, heads, 1, p.of.dim}, qkv.scalar_type(), qkv);
   p.of.out = q.mutable_data_ptr();
-  p.oldest_key = oldest_key.mutable_data_ptr(), p.oldest_value = oldest_value.mutable_data_ptr();
   launch_place_one(p, current_stream(qkv));
   check_launched("nvfp4::place_one");
-  return {q, oldest_key, oldest_value};
+  return q;
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "cuda/attention/attend.h"
 #include "cuda/generation/activation.h"
 #include "numerics/matrix.h"
 
@@ -76,10 +77,11 @@ struct Attend {
 int64_t plan_attend(Attend& p);
 void launch_attend(const Attend& p, cudaStream_t stream);
 
-// What comes before attention alone: queries to `of.out`, the key and the value into a ring, in slot position % length.
+// What comes before attention to codes: queries to `of.out`, the key and the value into a ring, in slot
+// position % length, and what the slot behind it holds to codes.
 struct PlaceOne {
   Attend of;
-  void *oldest_key, *oldest_value;  // (batch, kv_heads, dim): those of the slot behind it
+  attention::AppendCodes append;
 };
 void launch_place_one(const PlaceOne& p, cudaStream_t stream);
 
