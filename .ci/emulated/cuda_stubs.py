@@ -66,11 +66,9 @@ def main() -> None:
             elif not version and FUNCTION.match(name):
                 functions[""].add(name)
     missing = sorted(name for name in needed if LIBRARY.match(name) and not (folder / name).exists())
-    # Functions of no version come from a library that has none: any of them will do.
-    plain = next((name for name in missing if name not in versions), "")
     for name in missing:
-        own = functions[name] | (functions[""] if name == plain else set())
-        build(tools, folder, name, own, versions.get(name, ""))
+        # Functions of no version come from a library that has none: all of these have them, for not all are loaded.
+        build(tools, folder, name, functions[name] if name in versions else functions[""], versions.get(name, ""))
     print(f"stand-ins for {len(missing)} CUDA libraries" if missing else "this torch needs no CUDA libraries")
 
 
