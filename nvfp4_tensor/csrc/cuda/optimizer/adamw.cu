@@ -31,15 +31,15 @@ struct Moments {
 
 __device__ __forceinline__ uint32_t half_of(const uint2& word, int i) { return i < 8 ? word.x : word.y; }
 
-// The root of a power of two. Hopper's approximation is exact for all of them (compared), and one instruction of a pipe
-// that is idle otherwise, where half_power is four. Its approximation of 1 / sqrt is not.
+// The root of a power of two; NaN stays. Hopper's approximation is exact for all of them (compared), and one
+// instruction of a pipe that is idle otherwise, where half_power is four. Its approximation of 1 / sqrt is not.
 __device__ __forceinline__ float root_of_power(float v) {
 #if __CUDA_ARCH__ == 900
   float root;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(v));
   return root;
 #else
-  return root_of(static_cast<int>(float_bits(v) >> 23));
+  return float_bits(v) > 0x7F800000u ? v : root_of(static_cast<int>(float_bits(v) >> 23));
 #endif
 }
 
