@@ -196,8 +196,8 @@ inline CodedShape check_coded(const Tensor& qdata, const Tensor& scale, int64_t 
 // One factor, or one per row, of a weight or of x.
 inline Tensor factors_of(const Tensor& t, const char* name, int64_t rows, const Tensor& x, const char* x_name = "x") {
   check_beside(t, name, x, x_name);
-  STD_TORCH_CHECK(t.numel() == 1 || t.numel() == rows, name, " must be one number, or one per row: 1 or ", rows, ", not ",
-                  t.numel());
+  STD_TORCH_CHECK(t.numel() == 1 || t.numel() == rows, name, " must be one number, or one per row: 1 or ", rows,
+                  ", not ", t.numel());
   return contiguous_as(t, ScalarType::Float);
 }
 
