@@ -89,7 +89,7 @@ class _Loader(Loader):
 
 
 class _ServedExperts:
-    """What both formats share. SGLang's own ``create_weights`` registers the parameters."""
+    """What both formats share. The class behind it is SGLang's, which registers the parameters."""
 
     names = MODELOPT
     divides = False
@@ -98,9 +98,16 @@ class _ServedExperts:
     quantizes = False
     activations: dict[str, Activations]
 
-    def _create(self, original: Any, layer: Any, **kwargs: Any) -> None:
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.served and (why := layer_not_served(layer)):
+            tell(why, "experts")
+            self.served = False
+            self._leave_to_sglang()
+        if not self.served:
+            super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
+            return
         loader = _Loader(layer, kwargs.pop("weight_loader"), experts=True)
-        original.create_weights(self, layer, weight_loader=loader, **kwargs)
+        super().create_weights(layer, *args, weight_loader=loader, **kwargs)  # type: ignore[misc]
         _, scale, factor, input_scale = self.names
         for which in ("w13", "w2"):
             for name in (scale, factor, input_scale):
@@ -108,6 +115,21 @@ class _ServedExperts:
                 if parameter is not None:
                     parameter.data.fill_(torch.nan)  # until it is loaded
             layer._parameters.pop(f"{which}_blockscale_swizzled", None)
+
+    def _leave_to_sglang(self) -> None:
+        """Make up for what SGLang's own __init__ would have done."""
+
+    def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
+        if self.served:
+            self.moe_runner_config, self.runner = moe_runner_config, None
+        else:
+            super().create_moe_runner(layer, moe_runner_config)  # type: ignore[misc]
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.served:
+            self._process(layer)
+        else:
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
 
     def _process(self, layer: Any) -> None:
         """Put the weights in our layout in place of what was loaded. A second call does nothing.
@@ -219,32 +241,21 @@ def _modelopt(original: Any) -> type:
             self.quantizes = not getattr(quant_config, "is_w4a16", False)
             self._lora_marlin = self.enable_flashinfer_trtllm_moe = self.use_flashinfer_trtllm_weight_layout = False
 
-        def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-            if self.served and (why := layer_not_served(layer)):
-                tell(why, "experts")
-                self.served = False
-                original.__init__(self, self.quant_config)
-            if not self.served:
-                original.create_weights(self, layer, *args, **kwargs)
-                return
-            self._create(original, layer, **kwargs)
+        def _leave_to_sglang(self) -> None:
+            original.__init__(self, self.quant_config)
 
         def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
-            if not self.served:
-                original.create_moe_runner(self, layer, moe_runner_config)
-                return
-            self.moe_runner_config, self._moe_runner_backend = moe_runner_config, MoeRunnerBackend.MARLIN
+            super().create_moe_runner(layer, moe_runner_config)
+            if self.served:
+                self._moe_runner_backend = MoeRunnerBackend.MARLIN
 
-        def process_weights_after_loading(self, layer: Any) -> None:
-            if not self.served:
-                original.process_weights_after_loading(self, layer)
-                return
+        def _process(self, layer: Any) -> None:
             interleaved = getattr(layer, "inference_moe_w13_interleaved", False)
             if interleaved and not hasattr(layer, "nvfp4_w13_scale"):
                 for name in ("w13_weight", "w13_weight_scale"):
                     parameter = getattr(layer, name)
                     parameter.data = modelopt_quant.deinterleave_w13(parameter.data, up_first=False)
-            self._process(layer)
+            super()._process(layer)
 
         def apply(self, layer: Any, dispatch_output: Any) -> Any:
             if not self.served:
@@ -269,29 +280,8 @@ def _compressed(original: Any) -> type:
                 tell(why, "experts")
             self.served = not why
 
-        def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-            if self.served and (why := layer_not_served(layer)):
-                tell(why, "experts")
-                self.served = False
-            if not self.served:
-                original.create_weights(self, layer, *args, **kwargs)
-                return
-            self._create(original, layer, **kwargs)
-
-        def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
-            if not self.served:
-                original.create_moe_runner(self, layer, moe_runner_config)
-                return
-            self.moe_runner_config, self.runner = moe_runner_config, None
-
         def get_moe_runner_backend(self, layer: Any) -> Any:
             return MoeRunnerBackend.MARLIN if self.served else original.get_moe_runner_backend(self, layer)
-
-        def process_weights_after_loading(self, layer: Any) -> None:
-            if not self.served:
-                original.process_weights_after_loading(self, layer)
-                return
-            self._process(layer)
 
         def apply_weights(self, layer: Any, dispatch_output: Any) -> Any:
             if not self.served:
