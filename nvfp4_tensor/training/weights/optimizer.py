@@ -181,7 +181,15 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         """Load a state dict as every optimizer does, with float32 state for NVFP4 parameters.
 
         0-d state keeps its dtype. torch would cast both to the parameter's dtype.
+
+        Raises:
+            ValueError: if it is that of another class of optimizer; nothing is loaded.
         """
+        if any("writes" not in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "the state dict is not an NVFP4Optimizer's: it counts no writes, by which random bits are chosen. "
+                "Load what NVFP4Optimizer.state_dict() returned, or start with new state"
+            )
         super().load_state_dict(state_dict)
         if any(group["states"] == "nvfp4" for group in self.param_groups):
             coded_moments.load_exactly(self, state_dict)

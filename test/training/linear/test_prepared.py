@@ -1,7 +1,9 @@
 """Calls that were checked once: the bits of the general path, whatever changes between two calls."""
 
+import contextlib
 import copy
 import pickle
+import random
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.nn.utils.prune
 from expecttest import assert_expected_inline
 from helpers.count_ops import Ops
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nvfp4_tensor import training
 from nvfp4_tensor.training import NVFP4TrainingLinear
@@ -133,3 +136,70 @@ nvfp4::quantize_pair_values: 1
 nvfp4::train_linear: 1
 nvfp4::train_linear_backward: 1""",
     )
+
+
+# --- random calls ----------------------------------------------------------------------------------------------------
+
+
+def random_input(choice, columns, dtype):
+    """An input of any shape and layout, its columns and dtype mostly those given, with a NaN now and then."""
+    columns += 16 * (choice.random() < 0.1)
+    if choice.random() < 0.2:
+        dtype = choice.choice([torch.float64, torch.float16, torch.float32, torch.bfloat16])
+    rows = choice.choice([(17,), (17,), (choice.randint(0, 9),), (2, choice.randint(0, 3)), ()])
+    x = torch.randn(*rows, 2 * columns).to(dtype)
+    x = x[..., ::2] if choice.random() < 0.2 else x[..., :columns].contiguous()
+    if choice.random() < 0.1 and x.numel():
+        x.view(-1)[0] = torch.nan
+    return x
+
+
+def outcome(linear, x, mode, autocast, seed):
+    """y, gradients and the generator's state after a call; or the error."""
+    torch.manual_seed(seed)
+    x = x.detach().requires_grad_(mode != "no gradient of x")
+    given = x if mode == "leaf" else x * 1
+    calls = {
+        "checkpoint": lambda: checkpoint(linear, given, use_reentrant=False),
+        "reentrant": lambda: checkpoint(linear, given, use_reentrant=True),
+        "twice": lambda: linear(given) + linear(given),
+        "functional": lambda: torch.func.functional_call(linear, {"weight": linear.weight * 1.0}, (given,)),
+    }
+    quiet = torch.no_grad() if mode == "no_grad" else contextlib.nullcontext()
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), quiet:
+            y = calls.get(mode, lambda: linear(given))()
+        wanted = [p for p in (x, *linear.parameters()) if p.requires_grad] if y.requires_grad else []
+        results = torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True) if wanted else ()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return [type(error).__name__, str(error)]
+    bytes_of = [None if t is None else t.detach().contiguous().flatten().view(torch.uint8) for t in (y, *results)]
+    return [*bytes_of, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_calls_have_the_outcome_of_the_general_path(general, seed):
+    choice = random.Random(seed)
+    columns, dtype = choice.choice([16, 48, 64]), choice.choice([torch.float32, torch.bfloat16])
+    torch.manual_seed(seed)
+    linear = nn.Linear(columns, choice.choice([1, 16, 32]), bias=choice.random() < 0.5, dtype=dtype)
+    linear = NVFP4TrainingLinear.convert(linear, training.RECIPES[choice.choice(RECIPES)])
+    modes = ["", "", "", "leaf", "no_grad", "no gradient of x", "checkpoint", "reentrant", "twice", "functional"]
+    for call in range(12):
+        if choice.random() < 0.1:
+            with torch.no_grad():
+                linear.weight.add_(0.01)
+        if choice.random() < 0.1:
+            training.set_recipe(linear, choice.choice(RECIPES))
+        linear.weight.requires_grad_(choice.random() < 0.9)
+        arguments = (
+            random_input(choice, columns, dtype),
+            choice.choice(modes),
+            choice.random() < 0.25,
+            100 * seed + call,
+        )
+        expected = general(outcome, copy.deepcopy(linear), *arguments)
+        got = outcome(linear, *arguments)
+        assert len(got) == len(expected)
+        for mine, right in zip(got, expected, strict=True):
+            assert torch.equal(mine, right) if isinstance(right, torch.Tensor) else mine == right, arguments[1:]

@@ -352,3 +352,17 @@ def test_capturing_a_step_raises():
     with pytest.raises(RuntimeError, match="after each replay"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
     assert optimizer.param_groups[0]["writes"] == 1
+
+
+def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded():
+    net = model()
+    optimizer = NVFP4Optimizer(net.parameters(), lr=1e-2)
+    train(net, optimizer, 2)
+    before = copy.deepcopy(optimizer.state_dict())
+    other = torch.optim.AdamW(nn.Linear(48, 40).parameters())
+    with pytest.raises(ValueError, match="not an NVFP4Optimizer's"):
+        optimizer.load_state_dict(other.state_dict())
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
+    train(net, optimizer, 1)
