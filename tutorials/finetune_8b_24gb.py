@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --output")
     for field in dataclasses.fields(Settings):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in ("steps", "batch", "length", "loss_chunk"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+    for name in ("learning_rate", "warmup", "clip_norm", "memory", "checkpoint_every"):
+        if not getattr(options, name) >= 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative, not {getattr(options, name)}")
+    return options
+
+
+def read(path: Path) -> str:
+    """Return the text of a file, or end with what is wrong with it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"{path} is not UTF-8 text (byte {error.start}): convert it, or leave it out") from None
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be read: {error.strerror}") from None
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
@@ -220,6 +238,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     checkpoint = options.output / "checkpoint.pt"
     if options.resume and not checkpoint.exists():
         raise SystemExit(f"{checkpoint} does not exist: omit --resume to start a new run")
+    text = "\n".join(map(read, options.text))
     plan = planned(options.model, settings, options.device)
     print(plan)
     if options.plan:
@@ -229,11 +248,14 @@ def main(arguments: list[str] | None = None) -> list[float]:
     except MemoryError as error:
         raise SystemExit(str(error)) from None
     model, tokenizer = open_model(options.model)
-    text = "\n".join(path.read_text(errors="replace") for path in options.text)
     tokens = tokenizer(text, return_tensors="pt").input_ids[0]
     finetuner = Finetuner(model, tokens, settings, options.device)
     if options.resume:
-        finetuner.load_state_dict(torch.load(checkpoint, map_location=options.device, weights_only=True))
+        try:
+            state = torch.load(checkpoint, map_location=options.device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise SystemExit(f"{checkpoint} is not a whole checkpoint of this tutorial: {error}") from None
+        finetuner.load_state_dict(state)
     options.output.mkdir(parents=True, exist_ok=True)
     losses = list(train(finetuner, options.output, options.checkpoint_every))
     if options.device == "cuda":

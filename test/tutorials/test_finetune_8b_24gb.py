@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nvfp4_tensor import NVFP4Tensor, training
-from tutorials.finetune_8b_24gb import ChunkedCrossEntropy, Finetuner, Settings, save_for_transformers
+from tutorials.finetune_8b_24gb import ChunkedCrossEntropy, Finetuner, Settings, main, save_for_transformers
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +124,26 @@ def test_other_settings_do_not_resume():
     state["settings"]["batch"] = 3
     with pytest.raises(ValueError, match="other settings: batch"):
         finetuner.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (b"\x7fELF\x02\xf3", [], "is not UTF-8 text .byte 5."),
+        (None, [], "cannot be read: No such file"),
+        (b"text", ["--length", "0"], "--length must be at least 1, not 0"),
+        (b"text", ["--learning-rate", "nan"], "--learning-rate must not be negative, not nan"),
+        (b"text", ["--resume"], "checkpoint.pt does not exist"),
+    ],
+)
+def test_bad_input_ends_before_a_model_is_opened(content, arguments, message, tmp_path, capsys):
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit) as caught:
+        main(["--text", str(file), "--output", str(tmp_path / "out"), *arguments])
+    assert re.search(message, f"{caught.value} {capsys.readouterr().err}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_saved_model_is_the_trained_one(tmp_path):
