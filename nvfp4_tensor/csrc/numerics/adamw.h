@@ -44,11 +44,7 @@ NVFP4_HD float half_power(int t) {
   return bits_float((u << 22) - (u & 1u) * (0x400000u - 0x3504F3u));
 }
 NVFP4_HD float root_of(int exponent) { return half_power(exponent + 127); }
-NVFP4_HD float inverse_root_of(int exponent) { return half_power(381 - exponent); }
 
-NVFP4_HD float first_moment(float decoded_ratio, int exponent) {
-  return mul(decoded_ratio, mul(root_of(exponent), kRatioScale));
-}
 NVFP4_HD float next_first_moment(float m, float g, const AdamwNumbers& n) {
   return add(mul(n.beta1, m), mul(n.rest1, g));
 }

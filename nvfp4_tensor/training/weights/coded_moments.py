@@ -251,6 +251,8 @@ def check_group(group: dict[str, Any]) -> None:
         if group.get(option):
             raise ValueError(f"moments in codes do not support {option}=True: use states='float32'")
     if group.get("error_feedback"):
-        raise ValueError("error_feedback needs a float32 momentum, and writes with 32 random bits do not: leave it out")
+        raise ValueError(
+            "error_feedback needs a float32 momentum, and writes of 24 random bits need none: leave it out"
+        )
     if "round_mode" in group and RoundingMode.of(group["round_mode"]) != RoundingMode.STOCHASTIC:
         raise ValueError("states='nvfp4' rounds stochastically: round_mode='rne' needs states='float32'")

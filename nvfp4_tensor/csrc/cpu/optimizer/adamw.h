@@ -97,7 +97,7 @@ struct BlockMoments {
   uint8_t *r, *r_scale, *v, *v_exponent;
 };
 
-// Codes of r times enc, and their signs, or of magnitudes with 32 random bits.
+// Codes of magnitudes, with the signs of the values.
 inline I signed_codes(I code, F value) {
   return bit_or(bit_and(code, set(7)), bit_and(shift_right<28>(bits(value)), set(8)));
 }
