@@ -8,11 +8,13 @@ VENV_FLAGS ?=
 # Any from 2.11 on: make test VENV=.venv215 TORCH=torch==2.15.0. The default has a CPU build, which spares a fresh clone
 # the gigabytes of CUDA packages that the newest brings along.
 TORCH ?= torch==2.13.0
+# The versions of what changes often, as last tested. For the newest of everything: make test CONSTRAINTS=
+CONSTRAINTS ?= .ci/constraints.txt
 # Processes of `make test`, a thread each.
 WORKERS ?= 3
 BIN := $(VENV)/bin
 # Where Python may write bytecode it compiles what it imports, a part of what is installed, and pip need not.
-PIP := $(BIN)/python -m pip install --quiet $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
+PIP := $(BIN)/python -m pip install --quiet $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) $(addprefix -c ,$(CONSTRAINTS))
 INSTALL := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false
 
 CXX_SOURCES := $(shell find nvfp4_tensor/csrc -type f 2>/dev/null)

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 import nvfp4_tensor.integrations.transformers as nvfp4
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.generation import decode_natively, nvfp4_cache
+from nvfp4_tensor.generation.cache_argument import CACHE
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "supported_models.md"
 TEMPLATE = Path(__file__).with_suffix(".template.md")
@@ -125,7 +126,7 @@ def _native_decoding(folder: Path) -> None:
 
 def _cache(folder: Path) -> None:
     model = load(folder / "nvfp4")
-    text(model, past_key_values=nvfp4_cache(model.config))
+    text(model, **{CACHE: nvfp4_cache(model.config)})
 
 
 def _gguf(folder: Path) -> None:

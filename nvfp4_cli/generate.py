@@ -150,19 +150,21 @@ class Writer:
         start = time.perf_counter()
         written = self.model.generate(
             ids, attention_mask=ids.new_ones(ids.shape), streamer=streamer,
-            pad_token_id=self.tokenizer.eos_token_id or 0, past_key_values=self._cache(ids) if self.compiled else None,
+            pad_token_id=self.tokenizer.eos_token_id or 0, **(self._cache(ids) if self.compiled else {}),
             **self.settings,
         )[0, ids.shape[1] :]  # fmt: skip
         seconds = time.perf_counter() - start
         text = self.tokenizer.decode(written, skip_special_tokens=True)
         return Answer(messages[-1]["content"], text, ids.shape[1], len(written), seconds)
 
-    def _cache(self, ids: Tensor) -> Any:
-        """A cache whose length is a power of two, because the model is compiled for each length."""
+    def _cache(self, ids: Tensor) -> dict[str, Any]:
+        """The argument with a cache whose length is a power of two, because the model is compiled for each length."""
         from transformers import StaticCache
 
+        from nvfp4_tensor.generation.cache_argument import CACHE
+
         length = max(ids.shape[1] + self.settings["max_new_tokens"], LEAST_LENGTH)
-        return StaticCache(config=self.model.config, max_cache_len=1 << (length - 1).bit_length())
+        return {CACHE: StaticCache(config=self.model.config, max_cache_len=1 << (length - 1).bit_length())}
 
 
 def _compile_config(model: Any) -> Any:

@@ -34,6 +34,7 @@ from benchmarks.harness import Report, at_least, record, result_path, save, tabl
 from nvfp4_cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor import QuantizeSpec, emulation
 from nvfp4_tensor.generation import nvfp4_cache
+from nvfp4_tensor.generation.cache_argument import cache_argument
 
 DENSE = "bfloat16"
 
@@ -125,7 +126,7 @@ def losses(model: torch.nn.Module, ids: Tensor, cache: Cache, piece: int) -> Ten
     with torch.no_grad():
         for start in range(0, len(ids), piece):
             part = ids[start : start + piece]
-            logits = model(part.unsqueeze(0), past_key_values=cache, use_cache=True).logits[0].float()
+            logits = model(part.unsqueeze(0), use_cache=True, **{cache_argument(model): cache}).logits[0].float()
             following = ids[start + 1 : start + 1 + len(part)]
             found.append(cross_entropy(logits[: len(following)], following, reduction="none"))
     return torch.cat(found)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.torchao_import import quietly
+from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.sizes import bits_per_weight, model_size
@@ -130,10 +131,10 @@ def greedy(
 
     Stops before ``end_token``. ``tick`` is called after each token.
     """
-    ids, cache, output = prompt, None, []
+    ids, cache, output, argument = prompt, None, [], cache_argument(model)
     for _ in range(count):
-        result = model(ids, past_key_values=cache, use_cache=True)
-        ids, cache = result.logits[:, -1:].argmax(dim=-1), result.past_key_values
+        result = model(ids, use_cache=True, **{argument: cache})
+        ids, cache = result.logits[:, -1:].argmax(dim=-1), getattr(result, argument)
         tick()
         if ids.item() == end_token:
             break

@@ -113,6 +113,7 @@ class NVFP4CacheLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Record the shape (batch, heads), and create empty states, in the memory of those before a reset."""
         super().lazy_initialization(key_states, value_states)
+        self.dtype = key_states.dtype  # transformers 5.24 and later leave it out
         self.batch, self.heads = key_states.shape[0], key_states.shape[1]
         self._pair = CodedStates(key_states, self.rotate_keys), CodedStates(value_states)
         for states, old in zip(self._pair, self._spare[0] or (None, None), strict=True):

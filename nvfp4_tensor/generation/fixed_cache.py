@@ -228,7 +228,7 @@ def static_view(cache: FixedCache) -> Cache:
     layers: list[Any] = []
     for each in cache.layers:
         layer = StaticLayer(each.capacity)
-        layer.dtype, layer.device = each.dtype, each.device
+        layer.device = each.device
         layer.keys, layer.values = each.buffers
         layer.batch_size, layer.num_heads = layer.keys.shape[:2]
         layer.k_head_dim, layer.v_head_dim = layer.keys.shape[-1], layer.values.shape[-1]
@@ -268,6 +268,13 @@ def has_codes(cache: Any) -> bool:
 def graph_buffers_of(cache: Any) -> list[GraphBuffers]:
     """Return what a CUDA graph reads and writes of each layer of a cache of codes."""
     return [each.graph_buffers() for each in cache.layers]
+
+
+def dtype_of(cache: Any) -> torch.dtype:
+    """Return the dtype of the keys. Static layers of transformers 5.24 and later do not name it."""
+    layers: list[Any] = cache.layers
+    dtype: torch.dtype = layers[0].keys.dtype if type(cache) is StaticCache else layers[0].dtype
+    return dtype
 
 
 def batch_of(cache: Any) -> int:

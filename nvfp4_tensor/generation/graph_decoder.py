@@ -13,6 +13,7 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from nvfp4_tensor.generation.architectures import Mixture
+from nvfp4_tensor.generation.cache_argument import CACHE, NAMES, cache_in
 from nvfp4_tensor.generation.choice import ROWS, Chooser, Sampling
 from nvfp4_tensor.generation.fixed_cache import (
     Buffers,
@@ -20,6 +21,7 @@ from nvfp4_tensor.generation.fixed_cache import (
     append_one,
     batch_of,
     capacity_of,
+    dtype_of,
     has_buffers,
     has_codes,
     length_of,
@@ -33,7 +35,7 @@ RUNNERS = 8
 """The largest number of graphs, one for each cache and way to choose tokens. The oldest gives way."""
 RESTLESS = 8
 """After so many changes of the model, at one token after the other, no more graphs are captured."""
-_ARGUMENTS = {"attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep"}
+_ARGUMENTS = {"attention_mask", "position_ids", *NAMES, "use_cache", "return_dict", "logits_to_keep"}
 """The arguments of a model's forward that the step supports."""
 CACHES, KWARGS = "_prepare_cache_for_generation", "_update_model_kwargs_for_generation"
 
@@ -138,20 +140,21 @@ class GraphDecoder:
         output = None if calls_own else self._natively(*args, **kwargs)
         return self.own_forward(*args, **kwargs) if output is None else output
 
-    def _natively(self, input_ids: Any = None, past_key_values: Any = None, **others: Any) -> Any:
+    def _natively(self, input_ids: Any = None, **others: Any) -> Any:
         """Return the output for one token per text, or None, without side effects, for calls that need transformers."""
-        if not self._is_one_token(input_ids, past_key_values, others):
+        cache = cache_in(others)
+        if not self._is_one_token(input_ids, cache, others):
             return None
-        position, position_ids = length_of(past_key_values), others.get("position_ids")
-        if position >= capacity_of(past_key_values) or not self._sees_all(others.get("attention_mask"), position):
+        position, position_ids = length_of(cache), others.get("position_ids")
+        if position >= capacity_of(cache) or not self._sees_all(others.get("attention_mask"), position):
             return None
         if position_ids is not None and tuple(position_ids.shape) not in ((1, 1), tuple(input_ids.shape)):
             return None
-        runner = self.launch(past_key_values, input_ids, position, position_ids)
+        runner = self.launch(cache, input_ids, position, position_ids)
         if runner is None:
             return None
-        append_one(past_key_values)
-        return self._output(runner.logits.clone()[:, None], past_key_values)
+        append_one(cache)
+        return self._output(runner.logits.clone()[:, None], cache)
 
     def launch(self, cache: Any, tokens: Tensor, position: int, position_ids: Tensor | None = None) -> Runner | None:
         """Run one token per text, or return None if the model is not one that can be run.
@@ -236,7 +239,7 @@ class GraphDecoder:
             and (has_buffers(cache) or has_codes(cache))
             and cache.layers[0].device == input_ids.device
             and batch_of(cache) == input_ids.shape[0]
-            and (plan is None or (plan.device == input_ids.device and plan.dtype == cache.layers[0].dtype))
+            and (plan is None or (plan.device == input_ids.device and plan.dtype == dtype_of(cache)))
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(input_ids.device.type)
             and not any(is_given(value) for name, value in others.items() if name not in _ARGUMENTS)
@@ -269,8 +272,8 @@ class GraphDecoder:
     def _output(self, logits: Tensor, cache: Any) -> Any:
         description = None if self._plan is None else self._plan.description
         if description is not None and any(isinstance(each.feed_forward, Mixture) for each in description.blocks):
-            return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            return MoeCausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 
 
 def is_given(value: Any) -> bool:
@@ -297,13 +300,13 @@ class GraphCaches:
             and config.cache_implementation in (None, "static")
             and config.use_cache is not False
             and not config.is_assistant
-            and arguments.get("past_key_values") is None
+            and cache_in(arguments) is None
             and not torch.is_grad_enabled()
             and "prepare_inputs_for_generation" not in vars(model)  # set by peft's prefixes, for a dynamic cache
             and not torch.is_autocast_enabled(device.type)  # under which keys and values differ in dtype
             and decoder.plan() is not None
         ):
-            arguments["past_key_values"] = decoder.new_cache(length)
+            arguments[CACHE] = decoder.new_cache(length)
             return None
         return type(model)._prepare_cache_for_generation(model, config, arguments, mode, batch_size, length)
 

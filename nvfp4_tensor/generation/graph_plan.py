@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor.generation.architectures import Model
+from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.families import describe, family_of
 from nvfp4_tensor.generation.fixed_cache import (
     FixedCache,
@@ -146,6 +147,7 @@ class OwnStep:
     def __init__(self, plan: GraphPlan, cache: Any) -> None:
         assert type(cache) is FixedCache
         self.model, self.cache = plan.model, static_view(cache)
+        self.cache_argument = cache_argument(self.model)
         layers: list[Any] = self.cache.layers
         self.lengths: list[Tensor] = [layer.cumulative_length for layer in layers]
 
@@ -153,7 +155,7 @@ class OwnStep:
         """Return the logits; arguments as of :class:`NativeStep`."""
         torch._foreach_copy_(self.lengths, [position[0]] * len(self.lengths))
         output = type(self.model).forward(
-            self.model, input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True
+            self.model, input_ids=tokens, position_ids=positions, use_cache=True, **{self.cache_argument: self.cache}
         )
         logits: Tensor = output.logits[:, -1]
         return logits

@@ -13,14 +13,23 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
 from nvfp4_tensor.generation.architectures import Block, Rotary
+from nvfp4_tensor.generation.cache_argument import CACHE, NAMES, cache_in
 from nvfp4_tensor.generation.cpu_arguments import DENSE_SIZE_STEP
 from nvfp4_tensor.generation.families import FAMILIES, family_of
-from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, buffers_of, has_buffers, has_room, length_of
+from nvfp4_tensor.generation.fixed_cache import (
+    FixedCache,
+    append_one,
+    buffers_of,
+    dtype_of,
+    has_buffers,
+    has_room,
+    length_of,
+)
 from nvfp4_tensor.generation.graph_decoder import CACHES, KWARGS, GraphCaches, GraphDecoder, MaskKeeper, is_given
 from nvfp4_tensor.generation.model_state import changes_itself
 from nvfp4_tensor.generation.plan import Plan
 
-_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict"}
+_ARGUMENTS = {"attention_mask", "position_ids", *NAMES, "use_cache", "return_dict"}
 """The arguments of a model's forward that the op supports."""
 
 
@@ -146,13 +155,13 @@ class _Caches:
             and config.cache_implementation is None
             and config.use_cache is not False
             and not config.is_assistant
-            and arguments.get("past_key_values") is None
+            and cache_in(arguments) is None
             and not torch.is_grad_enabled()
             and "prepare_inputs_for_generation" not in vars(self.model)  # set by peft's prefixes, for a dynamic cache
             and not torch.is_autocast_enabled("cpu")  # under which keys and values differ in dtype
             and decoder.plan() is not None
         ):
-            arguments["past_key_values"] = FixedCache(len(self.model.model.layers), length)
+            arguments[CACHE] = FixedCache(len(self.model.model.layers), length)
             return None
         return type(self.model)._prepare_cache_for_generation(self.model, config, arguments, mode, batch_size, length)
 
@@ -189,16 +198,16 @@ class NativeDecoder:
         y = self._natively(*args, **kwargs) if len(args) < 2 else None
         return type(self.inner).forward(self.inner, *args, **kwargs) if y is None else y
 
-    def _natively(self, input_ids: Any = None, past_key_values: Any = None, **others: Any) -> Any:
+    def _natively(self, input_ids: Any = None, **others: Any) -> Any:
         """Return the output of one token, or None, without side effects, for calls that need transformers."""
-        config = self.inner.config
-        if not _is_one_token(input_ids, past_key_values, others) or _requests_more(config):
+        config, cache = self.inner.config, cache_in(others)
+        if not _is_one_token(input_ids, cache, others) or _requests_more(config):
             return None
-        position, position_ids = length_of(past_key_values), others.get("position_ids")
+        position, position_ids = length_of(cache), others.get("position_ids")
         if position_ids is not None and position_ids.numel() != 1:
             return None
         plan = self.plan()
-        if plan is None or not _fits(past_key_values, position, plan.description.blocks):
+        if plan is None or not _fits(cache, position, plan.description.blocks):
             return None
         if not _sees_all(others.get("attention_mask"), position, plan.description.blocks):
             return None
@@ -208,12 +217,12 @@ class NativeDecoder:
         at = position if position_ids is None else int(position_ids)
         rotations = [self._rotation(i, x, at) for i in range(len(plan.description.rotaries))]
         hidden: Tensor = torch.ops.nvfp4.decode_step(
-            x[0], *plan.constants, *buffers_of(past_key_values), [cos for cos, _ in rotations],
+            x[0], *plan.constants, *buffers_of(cache), [cos for cos, _ in rotations],
             [sin for _, sin in rotations], position,
         )  # fmt: skip
-        append_one(past_key_values)
+        append_one(cache)
         output = MoeModelOutputWithPast if plan.has_experts else BaseModelOutputWithPast
-        return output(last_hidden_state=hidden[None], past_key_values=past_key_values)
+        return output(last_hidden_state=hidden[None], **{CACHE: cache})
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         x: Tensor = self.inner.embed_tokens(input_ids)
@@ -262,7 +271,7 @@ def _is_one_token(input_ids: Any, cache: Any, others: dict[str, Any]) -> bool:
         return False
     return (
         input_ids.is_cpu
-        and cache.layers[0].dtype == torch.bfloat16
+        and dtype_of(cache) == torch.bfloat16
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
 from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one
 from nvfp4_tensor.generation.graph_decoder import MAX_BATCH, GraphDecoder
@@ -164,7 +165,7 @@ class _Writer:
         return runner
 
     def _logits(self, tokens: Tensor, **options: Any) -> Tensor:
-        output = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, **options)
+        output = self.model(input_ids=tokens, use_cache=True, **{cache_argument(self.model): self.cache}, **options)
         logits: Tensor = output.logits[:, -1]
         return logits
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, quantize
 from nvfp4_tensor.integrations import transformers as nvfp4
@@ -74,6 +76,9 @@ def test_trainer_trains_adapters_alone_and_resumes(llama, tmp_path):
         torch.testing.assert_close(parameter, after[name], rtol=0, atol=0)
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason=f"transformers asks for peft {MIN_PEFT_VERSION}"
+)
 def test_adapters_are_loaded_onto_the_checkpoint(llama, tmp_path, ids):
     model = base(llama()[1])
     nvfp4.save(model, tmp_path / "base")
