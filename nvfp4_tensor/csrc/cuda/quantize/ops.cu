@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "cuda/host/scratch.h"
+#include "cuda/quantize/arguments.h"
 #include "cuda/quantize/maxima.h"
 #include "cuda/quantize/scaled_rows.h"
-#include "cuda/quantize/transforms.h"
 #include "ops.h"
 
 namespace nvfp4 {
@@ -16,75 +16,6 @@ namespace nvfp4 {
 namespace {
 
 // --- quantize --------------------------------------------------------------------------------------------------------
-
-// An amax, or maxima of parts of a tensor.
-struct Amax {
-  const float* at;
-  int maxima = 1;
-};
-Amax amax_given(const Tensor& amax, const Tensor& x) { return {amax_of(amax, x)}; }
-
-// Of x, or of what is made of it, as a matrix of so many rows and columns.
-Quantization quantization(int64_t spec, const Amax& amax, const std::optional<Tensor>& rng_state, int64_t stream,
-                          const Tensor& x, int64_t rows, int64_t columns, int64_t row0, int64_t col0,
-                          int64_t full_width, Tensor& factor) {
-  Quantization how{};
-  how.spec = spec_of(spec);
-  how.amax = amax.at;
-  how.per_tensor_scale = floats(factor);
-  const auto [first, row_blocks] = block_numbers(rows, columns, row0, col0, full_width);
-  how.random = {rng_state_of(rng_state, how.spec, x), first, row_blocks, static_cast<int>(stream)};
-  return how;
-}
-
-// The same by EDEN, which numbers rotations.
-Quantization eden_quantization(const QuantizeSpec& spec, const Amax& amax, const std::optional<Tensor>& rng_state,
-                               int64_t stream, const Tensor& x, int64_t rows, int64_t columns, int64_t row0,
-                               int64_t col0, int64_t full_width, Tensor& factor) {
-  const auto [first, row_groups] = block_numbers(rows, columns, row0, col0, full_width, kRotation);
-  return {
-      spec, amax.at, floats(factor), {rng_state_of(rng_state, spec, x), first, row_groups, static_cast<int>(stream)}};
-}
-
-// Whether the fast kernels know the rounding mode, on a side whose Hadamard transform (if any) they take care of.
-bool is_fast_mode(const QuantizeSpec& spec) {
-  return spec.round_mode == RoundingMode::kNearestEven || spec.is_stochastic();
-}
-
-// Whether a block's scale follows from its largest element alone.
-bool is_plain(const QuantizeSpec& spec) {
-  return spec.four_over_six == FourOverSix::kNone && spec.scale_search == ScaleSearch::kNone;
-}
-
-bool is_fast(const QuantizeSpec& spec) { return is_fast_mode(spec) && is_plain(spec); }
-
-// Whether launch_quantize_rows serves, which transforms blocks itself.
-bool transforms_itself(const Matrix& m, const QuantizeSpec& spec) {
-  return is_fast(spec) && m.whole_blocks() && spec.block_rows == 1;
-}
-
-// The packed spec of what is already transformed.
-int64_t without_hadamard(int64_t spec) { return spec & ~(int64_t{0xFFFF} << 16 | 1 << 9); }
-
-struct CodeOutputs {
-  Tensor qdata, scale;
-
-  CodeOutputs(std::vector<int64_t> shape, int64_t rows, int64_t blocks, const Tensor& like)
-      : qdata(empty((shape.back() = blocks * kBlock / 2, shape), ScalarType::Byte, like)),
-        scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn,
-                    like)) {}
-
-  Codes codes() {
-    return {static_cast<uint8_t*>(qdata.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr())};
-  }
-};
-
-struct Outputs : CodeOutputs {
-  Tensor factor;
-
-  Outputs(std::vector<int64_t> shape, int64_t rows, int64_t blocks, const Tensor& like)
-      : CodeOutputs(std::move(shape), rows, blocks, like), factor(empty_scalar(like)) {}
-};
 
 std::tuple<Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const Tensor& amax,
                                                  const std::optional<Tensor>& rng_state, const QuantizeSpec& spec,
@@ -105,7 +36,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const Tensor& 
   return {out.qdata, out.scale, out.factor};
 }
 
-// Without amax: that of x (or of its transform).
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tensor> amax,
                                             const std::optional<Tensor>& rng_state, int64_t spec, int64_t row0,
                                             int64_t col0, int64_t full_width, int64_t random_stream) {
@@ -153,6 +85,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
   return {out.qdata, out.scale, out.factor};
 }
 
+namespace {
+
 std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Tensor> amax,
                                                std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
                                                int64_t col0, int64_t full_width, int64_t random_stream) {
@@ -169,7 +103,7 @@ QuantizeSpec row_spec_of(int64_t bits) {  // without that bit
   return QuantizeSpec::unpack(bits & ~kRowScaledBit);
 }
 
-// The arguments of a quantization with a scale a row, and what holds them.
+// The arguments of a quantization with a scale per row, and what holds them.
 struct RowQuantization {
   std::optional<Tensor> amax;
   Tensor factors;
@@ -227,37 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
   return {out.qdata, out.scale, row.factors};
 }
 
-// searches: whether the kernel knows a search over the scales of the rows, of those to nearest.
-bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b, bool searches = false) {
-  const bool search = searches && a.round_mode == RoundingMode::kNearestEven && a.four_over_six == FourOverSix::kNone;
-  return m.dtype == Dtype::kBf16 && m.whole_blocks() && m.rows && m.columns && (is_fast(a) || search) && is_fast(b) &&
-         a.block_rows == 1 && b.block_rows == 1 && a.round_mode == b.round_mode &&
-         (!a.is_stochastic() || a.random_bits == b.random_bits) && a.hadamard_sign < 0;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
-    const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
-    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
-  STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
-  check_transposed_offset(row0, full_rows);
-  const OnDeviceOf guard(x);
-  const CudaRows rows(x);
-  const Matrix& m = rows.matrix;
-  if (!is_fast_pair(m, spec_of(spec), spec_of(spec_t))) {
-    const Tensor x_t = transposed(x, m, spec_of(spec_t).hadamard_sign);
-    return std::tuple_cat(quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
-                          quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, stream_t));
-  }
-  const int64_t blocks_t = ceil_div(m.rows, kBlock);
-  Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);
-  const Quantization how = quantization(spec, amax_given(amax, x), rng_state, 0, x, m.rows, m.columns, row0, col0,
-                                        full_width, out.factor);
-  const Quantization how_t = quantization(spec_t, amax_given(amax_t, x), rng_state, stream_t, x, m.columns, m.rows,
-                                          col0, row0, full_rows, out_t.factor);
-  launch_quantize_pair(m, how, how_t, out.codes(), out_t.codes(), current_stream(x));
-  check_launched("nvfp4::quantize_pair");
-  return {out.qdata, out.scale, out.factor, out_t.qdata, out_t.scale, out_t.factor};
-}
+}  // namespace
 
 // --- dequantize, fake quantize ---------------------------------------------------------------------------------------
 
@@ -287,6 +191,8 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
   return out;
 }
 
+namespace {
+
 std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& scale) {
   STD_TORCH_CHECK(qdata.dim() == 2, "transpose_codes takes the codes of a matrix");
   const OnDeviceOf guard(qdata, "qdata");
@@ -307,12 +213,6 @@ std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& sc
 // Elements from which two fast kernels, of quantize and of dequantize, take less time than the general one: it needs
 // 9 us for 2^20 of them on an H200, as much as the second call does on the host.
 constexpr int64_t kTwoKernels = 1 << 20;
-
-// A transform fills the padding of the last columns that it takes together, so what it returns keeps it.
-int64_t columns_of_values(const QuantizeSpec& spec, int64_t columns) {
-  const int together = spec.is_eden() ? kRotation : spec.hadamard_sign >= 0 ? kBlock : 1;
-  return ceil_div(columns, together) * together;
-}
 
 std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, const std::optional<Tensor>& rng_state,
                                          int64_t spec, ScalarType type, bool scaled, int64_t row0, int64_t col0,
@@ -345,100 +245,7 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, co
   return {out, factor};
 }
 
-// Whether launch_quantize_pair_eden serves.
-bool is_eden_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b, bool codes_t) {
-  const bool nearest = a.round_mode == RoundingMode::kNearestEven && a.four_over_six == FourOverSix::kNone;
-  return rotates_pair(m, a, b) && m.rows && m.columns && a.block_rows == 1 && (codes_t ? nearest : a.is_eden()) &&
-         fits_quantize_pair_eden(codes_t);
-}
-
-// The amaxes of x and of its transpose, given or found: together, or as maxima of parts where the kernel takes them.
-struct AmaxPair {
-  Tensor amax, amax_t;
-  RawScratch parts;
-  Amax rows, columns;
-
-  AmaxPair(const Tensor& x, const std::optional<Tensor>& given, const std::optional<Tensor>& given_t,
-           const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, int64_t row0, int64_t col0,
-           const Matrix* by_parts = nullptr) {
-    STD_TORCH_CHECK(given.has_value() == given_t.has_value(), "amax and amax_t are given together, or neither is");
-    const int sign = spec_of(spec_t).hadamard_sign;
-    if (!given.has_value() && by_parts && sign >= 0) {
-      const Maxima maxima = launch_maxima_of_pair(*by_parts, sign, std::ref(parts), current_stream(x));
-      rows = {maxima.rows, maxima.count}, columns = {maxima.columns(), maxima.count};
-      return;
-    }
-    if (given.has_value()) {
-      amax = *given, amax_t = *given_t;
-    } else {
-      std::tie(amax, amax_t) = amax_pair_by_spec(x, rng_state, spec, spec_t, row0, col0);
-    }
-    rows = amax_given(amax, x), columns = amax_given(amax_t, x);
-  }
-};
-
-// Values, their factor, and of the transpose codes, scales and factor, or values, no scales and factor. back: EDEN's
-// rotation of the values of the rows is taken back.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
-    const Tensor& x, const std::optional<Tensor>& given, const std::optional<Tensor>& given_t,
-    const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0,
-    int64_t full_rows, int64_t full_width, int64_t stream_t, bool back = false) {
-  STD_TORCH_CHECK(x.dim() == 2, "quantize_pair_values takes a matrix");
-  check_transposed_offset(row0, full_rows);
-  const OnDeviceOf guard(x);
-  const CudaRows rows(x);
-  const Matrix& m = rows.matrix;
-  const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
-  const int64_t padded = columns_of_values(of_rows, m.columns), width_t = columns_of_values(of_columns, m.rows);
-  back = back && of_rows.is_eden();
-  const int64_t width = back ? m.columns : padded;
-  const bool eden = is_eden_pair(m, of_rows, of_columns, codes_t);
-  const bool one_kernel = is_fast_pair(m, of_rows, of_columns, true) && !of_rows.hardware_rounding &&
-                          !of_columns.hardware_rounding && (codes_t || width_t % kBlock == 0) &&
-                          fits_quantize_pair_values(codes_t);
-  const AmaxPair pair(x, given, given_t, rng_state, spec, spec_t, row0, col0, one_kernel && !eden ? &m : nullptr);
-  if (!one_kernel && !eden) {
-    auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(
-        x, pair.amax, pair.amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
-    Tensor values = dequantize(qdata, scale, std::nullopt, padded, ScalarType::BFloat16);
-    if (back) values = rotate_back(values, *rng_state, width, col0);
-    if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
-    return {values, factor, dequantize(qdata_t, scale_t, std::nullopt, width_t, ScalarType::BFloat16),
-            empty({0}, ScalarType::Float8_e4m3fn, x), factor_t};
-  }
-  Tensor values = empty({m.rows, width}, ScalarType::BFloat16, x), factor = empty_scalar(x);
-  Tensor t, scale_t, factor_t = empty_scalar(x);
-  Codes codes{};
-  if (codes_t) {
-    const int64_t multiple = of_columns.column_multiple();
-    CodeOutputs out({m.columns, 0}, m.columns, ceil_div(m.rows, multiple) * (multiple / kBlock), x);
-    t = out.qdata, scale_t = out.scale, codes = out.codes();
-  } else {
-    t = empty({m.columns, width_t}, ScalarType::BFloat16, x), scale_t = empty({0}, ScalarType::Float8_e4m3fn, x);
-  }
-  const auto side = [&](const QuantizeSpec& of, int64_t packed, const Amax& of_amax, int64_t stream, int64_t rows_of,
-                        int64_t columns_of, int64_t first_row, int64_t first_column, int64_t width_of, Tensor& to) {
-    return of.is_eden() ? eden_quantization(of, of_amax, rng_state, stream, x, rows_of, columns_of, first_row,
-                                            first_column, width_of, to)
-                        : quantization(packed, of_amax, rng_state, stream, x, rows_of, columns_of, first_row,
-                                       first_column, width_of, to);
-  };
-  const Quantization how = side(of_rows, spec, pair.rows, 0, m.rows, m.columns, row0, col0, full_width, factor);
-  const Quantization how_t = side(of_columns, spec_t, pair.columns, stream_t, m.columns, m.rows, col0, row0, full_rows,
-                                  factor_t);
-  void* to_t = codes_t ? nullptr : t.mutable_data_ptr();
-  if (eden) {
-    launch_quantize_pair_eden(m, {how, how_t, col0 / kRotation, row0 / kRotation, back}, values.mutable_data_ptr(),
-                              to_t, codes, current_stream(x));
-  } else {
-    launch_quantize_pair_values(m, how, how_t, pair.rows.maxima, values.mutable_data_ptr(), to_t, codes,
-                                current_stream(x));
-  }
-  check_launched("nvfp4::quantize_pair_values");
-  return {values, factor, t, scale_t, factor_t};
-}
-
-// With a scale a row: values in one pass, where the kernel makes them, and the rows' scales.
+// With a scale per row: values in one pass, where the kernel makes them, and the rows' scales.
 std::tuple<Tensor, Tensor> quantize_activation_rows(const Tensor& x, const std::optional<Tensor>& rng_state,
                                                     int64_t spec, ScalarType type) {
   const CudaRows rows(x);
@@ -473,23 +280,6 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, const std::optio
   return {out, factor};
 }
 
-// --- the ops of pairs ------------------------------------------------------------------------------------------------
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_op(
-    const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
-    int64_t spec, int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
-  const AmaxPair pair(x, amax, amax_t, rng_state, spec, spec_t, row0, col0);
-  return quantize_pair(x, pair.amax, pair.amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values_op(
-    const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
-    int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width,
-    int64_t stream_t) {
-  return quantize_pair_values(x, amax, amax_t, rng_state, spec, spec_t, codes_t, row0, col0, full_rows, full_width,
-                              stream_t);
-}
-
 }  // namespace
 
 namespace ops {
@@ -502,20 +292,11 @@ std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& sc
   return nvfp4::transpose_codes(qdata, scale);
 }
 
-GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                                  int64_t stream_t) {
-  auto [values, factor, values_t, no_scales, factor_t] = nvfp4::quantize_pair_values(
-      dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t, true);
-  return {values, factor, values_t, factor_t};
-}
-
 }  // namespace ops
 
 STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
   m.impl("quantize", TORCH_BOX(&quantize_op));
   m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
-  m.impl("quantize_pair", TORCH_BOX(&quantize_pair_op));
-  m.impl("quantize_pair_values", TORCH_BOX(&quantize_pair_values_op));
   m.impl("transpose_codes", TORCH_BOX(&transpose_codes));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
