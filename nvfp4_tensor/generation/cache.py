@@ -36,6 +36,9 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 RECENT = 64
 """The default number of recent tokens that stay dense. Attention weights them most (docs/guides/kv_cache.md)."""
 
+LARGEST_GROWTH = 32768
+"""Tokens by which the room of ``max_tokens`` grows at most, and so what is free of it at most."""
+
 States = CodedStates
 __all__ = ["NVFP4CacheLayer", "Rows", "States", "nvfp4_cache"]  # pickles name Rows and States
 
@@ -52,7 +55,7 @@ class NVFP4CacheLayer(DynamicLayer):
         rotate_keys: whether codes of keys are those of a Hadamard transform over the head dimension, which spreads
             channels with large values. Queries are transformed likewise, or decoded keys are transformed back.
         max_tokens: the number of tokens to make room for at first, so that codes do not move until there are more:
-            then the room doubles. None: room grows with the tokens.
+            then the room doubles, or grows by :data:`LARGEST_GROWTH` tokens. None: room grows with the tokens.
 
     Raises:
         ValueError: a spec with stochastic rounding, 16x16 blocks, a transform or row scales; a negative ``recent`` or
@@ -153,9 +156,9 @@ class NVFP4CacheLayer(DynamicLayer):
         return result
 
     def _make_room(self) -> None:
-        """Move the codes to where there is room for twice the tokens, or as many times as it takes."""
+        """Move the codes to where there is room for twice the tokens, in a long text for :data:`LARGEST_GROWTH` more."""
         while self.room < self.length:
-            self.room = 2 * max(self.room, 1)
+            self.room += min(max(self.room, 1), LARGEST_GROWTH)
         for states in self._pair:
             states.reserve(self.room)
 

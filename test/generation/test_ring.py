@@ -108,6 +108,15 @@ def test_changes_take_tokens_out_of_the_ring():
         assert torch.allclose(got + 0, right) and torch.equal(got[:, :, :38], right[:, :, :38])
 
 
+@pytest.mark.parametrize("tokens, room", [(40, 40), (41, 80), (81, 144), (209, 272), (300, 336)])
+def test_room_doubles_then_grows_by_blocks(tokens, room, monkeypatch):
+    monkeypatch.setattr("nvfp4_tensor.generation.cache.LARGEST_GROWTH", 64)
+    layer = NVFP4CacheLayer(recent=8, max_tokens=40)
+    layer.update(*random_tokens(tokens, "cpu"))
+    assert layer.room == room and layer.keys is not None
+    assert all(states.codes.shape[2] == -(-room // 128) * 128 for states in layer._pair)
+
+
 def test_codes_stay_where_they_are():
     layer = NVFP4CacheLayer(recent=8, max_tokens=128)
     layer.update(*random_tokens(40, "cpu"))
