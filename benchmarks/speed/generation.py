@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed.generation                             # Llama-8B's shape, batch 1, 8 and 16
     python -m benchmarks.speed.generation --budget 180                # as much as fits; again: the rest
+    python -m benchmarks.speed.generation --prompt 32768 --batch 1 --ways stream codes    # a long context
     python -m benchmarks.speed.generation --quick                     # SmolLM2's shape, a few tokens
     python -m benchmarks.speed.generation --ways static --batch 1     # these rows alone
 
@@ -11,6 +12,7 @@ Weights are random, so that nothing is downloaded. The ways:
     static   model.generate with a static cache, whose forward transformers compiles on a GPU
     native   decode_natively(model), then model.generate
     stream   decode_natively(model), then nvfp4_tensor.generation.generate(model, ids), a generator of tokens
+    codes    the same with cache=nvfp4_cache(model.config, max_tokens=...), keys and values in NVFP4
     graph    not transformers: benchmarks/llama.py, compiled, one CUDA graph per token (the prompt eager); the baseline
              in bfloat16, and how other libraries' weights run (torchao int4, humming)
 
@@ -53,12 +55,14 @@ from benchmarks.speed.stock_llama import (
     twin,
 )
 from nvfp4_tensor import NVFP4WeightOnlyConfig
-from nvfp4_tensor.generation import decode_natively, generate
+from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache
 
 BASELINE = "bf16"
-WAYS = ("eager", "static", "native", "stream", "graph")
-COST = {"native": 0, "stream": 0, "eager": 0, "graph": 1, "static": 2}
+WAYS = ("eager", "static", "native", "stream", "codes", "graph")
+COST = {"native": 0, "stream": 0, "codes": 0, "eager": 0, "graph": 1, "static": 2}
 """Of setting a way up: the first ones capture, ``graph`` compiles a block, ``static`` the whole model's forward."""
+LONG = 8192
+"""Tokens read from which on results have a file of their own."""
 EAGER_TOKENS, WARM_UP = 32, 4
 """Tokens that the slow eager way writes at most, and before it is timed. The other ways compile or capture, and warm up
 with the whole text."""
@@ -139,13 +143,15 @@ def by_transformers(model: Any, prompt: Tensor, **settings: Any) -> Run:
     return run
 
 
-def by_stream(model: Any, prompt: Tensor) -> Run:
-    """Return our generator of tokens, timed where its tokens arrive."""
+def by_stream(model: Any, prompt: Tensor, cache: Any = None) -> Run:
+    """Return our generator of tokens, timed where its tokens arrive. The cache, if any, is emptied before each text."""
 
     def run(count: int) -> Taken:
+        if cache is not None:
+            cache.reset()
         synchronize()
         marks, tokens = [time.perf_counter()], []
-        for token in generate(model, prompt, max_new_tokens=count):
+        for token in generate(model, prompt, max_new_tokens=count, cache=cache):
             marks.append(time.perf_counter())
             tokens.append(token)
         assert len(tokens) == count
@@ -231,9 +237,13 @@ class Models:
             "static": lambda: by_transformers(self.stock(weights), prompt, cache_implementation="static"),
             "native": lambda: by_transformers(self.native(weights, way), prompt),
             "stream": lambda: by_stream(self.native(weights, way), prompt),
-        }
+            "codes": lambda: by_stream(
+                self.native(weights, way), prompt,
+                nvfp4_cache(self.stock(weights).config, max_tokens=prompt_length + count),
+            ),
+        }  # fmt: skip
         count = min(count, EAGER_TOKENS) if way == "eager" else count
-        moved = bytes_of_a_token(self.stock(weights), length, batch)
+        moved = bytes_of_a_token(self.stock(weights), length, batch, coded=way == "codes")
         return Ready(makers[way](), count, moved)
 
 
@@ -363,7 +373,8 @@ def main() -> None:
     settings = {"model": arguments.model, "shape": dataclasses.asdict(shape), "prompt": arguments.prompt,
                 "tokens": arguments.tokens}  # fmt: skip
     title = f"{arguments.model}, {shape.layers} layers, {arguments.prompt} tokens read, {arguments.tokens} written"
-    path = harness.result_path(device, f"generation_{arguments.model}", arguments.out)
+    name = f"generation_{arguments.model}" + (f"_{arguments.prompt}" if arguments.prompt >= LONG else "")
+    path = harness.result_path(device, name, arguments.out)
     results, models = Results(path, device, title, settings), Models(shape, device, arguments.eager)
     wanted = [each for each in contenders(arguments) if arguments.again or not results.has(each)]
     copy = harness.measure([], device, repeats=9)[harness.COPY].bandwidth if wanted else 0.0

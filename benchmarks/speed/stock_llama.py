@@ -67,11 +67,15 @@ def twin(model: nn.Module) -> nn.Module:
     return other.eval().requires_grad_(False)
 
 
-def bytes_of_a_token(model: nn.Module, length: int, batch: int) -> int:
-    """Return the bytes that one step reads at least: the linears and ``length`` tokens of the cache."""
-    config = model.config
+def bytes_of_a_token(model: nn.Module, length: int, batch: int, coded: bool = False) -> int:
+    """Return the bytes that one step reads at least: the linears and ``length`` tokens of the cache.
+
+    coded: of one in NVFP4, with a block scale per 16 elements and a factor per head.
+    """
+    config, dim = model.config, model.config.head_dim
     linears = sum(stored_bytes(module.weight) for module in model.modules() if isinstance(module, nn.Linear))
-    return linears + cache_bytes(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, length, batch)
+    cache = cache_bytes(config.num_hidden_layers, config.num_key_value_heads, dim, length, batch)
+    return linears + (cache * (dim // 2 + dim // 16 + 1) // (2 * dim) if coded else cache)
 
 
 def cache_bytes(layers: int, kv_heads: int, head_dim: int, length: int, batch: int) -> int:

@@ -156,7 +156,7 @@ class NVFP4CacheLayer(DynamicLayer):
         return result
 
     def _make_room(self) -> None:
-        """Move the codes to where there is room for twice the tokens, in a long text for :data:`LARGEST_GROWTH` more."""
+        """Move the codes to where there is room for twice the tokens, or for :data:`LARGEST_GROWTH` more."""
         while self.room < self.length:
             self.room += min(max(self.room, 1), LARGEST_GROWTH)
         for states in self._pair:

@@ -227,19 +227,24 @@ class GraphDecoder:
         device = next(self.model.parameters()).device
         return Chooser(sampling, batch, count, device)
 
+    def takes(self, cache: Any) -> bool:
+        """Return whether a runner can write to the cache: it has buffers, or codes, of the model's dtype and device."""
+        if not (has_buffers(cache) or has_codes(cache)):
+            return False
+        plan, device = self._plan, cache.layers[0].device
+        return plan is None or (plan.device, plan.dtype) == (device, dtype_of(cache))
+
     def _is_one_token(self, input_ids: Any, cache: Any, others: dict[str, Any]) -> bool:
         """Return whether the call decodes one token of each text on the model's device, and requests only logits."""
-        plan = self._plan
         return (
             isinstance(input_ids, Tensor)
             and input_ids.dim() == 2
             and input_ids.shape[1] == 1
             and 1 <= input_ids.shape[0] <= MAX_BATCH
             and input_ids.dtype == torch.int64
-            and (has_buffers(cache) or has_codes(cache))
+            and self.takes(cache)
             and cache.layers[0].device == input_ids.device
             and batch_of(cache) == input_ids.shape[0]
-            and (plan is None or (plan.device == input_ids.device and plan.dtype == dtype_of(cache)))
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(input_ids.device.type)
             and not any(is_given(value) for name, value in others.items() if name not in _ARGUMENTS)

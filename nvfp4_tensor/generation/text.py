@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
-from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one
+from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, length_of
 from nvfp4_tensor.generation.graph_decoder import MAX_BATCH, GraphDecoder
 
 AHEAD = 4
@@ -25,6 +26,7 @@ def generate(
     ids: Tensor,
     *,
     max_new_tokens: int,
+    cache: Cache | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -44,6 +46,9 @@ def generate(
         model: a causal language model of transformers, in evaluation mode.
         ids: prompts, int64 (B, S) on the device of the model, all of one length and without padding.
         max_new_tokens: the largest number of tokens to write.
+        cache: the tokens before ``ids``: that of an earlier call, or an empty one, such as
+            ``nvfp4_cache(model.config, max_tokens=...)`` for long texts. Afterwards it has all tokens but the last one
+            that was yielded, with which ``ids`` of the next call begin. None: one for this call, in bfloat16.
         temperature: 0 chooses the most likely token; otherwise tokens are drawn after division of logits by it.
         top_k: draw from the k most likely tokens.
         top_p: draw from the smallest set of most likely tokens whose probabilities add up to at least this number.
@@ -55,7 +60,7 @@ def generate(
         Tensor: int64 (B,) on the CPU, the next token of each text.
 
     Raises:
-        ValueError, TypeError: an argument is not valid.
+        ValueError, TypeError: an argument is not valid, or the cache is of another batch size.
         RuntimeError: while iterating, logits have a NaN.
 
     Example::
@@ -72,16 +77,20 @@ def generate(
         raise ValueError(f"max_new_tokens must be a positive integer, got {max_new_tokens!r}")
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
+    if cache is not None and _batch_of(cache) not in (None, len(ids)):
+        raise ValueError(f"the cache is of {_batch_of(cache)} texts, and ids of {len(ids)}: give the ids of each text")
     sampling = Sampling(temperature, top_k, top_p, seed)
     stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
-    return _texts(model, ids, sampling, max_new_tokens, torch.tensor(stops, dtype=torch.int64))
+    return _texts(model, ids, sampling, max_new_tokens, torch.tensor(stops, dtype=torch.int64), cache)
 
 
-def _texts(model: Any, ids: Tensor, sampling: Sampling, count: int, stops: Tensor) -> Iterator[Tensor]:
+def _texts(
+    model: Any, ids: Tensor, sampling: Sampling, count: int, stops: Tensor, cache: Cache | None
+) -> Iterator[Tensor]:
     """Yield tokens until all texts have ended."""
     ended: Tensor | None = None
     last: Tensor | None = None
-    writer = _Writer(model, ids, sampling, count)
+    writer = _Writer(model, ids, sampling, count, cache)
     try:
         for tokens in writer:
             if (tokens < 0).any():
@@ -100,21 +109,24 @@ def _texts(model: Any, ids: Tensor, sampling: Sampling, count: int, stops: Tenso
 class _Writer:
     """Writes ``count`` tokens per prompt and iterates over them, (B,) on the CPU."""
 
-    def __init__(self, model: Any, ids: Tensor, sampling: Sampling, count: int) -> None:
-        self.model, self.ids, self.count = model, ids, count
+    def __init__(self, model: Any, ids: Tensor, sampling: Sampling, count: int, cache: Any) -> None:
+        self.model, self.ids, self.count, self.given = model, ids, count, cache
+        self.start = 0 if cache is None else length_of(cache)
         batch = ids.shape[0]
         self.decoder = _decoder_of(model) if _is_captured(ids) and batch <= MAX_BATCH else None
         length = ids.shape[1] + count
+        self.cache: Any = cache
+        self.yielded = 0
         with torch.inference_mode(False):
             if self.decoder is None:
                 self.chooser = Chooser(sampling, batch, count, ids.device)
                 layers = model.config.get_text_config(decoder=True).num_hidden_layers
-                self.cache = FixedCache(layers, length)
+                self.cache = FixedCache(layers, length) if cache is None else cache
             else:
                 self.chooser = self.decoder.new_chooser(sampling, batch, count)
-                self.cache = self.decoder.new_cache(length)
+                self.cache = self.decoder.new_cache(length) if cache is None else cache
         self.chooser.in_use = True
-        ahead = AHEAD if ids.is_cuda else 0
+        ahead = AHEAD if ids.is_cuda and (cache is None or _can_drop_tokens(cache)) else 0
         self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
         self._next: Tensor | None = None
         self._last: Any = None
@@ -125,13 +137,23 @@ class _Writer:
             self._advance(i)
             pending.append(self._read(i))
             if len(pending) == len(self._slots):
-                yield _arrived(*pending.popleft())
+                yield self._arrived(*pending.popleft())
         while pending:
-            yield _arrived(*pending.popleft())
+            yield self._arrived(*pending.popleft())
 
     def close(self) -> None:
-        """Let other texts use the chooser."""
+        """Let other texts use the chooser, and remove tokens that nobody has read from a cache that was given."""
         self.chooser.in_use = False
+        if self.given is not None:
+            kept = self.start + (self.ids.shape[1] + self.yielded - 1 if self.yielded else 0)
+            if length_of(self.given) > kept:
+                self.given.crop(kept - length_of(self.given))
+
+    def _arrived(self, slot: Tensor, event: Any) -> Tensor:
+        if event is not None:
+            event.synchronize()
+        self.yielded += 1
+        return slot.clone()
 
     @torch.no_grad()
     def _advance(self, i: int) -> None:
@@ -141,8 +163,9 @@ class _Writer:
         if i == 0:
             self._next = self.chooser(self._logits(self.ids, **_keep_one(self.model)))
             return
-        position = self.ids.shape[1] + i - 1
-        self.cache.reserve(position + 1)
+        position = self.start + self.ids.shape[1] + i - 1
+        if type(self.cache) is FixedCache:
+            self.cache.reserve(position + 1)
         runner = self._runner()
         if runner is None:
             assert self._next is not None
@@ -156,8 +179,9 @@ class _Writer:
 
     def _runner(self) -> Any:
         """Return the runner for the next token. The model may have changed, or have got hooks, since the last one."""
-        decoder = self.decoder
-        runner = None if decoder is None or decoder.plan() is None else decoder.runner(self.cache, self.chooser)
+        decoder, runner = self.decoder, None
+        if decoder is not None and decoder.plan() is not None and decoder.takes(self.cache):
+            runner = decoder.runner(self.cache, self.chooser)
         if runner is not None and runner is not self._last:
             runner.restart()
         if self._next is None and runner is not self._last:
@@ -176,15 +200,24 @@ class _Writer:
         return slot, torch.cuda.current_stream(self.ids.device).record_event() if self.ids.is_cuda else None
 
 
+def _can_drop_tokens(cache: Any) -> bool:
+    """Return whether tokens that were computed ahead can be removed from the cache, whatever its length."""
+    return type(cache) is FixedCache or all(isinstance(layer, NVFP4CacheLayer) for layer in cache.layers)
+
+
+def _batch_of(cache: Any) -> int | None:
+    """Return the number of texts in a cache, None if it is empty or does not show it."""
+    for layer in cache.layers if cache.get_seq_length() else ():
+        if isinstance(layer, NVFP4CacheLayer):
+            return layer.batch
+        if isinstance(keys := getattr(layer, "keys", None), Tensor):
+            return keys.shape[0]
+    return None
+
+
 def _is_captured(ids: Tensor) -> bool:
     """Return whether tokens of these prompts are computed by graphs."""
     return ids.is_cuda
-
-
-def _arrived(slot: Tensor, event: Any) -> Tensor:
-    if event is not None:
-        event.synchronize()
-    return slot.clone()
 
 
 def _decoder_of(model: Any) -> GraphDecoder | None:

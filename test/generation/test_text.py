@@ -8,8 +8,11 @@ import torch
 pytest.importorskip("transformers")
 from helpers.texts import own_logits
 from helpers.tiny_models import MIXTURES, tiny_model
+from transformers import DynamicCache, StaticCache
 
-from nvfp4_tensor.generation import decode_natively, generate
+from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache
+from nvfp4_tensor.generation.cache_argument import CACHE
+from nvfp4_tensor.generation.fixed_cache import FixedCache
 from nvfp4_tensor.generation.graph_decoder import GraphDecoder
 from nvfp4_tensor.generation.runner import Runner
 
@@ -94,6 +97,72 @@ def test_the_same_seed_writes_the_same_text(options, device):
     assert not torch.equal(written(model, ids, seed=2, **options), first)
     # Rows of equal prompts are drawn independently.
     assert len(set(map(tuple, written(model, ids[:1].expand(3, -1), seed=1, **options).tolist()))) == 3
+
+
+def cache_for(model, kind):
+    config = model.config
+    return {
+        "dense": lambda: DynamicCache(config=config), "ours": lambda: FixedCache(config.num_hidden_layers, 64),
+        "static": lambda: StaticCache(config=config, max_cache_len=64), "nvfp4": lambda: nvfp4_cache(config),
+        "in a graph": lambda: nvfp4_cache(config, max_tokens=40, recent=6),
+    }[kind]()  # fmt: skip
+
+
+@pytest.fixture
+def graphs(device, monkeypatch):
+    """Let the steps of graphs run on a CPU too, and collect the positions of those that run."""
+    seen, launch = [], Runner.launch
+    monkeypatch.setattr(Runner, "launch", lambda self, at, *more: seen.append(at) or launch(self, at, *more))
+    if device == "cpu":
+        monkeypatch.setattr("nvfp4_tensor.generation.text._decoder_of", lambda model: vars(model)["forward"])
+        monkeypatch.setattr("nvfp4_tensor.generation.text._is_captured", lambda ids: True)
+        monkeypatch.setattr("nvfp4_tensor.generation.text.AHEAD", 0)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["dense", "ours", "nvfp4", "in a graph", "static"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_given_cache_has_the_text(kind, batch, device, graphs):
+    """Two turns with one cache write what transformers' generate writes after the whole text, in another such cache."""
+    model, ids, more = model_on(device, native=False), prompt(batch, device=device), prompt(batch, 6, device)[:, 1:]
+    GraphDecoder(model).install()
+    cache = cache_for(model, kind)
+    first = written(model, ids, 9, cache=cache)
+    assert cache.get_seq_length() == 8 + 9 - 1
+    text = torch.cat((ids, first.to(device), more), 1)
+    second = written(model, text[:, 16:], 9, cache=cache)
+    assert cache.get_seq_length() == 22 + 9 - 1
+    assert len(graphs) == {"dense": 0, "nvfp4": 0}.get(kind, 2 * 8)
+    bound = 0.2 if kind in ("dense", "ours", "static") else 0.9
+    for before, tokens in ((ids, first), (text, second)):
+        assert ties(model, before, tokens).max() < bound
+    own, other = tiny_model("Llama").to(device), cache_for(model, kind)
+    expected = own.generate(ids, **{CACHE: other}, max_new_tokens=9, do_sample=False)[:, 8:].cpu()
+    assert (first == expected).all(1).sum() >= batch - 1  # but for a tie
+
+
+@pytest.mark.parametrize("kind", ["dense", "ours", "in a graph", "static"])
+def test_a_text_that_is_not_finished_leaves_what_was_read(kind, device, graphs):
+    model, ids = model_on(device, native=False), prompt(2, device=device)
+    GraphDecoder(model).install()
+    whole, cache = written(model, ids, 12, cache=cache_for(model, kind)), cache_for(model, kind)
+    begun = generate(model, ids, max_new_tokens=12, cache=cache)
+    tokens = [next(begun) for _ in range(5)]
+    begun.close()
+    assert cache.get_seq_length() == 8 + 4 and torch.equal(torch.stack(tokens, 1), whole[:, :5])
+    rest = written(model, tokens[-1].to(device)[:, None], 7, cache=cache)
+    if kind != "in a graph" or device == "cpu":  # what a graph computed ahead is in codes now, no longer dense
+        assert torch.equal(rest, whole[:, 5:])
+    assert cache.get_seq_length() == 8 + 12 - 1
+
+
+def test_a_cache_of_other_texts_raises():
+    model = tiny_model("Llama")
+    for kind in ("dense", "ours", "nvfp4", "static"):
+        cache = cache_for(model, kind)
+        written(model, prompt(2), 2, cache=cache)
+        with pytest.raises(ValueError, match="the cache is of 2 texts, and ids of 3"):
+            generate(model, prompt(3), max_new_tokens=2, cache=cache)
 
 
 def test_stop_tokens(device):
