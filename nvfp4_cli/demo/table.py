@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.torchao_import import quietly
-from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.sizes import bits_per_weight, model_size
@@ -131,6 +130,8 @@ def greedy(
 
     Stops before ``end_token``. ``tick`` is called after each token.
     """
+    from nvfp4_tensor.generation.cache_argument import cache_argument  # imports transformers
+
     ids, cache, output, argument = prompt, None, [], cache_argument(model)
     for _ in range(count):
         result = model(ids, use_cache=True, **{argument: cache})

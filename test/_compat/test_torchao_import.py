@@ -21,6 +21,8 @@ USES = {
     "observer": "import nvfp4_tensor.quantization.observer",
     "demo": "import nvfp4_cli.demo.table",
     "training": "nvfp4_tensor.training",
+    "generation": "import nvfp4_tensor.generation",
+    "transformers": "import nvfp4_tensor.integrations.transformers",
     "quantize_": (
         "from nvfp4_tensor import NVFP4WeightOnlyConfig; from torchao.quantization import quantize_;"
         "quantize_(torch.nn.Linear(32, 4), NVFP4WeightOnlyConfig())"

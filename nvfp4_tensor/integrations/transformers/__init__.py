@@ -5,7 +5,7 @@ checkpoints in ModelOpt's layout (``quant_method`` "modelopt") load on any devic
 layout, which vLLM, SGLang and TensorRT-LLM read.
 """
 
-import nvfp4_tensor.dispatch  # noqa: F401  first: registers the tensor's operators and silences torchao's log lines
+import nvfp4_tensor.dispatch  # first: registers the tensor's operators and silences torchao's log lines
 
 # isort: split
 import warnings
@@ -18,6 +18,8 @@ if Version(transformers.__version__) < Version("5.21"):  # older converters do n
         f"nvfp4_tensor.integrations.transformers needs transformers 5.21 or newer, not {transformers.__version__}: pip "
         "install -U transformers. nvfp4_tensor.checkpoints.load reads the same checkpoints into any version's models"
     )
+
+import nvfp4_tensor._compat.transformers_import  # noqa: F401
 
 # isort: split
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
