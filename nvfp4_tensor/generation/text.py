@@ -14,7 +14,7 @@ from transformers import Cache, PreTrainedModel
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
-from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, length_of
+from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, capacity_of, length_of
 from nvfp4_tensor.generation.graph_decoder import MAX_BATCH, GraphDecoder
 
 AHEAD = 4
@@ -166,7 +166,7 @@ class _Writer:
         position = self.start + self.ids.shape[1] + i - 1
         if type(self.cache) is FixedCache:
             self.cache.reserve(position + 1)
-        runner = self._runner()
+        runner = self._runner(position)
         if runner is None:
             assert self._next is not None
             self._next = self.chooser(self._logits(self._next[:, None]))
@@ -177,10 +177,15 @@ class _Writer:
         append_one(self.cache)
         self._last, self._next = runner, None
 
-    def _runner(self) -> Any:
+    def _runner(self, position: int) -> Any:
         """Return the runner for the next token. The model may have changed, or have got hooks, since the last one."""
         decoder, runner = self.decoder, None
-        if decoder is not None and decoder.plan() is not None and decoder.takes(self.cache):
+        if (
+            decoder is not None
+            and decoder.plan() is not None
+            and decoder.takes(self.cache)
+            and position < capacity_of(self.cache)
+        ):
             runner = decoder.runner(self.cache, self.chooser)
         if runner is not None and runner is not self._last:
             runner.restart()

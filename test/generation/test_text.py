@@ -141,6 +141,16 @@ def test_a_given_cache_has_the_text(kind, batch, device, graphs):
     assert (first == expected).all(1).sum() >= batch - 1  # but for a tie
 
 
+def test_a_static_cache_with_full_windows(device, graphs):
+    """Tokens past the smallest layer of a static cache take the model's own forward."""
+    model, ids = model_on(device, "Gemma3", native=False), prompt(2, device=device)
+    GraphDecoder(model).install()
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    tokens = written(model, ids, 20, cache=cache)
+    assert graphs == [8, 9, 10, 11] and cache.get_seq_length() == 27  # a window has 12 tokens
+    assert ties(model, ids, tokens).max() < 0.2
+
+
 @pytest.mark.parametrize("kind", ["dense", "ours", "in a graph", "static"])
 def test_a_text_that_is_not_finished_leaves_what_was_read(kind, device, graphs):
     model, ids = model_on(device, native=False), prompt(2, device=device)
