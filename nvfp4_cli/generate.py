@@ -130,11 +130,12 @@ class Writer:
 
     def tokens(self, messages: list[dict[str, str]], raw: bool) -> Tensor:
         """Tokens of the messages, (1, tokens), by the model's chat template if it has one and ``raw`` is False."""
-        if raw or not self.tokenizer.chat_template:
+        is_plain = raw or not self.tokenizer.chat_template
+        if is_plain:
             text = "\n".join(message["content"] for message in messages)
-        else:
+        else:  # templates write the token that begins a text themselves
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids: Tensor = self.tokenizer(text, return_tensors="pt").input_ids
+        ids: Tensor = self.tokenizer(text, add_special_tokens=is_plain, return_tensors="pt").input_ids
         if not ids.numel():
             raise ValueError("the prompt is empty: give some text")
         return ids

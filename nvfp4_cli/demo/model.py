@@ -46,4 +46,4 @@ def prompt_tokens(tokenizer: Any) -> Tensor:
     """:data:`QUESTION` in the model's chat template, int64 (1, length)."""
     message = [{"role": "user", "content": QUESTION}]
     text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, return_tensors="pt").input_ids
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids

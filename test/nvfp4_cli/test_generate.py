@@ -2,12 +2,14 @@
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
 import torch
 
 import nvfp4_cli
+from nvfp4_cli.generate import Writer
 from nvfp4_tensor import checkpoints
 
 
@@ -22,6 +24,24 @@ def test_generate_is_transformers_own(quantized, dense, run):
     assert said["text"] == tokenizer.decode(expected, skip_special_tokens=True)
     assert said["new_tokens"] == len(expected)
     assert "the quick" in run("generate", quantized, "the quick", "--raw", "--max-new-tokens", 2)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_prompt_begins_once(dense, tmp_path, raw):
+    """Tokenizers of Llama 3, Mistral and Gemma put a token before every text, and so do their chat templates."""
+    transformers = pytest.importorskip("transformers")
+    processors = pytest.importorskip("tokenizers").processors
+    shutil.copytree(dense, tmp_path / "begins")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
+    start, text = tokenizer.eos_token_id, tokenizer("the fox", add_special_tokens=False).input_ids
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", start)]
+    )
+    tokenizer.chat_template = "{{ eos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "begins")
+    writer = Writer(tmp_path / "begins", None, max_new_tokens=1, temperature=0, seed=0, compiled=False)
+    ids = writer.tokens([{"role": "user", "content": "the fox"}], raw)
+    assert ids.tolist() == [[start, *text]]
 
 
 pytestmark = pytest.mark.slow
