@@ -35,8 +35,8 @@ RUNNERS = 8
 """The largest number of graphs, one for each cache and way to choose tokens. The oldest gives way."""
 RESTLESS = 8
 """After so many changes of the model, at one token after the other, no more graphs are captured."""
-_ARGUMENTS = {"attention_mask", "position_ids", *NAMES, "use_cache", "return_dict", "logits_to_keep"}
-"""The arguments of a model's forward that the step supports."""
+_ARGUMENTS = {"attention_mask", "position_ids", *NAMES, "use_cache", "return_dict", "logits_to_keep", "tokenizer"}
+"""The arguments of a model's forward that the step supports. ``generate`` passes the tokenizer of ``stop_strings``."""
 CACHES, KWARGS = "_prepare_cache_for_generation", "_update_model_kwargs_for_generation"
 
 

@@ -29,8 +29,8 @@ from nvfp4_tensor.generation.graph_decoder import CACHES, KWARGS, GraphCaches, G
 from nvfp4_tensor.generation.model_state import changes_itself
 from nvfp4_tensor.generation.plan import Plan
 
-_ARGUMENTS = {"attention_mask", "position_ids", *NAMES, "use_cache", "return_dict"}
-"""The arguments of a model's forward that the op supports."""
+_ARGUMENTS = {"attention_mask", "position_ids", *NAMES, "use_cache", "return_dict", "tokenizer"}
+"""The arguments of a forward that the op supports. ``generate`` passes the tokenizer of its ``stop_strings`` too."""
 
 
 def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedModel:

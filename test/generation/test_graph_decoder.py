@@ -431,6 +431,13 @@ def test_arguments_that_need_transformers(device, launches):
     assert output.loss is not None and cache.get_seq_length() == 9 and not launches
 
 
+def test_the_tokenizer_of_stop_strings(device, launches):
+    """generate passes it to the model at each token."""
+    model, ids = natively(tiny_model("Llama").to(device)), prompt(2, device=device)
+    model.generate(ids, max_new_tokens=4, do_sample=False, tokenizer=object())
+    assert launches == [8, 9, 10]
+
+
 @pytest.mark.parametrize("copied", [
     copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)),
 ], ids=["deepcopy", "pickle"])  # fmt: skip

@@ -98,7 +98,8 @@ class Player:
     def crop(self, text):
         length = text.ids.shape[1]
         drops_tokens = getattr(self.model.config, "sliding_window", None) is not None
-        if length > 1 and (type(text.cache) is FixedCache or (type(text.cache) is DynamicCache and not drops_tokens)):
+        croppable = not drops_tokens if type(text.cache) is DynamicCache else text.cache.is_croppable
+        if length > 1 and croppable:  # static caches from transformers 5.24 on
             kept = self.random.randrange(1, length)
             text.cache.crop(kept - length)
             text.ids = text.ids[:, :kept]

@@ -99,6 +99,14 @@ def test_what_it_leaves_to_transformers(steps):
     assert not steps
 
 
+def test_the_tokenizer_of_stop_strings(steps):
+    """generate passes it to the model at each token."""
+    model = decode_natively(tiny())
+    tokens, logits = logits_of(model, 6)
+    again = logits_of(model, 6, tokenizer=object())
+    assert torch.equal(again[0], tokens) and torch.equal(again[1], logits) and steps == [*range(8, 13)] * 2
+
+
 @pytest.mark.smoke
 def test_a_padded_prompt_gives_what_it_gave(steps):
     model, mask = tiny(), torch.ones_like(PROMPT)
