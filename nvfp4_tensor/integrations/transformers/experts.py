@@ -35,7 +35,8 @@ def origins_in_model(model: PreTrainedModel, names: Iterable[str], checkpoint: C
     Raises:
         ValueError: the model joins weights other than by stacking experts and concatenating gate and up.
     """
-    conversions = get_model_conversion_mapping(model)
+    names = list(names)
+    conversions = [*get_model_conversion_mapping(model), *missing_joins(model, names)]
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     known = model.state_dict()
@@ -45,6 +46,58 @@ def origins_in_model(model: PreTrainedModel, names: Iterable[str], checkpoint: C
         parts.setdefault(target, {}).setdefault(pattern, []).append(name)
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     return {target: _origin(target, found, by_pattern, checkpoint) for target, found in parts.items()}
+
+
+def missing_joins(model: PreTrainedModel, names: Iterable[str]) -> list[WeightConverter]:
+    """Return converters of experts that are one tensor each among ``names``, if transformers has none for the model.
+
+    The files of GraniteMoE, JetMoE and others have one dense tensor for all experts, so transformers joins none.
+    ModelOpt's layout, which ``save_pretrained`` writes, has one NVFP4 weight per expert.
+    """
+    conversions = get_model_conversion_mapping(model)
+    if any(isinstance(op, MergeModulelist) for each in conversions for op in getattr(each, "operations", None) or ()):
+        return []
+    if not any(_EXPERT.search(name) for name in names):
+        return []
+    gate_up = WeightConverter(
+        source_patterns=[".experts.*.gate_proj.weight", ".experts.*.up_proj.weight"],
+        target_patterns=".experts.gate_up_proj",
+        operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+    )
+    down = WeightConverter(
+        source_patterns=".experts.*.down_proj.weight",
+        target_patterns=".experts.down_proj",
+        operations=[MergeModulelist(dim=0)],
+    )
+    return [gate_up, down]
+
+
+def check_placed(model: PreTrainedModel, origins: Mapping[str, Origin]) -> None:
+    """Raise a ValueError for weights of a checkpoint that belong to a module of the model, but to no parameter of it.
+
+    transformers would leave the parameters of this module at random values, with a warning. Weights of modules that the
+    model does not have (an output layer, a vision tower, layers for prediction of several tokens) are left out.
+    """
+    known = model.state_dict()
+    for target in origins.keys() - known.keys():
+        path = target
+        while path := path.rpartition(".")[0]:
+            module = _submodule(model, path)
+            if module is None:
+                continue
+            if any(parameter is not None for parameter in module._parameters.values()):
+                raise ValueError(
+                    f"{origins[target].names[0]} of the checkpoint belongs to no parameter of {path}, a "
+                    f"{type(module).__name__}: its weights would keep random values. Load the dense model"
+                )
+            break
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _origin(
@@ -77,6 +130,7 @@ def keep_origin(model: PreTrainedModel, parameter: str, origin: Origin) -> None:
     setattr(module, ORIGINS, {**getattr(module, ORIGINS, {}), name: dataclasses.asdict(origin)})
 
 
+_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 _STACKED = ((MergeModulelist,), (MergeModulelist, Concatenate))
 
 

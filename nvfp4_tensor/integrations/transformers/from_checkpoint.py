@@ -23,7 +23,12 @@ from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.origins import Origin
 from nvfp4_tensor.checkpoints.parts import tensor_of
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
-from nvfp4_tensor.integrations.transformers.experts import DeserializeExperts, origins_in_model
+from nvfp4_tensor.integrations.transformers.experts import (
+    DeserializeExperts,
+    check_placed,
+    missing_joins,
+    origins_in_model,
+)
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
 from nvfp4_tensor.quantization.experts import is_transposed
 
@@ -37,6 +42,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._operation: Deserialize | None = None
         self._origins: dict[str, Origin] = {}
+        self._joins: list[WeightConverter] = []
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -46,6 +52,8 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
         quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
         self._origins = origins_in_model(model, quantized, checkpoint)
+        check_placed(model, self._origins)
+        self._joins = missing_joins(model, quantized)
         self.weights = set(self._origins)
         stored = {name: origin.names[0] for name, origin in self._origins.items() if origin.is_whole}
         self._operation = Deserialize(self, checkpoint, stored, self.quantization_config.quantize_activations)
@@ -66,7 +74,8 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         self, weight_conversions: list[WeightTransform], model: PreTrainedModel
     ) -> list[WeightTransform]:
         """Let converters that join experts also collect the tensors of NVFP4 weights."""
-        return [self._expert_conversion(each) for each in weight_conversions] + self.get_weight_conversions()
+        conversions = [*weight_conversions, *self._joins]
+        return [self._expert_conversion(each) for each in conversions] + self.get_weight_conversions()
 
     def _expert_conversion(self, conversion: WeightTransform) -> WeightTransform:
         stacked = any(not origin.is_whole for origin in self._origins.values())
@@ -83,8 +92,9 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         conversions: Any = model._weight_conversions
         # Saving writes plain tensors, so the conversions of NVFP4 weights must not be reverted; others must be.
-        model._weight_conversions = [kept for each in conversions for kept in _for_saving(each)]  # type: ignore
-        self._operation = None
+        kept = [usual for each in conversions for usual in _for_saving(each)]
+        model._weight_conversions = [each for each in kept if not any(each is join for join in self._joins)]  # type: ignore
+        self._operation, self._joins = None, []
 
 
 def _for_saving(conversion: WeightTransform) -> list[WeightTransform]:

@@ -5,7 +5,7 @@ import filecmp
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize_experts
@@ -127,3 +127,46 @@ def test_files_without_transformers_own_loader(folder, tmp_path, ids, known):
             vars(module).pop("_nvfp4_origins", None)
     checkpoints.save(model, tmp_path / "again", progress=False)
     assert filecmp.cmp(tmp_path / "nvfp4/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+
+
+@pytest.fixture
+def granite(tmp_path):
+    """A folder whose experts are one tensor, for which transformers has no converter that joins experts."""
+    torch.manual_seed(0)
+    config = transformers.GraniteMoeConfig(
+        intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, **{**SHARED, "num_hidden_layers": 3}
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+@pytest.mark.parametrize("dense", [[], ["model.layers.1.block_sparse_moe.experts", "lm_head"]], ids=str)
+def test_experts_of_a_family_whose_files_stack_them(granite, tmp_path, ids, dense):
+    """Saved one by one, as ModelOpt does, they are joined again; they kept random values before."""
+    settings = nvfp4.NVFP4TensorConfig(modules_to_not_convert=dense or None)
+    model = AutoModelForCausalLM.from_pretrained(granite, quantization_config=settings)
+    assert sum(isinstance(weight, NVFP4Tensor) for weight in experts(model).values()) == (4 if dense else 6)
+    model.save_pretrained(tmp_path / "nvfp4")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    other = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16).eval()
+    checkpoints.load(other, tmp_path / "nvfp4", progress=False)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(again(ids).logits, expected) and torch.equal(other(ids).logits, expected)
+        again.save_pretrained(tmp_path / "again")
+        assert filecmp.cmp(tmp_path / "nvfp4/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+        decoded = again.dequantize()(ids).logits
+        again.save_pretrained(tmp_path / "decoded")
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "decoded")(ids).logits, decoded)
+
+
+def test_experts_of_unknown_names_raise(granite, tmp_path):
+    """transformers would leave them at random values, with a warning."""
+    AutoModelForCausalLM.from_pretrained(granite, quantization_config=nvfp4.NVFP4TensorConfig()).save_pretrained(
+        tmp_path / "nvfp4"
+    )
+    tensors = load_file(tmp_path / "nvfp4/model.safetensors")
+    renamed = {name.replace("gate_proj", "w1").replace("up_proj", "w3"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "nvfp4/model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"w[13].weight of the checkpoint belongs to no parameter of .*experts, a G"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
