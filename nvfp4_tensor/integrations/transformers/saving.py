@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Chunk, PrefixChange, Split, WeightConverter, WeightTransform
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
@@ -125,6 +127,29 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
         warnings.warn(f"{some(with_nan)} have NaN blocks: vLLM cannot load such a checkpoint", stacklevel=2)
     model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(_NamedAsInFiles(model, checkpoint)))
     return tensors
+
+
+def keep_splits(model: PreTrainedModel) -> None:
+    """Let NVFP4 weights that were one tensor in the dense files (q, k and v of some families) be saved one by one.
+
+    transformers would join their codes and scales as if they were dense. Files with the names of the model load, too.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # what transformers takes for a model that was not loaded
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [each for each in found if not isinstance(each, PrefixChange)]
+    names = [name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)]
+    kept = [each for each in conversions if not _splits(each, names)]
+    if len(kept) < len(conversions):
+        model._weight_conversions = kept  # type: ignore[assignment]
+
+
+def _splits(conversion: WeightTransform, names: list[str]) -> bool:
+    return (
+        isinstance(conversion, WeightConverter)
+        and any(isinstance(operation, Split | Chunk) for operation in conversion.operations)
+        and any(target in name for target in conversion.target_patterns for name in names)
+    )
 
 
 class _NamedAsInFiles(View):

@@ -126,20 +126,29 @@ class Quantize(ConversionOps):
     def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Tensor]:
-        (value,) = input_dict.values()
-        value = value[0] if isinstance(value, list) else value
-        if full_layer_name in self.tied:
+        if len(input_dict) == 1:  # of any name
+            input_dict = {full_layer_name: next(iter(input_dict.values()))}
+        loaded: dict[str, Tensor] = {}
+        for name, value in input_dict.items():  # several if the file has them in one tensor, such as q, k and v
+            loaded |= self._load(model, name, value[0] if isinstance(value, list) else value)
+        return loaded
+
+    def _load(self, model: PreTrainedModel, name: str, value: Tensor) -> dict[str, Tensor]:
+        """Return the parameters that are complete with this one."""
+        if name in self.tied:
             head, embedding = self.tied
             return {embedding: value, head: parameter_of(model, head, *self._quantize([value]))}
-        transposed = value.dim() == 3 and is_transposed(model.get_submodule(full_layer_name.rpartition(".")[0]))
-        self.waiting[full_layer_name] = value.transpose(-2, -1).contiguous() if transposed else value
-        group = joined_with(full_layer_name, self.names) if self.config.share_scales else (full_layer_name,)
+        if name not in self.names:
+            return {name: value}
+        transposed = value.dim() == 3 and is_transposed(model.get_submodule(name.rpartition(".")[0]))
+        self.waiting[name] = value.transpose(-2, -1).contiguous() if transposed else value
+        group = joined_with(name, self.names) if self.config.share_scales else (name,)
         if not self.waiting.keys() >= set(group):
             return {}
-        quantized = self._quantize([self.waiting.pop(name) for name in group])
+        quantized = self._quantize([self.waiting.pop(each) for each in group])
         if transposed:
             quantized = [weight.transpose(-2, -1) for weight in quantized]
-        return {name: parameter_of(model, name, each) for name, each in zip(group, quantized, strict=True)}
+        return {each: parameter_of(model, each, weight) for each, weight in zip(group, quantized, strict=True)}
 
     def _quantize(self, weights: list[Tensor]) -> list[NVFP4Tensor]:
         """Quantize weights with their common amax. Each expert has its own amax, common to its gate and up."""

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints
-from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig
+from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig, attach_quantizer
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +71,38 @@ def test_loaded_without_from_pretrained_and_written_again(saved, tmp_path):
         assert torch.equal(weight, expected), name
     checkpoints.save(again, tmp_path / "again", progress=False)
     assert filecmp.cmp(folder / "model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "HrmTextConfig"), reason="transformers 5.21 does not have it")
+@pytest.mark.parametrize("dense", [None, ["lm_head", "model.L_module.layers.0.self_attn.k_proj"]], ids=str)
+def test_linears_that_are_one_tensor_in_dense_files(tmp_path, dense):
+    """q, k, v and a gate, and gate and up, of one tensor each: quantized apart, saved apart, and loaded again."""
+    config = transformers.HrmTextConfig(**TEXT)
+    torch.manual_seed(0)
+    auto, ids = transformers.AutoModelForCausalLM, torch.arange(24)[None]
+    auto.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    assert any("gqkv_proj" in name for name in checkpoints.read(tmp_path / "dense").entries)
+    settings = NVFP4TensorConfig(modules_to_not_convert=dense)
+    model = auto.from_pretrained(tmp_path / "dense", quantization_config=settings)
+    exact = auto.from_pretrained(tmp_path / "dense")
+    quantized = [name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)]
+    assert len(quantized) == 32 - bool(dense)  # two stacks of two layers of eight linears
+    for name, weight in exact.named_parameters():
+        bound = 0.15 * weight.norm() if name in quantized else 0.0
+        assert (model.get_parameter(name) - weight).norm() <= bound
+    folder = tmp_path / "nvfp4"
+    with torch.no_grad():
+        model.save_pretrained(folder)
+        again = auto.from_pretrained(folder)
+        assert torch.equal(again(ids).logits, model(ids).logits)
+        again.save_pretrained(tmp_path / "again")
+        assert filecmp.cmp(folder / "model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+        made = checkpoints.load(auto.from_config(config, dtype=torch.bfloat16).eval(), folder, progress=False)
+        attach_quantizer(made).save_pretrained(tmp_path / "made")
+        assert torch.equal(auto.from_pretrained(tmp_path / "made")(ids).logits, model(ids).logits)
+        decoded = again.dequantize()(ids).logits
+        again.save_pretrained(tmp_path / "decoded")
+        assert torch.equal(auto.from_pretrained(tmp_path / "decoded")(ids).logits, decoded)
 
 
 def test_a_model_of_which_nothing_is_quantized_is_refused(tmp_path):
