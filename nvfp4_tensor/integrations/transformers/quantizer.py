@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, NVFP4TensorConfig
-from nvfp4_tensor.integrations.transformers.saving import keep_splits, plain_state_dict
+from nvfp4_tensor.integrations.transformers.saving import keep_names, plain_state_dict
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.experts import is_transposed
@@ -81,7 +81,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         """
         if getattr(model, "_hf_peft_config_loaded", False):
             return None, {}
-        keep_splits(model)
+        keep_names(model)
         return plain_state_dict(model, self.weight_only), {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:

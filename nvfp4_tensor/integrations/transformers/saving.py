@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Chunk, PrefixChange, Split, WeightConverter, WeightTransform
+from transformers.core_model_loading import Chunk, PrefixChange, Split, WeightRenaming, WeightTransform
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
@@ -22,6 +22,7 @@ from nvfp4_tensor.checkpoints.parts import nan_blocks
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
 from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
+from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -129,27 +130,34 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     return tensors
 
 
-def keep_splits(model: PreTrainedModel) -> None:
-    """Let NVFP4 weights that were one tensor in the dense files (q, k and v of some families) be saved one by one.
+def keep_names(model: PreTrainedModel) -> None:
+    """Let NVFP4 weights be saved under the model's names where transformers would change them as if they were dense.
 
-    transformers would join their codes and scales as if they were dense. Files with the names of the model load, too.
+    These are linears that were one tensor in the dense files (q, k and v of some families), whose codes and scales it
+    would join, and experts (E, K, N), of which it would rename the codes but not the scales. Files with the model's
+    names load, too.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # what transformers takes for a model that was not loaded
         found = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [each for each in found if not isinstance(each, PrefixChange)]
     names = [name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)]
-    kept = [each for each in conversions if not _splits(each, names)]
+    experts = [name for name in names if is_transposed(model.get_submodule(name.rpartition(".")[0]))]
+    kept = [each for each in conversions if not _splits(each, names) and not _renames(each, experts)]
     if len(kept) < len(conversions):
         model._weight_conversions = kept  # type: ignore[assignment]
 
 
 def _splits(conversion: WeightTransform, names: list[str]) -> bool:
-    return (
-        isinstance(conversion, WeightConverter)
-        and any(isinstance(operation, Split | Chunk) for operation in conversion.operations)
-        and any(target in name for target in conversion.target_patterns for name in names)
-    )
+    operations = getattr(conversion, "operations", None) or ()
+    splits = any(isinstance(operation, Split | Chunk) for operation in operations)
+    return splits and any(target in name for target in conversion.target_patterns for name in names)
+
+
+def _renames(conversion: WeightTransform, names: list[str]) -> bool:
+    if not isinstance(conversion, WeightRenaming):
+        return False
+    return any(name.endswith(target) for target in conversion.target_patterns if target for name in names)
 
 
 class _NamedAsInFiles(View):

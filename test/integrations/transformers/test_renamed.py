@@ -105,6 +105,19 @@ def test_linears_that_are_one_tensor_in_dense_files(tmp_path, dense):
         assert torch.equal(auto.from_pretrained(tmp_path / "decoded")(ids).logits, decoded)
 
 
+def test_experts_whose_files_have_other_names(tmp_path):
+    """Aria's experts (E, K, N) are fc1 and fc2 in dense files: codes were saved under these names, scales not."""
+    config = transformers.AriaTextConfig(**TEXT, num_key_value_heads=2, moe_num_experts=4, moe_topk=2)
+    torch.manual_seed(0)
+    auto, ids = transformers.AutoModelForCausalLM, torch.arange(24)[None]
+    auto.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    model = auto.from_pretrained(tmp_path / "dense", quantization_config=NVFP4TensorConfig())
+    assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, NVFP4Tensor)
+    model.save_pretrained(tmp_path / "nvfp4")
+    with torch.no_grad():
+        assert torch.equal(auto.from_pretrained(tmp_path / "nvfp4")(ids).logits, model(ids).logits)
+
+
 def test_a_model_of_which_nothing_is_quantized_is_refused(tmp_path):
     config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
