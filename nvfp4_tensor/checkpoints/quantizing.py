@@ -336,11 +336,24 @@ def _experts_in_one_tensor(source: Checkpoint) -> dict[str, Entry]:
     }
 
 
+def _stacked_weights(source: Checkpoint) -> dict[str, Entry]:
+    """Return the stacked matrices of a mixture of experts whose files have other names (GraniteMoE, JetMoE, Aria)."""
+    if not any("expert" in key for key in source.config):
+        return {}
+    return {
+        name: entry
+        for name, entry in source.entries.items()
+        if len(entry.shape) == 3
+        and name.endswith(".weight")
+        and entry.shape[1] >= BLOCK
+        and entry.shape[2] % BLOCK == 0
+    }
+
+
 def _warn_of_experts(source: Checkpoint, chosen: Mapping[str, Entry]) -> None:
     """Warn of experts that stay dense, because they are most of the model."""
-    dense = [
-        f"{name} {list(entry.shape)}" for name, entry in _experts_in_one_tensor(source).items() if name not in chosen
-    ]
+    experts = _experts_in_one_tensor(source) | _stacked_weights(source)
+    dense = [f"{name} {list(entry.shape)}" for name, entry in experts.items() if name not in chosen]
     if dense:
         warnings.warn(
             f"experts in one tensor stay dense: {some(dense)}. The format modelopt supports NVFP4 experts of gpt-oss "

@@ -1,5 +1,7 @@
 """Quantizing a folder: bitwise equality with quantize(), shared scales, and memory."""
 
+import json
+
 import pytest
 import torch
 from helpers.checkpoint_folders import content, dense_tensors, edit_json, same_files, write_dense
@@ -135,6 +137,18 @@ def test_experts_in_one_tensor_stay_dense_and_are_named(tmp_path):
     write_dense(tmp_path / "src", {**dense_tensors(1), "model.layers.0.mlp.experts.down_proj": torch.randn(2, 32, 16)})
     with pytest.warns(UserWarning, match=r"stay dense: model\.layers\.0\.mlp\.experts\.down_proj \[2, 32, 16\]"):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_stacked_experts_of_other_names_are_named(tmp_path, is_mixture, recwarn):
+    """GraniteMoE's and JetMoE's, not a convolution of 16 taps in a model without experts."""
+    tensors = {"moe.input_linear.weight": torch.randn(2, 32, 16), "conv.weight": torch.randn(32, 1, 16)}
+    write_dense(tmp_path / "src", {**dense_tensors(1), **tensors})
+    config = json.loads((tmp_path / "src/config.json").read_text())
+    (tmp_path / "src/config.json").write_text(json.dumps(config | ({"num_local_experts": 2} if is_mixture else {})))
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+    named = [str(each.message) for each in recwarn if "experts in one tensor stay dense" in str(each.message)]
+    assert len(named) == is_mixture and all("dense: moe.input_linear.weight [2, 32, 16]. " in each for each in named)
 
 
 def test_what_does_not_fit_stays_dense_and_is_named(tmp_path):
