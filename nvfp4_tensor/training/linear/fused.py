@@ -38,27 +38,25 @@ def quantize_input(x_MK: Tensor, recipe: Recipe, rng_state: Tensor | None) -> tu
     return Decoded(values, factor), Codes(qdata, scale, per_tensor_scale)
 
 
-class Call(NamedTuple):
-    """What the forward of a call reads beside x, weight and bias, and what its backward needs to know."""
+class Settings(NamedTuple):
+    """What calls have in common that agree in recipe, device and dtypes."""
 
     spec_w: int
-    arguments: tuple[Any, ...]
-    """The last arguments of ``train_linear_backward``: see :func:`backward_arguments`."""
+    dtype: torch.dtype | int
+    """The dtype of y, as an op takes it: a dtype or its number."""
+    backward: tuple[Any, ...]
+    """The last arguments of ``train_linear_backward``: specs and dtypes."""
     saves_codes: bool
     """Whether to save the codes of the weight; if not, the backward quantizes it again."""
-    needs_db: bool
-    rng_state: Tensor | None
-    x: Decoded
-    x_t: Codes
-    w: Codes | None
-    """None to quantize the weight now."""
 
 
-def backward_arguments(recipe: Recipe, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-    """Return the specs and dtypes for ``train_linear_backward``, which follow from the recipe, device and dtypes."""
+def settings_of(
+    recipe: Recipe, device: torch.device, dtype: torch.dtype | int, dtype_w: torch.dtype | int, saves_codes: bool
+) -> Settings:
+    """Return the settings of calls with x of ``dtype`` and a weight of ``dtype_w``."""
     packed = recipe.packed
-    transposes_w = recipe.w_for_dx == WeightForDx.CODES and reads_transposed(x.device)
-    return packed.dy, packed.dy_t, packed.w, transposes_w, x.dtype, weight.dtype
+    transposes_w = recipe.w_for_dx == WeightForDx.CODES and reads_transposed(device)
+    return Settings(packed.w, dtype, (packed.dy, packed.dy_t, packed.w, transposes_w, dtype, dtype_w), saves_codes)
 
 
 def multiply_operands(
@@ -78,32 +76,32 @@ def multiply_operands(
     again without ``recipe.keep_w``.
     """
     saves_codes = recipe.keep_w or isinstance(w_NK, NVFP4Tensor)
-    arguments = backward_arguments(recipe, x, w_NK)
-    settings = recipe.packed.w, arguments, saves_codes, needs_db
+    settings = settings_of(recipe, x.device, x.dtype, w_NK.dtype, saves_codes)
     if not torch.compiler.is_compiling():
-        return multiply(x, w_NK, bias, Call(*settings, rng_state, x_operand, x_t, w))
+        return _Products.apply(x, w_NK, bias, (settings, needs_db, rng_state, x_operand, x_t, w))
     w_parts = w or (None, None, None)
-    return _TracedProducts.apply(x, w_NK, bias, *settings, rng_state, *x_operand, *x_t, *w_parts)
-
-
-def multiply(x: Tensor, w_NK: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """Run :func:`multiply_operands` in eager mode."""
-    return _Products.apply(x, w_NK, bias, call)
+    return _TracedProducts.apply(x, w_NK, bias, settings, needs_db, rng_state, *x_operand, *x_t, *w_parts)
 
 
 class _Products(torch.autograd.Function):
     """As the function of this name in ``function.py``, in eager mode.
 
-    One object holds all that autograd does not differentiate, because each argument costs host time.
+    One tuple, ``call``, holds all that autograd does not differentiate, because each argument costs host time: the
+    arguments of :func:`_forward` after the bias.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        return _forward(ctx, x, w_NK, bias, call)
+    def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
+        return _forward(ctx, x, w_NK, bias, *call)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *_backward(ctx, dy), None
+
+
+apply_plainly = super(torch.autograd.Function, _Products).apply
+"""``_Products.apply`` without what it does for torch.func, which takes a third of its time. No argument may be wrapped,
+and no transform active."""
 
 
 class _TracedProducts(torch.autograd.Function):
@@ -115,9 +113,7 @@ class _TracedProducts(torch.autograd.Function):
         x: Tensor,
         w_NK: Tensor,
         bias: Tensor | None,
-        spec_w: int,
-        arguments: tuple[Any, ...],
-        saves_codes: bool,
+        settings: Settings,
         needs_db: bool,
         rng_state: Tensor | None,
         values: Tensor,
@@ -126,40 +122,51 @@ class _TracedProducts(torch.autograd.Function):
     ) -> Tensor:
         x_t = Codes(*codes[:3])  # type: ignore[arg-type]
         w = None if codes[3] is None else Codes(*codes[3:])  # type: ignore[arg-type]
-        call = Call(spec_w, arguments, saves_codes, needs_db, rng_state, Decoded(values, factor), x_t, w)
-        return _forward(ctx, x, w_NK, bias, call)
+        return _forward(ctx, x, w_NK, bias, settings, needs_db, rng_state, Decoded(values, factor), x_t, w)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, dy), *(None,) * 13
+        return *_backward(ctx, dy), *(None,) * 11
 
 
-def _forward(ctx: Any, x: Tensor, w_NK: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """Multiply, and save the backward op's arguments in order."""
-    spec_w, arguments, saves_codes, needs_db, rng_state, (values, factor), x_t, w = call
-    shape, dtype = x.shape, x.dtype
+def _forward(
+    ctx: Any,
+    x: Tensor,
+    w_NK: Tensor,
+    bias: Tensor | None,
+    settings: Settings,
+    needs_db: bool,
+    rng_state: Tensor | None,
+    x_operand: Decoded,
+    x_t: Codes,
+    w: Codes | None,
+) -> Tensor:
+    """Multiply, and save the backward op's arguments in order. Without w, quantize the weight."""
+    values, factor = x_operand
+    shape = x.shape
     if len(shape) != 2:
         values = values.view(shape)  # the op returns y of that shape: a view could not be written in place
     if w is None:
-        y, *w_parts = torch.ops.nvfp4.train_linear.default(values, factor, w_NK, bias, rng_state, spec_w, dtype)
+        y, *w_parts = torch.ops.nvfp4.train_linear.default(
+            values, factor, w_NK, bias, rng_state, settings.spec_w, settings.dtype
+        )
     else:
-        y, w_parts = torch.ops.nvfp4.matmul.default(values, factor, *w, bias, values.shape[-1], False, dtype), w
-    if saves_codes:
+        y, w_parts = torch.ops.nvfp4.matmul.default(values, factor, *w, bias, shape[-1], False, settings.dtype), w
+    if settings.saves_codes:
         ctx.save_for_backward(rng_state, *x_t, None, *w_parts)
     else:
         ctx.save_for_backward(rng_state, *x_t, w_NK, None, None, None)
-    ctx.arguments, ctx.shape = arguments, shape
-    ctx.bias_dtype = bias.dtype if needs_db and bias is not None else None
+    ctx.call = settings.backward, shape, bias.dtype if needs_db and bias is not None else None
     return y
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return dx, dw and db."""
     raise_on_double_backward()
-    shape = ctx.shape
+    arguments, shape, bias_dtype = ctx.call
     dy_MN = dy if len(shape) == 2 else dy.reshape(-1, dy.shape[-1])
-    dx, dw = torch.ops.nvfp4.train_linear_backward.default(dy_MN, *ctx.saved_tensors, *ctx.arguments)
-    db = None if ctx.bias_dtype is None else dy_MN.sum(0, dtype=ctx.bias_dtype)
+    dx, dw = torch.ops.nvfp4.train_linear_backward.default(dy_MN, *ctx.saved_tensors, *arguments)
+    db = None if bias_dtype is None else dy_MN.sum(0, dtype=bias_dtype)
     return dx if len(shape) == 2 else dx.view(shape), dw, db
 
 

@@ -31,7 +31,7 @@ from nvfp4_tensor.training.linear.function import (
     weight_operand,
 )
 from nvfp4_tensor.training.linear.operands import Quantized
-from nvfp4_tensor.training.linear.prepared import Prepared, input_key
+from nvfp4_tensor.training.linear.prepared import Prepared, input_key, parameter
 from nvfp4_tensor.training.recipe import Recipe, any_stochastic
 
 _GATHERED_ATTRIBUTES = "weight", "_writes_before"
@@ -105,9 +105,9 @@ class NVFP4TrainingLinear(nn.Linear):
             self._check_gathered()
             ready = self._prepared
             if ready is not None and sharding is UNSHARDED_LINEAR and self._weight_codes is None:
-                given = self.weight
+                given = parameter(self, "weight")
                 if ready.fits(recipe, input, given):
-                    return ready.run(input, given, self.bias, self.rounding_state, self)
+                    return ready.run(input, given, parameter(self, "bias"), self._buffers["rounding_state"], self)
         weight, bias = (self.weight, self.bias) if sharding is UNSHARDED_LINEAR else self._local_parameters(sharding)
         if recipe.is_dense:
             return nn.functional.linear(gather_if_sharded(input, sharding), weight, bias)

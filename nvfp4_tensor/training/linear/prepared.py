@@ -16,23 +16,33 @@ from torch import Tensor, nn
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR
 from nvfp4_tensor.training.linear import fused
 from nvfp4_tensor.training.linear.cache import is_tracing, share_input, shared_input
-from nvfp4_tensor.training.linear.fused import Call, backward_arguments
+from nvfp4_tensor.training.linear.fused import settings_of
 from nvfp4_tensor.training.recipe import Recipe, any_stochastic
 
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_enabled, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_transforming = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
+"""The numbers of dtypes (c10::ScalarType). An op asks a dtype for its ``__torch_function__``, and the AttributeError
+takes longer than reading any other argument."""
 
 
 class Prepared:
     """What the calls of an unsharded module have in common: its recipe, and the dtypes and device of its operands."""
 
     def __init__(self, recipe: Recipe, x: Tensor, weight: Tensor) -> None:
-        self.recipe, self.columns = recipe, x.shape[-1]
+        self.recipe, self.columns = recipe, x.shape[-1:]
         self.dtype, self.weight_dtype = x.dtype, weight.dtype
-        self.device, self.autocast = x.device, autocast_dtype(x.device.type)
+        self.device, self.device_type = x.device, x.device.type
+        self.autocast = _autocast_dtype(self.device_type) if _is_autocast_enabled(self.device_type) else None
         self.draws = recipe.is_stochastic_forward or recipe.is_stochastic_backward
         self.x_draws = recipe.is_stochastic_forward and any_stochastic(recipe.x, recipe.x_t)
         self.key = input_key(x, recipe, recipe.x_t, UNSHARDED_LINEAR, None)
-        self.arguments = backward_arguments(recipe, x, weight)
+        numbers = SCALAR_TYPES[x.dtype], SCALAR_TYPES[weight.dtype]
+        self.settings = settings_of(recipe, x.device, *numbers, saves_codes=recipe.keep_w)
         self.like = torch.empty((0,), dtype=torch.int64, device=x.device)
 
     @staticmethod
@@ -43,21 +53,23 @@ class Prepared:
 
     def fits(self, recipe: Recipe, x: Tensor, weight: Tensor) -> bool:
         """Whether a call is like the one that was checked; x is its input, before autocast."""
+        autocast = self.autocast
         return (
             recipe is self.recipe
-            and (x.dtype is self.dtype or (self.autocast is not None and x.is_floating_point()))
+            and (x.dtype is self.dtype or (autocast is not None and x.is_floating_point()))
             and weight.dtype is self.weight_dtype
             and type(x) in _PLAIN
             and type(weight) in _PLAIN
             and x.requires_grad
             and weight.requires_grad
-            and torch.is_grad_enabled()
+            and _is_grad_enabled()
             and x.device == self.device
-            and x.shape[-1:] == (self.columns,)
-            and weight.shape[1] == self.columns
-            and autocast_dtype(self.device.type) is self.autocast
-            and not (_is_wrapped(x) or _is_wrapped(weight))
-            and not (torch._C._len_torch_dispatch_stack() and is_tracing())
+            and x.shape[-1:] == self.columns
+            and weight.shape[1:] == self.columns
+            and _is_autocast_enabled(self.device_type) is (autocast is not None)
+            and (autocast is None or _autocast_dtype(self.device_type) is autocast)
+            and not (_is_wrapped(x) or _is_wrapped(weight) or _is_transforming())
+            and not (_dispatch_modes() and is_tracing())
         )
 
     def run(
@@ -77,24 +89,27 @@ class Prepared:
             if operands is None:
                 operands = self._quantize(x, None)
                 share_input(input, self.key, user, operands)
-        x_operand, x_t = operands
         needs_db = bias is not None and bias.requires_grad
-        recipe = self.recipe
-        call = Call(recipe.packed.w, self.arguments, recipe.keep_w, needs_db, rng_state, x_operand, x_t, None)
-        return fused.multiply(x, weight, bias, call)
+        return fused.apply_plainly(x, weight, bias, (self.settings, needs_db, rng_state, *operands, None))
 
     def _quantize(self, x: Tensor, rng_state: Tensor | None) -> Any:
-        x_MK = x.detach()
-        return fused.quantize_input(x_MK if x_MK.dim() == 2 else x_MK.reshape(-1, self.columns), self.recipe, rng_state)
+        x = x.detach()
+        return fused.quantize_input(x if x.dim() == 2 else x.reshape(-1, *self.columns), self.recipe, rng_state)
 
 
 _PLAIN = Tensor, nn.Parameter
 """Classes without behavior of their own."""
 
+_MISSING = object()
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype to which autocast casts on this device, or None if it is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+def parameter(module: nn.Module, name: str) -> Any:
+    """Return the parameter ``module.name``, as nn.Module does after an AttributeError, four times as fast."""
+    own = module.__dict__
+    if name in own:  # pruned weights, and codes that FSDP2 has gathered
+        return own[name]
+    found = own["_parameters"].get(name, _MISSING)
+    return getattr(module, name) if found is _MISSING else found  # parametrized weights
 
 
 def input_key(x: Tensor, recipe: Recipe, x_t: Any, sharding: Any, gathered: Any) -> tuple:

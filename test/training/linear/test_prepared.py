@@ -13,9 +13,9 @@ from helpers.count_ops import Ops
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nvfp4_tensor import training
+from nvfp4_tensor import QuantizeSpec, training
 from nvfp4_tensor.training import NVFP4TrainingLinear
-from nvfp4_tensor.training.linear.prepared import Prepared
+from nvfp4_tensor.training.linear.prepared import SCALAR_TYPES, Prepared
 
 RECIPES = ["nvidia", "nvidia_4over6", "unbiased", "accurate", "accurate_eden"]
 
@@ -84,6 +84,8 @@ CHANGES = {
     "weight": lambda linear: setattr(linear, "weight", nn.Parameter(torch.ones(32, 48))),
     "parametrized weight": lambda linear: nn.utils.parametrizations.weight_norm(linear),
     "pruned weight": lambda linear: nn.utils.prune.random_unstructured(linear, "weight", 0.5),
+    "pruned bias": lambda linear: nn.utils.prune.random_unstructured(linear, "bias", 0.5),
+    "parametrized bias": lambda linear: nn.utils.parametrize.register_parametrization(linear, "bias", nn.Tanh()),
 }
 
 
@@ -96,6 +98,12 @@ def test_a_change_between_two_calls_is_seen(general, change):
     expected = general(gradients, [linear], x)
     for _ in range(2):
         assert equal(gradients([linear], x), expected)
+
+
+@pytest.mark.parametrize("dtype", SCALAR_TYPES, ids=str)
+def test_the_number_of_a_dtype_is_the_dtype_to_an_op(dtype):
+    codes = torch.ops.nvfp4.quantize(torch.ones(16, 16), None, None, QuantizeSpec().pack())
+    assert torch.ops.nvfp4.dequantize(*codes, 16, SCALAR_TYPES[dtype]).dtype == dtype
 
 
 def test_errors_and_modes_after_a_prepared_call():
