@@ -13,7 +13,7 @@ namespace training {
 using ops::CodedTensors;
 using ops::OptionalTensor;
 
-constexpr int64_t kDyTStream = 1, kWStream = 4;  // of random bits (numerics contract, section 4)
+constexpr int64_t kDyTStream = 1, kXTStream = 3, kWStream = 4;  // of random bits (numerics contract, section 4)
 
 // (seed, offset) from torch's default generator of the device.
 inline Tensor fill_rng_state(Tensor state) {
@@ -22,6 +22,8 @@ inline Tensor fill_rng_state(Tensor state) {
               {from(state), from(INT64_MIN), from(std::optional<int64_t>(INT64_MAX)), from(std::nullopt)});
 }
 
+Tensor draw_rng_state(const Tensor& like);  // on its device
+
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> train_linear(const Tensor& x, OptionalTensor x_scale, const Tensor& w,
                                                                OptionalTensor bias, OptionalTensor rng_state,
                                                                int64_t spec, ScalarType out_dtype) {
@@ -29,6 +31,30 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> train_linear(const Tensor& x, 
   const Tensor y = ops::matmul(x, x_scale, codes, bias, x.size(x.dim() - 1), false, out_dtype);
   const auto& [qdata, scale, factor] = codes;
   return {y, qdata, scale, factor};
+}
+
+// The memory of t, which is contiguous, in another shape; not by the dispatcher.
+inline Tensor with_shape(const Tensor& t, const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), static_cast<int64_t>(shape.size()), shape.data(),
+                                                        strides.data(), 0, &handle));
+  return Tensor(handle);
+}
+
+using ForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+inline ForwardTensors train_linear_forward(const Tensor& x, const Tensor& w, OptionalTensor bias,
+                                           OptionalTensor rng_state, int64_t spec, int64_t spec_t, int64_t spec_w,
+                                           ScalarType out_dtype) {
+  STD_TORCH_CHECK(x.dim() >= 1, "train_linear_forward takes x (..., K), not a 0-d tensor");
+  const Tensor state = rng_state ? torch::stable::clone(*rng_state) : draw_rng_state(x);
+  const bool is_matrix = x.dim() == 2;
+  const Tensor x_MK = is_matrix ? x : with_shape(torch::stable::contiguous(x), {leading_rows(x), x.size(x.dim() - 1)});
+  const auto [values, factor, qdata_t, scale_t, factor_t] = ops::quantize_input(x_MK, state, spec, spec_t, kXTStream);
+  const Tensor left = is_matrix ? values : with_shape(values, with_last(x, values.size(1)));
+  const auto [y, qdata, scale, w_factor] = train_linear(left, factor, w, bias, state, spec_w, out_dtype);
+  return {y, state, values, factor, qdata_t, scale_t, factor_t, qdata, scale, w_factor};
 }
 
 // dx (M, columns) = values (M, N), which dy was rounded to, times w (N, columns).

@@ -136,6 +136,15 @@ def _(x: Tensor, w: Tensor, spec: int, out_dtype: torch.dtype) -> tuple[Tensor, 
     return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype), *_codes(w, (w.shape[0],), w.shape[1], spec)
 
 
+@fake("train_linear_forward")
+def _(x: Tensor, w: Tensor, spec: int, spec_t: int, spec_w: int, out_dtype: torch.dtype) -> tuple[Tensor, ...]:
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    values = x.new_empty((rows, columns_of_values(columns, spec)), dtype=torch.bfloat16)
+    state, y = x.new_empty((2,), dtype=torch.int64), x.new_empty((*x.shape[:-1], w.shape[0]), dtype=out_dtype)
+    of_x_t = _codes(x, (columns,), rows, spec_t)
+    return y, state, values, _scalar(x), *of_x_t, *_codes(w, (w.shape[0],), columns, spec_w)
+
+
 @fake("train_linear_backward")
 def _(dy: Tensor, x_qdata: Tensor, dx_dtype: torch.dtype, dw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     (rows, outputs), columns = dy.shape, x_qdata.shape[0]

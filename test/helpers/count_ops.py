@@ -21,14 +21,16 @@ class Ops(TorchDispatchMode):
     @property
     def pairs(self):
         """Return how often a matrix was quantized together with its transpose."""
-        return self["quantize_pair"] + self["quantize_pair_values"] + self["train_linear_backward"]
+        whole = self["train_linear_forward"] + self["train_linear_backward"]
+        return self["quantize_pair"] + self["quantize_pair_values"] + whole
 
     @property
     def products(self):
         """Return how many products were computed."""
-        return self["matmul"] + self["train_linear"] + 2 * self["train_linear_backward"]
+        forwards = self["train_linear"] + self["train_linear_forward"]
+        return self["matmul"] + forwards + 2 * self["train_linear_backward"]
 
     @property
     def weights(self):
         """Return how often a weight was quantized in a forward."""
-        return self["quantize"] + self["train_linear"]
+        return self["quantize"] + self["train_linear"] + self["train_linear_forward"]

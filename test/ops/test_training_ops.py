@@ -1,4 +1,4 @@
-"""train_linear, its backward, and amaxes that a pair finds itself: the bits of the ops that they are made of."""
+"""train_linear_forward, its parts, the backward, and amaxes of a pair: the bits of the ops that they are made of."""
 
 import pytest
 import torch
@@ -54,6 +54,35 @@ def test_train_linear_is_a_quantization_and_a_product(device, shape, dtype, spec
     assert equal_bits(N.train_linear(*arguments), composite.train_linear(*arguments))
 
 
+FORWARDS = {
+    "nvidia": (NEAREST, transformed(NEAREST), TILES),
+    "accurate": (SEARCHED, transformed(NEAREST), SEARCHED),
+    "accurate_eden": (SEARCHED, EDEN, SEARCHED),
+    "stochastic": (STOCHASTIC, transformed(STOCHASTIC), STOCHASTIC),
+}
+
+
+@pytest.mark.parametrize("leading", [(40,), (37,), (3, 5), (2, 0), (2, 3, 4), ()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("how", ["contiguous", "strided", "bias, drawn"])
+def test_train_linear_forward_is_its_parts(device, leading, dtype, name, how):
+    torch.manual_seed(4)
+    x = torch.randn(*leading, 96, device=device).to(dtype)
+    x = x[..., ::2] if how == "strided" else x[..., :48].contiguous()
+    w, bias, state = torch.randn(32, 48, device=device).to(dtype), None, torch.tensor([7, 9], device=device)
+    if how == "bias, drawn":
+        bias, state = torch.randn(32, device=device).to(dtype), None
+    arguments = x, w, bias, state, *(spec.pack() for spec in FORWARDS[name]), dtype
+    results = []
+    for forward in (N.train_linear_forward, composite.train_linear_forward):
+        torch.manual_seed(5)
+        results.append(forward(*arguments))
+    assert equal_bits(*results)
+    assert results[0][0].shape == (*leading, 32) and not results[0][0]._is_view()
+    assert state is None or (torch.equal(results[0][1], state) and results[0][1].data_ptr() != state.data_ptr())
+
+
 BACKWARDS = {
     "nvidia": (STOCHASTIC, transformed(STOCHASTIC), TILES, None, True, False),
     "nvidia, transposed": (STOCHASTIC, transformed(STOCHASTIC), TILES, None, True, True),
@@ -80,6 +109,8 @@ def as_bytes(arguments):
 def test_opcheck(device):
     x, w, dy, state = case(SHAPES[1], torch.bfloat16, device)
     opcheck(N.train_linear.default, (x, None, w, None, state, TILES.pack(), torch.float32))
+    packed = [spec.pack() for spec in FORWARDS["nvidia"]]
+    opcheck(N.train_linear_forward.default, (x.view(1, *x.shape), w, None, state, *packed, torch.float32))
     for name in ("nvidia", "w quantized again", "EDEN"):
         arguments = backward_arguments(SHAPES[1], torch.bfloat16, device, *BACKWARDS[name])
         opcheck(N.train_linear_backward.default, as_bytes(arguments))
@@ -119,6 +150,8 @@ def test_errors(device):
             op(x, amax, None, state, NEAREST.pack(), NEAREST.pack(), *more)
         with pytest.raises((ValueError, RuntimeError), match="rng_state"):
             op(x, None, None, None, NEAREST.pack(), EDEN.pack(), *more)
+    with pytest.raises((IndexError, RuntimeError)):
+        N.train_linear_forward(x[0, 0], x, None, state, *[spec.pack() for spec in FORWARDS["nvidia"]], x.dtype)
     given = list(backward_arguments(SHAPES[0], torch.bfloat16, device, *BACKWARDS["nvidia"]))
     given[5:9] = [None] * 4
     with pytest.raises((ValueError, RuntimeError), match="needs w or its codes"):

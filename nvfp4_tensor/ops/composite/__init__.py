@@ -29,7 +29,7 @@ from nvfp4_tensor.ops.composite.quantization import (
     transpose_codes,
 )
 from nvfp4_tensor.ops.composite.step import Activation, attend_one, gated, linears, norm_linears, place_one, rms_norm
-from nvfp4_tensor.ops.composite.training import train_linear, train_linear_backward
+from nvfp4_tensor.ops.composite.training import train_linear, train_linear_backward, train_linear_forward
 
 __all__ = [
     "Activation",
@@ -74,5 +74,6 @@ __all__ = [
     "rotate_back",
     "train_linear",
     "train_linear_backward",
+    "train_linear_forward",
     "transpose_codes",
 ]

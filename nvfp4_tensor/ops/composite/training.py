@@ -1,8 +1,9 @@
-"""Plain-torch implementations of the two ops of a training linear: its forward product, and its whole backward.
+"""Plain-torch implementations of the ops of a training linear: its forward or a part of it, and its backward.
 
 Each does what the other ops of this package do one by one, to the same bits. As one op it takes one call of the
-dispatcher instead of five, which is most of the host time of a small linear, eager or compiled. The input's op is
-``quantize_pair_values``, by itself, because linears with the same input share its result.
+dispatcher instead of five, which is most of the host time of a small linear. ``train_linear_forward`` is the whole
+forward of an eager call. ``train_linear`` is the rest of one whose input is quantized: by another linear that has the
+same input, or by ``quantize_pair_values`` in a compiled graph, which merges equal calls of it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,39 @@ def train_linear(
     """
     codes = torch.ops.nvfp4.quantize(w, None, rng_state, spec, 0, 0, 0, W_STREAM)
     return torch.ops.nvfp4.matmul(x, x_scale, *codes, bias, x.shape[-1], False, out_dtype), *codes
+
+
+@op(
+    returns="y, state, values, factor, x_qdata, x_scale, x_per_tensor_scale, qdata, scale, per_tensor_scale",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def train_linear_forward(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    rng_state: Tensor | None,
+    spec: int,
+    spec_t: int,
+    spec_w: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Quantize x (..., K) by ``spec``, its transpose by ``spec_t``, and w (N, K) by ``spec_w``; multiply x and w.
+
+    rng_state: the source of random bits; by default, torch's generator draws one, as ``draw_rng_state`` does.
+
+    Returns:
+        y (..., N) = x @ w^T + bias; a copy of rng_state, or the drawn one; the values of x (M, K) and their factor; the
+        codes of x^T (K, M); the codes of w.
+    """
+    nvfp4 = torch.ops.nvfp4
+    state = nvfp4.draw_rng_state(x) if rng_state is None else rng_state.clone()
+    x_MK = x.reshape(-1, x.shape[-1])
+    values, factor, *codes_t = nvfp4.quantize_pair_values(
+        x_MK, None, None, state, spec, spec_t, True, 0, 0, 0, 0, X_T_STREAM
+    )
+    left = values.view(*x.shape[:-1], values.shape[-1])
+    y, *codes = nvfp4.train_linear(left, factor, w, bias, state, spec_w, out_dtype)
+    return y, state, values, factor, *codes_t, *codes
 
 
 @op(returns="dx, dw")

@@ -1,12 +1,14 @@
-"""Forward and backward of an unsharded linear in three ops, for the recipes and devices where these compute all of it.
+"""Forward and backward of an unsharded linear in few ops, for the recipes and devices where these compute all of it.
 
-Each step of ``function.py`` is one call of the dispatcher here: ``quantize_pair_values`` quantizes x and x^T,
-``train_linear`` quantizes w and multiplies, ``train_linear_backward`` does the whole backward. The bits are the same.
-A small linear takes as long as the Python around these calls, above all in autograd's thread.
+``train_linear_backward`` is the whole backward. In eager mode ``train_linear_forward`` is the whole forward, if the
+input is not quantized yet. Otherwise, and in compiled graphs, ``quantize_pair_values`` quantizes x and x^T, and
+``train_linear`` quantizes w and multiplies. The bits are the same. A small linear takes as long as the calls of these
+ops and the Python around them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,9 +43,8 @@ def quantize_input(x_MK: Tensor, recipe: Recipe, rng_state: Tensor | None) -> tu
 class Settings(NamedTuple):
     """What calls have in common that agree in recipe, device and dtypes."""
 
-    spec_w: int
-    dtype: torch.dtype | int
-    """The dtype of y, as an op takes it: a dtype or its number."""
+    forward: tuple[Any, ...]
+    """The last arguments of ``train_linear_forward``: specs of x, x^T and w, and the dtype of y."""
     backward: tuple[Any, ...]
     """The last arguments of ``train_linear_backward``: specs and dtypes."""
     saves_codes: bool
@@ -53,10 +54,11 @@ class Settings(NamedTuple):
 def settings_of(
     recipe: Recipe, device: torch.device, dtype: torch.dtype | int, dtype_w: torch.dtype | int, saves_codes: bool
 ) -> Settings:
-    """Return the settings of calls with x of ``dtype`` and a weight of ``dtype_w``."""
+    """Return the settings of calls with x of ``dtype`` and a weight of ``dtype_w``: dtypes, or their numbers."""
     packed = recipe.packed
     transposes_w = recipe.w_for_dx == WeightForDx.CODES and reads_transposed(device)
-    return Settings(packed.w, dtype, (packed.dy, packed.dy_t, packed.w, transposes_w, dtype, dtype_w), saves_codes)
+    forward = packed.x, packed.x_t, packed.w, dtype
+    return Settings(forward, (packed.dy, packed.dy_t, packed.w, transposes_w, dtype, dtype_w), saves_codes)
 
 
 def multiply_operands(
@@ -99,9 +101,30 @@ class _Products(torch.autograd.Function):
         return *_backward(ctx, dy), None
 
 
-apply_plainly = super(torch.autograd.Function, _Products).apply
-"""``_Products.apply`` without what it does for torch.func, which takes a third of its time. No argument may be wrapped,
-and no transform active."""
+class _Linear(_Products):
+    """The same from the dense x on, in eager mode; ``call``: settings, needs_db, the (seed, offset) or None to draw it,
+    and a list that receives x and x^T."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
+        settings, needs_db, rng_state, operands = call
+        y, state, values, factor, *codes = torch.ops.nvfp4.train_linear_forward.default(
+            x, w_NK, bias, rng_state, *settings.forward
+        )
+        operands += Decoded(values, factor), Codes(*codes[:3])
+        _save(ctx, x, w_NK, bias, settings, needs_db, state, codes[:3], codes[3:])
+        return y
+
+
+def _without_func(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """Return ``function.apply`` without what it does for torch.func, which takes half of its time.
+
+    No transform may be active, and no argument be wrapped by one.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+apply_products, apply_linear = _without_func(_Products), _without_func(_Linear)
 
 
 class _TracedProducts(torch.autograd.Function):
@@ -141,23 +164,36 @@ def _forward(
     x_t: Codes,
     w: Codes | None,
 ) -> Tensor:
-    """Multiply, and save the backward op's arguments in order. Without w, quantize the weight."""
-    values, factor = x_operand
+    """Multiply, and save what the backward reads. Without w, quantize the weight."""
+    (values, factor), (*_, spec_w, dtype) = x_operand, settings.forward
     shape = x.shape
     if len(shape) != 2:
         values = values.view(shape)  # the op returns y of that shape: a view could not be written in place
     if w is None:
-        y, *w_parts = torch.ops.nvfp4.train_linear.default(
-            values, factor, w_NK, bias, rng_state, settings.spec_w, settings.dtype
-        )
+        y, *w_parts = torch.ops.nvfp4.train_linear.default(values, factor, w_NK, bias, rng_state, spec_w, dtype)
     else:
-        y, w_parts = torch.ops.nvfp4.matmul.default(values, factor, *w, bias, shape[-1], False, settings.dtype), w
+        y, w_parts = torch.ops.nvfp4.matmul.default(values, factor, *w, bias, shape[-1], False, dtype), w
+    _save(ctx, x, w_NK, bias, settings, needs_db, rng_state, x_t, w_parts)
+    return y
+
+
+def _save(
+    ctx: Any,
+    x: Tensor,
+    w_NK: Tensor,
+    bias: Tensor | None,
+    settings: Settings,
+    needs_db: bool,
+    rng_state: Tensor | None,
+    x_t: Sequence[Tensor],
+    w: Sequence[Tensor],
+) -> None:
+    """Save the backward op's arguments in order: of the weight, its codes or itself."""
     if settings.saves_codes:
-        ctx.save_for_backward(rng_state, *x_t, None, *w_parts)
+        ctx.save_for_backward(rng_state, *x_t, None, *w)
     else:
         ctx.save_for_backward(rng_state, *x_t, w_NK, None, None, None)
-    ctx.call = settings.backward, shape, bias.dtype if needs_db and bias is not None else None
-    return y
+    ctx.call = settings.backward, x.shape, bias.dtype if needs_db and bias is not None else None
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -2,8 +2,8 @@
 
 A small linear takes as long as the Python around its kernels. The first call of a module is checked in full and run by
 ``function.py``. If ``fused.py`` computes all of it, the module keeps a :class:`Prepared`, and later calls that
-:meth:`Prepared.fits` run by it: one comparison of what may have changed, then at most three ops (rng_state, x with x^T,
-w and the product) and one autograd function. The bits are the same.
+:meth:`Prepared.fits` run by it: one comparison of what may have changed, then one autograd function of one op, or of
+two if another linear has quantized the same input. The bits are the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Prepared:
         self.key = input_key(x, recipe, recipe.x_t, UNSHARDED_LINEAR, None)
         numbers = SCALAR_TYPES[x.dtype], SCALAR_TYPES[weight.dtype]
         self.settings = settings_of(recipe, x.device, *numbers, saves_codes=recipe.keep_w)
-        self.like = torch.empty((0,), dtype=torch.int64, device=x.device)
+        self.no_state = torch.empty((0,), dtype=torch.int64, device=x.device)
 
     @staticmethod
     def serves(recipe: Recipe, x: Tensor, weight: Tensor) -> bool:
@@ -77,24 +77,21 @@ class Prepared:
     ) -> Tensor:
         """Return y (..., N) for the input (..., K); ``user`` is the module."""
         x = input if input.dtype is self.dtype else input.to(self.dtype)
-        rng_state = None
-        if rounding_state is not None:
-            rng_state = rounding_state.clone()
-        elif self.draws:
-            rng_state = torch.ops.nvfp4.draw_rng_state.default(self.like)
-        if self.x_draws or input.is_leaf:
-            operands = self._quantize(x, rng_state if self.x_draws else None)
-        else:
-            operands = shared_input(input, self.key, user)
-            if operands is None:
-                operands = self._quantize(x, None)
-                share_input(input, self.key, user, operands)
         needs_db = bias is not None and bias.requires_grad
-        return fused.apply_plainly(x, weight, bias, (self.settings, needs_db, rng_state, *operands, None))
-
-    def _quantize(self, x: Tensor, rng_state: Tensor | None) -> Any:
-        x = x.detach()
-        return fused.quantize_input(x if x.dim() == 2 else x.reshape(-1, *self.columns), self.recipe, rng_state)
+        shares = not (self.x_draws or input.is_leaf)
+        shared = shared_input(input, self.key, user) if shares else None
+        if shared is None:
+            given = rounding_state if self.draws else self.no_state
+            made: list[Any] = []
+            y = fused.apply_linear(x, weight, bias, (self.settings, needs_db, given, made))
+            if shares:
+                x_operand, x_t = made
+                share_input(input, self.key, user, (x_operand, x_t))
+            return y
+        state = None if rounding_state is None else rounding_state.clone()
+        if state is None and self.draws:
+            state = torch.ops.nvfp4.draw_rng_state.default(self.no_state)
+        return fused.apply_products(x, weight, bias, (self.settings, needs_db, state, *shared, None))
 
 
 _PLAIN = Tensor, nn.Parameter

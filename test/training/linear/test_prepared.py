@@ -138,12 +138,32 @@ def test_the_ops_of_an_eager_step():
     assert_expected_inline(
         "\n".join(f"{name}: {count}" for name, count in ops.counts.items()),
         """\
-nvfp4::draw_rng_state: 1
-aten::detach: 1
-nvfp4::quantize_pair_values: 1
-nvfp4::train_linear: 1
+nvfp4::train_linear_forward: 1
 nvfp4::train_linear_backward: 1""",
     )
+
+
+def test_the_ops_of_linears_with_one_input():
+    """The first quantizes the input; each draws its own random state."""
+    linears, x = [linear_by("nvidia", bias=False) for _ in range(3)], torch.randn(2, 5, 48, requires_grad=True)
+    gradients(linears, x)
+    with Ops() as ops:
+        h = x * 1
+        _ = [linear(h) for linear in linears]
+    counts = {name: count for name, count in ops.counts.items() if name.startswith("nvfp4::")}
+    assert counts == {"nvfp4::train_linear_forward": 1, "nvfp4::draw_rng_state": 2, "nvfp4::train_linear": 2}
+
+
+def test_a_recipe_without_random_bits_draws_none():
+    nearest = training.RECIPES["nvidia"].dy.replace(round_mode="rne")
+    recipe = training.RECIPES["nvidia"].replace(dy=nearest, dy_t=nearest.replace(hadamard_sign=True))
+    linear, x = NVFP4TrainingLinear.convert(nn.Linear(48, 32), recipe), torch.randn(5, 48, requires_grad=True)
+    state, outcomes = torch.get_rng_state(), []
+    for _ in range(2):
+        y = linear(x)
+        outcomes.append([y, *torch.autograd.grad(y.square().sum(), [x, *linear.parameters()])])
+    assert linear._prepared is not None and torch.equal(torch.get_rng_state(), state)
+    assert equal(*outcomes)
 
 
 # --- random calls ----------------------------------------------------------------------------------------------------

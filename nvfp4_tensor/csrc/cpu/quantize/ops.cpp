@@ -450,6 +450,11 @@ std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& sc
   return {to<Tensor>(values[0]), to<Tensor>(values[1])};
 }
 
+InputTensors quantize_input(const Tensor& x, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
+                            int64_t stream_t) {
+  return quantize_pair_values(x, std::nullopt, std::nullopt, rng_state, spec, spec_t, true, 0, 0, 0, 0, stream_t);
+}
+
 GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
                                   int64_t stream_t) {
   auto [values, factor, values_t, no_scales, factor_t] = quantize_pair_values(

@@ -3,18 +3,19 @@
 #include "training.h"
 
 namespace nvfp4 {
-namespace {
+namespace training {
 
 Tensor draw_rng_state(const Tensor& like) {
   const OnDeviceOf guard(like, "like");
-  return training::fill_rng_state(empty({2}, ScalarType::Long, like));
+  return fill_rng_state(empty({2}, ScalarType::Long, like));
 }
 
-}  // namespace
+}  // namespace training
 
 STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
-  m.impl("draw_rng_state", TORCH_BOX(&draw_rng_state));
+  m.impl("draw_rng_state", TORCH_BOX(&training::draw_rng_state));
   m.impl("train_linear", TORCH_BOX(&training::train_linear));
+  m.impl("train_linear_forward", TORCH_BOX(&training::train_linear_forward));
   m.impl("train_linear_backward", TORCH_BOX(&training::train_linear_backward));
 }
 
