@@ -8,6 +8,7 @@ ops and the Python around them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -102,17 +103,21 @@ class _Products(torch.autograd.Function):
 
 
 class _Linear(_Products):
-    """The same from the dense x on, in eager mode; ``call``: settings, needs_db, the (seed, offset) or None to draw it,
-    and a list that receives x and x^T."""
+    """The same from the dense x on, in eager mode.
+
+    ``call``: settings, needs_db, whether the recipe uses random bits, the (seed, offset) or None to draw it, and a list
+    that receives x and x^T.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias: Tensor | None, call: tuple) -> Tensor:
-        settings, needs_db, rng_state, operands = call
+        settings, needs_db, draws, rng_state, operands = call
         y, state, values, factor, *codes = torch.ops.nvfp4.train_linear_forward.default(
             x, w_NK, bias, rng_state, *settings.forward
         )
         operands += Decoded(values, factor), Codes(*codes[:3])
-        _save(ctx, x, w_NK, bias, settings, needs_db, state, codes[:3], codes[3:])
+        saved = state if draws else None  # as other paths save: a checkpoint compares with them
+        _save(ctx, x, w_NK, bias, settings, needs_db, saved, codes[:3], codes[3:])
         return y
 
 
@@ -200,7 +205,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     """Return dx, dw and db."""
     raise_on_double_backward()
     arguments, shape, bias_dtype = ctx.call
-    dy_MN = dy if len(shape) == 2 else dy.reshape(-1, dy.shape[-1])
+    dy_MN = dy if len(shape) == 2 else dy.reshape(math.prod(shape[:-1]), dy.shape[-1])
     dx, dw = torch.ops.nvfp4.train_linear_backward.default(dy_MN, *ctx.saved_tensors, *arguments)
     db = None if bias_dtype is None else dy_MN.sum(0, dtype=bias_dtype)
     return dx if len(shape) == 2 else dx.view(shape), dw, db

@@ -101,6 +101,7 @@ class NVFP4TrainingLinear(nn.Linear):
         if is_nested(input):
             return over_nested(self.forward, input)
         recipe, sharding = self.active_recipe, self.sharding
+        given: Any = None  # read once: a parametrization computes the weight, and may draw random bits or count calls
         if not torch.compiler.is_compiling():
             self._check_gathered()
             ready = self._prepared
@@ -108,7 +109,10 @@ class NVFP4TrainingLinear(nn.Linear):
                 given = parameter(self, "weight")
                 if ready.fits(recipe, input, given):
                     return ready.run(input, given, parameter(self, "bias"), self._buffers["rounding_state"], self)
-        weight, bias = (self.weight, self.bias) if sharding is UNSHARDED_LINEAR else self._local_parameters(sharding)
+        if sharding is not UNSHARDED_LINEAR:
+            weight, bias = self._local_parameters(sharding)
+        else:
+            weight, bias = self.weight if given is None else given, self.bias
         if recipe.is_dense:
             return nn.functional.linear(gather_if_sharded(input, sharding), weight, bias)
         x = apply_autocast(input)

@@ -83,14 +83,15 @@ class Prepared:
         if shared is None:
             given = rounding_state if self.draws else self.no_state
             made: list[Any] = []
-            y = fused.apply_linear(x, weight, bias, (self.settings, needs_db, given, made))
+            y = fused.apply_linear(x, weight, bias, (self.settings, needs_db, self.draws, given, made))
             if shares:
                 x_operand, x_t = made
                 share_input(input, self.key, user, (x_operand, x_t))
             return y
-        state = None if rounding_state is None else rounding_state.clone()
-        if state is None and self.draws:
-            state = torch.ops.nvfp4.draw_rng_state.default(self.no_state)
+        state = None
+        if self.draws:
+            draw = torch.ops.nvfp4.draw_rng_state.default
+            state = draw(self.no_state) if rounding_state is None else rounding_state.clone()
         return fused.apply_products(x, weight, bias, (self.settings, needs_db, state, *shared, None))
 
 

@@ -154,16 +154,78 @@ def test_the_ops_of_linears_with_one_input():
     assert counts == {"nvfp4::train_linear_forward": 1, "nvfp4::draw_rng_state": 2, "nvfp4::train_linear": 2}
 
 
-def test_a_recipe_without_random_bits_draws_none():
+def without_random_bits():
     nearest = training.RECIPES["nvidia"].dy.replace(round_mode="rne")
     recipe = training.RECIPES["nvidia"].replace(dy=nearest, dy_t=nearest.replace(hadamard_sign=True))
-    linear, x = NVFP4TrainingLinear.convert(nn.Linear(48, 32), recipe), torch.randn(5, 48, requires_grad=True)
+    return NVFP4TrainingLinear.convert(nn.Linear(48, 32), recipe)
+
+
+def test_a_recipe_without_random_bits_draws_none():
+    linear, x = without_random_bits(), torch.randn(5, 48, requires_grad=True)
     state, outcomes = torch.get_rng_state(), []
     for _ in range(2):
         y = linear(x)
         outcomes.append([y, *torch.autograd.grad(y.square().sum(), [x, *linear.parameters()])])
     assert linear._prepared is not None and torch.equal(torch.get_rng_state(), state)
     assert equal(*outcomes)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("make", [linear_by, without_random_bits])
+def test_a_checkpoint_of_the_first_calls(make, given):
+    """The first run is checked in full and the second is prepared: a checkpoint compares what they save."""
+    linears, x = [make(), make()], torch.randn(5, 48, requires_grad=True)
+    for linear in linears:
+        linear.rounding_state = torch.tensor([3, 4]) if given else None
+    outcomes = []
+    for recomputes in (True, False):
+        torch.manual_seed(2)
+
+        def both(x):
+            h = x * 1
+            return linears[0](h) + linears[1](h)
+
+        y = checkpoint(both, x, use_reentrant=False) if recomputes else both(x)
+        parameters = [p for linear in linears for p in linear.parameters()]
+        outcomes.append([y, *torch.autograd.grad(y.square().sum(), [x, *parameters])])
+    assert equal(*outcomes)
+
+
+class Drawn(nn.Module):
+    """A parametrization with random bits of its own, which counts its calls."""
+
+    calls = 0
+
+    def forward(self, w):
+        self.calls += 1
+        return w * torch.rand(())
+
+
+@pytest.mark.parametrize("mode", ["prepared", "no_grad", "no gradient of x", "another dtype"])
+def test_a_call_reads_a_parametrized_weight_once(general, mode):
+    linear, x, drawn = linear_by(), torch.randn(5, 48), Drawn()
+    nn.utils.parametrize.register_parametrization(linear, "weight", drawn)
+    linear(x.clone().requires_grad_())
+    assert linear._prepared is not None
+    x = x.requires_grad_(mode != "no gradient of x")
+    x = x.bfloat16() if mode == "another dtype" else x
+
+    def call():
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(mode != "no_grad"), torch.autocast("cpu", enabled=mode == "another dtype"):
+            return [linear(x)]
+
+    expected, before = general(call), drawn.calls
+    assert equal(call(), expected) and drawn.calls == before + 1
+
+
+def test_no_outputs():
+    linear, x = linear_by(bias=False), torch.randn(2, 3, 48, requires_grad=True)
+    linear.weight = nn.Parameter(torch.empty(0, 48))
+    for _ in range(2):
+        y = linear(x)
+        dx, dw = torch.autograd.grad(y.sum(), [x, linear.weight])
+        assert y.shape == (2, 3, 0) and dx.shape == x.shape and not dx.any() and dw.shape == (0, 48)
 
 
 # --- random calls ----------------------------------------------------------------------------------------------------
