@@ -7,7 +7,7 @@ schemas as text, so a test compares them with ``test/data/op_schemas.txt``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -75,13 +75,15 @@ def fake(*names: str) -> Callable[[_Function], _Function]:
 
     def register(function: _Function) -> _Function:
         for name in names:
-            torch.library.register_fake(f"nvfp4::{name}", _bind(function, _parameters[name]), lib=library)
+            torch.library.register_fake(f"nvfp4::{name}", _bind(name, function, _parameters[name]), lib=library)
         return function
 
     return register
 
 
-def _bind(function: Callable[..., object], parameters: dict[str, inspect.Parameter]) -> Callable[..., object]:
+def _bind(
+    name: str, function: Callable[..., object], parameters: dict[str, inspect.Parameter]
+) -> Callable[..., object]:
     wanted = list(inspect.signature(function).parameters)
     assert set(wanted) <= set(parameters), f"{wanted} of {list(parameters)}"
     defaults = {name: parameter.default for name, parameter in parameters.items()}
@@ -89,6 +91,15 @@ def _bind(function: Callable[..., object], parameters: dict[str, inspect.Paramet
     def call(*args: object, **kwargs: object) -> object:
         # The dispatcher has checked the arguments, and omits trailing ones that equal their defaults.
         given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        _check_devices(name, given.values())
         return function(*(given[name] for name in wanted))
 
     return call
+
+
+def _check_devices(name: str, arguments: Iterable[object]) -> None:
+    """Raise if only some tensors are on the meta device: results on another one would be memory without values."""
+    listed = [t for a in arguments for t in (a if isinstance(a, list | tuple) else (a,))]
+    devices = [t.device.type for t in listed if isinstance(t, torch.Tensor)]
+    if devices and devices[0] != "meta" and "meta" in devices:
+        raise RuntimeError(f"{name} takes tensors on one device, got {devices[0]} and meta")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.ops import schemas
 
 GOLDEN = (Path(__file__).parents[1] / "data/op_schemas.txt").read_text().splitlines()
@@ -31,9 +32,21 @@ def test_a_fake_gets_its_arguments_by_name():
     def signature(x, spec, row0=3, codes=True):
         raise AssertionError
 
-    call = schemas._bind(lambda codes, spec, row0: (codes, spec, row0), dict(inspect.signature(signature).parameters))
+    parameters = dict(inspect.signature(signature).parameters)
+    call = schemas._bind("op", lambda codes, spec, row0: (codes, spec, row0), parameters)
     assert call("x", 1) == (True, 1, 3)
     assert call("x", 1, 2) == (True, 1, 2)
     assert call("x", 1, codes=False) == (False, 1, 3)
     with pytest.raises(AssertionError, match="colour"):
-        schemas._bind(lambda colour: colour, dict(inspect.signature(signature).parameters))
+        schemas._bind("op", lambda colour: colour, parameters)
+
+
+def test_an_op_does_not_return_memory_without_values():
+    """The dispatcher runs the fake if any argument is on the meta device."""
+    x, w, spec = torch.randn(16, 32), torch.randn(16, 32, device="meta"), QuantizeSpec().pack()
+    with pytest.raises(RuntimeError, match="train_linear takes tensors on one device, got cpu and meta"):
+        torch.ops.nvfp4.train_linear(x, None, w, None, None, spec, torch.float32)
+    state = torch.empty(2, dtype=torch.int64, device="meta")
+    with pytest.raises(RuntimeError, match="quantize takes tensors on one device, got cpu and meta"):
+        torch.ops.nvfp4.quantize(x, None, state, spec)
+    assert torch.ops.nvfp4.quantize(w, None, None, spec)[0].is_meta

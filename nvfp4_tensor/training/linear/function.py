@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nvfp4_tensor.matmul.backends import multiplies_codes, reads_transposed
 from nvfp4_tensor.matmul.product import Left, decode_values, multiply, multiply_across_blocks
@@ -158,8 +159,9 @@ def check_operands(x: Tensor, weight: Tensor, name: object) -> None:
 
 
 def _is_transformed(t: Tensor) -> bool:
-    """Whether a transform of torch.func is applied to t."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(t)
+    """Whether a transform of torch.func is applied to t, or t has a tangent, which ops without autograd would drop."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return wrapped or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None)
 
 
 def needed_gradients(x: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:

@@ -11,6 +11,7 @@ import torch.nn.utils.prune
 from expecttest import assert_expected_inline
 from helpers.count_ops import Ops
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from nvfp4_tensor import QuantizeSpec, training
@@ -226,6 +227,29 @@ def test_no_outputs():
         y = linear(x)
         dx, dw = torch.autograd.grad(y.sum(), [x, linear.weight])
         assert y.shape == (2, 3, 0) and dx.shape == x.shape and not dx.any() and dw.shape == (0, 48)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_tangent_is_not_dropped(prepared, trains):
+    """Forward-mode derivatives are not supported: with nothing to train, the ops would return y without a tangent."""
+    linear, x = linear_by(), torch.randn(5, 48)
+    if prepared:
+        linear(x.clone().requires_grad_())
+    linear.requires_grad_(trains)
+    with forward_ad.dual_level():
+        for input in (x, x.clone().requires_grad_(trains)):
+            with pytest.raises(RuntimeError, match=r"does not support transforms|implement the jvp function"):
+                linear(forward_ad.make_dual(input, torch.ones_like(x)))
+        assert torch.equal(linear(x), linear(x))  # without a tangent
+
+
+def test_a_weight_on_the_meta_device_after_a_prepared_call():
+    linear, x = linear_by(), torch.randn(5, 48, requires_grad=True)
+    linear(x)
+    linear.weight = nn.Parameter(torch.empty(32, 48, device="meta"))
+    with pytest.raises(RuntimeError, match="takes tensors on one device, got cpu and meta"):
+        linear(x)
 
 
 # --- random calls ----------------------------------------------------------------------------------------------------
