@@ -121,8 +121,8 @@ class NVFP4TrainingLinear(nn.Linear):
         # The first run of a reentrant checkpoint has no gradients and must sample as the second does.
         rng_state = call_rng_state(recipe, self.training or any(needs), x, self.rounding_state)
         x, shard = prepare_input(x, recipe, needs, sharding)
-        x_operand, x_t = self._input_operands(input, shard, needs, rng_state)
-        operands = Operands(x_operand, x_t, self._weight_operand(weight, rng_state, x_operand, x))
+        x_operand, x_t = self._input_operands(input, shard, recipe, needs, rng_state)
+        operands = Operands(x_operand, x_t, self._weight_operand(weight, recipe, rng_state, x_operand, x))
         if sharding is not UNSHARDED_LINEAR:
             sharding = sharding.for_input(x.shape[:-1])
         elif not torch.compiler.is_compiling() and needs.dx and needs.dw:
@@ -134,13 +134,14 @@ class NVFP4TrainingLinear(nn.Linear):
         bias = self.bias if sharding.inputs.ranks == 1 else None
         return local_shard(self.weight), None if bias is None else local_shard(bias)
 
-    def _input_operands(self, input: Tensor, shard: InputShard, needs: Needs, rng_state: Tensor | None) -> Pair:
+    def _input_operands(
+        self, input: Tensor, shard: InputShard, recipe: Recipe, needs: Needs, rng_state: Tensor | None
+    ) -> Pair:
         """Return the operands that another linear made from the same input, or quantize it.
 
         Stochastic operands are never shared. Each linear has its own random bits in a compiled graph and on other
         numbers of ranks, where linears do not share operands.
         """
-        recipe = self.active_recipe
         x_t = recipe.x_t if needs.dw else None
         if (recipe.is_stochastic_forward and any_stochastic(recipe.x, x_t)) or not is_shareable(input):
             return input_operands(shard, recipe, needs, rng_state)
@@ -152,13 +153,13 @@ class NVFP4TrainingLinear(nn.Linear):
         return operands
 
     def _weight_operand(
-        self, weight: Tensor, rng_state: Tensor | None, x_operand: Quantized | None, x: Tensor
+        self, weight: Tensor, recipe: Recipe, rng_state: Tensor | None, x_operand: Quantized | None, x: Tensor
     ) -> Codes | None:
         """Return the weight's codes: cached ones within :func:`training.reuse_weight_codes`, else quantized now.
 
         Return None if the product quantizes the weight.
         """
-        recipe, kept = self.active_recipe, self._weight_codes
+        kept = self._weight_codes
         if recipe.w is None:
             return None
         if isinstance(weight, NVFP4Tensor):  # gathered as codes

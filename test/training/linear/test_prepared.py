@@ -220,6 +220,24 @@ def test_a_call_reads_a_parametrized_weight_once(general, mode):
     assert equal(call(), expected) and drawn.calls == before + 1
 
 
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_call_has_one_recipe(prepared):
+    """Another thread may change the recipe at any time; here, a parametrization does while the weight is read."""
+    linear, x = linear_by(), torch.randn(5, 48)
+    expected = gradients([linear], x)
+
+    class Changes(nn.Module):
+        def forward(self, w):
+            linear.set_recipe(training.RECIPES["accurate"], False, False)
+            return w
+
+    nn.utils.parametrize.register_parametrization(linear, "weight", Changes())
+    linear.set_recipe(training.RECIPES["nvidia"], False, False)
+    linear._prepared = linear._prepared if prepared else None
+    y, dx, db, dw = gradients([linear], x)
+    assert equal([y, dx, dw, db], expected)
+
+
 def test_no_outputs():
     linear, x = linear_by(bias=False), torch.randn(2, 3, 48, requires_grad=True)
     linear.weight = nn.Parameter(torch.empty(0, 48))
