@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import StaticLayer
 
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import cache_argument
@@ -79,6 +80,7 @@ def generate(
         raise ValueError("the model is in training mode: call model.eval() first")
     if cache is not None and _batch_of(cache) not in (None, len(ids)):
         raise ValueError(f"the cache is of {_batch_of(cache)} texts, and ids of {len(ids)}: give the ids of each text")
+    _check_room(cache, ids.shape[1] + max_new_tokens - 1)
     sampling = Sampling(temperature, top_k, top_p, seed)
     stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
     return _texts(model, ids, sampling, max_new_tokens, torch.tensor(stops, dtype=torch.int64), cache)
@@ -218,6 +220,16 @@ def _batch_of(cache: Any) -> int | None:
         if isinstance(keys := getattr(layer, "keys", None), Tensor):
             return keys.shape[0]
     return None
+
+
+def _check_room(cache: Any, tokens: int) -> None:
+    """Raise if a static cache has no room for so many tokens more: a GPU would end with an error of an index."""
+    rooms = [each.max_cache_len for each in cache.layers if type(each) is StaticLayer] if cache is not None else []
+    if rooms and length_of(cache) + tokens > min(rooms):
+        raise ValueError(
+            f"the static cache has {length_of(cache)} of {min(rooms)} tokens, and the text up to {tokens} more: make "
+            "it with a larger max_cache_len, or set a smaller max_new_tokens"
+        )
 
 
 def _is_captured(ids: Tensor) -> bool:

@@ -141,6 +141,14 @@ def test_a_given_cache_has_the_text(kind, batch, device, graphs):
     assert (first == expected).all(1).sum() >= batch - 1  # but for a tie
 
 
+def test_a_static_cache_without_room_raises():
+    model = tiny_model("Llama")
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    assert written(model, prompt(), 13, cache=cache).shape == (1, 13)  # all but the last token are in the cache
+    with pytest.raises(ValueError, match="has 20 of 20 tokens, and the text up to 2 more: make it"):
+        generate(model, prompt(length=1), max_new_tokens=2, cache=cache)
+
+
 def test_a_static_cache_with_full_windows(device, graphs):
     """Tokens past the smallest layer of a static cache take the model's own forward."""
     model, ids = model_on(device, "Gemma3", native=False), prompt(2, device=device)
