@@ -129,6 +129,14 @@ struct AttendArguments {
   }
 };
 
+// How a cache quantizes.
+inline QuantizeSpec cache_spec(int64_t bits) {
+  const QuantizeSpec spec = spec_of(bits);
+  STD_TORCH_CHECK(!spec.takes_random_bits() && !spec.is_eden() && spec.block_rows == 1 && spec.hadamard_sign < 0,
+                  "a cache needs a spec that rounds to nearest, in 1x16 blocks, without a transform");
+  return spec;
+}
+
 // The arguments of nvfp4::append_codes, all but what starts hold.
 struct AppendArguments {
   QuantizeSpec spec;
@@ -155,9 +163,7 @@ struct AppendArguments {
 
  private:
   static QuantizeSpec checked_spec(int64_t bits, const Tensor& keys, const Tensor& values) {
-    const QuantizeSpec spec = spec_of(bits);
-    STD_TORCH_CHECK(!spec.takes_random_bits() && !spec.is_eden() && spec.block_rows == 1 && spec.hadamard_sign < 0,
-                    "a cache needs a spec that rounds to nearest, in 1x16 blocks, without a transform");
+    const QuantizeSpec spec = cache_spec(bits);
     STD_TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && keys.size(3) > 0 && values.size(3) > 0,
                     "keys and values must be (batch, heads, tokens, head size), not ", text_of(keys), " and ",
                     text_of(values));

@@ -1,4 +1,7 @@
-"""All blocks of a Llama for one token as one kernel, where there is one: on Hopper and later, for a batch of one."""
+"""All blocks of a Llama for one token as one kernel, where there is one: on Hopper and later, for a batch of one.
+
+The cache is dense, or one of codes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.generation.architectures import Activation, Attention, Block, FeedForward, Linear, Model, Norm
+from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, GraphPlace
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -20,20 +24,23 @@ class FusedLayers:
 
     Args:
         model: a model for which :func:`fits` is True.
-        keys, values: per layer (1, kv_heads, length, head_dim).
+        keys, values: per layer (1, kv_heads, length, head_dim), or both what a step reads and writes of a cache of
+            codes.
     """
 
-    def __init__(self, model: Model, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    def __init__(self, model: Model, keys: Sequence[Buffer], values: Sequence[Buffer]) -> None:
         attention = model.blocks[0].attention
         self.weights = _weights(model)
         self.constants = model.norm.eps, attention.scaling
         self.rotary: int = attention.rotary or 0
-        self.plan: Tensor = torch.ops.nvfp4.decode_layers_plan(model.norm.weight, *self.weights, keys, values)
+        tensors, self.coding = _cache(keys, values)
+        self.plan: Tensor = torch.ops.nvfp4.decode_layers_plan(model.norm.weight, *self.weights, *tensors)
 
     @classmethod
-    def of(cls, model: Model, keys: Sequence[Tensor], values: Sequence[Tensor]) -> FusedLayers | None:
+    def of(cls, model: Model, keys: Sequence[Buffer], values: Sequence[Buffer]) -> FusedLayers | None:
         """Return the layers as one kernel, or None where there is none for the model, the buffers or the device."""
-        if not fits(model) or keys[0].shape[0] != 1 or not keys[0].is_cuda:
+        first = keys[0] if isinstance(keys[0], Tensor) else keys[0].ring.keys
+        if not fits(model) or first.shape[0] != 1 or not first.is_cuda:
             return None
         layers = cls(model, keys, values)
         return layers if layers.plan.numel() else None
@@ -41,21 +48,24 @@ class FusedLayers:
     def __call__(
         self,
         x: Tensor,
-        position: Tensor,
+        position: Tensor | GraphPlace,
         rotations: Sequence[tuple[Tensor, Tensor]],
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        keys: Sequence[Buffer],
+        values: Sequence[Buffer],
     ) -> Tensor:
         """Return the hidden states (1, D) after the last norm of one embedded token x (1, D).
 
         Args:
-            position: int64 (1,), the number of tokens in the buffers, less than their length.
+            position: int64 (1,), the number of tokens in the buffers, less than their length; of a cache of codes, what
+                that means to it.
             rotations: cos and sin (1, head_dim) for each of the model's rotary embeddings.
             keys, values: those that this object was made for. The token's are written at ``position``.
         """
         cos, sin = (each.flatten() for each in rotations[self.rotary])
+        at = position.ring if isinstance(position, GraphPlace) else position
+        tensors, _ = _cache(keys, values)
         hidden: Tensor = torch.ops.nvfp4.decode_layers(
-            x, self.plan, *self.weights, keys, values, cos, sin, position, *self.constants
+            x, self.plan, *self.weights, *tensors, cos, sin, at, *self.constants, *self.coding
         )
         return hidden
 
@@ -66,6 +76,17 @@ def fits(model: Model) -> bool:
     return all(_is_plain(norm, model.norm.eps) for norm in _norms(model)) and all(
         _is_llama(block) and _alike(block.attention, first, model) for block in model.blocks
     )
+
+
+def _cache(keys: Sequence[Buffer], values: Sequence[Buffer]) -> tuple[tuple[Sequence[Tensor], ...], tuple[int, bool]]:
+    """Return keys, values, codes and front, and how codes are made, as arguments of ``nvfp4::decode_layers``."""
+    layers = [each for each in keys if isinstance(each, GraphBuffers)]
+    if not layers:
+        return (keys, values, [], []), (0, False)  # type: ignore[return-value]
+    codes = [t for each in layers for t in each.coded]
+    front = [t for each in layers if each.sink for t in (each.keys.front, each.values.front)]
+    ring = [each.ring.keys for each in layers], [each.ring.values for each in layers]
+    return (*ring, codes, front), (layers[0].spec, layers[0].is_rotated)
 
 
 def _norms(model: Model) -> Iterator[Norm | None]:

@@ -126,7 +126,9 @@ class CodesStep:
     """The native step with a cache of codes."""
 
     def __init__(self, plan: GraphPlan, cache: Any) -> None:
+        assert plan.description is not None
         self.plan, self.buffers = plan, graph_buffers_of(cache)
+        self.fused = FusedLayers.of(plan.description, self.buffers, self.buffers)
 
     def __call__(
         self, tokens: Tensor, position: Tensor, positions: Tensor, rotations: Sequence[Rotation] | None
@@ -134,7 +136,7 @@ class CodesStep:
         """Return the logits; arguments as of :class:`NativeStep`."""
         rotations = self.plan.rotations(positions) if rotations is None else rotations
         place = self.buffers[0].place_of(position)
-        return self.plan.run(tokens.flatten(), place, rotations, self.buffers, self.buffers)
+        return self.plan.run(tokens.flatten(), place, rotations, self.buffers, self.buffers, self.fused)
 
     def release(self) -> None:
         """Forget the buffers, which a captured graph knows by their addresses."""

@@ -104,3 +104,7 @@ class GraphBuffers(NamedTuple):
             settled=True,  # place() writes codes behind `lengths`
         )  # fmt: skip
         return attended.flatten(1)
+
+
+Buffer = Tensor | GraphBuffers
+"""Keys or values of a layer, (B, kv_heads, length, head_dim), or both, with codes."""

@@ -21,14 +21,12 @@ from transformers.integrations import moe
 
 from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
 from nvfp4_tensor.generation.fused_layers import FusedLayers
-from nvfp4_tensor.generation.ring import GraphBuffers, GraphPlace
+from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, GraphPlace
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin (1 or B, rotary)."""
-Buffer = Tensor | GraphBuffers
-"""Keys or values of a layer, (B, kv_heads, length, head_dim), or both, with codes."""
 
 
 class Sum(NamedTuple):
@@ -80,7 +78,7 @@ class TokenStep:
         logits = (
             self._logits(x, position, rotations, keys, values)
             if fused is None
-            else self.plain_head(fused(x, position, rotations, keys, values))  # type: ignore[arg-type]
+            else self.plain_head(fused(x, position, rotations, keys, values))
         )
         if self.model.logits_divisor != 1.0:
             logits = logits / self.model.logits_divisor

@@ -7,10 +7,16 @@ pytest.importorskip("transformers")
 from helpers.tiny_models import tiny_model
 
 from nvfp4_tensor import NVFP4Tensor
+from nvfp4_tensor.generation import nvfp4_cache
+from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.families import FAMILIES, describe
+from nvfp4_tensor.generation.fixed_cache import graph_buffers_of
 from nvfp4_tensor.generation.fused_layers import FusedLayers, fits
 from nvfp4_tensor.generation.token_step import TokenStep
+from nvfp4_tensor.numerics.spec import QuantizeSpec, ScaleSearch
 from nvfp4_tensor.ops.composite import decode_layers
+
+CACHE_SPEC = QuantizeSpec(scale_search=ScaleSearch.MSE)
 
 FUSED = {
     "Llama": {"attention_bias": False, "mlp_bias": False}, "Mistral": {"sliding_window": None},
@@ -64,6 +70,34 @@ def test_values_are_those_of_the_step(family, position):
         assert (mine.float() - its.float()).norm() < 0.002 * its.float().norm()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [5, 9, 40])
+@pytest.mark.parametrize("family", FUSED)
+def test_values_with_a_cache_of_codes(family, tokens):
+    tiny = tiny_model(family, **FUSED[family])
+    model, cache = describe(tiny), nvfp4_cache(tiny.config, recent=4, sink=1, max_tokens=64)
+    tiny(torch.arange(tokens)[None] % 50, **{cache_argument(tiny): cache})
+    buffers = graph_buffers_of(cache)
+    place = buffers[0].place_of(torch.tensor([tokens]))
+    rotations = [
+        tuple(t[0] for t in each.cos_sin(model.norm.weight, torch.tensor([[tokens]]))) for each in model.rotaries
+    ]
+    step, token = TokenStep(model), torch.tensor([5])
+    written = [t for each in buffers for t in (*each.coded, each.ring.keys, each.ring.values)]
+    before = [t.clone() for t in written]
+    expected = step(token, place, rotations, buffers, buffers)
+    after = [t.clone() for t in written]
+    for t, old in zip(written, before, strict=True):
+        t.copy_(old)
+    got = step(token, place, rotations, buffers, buffers, FusedLayers(model, buffers, buffers))
+    assert (got.float() - expected.float()).norm() < 0.01 * expected.float().norm()
+    for i, (mine, its) in enumerate(zip(written, after, strict=True)):
+        if mine.dtype == torch.uint8 and i < 6:  # the first layer's are of tokens that both have
+            assert torch.equal(mine, its)
+        elif mine.dtype != torch.uint8:
+            assert (mine.float() - its.float()).norm() < 0.002 * its.float().norm()
+
+
 def random_layers(layers, columns, heads, kv_heads, dim, inner, length, biases=False, head_norms=False):
     """Return the weights and caches of ``nvfp4::decode_layers`` on the GPU, in the order of its arguments."""
 
@@ -84,8 +118,8 @@ def random_layers(layers, columns, heads, kv_heads, dim, inner, length, biases=F
         *([getattr(each, name) for each in weights] for name in ("qdata", "scale", "per_tensor_scale")),
         [uniform(n) - 1 for _ in range(layers) for n, _ in shapes[:3]] if biases else [],
         [uniform(dim) for _ in range(2 * layers)] if head_norms else [],
-        *caches,
-    )
+        *caches, [], [],
+    )  # fmt: skip
 
 
 def neighbours(x, count):
@@ -113,7 +147,7 @@ def test_the_kernel(sizes, options, positions):
     another last bit. Launched again, in a stream of launches, it gives the same bits."""
     torch.manual_seed(0)
     layers = random_layers(*sizes, **options)
-    columns, dim, (keys, values) = sizes[1], sizes[4], layers[-2:]
+    columns, dim, (keys, values) = sizes[1], sizes[4], layers[-4:-2]
     plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers)
     if not plan.numel():
         pytest.skip("no such kernel for this GPU")
@@ -121,11 +155,11 @@ def test_the_kernel(sizes, options, positions):
         x = torch.randn(1, columns, device="cuda").bfloat16()
         angles = position * 10000.0 ** (-torch.arange(0, dim, 2, device="cuda") / dim)
         cos, sin = (f(torch.cat((angles, angles))).bfloat16() for f in (torch.cos, torch.sin))
-        last = (cos, sin, torch.tensor([position], device="cuda"), 1e-5, dim**-0.5)
+        last = (cos, sin, torch.tensor([position], device="cuda"), 1e-5, dim**-0.5, 0, False)
 
         def in_torch(x, plan=plan, last=last):
             own = [each.clone() for each in keys], [each.clone() for each in values]
-            return decode_layers(x, plan, *layers[:-2], *own, *last).float(), own
+            return decode_layers(x, plan, *layers[:-4], *own, [], [], *last).float(), own
 
         expected, own = in_torch(x)
         apart = max((in_torch(moved)[0] - expected).norm() for moved in neighbours(x, 8))
@@ -147,5 +181,71 @@ def test_sizes_without_a_kernel(sizes):
     x, cos = layers[0][0][None], torch.ones(sizes[4], device="cuda", dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="does not take this model"):
         torch.ops.nvfp4.decode_layers(
-            x, plan, *layers, cos, cos, torch.zeros(1, dtype=torch.int64, device="cuda"), 1e-5, 0.1
+            x, plan, *layers, cos, cos, torch.zeros(1, dtype=torch.int64, device="cuda"), 1e-5, 0.1, 0, False
         )
+
+
+def random_codes(layers, kv_heads, dim, capacity, front):
+    """Return the arguments ``codes`` and ``front`` of ``nvfp4::decode_layers``, full of random tokens."""
+    codes = []
+    for _ in range(layers):
+        parts = [
+            torch.empty((1, kv_heads, capacity, *last), dtype=torch.uint8, device="cuda")
+            for last in 2 * [(dim // 2,), (dim // 16,), ()]
+        ]
+        tokens = [torch.randn(1, kv_heads, capacity, dim, device="cuda").bfloat16() for _ in range(2)]
+        start = torch.zeros(1, dtype=torch.int64, device="cuda")
+        torch.ops.nvfp4.append_codes(*tokens, CACHE_SPEC.pack(), *parts, start, True)
+        codes += parts
+    dense = [torch.randn(1, kv_heads, front, dim, device="cuda").bfloat16() for _ in range(2 * layers)] if front else []
+    return codes, dense
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize(("sizes", "options", "capacity", "front", "counts"), [
+    ((1, 512, 4, 2, 128, 1024, 65), {}, 128, 0, [0, 1, 15, 16, 17, 127]),
+    ((2, 1024, 8, 2, 64, 2816, 33), {"biases": True, "head_norms": True}, 1024, 4, [0, 16, 999, 1023]),
+    ((2, 896, 14, 2, 64, 4864, 2), {"biases": True}, 512, 1, [63, 64, 300]),
+    ((2, 2048, 32, 8, 64, 8192, 65), {}, 16384, 4, [31, 32, 500, 16000]),
+    ((2, 4096, 32, 8, 128, 14336, 65), {}, 33024, 4, [0, 17, 640, 7679, 7681, 32768]),
+    ((2, 2048, 32, 32, 64, 4096, 129), {"head_norms": True}, 4096, 0, [3, 4000]),
+    ((2, 2048, 8, 1, 128, 4096, 65), {}, 8192, 4, [100, 8000]),
+], ids=str)  # fmt: skip
+def test_the_kernel_with_codes(sizes, options, capacity, front, counts, rotated):
+    """As above, of a cache of codes. What lies behind its tokens is never read: it has NaN for scales."""
+    torch.manual_seed(0)
+    layers = random_layers(*sizes, **options)[:-2]
+    columns, kv_heads, dim, ring = sizes[1], sizes[3], sizes[4], sizes[6]
+    codes, dense = random_codes(sizes[0], kv_heads, dim, capacity, front)
+    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, codes, dense)
+    if not plan.numel():
+        pytest.skip("no such kernel for this GPU")
+    for count in counts:
+        position = count + ring - 1
+        x = torch.randn(1, columns, device="cuda").bfloat16()
+        angles = position * 10000.0 ** (-torch.arange(0, dim, 2, device="cuda") / dim)
+        cos, sin = (f(torch.cat((angles, angles))).bfloat16() for f in (torch.cos, torch.sin))
+        place = torch.tensor([position], device="cuda")
+        last = (cos, sin, place, 1e-5, dim**-0.5, CACHE_SPEC.pack(), rotated)
+        kept = [t[:, :, count + 1 :].clone() for t in codes]
+        for i, t in enumerate(codes):
+            t[:, :, count + 1 :] = 0x7F if i % 3 == 1 else 0xFF
+
+        def in_torch(x, plan=plan, last=last):
+            own = [[t.clone() for t in each] for each in (*layers[-2:], codes)]
+            return decode_layers(x, plan, *layers[:-2], *own, dense, *last).float(), own
+
+        expected, own = in_torch(x)
+        apart = max((in_torch(moved)[0] - expected).norm() for moved in neighbours(x, 8))
+        got = [torch.ops.nvfp4.decode_layers(x, plan, *layers, codes, dense, *last) for _ in range(20)]
+        assert (got[0].float() - expected).norm() <= apart
+        assert apart < 0.02 * sizes[0] * expected.norm()
+        assert all(torch.equal(each, got[0]) for each in got)
+        for mine, its in zip((*layers[-2], *layers[-1]), (*own[0], *own[1]), strict=True):
+            assert (mine.float() - its.float()).norm() < 1e-3 * its.float().norm()
+        for mine, its in zip(codes, own[2], strict=True):  # of tokens that both have
+            assert torch.equal(mine, its)
+        for t, old in zip(codes, kept, strict=True):
+            t[:, :, count + 1 :] = old

@@ -91,15 +91,22 @@ struct CodedKeys {
   using Lane = LaneElements<kDim>;
   static constexpr int kWords = Lane::kKeyWords, kScales = Lane::kInTurn ? kWords : kDim / 64;
   uint32_t code[2][kWords], scale[2];  // the bytes of the scales of the words, or of two words each
-  float factor[2];
+  uint32_t factor_byte[2];
 
+  __device__ __forceinline__ CodedKeys() {}
   __device__ __forceinline__ CodedKeys(const CodedStage<kDim>& stage, int lane) {
+    load(stage.codes[0], stage.scales[0], stage.factors[0], lane);
+  }
+  __device__ __forceinline__ float factor(int i) const { return factor_of(factor_byte[i]); }
+
+  // Of a tile that begins there.
+  __device__ __forceinline__ void load(const uint8_t* tile_codes, const uint8_t* tile_scales, const uint8_t* factors,
+                                       int lane) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = g + 8 * i;
-      const uint8_t *const codes = stage.codes[0] + token * (kDim / 2), *const scales = stage.scales[0] +
-                                                                                        token * (kDim / 16);
+      const uint8_t *const codes = tile_codes + token * (kDim / 2), *const scales = tile_scales + token * (kDim / 16);
       if constexpr (Lane::kInTurn) {
         scale[i] = 0;
 #pragma unroll
@@ -113,7 +120,7 @@ struct CodedKeys {
         load_bytes<kScales>(scales + t * kScales, bytes);
         scale[i] = bytes[0];
       }
-      factor[i] = factor_of(stage.factors[0][token]);
+      factor_byte[i] = factors[token];
     }
   }
 };
@@ -124,15 +131,22 @@ struct CodedValues {
   static constexpr int kHalves = Lane::kValueHalves, kWords = (kHalves + 1) / 2;
   static constexpr int kScales = Lane::kInTurn ? kHalves : kDim == 256 ? 2 : 1;
   uint32_t code[4][kWords], scale[4];
-  float factor[2];  // of tokens g and g + 8
+  uint32_t factor_byte[2];  // of tokens g and g + 8
 
+  __device__ __forceinline__ CodedValues() {}
   __device__ __forceinline__ CodedValues(const CodedStage<kDim>& stage, int lane) {
+    load(stage.codes[1], stage.scales[1], stage.factors[1], lane);
+  }
+  __device__ __forceinline__ float factor(int i) const { return factor_of(factor_byte[i]); }
+
+  // Of a tile that begins there.
+  __device__ __forceinline__ void load(const uint8_t* tile_codes, const uint8_t* tile_scales, const uint8_t* factors,
+                                       int lane) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = 2 * t + i % 2 + i / 2 * 8;
-      const uint8_t *const codes = stage.codes[1] + token * (kDim / 2), *const scales = stage.scales[1] +
-                                                                                        token * (kDim / 16);
+      const uint8_t *const codes = tile_codes + token * (kDim / 2), *const scales = tile_scales + token * (kDim / 16);
       if constexpr (Lane::kInTurn) {
         scale[i] = 0;
 #pragma unroll
@@ -151,7 +165,7 @@ struct CodedValues {
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor[i] = factor_of(stage.factors[1][g + 8 * i]);
+    for (int i = 0; i < 2; ++i) factor_byte[i] = factors[g + 8 * i];
   }
   // What lies outside of [begin, end) of the tile may hold NaN.
   __device__ __forceinline__ void clear_outside(int begin, int end, int lane) {
@@ -163,7 +177,7 @@ struct CodedValues {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (g + 8 * i < begin || g + 8 * i >= end) factor[i] = 0;
+      if (g + 8 * i < begin || g + 8 * i >= end) factor_byte[i] = 0;
     }
   }
 };

@@ -74,7 +74,7 @@ struct Queries {
     store(shared.q[1][to], words);
     const uint32_t none[kWords] = {};
     store(shared.q[1][to + 4], none);
-    if (p.is_rotated) rotate(v);
+    if (p.is_rotated) rotate_query(v, lane);
     uint32_t rounded[kWords], rest[kWords];
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -93,27 +93,6 @@ struct Queries {
         if (i % 2 == 0) *reinterpret_cast<uint32_t*>(to + lane * kEach + i) = words[i / 2];
       } else {
         to[element(i)] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
-      }
-    }
-  }
-  // Over the largest power of two that divides a head.
-  __device__ __forceinline__ void rotate(float (&v)[kEach]) const {
-#pragma unroll
-    for (int distance = 1; kInPairs && distance < kEach; distance *= 2) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (i & distance) continue;
-        const float a = v[i], b = v[i + distance];
-        v[i] = a + b, v[i + distance] = a - b;
-      }
-    }
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const bool second = lane & distance;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], distance);
-        v[i] = second ? other - v[i] : v[i] + other;
       }
     }
   }
@@ -204,7 +183,7 @@ __device__ __forceinline__ void attend_dense_tile(const AttendCodes& p, const Pl
     }
   }
   const float ones[2] = {1.0f, 1.0f};
-  Warp::template scale<false>(p, p.scale, ones, lane, s);
+  Warp::template scale<false>(p.softcap, p.scale, ones, lane, s);
   if (mask.cuts(first)) Warp::hide(p, sight, mask, at.first_row, first, lane, s);
   mine.weigh(s);
   uint32_t weights[kTiles][2];
@@ -302,7 +281,8 @@ __global__ void __launch_bounds__(Shape<kDim, kTiles>::kThreads, Shape<kDim, kTi
   if (p.is_settled) queries.load_first(p, at);
   queries.place(p, at, shared);
   __syncthreads();
-  Warp mine(shared, lane);
+  Warp mine;
+  mine.load_queries(shared.q[0], lane);
   if (share.dense_begin < share.dense_end) {  // while the first codes are under way
     if (p.dtype == Dtype::kBf16) {
       attend_dense_tiles<Bf16>(p, at, sight, share, shared, mine, warp, lane);
@@ -322,7 +302,8 @@ __global__ void __launch_bounds__(Shape<kDim, kTiles>::kThreads, Shape<kDim, kTi
     float s[kTiles][4];
     const CodedKeys<kDim> keys(here, lane);
     mine.score(keys, s);
-    Warp::template scale<true>(p, p.scale * (1.0f / Decoder<Bf16>::kUnit), keys.factor, lane, s);
+    const float factor[2] = {keys.factor(0), keys.factor(1)};
+    Warp::template scale<true>(p.softcap, p.scale * (1.0f / Decoder<Bf16>::kUnit), factor, lane, s);
     CodedValues<kDim> values(here, lane);
     if (mask.cuts(tile * kCodeTile)) {
       Warp::hide(p, sight, mask, at.first_row, tile * kCodeTile, lane, s);
@@ -333,7 +314,10 @@ __global__ void __launch_bounds__(Shape<kDim, kTiles>::kThreads, Shape<kDim, kTi
     stage = (stage + 1) % kStages;
   }
   __syncthreads();
-  mine.leave(shared, warp, lane);
+  auto& left = shared.left;
+  mine.leave(
+      lane, [&](int row, float most, float total) { left.most[warp][row] = most, left.total[warp][row] = total; },
+      [&](int row, int d, float2 both) { *reinterpret_cast<float2*>(&left.sum[warp][row][d]) = both; });
   __syncthreads();
   const Place here(p);  // again, so that the loop needs no registers for it
   leave_block<kDim, kTiles>(p, here, shared);

@@ -76,5 +76,29 @@ __device__ __forceinline__ void load_bytes(const uint8_t* from, uint32_t (&to)[k
   }
 }
 
+// A query times H, over the largest power of two that divides a head. A lane has kEach elements, side by side where
+// they are an even number, else 32 apart.
+template <int kEach>
+__device__ __forceinline__ void rotate_query(float (&v)[kEach], int lane) {
+#pragma unroll
+  for (int distance = 1; kEach % 2 == 0 && distance < kEach; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (i & distance) continue;
+      const float a = v[i], b = v[i + distance];
+      v[i] = a + b, v[i + distance] = a - b;
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const bool second = lane & distance;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, v[i], distance);
+      v[i] = second ? other - v[i] : v[i] + other;
+    }
+  }
+}
+
 }  // namespace attention
 }  // namespace nvfp4

@@ -56,20 +56,16 @@ struct CodesWarp {
   using Values = CodedValues<kDim>;
   using Shared = CodesShared<kDim, kTiles>;
   using Lane = LaneElements<kDim>;
+  using QueryRow = uint16_t[kDim + 8];
   static constexpr int kKeyWords = Keys::kWords;
   static constexpr int kParts = kDim / 16;  // of 16 elements of values
 
   uint4 q[kTiles][kKeyWords];
   float most[kTiles][2], total[kTiles][2], sum[kTiles][kParts][4];
 
-  __device__ __forceinline__ CodesWarp(const Shared& shared, int lane) {
+  __device__ __forceinline__ CodesWarp() {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < kKeyWords; ++j) {
-        const uint16_t* from = &shared.q[0][8 * n + lane / 4][Lane::key(lane % 4, j)];
-        q[n][j] = to_fragment(*reinterpret_cast<const uint4*>(from));
-      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) most[n][i] = kNothing, total[n][i] = 0;
 #pragma unroll
@@ -80,8 +76,24 @@ struct CodesWarp {
     }
   }
 
+  // Queries for codes, as rows of a product: word j of tile n.
+  __device__ __forceinline__ static uint4 query(const QueryRow* rows, int n, int j, int lane) {
+    return to_fragment(*reinterpret_cast<const uint4*>(rows[8 * n + lane / 4] + Lane::key(lane % 4, j)));
+  }
+  __device__ __forceinline__ void load_queries(const QueryRow* rows, int lane) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < kKeyWords; ++j) q[n][j] = query(rows, n, j, lane);
+    }
+  }
+
   // Products of tokens g and g + 8 by columns 2t and 2t + 1, times kUnit.
   __device__ __forceinline__ void score(const Keys& keys, float (&s)[kTiles][4]) const {
+    score(keys, [&](int n, int j) { return q[n][j]; }, s);
+  }
+  template <typename Query>
+  __device__ __forceinline__ static void score(const Keys& keys, Query query, float (&s)[kTiles][4]) {
     uint32_t factor[2][Keys::kScales >= 3 ? 4 : 2];
     if constexpr (Keys::kScales >= 3) {
       scale_factors<Bf16>(keys.scale[0], factor[0]);
@@ -106,8 +118,9 @@ struct CodesWarp {
       const uint32_t first[4] = {a[0], b[0], a[1], b[1]}, second[4] = {a[2], b[2], a[3], b[3]};
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        mma(s[n], first, q[n][j].x, q[n][j].y, Bf16{});
-        mma(odd[n], second, q[n][j].z, q[n][j].w, Bf16{});
+        const uint4 its = query(n, j);
+        mma(s[n], first, its.x, its.y, Bf16{});
+        mma(odd[n], second, its.z, its.w, Bf16{});
       }
     }
 #pragma unroll
@@ -120,9 +133,9 @@ struct CodesWarp {
   // The two parts of a query together (of dense tokens it has one), times unit and a factor of tokens g and g + 8, in
   // units of log2(e).
   template <bool kIsSplit>
-  __device__ __forceinline__ static void scale(const AttendCodes& p, float unit, const float (&factor)[2], int lane,
+  __device__ __forceinline__ static void scale(float softcap, float unit, const float (&factor)[2], int lane,
                                                float (&s)[kTiles][4]) {
-    const float by = unit * (p.softcap != 0.0f ? 1.0f : kLog2E);
+    const float by = unit * (softcap != 0.0f ? 1.0f : kLog2E);
     const float of[2] = {factor[0] * by, factor[1] * by};
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -137,11 +150,11 @@ struct CodesWarp {
         s[n][i] *= of[i / 2];
       }
     }
-    if (p.softcap != 0.0f) {
+    if (softcap != 0.0f) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = tanhf(s[n][i] / p.softcap) * (p.softcap * kLog2E);
+        for (int i = 0; i < 4; ++i) s[n][i] = tanhf(s[n][i] / softcap) * (softcap * kLog2E);
       }
     }
   }
@@ -211,7 +224,7 @@ struct CodesWarp {
 
   __device__ __forceinline__ void add(const Values& values, const float (&s)[kTiles][4], int lane) {
     constexpr float kUnit = 1.0f / Decoder<Bf16>::kUnit;
-    const float of[2] = {values.factor[0] * kUnit, values.factor[1] * kUnit};
+    const float of[2] = {values.factor(0) * kUnit, values.factor(1) * kUnit};
     uint32_t weights[kTiles][2];
     split_weights<Bf16>(s, of, lane, weights);
     uint32_t factor[Values::kScales][2];
@@ -241,7 +254,9 @@ struct CodesWarp {
     }
   }
 
-  __device__ __forceinline__ void leave(Shared& shared, int warp, int lane) {
+  // leave_row(row, most, total), and leave_pair(row, d, two sums).
+  template <typename LeaveRow, typename LeavePair>
+  __device__ __forceinline__ void leave(int lane, LeaveRow leave_row, LeavePair leave_pair) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -250,14 +265,11 @@ struct CodesWarp {
         const int row = 4 * n + t % 2 * 2 + i;
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) total[n][i] += __shfl_xor_sync(0xFFFFFFFFu, total[n][i], step);
-        if (g == 0 && t < 2) shared.left.most[warp][row] = most[n][i], shared.left.total[warp][row] = total[n][i];
+        if (g == 0 && t < 2) leave_row(row, most[n][i], total[n][i]);
 #pragma unroll
         for (int m = 0; m < kParts; ++m) {
           const float a = whole(sum[n][m][i]), b = whole(sum[n][m][i + 2]);
-          if (t < 2) {
-            *reinterpret_cast<float2*>(&shared.left.sum[warp][row][Lane::value(g, m / 2) + m % 2 * 2]) = make_float2(a,
-                                                                                                                     b);
-          }
+          if (t < 2) leave_pair(row, Lane::value(g, m / 2) + m % 2 * 2, make_float2(a, b));
         }
       }
     }

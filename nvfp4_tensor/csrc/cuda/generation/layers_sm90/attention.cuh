@@ -115,6 +115,23 @@ struct Row {  // a lane's part of a key or value
   }
 };
 
+// Where a block's parts lie in its scratch memory.
+template <int kDim>
+struct Scratch {
+  uint32_t queries, new_key, new_value, parts, maxima;
+
+  __device__ explicit Scratch(uint32_t at)
+      : queries(at),
+        new_key(queries + kMostGroup * kDim * 2),
+        new_value(new_key + kDim * 2),
+        parts(new_value + kDim * 2),
+        maxima(parts + kWarps * kHeadsAtOnce * kDim * 4) {}
+  __device__ __forceinline__ uint32_t part(int warp, int h) const {
+    return parts + (warp * kHeadsAtOnce + h) * kDim * 4;
+  }
+  __device__ __forceinline__ uint32_t maximum(int warp, int h) const { return maxima + (warp * kHeadsAtOnce + h) * 8; }
+};
+
 // A warp's share of the context for up to four heads: the running maximum and sum of lane l are head l / 8's.
 template <int kDim>
 struct Attention {
@@ -122,6 +139,24 @@ struct Attention {
   Row<kDim> q[kHeadsAtOnce];
   float sums[kHeadsAtOnce][kElements] = {};
   float most = -INFINITY, total = 0;
+
+  __device__ __forceinline__ void load_queries(const Scratch<kDim>& scratch, int pass, int group, int lane) {
+#pragma unroll
+    for (int h = 0; h < kHeadsAtOnce; ++h) {
+      q[h].clear();
+      if (pass + h < group) q[h].load_shared(scratch.queries + (pass + h) * kDim * 2, lane);
+    }
+  }
+
+  // The new token, from scratch memory.
+  __device__ __forceinline__ void add_new(const Step& s, const Scratch<kDim>& scratch, int lane) {
+    Row<kDim> keys[kPositions], values[kPositions];
+    keys[0].load_shared(scratch.new_key, lane);
+    values[0].load_shared(scratch.new_value, lane);
+#pragma unroll
+    for (int i = 1; i < kPositions; ++i) keys[i].clear(), values[i].clear();
+    add(s, keys, values, 1, lane);
+  }
 
   __device__ __forceinline__ void add(const Step& s, const Row<kDim> (&keys)[kPositions],
                                       const Row<kDim> (&values)[kPositions], int count, int lane) {
@@ -198,12 +233,88 @@ __device__ __forceinline__ uint4* partial_of(const Step& s, int head, int split,
   return s.partials + ((static_cast<int64_t>(head) * s.splits + split) * group + h) * (kDim / 2 + 1);
 }
 
+// Queries of a head of keys to scratch memory, and the new key and value there and to the cache, at a row of it: each
+// by a warp.
+template <int kDim>
+__device__ __forceinline__ void prepare_heads(const Step& s, const Layer& layer, const Scratch<kDim>& scratch, int head,
+                                              bool has_new, int64_t cache_row, uint32_t tag, int warp, int lane) {
+  const int group = s.heads / s.kv_heads, tasks = group + (has_new ? 2 : 0);
+  for (int task = warp; task < tasks; task += kWarps) {
+    if (task < group) {
+      rotate_head<kDim>(s, s.qkv + (head * group + task) * kDim, tag, layer.head_norms[0], lane,
+                        scratch.queries + task * kDim * 2);
+    } else if (task == group) {
+      rotate_head<kDim>(s, s.qkv + (s.heads + head) * kDim, tag, layer.head_norms[1], lane, scratch.new_key);
+      __syncwarp();
+      Row<kDim> key;
+      key.load_shared(scratch.new_key, lane);
+      append(key, layer.keys + cache_row, 0, lane);
+    } else {
+      Row<kDim> value;
+      const uint32_t* from = s.qkv + (s.heads + s.kv_heads + head) * kDim + lane * (kDim / 32);
+#pragma unroll
+      for (int i = 0; i < Row<kDim>::kPairs; ++i) {
+        value.pairs[i] = pair_of(await_value(from + 2 * i, tag), await_value(from + 2 * i + 1, tag));
+      }
+      append(value, layer.values + cache_row, scratch.new_value, lane);
+    }
+  }
+}
+
+// What a warp has of four heads, to scratch memory.
+template <int kDim>
+__device__ __forceinline__ void leave_warp(const Attention<kDim>& attention, const Scratch<kDim>& scratch, int warp,
+                                           int lane) {
+  constexpr int kElements = Attention<kDim>::kElements;
+#pragma unroll
+  for (int h = 0; h < kHeadsAtOnce; ++h) {
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      store_shared_float(scratch.part(warp, h) + (lane * kElements + e) * 4, attention.sums[h][e]);
+    }
+  }
+  if (lane % 8 == 0) {
+    store_shared_float(scratch.maximum(warp, lane / 8), attention.most);
+    store_shared_float(scratch.maximum(warp, lane / 8) + 4, attention.total);
+  }
+}
+
+// What the first `warps` warps have, together: the result if no other block has a stretch, else for the others.
+template <int kDim>
+__device__ __forceinline__ void merge_warps(const Step& s, const Scratch<kDim>& scratch, int head, int split, int pass,
+                                            int active, int warps, uint32_t tag, int thread) {
+  const int group = s.heads / s.kv_heads;
+  for (int i = thread; i < kHeadsAtOnce * kDim; i += kMultiplying) {
+    const int h = i / kDim, d = i % kDim;
+    if (pass + h >= group) break;
+    float most = -INFINITY, total = 0, sum = 0;
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) most = fmaxf(most, load_shared_float(scratch.maximum(w, h)));
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) {
+      const float its = weight_of(load_shared_float(scratch.maximum(w, h)), most);
+      total += its * load_shared_float(scratch.maximum(w, h) + 4);
+      sum += its * load_shared_float(scratch.part(w, h) + d * 4);
+    }
+    if (active == 1) {
+      store_word(s.attended + fragment_index((head * group + pass + h) * kDim + d),
+                 word_of(__float2bfloat16_rn(sum / total), tag));
+    } else {
+      uint4* to = partial_of<kDim>(s, head, split, pass + h);
+      store_words(reinterpret_cast<uint2*>(to + 1) + d, __float_as_uint(sum), tag);
+      if (d == 0) {
+        store_words(to, __float_as_uint(most), tag);
+        store_words(reinterpret_cast<uint2*>(to) + 1, __float_as_uint(total), tag);
+      }
+    }
+  }
+}
+
 template <int kDim>
 __device__ void attend_stretch(const Step& s, const Layer& layer, const Stretch& part, int head, int split,
-                               int position, uint32_t tag, uint32_t scratch, int warp, int lane) {
+                               int position, uint32_t tag, uint32_t scratch_at, int warp, int lane) {
   const int group = s.heads / s.kv_heads;
-  const uint32_t queries = scratch, new_key = queries + kMostGroup * kDim * 2, new_value = new_key + kDim * 2;
-  const uint32_t parts = new_value + kDim * 2, maxima = parts + kWarps * kHeadsAtOnce * kDim * 4;
+  const Scratch<kDim> scratch(scratch_at);
   const int64_t cache_row = (static_cast<int64_t>(head) * s.length) * kDim;
   Row<kDim> keys[kPositions], values[kPositions];
   const auto load = [&](int at) {
@@ -219,88 +330,22 @@ __device__ void attend_stretch(const Step& s, const Layer& layer, const Stretch&
   const int with_context = min((part.end - part.first + kPositions - 1) / kPositions, kWarps);
   const int new_warp = min(with_context, kWarps - 1), with_any = part.has_new ? new_warp + 1 : with_context;
   if (begin < part.end) load(begin);  // before q is there
-  const int tasks = group + (part.has_new ? 2 : 0);
-  for (int task = warp; task < tasks; task += kWarps) {
-    const int64_t now = cache_row + static_cast<int64_t>(position) * kDim;
-    if (task < group) {
-      rotate_head<kDim>(s, s.qkv + (head * group + task) * kDim, tag, layer.head_norms[0], lane,
-                        queries + task * kDim * 2);
-    } else if (task == group) {
-      rotate_head<kDim>(s, s.qkv + (s.heads + head) * kDim, tag, layer.head_norms[1], lane, new_key);
-      __syncwarp();
-      Row<kDim> key;
-      key.load_shared(new_key, lane);
-      append(key, layer.keys + now, 0, lane);
-    } else {
-      Row<kDim> value;
-      const uint32_t* from = s.qkv + (s.heads + s.kv_heads + head) * kDim + lane * (kDim / 32);
-#pragma unroll
-      for (int i = 0; i < Row<kDim>::kPairs; ++i) {
-        value.pairs[i] = pair_of(await_value(from + 2 * i, tag), await_value(from + 2 * i + 1, tag));
-      }
-      append(value, layer.values + now, new_value, lane);
-    }
-  }
+  prepare_heads(s, layer, scratch, head, part.has_new, cache_row + static_cast<int64_t>(position) * kDim, tag, warp,
+                lane);
   multiplying_barrier();
 #pragma unroll 1
   for (int pass = 0; pass < group; pass += kHeadsAtOnce) {
     Attention<kDim> attention;
-#pragma unroll
-    for (int h = 0; h < kHeadsAtOnce; ++h) {
-      attention.q[h].clear();
-      if (pass + h < group) attention.q[h].load_shared(queries + (pass + h) * kDim * 2, lane);
-    }
+    attention.load_queries(scratch, pass, group, lane);
 #pragma unroll 1
     for (int at = begin; at < part.end; at += kWarps * kPositions) {
       if (pass > 0 || at != begin) load(at);
       attention.add(s, keys, values, part.end - at, lane);
     }
-    if (part.has_new && warp == new_warp) {
-      keys[0].load_shared(new_key, lane);
-      values[0].load_shared(new_value, lane);
-#pragma unroll
-      for (int i = 1; i < kPositions; ++i) keys[i].clear(), values[i].clear();
-      attention.add(s, keys, values, 1, lane);
-    }
-    // what the warps have, together
-#pragma unroll
-    for (int h = 0; h < kHeadsAtOnce; ++h) {
-      if (warp >= with_any) break;
-#pragma unroll
-      for (int e = 0; e < Attention<kDim>::kElements; ++e) {
-        store_shared_float(parts + ((warp * kHeadsAtOnce + h) * kDim + lane * Attention<kDim>::kElements + e) * 4,
-                           attention.sums[h][e]);
-      }
-    }
-    if (lane % 8 == 0 && warp < with_any) {
-      store_shared_float(maxima + (warp * kHeadsAtOnce + lane / 8) * 8, attention.most);
-      store_shared_float(maxima + (warp * kHeadsAtOnce + lane / 8) * 8 + 4, attention.total);
-    }
+    if (part.has_new && warp == new_warp) attention.add_new(s, scratch, lane);
+    if (warp < with_any) leave_warp(attention, scratch, warp, lane);
     multiplying_barrier();
-    for (int i = warp * 32 + lane; i < kHeadsAtOnce * kDim; i += kMultiplying) {
-      const int h = i / kDim, d = i % kDim;
-      if (pass + h >= group) break;
-      float most = -INFINITY, total = 0, sum = 0;
-#pragma unroll 4
-      for (int w = 0; w < with_any; ++w) most = fmaxf(most, load_shared_float(maxima + (w * kHeadsAtOnce + h) * 8));
-#pragma unroll 4
-      for (int w = 0; w < with_any; ++w) {
-        const float its = weight_of(load_shared_float(maxima + (w * kHeadsAtOnce + h) * 8), most);
-        total += its * load_shared_float(maxima + (w * kHeadsAtOnce + h) * 8 + 4);
-        sum += its * load_shared_float(parts + ((w * kHeadsAtOnce + h) * kDim + d) * 4);
-      }
-      if (part.active == 1) {
-        store_word(s.attended + fragment_index((head * group + pass + h) * kDim + d),
-                   word_of(__float2bfloat16_rn(sum / total), tag));
-      } else {
-        uint4* to = partial_of<kDim>(s, head, split, pass + h);
-        store_words(reinterpret_cast<uint2*>(to + 1) + d, __float_as_uint(sum), tag);
-        if (d == 0) {
-          store_words(to, __float_as_uint(most), tag);
-          store_words(reinterpret_cast<uint2*>(to) + 1, __float_as_uint(total), tag);
-        }
-      }
-    }
+    merge_warps(s, scratch, head, split, pass, part.active, with_any, tag, warp * 32 + lane);
     multiplying_barrier();
   }
 }

@@ -26,6 +26,7 @@
 #pragma once
 
 #include "cuda/generation/layers_sm90/attention.cuh"
+#include "cuda/generation/layers_sm90/coded_attention.cuh"
 #include "cuda/generation/layers_sm90/product.cuh"
 
 namespace nvfp4 {
@@ -177,36 +178,43 @@ __device__ __forceinline__ void fetch(const uint32_t* words, uint32_t tag, int c
   multiplying_barrier();
 }
 
-template <int kDim>
-__device__ void multiply(const Step& s, const Layout& in, uint32_t sums, uint32_t launch, int warp, int lane) {
-  const few_rows_sm90::LaneOffsets offsets(lane);
-  const uint32_t codes = in.codes + warp * kUnitCodes, scales = in.scales + warp * kUnitScales;
-  // Where the lane's x is, for its two blocks of 128 elements, and how far from one unit to the next.
-  const bool has_even = lane / 4 == lane % 4 * 2, has_odd = lane / 4 == lane % 4 * 2 + 1;
-  const uint32_t even_x = has_even ? in.x + lane % 4 * 16 : in.zeros, even_step = has_even ? kUnitElements * 2 : 0;
-  const uint32_t odd_x = has_odd ? in.x + lane % 4 * 16 : in.zeros, odd_step = has_odd ? kUnitElements * 2 : 0;
+template <int kDim, bool kCoded>
+__device__ void multiply(const Step& s, const Layout& in, uint32_t sums, uint32_t launch, int warp, int thread_lane) {
   Place stage, slot;
-  const auto leave = [&](const Place& its, float sum, bool mine) {
-    mbarrier_wait(in.empty + 8 * its.at, its.parity ^ 1);
-    if (mine) {
-      store_shared_float(in.slots + ((its.at * kWarps + warp) * kTileRows + lane / 4 + lane % 2 * 8) * 4, sum);
-    }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(in.full + 8 * its.at);
-  };
-  const auto release = [&](const Place& its) {
-    if (lane == 0) mbarrier_arrive(in.used + 8 * its.at);
-  };
 #pragma unroll 1
   for (int layer = 0; layer < s.layer_count; ++layer) {
 #pragma unroll 1
     for (int phase = 0; phase < kPhases; ++phase) {
       const Layer& its = s.layers[layer];
       if (phase == kOut) {
-        attend<kDim>(s, its, tag_of(s, launch, layer), in.x, warp, lane);
+        const uint32_t tag = tag_of(s, launch, layer);
+        if constexpr (kCoded) {
+          attend_coded<kDim>(s, its, tag, in.x, warp, thread_lane);
+        } else {
+          attend<kDim>(s, its, tag, in.x, warp, thread_lane);
+        }
       }
       const Tiles tiles(s, phase, blockIdx.x);
       if (tiles.first == tiles.end) continue;
+      int lane = thread_lane;
+      keep(lane);  // so that attention, which needs the registers, leaves no place to what follows from it
+      const few_rows_sm90::LaneOffsets offsets(lane);
+      const uint32_t codes = in.codes + warp * kUnitCodes, scales = in.scales + warp * kUnitScales;
+      // Where the lane's x is, for its two blocks of 128 elements, and how far from one unit to the next.
+      const bool has_even = lane / 4 == lane % 4 * 2, has_odd = lane / 4 == lane % 4 * 2 + 1;
+      const uint32_t even_x = has_even ? in.x + lane % 4 * 16 : in.zeros, even_step = has_even ? kUnitElements * 2 : 0;
+      const uint32_t odd_x = has_odd ? in.x + lane % 4 * 16 : in.zeros, odd_step = has_odd ? kUnitElements * 2 : 0;
+      const auto leave = [&](const Place& its, float sum, bool mine) {
+        mbarrier_wait(in.empty + 8 * its.at, its.parity ^ 1);
+        if (mine) {
+          store_shared_float(in.slots + ((its.at * kWarps + warp) * kTileRows + lane / 4 + lane % 2 * 8) * 4, sum);
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(in.full + 8 * its.at);
+      };
+      const auto release = [&](const Place& its) {
+        if (lane == 0) mbarrier_arrive(in.used + 8 * its.at);
+      };
       const bool own = has_own_columns(s, phase);
       if (phase == kOut && own) {
         fetch_own(s.attended, tag_of(s, launch, layer), in.x, warp, lane);
@@ -363,7 +371,7 @@ __device__ __forceinline__ void finish(const Step& s, const Layer& layer, const 
 
 // What the next layer reads besides its weights, to the L2 cache: pointers, norms, and the block's first keys and
 // values.
-template <int kDim>
+template <int kDim, bool kCoded>
 __device__ __forceinline__ void prefetch_layer(const Step& s, const Layer& next, int lane) {
   constexpr int kLine = 128, kMostPositions = 128;
   for (int line = lane; line * kLine < static_cast<int>(sizeof(Layer)); line += 32) {
@@ -373,6 +381,7 @@ __device__ __forceinline__ void prefetch_layer(const Step& s, const Layer& next,
   for (int line = blockIdx.x + gridDim.x * lane; line < 2 * lines; line += gridDim.x * 32) {
     prefetch(reinterpret_cast<const uint8_t*>(next.norms[line / lines]) + line % lines * kLine);
   }
+  if constexpr (kCoded) return prefetch_codes<kDim>(s, next, lane);
   const int head = blockIdx.x / s.splits, split = blockIdx.x % s.splits;
   const Stretch part(s, split, min(static_cast<int>(*s.position), s.length - 1));
   const int positions = min(part.end - part.first, kMostPositions);
@@ -383,7 +392,7 @@ __device__ __forceinline__ void prefetch_layer(const Step& s, const Layer& next,
   }
 }
 
-template <int kDim>
+template <int kDim, bool kCoded>
 __device__ void add(const Step& s, const Layout& in, uint32_t launch, int adder, int lane) {
   Slots slots;
 #pragma unroll 1
@@ -391,7 +400,7 @@ __device__ void add(const Step& s, const Layout& in, uint32_t launch, int adder,
 #pragma unroll 1
     for (int phase = 0; phase < kPhases; ++phase) {
       if (phase == kGateUp && adder == kAdders - 1 && layer + 1 < s.layer_count) {
-        prefetch_layer<kDim>(s, s.layers[layer + 1], lane);
+        prefetch_layer<kDim, kCoded>(s, s.layers[layer + 1], lane);
       }
       finish<kDim>(s, s.layers[layer], in, phase, slots, adder, lane, layer, launch);
     }
@@ -400,7 +409,7 @@ __device__ void add(const Step& s, const Layout& in, uint32_t launch, int adder,
 
 #endif
 
-template <int kDim>
+template <int kDim, bool kCoded>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Step s) {
 #if NVFP4_LARGE_SHARED_MEMORY
   extern __shared__ uint8_t memory[];
@@ -425,11 +434,11 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ St
   __syncthreads();
   if (warp < kWarps) {
     setmaxnreg_inc<kMultiplyingRegisters>();
-    multiply<kDim>(s, in, address_of(sums), launch, warp, lane);
+    multiply<kDim, kCoded>(s, in, address_of(sums), launch, warp, lane);
   } else {
     setmaxnreg_dec<kAddingRegisters>();
     if (warp < kWarps + kAdders) {
-      add<kDim>(s, in, launch, warp - kWarps, lane);
+      add<kDim, kCoded>(s, in, launch, warp - kWarps, lane);
     } else {
       copy<kDim>(s, in, lane);
     }

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "attention.h"
+#include "cuda/attention/append.cuh"
 #include "cuda/generation/layers_sm90/kernel.cuh"
 #include "cuda/host/tensor_map.h"
 #include "cuda/host/tensors.h"
@@ -13,8 +15,13 @@ namespace {
 using namespace layers_sm90;
 using Tensors = std::vector<Tensor>;
 
+constexpr int kCodesOfLayer = 6;  // codes, block scales and factors of keys, and of values
+constexpr int kAppendThreads = 128;
+
 struct Sizes {
   int64_t layers, columns, inner, heads, kv_heads, dim, length;
+  int64_t capacity, front;  // of a cache of codes, which has a capacity
+  bool has_codes() const { return capacity > 0; }
   int64_t inner_of(int phase) const { return phase == kOut ? heads * dim : phase == kDown ? inner : columns; }
   int64_t units(int phase) const { return ceil_div(inner_of(phase), static_cast<int64_t>(kUnitElements)); }
   int64_t items(int phase) const {
@@ -51,12 +58,13 @@ struct Grid {
     const Machine& machine = this_machine();
     blocks = machine.multiprocessors;
     splits = static_cast<int>(std::clamp<int64_t>(blocks / std::max<int64_t>(z.kv_heads, 1), 1, kMostSplits));
-    int64_t most = attention_bytes(static_cast<int>(z.dim));
+    const int dim = static_cast<int>(z.dim);
+    int64_t most = z.has_codes() ? coded_attention_bytes(dim) : attention_bytes(dim);
     for (int phase = 0; phase < kPhases; ++phase) most = std::max(most, z.units(phase) * kUnitElements * 2);
     x_bytes = static_cast<int>(ceil_div(most, int64_t{128}) * 128);
     const auto bytes = [&](int count) { return static_cast<int>(Layout(0, count, x_bytes).end()) + 1024; };
     depth = 6;
-    while (depth > 0 && bytes(depth) + 64 > machine.shared_bytes) --depth;
+    while (depth > 0 && bytes(depth) + kStaticBytes > machine.shared_bytes) --depth;
     shared_bytes = bytes(depth);
   }
 };
@@ -67,9 +75,39 @@ bool is_bf16(const Tensor& t) {
   return t.scalar_type() == ScalarType::BFloat16 && t.is_cuda() && t.is_contiguous() && is_aligned(t, 16);
 }
 
+// What the layers consist of, and their cache.
+struct Given {
+  const Tensors &norms, &qdata, &scales, &factors, &biases, &head_norms, &keys, &values, &codes, &front;
+};
+
+// Whether a cache of codes is one, beside keys and values that are its ring; its sizes to z.
+bool takes_codes(const Given& in, size_t layers, Sizes& z) {
+  const Tensors &codes = in.codes, &front = in.front;
+  if (codes.empty()) return front.empty();
+  if (codes.size() != kCodesOfLayer * layers || (!front.empty() && front.size() != 2 * layers) || z.length < 2) {
+    return false;
+  }
+  z.capacity = codes[0].dim() == 4 ? codes[0].size(2) : 0;
+  z.front = front.empty() || front[0].dim() != 4 ? 0 : front[0].size(2);
+  if (z.capacity == 0 || z.capacity % attention::kCodeTile != 0) return false;
+  for (size_t i = 0; i < codes.size(); ++i) {
+    const Tensor& t = codes[i];
+    const int64_t bytes = i % 3 == 0 ? z.dim / 2 : i % 3 == 1 ? z.dim / kBlock : 1;
+    const bool is_shaped = t.dim() == (i % 3 == 2 ? 3 : 4) && t.size(0) == 1 && t.size(1) == z.kv_heads &&
+                           t.size(2) == z.capacity && t.numel() == z.kv_heads * z.capacity * bytes;
+    if (!is_shaped || t.scalar_type() != ScalarType::Byte || !t.is_cuda() || !t.is_contiguous() || !is_aligned(t, 16)) {
+      return false;
+    }
+  }
+  return std::all_of(front.begin(), front.end(), [&](const Tensor& t) {
+    return is_bf16(t) && t.dim() == 4 && t.size(0) == 1 && t.size(1) == z.kv_heads && t.size(2) == z.front &&
+           t.size(3) == z.dim;
+  });
+}
+
 // Sizes of the model, or a layer count of 0 where the kernel does not take it.
-Sizes sizes_of(const Tensors& norms, const Tensors& qdata, const Tensors& scales, const Tensors& factors,
-               const Tensors& biases, const Tensors& head_norms, const Tensors& keys, const Tensors& values) {
+Sizes sizes_of(const Given& in) {
+  const auto& [norms, qdata, scales, factors, biases, head_norms, keys, values, codes, front] = in;
   Sizes z = {};
   const size_t layers = keys.size();
   if (layers == 0 || values.size() != layers || norms.size() != 2 * layers + 1 || qdata.size() != kWeights * layers ||
@@ -94,7 +132,7 @@ Sizes sizes_of(const Tensors& norms, const Tensors& qdata, const Tensors& scales
     return z;
   }
   z.columns = norms[0].numel(), z.kv_heads = key.size(1), z.length = key.size(2), z.dim = key.size(3);
-  if ((z.dim != 64 && z.dim != 128) || z.kv_heads == 0 || z.columns == 0) return z;
+  if ((z.dim != 64 && z.dim != 128) || z.kv_heads == 0 || z.columns == 0 || !takes_codes(in, layers, z)) return z;
   z.heads = qdata[kQ].size(0) / z.dim, z.inner = qdata[kGate].size(0);
   const int64_t rows[kWeights] = {z.heads * z.dim, z.kv_heads * z.dim, z.kv_heads * z.dim, z.columns, z.inner,
                                   z.inner,         z.columns};
@@ -144,9 +182,9 @@ few_rows_sm90::Maps maps_of(const Tensor& qdata, const Tensor& scale) {
 
 Tensor decode_layers_plan(const Tensor& x, const Tensors& norms, const Tensors& qdata, const Tensors& scales,
                           const Tensors& per_tensor_scales, const Tensors& biases, const Tensors& head_norms,
-                          const Tensors& keys, const Tensors& values) {
+                          const Tensors& keys, const Tensors& values, const Tensors& codes, const Tensors& front) {
   const OnDeviceOf device(x);
-  const Sizes z = sizes_of(norms, qdata, scales, per_tensor_scales, biases, head_norms, keys, values);
+  const Sizes z = sizes_of({norms, qdata, scales, per_tensor_scales, biases, head_norms, keys, values, codes, front});
   if (z.layers == 0) return empty({0}, ScalarType::Byte, x);
   std::vector<Layer> layers(z.layers);
   const auto bf16 = [](const Tensor& t) { return static_cast<const __nv_bfloat16*>(t.const_data_ptr()); };
@@ -162,6 +200,13 @@ Tensor decode_layers_plan(const Tensor& x, const Tensors& norms, const Tensors& 
     for (int j = 0; j < 2 && !head_norms.empty(); ++j) its.head_norms[j] = bf16(head_norms[i * 2 + j]);
     its.keys = static_cast<__nv_bfloat16*>(keys[i].mutable_data_ptr());
     its.values = static_cast<__nv_bfloat16*>(values[i].mutable_data_ptr());
+    for (int j = 0; j < 2 && z.has_codes(); ++j) {
+      const auto bytes = [&](int part) {
+        return static_cast<uint8_t*>(codes[i * kCodesOfLayer + 3 * j + part].mutable_data_ptr());
+      };
+      its.coded[j] = {bytes(0), bytes(1), bytes(2)};
+      if (!front.empty()) its.front[j] = bf16(front[2 * i + j]);
+    }
   }
   const Parts parts(z, Grid(z).splits);
   const cudaStream_t stream = current_stream(x);
@@ -174,11 +219,41 @@ Tensor decode_layers_plan(const Tensor& x, const Tensors& norms, const Tensors& 
   return plan;
 }
 
-template <int kDim>
+// The oldest token of each layer's ring to codes: what the layers write and read of both is elsewhere. Grid (blocks
+// that append keys, as many that append values; layers).
+__global__ void __launch_bounds__(kAppendThreads)
+    append_oldest_kernel(const __grid_constant__ attention::AppendCodes of_layer, const Layer* layers) {
+  __shared__ attention::AppendShared shared;
+  shared.fill(of_layer.spec);
+  const int blocks = gridDim.x / 2, which = blockIdx.x / blocks;
+  const Layer& layer = layers[blockIdx.y];
+  attention::AppendCodes p = of_layer;
+  const int64_t start = *p.position - (p.ring - 1);
+  p.starts = &start;
+  p.x[which].data = which ? layer.values : layer.keys;
+  p.out[which] = layer.coded[which];
+  attention::append_codes<__nv_bfloat16>(p, which, blockIdx.x % blocks * kAppendThreads + threadIdx.x, shared);
+}
+
+void launch_append(const Step& s, const Sizes& z, const QuantizeSpec& spec, cudaStream_t stream) {
+  attention::AppendCodes p = {};
+  p.dtype = Dtype::kBf16, p.spec = spec, p.rotates = s.is_rotated;
+  p.batch = 1, p.kv_heads = s.kv_heads, p.tokens = 1, p.capacity = s.capacity;
+  p.ring = s.length, p.position = s.position;
+  for (int i = 0; i < 2; ++i) {
+    p.x[i] = {nullptr, 0, z.length * z.dim, z.dim};
+    p.size[i] = static_cast<int>(z.dim), p.is_wide[i] = true;
+  }
+  const int blocks = static_cast<int>(ceil_div(attention::append_threads(p), int64_t{kAppendThreads}));
+  const Launch launch(dim3(2 * blocks, s.layer_count), 1, kAppendThreads, 0, stream, Begins::kAfterPrevious);
+  cudaLaunchKernelEx(&launch.config, append_oldest_kernel, p, s.layers);
+}
+
+template <int kDim, bool kCoded>
 void launch(const Step& s, const Grid& grid, cudaStream_t stream) {
-  constexpr auto kKernel = kernel<kDim>;
+  constexpr auto kKernel = kernel<kDim, kCoded>;
   allow_shared_bytes(reinterpret_cast<const void*>(kKernel), grid.shared_bytes);
-  Launch launch(dim3(grid.blocks), 1, kThreads, grid.shared_bytes, stream, Begins::kAfterPrevious);
+  Launch launch(dim3(grid.blocks), 1, layers_sm90::kThreads, grid.shared_bytes, stream, Begins::kAfterPrevious);
   cudaLaunchAttribute& attribute = launch.attributes[launch.config.numAttrs++];
   attribute.id = cudaLaunchAttributeCooperative;  // every block runs at once, or none does
   attribute.val.cooperative = 1;
@@ -187,10 +262,11 @@ void launch(const Step& s, const Grid& grid, cudaStream_t stream) {
 
 Tensor decode_layers(const Tensor& x, const Tensor& plan, const Tensors& norms, const Tensors& qdata,
                      const Tensors& scales, const Tensors& per_tensor_scales, const Tensors& biases,
-                     const Tensors& head_norms, const Tensors& keys, const Tensors& values, const Tensor& cos,
-                     const Tensor& sin, const Tensor& position, double eps, double scaling) {
+                     const Tensors& head_norms, const Tensors& keys, const Tensors& values, const Tensors& codes,
+                     const Tensors& front, const Tensor& cos, const Tensor& sin, const Tensor& position, double eps,
+                     double scaling, int64_t spec, bool rotated) {
   const OnDeviceOf device(x);
-  const Sizes z = sizes_of(norms, qdata, scales, per_tensor_scales, biases, head_norms, keys, values);
+  const Sizes z = sizes_of({norms, qdata, scales, per_tensor_scales, biases, head_norms, keys, values, codes, front});
   STD_TORCH_CHECK(z.layers > 0, "nvfp4::decode_layers: the kernel does not take this model");
   const Grid grid(z);
   const Parts parts(z, grid.splits);
@@ -226,7 +302,13 @@ Tensor decode_layers(const Tensor& x, const Tensor& plan, const Tensors& norms, 
     s.shares[phase] = {static_cast<int>(z.items(phase) / grid.blocks), static_cast<int>(z.items(phase) % grid.blocks)};
   }
   const cudaStream_t stream = current_stream(x);
-  z.dim == 128 ? launch<128>(s, grid, stream) : launch<64>(s, grid, stream);
+  if (z.has_codes()) {
+    s.capacity = static_cast<int>(z.capacity), s.front = static_cast<int>(z.front), s.is_rotated = rotated;
+    launch_append(s, z, cache_spec(spec), stream);
+    z.dim == 128 ? launch<128, true>(s, grid, stream) : launch<64, true>(s, grid, stream);
+  } else {
+    z.dim == 128 ? launch<128, false>(s, grid, stream) : launch<64, false>(s, grid, stream);
+  }
   check_launched("nvfp4::decode_layers");
   return y;
 }

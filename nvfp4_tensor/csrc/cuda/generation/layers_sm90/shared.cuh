@@ -14,7 +14,8 @@ constexpr int kTileRows = 16, kSlots = 6;
 constexpr int kUnitElements = few_rows_sm90::kUnitElements, kUnitCodes = few_rows_sm90::kUnitCodes,
               kUnitScales = few_rows_sm90::kUnitScales;
 constexpr int kStageCodes = kWarps * kUnitCodes, kStageScales = kWarps * kUnitScales;
-constexpr int kZeros = 512;  // bytes that are x where a lane has none
+constexpr int kZeros = 512;                   // bytes that are x where a lane has none
+constexpr int kStaticBytes = 2 * kWarps * 4;  // of shared memory, beside the layout: sums of squares
 
 // Shared memory, from a multiple of 1024 on.
 struct Layout {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/attention/attend.h"
 #include "cuda/matmul/few_rows_sm90/kernel.cuh"
 
 namespace nvfp4 {
@@ -23,6 +24,10 @@ struct alignas(128) Layer {
   const __nv_bfloat16* norms[2];       // before attention, before the feed-forward
   const __nv_bfloat16* head_norms[2];  // of q and of k; null where there is none
   __nv_bfloat16 *keys, *values;        // (kv_heads, length, dim)
+  // Of a cache of codes, whose latest tokens are the above: keys and values (kv_heads, capacity, ...), and the dense
+  // tokens before them (kv_heads, front, dim).
+  attention::CodedRows coded[2];
+  const __nv_bfloat16* front[2];
 };
 
 // Tiles of 16 rows of w, or pairs of them (gate and up): block c of the grid has base + (c < extra) of them.
@@ -36,7 +41,7 @@ struct Share {
 struct Step {
   const Layer* layers;
   const __nv_bfloat16 *x, *last_norm, *cos, *sin;
-  const int64_t* position;
+  const int64_t* position;  // of a cache of codes, behind the front
   __nv_bfloat16* y;
   // Scratch, in words. attended and act are in the order of B fragments (fragment_index).
   uint32_t *hidden[2], *qkv, *attended, *act;
@@ -49,6 +54,8 @@ struct Step {
   int boxes[kPhases];  // units that one copy brings; 0: one, of a weight whose rows are no multiple of units
   Share shares[kPhases];
   int x_bytes;  // of shared memory for x, or for attention
+  int capacity, front;  // of a cache of codes
+  bool is_rotated;
 };
 
 }  // namespace layers_sm90
