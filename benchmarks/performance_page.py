@@ -87,6 +87,11 @@ def digits(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
+def whole(value: float) -> str:
+    """Format three digits, or from 1,000 on a whole number."""
+    return digits(value) if value < 1000 else f"{value:,.0f}"
+
+
 def seconds(value: float) -> str:
     return f"{digits(value * 1e6)} us" if value < 1e-3 else f"{digits(value * 1e3)} ms"
 
@@ -261,6 +266,7 @@ WAYS = {
     "static": "`model.generate`, static cache (transformers compiles)",
     "native": "`decode_natively(model)`, `model.generate`",
     "stream": "`generation.generate(model, ids)`",
+    "codes": "the same, `nvfp4_cache`",
     "graph": "benchmarks/llama.py compiled, one CUDA graph",
 }
 
@@ -279,9 +285,11 @@ def generation(machine: str, model: str) -> str:
             speed = row["tokens_per_second"]
             ratios = [times(speed / base[way]) if way in base else "" for way in (row["way"], "graph")]
             name = f"{row['weights']}: {WAYS[row['way']]}"
-            cells.append([name, digits(speed), digits(row["whole_call"]), *ratios, f"{100 * row['share']:.0f} %"])
+            cells.append([name, whole(speed), whole(row["whole_call"]), *ratios, f"{100 * row['share']:.0f} %"])
         head = [f"batch {batch}", "tokens/s", "whole call", "x bf16, same way", "x bf16, graph", "of copy"]
         tables.append(table(head, cells))
+    if "note" in result:
+        tables.append(f"These rows were {result['note']}.")
     return "\n\n".join(tables)
 
 

@@ -57,6 +57,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 """With the first seed."""
 ALL = {**VARIANTS, **ABLATIONS}
 VALIDATION_WINDOWS, VALIDATION_BATCH = 512, 32
+RATE = 1.2e-3
 
 
 def train_one(variant: str, settings: Settings, texts: tuple[Tensor, Tensor]) -> dict:
@@ -142,6 +143,11 @@ def study(options: argparse.Namespace, settings: Settings, path: Path) -> dict:
     return content
 
 
+def subject_of(size: str, learning_rate: float) -> str:
+    """Return the name of the result file, which has the learning rate if it is not the usual one."""
+    return f"optimizer_states_{size}" + ("" if learning_rate == RATE else f"_{learning_rate:g}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_cuda = torch.cuda.is_available()
@@ -153,7 +159,7 @@ def main() -> None:
     parser.add_argument("--steps", type=at_least(1), default=800)
     parser.add_argument("--batch", type=at_least(1), default=8)
     parser.add_argument("--length", type=at_least(2), default=1024)
-    parser.add_argument("--learning-rate", type=float, default=1.2e-3)
+    parser.add_argument("--learning-rate", type=float, default=RATE, help="another one has a result file of its own")
     parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("purelib")), help="where the texts are")
     parser.add_argument("--limit", type=at_least(1), default=64_000_000, help="bytes of text")
@@ -161,7 +167,7 @@ def main() -> None:
     options = parser.parse_args()
     fields = ("size", "steps", "batch", "length", "learning_rate", "device")
     settings = Settings(recipe="bf16", **{field: getattr(options, field) for field in fields})
-    path = result_path(torch.device(options.device), f"optimizer_states_{options.size}", options.out)
+    path = result_path(torch.device(options.device), subject_of(options.size, options.learning_rate), options.out)
     content = study(options, settings, path)
     text = table(["weights and states", "loss", "increase", "standard error", "seeds"], rows_of(content["runs"]))
     print(text)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.accuracy.optimizer_states import ABLATIONS, ALL, BASE, VARIANTS, jobs_of, rows_of
+from benchmarks.accuracy.optimizer_states import ABLATIONS, ALL, BASE, RATE, VARIANTS, jobs_of, rows_of, subject_of
 from benchmarks.accuracy.state_trainer import WRITES, StateTrainer, written_to
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
 from nvfp4_tensor.training.weights import coded_moments
@@ -41,6 +41,11 @@ def test_increases_are_paired_by_seed():
         [BASE, "3.0000", "+0.00 %", "0.00 %", "2"],
         [other, "3.0700", "+2.00 %", "1.00 %", "2"],
     ]
+
+
+def test_another_learning_rate_has_a_file_of_its_own():
+    assert subject_of("25m", RATE) == "optimizer_states_25m"
+    assert subject_of("25m", 4e-4) == "optimizer_states_25m_0.0004"
 
 
 def test_what_is_done_is_not_run_again():
