@@ -17,6 +17,9 @@ using Tensors = std::vector<Tensor>;
 
 constexpr int kCodesOfLayer = 6;  // codes, block scales and factors of keys, and of values
 constexpr int kAppendThreads = 128;
+// Of codes, for four queries of a head: with more room the kernels of a cache of codes are faster than one for all
+// layers (docs/design/cache_attention.md).
+constexpr int64_t kMostCodedTokens = 98304;
 
 struct Sizes {
   int64_t layers, columns, inner, heads, kv_heads, dim, length;
@@ -148,6 +151,7 @@ Sizes sizes_of(const Given& in) {
                     all(head_norms, [&](const Tensor& t) { return t.numel() == z.dim; });
   const int64_t group = z.heads / z.kv_heads;
   const Machine& machine = this_machine();
+  if (z.capacity > kMostCodedTokens / ceil_div(group, int64_t{kHeadsAtOnce})) return z;
   if (!same || z.heads % z.kv_heads || group > kMostGroup || z.kv_heads > machine.multiprocessors ||
       machine.capability < 90 || tensor_map_encoder() == nullptr || Grid(z).depth < 3) {
     return z;
