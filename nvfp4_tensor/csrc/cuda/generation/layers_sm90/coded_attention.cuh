@@ -183,12 +183,12 @@ __device__ __forceinline__ void attend_dense(const Step& s, const Layer& layer, 
   __syncwarp();
 }
 
+// What one block has of a head.
 template <int kDim>
-__device__ void attend_coded(const Step& s, const Layer& layer, uint32_t tag, uint32_t scratch_at, int warp, int lane) {
-  const int head = blockIdx.x / s.splits, split = blockIdx.x % s.splits, group = s.heads / s.kv_heads;
-  const int position = static_cast<int>(*s.position), slot = position % s.length;
-  const CodedStretch part(s, split, position);
-  if (head >= s.kv_heads || split >= part.active) return;
+__device__ __forceinline__ void attend_share(const Step& s, const Layer& layer, const CodedStretch& part, int head,
+                                             int split, int slot, uint32_t tag, uint32_t scratch_at, int warp,
+                                             int lane) {
+  const int group = s.heads / s.kv_heads;
   const Scratch<kDim> scratch(scratch_at);
   const uint32_t queries = scratch_at + attention_bytes(kDim);
   multiplying_barrier();  // x of the product before has been used
@@ -210,6 +210,15 @@ __device__ void attend_coded(const Step& s, const Layer& layer, uint32_t tag, ui
     merge_warps(s, scratch, head, split, pass, part.active, warps, tag, threadIdx.x);
     multiplying_barrier();
   }
+}
+
+template <int kDim>
+__device__ void attend_coded(const Step& s, const Layer& layer, uint32_t tag, uint32_t scratch, int warp, int lane) {
+  const int head = blockIdx.x / s.splits, split = blockIdx.x % s.splits;
+  const int position = static_cast<int>(*s.position);
+  const CodedStretch part(s, split, position);
+  if (head >= s.kv_heads || split >= part.active) return;
+  attend_share<kDim>(s, layer, part, head, split, position % s.length, tag, scratch, warp, lane);
   if (part.active > 1) merge_stretches<kDim>(s, head, split, part.active, tag, threadIdx.x);
 }
 
