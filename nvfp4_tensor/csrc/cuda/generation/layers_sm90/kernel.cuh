@@ -197,7 +197,7 @@ __device__ void multiply(const Step& s, const Layout& in, uint32_t sums, uint32_
       const Tiles tiles(s, phase, blockIdx.x);
       if (tiles.first == tiles.end) continue;
       int lane = thread_lane;
-      keep(lane);  // so that attention, which needs the registers, leaves no place to what follows from it
+      if constexpr (kCoded) keep(lane);  // attention to codes needs the registers of what follows from it
       const few_rows_sm90::LaneOffsets offsets(lane);
       const uint32_t codes = in.codes + warp * kUnitCodes, scales = in.scales + warp * kUnitScales;
       // Where the lane's x is, for its two blocks of 128 elements, and how far from one unit to the next.

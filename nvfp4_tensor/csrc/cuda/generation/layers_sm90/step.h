@@ -53,7 +53,7 @@ struct Step {
   int units[kPhases];  // they in units of 256, rounded up
   int boxes[kPhases];  // units that one copy brings; 0: one, of a weight whose rows are no multiple of units
   Share shares[kPhases];
-  int x_bytes;  // of shared memory for x, or for attention
+  int x_bytes;          // of shared memory for x, or for attention
   int capacity, front;  // of a cache of codes
   bool is_rotated;
 };
