@@ -53,7 +53,8 @@ class CodedStates:
     """How often stored tokens were removed or reordered: what was returned before may have been overwritten."""
 
     def __init__(self, x: Tensor, rotates: bool = False) -> None:
-        self.front = self.latest = x[..., :0, :].detach()
+        # Not a slice of x, which would keep the whole prompt in memory.
+        self.front = self.latest = x.new_empty((*x.shape[:2], 0, x.shape[3]))
         padded = ceil_to(x.shape[-1], BLOCK)
         self.codes, self.scale, self.factor = (
             torch.empty((*x.shape[:2], 0, *size), dtype=torch.uint8, device=x.device)

@@ -294,7 +294,8 @@ def capacity_of(cache: Any) -> int:
 
 def length_of(cache: Any) -> int:
     """Return the number of tokens in the cache. transformers' static cache has it on the device."""
-    return int(cache.layers[0].get_seq_length())
+    first = next((each for each in cache.layers if hasattr(each, "get_seq_length")), None)  # not linear attention
+    return 0 if first is None else int(first.get_seq_length())
 
 
 def buffers_of(cache: Any) -> tuple[list[Tensor], list[Tensor]]:

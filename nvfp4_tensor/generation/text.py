@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
-from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, capacity_of, length_of
+from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, capacity_of, keeps_all_keys, length_of
 from nvfp4_tensor.generation.graph_decoder import MAX_BATCH, GraphDecoder
 
 AHEAD = 4
@@ -49,7 +50,8 @@ def generate(
         max_new_tokens: the largest number of tokens to write.
         cache: the tokens before ``ids``: that of an earlier call, or an empty one, such as
             ``nvfp4_cache(model.config, max_tokens=...)`` for long texts. Afterwards it has all tokens but the last one
-            that was yielded, with which ``ids`` of the next call begin. None: one for this call, in bfloat16.
+            that was yielded, with which ``ids`` of the next call begin; of a text that ended before the others, what
+            the model went on with. None: one for this call, in the model's dtype.
         temperature: 0 chooses the most likely token; otherwise tokens are drawn after division of logits by it.
         top_k: draw from the k most likely tokens.
         top_p: draw from the smallest set of most likely tokens whose probabilities add up to at least this number.
@@ -101,6 +103,7 @@ def _texts(
             if ended is not None and last is not None:
                 tokens = torch.where(ended, last, tokens)
             last, ended = tokens, torch.isin(tokens, stops) if ended is None else ended | torch.isin(tokens, stops)
+            writer.yielded += 1
             yield tokens
             if ended.all():
                 return
@@ -122,13 +125,12 @@ class _Writer:
         with torch.inference_mode(False):
             if self.decoder is None:
                 self.chooser = Chooser(sampling, batch, count, ids.device)
-                layers = model.config.get_text_config(decoder=True).num_hidden_layers
-                self.cache = FixedCache(layers, length) if cache is None else cache
+                self.cache = _new_cache(model.config, length) if cache is None else cache
             else:
                 self.chooser = self.decoder.new_chooser(sampling, batch, count)
                 self.cache = self.decoder.new_cache(length) if cache is None else cache
         self.chooser.in_use = True
-        ahead = AHEAD if ids.is_cuda and (cache is None or _can_drop_tokens(cache)) else 0
+        ahead = AHEAD if _is_captured(ids) and (cache is None or _can_drop_tokens(cache)) else 0
         self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
         self._next: Tensor | None = None
         self._last: Any = None
@@ -149,12 +151,11 @@ class _Writer:
         if self.given is not None:
             kept = self.start + (self.ids.shape[1] + self.yielded - 1 if self.yielded else 0)
             if length_of(self.given) > kept:
-                self.given.crop(kept - length_of(self.given))
+                _drop_tokens(self.given, kept)
 
     def _arrived(self, slot: Tensor, event: Any) -> Tensor:
         if event is not None:
             event.synchronize()
-        self.yielded += 1
         return slot.clone()
 
     @torch.no_grad()
@@ -212,9 +213,27 @@ def _can_drop_tokens(cache: Any) -> bool:
     return type(cache) is FixedCache or all(isinstance(layer, NVFP4CacheLayer) for layer in cache.layers)
 
 
+def _new_cache(config: Any, length: int) -> Cache:
+    """Return an empty cache: ours, unless the model has layers of another kind, such as linear attention."""
+    if not keeps_all_keys(config):
+        return DynamicCache(config=config)
+    return FixedCache(config.get_text_config(decoder=True).num_hidden_layers, length)
+
+
+def _drop_tokens(cache: Any, kept: int) -> None:
+    """Remove all tokens from ``kept`` on. After an error some layers may not have them."""
+    for layer in cache.layers:
+        if (extra := int(layer.get_seq_length()) - kept) > 0:
+            try:
+                layer.crop(-extra)
+            except (AttributeError, RuntimeError):  # full windows; static layers before transformers 5.24
+                warnings.warn("the cache has tokens of a text that ended with an error: reset() it", stacklevel=2)
+                return
+
+
 def _batch_of(cache: Any) -> int | None:
     """Return the number of texts in a cache, None if it is empty or does not show it."""
-    for layer in cache.layers if cache.get_seq_length() else ():
+    for layer in cache.layers if length_of(cache) else ():
         if isinstance(layer, NVFP4CacheLayer):
             return layer.batch
         if isinstance(keys := getattr(layer, "keys", None), Tensor):

@@ -373,3 +373,15 @@ def test_on_a_gpu_with_the_same_bytes():
     a, b = here._states[0], there._states[0]
     assert a.stored == b.stored == 180
     assert all(torch.equal(x, y.cpu()) for x, y in zip(used(a), used(b), strict=True))
+
+
+@pytest.mark.parametrize("recent, sink", [(0, 0), (20, 0), (20, 4)])
+def test_a_prompt_is_not_kept(recent, sink):
+    """The memory that keys and values of a layer refer to is what ``nbytes`` says, but for a slice of latest tokens."""
+    layer = NVFP4CacheLayer(recent=recent, sink=sink)
+    layer.update(*states(tokens=2000))
+    found = {}
+    for each in layer._states:
+        for t in (each.front, *each.coded, each.latest):
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    assert sum(found.values()) == layer.nbytes

@@ -1,5 +1,6 @@
 """Test generation.generate, the iterator over tokens."""
 
+import copy
 import itertools
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 from helpers.texts import own_logits
-from helpers.tiny_models import MIXTURES, tiny_model
-from transformers import DynamicCache, StaticCache
+from helpers.tiny_models import MIXTURES, SIZES, tiny_model
+from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, StaticCache
 
 from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache
 from nvfp4_tensor.generation.cache_argument import CACHE
@@ -263,6 +264,70 @@ def test_invalid_arguments_raise_at_the_call(change, message):
     arguments = {"ids": prompt(), "max_new_tokens": 4, **change}
     with pytest.raises(ValueError, match=message):
         generate(tiny_model("Llama"), arguments.pop("ids"), **arguments)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_nan_leaves_what_was_read(at, device, graphs):
+    """The cache lacks the token that was yielded last, or all of a prompt without one."""
+    model, ids = model_on(device, native=False), prompt(2, device=device)
+    GraphDecoder(model).install()
+    cache, tokens, weight = cache_for(model, "ours"), [], model.model.norm.weight
+    with pytest.raises(RuntimeError, match="have a NaN"):
+        begun = generate(model, ids, max_new_tokens=12, cache=cache)
+        for i in range(12):
+            if i == at:
+                weight.data = torch.full_like(weight.data, torch.nan)
+            tokens.append(next(begun))
+    assert at <= len(tokens) < 12
+    assert cache.get_seq_length() == (8 + len(tokens) - 1 if tokens else 0)
+
+
+@pytest.mark.parametrize("kind", ["dense", "ours", "nvfp4", "static"])
+def test_an_error_within_a_layer_leaves_what_was_read(kind, device):
+    """Layers before it have new tokens, those behind it have not and keep their old ones."""
+    model, ids = model_on(device, native=False), prompt(2, device=device)
+    cache = cache_for(model, kind)
+    if not hasattr(cache.layers[0], "crop"):
+        pytest.skip("static caches cannot be cropped before transformers 5.24")
+    first = written(model, ids, 4, cache=cache)
+    expected = written(model, first[:, -1:].to(device), 4, cache=copy.deepcopy(cache))
+
+    def out_of_memory(*_):
+        raise MemoryError
+
+    hook = model.model.layers[2].register_forward_pre_hook(out_of_memory)
+    with pytest.raises(MemoryError):
+        written(model, ids, 4, cache=cache)
+    hook.remove()
+    assert [int(each.get_seq_length()) for each in cache.layers] == 4 * [8 + 3]
+    if kind != "nvfp4":  # whose dense tokens were quantized
+        assert torch.equal(written(model, first[:, -1:].to(device), 4, cache=cache), expected)
+
+
+def test_an_error_with_full_windows_warns():
+    model, ids = tiny_model("Gemma3"), prompt(2, 20)
+    cache = DynamicCache(config=model.config)
+    hook = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="ended with an error: reset"):
+        written(model, ids, 4, cache=cache)
+    hook.remove()
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_linear_attention(is_given):
+    """Models with layers that keep no keys and values write what transformers' generate writes."""
+    config = Lfm2Config(**{**SIZES, "layer_types": ["conv", "full_attention"] * 2})
+    torch.manual_seed(1)
+    model, ids = Lfm2ForCausalLM(config).eval(), prompt(2)
+    model.generation_config.eos_token_id = None
+    cache = DynamicCache(config=config) if is_given else None
+    first = written(model, ids, 6, cache=cache)
+    assert torch.equal(first, model.generate(ids, max_new_tokens=6, do_sample=False)[:, 8:])
+    if is_given:
+        assert cache.get_seq_length() == 8 + 6 - 1
+        text = torch.cat((ids, first), 1)
+        second = written(model, text[:, -1:], 6, cache=cache)
+        assert torch.equal(second, model.generate(text, max_new_tokens=6, do_sample=False)[:, 14:])
 
 
 def test_training_mode_raises():
