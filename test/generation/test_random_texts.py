@@ -21,6 +21,7 @@ from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import CACHE, cache_argument
 from nvfp4_tensor.generation.choice import uniforms
 from nvfp4_tensor.generation.fixed_cache import FixedCache, FixedLayer, length_of
+from nvfp4_tensor.generation.fused_layers import FusedLayers, fits
 from nvfp4_tensor.generation.graph_decoder import GraphDecoder
 from nvfp4_tensor.generation.ring import Ring
 
@@ -32,11 +33,14 @@ MODELS = {
 }  # fmt: skip
 """Families, of which the last two have no native decoding, and the last one a layer without keys and values."""
 PLAYS = [
-    ("Llama", "own"), ("Llama", "step"), ("Llama", "graph"), ("Qwen3", "graph"), ("Gemma3", "own"), ("Gemma3", "step"),
-    ("Gemma3", "graph"), ("Qwen3Moe", "own"), ("Qwen3", "step"), ("Starcoder2", "own"), ("Lfm2", "own"),
+    ("Llama", "own"), ("Llama", "step"), ("Llama", "graph"), ("Qwen3", "step"), ("Qwen3", "graph"), ("Qwen3", "fused"),
+    ("Gemma3", "own"), ("Gemma3", "step"), ("Gemma3", "graph"), ("Qwen3Moe", "own"), ("Starcoder2", "own"),
+    ("Lfm2", "own"),
 ]  # fmt: skip
-BOUNDS = {"own": (1e-3, 1e-3), "step": (0.03, 0.1), "graph": (0.03, 0.1)}
+BOUNDS = {"own": (1e-3, 1e-3), "step": (0.03, 0.1), "graph": (0.03, 0.1), "fused": (0.03, 0.1)}
 """The largest error of logits, by their norm, and how far a chosen token may be from the largest, in deviations."""
+GRAPHS = ("graph", "fused")
+"""Ways that a GPU takes; "fused" has one kernel for all layers, whose place the operator in plain torch takes."""
 CODES = {
     "codes": {"recent": 6}, "codes only": {"recent": 0}, "codes, sink": {"recent": 4, "sink": 3},
     "steady codes": {"recent": 6, "max_tokens": 20}, "steady codes, sink": {"recent": 4, "sink": 2, "max_tokens": 110},
@@ -156,7 +160,7 @@ class Call:
         logits = [player.own_forward(self.ids, talk.shadow)]
         for i in range(self.start + self.ids.shape[1], ids.shape[1]):
             logits.append(player.own_forward(ids[:, i : i + 1], talk.shadow))
-        ahead = min(self.count - got, text.AHEAD) if player.kind == "graph" and not has_windows(talk.config) else 0
+        ahead = min(self.count - got, text.AHEAD) if player.kind in GRAPHS and not has_windows(talk.config) else 0
         for _ in range(ahead):  # tokens that were computed and taken back: others became codes for them
             player.own_forward(ids[:, :1], talk.shadow)
         if ahead:
@@ -191,7 +195,7 @@ class Player:
         config, kinds = self.own.config, ["none", "dynamic", "static", "small static", "ours", *CODES]
         if config.model_type == "lfm2":
             kinds = ["none", "dynamic"]
-        if self.kind == "graph":
+        if self.kind in GRAPHS:
             kinds += ["ours", "steady codes", "steady codes, sink"]
         return Conversation(kinds, config, self.random.choice([1, 1, 2, 3]), self.random)
 
@@ -377,7 +381,7 @@ def models_of(family, kind):
             dtype = torch.float32 if kind == "own" else torch.bfloat16
             own = tiny_model(family, dtype, quantized=kind != "own", **MODELS[family])
         model = copy.deepcopy(own)
-        if kind == "graph":
+        if kind in GRAPHS:
             GraphDecoder(model).install()
         elif kind == "step":
             decode_natively(model)
@@ -401,24 +405,43 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(text, "_is_captured", lambda ids: True)
 
 
+@pytest.fixture
+def one_kernel(monkeypatch):
+    seen = []
+
+    def of(model, keys, values):
+        first = keys[0] if isinstance(keys[0], torch.Tensor) else keys[0].ring.keys
+        if not fits(model) or len(first) > 1:
+            return None
+        seen.append(type(keys[0]))
+        return FusedLayers(model, keys, values)
+
+    monkeypatch.setattr(FusedLayers, "of", of)
+    yield
+    assert seen
+
+
 def play(family, kind, seed, turns):
     Player(models_of(family, kind), kind, seed).play(turns)
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("family", "kind"), PLAYS)
-def test_random_texts(family, kind, seed, request):
-    if kind == "graph":
+def test_random_texts(family, kind, request):
+    if kind in GRAPHS:
         request.getfixturevalue("as_on_a_gpu")
-    play(family, kind, seed, 20)
+    if kind == "fused":
+        request.getfixturevalue("one_kernel")
+    play(family, kind, 0, 25)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(100, 115))
+@pytest.mark.parametrize("seed", range(100, 103))
 @pytest.mark.parametrize(("family", "kind"), PLAYS)
 def test_more_random_texts(family, kind, seed, request):
-    if kind == "graph":
+    if kind in GRAPHS:
         request.getfixturevalue("as_on_a_gpu")
+    if kind == "fused":
+        request.getfixturevalue("one_kernel")
     play(family, kind, seed, 60)
 
 
@@ -463,10 +486,12 @@ def begins_with_another_seed(monkeypatch):
     (turns_the_ring, "graph"), (crops_one_less, "own"), (begins_with_another_seed, "step"),
 ])  # fmt: skip
 def test_a_bug_is_found(bug, kind, monkeypatch, request):
-    if kind == "graph":
+    if kind in GRAPHS:
         request.getfixturevalue("as_on_a_gpu")
+    if kind == "fused":
+        request.getfixturevalue("one_kernel")
     monkeypatch.setattr(f"{__name__}.MADE", {})
     bug(monkeypatch)
     with pytest.raises(AssertionError):
-        for seed in range(20):
+        for seed in range(6, 26):
             play("Llama", kind, seed, 25)
