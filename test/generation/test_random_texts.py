@@ -464,7 +464,12 @@ def keeps_unread_tokens(monkeypatch):
 
 def drops_as_many_from_each_layer(monkeypatch):
     """As it once was: after an error, layers without the new tokens lost old ones."""
-    monkeypatch.setattr(text, "_drop_tokens", lambda cache, kept: cache.crop(kept - length_of(cache)))
+
+    def broken(cache, kept):
+        if hasattr(cache.layers[0], "crop"):  # static ones have it from transformers 5.24 on
+            cache.crop(kept - length_of(cache))
+
+    monkeypatch.setattr(text, "_drop_tokens", broken)
 
 
 def turns_the_ring(monkeypatch):
