@@ -129,9 +129,9 @@ class _Writer:
             else:
                 self.chooser = self.decoder.new_chooser(sampling, batch, count)
                 self.cache = self.decoder.new_cache(length) if cache is None else cache
-        self.chooser.in_use = True
         ahead = AHEAD if _is_captured(ids) and (cache is None or _can_drop_tokens(cache)) else 0
         self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
+        self.chooser.in_use = True
         self._next: Tensor | None = None
         self._last: Any = None
 
@@ -223,12 +223,12 @@ def _new_cache(config: Any, length: int) -> Cache:
 def _drop_tokens(cache: Any, kept: int) -> None:
     """Remove all tokens from ``kept`` on. After an error some layers may not have them."""
     for layer in cache.layers:
-        if (extra := int(layer.get_seq_length()) - kept) > 0:
-            try:
+        try:
+            if (extra := int(layer.get_seq_length()) - kept) > 0:
                 layer.crop(-extra)
-            except (AttributeError, RuntimeError):  # full windows; static layers before transformers 5.24
-                warnings.warn("the cache has tokens of a text that ended with an error: reset() it", stacklevel=2)
-                return
+        except (AttributeError, RuntimeError):  # linear attention; full windows; static layers before transformers 5.24
+            warnings.warn("the cache has tokens of a text that ended with an error: reset() it", stacklevel=2)
+            return
 
 
 def _batch_of(cache: Any) -> int | None:

@@ -313,14 +313,27 @@ def test_an_error_with_full_windows_warns():
     hook.remove()
 
 
+def model_with_convolutions():
+    torch.manual_seed(1)
+    model = Lfm2ForCausalLM(Lfm2Config(**{**SIZES, "layer_types": ["conv", "full_attention"] * 2})).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_an_error_with_convolutions_warns():
+    model, ids = model_with_convolutions(), prompt(2, 20)
+    cache = DynamicCache(config=model.config)
+    hook = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="ended with an error: reset"):
+        written(model, ids, 4, cache=cache)
+    hook.remove()
+
+
 @pytest.mark.parametrize("is_given", [False, True])
 def test_linear_attention(is_given):
     """Models with layers that keep no keys and values write what transformers' generate writes."""
-    config = Lfm2Config(**{**SIZES, "layer_types": ["conv", "full_attention"] * 2})
-    torch.manual_seed(1)
-    model, ids = Lfm2ForCausalLM(config).eval(), prompt(2)
-    model.generation_config.eos_token_id = None
-    cache = DynamicCache(config=config) if is_given else None
+    model, ids = model_with_convolutions(), prompt(2)
+    cache = DynamicCache(config=model.config) if is_given else None
     first = written(model, ids, 6, cache=cache)
     assert torch.equal(first, model.generate(ids, max_new_tokens=6, do_sample=False)[:, 8:])
     if is_given:
