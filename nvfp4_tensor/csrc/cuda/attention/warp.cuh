@@ -54,7 +54,6 @@ template <int kDim, int kTiles>
 struct CodesWarp {
   using Keys = CodedKeys<kDim>;
   using Values = CodedValues<kDim>;
-  using Shared = CodesShared<kDim, kTiles>;
   using Lane = LaneElements<kDim>;
   using QueryRow = uint16_t[kDim + 8];
   static constexpr int kKeyWords = Keys::kWords;

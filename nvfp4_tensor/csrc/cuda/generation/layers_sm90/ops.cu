@@ -151,7 +151,7 @@ Sizes sizes_of(const Given& in) {
                     all(head_norms, [&](const Tensor& t) { return t.numel() == z.dim; });
   const int64_t group = z.heads / z.kv_heads;
   const Machine& machine = this_machine();
-  if (z.capacity > kMostCodedTokens / ceil_div(group, int64_t{kHeadsAtOnce})) return z;
+  if (group == 0 || z.capacity > kMostCodedTokens / ceil_div(group, int64_t{kHeadsAtOnce})) return z;
   if (!same || z.heads % z.kv_heads || group > kMostGroup || z.kv_heads > machine.multiprocessors ||
       machine.capability < 90 || tensor_map_encoder() == nullptr || Grid(z).depth < 3) {
     return z;
