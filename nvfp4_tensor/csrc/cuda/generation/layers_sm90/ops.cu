@@ -227,6 +227,7 @@ Tensor decode_layers_plan(const Tensor& x, const Tensors& norms, const Tensors& 
 // that append keys, as many that append values; layers).
 __global__ void __launch_bounds__(kAppendThreads)
     append_oldest_kernel(const __grid_constant__ attention::AppendCodes of_layer, const Layer* layers) {
+#if NVFP4_LARGE_SHARED_MEMORY
   __shared__ attention::AppendShared shared;
   shared.fill(of_layer.spec);
   const int blocks = gridDim.x / 2, which = blockIdx.x / blocks;
@@ -237,6 +238,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   p.x[which].data = which ? layer.values : layer.keys;
   p.out[which] = layer.coded[which];
   attention::append_codes<__nv_bfloat16>(p, which, blockIdx.x % blocks * kAppendThreads + threadIdx.x, shared);
+#endif
 }
 
 void launch_append(const Step& s, const Sizes& z, const QuantizeSpec& spec, cudaStream_t stream) {
