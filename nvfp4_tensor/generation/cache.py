@@ -174,6 +174,11 @@ class NVFP4CacheLayer(DynamicLayer):
     # --- tokens that a CUDA graph writes ------------------------------------------------------------------------------
 
     @property
+    def kind(self) -> tuple[int, int, bool, QuantizeSpec]:
+        """How many tokens are dense, and how the others become codes."""
+        return self.recent, self.sink, self.rotate_keys, self.spec
+
+    @property
     def is_steady(self) -> bool:
         """Whether a graph can write the next token: dense tokens are complete, and there is room without moving."""
         if self.max_tokens is None or not self.recent or not self.is_initialized or self.length >= self.room:

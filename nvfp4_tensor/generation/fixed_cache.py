@@ -256,12 +256,13 @@ def has_buffers(cache: Any) -> bool:
 
 
 def has_codes(cache: Any) -> bool:
-    """Return whether the cache is one of codes, to which a CUDA graph can append the next token."""
+    """Return whether the cache is one of codes, of one kind in all layers, to which a CUDA graph can append a token."""
     return (
         type(cache) is Cache
         and bool(cache.layers)
         and not cache.offloading
         and all(type(each) is NVFP4CacheLayer and each.is_steady for each in cache.layers)
+        and all(each.kind == cache.layers[0].kind for each in cache.layers)
     )
 
 

@@ -139,6 +139,7 @@ def neighbours(x, count):
     ((3, 2048, 32, 8, 64, 8192, 512), {}, [63, 128, 511]),
     ((2, 4096, 32, 8, 128, 14336, 1024), {}, [0, 17, 640, 1023]),
     ((2, 5120, 40, 8, 128, 17408, 4096), {"head_norms": True}, [3, 4095]),
+    ((2, 5120, 32, 8, 128, 14336, 1024), {}, [0, 17, 1023]),  # o's columns are a warp's own, those of q, k, v not
     ((2, 3072, 24, 8, 128, 8192, 8192), {}, [31, 32, 33, 8191]),
 ], ids=str)  # fmt: skip
 def test_the_kernel(sizes, options, positions):
@@ -202,6 +203,15 @@ def random_codes(layers, kv_heads, dim, capacity, front):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("ring", "front", "capacity"), [(254, 3, 1024), (65, 192, 1024), (65, 0, 98432)])
+def test_caches_of_codes_without_a_kernel(ring, front, capacity):
+    """Where one block would attend to too many dense tokens, or all to too many codes."""
+    layers = random_layers(1, 512, 4, 2, 128, 1024, ring)[:-2]
+    codes, dense = random_codes(1, 2, 128, capacity, front)
+    assert torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, codes, dense).numel() == 0
+
+
+@pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize(("sizes", "options", "capacity", "front", "counts"), [
@@ -210,6 +220,8 @@ def random_codes(layers, kv_heads, dim, capacity, front):
     ((2, 896, 14, 2, 64, 4864, 2), {"biases": True}, 512, 1, [63, 64, 300]),
     ((2, 2048, 32, 8, 64, 8192, 65), {}, 16384, 4, [31, 32, 500, 16000]),
     ((2, 4096, 32, 8, 128, 14336, 65), {}, 33024, 4, [0, 17, 640, 7679, 7681, 32768]),
+    ((2, 5120, 32, 8, 128, 14336, 65), {}, 1024, 0, [0, 17, 1000]),
+    ((1, 512, 4, 2, 128, 1024, 253), {}, 8192, 3, [0, 4000, 8191]),
     ((2, 2048, 32, 32, 64, 4096, 129), {"head_norms": True}, 4096, 0, [3, 4000]),
     ((2, 2048, 8, 1, 128, 4096, 65), {}, 8192, 4, [100, 8000]),
 ], ids=str)  # fmt: skip

@@ -10,8 +10,10 @@ transformers = pytest.importorskip("transformers")
 
 from nvfp4_tensor.generation import decode_natively  # noqa: E402
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer, nvfp4_cache  # noqa: E402
+from nvfp4_tensor.generation.cache_argument import cache_argument  # noqa: E402
 from nvfp4_tensor.generation.coded_states import StoredStates  # noqa: E402
 from nvfp4_tensor.generation.graph_decoder import GraphDecoder  # noqa: E402
+from nvfp4_tensor.generation.runner import Runner  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -166,6 +168,25 @@ def test_native_steps_write_the_text_of_the_growing_cache(batch, device, monkeyp
     cache.reset()
     again = model.generate(prompt, past_key_values=cache, **how)
     assert torch.equal(again.sequences, got.sequences) and len(steps) == 2 * 39 * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("other", [{"rotate_keys": False}, {"recent": 5}, {"sink": 2}])
+def test_layers_of_two_kinds_are_decoded_by_transformers(other, device, monkeypatch):
+    """A step takes one kind of codes and one place of the ring for all layers."""
+    model = tiny_model(device)
+    options = {"recent": 8, "sink": 1, "max_tokens": 100}
+
+    def mixed():
+        return transformers.Cache(layers=[NVFP4CacheLayer(**options), NVFP4CacheLayer(**options | other)])
+
+    ids = torch.arange(30, device=device)[None]
+    how = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, **{cache_argument(model): mixed()}, **how)
+    launched = []
+    monkeypatch.setattr(Runner, "launch", lambda *arguments: launched.append(arguments))
+    assert torch.equal(natively(model).generate(ids, **{cache_argument(model): mixed()}, **how), expected)
+    assert not launched
 
 
 @pytest.mark.parametrize("device", DEVICES)

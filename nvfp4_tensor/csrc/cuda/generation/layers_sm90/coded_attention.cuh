@@ -14,7 +14,7 @@ namespace layers_sm90 {
 
 using attention::kCodeTile;
 
-constexpr int kDenseCost = 32;   // tiles of codes that a block attends to in the time of the dense tokens
+constexpr int kDenseOfTile = 2;  // dense tokens that a block attends to in the time of a tile of codes
 constexpr int kFewestTiles = 2;  // of a block
 constexpr int kQueryRowPad = 8;  // elements
 
@@ -33,7 +33,8 @@ struct CodedStretch {
   __device__ CodedStretch(const Step& s, int split, int position) : has_dense(split == 0) {
     count = min(max(position - (s.length - 1), 0), s.capacity);
     const int tiles = (count + kCodeTile - 1) / kCodeTile, others = s.splits - 1;
-    const int first = others == 0 ? tiles : max((tiles + kDenseCost) / s.splits - kDenseCost, 0);
+    const int dense = (s.front + s.length) / kDenseOfTile;
+    const int first = others == 0 ? tiles : max((tiles + dense) / s.splits - dense, 0);
     const int each = others == 0 ? 1 : max((tiles - first + others - 1) / others, kFewestTiles);
     active = 1 + (tiles - first + each - 1) / each;
     begin = has_dense ? 0 : first + (split - 1) * each;

@@ -35,7 +35,7 @@ namespace layers_sm90 {
 #if NVFP4_LARGE_SHARED_MEMORY
 
 __device__ __forceinline__ uint32_t tag_of(const Step& s, uint32_t launch, int layer) {
-  return (launch * s.layer_count + layer + 1) & 0xFFFFu;
+  return launch * s.layer_count + layer + 1;
 }
 
 // Zeros from column `columns` up to a whole unit.
@@ -217,6 +217,7 @@ __device__ void multiply(const Step& s, const Layout& in, uint32_t sums, uint32_
       };
       const bool own = has_own_columns(s, phase);
       if (phase == kOut && own) {
+        if (!has_own_columns(s, kQkv)) multiplying_barrier();  // other warps may still multiply this one's columns
         fetch_own(s.attended, tag_of(s, launch, layer), in.x, warp, lane);
       } else if (phase == kOut || phase == kDown) {
         fetch(phase == kOut ? s.attended : s.act, tag_of(s, launch, layer), s.inner[phase], in.x, threadIdx.x);
@@ -248,7 +249,8 @@ __device__ void multiply(const Step& s, const Layout& in, uint32_t sums, uint32_
         slot.step(kSlots);
       }
       const int rest = (tiles.end - tiles.first) * units % kWarps;
-      if (rest != 0 && warp >= rest) {  // the last stage has no unit for this warp
+      if (rest != 0 && warp >= rest) {                            // the last stage has no unit for this warp
+        mbarrier_wait(in.used + 8 * stage.at, stage.parity ^ 1);  // or its arrival counts as another's, a turn before
         release(stage);
         stage.step(s.depth);
       }

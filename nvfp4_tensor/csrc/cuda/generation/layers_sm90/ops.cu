@@ -20,6 +20,7 @@ constexpr int kAppendThreads = 128;
 // Of codes, for four queries of a head: with more room the kernels of a cache of codes are faster than one for all
 // layers (docs/design/cache_attention.md).
 constexpr int64_t kMostCodedTokens = 98304;
+constexpr int64_t kMostDenseTokens = 256;  // beside codes: one block of a head attends to all of them
 
 struct Sizes {
   int64_t layers, columns, inner, heads, kv_heads, dim, length;
@@ -92,7 +93,7 @@ bool takes_codes(const Given& in, size_t layers, Sizes& z) {
   }
   z.capacity = codes[0].dim() == 4 ? codes[0].size(2) : 0;
   z.front = front.empty() || front[0].dim() != 4 ? 0 : front[0].size(2);
-  if (z.capacity == 0 || z.capacity % attention::kCodeTile != 0) return false;
+  if (z.capacity == 0 || z.capacity % attention::kCodeTile != 0 || z.front + z.length > kMostDenseTokens) return false;
   for (size_t i = 0; i < codes.size(); ++i) {
     const Tensor& t = codes[i];
     const int64_t bytes = i % 3 == 0 ? z.dim / 2 : i % 3 == 1 ? z.dim / kBlock : 1;

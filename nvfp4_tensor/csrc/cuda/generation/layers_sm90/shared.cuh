@@ -49,11 +49,11 @@ __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kCount) : "memory");
 }
 __device__ __forceinline__ void multiplying_barrier() { named_barrier<2, kMultiplying>(); }
-// A value and its tag.
+// A value and the last 16 bits of its tag.
 __device__ __forceinline__ uint32_t word_of(__nv_bfloat16 v, uint32_t tag) {
-  return static_cast<uint32_t>(__bfloat16_as_ushort(v)) << 16 | tag;
+  return static_cast<uint32_t>(__bfloat16_as_ushort(v)) << 16 | (tag & 0xFFFFu);
 }
-__device__ __forceinline__ bool has(uint32_t word, uint32_t tag) { return (word & 0xFFFFu) == tag; }
+__device__ __forceinline__ bool has(uint32_t word, uint32_t tag) { return ((word ^ tag) & 0xFFFFu) == 0; }
 __device__ __forceinline__ bool has(uint4 words, uint32_t tag) {
   return has(words.x, tag) && has(words.y, tag) && has(words.z, tag) && has(words.w, tag);
 }
