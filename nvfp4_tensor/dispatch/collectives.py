@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
+from nvfp4_tensor.dispatch.slice_writes import count_write
 from nvfp4_tensor.dispatch.table import implements, unsupported
 from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -53,6 +54,8 @@ def _broadcast_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[lis
     if caller_frame_locals("_broadcast_tensors", "_state_dict_utils.py") is not None:
         why = "broadcast_from_rank0=True makes dense buffers on the other ranks, which cannot receive codes"
         raise unsupported(func, why, "load the full state dict on every rank, or load a sharded checkpoint")
+    for t in tensors:
+        count_write(t)
     return list(tensors), _for_each_inner_tensor(tensors, lambda data: func(data, *rest, **kwargs))
 
 
@@ -66,6 +69,7 @@ def _scatter_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[list[
     def scatter(data: list[Tensor]) -> Any:
         return func(data[:1], [data[1:]] if len(data) > 1 else [], *rest, **kwargs)
 
+    count_write(output)
     return [output], _for_each_inner_tensor(tensors, scatter)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
-from nvfp4_tensor.dispatch.table import aten, unsupported
+from nvfp4_tensor.dispatch.table import aten, remembered, unsupported
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
@@ -41,7 +41,8 @@ class FlatView(NVFP4Tensor):
 
     def read(self) -> NVFP4Tensor:
         """Compute the 1-D tensor."""
-        return self._view(self.source, (self.source.numel(),))
+        self.source._refresh()
+        return remembered(self._view(self.source, (self.source.numel(),)), self.source)
 
     def share_memory_(self) -> FlatView:
         self.source.share_memory_()

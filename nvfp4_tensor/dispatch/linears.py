@@ -57,6 +57,7 @@ def _is_inference(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> bool:
         and type(qdata) is Tensor
         and not torch.is_grad_enabled()
         and not w.transposed
+        and w.read_from is None
         and qdata.dim() == 2
         and not x.is_nested
         and x.dim() > 1

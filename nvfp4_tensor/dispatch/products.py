@@ -62,14 +62,16 @@ def _einsum(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     except UnsupportedError as error:
-        why = f"{args[0]!r} would split blocks of 16"
-        raise unsupported("torch.einsum", why, "use x @ w.mT, or dequantize() first") from error
+        raise unsupported("torch.einsum", repr(args[0]), "use x @ w.mT, or dequantize() first") from error
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute input @ weight^T + bias, rounded once (aten's linear adds some biases after rounding)."""
     if is_nested(input):
         return over_nested(lambda rows: linear(rows, weight, bias), input)
+    for each in (input, weight):
+        if isinstance(each, NVFP4Tensor):
+            each._refresh()
     dims, weight_dims = input.dim(), weight.dim()
     if dims == 0 or weight_dims not in (1, 2):
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"

@@ -10,6 +10,7 @@ stored too, and the existing codes are rounded to it, once. A smaller new scale 
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_NAN, TILE_COLUMNS, TILE_ROWS
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, quantize
 from nvfp4_tensor.tensor.protocol import Op
+
+_WRITES = "_nvfp4_writes"
+"""An attribute of a storage, whose Python object lives as long as the storage."""
 
 
 def _nonzero(qdata: Tensor) -> Tensor:
@@ -43,15 +47,19 @@ class SliceOrigin(NamedTuple):
 class _WeakData:
     """A reference to a plain tensor that does not keep its storage alive.
 
-    It is not a weakref, because torch cannot swap tensors that have one, and so cannot move modules.
+    Nor the tensor, which it gives while that lives, so that a write counts as one to it: two tensors with one storage
+    have different versions.
     """
 
     def __init__(self, t: Tensor) -> None:
+        self._tensor = weakref.ref(t)
         self._storage = StorageWeakRef(t.untyped_storage())
         self._dtype_and_device = t.dtype, t.device
         self._geometry = t.storage_offset(), t.shape, t.stride()
 
     def __call__(self) -> Tensor | None:
+        if (t := self._tensor()) is not None:
+            return t
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
             return None
@@ -93,6 +101,7 @@ def write_codes(func: Op, t: NVFP4Tensor, source: NVFP4Tensor) -> None:
     """Write the codes and scales of ``source``, of the same stored shape, into t and its origin, or raise an error."""
     if t.aliasing == Aliasing.WHOLE:
         factor = _scales_for(func, t, source)
+        count_write(t)
         t.qdata.copy_(source.qdata)
         t.scale.copy_(source.scale)
         t.per_tensor_scale.copy_(factor)
@@ -100,14 +109,34 @@ def write_codes(func: Op, t: NVFP4Tensor, source: NVFP4Tensor) -> None:
     if t.numel() == 0 or t.is_meta or source.is_meta:  # nothing to write
         return
     if t.aliasing == Aliasing.PART and _fits(t, source):
+        count_write(t)
         t.qdata.copy_(source.qdata)
         t.scale.copy_(source.scale)
         return
-    levels = _levels(t)
+    levels = levels_of(t)
     if levels is None:
         check_writable(func, t, new_scale=True)
     assert levels is not None
     _write_region(func, levels[-1], _Region.of(levels), source)
+    count_write(levels[-1])
+    read_again(t, levels)
+
+
+def count_write(t: NVFP4Tensor) -> None:
+    """Count a write to the codes of t, for the copies that were read from them (see ``stale.py``)."""
+    if type(t.qdata) is Tensor and not t.qdata.is_meta:
+        storage = t.qdata.untyped_storage()
+        setattr(storage, _WRITES, writes_of(storage) + 1)
+
+
+def writes_of(storage: torch.UntypedStorage) -> int:
+    """Return how often this library has written codes to the storage, which all views and aliases share."""
+    count: int = getattr(storage, _WRITES, 0)
+    return count
+
+
+def read_again(t: NVFP4Tensor, levels: list[NVFP4Tensor]) -> None:
+    """Give the copies between the slice t and the tensor that owns the storage the values of that tensor."""
     for level, below in zip(levels[-2::-1], levels[:0:-1], strict=True):
         if level.aliasing == Aliasing.COPY:
             _, dim, start, length = level.slice_origin
@@ -132,7 +161,7 @@ def _too_many_scales(func: Op) -> Exception:
     )
 
 
-def _levels(t: NVFP4Tensor) -> list[NVFP4Tensor] | None:
+def levels_of(t: NVFP4Tensor) -> list[NVFP4Tensor] | None:
     """Return t, its origin and so on, up to the tensor that owns the storage; None if that cannot be reached."""
     levels = [t]
     while levels[-1].aliasing != Aliasing.WHOLE:

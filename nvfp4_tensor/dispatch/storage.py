@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from nvfp4_tensor.dispatch.slice_writes import with_origin_of, write_codes
+from nvfp4_tensor.dispatch.slice_writes import count_write, with_origin_of, write_codes
 from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
@@ -25,7 +25,9 @@ _CODE_OF_ONE = 2
 @implements([aten.detach.default, aten.alias.default])
 def _alias(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
-    alias = with_origin_of(t._apply_fn_to_data(func)._marked(t.aliasing), t)
+    # The same parts, so that a write counts as one to both; a trace records what happens to the parts.
+    alias = t._replace() if type(t.qdata) is Tensor else t._apply_fn_to_data(func)
+    alias = with_origin_of(alias._marked(t.aliasing), t)
     return return_and_correct_aliasing(func, args, kwargs, alias)
 
 
@@ -112,6 +114,7 @@ def _fill_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         value = value.item()  # ``t[a:b] = 0`` passes a tensor; only zero fits any per-tensor scale
     if not isinstance(value, Tensor) and value == 0:
         check_writable(func, t, new_scale=False)
+        count_write(t)
         t.qdata.zero_()
         t.scale.view(torch.uint8).zero_()
         return t

@@ -7,6 +7,7 @@ turns that into NotImplemented for ``t *= 2`` and ``x @ t``, and Python would lo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from nvfp4_tensor.dispatch.traces import check_write
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, register_operators
+from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, register_operators, register_refresh
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 aten = torch.ops.aten
@@ -33,6 +34,13 @@ def unsupported(func: Op, why: str = "", instead: str = "dequantize() first") ->
 
 def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
     kwargs = kwargs or {}
+    for value in args:
+        if isinstance(value, NVFP4Tensor):
+            value._refresh()
+        elif type(value) is list:
+            for each in value:
+                if isinstance(each, NVFP4Tensor):
+                    each._refresh()
     implementation = cls._ATEN_OP_TABLE[cls].get(func)
     if func._schema.is_mutable:
         check_write(func, args, kwargs)
@@ -41,10 +49,14 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
         except TypeError as error:  # ``t *= 2`` would become ``t = t * 2``
             raise RuntimeError(str(error)) from error
     if implementation is not None:
-        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+        if not func.is_view:
+            return implementation(func, types, args, kwargs)
+        if torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):  # a view of an ordinary tensor must be an ordinary tensor
-                return implementation(func, types, args, kwargs)
-        return implementation(func, types, args, kwargs)
+                result = implementation(func, types, args, kwargs)
+        else:
+            result = implementation(func, types, args, kwargs)
+        return remembered(result, args[0])
     if _reads_values(func):
         return func(*tree_map(dense, args), **tree_map(dense, kwargs))
     # Inference mode does not decompose composite operators; the table has their components.
@@ -55,6 +67,23 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
 
 
 register_operators(_dispatch)
+
+
+def _remember(result: Any, source: NVFP4Tensor) -> None:
+    raise RuntimeError("import nvfp4_tensor.dispatch first")
+
+
+def remembered(result: Any, source: NVFP4Tensor) -> Any:
+    """Return the result of a view operator, after its copies have been told what they were read from."""
+    _remember(result, source)
+    return result
+
+
+def register_freshness(remember: Callable[[Any, NVFP4Tensor], None], refresh: Callable[[NVFP4Tensor], None]) -> None:
+    """Set what notes the origin of the results of a view operator, and what reads a copy again."""
+    global _remember
+    _remember = remember  # type: ignore[assignment]  # not the function above, but one like it
+    register_refresh(refresh)
 
 
 # --- reads by decoding -----------------------------------------------------------------------------------------------
@@ -101,7 +130,11 @@ def check_writable(func: Op, t: NVFP4Tensor, new_scale: bool) -> None:
     if t.aliasing != Aliasing.WHOLE and t.numel() == 0:
         return
     if t.aliasing == Aliasing.COPY:
-        raise unsupported(func, "this is a copy: its layout allowed no view, and the write would be lost (clone() it)")
+        raise unsupported(
+            func,
+            "this is a copy: its layout allowed no view, and the write would be lost",
+            "write an NVFP4Tensor to a range of rows (t[3:4] = NVFP4Tensor.to_nvfp4(row[None])), or clone() it",
+        )
     if t.aliasing == Aliasing.PART and new_scale:
         raise unsupported(func, "this slice shares its per-tensor scale with the rest of its tensor (clone() it)")
 

@@ -51,6 +51,7 @@ def reads_parts(weight: NVFP4Tensor) -> bool:
         or torch.compiler.is_exporting()  # an exported program has parameters as inputs, and no parts of them
         or not _lifts_tensors_of_modules()
         or weight.transposed
+        or weight.read_from is not None
         or weight.qdata.dim() != 2
         or any(type(part) is not torch.Tensor or part.requires_grad or not part.is_contiguous() for part in parts)
     ):

@@ -58,7 +58,7 @@ def _set_data(func: Op, types: Types, args: Args, kwargs: Kwargs) -> None:
         func(t, new)  # shape, strides, dtype and device
     for name, value in new._fields().items():
         setattr(t, name, value)
-    t.aliasing, t.slice_origin = new.aliasing, new.slice_origin
+    t.aliasing, t.slice_origin, t.read_from = new.aliasing, new.slice_origin, new.read_from
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.tolist)

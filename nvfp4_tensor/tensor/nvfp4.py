@@ -60,6 +60,19 @@ def register_operators(operators: Callable[..., Any]) -> None:
     _operators = operators
 
 
+def _no_refresh(t: NVFP4Tensor) -> None:
+    pass
+
+
+_refresh: Callable[[NVFP4Tensor], None] = _no_refresh
+
+
+def register_refresh(refresh: Callable[[NVFP4Tensor], None]) -> None:
+    """Set what reads a copy again if its tensor was written to: see :mod:`nvfp4_tensor.dispatch.stale`."""
+    global _refresh
+    _refresh = refresh
+
+
 @pin
 class NVFP4Tensor(TorchAOBaseTensor):
     """A tensor of at least one dimension stored in NVFP4, 4.5 bits per element. Its dtype is ``orig_dtype``.
@@ -105,6 +118,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
     aliasing: Aliasing
     slice_origin: Any = None
     """The SliceOrigin of a slice, or None: see :mod:`nvfp4_tensor.dispatch.slice_writes`."""
+    read_from: Any = None
+    """The Origin of a copy that stands in for a view, or None: see :mod:`nvfp4_tensor.dispatch.stale`."""
 
     def __new__(
         cls,
@@ -216,6 +231,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
         Raises:
             TypeError: dtype is not bfloat16, float16 or float32.
         """
+        self._refresh()
         dtype = self.orig_dtype if dtype is None else dtype
         if dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}: cast the result instead")
@@ -231,12 +247,14 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     def row_scale(self) -> Tensor:
         """Return the per-tensor scale as the ops require it: float32 0-d, or (rows,) if there is more than one."""
+        self._refresh()
         if self.per_tensor_scale.dim() < 2:
             return self.per_tensor_scale
         return self.per_tensor_scale.expand(self.qdata.shape[:-1]).reshape(-1)
 
     def unswizzled_scale(self) -> Tensor:
         """Return the block scales in the order of the stored tensor: e4m3 (*leading, columns / 16, rounded up)."""
+        self._refresh()
         *leading, half = self.qdata.shape
         scale = layout.unswizzle(self.scale, math.prod(leading), half * 2 // BLOCK)
         return scale.view(*leading, half * 2 // BLOCK)
@@ -280,6 +298,10 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def _fields(self) -> dict:
         names = self.tensor_data_names + self.tensor_attribute_names + self.optional_tensor_data_names
         return {name: getattr(self, name) for name in names}
+
+    def _refresh(self) -> None:
+        if self.read_from is not None:
+            _refresh(self)
 
     def _marked(self, aliasing: Aliasing) -> NVFP4Tensor:
         self.aliasing = aliasing
@@ -328,6 +350,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def __tensor_flatten__(self) -> tuple[list[str], dict]:
         # Guards of compiled code call this twice per call and weight, so it reads the fields without attribute lookups.
         fields = self.__dict__
+        if fields.get("read_from") is not None:
+            self._refresh()
         names = ["qdata", "scale", "per_tensor_scale"]
         if fields["activation_amax"] is not None:
             names.append("activation_amax")

@@ -274,7 +274,7 @@ def test_cuda_graph_replays_draw_afresh():
 @pytest.mark.parametrize("call, message", [
     (lambda t: t.sort(), "aten.sort.default is not supported on an NVFP4Tensor; dequantize() first"),
     (lambda t: t[:, 3:5], "a slice along the blocks must start at a multiple of 16 and have step 1"),
-    (lambda t: t[3:40].fill_(3.0), "the write would be lost (clone() it)"),
+    (lambda t: t[3:40].fill_(3.0), "the write would be lost"),
 ], ids=["operator", "slice", "write"])  # fmt: skip
 def test_unsupported_in_a_graph_is_a_runtime_error_with_the_message(call, message, fullgraph):
     t = quantize(torch.randn(64, 96))

@@ -1,7 +1,8 @@
 """Random writes into random views of views, against dense tensors.
 
 After a write, the written elements have the values of a dense tensor, rounded once; all others are unchanged, or
-rounded once to a new per-tensor scale. A write that raises changes nothing.
+rounded once to a new per-tensor scale. A write that raises changes nothing. Views show what their tensor has; a copy
+that cannot raises an error.
 """
 
 import random
@@ -156,7 +157,14 @@ def trial(seed: int, counts: Counter) -> None:
         chain.append(view), named.append(number), takes.append(take)
     view, number = chain[-1], named[-1]
     try:
-        beside = [view.chunk(2)[0], root.chunk(3)[-1], root.split(40)[0], root.view(-1, root.shape[-1])]
+        beside = [
+            (take(t), take(n))
+            for t, n, take in (
+                (view, number, lambda t: t.chunk(2)[0]), (root, numbers, lambda t: t.chunk(3)[-1]),
+                (root, numbers, lambda t: t.split(40)[0]), (root, numbers, lambda t: t.view(-1, t.shape[-1])),
+                (root, numbers, lambda t: t[1::2]), (root, numbers, lambda t: t.detach()[1:]),
+            )
+        ]  # fmt: skip
     except RuntimeError:
         beside = []
     write = "codes" if rng.random() < 0.8 else rng.choice(list(WRITES))
@@ -172,11 +180,23 @@ def flat(number: Tensor, numbers: Tensor) -> Tensor:
     return where[number.reshape(-1)]
 
 
+def shown(t: NVFP4Tensor) -> Tensor | None:
+    """The values of t, or None for a copy that cannot be read since its tensor was written to."""
+    try:
+        return exact(t).clone()
+    except RuntimeError as error:
+        assert "its tensor was written since" in str(error) and t.aliasing == Aliasing.COPY
+        return None
+
+
 def check(seed, rng, chain, named, beside, write, counts) -> None:
     root, view = chain[0], chain[-1]
+    if shown(view) is None:
+        counts["an old copy"] += 1
+        return
     where = flat(named[-1], named[0])
-    everyone = [*chain, *beside]
-    before = [exact(t).clone() for t in everyone]
+    everyone = [*zip(chain, named, strict=True), *beside]
+    before = [shown(t) for t, _ in everyone]
     scales = root.row_scale().clone()
     assert_in = f"seed {seed}, {write} into {view!r} of {root!r}"
     if write == "codes":
@@ -197,8 +217,8 @@ def check(seed, rng, chain, named, beside, write, counts) -> None:
     except (RuntimeError, IndexError, ValueError) as error:
         counts["refused"] += 1
         counts[f"  {str(error)[-90:]}"] += 1
-        for t, held in zip(everyone, before, strict=True):
-            assert same(exact(t), held), f"{assert_in}: refused, and changed"
+        for (t, _), held in zip(everyone, before, strict=True):
+            assert held is None or (now := shown(t)) is None or same(now, held), f"{assert_in}: refused, and changed"
         return
     counts["written"] += 1
     counts[f"written {write} {view.aliasing.name} {root.per_tensor_scale.dim()}"] += 1
@@ -209,7 +229,7 @@ def check(seed, rng, chain, named, beside, write, counts) -> None:
     result = after[where].view(view.shape)
     if write == "codes":
         assert same(result, expected), f"{assert_in}: {source!r} is not what was written"
-    elif view.spec.hadamard_sign is None and expected.isfinite().all():
+    elif view.spec.hadamard_sign is None and expected.isfinite().all() and shown(view) is not None:
         share = 0.52 if view.spec.is_stochastic else 0.28
         assert rounded_once(result, expected.float(), view, share).all(), f"{assert_in}: not the values"
     old, new = before[0], exact(root)
@@ -223,14 +243,12 @@ def check(seed, rng, chain, named, beside, write, counts) -> None:
     once = rounded_once(torch.where(inside, 0, new), others, root, 0.28)
     once = once.view(root.mT.shape).mT if root.transposed else once.view(root.shape)
     assert once.all(), f"{assert_in}: others are not themselves, rounded"
-    for t, number in zip(chain, named, strict=True) if len(where) else ():
-        assert same(exact(t), after[flat(number, named[0])].view(t.shape)), f"{assert_in}: {t!r} does not show it"
-    for t, held in zip(beside[1:], before[len(chain) + 1 :], strict=True):
-        if t.aliasing == Aliasing.COPY:
-            assert same(exact(t), held), f"{assert_in}: a copy that was not written changed"
-    for t in beside[3:]:
-        if t.aliasing == Aliasing.WHOLE:
-            assert same(exact(t).reshape(-1), exact(root).reshape(-1)) or root.transposed
+    for t, number in everyone if len(where) else ():
+        if (values_now := shown(t)) is None:
+            counts["cannot be read"] += 1
+            continue
+        counts["shown"] += 1
+        assert same(values_now, after[flat(number, named[0])].view(t.shape)), f"{assert_in}: {t!r} does not show it"
 
 
 @pytest.mark.parametrize("first", range(0, 600, 100))
@@ -238,4 +256,4 @@ def test_writes_do_what_they_do_to_a_dense_tensor(first):
     counts = Counter()
     for seed in range(first, first + 100):
         trial(seed, counts)
-    assert counts["written"] > 30 and counts["refused"] > 10
+    assert counts["written"] > 30 and counts["refused"] > 10 and counts["shown"] > 100 and counts["cannot be read"] > 5

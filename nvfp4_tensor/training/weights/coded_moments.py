@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from nvfp4_tensor.dispatch.slice_writes import count_write
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK
@@ -132,6 +133,7 @@ def make_headroom(parameter: Tensor) -> None:
     if top * _HEADROOM <= 448:
         return
     power = 2.0 ** math.ceil(math.log2(top * _HEADROOM / 448))
+    count_write(w)
     nan = w.scale.float().isnan()
     scaled = torch.where(nan, torch.nan, w.scale.float() / power).to(torch.float8_e4m3fn)
     scale = w.scale.view(torch.uint8)
@@ -179,6 +181,7 @@ def step_parameter(
         torch.ops.nvfp4.adamw_step_codes(
             weight.qdata, weight.scale, weight.per_tensor_scale, grad, *moments, numbers, rng_state, row0
         )
+        count_write(weight)
     else:
         torch.ops.nvfp4.adamw_step(weight.view(rows, columns), grad, *moments, numbers, rng_state, row0)
 
