@@ -35,11 +35,13 @@ def convert(
         checkpoints.convert("Llama-3.1-8B-Instruct-NVFP4", "Llama-ct", to="compressed-tensors")
 
     Raises:
-        ValueError: ``src`` is invalid, or a tensor cannot be stored in the target format; the message has its name.
-            Nothing is written.
+        ValueError: ``src`` is invalid or a folder of dense weights, or a tensor cannot be stored in the target format;
+            the message has its name. Nothing is written.
     """
     target = format_named(to)
     with read(src) as source:
+        if source.format == "dense" and to not in ("dense", "gguf"):
+            raise ValueError(f"{src} has only dense weights: use checkpoints.quantize")
         checkpoint: Checkpoint = WeightOnly(source) if weight_only else source
         checkpoint = without_cache_scales(checkpoint)
         if target.is_served:

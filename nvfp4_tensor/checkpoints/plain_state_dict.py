@@ -24,6 +24,8 @@ from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
+_SCALES = ("scale", "per_tensor_scale")
+
 
 def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with every NVFP4Tensor replaced by plain tensors. :func:`from_plain` is the exact inverse.
@@ -36,6 +38,8 @@ def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         state = checkpoints.from_plain(safetensors.torch.load_file("model.safetensors"))
         model.load_state_dict(state, assign=True)
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"to_plain takes a state dict, model.state_dict(), not a {type(state_dict).__name__}")
     plain: dict[str, Any] = {}
     for name, value in state_dict.items():
         if isinstance(value, NVFP4Tensor):
@@ -51,7 +55,7 @@ def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: tensors of a weight are missing or do not match; the message has its name.
     """
-    weights = [name for name in state_dict if keys_of(name)["scale"] in state_dict]
+    weights = [name for name in state_dict if any(keys_of(name)[key] in state_dict for key in _SCALES)]
     parts = {key for name in weights for key in part_names(name).values()}
     state = {}
     for name, value in state_dict.items():
@@ -105,6 +109,8 @@ def _spec_fields(spec: QuantizeSpec) -> dict[str, Any]:
 
 def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
     keys = part_names(name)
+    if missing := [keys[key] for key in _SCALES if keys[key] not in state_dict]:
+        raise ValueError(f"{' and '.join(missing)} missing")
     settings = _read_settings(state_dict.get(keys["settings"]))
     input_scale, activation = state_dict.get(keys["input_scale"]), settings.get("activation_spec")
     activation_spec = QuantizeSpec(**activation) if activation else QuantizeSpec() if input_scale is not None else None
@@ -121,6 +127,8 @@ def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
     )
     if not settings:  # with settings, the weight is ours, and its scales may be NaN
         check_scales(parts.replace(input_scale=None if input_scale is None else input_scale.reshape(())))
+    elif not per_tensor_scale.is_meta and (per_tensor_scale < 0).any():
+        raise ValueError("a negative per-tensor scale")
     spec = QuantizeSpec(**settings["spec"]) if "spec" in settings else None
     weight = tensor_of(parts, dtype, spec=spec, activation_spec=activation_spec)
     amax = state_dict.get(keys["input_amax"])

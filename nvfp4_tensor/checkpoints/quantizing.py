@@ -70,7 +70,7 @@ def quantize(
         spec: how to quantize; the default rounds to nearest. ``QuantizeSpec(four_over_six=True)`` and
             ``QuantizeSpec(scale_search=True)`` have smaller errors.
         exclude: more weights to leave dense: names of modules or parameters, with wildcards ("*.down_proj"), or "re:"
-            and a regular expression.
+            and a regular expression. A string is one pattern.
         include: weights to quantize although they match LEFT_DENSE ("lm_head").
         quantize_lm_head: quantize the output layer too. If it shares the embedding's weight, a copy is quantized, the
             embedding stays dense, and config.json gets ``tie_word_embeddings`` False. vLLM does not support such
@@ -87,9 +87,10 @@ def quantize(
 
     Raises:
         ValueError: there is nothing to quantize, a pattern matches nothing, the source is invalid or already
-            quantized, or the spec has a Hadamard transform. Nothing is written.
+            quantized, or the spec has a Hadamard transform or row_scaled. Nothing is written.
     """
     target = format_named(to)
+    exclude, include = ((each,) if isinstance(each, str) else each for each in (exclude, include))
     source: Checkpoint = GGUF.read(Path(src)) if GGUF.detect(Path(src)) else FolderCheckpoint(DENSE, Path(src))
     with source:
         if quantize_lm_head:
@@ -131,6 +132,11 @@ class Quantized(View):
         if self.spec.hadamard_sign is not None:
             raise ValueError(
                 "no checkpoint format supports Hadamard-transformed weights: pass a spec without hadamard_sign"
+            )
+        if self.spec.row_scaled:
+            raise ValueError(
+                "checkpoint formats have one per-tensor scale per weight: pass a spec without row_scaled, or quantize "
+                "the model in memory and torch.save its state_dict()"
             )
         if source.config.get("model_type") in TRANSPOSED_LINEARS:
             raise ValueError(

@@ -20,6 +20,7 @@ until there are more tokens, and a CUDA graph can write tokens (``ring.py``).
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -138,6 +139,12 @@ class NVFP4CacheLayer(DynamicLayer):
                 "new cache, or reset() this one"
             )
         keys, values = self._states
+        if keys.stored and torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            warnings.warn(
+                "gradients do not reach the keys and values of earlier calls, which the cache keeps in 4 bits: give "
+                "the model all tokens in one call, with use_cache=False",
+                stacklevel=2,
+            )
         self.length += key_states.shape[-2]
         if self.max_tokens is not None and self.length > self.room:
             self._make_room()
@@ -295,12 +302,15 @@ def nvfp4_cache(
             caches with ``max_tokens``.
 
     Raises:
+        TypeError: ``config`` is no config of transformers.
         ValueError: no layer of the model has growing keys and values, or ``spec``, ``recent`` or ``sink`` is invalid.
 
     Example:
         >>> cache = nvfp4_cache(model.config)
         >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
     """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"nvfp4_cache needs the config of a model, model.config, not {type(config).__name__}")
     layers = [
         NVFP4CacheLayer(spec, recent, sink, rotate_keys, max_tokens) if type(layer) is DynamicLayer else layer
         for layer in DynamicCache(config=config).layers

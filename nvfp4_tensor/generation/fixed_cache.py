@@ -262,7 +262,7 @@ def has_codes(cache: Any) -> bool:
         and bool(cache.layers)
         and not cache.offloading
         and all(type(each) is NVFP4CacheLayer and each.is_steady for each in cache.layers)
-        and all(each.kind == cache.layers[0].kind for each in cache.layers)
+        and all(each.kind == cache.layers[0].kind for each in cache.layers)  # type: ignore[union-attr]
     )
 
 

@@ -71,6 +71,11 @@ def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedMo
 
         decode_natively(model).generate(prompt, max_new_tokens=100)
     """
+    if enable and hasattr(model, "get_base_model"):
+        raise TypeError(
+            f"decode_natively supports models of transformers, not a {type(model).__name__} of peft: merge its "
+            "adapters, or pass model.get_base_model(), whose tokens use transformers while it has adapters"
+        )
     if enable and isinstance(model, PreTrainedModel) and model.device.type == "cuda":
         _check_generates(model)
         graphs = GraphDecoder(_restore(model))

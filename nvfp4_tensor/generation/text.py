@@ -72,6 +72,11 @@ def generate(
         for token in generate(model, tokenizer(text, return_tensors="pt").input_ids.to("cuda"), max_new_tokens=100):
             print(tokenizer.decode(token), end="", flush=True)
     """
+    if not isinstance(ids, Tensor):
+        raise TypeError(
+            "ids must be a tensor, int64 (B, S), such as tokenizer(text, return_tensors='pt').input_ids, not a "
+            f"{type(ids).__name__}"
+        )
     if ids.dim() != 2 or ids.dtype != torch.int64 or not ids.numel():
         raise ValueError(f"ids must be prompts of one length, int64 (B, S), got {ids.dtype} {tuple(ids.shape)}")
     if ids.device != model.device:

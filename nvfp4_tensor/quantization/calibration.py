@@ -50,7 +50,7 @@ def calibrate(
         progress: show a progress bar over the batches.
 
     Raises:
-        TypeError: config has another type, or the filter selects a module that is not an nn.Linear.
+        TypeError: config or batches has another type, or the filter selects a module that is not an nn.Linear.
         ValueError: the filter selects no module.
         RuntimeError: a selected module received no input, or only NaN and infinities.
     """
@@ -60,6 +60,8 @@ def calibrate(
             "calibrate observes activations: config must be an NVFP4Config, or an NVFP4WeightOnlyConfig with "
             f"weighted=True, not {type(config).__name__}"
         )
+    if isinstance(batches, torch.Tensor | Mapping):
+        raise TypeError(f"batches must be an iterable of batches, not one {type(batches).__name__}: pass [batch]")
     convert = dataclasses.replace(config, step="convert")
     prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
     dense = {module: (type(module), module.weight) for module in model.modules() if is_observable(module)}

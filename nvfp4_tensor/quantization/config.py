@@ -171,8 +171,8 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             raise ValueError("product_backend 'fp8' is for NVFP4WeightOnlyConfig(activations='fp8')")
         if self.percentile is not None:
             number = isinstance(self.percentile, numbers.Real) and not isinstance(self.percentile, bool)
-            if not number or not 0 < self.percentile <= 100:
-                raise ValueError(f"percentile must be a number in (0, 100], got {self.percentile!r}")
+            if not number or not 50 <= self.percentile <= 100:
+                raise ValueError(f"percentile must be a number from 50 to 100, such as 99.9, got {self.percentile!r}")
             if self.headroom:
                 raise ValueError("percentile and headroom both choose the amax: give only one of them")
 

@@ -158,6 +158,11 @@ def quantizable(module: nn.Module) -> nn.Linear:
         )
     if isinstance(weight, NVFP4Tensor):
         raise ValueError(f"{module} is NVFP4 already: start from the dense model")
+    if "weight" not in module._parameters and hasattr(module, "weight_orig"):
+        raise TypeError(
+            f"the weight of {module} is computed from weight_orig: prune.remove(module, 'weight') of "
+            "torch.nn.utils.prune first, or remove_spectral_norm(module)"
+        )
     if torch.nn.utils.parametrize.is_parametrized(module, "weight"):
         raise TypeError(
             f"the weight of {module} is parametrized: remove_parametrizations(module, 'weight') of "

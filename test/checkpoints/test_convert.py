@@ -93,6 +93,14 @@ def test_weight_only_on_the_way(tmp_path):
     assert {entry.quantizes_activations for entry in checkpoints.read(tmp_path / "a").entries.values()} == {False}
 
 
+@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors", "torchao"])
+def test_dense_weights_are_not_converted(tmp_path, to):
+    write_dense(tmp_path / "src")
+    with pytest.raises(ValueError, match="has only dense weights: use checkpoints"):
+        checkpoints.convert(tmp_path / "src", tmp_path / "dst", to=to, progress=False)
+    assert not (tmp_path / "dst").exists()
+
+
 def test_different_scales_warn(tmp_path):
     write_dense(tmp_path / "src", {f"{name}_proj.weight": torch.randn(16, 32) for name in "qkv"})
     checkpoints.quantize(tmp_path / "src", tmp_path / "a", progress=False)

@@ -79,6 +79,8 @@ def test_all_fields_of_a_spec_are_kept():
     ("change", "found"),
     [
         (lambda p: p.pop("a.weight_scale_2"), "weight_scale_2"),
+        (lambda p: p.pop("a.weight_scale"), "a.weight_scale missing"),
+        (lambda p: p["a.weight_scale_2"].neg_(), "a negative per-tensor scale"),
         (lambda p: p.update({"a.weight_scale": p["a.weight_scale"][:3]}), r"found \(3, 4\)"),
         (lambda p: p.update({"a.weight_settings": torch.zeros(3, dtype=torch.uint8)}), "Expecting value"),
         (lambda p: p.update({"a.weight": p["a.weight"].float()}), "uint8"),

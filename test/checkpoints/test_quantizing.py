@@ -188,6 +188,12 @@ def test_sources_that_raise_errors(tmp_path):
     write_dense(tmp_path / "src")
     with pytest.raises(ValueError, match="Hadamard"):
         checkpoints.quantize(tmp_path / "src", tmp_path / "x", spec=QuantizeSpec(hadamard_sign=True), **options())
+    with pytest.raises(ValueError, match="without row_scaled"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "x", spec=QuantizeSpec(row_scaled=True), **options())
+    with pytest.raises(ValueError, match=r"'\*\.no_proj' matches no linear"):  # one pattern, not its letters
+        checkpoints.quantize(tmp_path / "src", tmp_path / "x", exclude="*.no_proj", **options())
+    with pytest.raises(ValueError, match=r"has no option format; .* convert call it to"):
+        checkpoints.quantize(tmp_path / "src", tmp_path / "x", format="modelopt", **options())
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
     with pytest.raises(ValueError, match="expected a dense model, found one quantized by modelopt"):
         checkpoints.quantize(tmp_path / "dst", tmp_path / "x", **options())

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 
 from nvfp4_tensor import QuantizeSpec, quantize  # noqa: E402
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer, nvfp4_cache  # noqa: E402
+from nvfp4_tensor.generation.cache_argument import cache_argument  # noqa: E402
 from nvfp4_tensor.generation.coded_states import CodedStates, append  # noqa: E402
 
 RECENTS = [0, 20, 128]
@@ -385,3 +387,27 @@ def test_a_prompt_is_not_kept(recent, sink):
         for t in (each.front, *each.coded, each.latest):
             found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     assert sum(found.values()) == layer.nbytes
+
+
+def test_gradients_that_end_in_codes_warn():
+    """Tokens of an earlier call are codes, which have no gradient; within one call gradients are right."""
+    model, ids = tiny_model(), torch.arange(80)[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(ids, **{cache_argument(model): nvfp4_cache(model.config, recent=16)}, labels=ids).loss.backward()
+    got = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert torch.equal(got, model.model.layers[0].self_attn.k_proj.weight.grad)
+    cache = nvfp4_cache(model.config, recent=16)
+    model(ids[:, :60], **{cache_argument(model): cache})
+    with pytest.warns(UserWarning, match="gradients do not reach the keys and values of earlier calls"):
+        model(ids[:, 60:], **{cache_argument(model): cache})
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(ids[:, 60:], **{cache_argument(model): cache})
+
+
+def test_a_model_in_place_of_its_config():
+    with pytest.raises(TypeError, match="needs the config of a model"):
+        nvfp4_cache(tiny_model())

@@ -37,6 +37,14 @@ def test_the_amax_is_that_of_all_batches(device):
     assert "static" in repr(m[0])
 
 
+@pytest.mark.parametrize("batches", [torch.randn(4, 50), {"input": torch.randn(4, 50)}], ids=["tensor", "mapping"])
+def test_one_batch_in_place_of_several(batches):
+    m = nn.Sequential(nn.Linear(50, 16))
+    with pytest.raises(TypeError, match=r"not one (Tensor|dict): pass \[batch\]"):
+        calibrate(m, batches, progress=False)
+    assert type(m[0]) is nn.Linear
+
+
 def test_percentile():
     x = torch.cat([torch.linspace(0, 1, 9_990), torch.full((10,), 100.0)]).reshape(-1, 50)
     m = nn.Sequential(nn.Linear(50, 16))
@@ -44,7 +52,7 @@ def test_percentile():
         calibrated = calibrate(copy.deepcopy(m), [x], NVFP4Config(percentile=percentile), progress=False)
         assert low <= calibrated[0].weight.activation_amax <= high
     with pytest.raises(ValueError, match="percentile"):
-        NVFP4Config(percentile=0)
+        NVFP4Config(percentile=0.999)
 
 
 def test_two_steps_with_a_state_dict_between():

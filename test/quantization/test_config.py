@@ -74,7 +74,10 @@ def test_a_changed_copy_of_a_config_quantizes_as_it_says():
         (lambda: NVFP4Config(product_backend="fp8"), "is for NVFP4WeightOnlyConfig\\(activations='fp8'\\)"),
         (lambda: NVFP4Config(step="PREPARE"), "step must be None, 'prepare' or 'convert', got 'PREPARE'"),
         (lambda: NVFP4Config(step="prepare_for_loading"), "step must be None, 'prepare' or 'convert'"),
-        (lambda: NVFP4Config(step="convert", percentile=0), "percentile must be a number in \\(0, 100\\], got 0"),
+        (
+            lambda: NVFP4Config(step="convert", percentile=0),
+            "percentile must be a number from 50 to 100.*, got 0",
+        ),
         (lambda: NVFP4Config(step="convert", percentile="99"), "percentile must be a number.*, got '99'"),
         (lambda: NVFP4Config(step="convert", percentile=float("nan")), "percentile must be a number"),
         (lambda: NVFP4Config(step="prepare", percentile=99), "percentile would have no effect"),

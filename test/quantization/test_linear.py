@@ -93,6 +93,17 @@ class _Twice(nn.Module):
         return t * 2
 
 
+@pytest.mark.parametrize("how", [
+    lambda layer: prune.random_unstructured(layer, "weight", amount=0.5), torch.nn.utils.spectral_norm,
+], ids=["pruned", "spectral_norm"])  # fmt: skip
+def test_computed_weights_are_not_quantized(how):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    how(model[0])
+    with pytest.raises(TypeError, match="is computed from weight_orig"):
+        quantize_(model, NVFP4WeightOnlyConfig())
+    assert model(torch.randn(2, 64)).shape == (2, 64)
+
+
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_parametrized_and_pruned_parameters(name):
     layer, x = quantized_linear(dtype=torch.float32), torch.randn(3, K)

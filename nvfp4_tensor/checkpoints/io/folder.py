@@ -212,7 +212,12 @@ class SafetensorsFormat(Format):
                 and have 4 GiB otherwise.
         """
         if options:
-            raise ValueError(f"{self.name} has no option {', '.join(options)}")
+            renamed = {
+                "to": "checkpoints.save calls it format",
+                "format": "checkpoints.quantize and convert call it to",
+            }
+            hints = [f"; {renamed[name]}" for name in options if name in renamed]
+            raise ValueError(f"{self.name} has no option {', '.join(options)}{''.join(hints)}")
         path = Path(path)
         self.check_names(checkpoint)
         self.check(checkpoint)

@@ -67,6 +67,11 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
             raise TypeError(
                 f"config must be an NVFP4WeightOnlyConfig or NVFP4Config of nvfp4_tensor, not {type(config).__name__}"
             )
+        if self.config.weight.row_scaled:
+            raise ValueError(
+                "save_pretrained stores one per-tensor scale per weight: load the model dense, and quantize_ it with a "
+                "row_scaled spec"
+            )
         if any(getattr(self.config, name, None) for name in ("step", "weighted", "percentile", "headroom")):
             raise ValueError(
                 "step, weighted, percentile and headroom are only for calibration, which needs a dense model and data: "

@@ -282,7 +282,9 @@ def to_nvfp4_parameters(
     config = NVFP4WeightOnlyConfig(weight_spec=spec if spec is not None else QuantizeSpec())
     selected = [module for name, module in model.named_modules() if trains(module, name)]
     if not selected:
-        raise ValueError(f"no linear of {type(model).__name__} was selected: pass another filter_fn")
+        is_done = any(isinstance(getattr(module, "weight", None), NVFP4Tensor) for module in model.modules())
+        why = "its linears are NVFP4 already, or filter_fn leaves them out" if is_done else "pass another filter_fn"
+        raise ValueError(f"no linear of {type(model).__name__} was selected: {why}")
     quantize_(model, config, filter_fn=trains)
     for module in model.modules():
         if any(module is one for one in selected):

@@ -85,6 +85,10 @@ def refit_(
     """
     if round_mode is not None and RoundingMode.of(round_mode) == RoundingMode.EDEN:
         raise ValueError("EDEN does not support weights: use 'stochastic' or 'rne'")
+    if isinstance(named_weights, nn.Module):
+        raise TypeError(
+            f"named_weights are names and tensors: pass the state_dict() of the {type(named_weights).__name__}"
+        )
     targets = _targets(model)
     given = _group_by_target(named_weights, name_map)
     _check_names(model, targets, given, strict)

@@ -163,6 +163,7 @@ def twice():
         (changed(**{"2_weight": quantize(torch.zeros(24, 48))}), {}, TypeError, "dense tensor, not a NVFP4Tensor"),
         (changed(**{"2_weight": 3.0}), {}, TypeError, "dense tensor, not a float"),
         (twice, {}, KeyError, "given twice"),
+        (lambda: torch.nn.Linear(2, 2), {}, TypeError, "pass the state_dict"),
         (changed(), {"round_mode": "eden"}, ValueError, "EDEN"),
         (changed(), {"round_mode": "bogus"}, ValueError, "bogus"),
     ],
