@@ -6,6 +6,7 @@ import platform
 import re
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from helpers import instruction_sets
@@ -28,6 +29,12 @@ def inductor_cache() -> Path:
 
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache()))
+
+
+# Under an emulator a draw takes seconds.
+hypothesis.settings.register_profile(
+    "emulated", suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None, max_examples=10
+)
 
 
 def pytest_collection_modifyitems(items):

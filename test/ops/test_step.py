@@ -5,6 +5,8 @@ import types
 import pytest
 import torch
 from torch.library import opcheck
+
+pytest.importorskip("transformers")
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
