@@ -69,8 +69,7 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
 register_operators(_dispatch)
 
 
-def _remember(result: Any, source: NVFP4Tensor) -> None:
-    raise RuntimeError("import nvfp4_tensor.dispatch first")
+_remember: Callable[[Any, NVFP4Tensor], None] = lambda result, source: None  # noqa: E731
 
 
 def remembered(result: Any, source: NVFP4Tensor) -> Any:
@@ -82,7 +81,7 @@ def remembered(result: Any, source: NVFP4Tensor) -> Any:
 def register_freshness(remember: Callable[[Any, NVFP4Tensor], None], refresh: Callable[[NVFP4Tensor], None]) -> None:
     """Set what notes the origin of the results of a view operator, and what reads a copy again."""
     global _remember
-    _remember = remember  # type: ignore[assignment]  # not the function above, but one like it
+    _remember = remember
     register_refresh(refresh)
 
 

@@ -60,11 +60,7 @@ def register_operators(operators: Callable[..., Any]) -> None:
     _operators = operators
 
 
-def _no_refresh(t: NVFP4Tensor) -> None:
-    pass
-
-
-_refresh: Callable[[NVFP4Tensor], None] = _no_refresh
+_refresh: Callable[[NVFP4Tensor], None] = lambda t: None  # noqa: E731
 
 
 def register_refresh(refresh: Callable[[NVFP4Tensor], None]) -> None:

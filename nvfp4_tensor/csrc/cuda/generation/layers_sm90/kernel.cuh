@@ -249,8 +249,9 @@ __device__ void multiply(const Step& s, const Layout& in, uint32_t sums, uint32_
         slot.step(kSlots);
       }
       const int rest = (tiles.end - tiles.first) * units % kWarps;
-      if (rest != 0 && warp >= rest) {                            // the last stage has no unit for this warp
-        mbarrier_wait(in.used + 8 * stage.at, stage.parity ^ 1);  // or its arrival counts as another's, a turn before
+      // The last stage has no unit for this warp. Its arrival must not count for another's of the turn before.
+      if (rest != 0 && warp >= rest) {
+        mbarrier_wait(in.used + 8 * stage.at, stage.parity ^ 1);
         release(stage);
         stage.step(s.depth);
       }
