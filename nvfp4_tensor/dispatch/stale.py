@@ -7,7 +7,8 @@ raises an error.
 
 Three counts are needed. This library counts its writes to the codes at their storage, which all views and aliases
 share; below autograd torch counts none. Autograd counts in a version that a tensor and its views share, for compiled
-graphs. The version of the codes counts operators that are given the codes themselves.
+graphs. The versions of codes, scales and amax count operators that are given these themselves. A write through the
+``.data`` of one of them counts nowhere, nor one to the codes of t for a slice of another view of all of t.
 """
 
 from __future__ import annotations
@@ -25,28 +26,26 @@ from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
 
 
 class Origin:
-    """What a copy was read from, whose codes it does not keep alive, and the counts then."""
+    """What a copy was read from, which it does not keep alive, and the counts then."""
 
-    def __init__(self, qdata: Tensor, shared_version: int) -> None:
-        self.qdata = weakref.ref(qdata)
-        self.storage = StorageWeakRef(qdata.untyped_storage())
-        self.writes, self.version, self.shared_version = (
-            writes_of(qdata.untyped_storage()),
-            _version(qdata),
-            shared_version,
-        )
+    def __init__(self, t: NVFP4Tensor, shared_version: int) -> None:
+        storage = t.qdata.untyped_storage()
+        self.storage, self.writes = StorageWeakRef(storage), writes_of(storage)
+        data = [getattr(level, name) for level in levels_of(t) or [t] for name in level.tensor_data_names]
+        self.versions = [(weakref.ref(each), _version(each)) for each in data]
+        self.shared_version = shared_version
 
     def has_changed(self, shared_version: int) -> bool:
-        """Return whether the codes were written to. ``shared_version``: of the copy, that of its tensor or its own.
+        """Return whether the tensor was written to. ``shared_version``: of the copy, that of its tensor or its own.
 
         A copy made within another operator, or by ``.data``, has a version of its own, which is smaller.
         """
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
             return False
-        qdata = self.qdata()
-        has_new_version = qdata is not None and _version(qdata) != self.version
-        return writes_of(storage) != self.writes or has_new_version or shared_version > self.shared_version
+        if writes_of(storage) != self.writes or shared_version > self.shared_version:
+            return True
+        return any((data := weak()) is not None and _version(data) != version for weak, version in self.versions)
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of a copy is independent."""
@@ -66,7 +65,7 @@ def remember(result: Any, source: NVFP4Tensor) -> None:
         if type(each) is NVFP4Tensor and each.aliasing == Aliasing.COPY and each.read_from is None
     ]
     if copies:
-        origin = source.read_from if source.aliasing == Aliasing.COPY else Origin(source.qdata, _version(source))
+        origin = source.read_from if source.aliasing == Aliasing.COPY else Origin(source, _version(source))
         for each in copies:
             each.read_from = origin
 
@@ -87,7 +86,7 @@ def refresh(t: NVFP4Tensor) -> None:
             "again, or clone() it before the write"
         )
     read_again(t, levels)
-    t.read_from = Origin(levels[-1].qdata, max(_version(t), origin.shared_version))
+    t.read_from = Origin(levels[-1], max(_version(t), origin.shared_version))
 
 
 register_freshness(remember, refresh)

@@ -64,6 +64,9 @@ WRITES = {
     "zeros of data": lambda t: t.data[:256].zero_(),
     "other shape": lambda t: alone(t).copy_(codes(5).view(5, 60, 64)),
     "other data": lambda t: t.data.unsqueeze(0).zero_(),
+    "its codes": lambda t: t.qdata.copy_(codes(5).qdata),
+    "its block scales": lambda t: t.scale.copy_(t.scale.float().mul(2)),
+    "its per-tensor scale": lambda t: t.per_tensor_scale.mul_(2),
 }
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
 
@@ -72,6 +75,8 @@ MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": to
 @pytest.mark.parametrize("view", SLICES)
 @pytest.mark.parametrize("mode", MODES)
 def test_slices_have_later_values(view, write, mode):
+    if write == "its codes" and view == "of one matrix":
+        pytest.skip("the codes of the view in between have a version of their own")
     t, x = codes(), torch.randn(2, 64).bfloat16()
     with MODES[mode]():
         part = SLICES[view](t)
