@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import re
-import shutil
 import statistics
 import string
 import sys
@@ -25,7 +24,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATE = Path(__file__).with_suffix(".template.md")
 PAGE, FIGURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "images" / "speed.svg"
-RECIPES = RESULTS / "h200" / "training_quality_2m.png", ROOT / "docs" / "images" / "training_recipes.png"
 """A picture of the results, and where the page shows it."""
 PEERS = ("humming", "quack")
 KINDS = {"single": "single", "chain": "in a chain"}
@@ -67,7 +65,10 @@ def source(*results: dict) -> str:
     where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['processor']} ({machine['cpu_capability']})"
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "nvfp4-tensor")
     commands = "  \n".join(f"`{result['command']}`" for result in results)
-    return f"{commands}  \n{where}; {packages}; commit {result['commit'][:7]}."
+    rows = [row for row in result.get("rows", []) if isinstance(row, dict)]
+    of_rows = [row["commit"][:7] for row in rows if "commit" in row] or [result["commit"][:7]]
+    commits = " and ".join(dict.fromkeys(of_rows))
+    return f"{commands}  \n{where}; {packages}; commit {commits}."
 
 
 def source_if_measured(machine: str, subject: str) -> str:
@@ -475,11 +476,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if what is committed is not this")
     arguments = parser.parse_args()
-    picture, shown = RECIPES
-    if picture.exists() and not arguments.check:
-        shutil.copyfile(picture, shown)
-    elif picture.exists() and (not shown.exists() or shown.read_bytes() != picture.read_bytes()):
-        sys.exit(f"{shown.relative_to(ROOT)} is not what benchmarks/results has: run make docs")
     for path, text in ((PAGE, page()), (FIGURE, figure())):
         if not arguments.check:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -103,14 +103,13 @@ def _cells(row: Row, is_base: bool) -> list[str]:
 
 
 def summary(runs: list[dict], variants: Iterable[str] = VARIANTS) -> str:
-    """Return a Markdown table for the documentation: per text, the mean increase and the ratio to ``nvidia``'s."""
+    """Return a Markdown table for the documentation: per text, the mean increase and that of each seed."""
     by_text = rows_of(runs, variants)
-    lines = [["", *(head for text in by_text for head in (f"{text}, %", "of `nvidia`'s (by seed)"))]]
-    lines.append(["---", *["---:"] * (2 * len(by_text))])
+    lines = [["", *(f"{text}, % (by seed)" for text in by_text)], ["---", *["---:"] * len(by_text)]]
     for variant in variants:
         found = [rows.get(variant) for rows in by_text.values()]
         if variant != BASE and any(found):
-            lines.append([_quoted(variant), *(cell for row in found for cell in _short_cells(row))])
+            lines.append([_quoted(variant), *("" if row is None else _short_cell(row) for row in found)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -119,11 +118,8 @@ def _quoted(variant: str) -> str:
     return f"`{name}`{comma}{rest}".replace("bf16", "bfloat16")
 
 
-def _short_cells(row: Row | None) -> list[str]:
-    if row is None:
-        return ["", ""]
-    by_seed = ", ".join(f"{each:.2f}" for each in row.ratios.values())
-    return [f"{row.increase:.2f}", f"{row.ratio:.2f} ({by_seed})" if row.ratios else ""]
+def _short_cell(row: Row) -> str:
+    return f"{row.increase:.2f} ({', '.join(f'{each:.2f}' for each in row.increases.values())})"
 
 
 def draw(runs: list[dict], path: Path, variants: Iterable[str] = VARIANTS) -> bool:

@@ -94,16 +94,16 @@ def test_the_table_has_every_variant_and_seed(tmp_path):
 
 def test_the_summary_is_of_means():
     lines = summary(RUNS, VARIANTS).split("\n")
-    assert lines[0] == "|  | Python, % | of `nvidia`'s (by seed) | C++, % | of `nvidia`'s (by seed) |"
+    assert lines[0] == "|  | Python, % (by seed) | C++, % (by seed) |"
     assert lines[2:] == [
-        "| `nvidia` | 2.50 | 1.00 (1.00, 1.00) | 5.00 | 1.00 (1.00) |",
-        "| `accurate` | 1.50 | 0.75 (0.50, 1.00) |  |  |",
-        "| `unbiased` | 0.50 | 0.50 (0.50) |  |  |",
+        "| `nvidia` | 2.50 (4.00, 1.00) | 5.00 (5.00) |",
+        "| `accurate` | 1.50 (2.00, 1.00) |  |",
+        "| `unbiased` | 0.50 (0.50) |  |",
     ]
     late = [
         {**run, "variant": "nvidia, forward in bf16 for the last 10 %"} for run in RUNS if run["variant"] == "nvidia"
     ]
-    assert "| `nvidia`, forward in bfloat16 for the last 10 % | 2.50" in summary([*RUNS, *late])
+    assert "| `nvidia`, forward in bfloat16 for the last 10 % | 2.50 (" in summary([*RUNS, *late])
 
 
 @pytest.mark.parametrize("part", ["stochastic", "hadamard", "tiles"])
