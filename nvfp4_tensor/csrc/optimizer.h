@@ -10,10 +10,10 @@
 namespace nvfp4::optimizer {
 
 inline Dtype weight_dtype(const Tensor& weight) {
-  STD_TORCH_CHECK(weight.scalar_type() == ScalarType::BFloat16 || weight.scalar_type() == ScalarType::Float,
-                  "weight must be bfloat16 or float32, not ", weight.scalar_type());
-  STD_TORCH_CHECK(weight.is_contiguous() && begins_on(weight, weight.element_size()),
-                  "weight must be contiguous, since it is updated in place");
+  NVFP4_CHECK(weight.scalar_type() == ScalarType::BFloat16 || weight.scalar_type() == ScalarType::Float,
+              "weight must be bfloat16 or float32, not ", weight.scalar_type());
+  NVFP4_CHECK(weight.is_contiguous() && begins_on(weight, weight.element_size()),
+              "weight must be contiguous, since it is updated in place");
   return weight.scalar_type() == ScalarType::Float ? Dtype::kFloat : Dtype::kBf16;
 }
 
@@ -21,9 +21,9 @@ inline Dtype weight_dtype(const Tensor& weight) {
 inline uint8_t* bytes_in_place(const Tensor& t, const char* name, int64_t rows, int64_t width, int64_t alignment,
                                const Tensor& x) {
   check_beside(t, name, x, "grad");
-  STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == rows && t.size(1) == width && t.element_size() == 1, name,
-                  " must be bytes (", rows, ", ", width, "), not ", text_of(t));
-  STD_TORCH_CHECK(t.is_contiguous() && begins_on(t, alignment), name, " must be contiguous, on ", alignment, " bytes");
+  NVFP4_CHECK(t.dim() == 2 && t.size(0) == rows && t.size(1) == width && t.element_size() == 1, name,
+              " must be bytes (", rows, ", ", width, "), not ", text_of(t));
+  NVFP4_CHECK(t.is_contiguous() && begins_on(t, alignment), name, " must be contiguous, on ", alignment, " bytes");
   return static_cast<uint8_t*>(const_cast<void*>(t.const_data_ptr()));
 }
 
@@ -35,12 +35,12 @@ struct Step {
   Step(const Tensor& shaped, const Tensor& given, const Tensor& r, const Tensor& r_scale, const Tensor& v,
        const Tensor& v_exponent, const Tensor& numbers, const Tensor& random, int64_t row0)
       : grad(given) {
-    STD_TORCH_CHECK(
+    NVFP4_CHECK(
         shaped.dim() == 2 && given.dim() == 2 && given.size(0) == shaped.size(0) && given.size(1) == shaped.size(1),
         "weight and grad must be matrices of one shape, not ", text_of(shaped), " and ", text_of(given));
     check_beside(given, "grad", shaped, "weight");
-    STD_TORCH_CHECK(given.scalar_type() == ScalarType::BFloat16 || given.scalar_type() == ScalarType::Float,
-                    "grad must be bfloat16 or float32, not ", given.scalar_type());
+    NVFP4_CHECK(given.scalar_type() == ScalarType::BFloat16 || given.scalar_type() == ScalarType::Float,
+                "grad must be bfloat16 or float32, not ", given.scalar_type());
     grad = in_order(given);
     AdamwStep& a = arguments;
     a.grad = grad.const_data_ptr();
@@ -51,9 +51,9 @@ struct Step {
     a.v = bytes_in_place(v, "v", a.rows, a.blocks * 8, 8, given);
     a.v_exponent = bytes_in_place(v_exponent, "v_exponent", a.rows, a.blocks, 1, given);
     check_beside(numbers, "hyper", given, "grad");
-    STD_TORCH_CHECK(numbers.scalar_type() == ScalarType::Float && numbers.dim() == 1 &&
-                        numbers.size(0) == kAdamwNumbers && numbers.is_contiguous(),
-                    "hyper must be float32 (", kAdamwNumbers, ",), contiguous, not ", text_of(numbers));
+    NVFP4_CHECK(numbers.scalar_type() == ScalarType::Float && numbers.dim() == 1 && numbers.size(0) == kAdamwNumbers &&
+                    numbers.is_contiguous(),
+                "hyper must be float32 (", kAdamwNumbers, ",), contiguous, not ", text_of(numbers));
     a.hyper = static_cast<const float*>(numbers.const_data_ptr());
     a.rng_state = rng_state_of(random, given);
     a.first_block = block_numbers(a.rows, a.columns, row0, 0, 0).first;
@@ -66,14 +66,14 @@ struct CodedWeight {
 
   CodedWeight(const Tensor& codes, const Tensor& scales, const Tensor& factor, int64_t columns, const Tensor& grad) {
     const CodedShape shape = check_coded(codes, scales, columns);
-    STD_TORCH_CHECK(codes.dim() == 2 && shape.rows == grad.size(0), "qdata must have the rows of grad, ", grad.size(0),
-                    ", not ", text_of(codes));
+    NVFP4_CHECK(codes.dim() == 2 && shape.rows == grad.size(0), "qdata must have the rows of grad, ", grad.size(0),
+                ", not ", text_of(codes));
     check_beside(codes, "qdata", grad, "grad");
-    STD_TORCH_CHECK(codes.is_contiguous() && scales.is_contiguous() && begins_on(codes, 8),
-                    "qdata and scale must be contiguous, since they are updated in place");
+    NVFP4_CHECK(codes.is_contiguous() && scales.is_contiguous() && begins_on(codes, 8),
+                "qdata and scale must be contiguous, since they are updated in place");
     check_beside(factor, "per_tensor_scale", grad, "grad");
-    STD_TORCH_CHECK(factor.numel() == 1 && factor.scalar_type() == ScalarType::Float,
-                    "per_tensor_scale must be one float32, not ", text_of(factor));
+    NVFP4_CHECK(factor.numel() == 1 && factor.scalar_type() == ScalarType::Float,
+                "per_tensor_scale must be one float32, not ", text_of(factor));
     qdata = static_cast<uint8_t*>(const_cast<void*>(codes.const_data_ptr()));
     scale = static_cast<uint8_t*>(const_cast<void*>(scales.const_data_ptr()));
     per_tensor_scale = static_cast<const float*>(factor.const_data_ptr());

@@ -47,7 +47,7 @@ using ForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 inline ForwardTensors train_linear_forward(const Tensor& x, const Tensor& w, OptionalTensor bias,
                                            OptionalTensor rng_state, int64_t spec, int64_t spec_t, int64_t spec_w,
                                            ScalarType out_dtype) {
-  STD_TORCH_CHECK(x.dim() >= 1, "train_linear_forward takes x (..., K), not a 0-d tensor");
+  NVFP4_CHECK(x.dim() >= 1, "train_linear_forward takes x (..., K), not a 0-d tensor");
   const Tensor state = rng_state ? torch::stable::clone(*rng_state) : draw_rng_state(x);
   const bool is_matrix = x.dim() == 2;
   const Tensor x_MK = is_matrix ? x : with_shape(torch::stable::contiguous(x), {leading_rows(x), x.size(x.dim() - 1)});
@@ -75,7 +75,7 @@ inline std::tuple<Tensor, Tensor> train_linear_backward(const Tensor& dy, Option
                                                         int64_t spec_w, bool transposes_w, ScalarType dx_dtype,
                                                         ScalarType dw_dtype) {
   const bool has_codes = w_qdata && w_scale && w_per_tensor_scale;
-  STD_TORCH_CHECK(has_codes || w, "train_linear_backward needs w or its codes");
+  NVFP4_CHECK(has_codes || w, "train_linear_backward needs w or its codes");
   auto [values, factor, values_t, factor_t] = ops::quantize_gradient(dy, rng_state, spec, spec_t, kDyTStream);
   const CodedTensors codes = has_codes ? CodedTensors(*w_qdata, *w_scale, *w_per_tensor_scale)
                                        : ops::quantize(*w, rng_state, spec_w, kWStream);

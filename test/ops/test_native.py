@@ -207,6 +207,10 @@ def test_errors_have_the_fix():
         OPS.quantize(torch.ones(4, 16), amax, None, QuantizeSpec(round_mode="stochastic").pack())
     with pytest.raises(ValueError, match="not available"):
         native.set_instruction_set("mmx")
+    w = quantize(torch.ones(16, 64))
+    with pytest.raises(RuntimeError) as caught:
+        OPS.matmul(torch.ones(2, 32), None, w.qdata, w.scale, w.per_tensor_scale, None, 64, False, torch.float32)
+    assert str(caught.value) == "x must have 64 columns to be multiplied with this weight"  # no name of a source
 
 
 def test_info_tells_what_serves():

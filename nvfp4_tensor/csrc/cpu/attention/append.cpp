@@ -120,8 +120,8 @@ void append_codes(const Tensor& keys, const Tensor& values, int64_t spec, const 
   const Quantizer quantizer(spec);
   const int64_t* first = static_cast<const int64_t*>(a.starts.const_data_ptr());
   for (int64_t b = 0; b < a.key_out.batch; ++b) {
-    STD_TORCH_CHECK(first[b] >= 0 && first[b] <= a.key_out.capacity - a.tokens, a.tokens, " tokens from ", first[b],
-                    " on do not fit into a capacity of ", a.key_out.capacity);
+    NVFP4_CHECK(first[b] >= 0 && first[b] <= a.key_out.capacity - a.tokens, a.tokens, " tokens from ", first[b],
+                " on do not fit into a capacity of ", a.key_out.capacity);
   }
   std::vector<Appended> heads = heads_of(a.keys, a.key_out, first, rotate),
                         more = heads_of(a.values, a.value_out, first, false);

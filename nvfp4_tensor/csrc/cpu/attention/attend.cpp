@@ -148,11 +148,11 @@ Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_
                   front_keys, front_values, latest_keys, latest_values, scale, softcap, window, rotated);
   for (int64_t b = 0; b < c.batch; ++b) {
     const int64_t length = static_cast<const int64_t*>(c.lengths.const_data_ptr())[b];
-    STD_TORCH_CHECK(length >= 0 && length <= c.keys.capacity, "lengths must be from 0 to the capacity, ",
-                    c.keys.capacity, ", not ", length);
-    STD_TORCH_CHECK(c.length(b) >= c.tokens, "a context of ", c.length(b), " tokens does not hold the ", c.tokens,
-                    " new ones");
-    STD_TORCH_CHECK(c.first_seen(b) >= 0, "first must not be negative, not ", c.first_seen(b));
+    NVFP4_CHECK(length >= 0 && length <= c.keys.capacity, "lengths must be from 0 to the capacity, ", c.keys.capacity,
+                ", not ", length);
+    NVFP4_CHECK(c.length(b) >= c.tokens, "a context of ", c.length(b), " tokens does not hold the ", c.tokens,
+                " new ones");
+    NVFP4_CHECK(c.first_seen(b) >= 0, "first must not be negative, not ", c.first_seen(b));
   }
   return run(c);
 }

@@ -16,36 +16,36 @@ namespace nvfp4 {
 // --- tensors ---------------------------------------------------------------------------------------------------------
 
 inline const Bf16* row_of(const Tensor& t, const char* name, int64_t size) {
-  STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::BFloat16 && t.numel() == size && t.is_contiguous(), name,
-                  " must be ", size, " contiguous bfloat16 on the CPU, not ", text_of(t));
+  NVFP4_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::BFloat16 && t.numel() == size && t.is_contiguous(), name,
+              " must be ", size, " contiguous bfloat16 on the CPU, not ", text_of(t));
   return static_cast<const Bf16*>(t.const_data_ptr());
 }
 
 inline Bf16* cache_of(const Tensor& t, int64_t heads, int64_t length, int64_t dim) {
-  STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::BFloat16 && t.dim() == 4 && t.size(0) == 1 &&
-                      t.is_contiguous() && t.size(1) == heads && t.size(2) == length && t.size(3) == dim,
-                  "keys and values of a block must be contiguous bfloat16 (1, ", heads, ", length, ", dim,
-                  ") on the CPU, all alike, not ", text_of(t));
+  NVFP4_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::BFloat16 && t.dim() == 4 && t.size(0) == 1 &&
+                  t.is_contiguous() && t.size(1) == heads && t.size(2) == length && t.size(3) == dim,
+              "keys and values of a block must be contiguous bfloat16 (1, ", heads, ", length, ", dim,
+              ") on the CPU, all alike, not ", text_of(t));
   return static_cast<Bf16*>(t.mutable_data_ptr());
 }
 
 // All but x, y and the workers; of experts (E, rows, columns) the first. tensors: qdata, scale, per_tensor_scale.
 inline Product weight_of(const Tensor* tensors, const char* name, int64_t rows, int64_t columns, int64_t experts = 0) {
   const Tensor &qdata = tensors[0], &scale = tensors[1], &factor = tensors[2];
-  STD_TORCH_CHECK(qdata.is_cpu() && qdata.is_contiguous() && scale.is_contiguous() &&
-                      (experts ? qdata.dim() == 3 && qdata.size(0) == experts : qdata.dim() == 2) &&
-                      (rows < 0 || qdata.size(-2 + qdata.dim()) == rows),
-                  name, " must be a contiguous weight of (", experts ? "experts, " : "", rows, ", ", columns,
-                  ") on the CPU, not qdata ", text_of(qdata));
+  NVFP4_CHECK(qdata.is_cpu() && qdata.is_contiguous() && scale.is_contiguous() &&
+                  (experts ? qdata.dim() == 3 && qdata.size(0) == experts : qdata.dim() == 2) &&
+                  (rows < 0 || qdata.size(-2 + qdata.dim()) == rows),
+              name, " must be a contiguous weight of (", experts ? "experts, " : "", rows, ", ", columns,
+              ") on the CPU, not qdata ", text_of(qdata));
   Product p{};
   p.rows = qdata.size(qdata.dim() - 2);
   const int64_t factors = experts ? experts : p.rows;
-  STD_TORCH_CHECK(factor.is_cpu() && factor.scalar_type() == ScalarType::Float && factor.is_contiguous() &&
-                      (factor.numel() == 1 || factor.numel() == factors),
-                  name, " must have a per-tensor scale of float32, one or one a ", experts ? "expert" : "row", ", not ",
-                  text_of(factor));
-  STD_TORCH_CHECK(!experts || p.rows % kTileRows == 0, name, " must have a multiple of ", kTileRows,
-                  " rows per expert, not ", p.rows);
+  NVFP4_CHECK(factor.is_cpu() && factor.scalar_type() == ScalarType::Float && factor.is_contiguous() &&
+                  (factor.numel() == 1 || factor.numel() == factors),
+              name, " must have a per-tensor scale of float32, one or one a ", experts ? "expert" : "row", ", not ",
+              text_of(factor));
+  NVFP4_CHECK(!experts || p.rows % kTileRows == 0, name, " must have a multiple of ", kTileRows,
+              " rows per expert, not ", p.rows);
   p.blocks = check_coded(qdata, scale, columns).blocks;
   p.qdata = static_cast<const uint8_t*>(qdata.const_data_ptr());
   p.scale = static_cast<const uint8_t*>(scale.const_data_ptr());
@@ -142,17 +142,17 @@ class BlockReader {
 
   bool has(Part part) const { return kinds_[kPartBits] >> part & 1; }
   const Tensor* next(int64_t count) {
-    STD_TORCH_CHECK(at_ + count <= tensors_.size(), "weights has too few tensors for its kinds: ", tensors_.size());
+    NVFP4_CHECK(at_ + count <= tensors_.size(), "weights has too few tensors for its kinds: ", tensors_.size());
     return &tensors_[(at_ += count) - count];
   }
   Norm norm(Part part, const char* name, int64_t size, int64_t other_size = 0) {
     if (!has(part)) return {};
     const Tensor& t = *next(1);
     const bool is_wide = t.scalar_type() == ScalarType::Float;
-    STD_TORCH_CHECK(t.is_cpu() && (is_wide || t.scalar_type() == ScalarType::BFloat16) && t.is_contiguous() &&
-                        (t.numel() == size || t.numel() == other_size),
-                    name, " must be ", size, other_size ? " (or those of all heads)" : "",
-                    " contiguous bfloat16 or float32 on the CPU, not ", text_of(t));
+    NVFP4_CHECK(t.is_cpu() && (is_wide || t.scalar_type() == ScalarType::BFloat16) && t.is_contiguous() &&
+                    (t.numel() == size || t.numel() == other_size),
+                name, " must be ", size, other_size ? " (or those of all heads)" : "",
+                " contiguous bfloat16 or float32 on the CPU, not ", text_of(t));
     return {t.const_data_ptr(), is_wide, int(kinds_[kNormBits]), float(numbers_[kEps])};
   }
   const Bf16* row(Part part, const char* name, int64_t size) {
@@ -160,7 +160,7 @@ class BlockReader {
   }
   // A linear and its bias. rows: -1 for any.
   Product linear(Part part, const char* name, int64_t rows, int64_t columns) {
-    STD_TORCH_CHECK(has(part), "a block without ", name);
+    NVFP4_CHECK(has(part), "a block without ", name);
     Product p = weight_of(next(3), name, rows, columns);
     if (const Bf16* bias = row(Part(part + 1), "a bias", p.rows)) {
       auto& wide = biases_.emplace_back(p.rows);
@@ -170,7 +170,7 @@ class BlockReader {
     return p;
   }
   Product stack(Part part, const char* name, int64_t rows, int64_t columns, int64_t experts, const Bf16*& bias) {
-    STD_TORCH_CHECK(has(part), "a block without ", name);
+    NVFP4_CHECK(has(part), "a block without ", name);
     Product p = weight_of(next(3), name, rows, columns, experts);
     bias = row(Part(part + 1), "the biases of experts", experts * p.rows);
     return p;
@@ -189,10 +189,10 @@ class BlockReader {
 
 inline void read_attention(BlockReader& read, int64_t hidden, Block& b) {
   b.heads = read.kind(kHeads), b.kv_heads = read.kind(kKvHeads), b.dim = read.kind(kDim);
-  STD_TORCH_CHECK(b.heads > 0 && b.kv_heads > 0 && b.heads % b.kv_heads == 0 && b.dim > 0 && b.dim % kRowStep == 0 &&
-                      b.dim <= kMostHeadDim,
-                  "the size of a head must be a multiple of ", kRowStep, " up to ", kMostHeadDim,
-                  ", heads one of those of keys, not ", b.dim, ", ", b.heads, " and ", b.kv_heads);
+  NVFP4_CHECK(b.heads > 0 && b.kv_heads > 0 && b.heads % b.kv_heads == 0 && b.dim > 0 && b.dim % kRowStep == 0 &&
+                  b.dim <= kMostHeadDim,
+              "the size of a head must be a multiple of ", kRowStep, " up to ", kMostHeadDim,
+              ", heads one of those of keys, not ", b.dim, ", ", b.heads, " and ", b.kv_heads);
   b.before_attention = read.norm(kNormBeforeAttention, "a norm", hidden);
   if (read.has(kK)) {
     b.qkv = {read.linear(kQ, "q", b.query_size(), hidden)};
@@ -212,12 +212,12 @@ inline void read_attention(BlockReader& read, int64_t hidden, Block& b) {
 
 inline void read_experts(BlockReader& read, int64_t hidden, Block& b) {
   Experts& e = b.experts;
-  STD_TORCH_CHECK(hidden % kDenseStep == 0, "a router needs a hidden size that is a multiple of ", kDenseStep, ", not ",
-                  hidden);
+  NVFP4_CHECK(hidden % kDenseStep == 0, "a router needs a hidden size that is a multiple of ", kDenseStep, ", not ",
+              hidden);
   const Tensor& router = *read.next(1);
   e.count = router.dim() == 2 ? router.size(0) : 0;
   e.chosen = read.kind(kTaken), e.routing = read.kind(kRoutingBits);
-  STD_TORCH_CHECK(e.chosen > 0 && e.chosen <= e.count, "a token must go to 1 to ", e.count, " experts, not ", e.chosen);
+  NVFP4_CHECK(e.chosen > 0 && e.chosen <= e.count, "a token must go to 1 to ", e.count, " experts, not ", e.chosen);
   e.router = row_of(router, "the router", e.count * hidden);
   e.router_bias = read.row(kRouterBias, "the bias of the router", e.count);
   b.gate_up = {read.stack(kGate, "gate and up", -1, hidden, e.count, e.gate_up_bias)};
@@ -227,8 +227,8 @@ inline void read_experts(BlockReader& read, int64_t hidden, Block& b) {
 
 inline void read_feed_forward(BlockReader& read, int64_t hidden, Block& b) {
   b.gate = {Activation(read.kind(kActivation)), read.number(kAlpha), read.number(kLimit)};
-  STD_TORCH_CHECK(read.kind(kActivation) >= 0 && read.kind(kActivation) <= int64_t(Activation::kClampedGlu),
-                  "an activation is 0 to 3, not ", read.kind(kActivation));
+  NVFP4_CHECK(read.kind(kActivation) >= 0 && read.kind(kActivation) <= int64_t(Activation::kClampedGlu),
+              "an activation is 0 to 3, not ", read.kind(kActivation));
   b.before_feed_forward = read.norm(kNormBeforeFeedForward, "a norm", hidden);
   if (read.has(kRouter)) {
     read_experts(read, hidden, b);
@@ -238,7 +238,7 @@ inline void read_feed_forward(BlockReader& read, int64_t hidden, Block& b) {
     if (read.has(kUp)) {
       b.gate_up.push_back(read.linear(kUp, "up", b.inner, hidden));
     } else {
-      STD_TORCH_CHECK(b.inner % 2 == 0, "gate and up in one weight must have an even number of rows, not ", b.inner);
+      NVFP4_CHECK(b.inner % 2 == 0, "gate and up in one weight must have an even number of rows, not ", b.inner);
       b.inner /= 2;
     }
     b.down = read.linear(kDown, "down", hidden, b.inner);
@@ -261,20 +261,19 @@ struct Model {
         const std::vector<Tensor>& keys, const std::vector<Tensor>& values, const std::vector<Tensor>& cos,
         const std::vector<Tensor>& sin, int64_t position) {
     const size_t count = keys.size();
-    STD_TORCH_CHECK(count && values.size() == count, "keys and values must be one a block, not ", count, " and ",
-                    values.size());
+    NVFP4_CHECK(count && values.size() == count, "keys and values must be one a block, not ", count, " and ",
+                values.size());
     const auto is_table = [&](const Tensor& t, ScalarType type, int64_t columns) {
       return t.is_cpu() && t.scalar_type() == type && t.dim() == 2 && t.is_contiguous() &&
              t.size(0) == int64_t(count) + 1 && t.size(1) == columns;
     };
-    STD_TORCH_CHECK(is_table(kinds, ScalarType::Long, kKinds) && is_table(floats, ScalarType::Double, kNumbers),
-                    "kinds and numbers must be int64 (", count + 1, ", ", int(kKinds), ") and float64 (", count + 1,
-                    ", ", int(kNumbers), ") on the CPU, not ", text_of(kinds), " and ", text_of(floats));
+    NVFP4_CHECK(is_table(kinds, ScalarType::Long, kKinds) && is_table(floats, ScalarType::Double, kNumbers),
+                "kinds and numbers must be int64 (", count + 1, ", ", int(kKinds), ") and float64 (", count + 1, ", ",
+                int(kNumbers), ") on the CPU, not ", text_of(kinds), " and ", text_of(floats));
     hidden = x.numel();
-    STD_TORCH_CHECK(hidden && hidden % kRowStep == 0, "the hidden size must be a multiple of ", kRowStep, ", not ",
-                    hidden);
+    NVFP4_CHECK(hidden && hidden % kRowStep == 0, "the hidden size must be a multiple of ", kRowStep, ", not ", hidden);
     this->x = row_of(x, "x", hidden);
-    STD_TORCH_CHECK(cos.size() == sin.size(), "cos and sin must be as many, not ", cos.size(), " and ", sin.size());
+    NVFP4_CHECK(cos.size() == sin.size(), "cos and sin must be as many, not ", cos.size(), " and ", sin.size());
     for (size_t i = 0; i < cos.size(); ++i) add_rotation(cos[i], sin[i]);
     const auto* kind = static_cast<const int64_t*>(kinds.const_data_ptr());
     const auto* number = static_cast<const double*>(floats.const_data_ptr());
@@ -286,20 +285,19 @@ struct Model {
       add_block(read, keys[i], values[i], position);
     }
     norm = BlockReader(weights, at, kind, number, numbers).norm(kNormBeforeAttention, "the last norm", hidden);
-    STD_TORCH_CHECK(norm.weight && at == weights.size(), "weights must end with the last norm: ", at,
-                    " tensors by their kinds, not ", weights.size());
+    NVFP4_CHECK(norm.weight && at == weights.size(), "weights must end with the last norm: ", at,
+                " tensors by their kinds, not ", weights.size());
   }
 
   void add_rotation(const Tensor& cos, const Tensor& sin) {
     const int64_t size = cos.numel();
     const bool is_wide = cos.scalar_type() == ScalarType::Float;
     Rotation r{nullptr, nullptr, size, is_wide};
-    STD_TORCH_CHECK(size % 2 == 0, "cos and sin must have an even number of elements, not ", size);
+    NVFP4_CHECK(size % 2 == 0, "cos and sin must have an even number of elements, not ", size);
     for (const Tensor* t : {&cos, &sin}) {
-      STD_TORCH_CHECK(t->is_cpu() && t->numel() == size && t->is_contiguous() &&
-                          t->scalar_type() == cos.scalar_type() &&
-                          (is_wide || cos.scalar_type() == ScalarType::BFloat16),
-                      "cos and sin must be contiguous bfloat16 or float32 on the CPU, as many, not ", text_of(*t));
+      NVFP4_CHECK(t->is_cpu() && t->numel() == size && t->is_contiguous() && t->scalar_type() == cos.scalar_type() &&
+                      (is_wide || cos.scalar_type() == ScalarType::BFloat16),
+                  "cos and sin must be contiguous bfloat16 or float32 on the CPU, as many, not ", text_of(*t));
       auto& wide = numbers.emplace_back(size);
       for (int64_t i = 0; i < size; ++i) {
         wide[i] = is_wide ? static_cast<const float*>(t->const_data_ptr())[i]
@@ -320,16 +318,16 @@ struct Model {
     a.q_norm = b.q_norm_spans ? Norm{} : b.q_norm, a.k_norm = b.k_norm_spans ? Norm{} : b.k_norm;
     a.scaling = read.number(kScaling), a.softcap = read.number(kSoftcap);
     const int64_t rotary = read.kind(kRotary), window = read.kind(kWindow);
-    STD_TORCH_CHECK(rotary < int64_t(rotations.size()), "rotation ", rotary, " of ", rotations.size());
+    NVFP4_CHECK(rotary < int64_t(rotations.size()), "rotation ", rotary, " of ", rotations.size());
     a.rotation = rotary < 0 ? nullptr : &rotations[rotary];
-    STD_TORCH_CHECK(!a.rotation || a.rotation->size <= b.dim, "a rotation of ", a.rotation->size,
-                    " elements of a head of ", b.dim);
-    STD_TORCH_CHECK(keys.dim() == 4, "keys must be (1, heads, length, dim), not ", text_of(keys));
+    NVFP4_CHECK(!a.rotation || a.rotation->size <= b.dim, "a rotation of ", a.rotation->size, " elements of a head of ",
+                b.dim);
+    NVFP4_CHECK(keys.dim() == 4, "keys must be (1, heads, length, dim), not ", text_of(keys));
     a.length = keys.size(2);
     a.keys = cache_of(keys, b.kv_heads, a.length, b.dim), a.values = cache_of(values, b.kv_heads, a.length, b.dim);
     b.moves = position >= a.length;
-    STD_TORCH_CHECK(position >= 0 && a.length && (!b.moves || window == a.length), "position ", position,
-                    " is outside of a cache of ", a.length);
+    NVFP4_CHECK(position >= 0 && a.length && (!b.moves || window == a.length), "position ", position,
+                " is outside of a cache of ", a.length);
     a.first = b.moves ? 1 : window ? std::max<int64_t>(position + 1 - window, 0) : 0;
     a.count = b.moves ? a.length - 1 : position - a.first;
   }

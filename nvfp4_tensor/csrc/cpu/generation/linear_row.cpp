@@ -20,8 +20,8 @@ namespace {
 constexpr int64_t kHeadRows = 64;  // of a dense output layer, a unit of work
 
 Tensor linear_row(const Tensor& x, const Tensor& w) {
-  STD_TORCH_CHECK(w.dim() == 2 && w.size(1) % kDenseStep == 0, "w must be (N, K), K a multiple of ", kDenseStep,
-                  ", not ", text_of(w));
+  NVFP4_CHECK(w.dim() == 2 && w.size(1) % kDenseStep == 0, "w must be (N, K), K a multiple of ", kDenseStep, ", not ",
+              text_of(w));
   const int64_t rows = w.size(0), size = w.size(1);
   const Bf16 *from = row_of(x, "x", size), *weight = row_of(w, "w", rows * size);
   Tensor y = empty({1, rows}, ScalarType::BFloat16);

@@ -48,7 +48,7 @@ using AlignedFloats = std::unique_ptr<float[], Free>;
 
 inline AlignedFloats allocate(int64_t words) {
   void* p = std::aligned_alloc(64, std::max<int64_t>(1, ceil_div(words, 16)) * 64);
-  STD_TORCH_CHECK(p != nullptr, "out of memory");
+  NVFP4_CHECK(p != nullptr, "out of memory");
   return AlignedFloats(static_cast<float*>(p));
 }
 

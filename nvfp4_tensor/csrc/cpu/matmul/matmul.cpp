@@ -84,13 +84,13 @@ void multiply(const Product& p) {
 // bias: contiguous, broadcast to y of this shape.
 void set_bias(const Tensor& bias, const std::vector<int64_t>& shape, Product& p) {
   const int64_t dims = int64_t(shape.size()), missing = dims - bias.dim();
-  STD_TORCH_CHECK(missing >= 0 && dims <= kMostDims, "bias has more dimensions than the product");
+  NVFP4_CHECK(missing >= 0 && dims <= kMostDims, "bias has more dimensions than the product");
   p.bias = static_cast<const float*>(bias.const_data_ptr());
   int64_t repeat = 1, stride = 1;
   for (int64_t i = dims - 1; i >= 0; --i) {
     const int64_t size = i < missing ? 1 : bias.size(i - missing);
-    STD_TORCH_CHECK(size == 1 || size == shape[i], "bias of size ", size, " in dimension ", i,
-                    " does not broadcast to a product of size ", shape[i]);
+    NVFP4_CHECK(size == 1 || size == shape[i], "bias of size ", size, " in dimension ", i,
+                " does not broadcast to a product of size ", shape[i]);
     const int64_t step = size == 1 ? 0 : stride;
     stride *= size;
     if (i == dims - 1) {
@@ -109,7 +109,7 @@ void set_bias(const Tensor& bias, const std::vector<int64_t>& shape, Product& p)
 
 Product describe(const Tensor& x, const Tensor& qdata, const Tensor& scale, int64_t columns, bool transposed) {
   const int64_t dims = qdata.dim();
-  STD_TORCH_CHECK(dims == 2 || dims == 3, "qdata must be (N, K/2) or (E, N, K/2), not ", text_of(qdata));
+  NVFP4_CHECK(dims == 2 || dims == 3, "qdata must be (N, K/2) or (E, N, K/2), not ", text_of(qdata));
   check_beside(qdata, "qdata", x);
   Product p{};
   p.blocks = check_coded(qdata, scale, columns).blocks;
@@ -118,10 +118,10 @@ Product describe(const Tensor& x, const Tensor& qdata, const Tensor& scale, int6
   p.columns = columns;
   p.column_tiles = scale.size(1);
   p.transposed = transposed;
-  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == p.depth(), "x must have ", p.depth(),
-                  " columns to be multiplied with this weight");
-  STD_TORCH_CHECK(dims == 2 || (x.dim() == 3 && x.size(0) == p.batches), "x must be (", p.batches,
-                  ", M, K): as many matrices as the weight has");
+  NVFP4_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == p.depth(), "x must have ", p.depth(),
+              " columns to be multiplied with this weight");
+  NVFP4_CHECK(dims == 2 || (x.dim() == 3 && x.size(0) == p.batches), "x must be (", p.batches,
+              ", M, K): as many matrices as the weight has");
   p.x_rows = 1;
   for (int64_t i = dims == 3 ? 1 : 0; i + 1 < x.dim(); ++i) p.x_rows *= x.size(i);
   return p;

@@ -59,7 +59,7 @@ Tensor tensor_amax(const Tensor& x, int64_t hadamard_sign) {
 int64_t pair_units(const Matrix& m) { return ceil_div(m.rows, kPairRows) * ceil_div(m.columns, kPairColumns); }
 
 std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
-  STD_TORCH_CHECK(x.dim() == 2, "amax_pair takes a matrix");
+  NVFP4_CHECK(x.dim() == 2, "amax_pair takes a matrix");
   const int sign = hadamard_sign_of(hadamard_sign);
   if (sign < 0) {
     const float both = matrix_amax(Rows(x).matrix, -1);
@@ -137,8 +137,8 @@ Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t co
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   check_rotation_offset(col0);
-  STD_TORCH_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
-                  " columns, not ", m.columns);
+  NVFP4_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
+              " columns, not ", m.columns);
   const std::vector<float> signs = rotation_signs(RngState(rng_state_of(rng_state, x)), rotations_of(m), col0);
   Tensor out = empty(with_last(x, rotations_of(m) * kRotation), ScalarType::Float);
   float* data = static_cast<float*>(out.mutable_data_ptr());
@@ -156,7 +156,7 @@ float most_of(const std::optional<Tensor>& amax, const Matrix& m, const Plan& pl
   }
   float most;
   std::memcpy(&most, amax_of(*amax, x), sizeof most);  // it may begin at any byte
-  STD_TORCH_CHECK(!(most < 0), "amax is a magnitude, not ", most, ": give amax.abs()");
+  NVFP4_CHECK(!(most < 0), "amax is a magnitude, not ", most, ": give amax.abs()");
   return most;
 }
 
@@ -239,8 +239,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
 constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack()
 
 QuantizeSpec row_spec_of(int64_t bits) {  // without that bit
-  STD_TORCH_CHECK(QuantizeSpec::is_packed(bits & ~kRowScaledBit),
-                  "spec is what QuantizeSpec.pack() gives, and that is never ", bits);
+  NVFP4_CHECK(QuantizeSpec::is_packed(bits & ~kRowScaledBit),
+              "spec is what QuantizeSpec.pack() gives, and that is never ", bits);
   return QuantizeSpec::unpack(bits & ~kRowScaledBit);
 }
 
@@ -248,13 +248,13 @@ QuantizeSpec row_spec_of(int64_t bits) {  // without that bit
 std::vector<float> row_amaxes(const std::optional<Tensor>& amax, int64_t rows, const Tensor& x) {
   if (!amax.has_value()) return {};
   check_beside(*amax, "amax", x);
-  STD_TORCH_CHECK(amax->dim() == 1 && amax->size(0) == rows && amax->scalar_type() == ScalarType::Float,
-                  "amax is float32 (", rows, ",), one a row, not ", text_of(*amax));
+  NVFP4_CHECK(amax->dim() == 1 && amax->size(0) == rows && amax->scalar_type() == ScalarType::Float,
+              "amax is float32 (", rows, ",), one a row, not ", text_of(*amax));
   const Tensor ordered = in_order(*amax);
   std::vector<float> values(rows);
   if (rows) std::memcpy(values.data(), ordered.const_data_ptr(), rows * sizeof(float));
   for (const float most : values) {
-    STD_TORCH_CHECK(!(most < 0), "amax is a magnitude, not ", most, ": give amax.abs()");
+    NVFP4_CHECK(!(most < 0), "amax is a magnitude, not ", most, ": give amax.abs()");
   }
   return values;
 }
@@ -274,12 +274,12 @@ Quantized row_of(const Quantized& out, int64_t row, int64_t blocks) {
 std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<Tensor> amax,
                                                  std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
                                                  int64_t col0, int64_t full_width, int64_t stream) {
-  STD_TORCH_CHECK(spec & kRowScaledBit, "quantize_rows takes a spec with row_scaled=True");
+  NVFP4_CHECK(spec & kRowScaledBit, "quantize_rows takes a spec with row_scaled=True");
   row_spec_of(spec);  // or an error that names the given number
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   Plan plan = unscaled_plan(spec & ~kRowScaledBit, rng_state, int(stream), x, m, row0, col0, full_width);
-  STD_TORCH_CHECK(plan.spec.block_rows == 1 && !plan.spec.is_eden(), "rows are scaled in 1x16 blocks, without EDEN");
+  NVFP4_CHECK(plan.spec.block_rows == 1 && !plan.spec.is_eden(), "rows are scaled in 1x16 blocks, without EDEN");
   plan.banded = false;
   const std::vector<float> given = row_amaxes(amax, m.rows, x);
   std::vector<int64_t> leading = with_last(x, 0);
@@ -307,7 +307,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
 // amax of x and amax_t of its transpose, where they are not given.
 void own_amax_pair(const Tensor& x, std::optional<Tensor>& amax, std::optional<Tensor>& amax_t,
                    const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, int64_t row0, int64_t col0) {
-  STD_TORCH_CHECK(amax.has_value() == amax_t.has_value(), "amax and amax_t are given together, or neither is");
+  NVFP4_CHECK(amax.has_value() == amax_t.has_value(), "amax and amax_t are given together, or neither is");
   if (amax.has_value()) return;
   const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
   if (of_rows.hadamard_sign < 0 && !of_rows.is_eden() && !of_columns.is_eden()) {
@@ -325,7 +325,7 @@ void own_amax_pair(const Tensor& x, std::optional<Tensor>& amax, std::optional<T
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
     int64_t spec, int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
-  STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
+  NVFP4_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
   check_transposed_offset(row0, full_rows);
   const Rows rows(x);
   const Matrix& m = rows.matrix;

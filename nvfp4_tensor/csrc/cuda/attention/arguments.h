@@ -14,21 +14,21 @@ inline CodedRows coded_rows(const CodedHeads& heads) { return {heads.codes, head
 // Codes are copied 16 bytes at a time, and a view of a tensor may begin anywhere.
 inline void check_begin(const CodedHeads& heads, const char* name) {
   for (const uint8_t* const each : {heads.codes, heads.scales, heads.factors}) {
-    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(each) % 16 == 0, name,
-                    ", its scales and its factors must begin on 16 bytes: clone() what is a part of a tensor");
+    NVFP4_CHECK(reinterpret_cast<uintptr_t>(each) % 16 == 0, name,
+                ", its scales and its factors must begin on 16 bytes: clone() what is a part of a tensor");
   }
 }
 
 inline int narrow(int64_t size, const char* what) {
-  STD_TORCH_CHECK(size < (int64_t{1} << 30), what, " are too many: ", size);
+  NVFP4_CHECK(size < (int64_t{1} << 30), what, " are too many: ", size);
   return static_cast<int>(size);
 }
 
 // What is appended to codes.
 inline AppendCodes append_of(const AppendArguments& a) {
   check_begin(a.key_out, "key_codes"), check_begin(a.value_out, "value_codes");
-  STD_TORCH_CHECK(a.keys.size(3) <= kMostHeadSize && a.values.size(3) <= kMostHeadSize, "heads have at most ",
-                  kMostHeadSize, " elements, not ", a.keys.size(3), " and ", a.values.size(3));
+  NVFP4_CHECK(a.keys.size(3) <= kMostHeadSize && a.values.size(3) <= kMostHeadSize, "heads have at most ",
+              kMostHeadSize, " elements, not ", a.keys.size(3), " and ", a.values.size(3));
   AppendCodes p = {};
   p.dtype = dtype_of(a.keys.scalar_type(), "keys"), p.spec = a.spec;
   p.x[0] = dense_rows(a.keys), p.x[1] = dense_rows(a.values);

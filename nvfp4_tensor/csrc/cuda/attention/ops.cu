@@ -43,8 +43,8 @@ Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_
   Scratch scratch(q);
   p.partial = nullptr;
   const int64_t floats = plan_attend_codes(p);
-  STD_TORCH_CHECK(p.batch <= 65535 && static_cast<int64_t>(p.kv_heads) * p.passes <= 65535,
-                  "more sequences or queries than a grid has places");
+  NVFP4_CHECK(p.batch <= 65535 && static_cast<int64_t>(p.kv_heads) * p.passes <= 65535,
+              "more sequences or queries than a grid has places");
   p.partial = static_cast<float*>(scratch(floats * 4));
   launch_attend_codes(p, current_stream(q));
   check_launched("nvfp4::attend_codes");
@@ -57,8 +57,7 @@ void append_codes(const Tensor& keys, const Tensor& values, int64_t spec, const 
   const OnDeviceOf device(keys, "keys");
   const AppendArguments a(keys, values, spec, key_codes, key_scale, key_factor, value_codes, value_scale, value_factor,
                           starts, rotate);
-  STD_TORCH_CHECK(a.tokens <= a.key_out.capacity, a.tokens, " tokens do not fit into a capacity of ",
-                  a.key_out.capacity);
+  NVFP4_CHECK(a.tokens <= a.key_out.capacity, a.tokens, " tokens do not fit into a capacity of ", a.key_out.capacity);
   const AppendCodes p = append_of(a);
   if (a.tokens == 0 || a.keys.numel() + a.values.numel() == 0) return;
   launch_append_codes(p, current_stream(keys));

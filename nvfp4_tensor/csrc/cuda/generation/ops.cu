@@ -13,7 +13,7 @@ namespace {
 
 Dtype half_dtype_of(const Tensor& x, const char* op, const char* name) {
   const Dtype dtype = dtype_of(x.scalar_type(), name);
-  STD_TORCH_CHECK(dtype != Dtype::kFloat, op, ": ", name, " must be bfloat16 or float16, not ", text_of(x));
+  NVFP4_CHECK(dtype != Dtype::kFloat, op, ": ", name, " must be bfloat16 or float16, not ", text_of(x));
   return dtype;
 }
 
@@ -21,8 +21,8 @@ Dtype half_dtype_of(const Tensor& x, const char* op, const char* name) {
 Tensor vector_of(const Tensor& t, const char* op, const char* name, const Tensor& x, int64_t count, bool& wide) {
   check_beside(t, name, x);
   wide = t.scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK((wide || t.scalar_type() == x.scalar_type()) && t.numel() == count, op, ": ", name, " must be ",
-                  count, " elements of x's dtype or float32, not ", text_of(t));
+  NVFP4_CHECK((wide || t.scalar_type() == x.scalar_type()) && t.numel() == count, op, ": ", name, " must be ", count,
+              " elements of x's dtype or float32, not ", text_of(t));
   return in_order(t);
 }
 
@@ -30,7 +30,7 @@ void check_same(const Tensor& t, const char* op, const char* name, const Tensor&
   check_beside(t, name, x);
   bool same = t.scalar_type() == x.scalar_type() && t.dim() == x.dim();
   for (int64_t i = 0; same && i < x.dim(); ++i) same = t.size(i) == x.size(i);
-  STD_TORCH_CHECK(same, op, ": ", name, " must be as x, ", text_of(x), ", not ", text_of(t));
+  NVFP4_CHECK(same, op, ": ", name, " must be as x, ", text_of(x), ", not ", text_of(t));
 }
 
 std::vector<int64_t> shape_of(const Tensor& x) { return with_last(x, x.size(x.dim() - 1)); }
@@ -51,11 +51,11 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_given, std::optional<Tensor>
   const OnDeviceOf device(x_given);
   NormRows p = {};
   p.dtype = half_dtype_of(x_given, kOp, "x");
-  STD_TORCH_CHECK(x_given.dim() >= 1 && x_given.size(x_given.dim() - 1) <= kMostNormColumns, kOp,
-                  ": x must have rows of at most ", kMostNormColumns, " elements, not ", text_of(x_given));
+  NVFP4_CHECK(x_given.dim() >= 1 && x_given.size(x_given.dim() - 1) <= kMostNormColumns, kOp,
+              ": x must have rows of at most ", kMostNormColumns, " elements, not ", text_of(x_given));
   const Tensor x = in_order(x_given);
   p.columns = static_cast<int>(x.size(x.dim() - 1)), p.rows = leading_rows(x);
-  STD_TORCH_CHECK(p.rows < INT32_MAX, kOp, ": x has more than 2^31 - 1 rows: split it");
+  NVFP4_CHECK(p.rows < INT32_MAX, kOp, ": x has more than 2^31 - 1 rows: split it");
   p.x = x.const_data_ptr();
   Tensor added, w, first;  // live as long as p
   if (residual)
@@ -86,14 +86,14 @@ Tensor gated(const Tensor& given, int64_t activation, double limit, double alpha
   Gated p = {};
   p.dtype = half_dtype_of(given, kOp, "gate_up");
   const int64_t kinds = static_cast<int64_t>(Activation::kCount);
-  STD_TORCH_CHECK(activation >= 0 && activation < kinds, kOp, ": activation must be from 0 to ", kinds - 1, ", not ",
-                  activation);
-  STD_TORCH_CHECK(given.dim() >= 1 && given.size(given.dim() - 1) % 2 == 0, kOp,
-                  ": gate_up must have an even number of columns, not ", text_of(given));
+  NVFP4_CHECK(activation >= 0 && activation < kinds, kOp, ": activation must be from 0 to ", kinds - 1, ", not ",
+              activation);
+  NVFP4_CHECK(given.dim() >= 1 && given.size(given.dim() - 1) % 2 == 0, kOp,
+              ": gate_up must have an even number of columns, not ", text_of(given));
   const Tensor gate_up = in_order(given);
   const int64_t columns = gate_up.size(gate_up.dim() - 1) / 2;
   p.rows = leading_rows(gate_up), p.columns = static_cast<int>(columns);
-  STD_TORCH_CHECK(p.rows < INT32_MAX && columns < (1 << 23), kOp, ": gate_up is too large: split it");
+  NVFP4_CHECK(p.rows < INT32_MAX && columns < (1 << 23), kOp, ": gate_up is too large: split it");
   p.activation = static_cast<Activation>(activation);
   p.limit = static_cast<float>(limit), p.alpha = static_cast<float>(alpha), p.interleaved = interleaved;
   Tensor out = empty(with_last(gate_up, columns), gate_up.scalar_type(), gate_up);
@@ -116,24 +116,23 @@ void place_cache(Attend& p, const Tensor& qkv, const Tensor& keys, const Tensor&
   };
   check_beside(keys, "keys", qkv, "qkv");
   check_beside(values, "values", qkv, "qkv");
-  STD_TORCH_CHECK(fits(keys) && fits(values), kAttend,
-                  ": keys and values must be (B, kv_heads, length, dim), of qkv's ",
-                  "dtype, contiguous and aligned to 16 bytes, not ", text_of(keys), " and ", text_of(values));
+  NVFP4_CHECK(fits(keys) && fits(values), kAttend, ": keys and values must be (B, kv_heads, length, dim), of qkv's ",
+              "dtype, contiguous and aligned to 16 bytes, not ", text_of(keys), " and ", text_of(values));
   for (int64_t i = 0; i < 4; ++i) {
-    STD_TORCH_CHECK(keys.size(i) == values.size(i) && keys.size(i) > 0 && keys.size(i) < (1 << 30), kAttend,
-                    ": keys and values must be of one shape, not ", text_of(keys), " and ", text_of(values));
+    NVFP4_CHECK(keys.size(i) == values.size(i) && keys.size(i) > 0 && keys.size(i) < (1 << 30), kAttend,
+                ": keys and values must be of one shape, not ", text_of(keys), " and ", text_of(values));
   }
   p.batch = static_cast<int>(keys.size(0)), p.kv_heads = static_cast<int>(keys.size(1));
   p.length = static_cast<int>(keys.size(2)), p.dim = static_cast<int>(keys.size(3));
-  STD_TORCH_CHECK(p.dim % 8 == 0 && p.dim <= kMostHeadDim, kAttend, ": the dimension of a head must be a ",
-                  "multiple of 8 up to ", kMostHeadDim, ", not ", p.dim);
-  STD_TORCH_CHECK(heads > 0 && heads < (1 << 16) && heads % p.kv_heads == 0, kAttend, ": heads must be a multiple of ",
-                  "the cache's ", p.kv_heads, ", not ", heads);
-  STD_TORCH_CHECK(p.batch <= 65535 && heads <= 65535, kAttend, ": more rows or heads than a grid has places");
+  NVFP4_CHECK(p.dim % 8 == 0 && p.dim <= kMostHeadDim, kAttend, ": the dimension of a head must be a ",
+              "multiple of 8 up to ", kMostHeadDim, ", not ", p.dim);
+  NVFP4_CHECK(heads > 0 && heads < (1 << 16) && heads % p.kv_heads == 0, kAttend, ": heads must be a multiple of ",
+              "the cache's ", p.kv_heads, ", not ", heads);
+  NVFP4_CHECK(p.batch <= 65535 && heads <= 65535, kAttend, ": more rows or heads than a grid has places");
   p.heads = static_cast<int>(heads);
   const int64_t width = (heads + 2 * static_cast<int64_t>(p.kv_heads)) * p.dim;
-  STD_TORCH_CHECK(qkv.dim() == 2 && qkv.size(0) == p.batch && qkv.size(1) == width, kAttend, ": qkv must be (", p.batch,
-                  ", ", width, ") for ", heads, " heads and this cache, not ", text_of(qkv));
+  NVFP4_CHECK(qkv.dim() == 2 && qkv.size(0) == p.batch && qkv.size(1) == width, kAttend, ": qkv must be (", p.batch,
+              ", ", width, ") for ", heads, " heads and this cache, not ", text_of(qkv));
   p.keys = keys.mutable_data_ptr(), p.values = values.mutable_data_ptr();
 }
 
@@ -145,8 +144,8 @@ Tensor place_norm(const Tensor& weight, const char* name, const Tensor& qkv, int
 
 Tensor place_angles(Attend& p, const Tensor& t, const char* name, const Tensor& qkv) {
   const int64_t rotary = t.dim() ? t.size(t.dim() - 1) : 0, rows = rotary ? t.numel() / rotary : 0;
-  STD_TORCH_CHECK(rotary > 0 && rotary % 2 == 0 && rotary <= p.dim && (rows == 1 || rows == p.batch), kAttend, ": ",
-                  name, " must be (1 or ", p.batch, ", rotary), rotary even and at most ", p.dim, ", not ", text_of(t));
+  NVFP4_CHECK(rotary > 0 && rotary % 2 == 0 && rotary <= p.dim && (rows == 1 || rows == p.batch), kAttend, ": ", name,
+              " must be (1 or ", p.batch, ", rotary), rotary even and at most ", p.dim, ", not ", text_of(t));
   const Tensor held = vector_of(t, kAttend, name, qkv, t.numel(), p.wide_angles);
   p.rotary = static_cast<int>(rotary);
   p.angle_step = rows > 1 ? p.rotary : 0;
@@ -175,23 +174,23 @@ Attend placed(Held& held, const Tensor& qkv_given, const std::optional<Tensor>& 
   if (k_norm) {
     held.k_weight = place_norm(*k_norm, "k_norm", qkv, p.kv_heads, p.dim, wide_k, p.k_joint);
     p.k_norm = held.k_weight.const_data_ptr();
-    STD_TORCH_CHECK(!q_norm || wide_k == p.wide_norms, kAttend, ": q_norm and k_norm must be of one dtype");
+    NVFP4_CHECK(!q_norm || wide_k == p.wide_norms, kAttend, ": q_norm and k_norm must be of one dtype");
     p.wide_norms = wide_k;
   }
-  STD_TORCH_CHECK(cos.has_value() == sin.has_value(), kAttend, ": give cos and sin, or neither");
+  NVFP4_CHECK(cos.has_value() == sin.has_value(), kAttend, ": give cos and sin, or neither");
   if (cos) {
     held.sines = place_angles(p, *sin, "sin", qkv);
     wide_sine = p.wide_angles;
     const int rotary = p.rotary, step = p.angle_step;
     held.cosines = place_angles(p, *cos, "cos", qkv);
-    STD_TORCH_CHECK(wide_sine == p.wide_angles && rotary == p.rotary && step == p.angle_step, kAttend,
-                    ": cos and sin must be of one shape and dtype");
+    NVFP4_CHECK(wide_sine == p.wide_angles && rotary == p.rotary && step == p.angle_step, kAttend,
+                ": cos and sin must be of one shape and dtype");
     p.cos = held.cosines.const_data_ptr(), p.sin = held.sines.const_data_ptr();
   }
   check_beside(position_given, "position", qkv, "qkv");
-  STD_TORCH_CHECK(position_given.scalar_type() == ScalarType::Long &&
-                      (position_given.numel() == 1 || position_given.numel() == p.batch),
-                  kAttend, ": position must be int64, one or one per row, not ", text_of(position_given));
+  NVFP4_CHECK(position_given.scalar_type() == ScalarType::Long &&
+                  (position_given.numel() == 1 || position_given.numel() == p.batch),
+              kAttend, ": position must be int64, one or one per row, not ", text_of(position_given));
   held.position = in_order(position_given);
   p.position = static_cast<const int64_t*>(held.position.const_data_ptr());
   p.position_step = held.position.numel() > 1;
@@ -209,7 +208,7 @@ Tensor attend_one(const Tensor& qkv, std::optional<Tensor> q_norm, std::optional
                     heads);
   Tensor sink;
   if (sinks) sink = vector_of(*sinks, kAttend, "sinks", qkv, heads, p.wide_sinks), p.sinks = sink.const_data_ptr();
-  STD_TORCH_CHECK(window >= 0 && window < INT32_MAX, kAttend, ": window must not be negative, not ", window);
+  NVFP4_CHECK(window >= 0 && window < INT32_MAX, kAttend, ": window must not be negative, not ", window);
   p.window = static_cast<int>(window);
   p.scaling = static_cast<float>(scaling), p.softcap = static_cast<float>(softcap);
   Tensor out = empty({p.batch, heads * p.dim}, qkv.scalar_type(), qkv);
@@ -231,7 +230,7 @@ Tensor place_one(const Tensor& qkv, std::optional<Tensor> q_norm, std::optional<
   Held held;
   PlaceOne p = {};
   p.of = placed(held, qkv, q_norm, k_norm, eps, offset, round_before_weight, cos, sin, keys, values, position, heads);
-  STD_TORCH_CHECK(p.of.length > 1, "nvfp4::place_one: a ring has at least 2 slots, not ", p.of.length);
+  NVFP4_CHECK(p.of.length > 1, "nvfp4::place_one: a ring has at least 2 slots, not ", p.of.length);
   const AppendArguments a(keys, values, spec, key_codes, key_scale, key_factor, value_codes, value_scale, value_factor,
                           starts, rotate);
   p.append = attention::append_of(a);

@@ -18,7 +18,7 @@ namespace nvfp4 {
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& t, const char* name = "x") {
-    STD_TORCH_CHECK(t.is_cuda(), name, " is on the CPU and another argument on CUDA: move one to the other's device");
+    NVFP4_CHECK(t.is_cuda(), name, " is on the CPU and another argument on CUDA: move one to the other's device");
     int current = -1;
     cudaGetDevice(&current);
     if (current != t.get_device_index()) guard_.emplace(t.get_device_index());
@@ -36,17 +36,17 @@ inline cudaStream_t current_stream(const Tensor& on) {
 
 inline void check_launched(const char* op) {
   const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error != cudaErrorNoKernelImageForDevice, op,
-                  ": the library was built for other GPUs; with "
-                  "NVFP4_TENSOR_NATIVE=0 in the environment plain torch serves this one");
-  STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
+  NVFP4_CHECK(error != cudaErrorNoKernelImageForDevice, op,
+              ": the library was built for other GPUs; with "
+              "NVFP4_TENSOR_NATIVE=0 in the environment plain torch serves this one");
+  NVFP4_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 }
 
 // The kernels count rows and columns in 32 bits.
 struct CudaRows : Rows {
   explicit CudaRows(const Tensor& x) : Rows(x) {
-    STD_TORCH_CHECK(matrix.rows < INT32_MAX && matrix.columns < INT32_MAX,
-                    "x has more than 2^31 - 1 rows or columns: split it");
+    NVFP4_CHECK(matrix.rows < INT32_MAX && matrix.columns < INT32_MAX,
+                "x has more than 2^31 - 1 rows or columns: split it");
   }
 };
 

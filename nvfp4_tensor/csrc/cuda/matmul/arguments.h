@@ -19,11 +19,10 @@ namespace nvfp4 {
 inline Tensor set_bias(Problem& p, Tensor bias, const Tensor& x, const std::vector<int64_t>& shape) {
   const int64_t dims = static_cast<int64_t>(shape.size()), missing = dims - bias.dim();
   check_beside(bias, "bias", x);
-  STD_TORCH_CHECK(missing >= 0, "nvfp4::matmul: bias has more dimensions than the product");
+  NVFP4_CHECK(missing >= 0, "nvfp4::matmul: bias has more dimensions than the product");
   for (int64_t i = 0; i < bias.dim(); ++i) {
-    STD_TORCH_CHECK(bias.size(i) == 1 || bias.size(i) == shape[missing + i], "nvfp4::matmul: bias of size ",
-                    bias.size(i), " in dimension ", missing + i, " does not broadcast to a product of size ",
-                    shape[missing + i]);
+    NVFP4_CHECK(bias.size(i) == 1 || bias.size(i) == shape[missing + i], "nvfp4::matmul: bias of size ", bias.size(i),
+                " in dimension ", missing + i, " does not broadcast to a product of size ", shape[missing + i]);
   }
   std::vector<int64_t> steps(dims, 0);
   auto read_steps = [&] {
@@ -50,8 +49,7 @@ inline Tensor set_bias(Problem& p, Tensor bias, const Tensor& x, const std::vect
 inline Problem sized_problem(const std::vector<int64_t>& shape, int64_t inner, bool batched) {
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
-  STD_TORCH_CHECK(rows < INT32_MAX && shape.back() < INT32_MAX && inner < INT32_MAX,
-                  "nvfp4::matmul: a size beyond 2^31");
+  NVFP4_CHECK(rows < INT32_MAX && shape.back() < INT32_MAX && inner < INT32_MAX, "nvfp4::matmul: a size beyond 2^31");
   Problem p = {};
   p.experts = batched ? static_cast<int>(shape[0]) : 1;
   p.M = static_cast<int>(batched ? shape[1] : rows);
@@ -67,10 +65,10 @@ inline void check_weight(const Problem& p, const Tensor& x, const Tensor& qdata,
   check_beside(qdata, "qdata", x);
   check_beside(per_tensor_scale, "per_tensor_scale", x);
   const int64_t rows = check_coded(qdata, scale, columns).rows, factors = per_tensor_scale.numel();
-  STD_TORCH_CHECK(rows < INT32_MAX, "nvfp4::matmul: more than 2^31 - 1 rows of weights");
-  STD_TORCH_CHECK(factors == 1 || factors == p.experts || factors == rows,
-                  "nvfp4::matmul takes per_tensor_scale 0-d, (E, 1) or one per row of w, not ", factors, " for ", rows,
-                  " rows");
+  NVFP4_CHECK(rows < INT32_MAX, "nvfp4::matmul: more than 2^31 - 1 rows of weights");
+  NVFP4_CHECK(factors == 1 || factors == p.experts || factors == rows,
+              "nvfp4::matmul takes per_tensor_scale 0-d, (E, 1) or one per row of w, not ", factors, " for ", rows,
+              " rows");
 }
 
 // x as the kernels take it: rows at any distance, their elements together.
@@ -109,8 +107,8 @@ inline const std::optional<Forced>& forced_kernel() {
     const char* name = std::getenv("NVFP4_TENSOR_FORCE_KERNEL");
     if (!name || !*name) return std::optional<Forced>();
     const std::optional<Forced> found = forced_of(name);
-    STD_TORCH_CHECK(found, "NVFP4_TENSOR_FORCE_KERNEL=", name, ": no such kernel. There are few_rows, decoded, and ",
-                    "those that NVFP4_TENSOR_PRINT_PLANS=1 prints, as in ", name_of(costs::kManyRowsKernels[0]));
+    NVFP4_CHECK(found, "NVFP4_TENSOR_FORCE_KERNEL=", name, ": no such kernel. There are few_rows, decoded, and ",
+                "those that NVFP4_TENSOR_PRINT_PLANS=1 prints, as in ", name_of(costs::kManyRowsKernels[0]));
     return found;
   }();
   return forced;
@@ -123,7 +121,7 @@ inline Choice choose_kernel(const Problem& p) {
   Choice choice;
   if (const std::optional<Forced>& forced = forced_kernel()) {
     const std::optional<Choice> made = choose_forced(*forced, size, fits, machine.multiprocessors);
-    STD_TORCH_CHECK(made, "nvfp4::matmul: the kernel of NVFP4_TENSOR_FORCE_KERNEL does not take this product");
+    NVFP4_CHECK(made, "nvfp4::matmul: the kernel of NVFP4_TENSOR_FORCE_KERNEL does not take this product");
     choice = *made;
   } else {
     choice = choose(size, fits, machine.multiprocessors, [&] { return fits_matmul_dense(p, Sum::kAlongRowsOfW); });

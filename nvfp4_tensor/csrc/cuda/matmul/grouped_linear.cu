@@ -29,19 +29,19 @@ void launch(const Problem& p, const Tensor& x, cudaStream_t stream) {
 Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scale, const Tensor& qdata,
                       const Tensor& scale, const Tensor& per_tensor_scale, const Tensor& offs_given,
                       ScalarType out_dtype) {
-  STD_TORCH_CHECK(x_given.dim() == 2 && qdata.dim() == 3 && offs_given.dim() == 1 &&
-                      offs_given.size(0) == qdata.size(0) && offs_given.scalar_type() == ScalarType::Int,
-                  "nvfp4::grouped_linear takes x (M, K), qdata (E, N, K/2) and offs (E,), int32");
+  NVFP4_CHECK(x_given.dim() == 2 && qdata.dim() == 3 && offs_given.dim() == 1 && offs_given.size(0) == qdata.size(0) &&
+                  offs_given.scalar_type() == ScalarType::Int,
+              "nvfp4::grouped_linear takes x (M, K), qdata (E, N, K/2) and offs (E,), int32");
   const OnDeviceOf guard(x_given);
   const cudaStream_t stream = current_stream(x_given);
   const CudaRows x(x_given);
-  STD_TORCH_CHECK(x.matrix.dtype != Dtype::kFloat, "nvfp4::grouped_linear takes x in bfloat16 or float16: cast it");
+  NVFP4_CHECK(x.matrix.dtype != Dtype::kFloat, "nvfp4::grouped_linear takes x in bfloat16 or float16: cast it");
   const int64_t experts = qdata.size(0), outer = qdata.size(1), half = qdata.size(2), inner = x.matrix.columns;
   check_beside(qdata, "qdata", x_given);
   check_beside(per_tensor_scale, "per_tensor_scale", x_given);
   check_beside(offs_given, "offs", x_given);
   check_coded(qdata, scale, inner);
-  STD_TORCH_CHECK(experts * outer < INT32_MAX, "nvfp4::grouped_linear: more than 2^31 - 1 rows of weights");
+  NVFP4_CHECK(experts * outer < INT32_MAX, "nvfp4::grouped_linear: more than 2^31 - 1 rows of weights");
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale), offs = in_order(offs_given);
   const Tensor factors = contiguous_as(per_tensor_scale, ScalarType::Float);
   Tensor y = empty({x.matrix.rows, outer}, out_dtype, x_given);
@@ -68,10 +68,10 @@ Tensor grouped_linear(const Tensor& x_given, const std::optional<Tensor>& x_scal
   }
   p.w_scale = static_cast<const float*>(factors.const_data_ptr());
   const bool one_a_row = factors.dim() == 1;  // else (E, 1), or one for all
-  STD_TORCH_CHECK(factors.numel() == (one_a_row            ? experts * outer
-                                      : factors.dim() == 2 ? experts
-                                                           : 1),
-                  "nvfp4::grouped_linear takes per_tensor_scale 0-d, (E, 1) or (E * N,)");
+  NVFP4_CHECK(factors.numel() == (one_a_row            ? experts * outer
+                                  : factors.dim() == 2 ? experts
+                                                       : 1),
+              "nvfp4::grouped_linear takes per_tensor_scale 0-d, (E, 1) or (E * N,)");
   p.w_scale_step = one_a_row;
   p.w_scale_expert = one_a_row ? static_cast<int>(outer) : factors.dim() == 2;
   p.y = y.mutable_data_ptr();

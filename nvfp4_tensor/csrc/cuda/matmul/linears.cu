@@ -38,13 +38,13 @@ struct Weights {
     return biases.empty() || biases[i].numel() == 0 ? std::nullopt : std::optional<Tensor>(biases[i]);
   }
   void check() const {
-    STD_TORCH_CHECK(count() > 0 && scales.size() == count() && per_tensor_scales.size() == count() &&
-                        (biases.empty() || biases.size() == count()),
-                    op, " takes as many scales and per_tensor_scales as qdata, and as many biases or none");
+    NVFP4_CHECK(count() > 0 && scales.size() == count() && per_tensor_scales.size() == count() &&
+                    (biases.empty() || biases.size() == count()),
+                op, " takes as many scales and per_tensor_scales as qdata, and as many biases or none");
     for (size_t i = 0; i < count(); ++i) {
-      STD_TORCH_CHECK(qdata[i].dim() == 2, op, " takes qdata (N, K/2), not ", text_of(qdata[i]));
-      STD_TORCH_CHECK(!bias(i) || bias(i)->numel() == rows(i), op, ": a bias must be ", rows(i),
-                      " elements or none, not ", text_of(biases[i]));
+      NVFP4_CHECK(qdata[i].dim() == 2, op, " takes qdata (N, K/2), not ", text_of(qdata[i]));
+      NVFP4_CHECK(!bias(i) || bias(i)->numel() == rows(i), op, ": a bias must be ", rows(i), " elements or none, not ",
+                  text_of(biases[i]));
     }
   }
 };
@@ -150,7 +150,7 @@ Tensor linears(const Tensor& x, std::vector<Tensor> qdata, std::vector<Tensor> s
                std::vector<Tensor> per_tensor_scales, std::vector<Tensor> biases, bool constant) {
   const Weights w = {"nvfp4::linears", qdata, scales, per_tensor_scales, biases};
   w.check();
-  STD_TORCH_CHECK(x.dim() >= 1, "nvfp4::linears: x must have at least one dimension");
+  NVFP4_CHECK(x.dim() >= 1, "nvfp4::linears: x must have at least one dimension");
   const OnDeviceOf device(x);
   return all_products(x, w, constant);
 }
@@ -167,14 +167,14 @@ std::tuple<Tensor, Tensor> norm_linears(const Tensor& x, std::optional<Tensor> r
                                         bool constant) {
   const Weights w = {"nvfp4::norm_linears", qdata, scales, per_tensor_scales, biases};
   w.check();
-  STD_TORCH_CHECK(x.dim() >= 1, w.op, ": x must have at least one dimension");
-  STD_TORCH_CHECK(norm || (!residual && !first_norm && multiplier == 1.0), w.op,
-                  ": residual, first_norm and multiplier need a norm; nvfp4::rms_norm adds without one");
+  NVFP4_CHECK(x.dim() >= 1, w.op, ": x must have at least one dimension");
+  NVFP4_CHECK(norm || (!residual && !first_norm && multiplier == 1.0), w.op,
+              ": residual, first_norm and multiplier need a norm; nvfp4::rms_norm adds without one");
   const bool gated = activation >= 0;
-  STD_TORCH_CHECK(activation < static_cast<int64_t>(step::Activation::kCount), w.op, ": activation must be below ",
-                  static_cast<int64_t>(step::Activation::kCount), ", or -1 for none, not ", activation);
-  STD_TORCH_CHECK(!gated || (w.count() == 2 && w.rows(0) == w.rows(1)), w.op,
-                  ": an activation needs two weights, gate and up, of one shape");
+  NVFP4_CHECK(activation < static_cast<int64_t>(step::Activation::kCount), w.op, ": activation must be below ",
+              static_cast<int64_t>(step::Activation::kCount), ", or -1 for none, not ", activation);
+  NVFP4_CHECK(!gated || (w.count() == 2 && w.rows(0) == w.rows(1)), w.op,
+              ": an activation needs two weights, gate and up, of one shape");
   const OnDeviceOf device(x);
   const cudaStream_t stream = current_stream(x);
   Tensor y = x, sum = empty({0}, x.scalar_type(), x), residual_rows, norm_weight;

@@ -35,8 +35,8 @@ Tensor float_product(const Tensor& a, const Tensor& b) {
 
 // The shape of x (..., K) w^T.
 std::vector<int64_t> product_shape(const Tensor& x, int64_t inner, int64_t outer) {
-  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == inner, "nvfp4::matmul: x has ", x.size(x.dim() - 1),
-                  " columns where the weight has ", inner);
+  NVFP4_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == inner, "nvfp4::matmul: x has ", x.size(x.dim() - 1),
+              " columns where the weight has ", inner);
   return with_last(x, outer);
 }
 
@@ -161,17 +161,17 @@ void decoded_product(Problem p, const Tensor& x, const Tensor& qdata, const Tens
 Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor& qdata, const Tensor& scale,
               const Tensor& per_tensor_scale, std::optional<Tensor> bias, int64_t columns, bool transposed,
               ScalarType out_dtype) {
-  STD_TORCH_CHECK(qdata.dim() == 2 || qdata.dim() == 3, "nvfp4::matmul takes qdata (N, K/2) or (E, N, K/2)");
+  NVFP4_CHECK(qdata.dim() == 2 || qdata.dim() == 3, "nvfp4::matmul takes qdata (N, K/2) or (E, N, K/2)");
   const bool batched = qdata.dim() == 3;
-  STD_TORCH_CHECK(!batched || x_given.dim() == 3, "nvfp4::matmul takes x (E, M, K) for a batch of weights");
+  NVFP4_CHECK(!batched || x_given.dim() == 3, "nvfp4::matmul takes x (E, M, K) for a batch of weights");
   const OnDeviceOf device(x_given);
   const cudaStream_t stream = current_stream(x_given);
   const int64_t weight_rows = qdata.size(qdata.dim() - 2);
   const int64_t inner = transposed ? weight_rows : columns, outer = transposed ? columns : weight_rows;
   const std::vector<int64_t> shape = product_shape(x_given, inner, outer);
   Problem p = sized_problem(shape, inner, batched);
-  STD_TORCH_CHECK(!batched || shape[0] == qdata.size(0), "nvfp4::matmul: ", shape[0], " matrices of x for ",
-                  qdata.size(0), " weights");
+  NVFP4_CHECK(!batched || shape[0] == qdata.size(0), "nvfp4::matmul: ", shape[0], " matrices of x for ", qdata.size(0),
+              " weights");
   check_weight(p, x_given, qdata, scale, per_tensor_scale, columns);
   Tensor y = empty(shape, out_dtype, x_given);
   if (y.numel() == 0) return y;

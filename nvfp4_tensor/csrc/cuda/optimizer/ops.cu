@@ -23,7 +23,7 @@ void adamw_step_codes(const Tensor& qdata, const Tensor& scale, const Tensor& pe
   const OnDeviceOf guard(qdata, "qdata");
   optimizer::Step step(grad, grad, r, r_scale, v, v_exponent, hyper, rng_state, row0);
   AdamwStep& a = step.arguments;
-  STD_TORCH_CHECK(a.rows < INT32_MAX && a.blocks < INT32_MAX, "the weight has more than 2^31 - 1 rows or blocks");
+  NVFP4_CHECK(a.rows < INT32_MAX && a.blocks < INT32_MAX, "the weight has more than 2^31 - 1 rows or blocks");
   const optimizer::CodedWeight w(qdata, scale, per_tensor_scale, a.columns, grad);
   a.weight = w.qdata, a.scale = w.scale, a.per_tensor_scale = w.per_tensor_scale;
   launch_adamw(a, current_stream(qdata));

@@ -17,8 +17,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fp8_operands(const Tensor& x, const T
   const CudaRows rows(x);
   check_beside(qdata, "qdata", x);
   const CodedShape shape = check_coded(qdata, scale, rows.matrix.columns);
-  STD_TORCH_CHECK(shape.rows < INT32_MAX / 2 && rows.matrix.rows < INT32_MAX / 2,
-                  "x or qdata has more than 2^30 - 1 rows: split it");
+  NVFP4_CHECK(shape.rows < INT32_MAX / 2 && rows.matrix.rows < INT32_MAX / 2,
+              "x or qdata has more than 2^30 - 1 rows: split it");
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   const Tensor factors = factors_of(per_tensor_scale, "per_tensor_scale", shape.rows, x);
   Quantized w{};

@@ -98,8 +98,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_op(const Tensor& x, std::optional<Te
 constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack()
 
 QuantizeSpec row_spec_of(int64_t bits) {  // without that bit
-  STD_TORCH_CHECK(QuantizeSpec::is_packed(bits & ~kRowScaledBit),
-                  "spec is what QuantizeSpec.pack() gives, and that is never ", bits);
+  NVFP4_CHECK(QuantizeSpec::is_packed(bits & ~kRowScaledBit),
+              "spec is what QuantizeSpec.pack() gives, and that is never ", bits);
   return QuantizeSpec::unpack(bits & ~kRowScaledBit);
 }
 
@@ -115,11 +115,11 @@ struct RowQuantization {
                   int64_t random_stream)
       : factors(empty({m.rows}, ScalarType::Float, x)) {
     how.spec = row_spec_of(spec);
-    STD_TORCH_CHECK(how.spec.block_rows == 1 && !how.spec.is_eden(), "rows are scaled in 1x16 blocks, without EDEN");
+    NVFP4_CHECK(how.spec.block_rows == 1 && !how.spec.is_eden(), "rows are scaled in 1x16 blocks, without EDEN");
     if (given.has_value()) {
       check_beside(*given, "amax", x);
-      STD_TORCH_CHECK(given->dim() == 1 && given->size(0) == m.rows && given->scalar_type() == ScalarType::Float,
-                      "amax is float32 (", m.rows, ",), one per row, not ", text_of(*given));
+      NVFP4_CHECK(given->dim() == 1 && given->size(0) == m.rows && given->scalar_type() == ScalarType::Float,
+                  "amax is float32 (", m.rows, ",), one per row, not ", text_of(*given));
       amax = in_order(*given);
       how.amax = static_cast<const float*>(amax->const_data_ptr());
     }
@@ -133,7 +133,7 @@ struct RowQuantization {
 std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<Tensor> amax,
                                                  std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
                                                  int64_t col0, int64_t full_width, int64_t random_stream) {
-  STD_TORCH_CHECK(spec & kRowScaledBit, "quantize_rows takes a spec with row_scaled=True");
+  NVFP4_CHECK(spec & kRowScaledBit, "quantize_rows takes a spec with row_scaled=True");
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   const CudaRows rows(x);
@@ -172,8 +172,7 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
   }
   const OnDeviceOf guard(qdata, "qdata");
   const CodedShape shape = check_coded(qdata, scale, columns);
-  STD_TORCH_CHECK(shape.rows < INT32_MAX && columns < INT32_MAX,
-                  "qdata has more than 2^31 - 1 rows or columns: split it");
+  NVFP4_CHECK(shape.rows < INT32_MAX && columns < INT32_MAX, "qdata has more than 2^31 - 1 rows or columns: split it");
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   Quantized in{};
   in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());
@@ -194,11 +193,11 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<
 namespace {
 
 std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& scale) {
-  STD_TORCH_CHECK(qdata.dim() == 2, "transpose_codes takes the codes of a matrix");
+  NVFP4_CHECK(qdata.dim() == 2, "transpose_codes takes the codes of a matrix");
   const OnDeviceOf guard(qdata, "qdata");
   const CodedShape shape = check_coded(qdata, scale, qdata.size(1) * 2);
-  STD_TORCH_CHECK(shape.rows < INT32_MAX - kBlock && shape.blocks * kBlock < INT32_MAX,
-                  "qdata has more than 2^31 - 1 rows or columns: split it");
+  NVFP4_CHECK(shape.rows < INT32_MAX - kBlock && shape.blocks * kBlock < INT32_MAX,
+              "qdata has more than 2^31 - 1 rows or columns: split it");
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   Quantized in{};
   in.qdata = static_cast<const uint8_t*>(codes.const_data_ptr());

@@ -22,7 +22,7 @@ bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b,
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
     int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
-  STD_TORCH_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
+  NVFP4_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
   check_transposed_offset(row0, full_rows);
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
@@ -59,7 +59,7 @@ struct AmaxPair {
   AmaxPair(const Tensor& x, const std::optional<Tensor>& given, const std::optional<Tensor>& given_t,
            const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, int64_t row0, int64_t col0,
            const Matrix* by_parts = nullptr) {
-    STD_TORCH_CHECK(given.has_value() == given_t.has_value(), "amax and amax_t are given together, or neither is");
+    NVFP4_CHECK(given.has_value() == given_t.has_value(), "amax and amax_t are given together, or neither is");
     const int sign = spec_of(spec_t).hadamard_sign;
     if (!given.has_value() && by_parts && sign >= 0) {
       const Maxima maxima = launch_maxima_of_pair(*by_parts, sign, std::ref(parts), current_stream(x));
@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
     const Tensor& x, const std::optional<Tensor>& given, const std::optional<Tensor>& given_t,
     const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0,
     int64_t full_rows, int64_t full_width, int64_t stream_t, bool back = false) {
-  STD_TORCH_CHECK(x.dim() == 2, "quantize_pair_values takes a matrix");
+  NVFP4_CHECK(x.dim() == 2, "quantize_pair_values takes a matrix");
   check_transposed_offset(row0, full_rows);
   const OnDeviceOf guard(x);
   const CudaRows rows(x);

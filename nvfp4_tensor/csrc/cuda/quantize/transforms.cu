@@ -45,7 +45,7 @@ Tensor transposed(const Tensor& x, const Matrix& m, int sign) {
 namespace {
 
 std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
-  STD_TORCH_CHECK(x.dim() == 2, "amax_pair takes a matrix");
+  NVFP4_CHECK(x.dim() == 2, "amax_pair takes a matrix");
   const OnDeviceOf guard(x);
   const cudaStream_t stream = current_stream(x);
   const int sign = hadamard_sign_of(hadamard_sign);
@@ -70,8 +70,8 @@ const QuantizeSpec kEden = QuantizeSpec::unpack(1 << 12);
 
 // The number of the first column's rotation.
 int64_t first_group(int64_t col0) {
-  STD_TORCH_CHECK(col0 >= 0 && col0 % kRotation == 0, "col0 must be a multiple of ", kRotation,
-                  ", where a rotation begins, not ", col0);
+  NVFP4_CHECK(col0 >= 0 && col0 % kRotation == 0, "col0 must be a multiple of ", kRotation,
+              ", where a rotation begins, not ", col0);
   return col0 / kRotation;
 }
 
@@ -79,8 +79,8 @@ Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t co
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  STD_TORCH_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
-                  " columns, not ", m.columns);
+  NVFP4_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
+              " columns, not ", m.columns);
   const int64_t group = first_group(col0);
   const int64_t* state = rng_state_of(rng_state, kEden, x);
   Tensor out = empty(with_last(x, ceil_div(m.columns, kRotation) * kRotation), ScalarType::Float, x);
@@ -108,9 +108,9 @@ Tensor rotate_back(const Tensor& x, const Tensor& rng_state, int64_t columns, in
   CudaRows rows(x);
   if (!rows.matrix.whole_blocks()) rows = CudaRows(torch::stable::clone(x));
   const Matrix& m = rows.matrix;
-  STD_TORCH_CHECK(m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation, " columns, not ",
-                  m.columns);
-  STD_TORCH_CHECK(columns >= 0 && columns <= m.columns, "columns is at most the ", m.columns, " of x, not ", columns);
+  NVFP4_CHECK(m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation, " columns, not ",
+              m.columns);
+  NVFP4_CHECK(columns >= 0 && columns <= m.columns, "columns is at most the ", m.columns, " of x, not ", columns);
   const int64_t group = first_group(col0);
   const int64_t* state = rng_state_of(rng_state, kEden, x);
   Tensor out = empty(with_last(x, columns), ScalarType::BFloat16, x);
@@ -127,7 +127,7 @@ Tensor own_amax(const Tensor& x, const QuantizeSpec& spec, const std::optional<T
 
 std::tuple<Tensor, Tensor> amax_pair_by_spec(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
                                              int64_t spec_t, int64_t row0, int64_t col0) {
-  STD_TORCH_CHECK(x.dim() == 2, "amax_pair_by_spec takes a matrix");
+  NVFP4_CHECK(x.dim() == 2, "amax_pair_by_spec takes a matrix");
   const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
   if (!of_rows.is_eden() && !of_columns.is_eden() && of_rows.hadamard_sign < 0) {
     return amax_pair(x, of_columns.hadamard_sign);

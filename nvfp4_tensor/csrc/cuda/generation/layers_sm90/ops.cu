@@ -274,17 +274,16 @@ Tensor decode_layers(const Tensor& x, const Tensor& plan, const Tensors& norms, 
                      double scaling, int64_t spec, bool rotated) {
   const OnDeviceOf device(x);
   const Sizes z = sizes_of({norms, qdata, scales, per_tensor_scales, biases, head_norms, keys, values, codes, front});
-  STD_TORCH_CHECK(z.layers > 0, "nvfp4::decode_layers: the kernel does not take this model");
+  NVFP4_CHECK(z.layers > 0, "nvfp4::decode_layers: the kernel does not take this model");
   const Grid grid(z);
   const Parts parts(z, grid.splits);
-  STD_TORCH_CHECK(plan.numel() == parts.end && plan.scalar_type() == ScalarType::Byte,
-                  "nvfp4::decode_layers: plan is not decode_layers_plan's for these tensors");
-  STD_TORCH_CHECK(is_bf16(x) && x.numel() == z.columns, "nvfp4::decode_layers takes x (1, ", z.columns,
-                  ") in bfloat16");
-  STD_TORCH_CHECK(is_bf16(cos) && is_bf16(sin) && cos.numel() == z.dim && sin.numel() == z.dim,
-                  "nvfp4::decode_layers takes cos and sin (", z.dim, ",) in bfloat16");
-  STD_TORCH_CHECK(position.is_cuda() && position.scalar_type() == ScalarType::Long && position.numel() == 1,
-                  "nvfp4::decode_layers takes position (1,) in int64 on the GPU");
+  NVFP4_CHECK(plan.numel() == parts.end && plan.scalar_type() == ScalarType::Byte,
+              "nvfp4::decode_layers: plan is not decode_layers_plan's for these tensors");
+  NVFP4_CHECK(is_bf16(x) && x.numel() == z.columns, "nvfp4::decode_layers takes x (1, ", z.columns, ") in bfloat16");
+  NVFP4_CHECK(is_bf16(cos) && is_bf16(sin) && cos.numel() == z.dim && sin.numel() == z.dim,
+              "nvfp4::decode_layers takes cos and sin (", z.dim, ",) in bfloat16");
+  NVFP4_CHECK(position.is_cuda() && position.scalar_type() == ScalarType::Long && position.numel() == 1,
+              "nvfp4::decode_layers takes position (1,) in int64 on the GPU");
   Tensor y = empty({1, z.columns}, ScalarType::BFloat16, x);
   const auto bf16 = [](const Tensor& t) { return static_cast<const __nv_bfloat16*>(t.const_data_ptr()); };
   uint8_t* const scratch = static_cast<uint8_t*>(plan.mutable_data_ptr());
