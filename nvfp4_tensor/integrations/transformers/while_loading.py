@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
     ) -> None:
         chosen = self.quantization_config.modules_to_not_convert
         skipped = self.get_modules_to_not_convert(model, chosen, list(model._keep_in_fp32_modules or ()))
+        _check_patterns(model, chosen or ())
         left_dense = LEFT_DENSE if chosen is None else ()
         self.weights = {
             name
@@ -185,3 +187,16 @@ def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dim() == 3 and name in JOINED_AS:
                     yield f"{path}.{name}", weight.transpose(-2, -1) if is_transposed(module) else weight
+
+
+def _check_patterns(model: PreTrainedModel, patterns: Iterable[str]) -> None:
+    """Warn of each pattern of modules_to_not_convert that leaves nothing dense."""
+    names = [
+        *(name for name, _ in model.named_modules()),
+        *(name.removesuffix(".weight") for name, _ in quantizable(model)),
+    ]
+    for pattern in patterns:
+        if all(should_convert_module(name, [pattern]) for name in names):
+            warnings.warn(
+                f"modules_to_not_convert: {pattern!r} matches no module of {type(model).__name__}", stacklevel=2
+            )

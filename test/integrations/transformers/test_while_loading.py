@@ -67,6 +67,12 @@ def test_what_servers_fuse_shares_its_largest_amax(llama):
         assert torch.equal(layer.self_attn.o_proj.weight.per_tensor_scale, own.per_tensor_scale)
 
 
+def test_a_pattern_that_matches_nothing_warns(llama):
+    with pytest.warns(UserWarning, match="modules_to_not_convert: 'down_porj' matches no module of LlamaForCausalLM"):
+        model = load(llama()[1], modules_to_not_convert=["lm_head", "down_porj"])
+    assert len(quantized_names(model)) == 14
+
+
 @pytest.mark.smoke
 def test_the_tied_head_stays_the_embedding(llama):
     model = load(llama()[1])
