@@ -38,7 +38,7 @@ demo:  ## a real model in NVFP4 (demo_output/), the libraries built for this mac
 	TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 $(BIN)/python -m nvfp4_tensor demo
 
 test: $(VENV)/.dev $(VENV)/.demo native  ## all tests, the libraries built for every GPU
-	$(PYTEST) -n $(WORKERS)
+	$(PYTEST) -n $(WORKERS) --maxschedchunk 4
 
 exhaustive: $(VENV)/.dev $(VENV)/.demo native  ## the tests that `make test` leaves out, before a release
 	$(PYTEST) -n $(WORKERS) -m exhaustive

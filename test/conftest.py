@@ -38,6 +38,7 @@ hypothesis.settings.register_profile(
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # no worker ends with a long one
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

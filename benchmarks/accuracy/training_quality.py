@@ -4,8 +4,8 @@
     python -m benchmarks.accuracy.training_quality --device cpu --size tiny --batch 2 --length 64 --steps 40
     python -m benchmarks.accuracy.training_quality --report FILE                 # table and picture of a result
 
-These defaults (2m, 700 steps) show that recipes train; their runs differ by more than recipes do. The guide's table took
---size 20m --steps 3120 --batch 64 --learning-rate 1.2e-3.
+These defaults (2m, 700 steps) show that recipes train; their runs differ by more than recipes do. The table of the
+guide took --size 20m --steps 3120 --batch 64 --learning-rate 1.2e-3.
 
 All linears of the blocks are quantized unless the variant says otherwise. The texts are the Python sources and the C
 and C++ headers of the environment that runs this, in bytes, less than one epoch. All runs of a seed start from the same

@@ -13,11 +13,8 @@ from nvfp4_tensor._compat.torchao_import import quietly
 pytestmark = pytest.mark.slow
 
 USES = {
-    "nothing": "",
-    "quantize": "nvfp4_tensor.quantize(torch.ones(4, 32)).dequantize()",
     "product": "torch.nn.functional.linear(torch.ones(1, 32), nvfp4_tensor.quantize(torch.ones(4, 32)))",
     "config": "nvfp4_tensor.NVFP4Config()",
-    "room": "import nvfp4_tensor.quantization",
     "observer": "import nvfp4_tensor.quantization.observer",
     "demo": "import nvfp4_cli.demo.table",
     "training": "nvfp4_tensor.training",

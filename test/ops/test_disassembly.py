@@ -1,14 +1,19 @@
 """What the built CUDA library's machine code has and has not: for hardware that is not at hand, and for rare orders."""
 
+import gzip
+import os
 import re
 import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
 
+import filelock
 import pytest
 
 import nvfp4_tensor
+
+pytestmark = pytest.mark.slow
 
 # 2 dtypes by 3 shapes by 1 to 3 weights; up to 8 rows by 1 or 3 weights, normed; gated, plain and normed.
 FEW_ROWS_SM90 = 2 * (3 * 3 + 2 * 2 + 3 + 2)
@@ -21,30 +26,57 @@ def _cuobjdump():
     return found or (str(packaged) if packaged.exists() else None)
 
 
+class Disassembly:
+    """Machine code by architecture. It takes half a minute and 300 MB each, so that processes share it in a folder."""
+
+    def __init__(self, cuobjdump: str, library: Path, folder: Path) -> None:
+        self.command, self.library, self.folder = cuobjdump, str(library), folder
+        command = [cuobjdump, "-lelf", self.library]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        self.archs = set(re.findall(r"\.(sm_\w+)\.cubin", listed)) - {"sm_80"}
+
+    def __contains__(self, arch: str) -> bool:
+        return arch in self.archs
+
+    def __getitem__(self, arch: str) -> str:
+        path = self.folder / f"{arch}.gz"
+        with filelock.FileLock(self.folder / f"{arch}.lock"):
+            if path.exists():
+                return gzip.decompress(path.read_bytes()).decode()
+            command = [self.command, "-sass", "-arch", arch, self.library]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            path.write_bytes(gzip.compress(text.encode(), 1))
+            return text
+
+
 @pytest.fixture(scope="module")
-def disassembly():
-    """The machine code of the built library for Hopper and Blackwell, as {architecture: text}."""
+def disassembly(tmp_path_factory):
+    """The machine code of the built library for Hopper and Blackwell."""
     libraries = sorted(Path(nvfp4_tensor.__file__).parent.glob("lib/libnvfp4_cuda*.so"))
     if not libraries:
         pytest.skip("the CUDA library was not built here")
     if (cuobjdump := _cuobjdump()) is None:
         pytest.skip("no disassembler: neither the CUDA toolkit's cuobjdump nor Triton's package is here")
-    listed = subprocess.run([cuobjdump, "-lelf", str(libraries[0])], capture_output=True, text=True, check=True).stdout
-    texts = {}
-    for arch in sorted(set(re.findall(r"\.(sm_\w+)\.cubin", listed)) - {"sm_80"}):
-        command = [cuobjdump, "-sass", "-arch", arch, str(libraries[0])]
-        texts[arch] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return texts
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "disassembly"
+    folder.mkdir(exist_ok=True)
+    return Disassembly(cuobjdump, libraries[0], folder)
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"])
+def archs(*names):
+    """Parameters. The code of some is that of others but for the name, so that a test of all is exhaustive."""
+    alike = {"sm_103a", "sm_110a", "sm_121a"}
+    return [pytest.param(name, marks=pytest.mark.exhaustive if name in alike else ()) for name in names]
+
+
+@pytest.mark.parametrize("arch", archs("sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"))
 def test_blackwell_rounds_to_nearest_in_hardware(disassembly, arch):
     if arch not in disassembly:
         pytest.skip(f"the library was built without {arch}")
     assert re.search(r"E2M1\.F32\.PACK_AB_MERGE_C\b(?!\.RS)", disassembly[arch])
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+@pytest.mark.parametrize("arch", archs("sm_100a", "sm_103a"))
 def test_blackwell_rounds_stochastically_in_hardware(disassembly, arch):
     if arch not in disassembly:
         pytest.skip(f"the library was built without {arch}")
@@ -100,7 +132,7 @@ def arrivals_past_loads(function):
     return found
 
 
-@pytest.mark.parametrize("arch", ["sm_120a", "sm_121a"])
+@pytest.mark.parametrize("arch", archs("sm_120a", "sm_121a"))
 def test_chips_of_99_kb_have_no_code_that_fills_227(disassembly, arch):
     if arch not in disassembly:
         pytest.skip(f"the library was built without {arch}")
@@ -111,7 +143,7 @@ def test_chips_of_99_kb_have_no_code_that_fills_227(disassembly, arch):
         assert len([text for text, _, _ in instructions(function) if not re.match("NOP|BRA", text)]) <= 2
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_110a"])
+@pytest.mark.parametrize("arch", archs("sm_90a", "sm_100a", "sm_103a", "sm_110a"))
 def test_few_rows_arrive_with_what_they_loaded(disassembly, arch):
     """An arrival lets a copy overwrite what was loaded, but does not wait for loads: they have to be done before.
 
@@ -140,7 +172,7 @@ def test_an_arrival_past_a_load_is_found():
     assert arrivals_past_loads(line(0, load, 1, 0) + line(16, arrive, 7, 4)) == [(arrive, [load])]
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"])
+@pytest.mark.parametrize("arch", archs("sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"))
 def test_kernels_that_begin_early_read_nothing_before_they_wait(disassembly, arch):
     """A load of what is taken for constant may move across the wait, and then reads what is still being written.
 

@@ -31,9 +31,10 @@ NEEDS = {
 }
 
 
-EXHAUSTIVE = {"05_lora_on_a_language_model", "qat_smollm2"}
-"""The first is 04_lora on a real model, as qlora_two_ranks is. The other one takes minutes where a CPU has no bfloat16;
-test/integrations/test_torchao_qat.py trains a small model in the same way."""
+EXHAUSTIVE = {"05_lora_on_a_language_model", "finetune_8b_24gb", "qat_smollm2"}
+"""The first is 04_lora on a real model, as qlora_two_ranks is. test_finetune_8b_24gb.py runs the second with a small
+model. The last takes minutes where a CPU has no bfloat16; test/integrations/test_torchao_qat.py trains a small model in
+the same way."""
 
 
 def scripts():
