@@ -114,6 +114,37 @@ class NVFP4CacheLayer(DynamicLayer):
         self._settle()
         return self._pair
 
+    # Tensors of transformers' layers, which other code reads.
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """All keys (batch, heads, length, head_dim), decoded where they are used; None without tokens."""
+        return self._view(0)
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._assign(value)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """All values, as :attr:`keys`."""
+        return self._view(1)
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._assign(value)
+
+    def _view(self, which: int) -> Tensor | None:
+        if not self.is_initialized or not self._pair:
+            return None
+        states = self._states[which]
+        return StoredStates(states, states.stored, states.latest)
+
+    @staticmethod
+    def _assign(value: Tensor | None) -> None:
+        """Take what transformers assigns before the first token and after the last, and nothing else."""
+        if value is not None and value.numel():
+            raise RuntimeError("keys and values of this cache are in 4 bits: append tokens by update(), or crop() them")
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Record the shape (batch, heads), and create empty states, in the memory of those before a reset."""
         super().lazy_initialization(key_states, value_states)

@@ -241,6 +241,8 @@ class StoredStates(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.__setitem__ and isinstance(args[0], StoredStates):  # into what a slice decodes to
+            raise RuntimeError("cannot write into stored keys or values: clone() them first")
         if func is torch.nn.functional.scaled_dot_product_attention:
             out = _attend_to_all(*args, **kwargs)
             if out is not None:

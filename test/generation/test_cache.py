@@ -121,6 +121,27 @@ def test_the_latest_tokens_stay_dense(recent, sizes):
     assert layer.nbytes == dense_bytes + older.nbytes
 
 
+@pytest.mark.parametrize(("recent", "sink"), [(0, 0), (20, 3), (128, 0)])
+def test_keys_and_values_are_decoded_when_they_are_read(recent, sink):
+    layer, (keys, values) = NVFP4CacheLayer(recent=recent, sink=sink), states()
+    assert layer.keys is None and layer.values is None
+    layer.update(keys, values)
+    for kept in (50, 40):
+        layer.crop(kept - 50)
+        mine = layer.keys, layer.values
+        returned = layer.update(keys[:, :, :0], values[:, :, :0])
+        for a, b in zip(mine, returned, strict=True):
+            assert a.shape == (2, 3, kept, 64) and torch.equal(a.clone(), b.clone())
+    with pytest.raises(RuntimeError, match="clone"):
+        layer.keys[:, :, -1:] = 0
+    with pytest.raises(RuntimeError, match="clone"):
+        layer.keys.zero_()
+    with pytest.raises(RuntimeError, match=r"update\(\)"):
+        layer.values = values
+    layer.reset()
+    assert layer.keys is None and layer.values is None
+
+
 def test_bytes():
     layer = NVFP4CacheLayer(recent=0)
     layer.update(*states(batch=1, heads=4, tokens=256, head_dim=128))
@@ -287,6 +308,8 @@ def test_generate(how):
 
     class Dense(NVFP4CacheLayer):
         """Store the decoded states in torch tensors, with transformers' own methods."""
+
+        keys = values = None  # attributes again, not what codes decode to
 
         def __init__(self):
             DynamicLayer.__init__(self)
