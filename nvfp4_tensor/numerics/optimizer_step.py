@@ -23,14 +23,14 @@ RATIO_SCALE = 1 / 128
 RATIO_AMAX = 6 * E4M3_MAX * RATIO_SCALE
 RATIO_SPEC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC, scale_rounding=ScaleRounding.UP)
 
-MOMENT_STREAM = 1
-"""The stream of all random bits: of r as in quantize, of v and of the weight by :func:`rotated_bits`."""
+MOMENT_STREAM, CODES_STREAM, GROWTH_STREAM = 1, 2, 3
+"""The streams of random bits: of r as in quantize, of v and of a dense weight by :func:`rotated_bits`; of a weight's
+codes likewise; and of the bits, those of element 0, that decide whether a block of codes grows. A block's scale
+depends on its largest element, and so on all draws of v: codes rounded by these would not keep their mean."""
 WEIGHT_WORD, SECOND_MOMENT_WORD = 1, 2
 """Their bits come from the word (of four elements) so many further on."""
 UNIT = 2.0**-60
 """Weights in codes are updated in units of their per-tensor scale, times this."""
-GROWTH_ELEMENT = 0
-"""The element whose 16 bits of the moments' stream decide whether a block of the weight grows."""
 
 HYPER = ("grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "decay", "least_exponent")
 """The numbers of a step, float32, in this order."""
@@ -77,15 +77,15 @@ def first_moment(moments: Moments) -> Tensor:
     return codes * layout.scale_values(moments.r_scale).unsqueeze(-1) * root
 
 
-def rotated_bits(rows: int, columns: int, rng_state: Tensor, row0: int, further: int) -> Tensor:
+def rotated_bits(
+    rows: int, columns: int, rng_state: Tensor, row0: int, further: int, stream: int = MOMENT_STREAM
+) -> Tensor:
     """Return 24 random bits for each element, int64 (R, B, 16).
 
     Of element e, those are the lower ones of word floor(e / 4) + further (modulo 4) of its block's four, rotated right
     by 8 (e % 4 + 1).
     """
-    r16 = (
-        reference.random16(rows, columns, rng_state, stream=MOMENT_STREAM, row0=row0).long().unflatten(-1, (-1, BLOCK))
-    )
+    r16 = reference.random16(rows, columns, rng_state, stream=stream, row0=row0).long().unflatten(-1, (-1, BLOCK))
     words = (r16 | r16.roll(-2, dims=-1) << 16)[..., ::4].roll(-further, dims=-1)
     shift = 8 * (torch.arange(BLOCK, device=words.device) % 4 + 1)
     words = words.repeat_interleave(4, dim=-1)
@@ -145,13 +145,13 @@ def coded_weight(
     new = decay * (w * UNIT) - (step_size / per_tensor_scale * UNIT) * r
     magnitude = new.abs() / UNIT
     largest = magnitude.amax(dim=-1)
-    r16 = reference.random16(rows, blocks * BLOCK, rng_state, stream=MOMENT_STREAM, row0=row0)
-    s, bound, kept = _grid(old, largest, r16[:, GROWTH_ELEMENT::BLOCK])
+    r16 = reference.random16(rows, blocks * BLOCK, rng_state, stream=GROWTH_STREAM, row0=row0)
+    s, bound, kept = _grid(old, largest, r16[:, ::BLOCK])
     bound, kept = bound.unsqueeze(-1), kept.unsqueeze(-1)
     magnitude = torch.minimum(magnitude, bound) + (magnitude - bound).clamp(min=0) * kept
     s = torch.where(largest <= layout.FLOAT32_MAX, s, torch.nan)
     s_bytes = torch.where(s.isnan(), E4M3_NAN, s.to(torch.float8_e4m3fn).view(torch.uint8))
-    random = rotated_bits(rows, blocks * BLOCK, rng_state, row0, WEIGHT_WORD)
+    random = rotated_bits(rows, blocks * BLOCK, rng_state, row0, WEIGHT_WORD, CODES_STREAM)
     codes = round24(magnitude, torch.where(s > 0, 1 / s, 0.0).unsqueeze(-1), random)
     codes = torch.where(s.isnan().unsqueeze(-1), 0, codes | torch.signbit(new).long() << 3)
     return layout.pack(codes.to(torch.uint8).flatten(1)), s_bytes.view(torch.float8_e4m3fn)

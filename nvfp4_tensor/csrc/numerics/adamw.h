@@ -13,7 +13,7 @@ constexpr int kNotFiniteExponent = 255, kLargestExponent = 253;  // above it v c
 constexpr int kMostBelow = 15;                                   // what four bits of distance reach
 constexpr float kRatioScale = 1.0f / 128.0f;                     // the per-tensor scale of r
 constexpr float kRatioAmax = 21.0f;                              // the largest that it stores
-constexpr uint32_t kMomentStream = 1;
+constexpr uint32_t kMomentStream = 1, kCodesStream = 2, kGrowthStream = 3;
 constexpr int kWeightWord = 1, kSecondMomentWord = 2;  // whose bits they take, counted from the element's own word
 constexpr float kShrunk = 0x1p-60f, kGrown = 0x1p60f;  // weights in codes are updated times 2^-60
 
@@ -60,6 +60,18 @@ NVFP4_HD uint16_t stochastic_bfloat16(float v, uint32_t r16) {
   return static_cast<uint16_t>((bits + (magnitude_bits < 0x7F800000u ? r16 : 0u)) >> 16);
 }
 
+NVFP4_HD RandomKey with_stream(const RandomKey& key, uint32_t stream) {
+  return {key.seed_low, key.seed_high, key.offset, stream};
+}
+
+// The 16 bits that decide whether a block of the weight grows, which nothing else uses: a block's largest element
+// depends on draws of v, and the codes on all bits of theirs. Only a block that has outgrown its scale asks for them.
+struct GrowthBits {
+  RandomKey key;
+  uint64_t block;
+  NVFP4_HD uint32_t operator()() const { return random16(with_stream(key, kGrowthStream).block_words(block), 0); }
+};
+
 // How a weight's block changes its scale: the byte, what its elements may reach unchanged, and what is kept beyond.
 struct GrownScale {
   uint8_t bits;
@@ -67,7 +79,7 @@ struct GrownScale {
 };
 
 // old: the value of the scale; inverse: 1 / old, rounded; largest: of the new magnitudes, in its units.
-NVFP4_HD GrownScale next_scale(uint8_t old_bits, float old, float inverse, float largest, uint32_t r16) {
+NVFP4_HD GrownScale next_scale(uint8_t old_bits, float old, float inverse, float largest, const GrowthBits& growth) {
   if (!is_finite(largest)) return {kE4M3Nan, 0.0f, 0.0f, 0.0f};
   if (largest > mul(12.0f, old)) {
     const uint8_t bits = to_e4m3(div(largest, kE2M1Max), ScaleRounding::kUp, largest);
@@ -77,7 +89,7 @@ NVFP4_HD GrownScale next_scale(uint8_t old_bits, float old, float inverse, float
   if (largest > full) {
     const float need = mul(sub(largest, full), mul(0.5f, inverse));
     const float chances = need >= 1.0f ? 65536.0f : ceilf(mul(need, 65536.0f));
-    if (static_cast<float>(r16) < chances && twice <= kE4M3Max) {
+    if (twice <= kE4M3Max && static_cast<float>(growth()) < chances) {
       return {e4m3_nearest(twice), twice, full, div(65536.0f, chances)};
     }
     return {old_bits, old, full, 0.0f};

@@ -178,7 +178,8 @@ inline I round_to_code_24(F magnitude, float inverse, I random) {
   return shift_right<24>(add(shift_left<2>(c), random));
 }
 
-inline void step_codes(uint8_t* codes, uint8_t* scale, F r, float decay, float step_size, uint32_t growth, I random) {
+inline void step_codes(uint8_t* codes, uint8_t* scale, F r, float decay, float step_size, const GrowthBits& growth,
+                       I random) {
   const uint8_t old_bits = std::min<uint8_t>(*scale, kE4M3Nan);
   const float old = e4m3_value(old_bits);
   const F w = mul(e2m1_values(load_nibbles(codes)), set(old * kShrunk));
@@ -201,7 +202,7 @@ inline void step_codes(uint8_t* codes, uint8_t* scale, F r, float decay, float s
 
 // --- the parameter ---------------------------------------------------------------------------------------------------
 
-template <typename G, typename Weight>
+template <bool coded, typename G, typename Weight>
 void step_blocks(const AdamwStep& a, int64_t begin, int64_t end, Weight weight) {
   AdamwNumbers n;
   std::memcpy(&n, a.hyper, sizeof n);
@@ -210,7 +211,9 @@ void step_blocks(const AdamwStep& a, int64_t begin, int64_t end, Weight weight) 
   const RandomKey key = RandomKey::of(random[0], random[1], kMomentStream);
   const TensorScale ratio = TensorScale::of(kRatioAmax, kE4M3Max);
   for (int64_t first = begin; first < end; first += kGroupBlocks) {
-    const BlockRandom random_words(uint64_t(a.first_block + first), key);
+    const uint64_t number = uint64_t(a.first_block + first);
+    const BlockRandom random_words(number, key);
+    const BlockRandom weight_words = coded ? BlockRandom(number, with_stream(key, kCodesStream)) : random_words;
     int64_t row = first / a.blocks, column = first % a.blocks;
     for (int lane = 0; lane < std::min<int64_t>(kGroupBlocks, end - first); ++lane) {
       const int64_t block = first + lane, element = row * a.columns + column * kBlock;
@@ -219,8 +222,8 @@ void step_blocks(const AdamwStep& a, int64_t begin, int64_t end, Weight weight) 
       const BlockMoments at{a.r + block * 8, a.r_scale + block, a.v + block * 8, a.v_exponent + block};
       const F r = next_moments(g, at, n, ratio, random_words.windows(lane),
                                random_words.rotations(lane, kSecondMomentWord));
-      const uint32_t growth = uint32_t(random_words.word[0][lane]) & 0xFFFF;
-      weight(n, r, row, column, element, count, growth, random_words.rotations(lane, kWeightWord));
+      const GrowthBits growth = {key, uint64_t(a.first_block + block)};
+      weight(n, r, row, column, element, count, growth, weight_words.rotations(lane, kWeightWord));
       if (++column == a.blocks) column = 0, ++row;
     }
   }
@@ -228,12 +231,13 @@ void step_blocks(const AdamwStep& a, int64_t begin, int64_t end, Weight weight) 
 
 template <typename G, typename W>
 void step_dense(const AdamwStep& a, int64_t begin, int64_t end) {
-  step_blocks<G>(a, begin, end,
-                 [&](const AdamwNumbers& n, F r, int64_t, int64_t, int64_t element, int count, uint32_t, I random) {
-                   W* w = static_cast<W*>(a.weight) + element;
-                   const F next = sub(mul(set(n.decay), load_elements(w, count)), mul(set(n.step_size), r));
-                   store_elements(w, next, shift_right<8>(random), count);
-                 });
+  step_blocks<false, G>(
+      a, begin, end,
+      [&](const AdamwNumbers& n, F r, int64_t, int64_t, int64_t element, int count, const GrowthBits&, I random) {
+        W* w = static_cast<W*>(a.weight) + element;
+        const F next = sub(mul(set(n.decay), load_elements(w, count)), mul(set(n.step_size), r));
+        store_elements(w, next, shift_right<8>(random), count);
+      });
 }
 
 template <typename G>
@@ -243,12 +247,13 @@ void step(const AdamwStep& a, int64_t begin, int64_t end) {
     return run(a, begin, end);
   }
   const int64_t column_tiles = ceil_div(a.blocks, kTileColumns);
-  step_blocks<G>(a, begin, end,
-                 [&](const AdamwNumbers& n, F r, int64_t row, int64_t column, int64_t, int, uint32_t growth, I random) {
-                   uint8_t* codes = static_cast<uint8_t*>(a.weight) + (row * a.blocks + column) * 8;
-                   uint8_t* scale = a.scale + scale_offset(uint32_t(row), uint32_t(column), uint32_t(column_tiles));
-                   step_codes(codes, scale, r, n.decay, n.step_size / *a.per_tensor_scale * kShrunk, growth, random);
-                 });
+  step_blocks<true, G>(
+      a, begin, end,
+      [&](const AdamwNumbers& n, F r, int64_t row, int64_t column, int64_t, int, const GrowthBits& growth, I random) {
+        uint8_t* codes = static_cast<uint8_t*>(a.weight) + (row * a.blocks + column) * 8;
+        uint8_t* scale = a.scale + scale_offset(uint32_t(row), uint32_t(column), uint32_t(column_tiles));
+        step_codes(codes, scale, r, n.decay, n.step_size / *a.per_tensor_scale * kShrunk, growth, random);
+      });
 }
 
 inline constexpr OptimizerKernels kOptimizerKernels = {[](const AdamwStep& a, int64_t begin, int64_t end) {

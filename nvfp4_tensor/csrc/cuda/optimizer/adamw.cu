@@ -325,7 +325,8 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_codes(const AdamwStep a) {
       next.word[i] = float_bits(stepped(w, bits_float(next.word[i]), kernel.n.decay, step_size));
     }
     const float largest = mul(largest_magnitude(next), kGrown);
-    const GrownScale grown = next_scale(old_bits, old, reciprocals[old_bits], largest, random16(words, 0));
+    const GrowthBits growth = {kernel.key, static_cast<uint64_t>(a.first_block + block)};
+    const GrownScale grown = next_scale(old_bits, old, reciprocals[old_bits], largest, growth);
     if (grown.kept > 0.0f) {  // rarely; what is clipped without growth, the limit of code 7 clips
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) {
@@ -335,9 +336,10 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_codes(const AdamwStep a) {
     }
     const float inverse = mul(reciprocals[grown.bits], kToEncoding);
     const bool lost = grown.bits == kE4M3Nan;
+    const Words4 own = with_stream(kernel.key, kCodesStream).block_words(static_cast<uint64_t>(a.first_block + block));
     static_cast<uint2*>(a.weight)[block] = lost ? make_uint2(0, 0)
-                                                : make_uint2(encode_weights(next, 0, inverse, words),
-                                                             encode_weights(next, 8, inverse, words));
+                                                : make_uint2(encode_weights(next, 0, inverse, own),
+                                                             encode_weights(next, 8, inverse, own));
     *scale = grown.bits;
   }
 }
