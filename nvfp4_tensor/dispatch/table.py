@@ -7,6 +7,7 @@ turns that into NotImplemented for ``t *= 2`` and ``x @ t``, and Python would lo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,12 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         return tree_map(decoded if alias is not None and alias.is_write else dense, value)
 
     result = func(*map(prepared, arguments, args), **{name: prepared(name, value) for name, value in kwargs.items()})
+    if "lerp" in func._schema.name and not all(t.spec.is_stochastic for t, _ in written.values()):
+        warnings.warn(
+            "an average that is rounded to 4 bits at each update (torch.optim.swa_utils.AveragedModel) hardly moves, "
+            "since small changes round to nothing: average decoded weights, weight.dequantize(torch.float32)",
+            stacklevel=2,
+        )
     for t, values in written.values():
         if values.shape != t.shape:
             raise unsupported(func, f"its shape {tuple(t.shape)} cannot be resized to {tuple(values.shape)}")

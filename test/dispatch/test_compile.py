@@ -10,6 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from helpers.repeats import times
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 from torchao.utils import unwrap_tensor_subclass
@@ -46,7 +47,7 @@ def test_a_compiled_model_gives_the_numbers_of_eager(device, config):
 
 def test_dynamic_batches_do_not_recompile():
     m = quantized_model(CONFIGS["w4a4"])
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(m, fullgraph=True, dynamic=True, backend=counter)
     with torch.no_grad():
         for rows in (3, 5, 17, 64):

@@ -1,5 +1,7 @@
 """Copies, casts, fills, comparisons, reads and unsupported operators."""
 
+import warnings
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -331,3 +333,14 @@ def test_padding_by_rows_of_zeros():
         assert torch.equal(padded.dequantize(), torch.nn.functional.pad(t.dequantize(), pad))
     with pytest.raises(RuntimeError, match="along the rows"):
         torch.nn.functional.pad(t, [0, 8])
+
+
+def test_an_average_that_hardly_moves_warns():
+    """torch.optim.swa_utils.AveragedModel calls this with 1 - decay."""
+    t, other = quantize(torch.ones(16, 32)), torch.full((16, 32), 1.2)
+    with pytest.warns(UserWarning, match="average decoded weights"):
+        torch._foreach_lerp_([t], [other], 0.01)
+    stochastic = quantize(torch.ones(16, 32), QuantizeSpec(round_mode="stochastic"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch._foreach_lerp_([stochastic], [other], 0.01)

@@ -151,5 +151,21 @@ def steps_inside_the_backward():
         assert torch.equal(mine, right)
 
 
+def steps_inside_ddps_backward():
+    model = nn.Linear(COLUMNS, 8)
+    before = model.weight.detach().clone()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = NVFP4AdamW(wrapped.parameters(), lr=1e-2)
+    optimizer.step_in_backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="before DistributedDataParallel averages them"):
+            wrapped(torch.ones(2, COLUMNS)).sum().backward()
+    assert torch.equal(model.weight, before)
+
+
+def test_a_step_inside_ddps_backward_is_refused():
+    run_ranks(steps_inside_ddps_backward, 2)
+
+
 def test_a_step_inside_fsdps_backward_is_one_after_it():
     run_ranks(steps_inside_the_backward, 2)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR
 from nvfp4_tensor.training.linear import fused
@@ -69,6 +70,7 @@ class Prepared:
             and _is_autocast_enabled(self.device_type) is (autocast is not None)
             and (autocast is None or _autocast_dtype(self.device_type) is autocast)
             and not (_is_wrapped(x) or _is_wrapped(weight) or _is_transforming())
+            and forward_ad._current_level < 0
             and not (_dispatch_modes() and is_tracing())
         )
 

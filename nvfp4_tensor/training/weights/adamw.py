@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -66,6 +69,10 @@ class NVFP4AdamW(torch.optim.Optimizer):
             group.setdefault("late_norm", None)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._in_backward is not None:
+            warnings.warn(
+                "the copy of an optimizer does not step in the backward: call its step_in_backward", stacklevel=3
+            )
         return {**super().__getstate__(), "_in_backward": None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -79,6 +86,7 @@ class NVFP4AdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient, and return the result of the closure.
@@ -137,7 +145,8 @@ class NVFP4AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: if an argument does not fit.
             RuntimeError: if it was called before. In a second backward before :meth:`step`: gradients cannot accumulate
-                if each backward is a step; use a larger batch, or optimizer.step() without this.
+                if each backward is a step; use a larger batch, or optimizer.step() without this. In the first backward
+                of a model in DistributedDataParallel, which averages gradients only afterwards.
         """
         if clip not in CLIPS:
             raise ValueError(f"clip is 'late' or 'parameter', not {clip!r}")
@@ -192,13 +201,22 @@ class _InBackward:
         self._norms: list[Tensor] = []
         self._late_norm: Tensor | None = None
         self._group: Any = None
+        self._hooked: set[int] = set()
+        self._is_checked = False
         self.load_norm()
-        index = 0
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._hook(number, index))
-                index += 1
+        self._add_hooks()
+
+    def _parameters(self) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """Yield each parameter, the number of its group, and its index."""
+        groups = enumerate(self._optimizer.param_groups)
+        pairs = [(parameter, number) for number, group in groups for parameter in group["params"]]
+        return ((parameter, number, index) for index, (parameter, number) in enumerate(pairs))
+
+    def _add_hooks(self) -> None:
+        for parameter, number, index in self._parameters():
+            if parameter.requires_grad and index not in self._hooked:
+                parameter.register_post_accumulate_grad_hook(self._hook(number, index))
+                self._hooked.add(index)
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
         # The parameter holds the hook where the garbage collector does not look, so a hook that held the optimizer
@@ -213,10 +231,12 @@ class _InBackward:
 
     def _step(self, parameter: Tensor, number: int, index: int) -> None:
         _refuse_capture()
+        self._refuse_ddp()
         if index in self._stepped:
             raise RuntimeError(
                 "a second backward before optimizer.step(): gradients cannot accumulate with step_in_backward, "
-                "which steps in each backward. Use one larger batch, or an optimizer without step_in_backward"
+                "which steps in each backward. Use one larger batch, or an optimizer without step_in_backward. (If an "
+                "error ended the last backward, optimizer.step() ends its step.)"
             )
         assert parameter.grad is not None
         self._stepped.add(index)
@@ -224,6 +244,20 @@ class _InBackward:
         with torch.no_grad():
             self._optimizer._update(parameter, grad, group, index, self._copies, self._scale(grad))
         parameter.grad = None
+
+    def _refuse_ddp(self) -> None:
+        """Raise a RuntimeError if DistributedDataParallel has a parameter: looked for once, with several ranks."""
+        if self._is_checked or not (dist.is_available() and dist.is_initialized()):
+            return
+        self._is_checked = True
+        mine = {id(parameter) for parameter, _, _ in self._parameters()}
+        models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+        if dist.get_world_size() > 1 and any(id(p) in mine for model in models for p in model.parameters()):
+            self._is_checked = False
+            raise RuntimeError(
+                "step_in_backward steps by each rank's own gradients, before DistributedDataParallel averages them: "
+                "use fully_shard, or an optimizer without step_in_backward"
+            )
 
     def _scale(self, grad: Tensor) -> Tensor | None:
         if self._clip_norm is None:
@@ -244,6 +278,10 @@ class _InBackward:
         return (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def end_step(self) -> None:
+        for parameter, number, index in self._parameters():  # without a hook: unfrozen later, or its gradient was set
+            if parameter.grad is not None:
+                self._step(parameter, number, index)
+        self._add_hooks()
         if self._norms:
             first = self._norms[0].device
             norm = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in self._norms]))

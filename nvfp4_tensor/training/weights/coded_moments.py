@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from nvfp4_tensor.dispatch.slice_writes import count_write
+from nvfp4_tensor.dispatch.slice_writes import count_write, writes_of
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK
@@ -35,6 +35,8 @@ measured on normal gradients for beta2 of 0.95, 0.99 and 0.999 (1.151, 1.149, 1.
 _HEADROOM = 8
 """How far the block scales of a weight may grow before they clip: the per-tensor scale does not change with a step."""
 _LARGEST_LEAST_EXPONENT = 240
+_WRITES = "_nvfp4_writes_at_step"
+"""An attribute of the storage of a weight's codes: how often it had been written to after the last step."""
 
 
 def is_coded(parameter: Tensor) -> bool:
@@ -141,6 +143,18 @@ def make_headroom(parameter: Tensor) -> None:
     w.per_tensor_scale.mul_(power)
 
 
+def _step_codes(
+    parameter: Tensor, weight: NVFP4Tensor, grad: Tensor, moments: list[Tensor], rest: tuple[Tensor, Tensor, int]
+) -> None:
+    """Update an NVFP4 weight. If others wrote to it since the last step, it may have lost its headroom."""
+    storage = weight.qdata.untyped_storage()
+    if getattr(storage, _WRITES, writes_of(storage)) != writes_of(storage):
+        make_headroom(parameter)
+    torch.ops.nvfp4.adamw_step_codes(weight.qdata, weight.scale, weight.per_tensor_scale, grad, *moments, *rest)
+    count_write(weight)
+    setattr(storage, _WRITES, writes_of(storage))
+
+
 def numbers_of(group: dict[str, Any], step: int) -> list[float]:
     """Return the numbers of a step (HYPER), with a gradient scale of 1."""
     lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
@@ -178,12 +192,10 @@ def step_parameter(
     if grad.dtype == torch.float16:
         grad = grad.float()
     if isinstance(weight, NVFP4Tensor):
-        torch.ops.nvfp4.adamw_step_codes(
-            weight.qdata, weight.scale, weight.per_tensor_scale, grad, *moments, numbers, rng_state, row0
-        )
-        count_write(weight)
+        _step_codes(parameter, weight, grad, moments, (numbers, rng_state, row0))
     else:
         torch.ops.nvfp4.adamw_step(weight.view(rows, columns), grad, *moments, numbers, rng_state, row0)
+    torch.autograd.graph.increment_version(parameter)  # a graph that needs the old values then says so
 
 
 def _step_dense(
@@ -242,6 +254,9 @@ def load_exactly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     saved = (i for group in state_dict["param_groups"] for i in group["params"])
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for i, parameter in zip(saved, parameters, strict=True):
+        weight = local_of(parameter)
+        if isinstance(weight, NVFP4Tensor) and hasattr(storage := weight.qdata.untyped_storage(), _WRITES):
+            delattr(storage, _WRITES)  # the weight is loaded too, as it was saved, in either order
         for name, value in state_dict["state"].get(i, {}).items():
             if isinstance(value, Tensor):
                 device = torch.device("cpu") if name == "step" else local_of(parameter).device

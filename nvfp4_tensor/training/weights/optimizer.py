@@ -29,9 +29,10 @@ class NVFP4Optimizer(torch.optim.Optimizer):
     The memory peak of :meth:`step` is a few float32 copies of one parameter; there are no master copies. Gradients and
     the inner optimizer's state are dense, and the state is float32. A write keeps the grid of the parameter's block
     scales, whose exponents follow the values (see :func:`write_back`): its expectation is the updated value, and
-    elements without an update do not change. Random bits depend on the seed, the number of the write and the index of
-    the parameter. So equal updates write equal bits on every device (torch's optimizers compute updates whose last bits
-    depend on it), and on one device a run resumes from a state_dict bit for bit.
+    elements without an update do not change unless their block outgrows its scale. Random bits depend on the seed, the
+    number of the write and the index of the parameter. So equal updates write equal bits on every device (torch's
+    optimizers compute updates whose last bits depend on it), and on one device a run resumes from a state_dict bit for
+    bit.
 
     The inner optimizer updates dense parameters as usual. Learning rate schedulers, parameter groups, hooks and
     closures work as with any torch.optim.Optimizer. Parameters are updated one at a time, so the update of a parameter
@@ -103,6 +104,7 @@ class NVFP4Optimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient, and return the result of the closure.

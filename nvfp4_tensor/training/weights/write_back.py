@@ -2,8 +2,9 @@
 
 Quantizing the updated tensor would compute new scales from its amax. Slightly different scales round every element
 again, with or without an update, at each of thousands of steps. Here, a block scale keeps its mantissa, and only its
-exponent follows the block. The grids of a scale and of its double share all except a few points, so an element without
-an update does not change, and the noise of a write is proportional to the update.
+exponent follows the block, so an element without an update does not change, and the noise of a write is proportional to
+the update. Only where a block outgrows its scale do elements at codes 0.5 and 1.5, which the doubled grid lacks, move
+to a neighbor of that grid, without bias.
 """
 
 from __future__ import annotations

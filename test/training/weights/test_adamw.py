@@ -250,6 +250,85 @@ def test_a_weight_may_grow():
     assert 6 * start < net.weight.dequantize().abs().max() < 16 * start
 
 
+def test_a_weight_that_was_loaded_may_grow_as_well():
+    """What is loaded into a weight that trains has no headroom; what an optimizer's state belongs to keeps its own."""
+    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+    saved, start = copy.deepcopy(net.state_dict()), net.weight.dequantize().abs().max()
+    optimizer = NVFP4AdamW(net.parameters(), lr=start.item() / 4, weight_decay=0.0)
+    net.weight.grad = torch.zeros(32, 32)
+    optimizer.step()
+    net.load_state_dict(saved)
+    for _ in range(40):
+        net.weight.grad = -net.weight.dequantize().sign()
+        optimizer.step()
+    assert 6 * start < net.weight.dequantize().abs().max() < 16 * start
+    grown = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    assert net.weight.scale.float().max() > 56
+    scale = net.weight.per_tensor_scale.clone()
+    for first in (0, 1):
+        for which in (first, 1 - first):
+            (net, optimizer)[which].load_state_dict(copy.deepcopy(grown[which]))
+        net.weight.grad = torch.zeros(32, 32)
+        optimizer.step()
+        assert torch.equal(net.weight.per_tensor_scale, scale)
+
+
+def test_a_graph_that_needs_the_weight_of_before_says_so():
+    net, x = nn.Linear(32, 32), torch.ones(2, 32, requires_grad=True)
+    optimizer = NVFP4AdamW(net.parameters(), lr=1e-2)
+    later = net(x).square().sum()
+    net(x).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        later.backward()
+
+
+def test_what_is_unfrozen_later_is_stepped():
+    nets = make(torch.float32), make(torch.float32)
+    after, inside = (NVFP4AdamW(net.parameters(), lr=1e-2) for net in nets)
+    for net in nets:
+        net[0].weight.requires_grad_(False)
+    inside.step_in_backward()
+    for step in range(4):
+        if step == 2:
+            for net in nets:
+                net[0].weight.requires_grad_(True)
+        for net, optimizer in zip(nets, (after, inside), strict=True):
+            backward(net)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(p.grad is None for p in nets[1].parameters())
+    for mine, right in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+        assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("optimizer", [NVFP4AdamW, NVFP4Optimizer])
+def test_a_compiled_step_steps(optimizer):
+    """A graph ends where the optimizer steps: Dynamo would lose what it makes of the state."""
+    nets = make("codes"), make("codes")
+    for net, compiled in zip(nets, (False, True), strict=True):
+        steps = optimizer(net.parameters(), lr=1e-2)
+
+        def once(net=net, steps=steps):
+            x, y = problem()
+            nn.functional.mse_loss(net(x), y).backward()
+            steps.step()
+            steps.zero_grad()
+
+        call = torch.compile(once, backend="eager") if compiled else once
+        for _ in range(3):
+            call()
+        assert int(steps.state[net[0].weight]["step"]) == 3
+    assert torch.equal(nets[0][0].weight.qdata, nets[1][0].weight.qdata)
+
+
+def test_a_copy_of_the_optimizer_says_that_it_does_not_step_in_the_backward():
+    optimizer = NVFP4AdamW(make(torch.float32).parameters())
+    optimizer.step_in_backward()
+    with pytest.warns(UserWarning, match="call its step_in_backward"):
+        copy.deepcopy(optimizer)
+
+
 def test_headroom_keeps_the_values():
     torch.manual_seed(0)
     net = to_nvfp4_parameters(nn.Linear(256, 256, bias=False))
