@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -313,9 +314,15 @@ def record(device: torch.device, **content) -> dict:
     }
 
 
+def short_name(gpu: str) -> str:
+    """Return the folder of a GPU's results: h100 of "NVIDIA H100 80GB HBM3", otherwise the last word."""
+    words = gpu.lower().split()
+    return next((word for word in words if re.match(r"[a-z]{1,2}\d{2,}", word)), words[-1])
+
+
 def result_path(device: torch.device, subject: str, folder: Path | str | None = None) -> Path:
     """Return results/<gpu or cpu>/<subject>.json and create its folder, in which pictures and tables are saved too."""
-    name = torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
+    name = short_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
     path = Path(folder or RESULTS) / name / f"{subject}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

@@ -53,9 +53,9 @@ SPLITS = {"development": 0, "test": 1}
 LAST = 24
 STEP = 0.36
 RATES = {
-    "nvfp4": (5e-5, 1e-4, 2e-4, 4e-4),
-    "adamw": (2.5e-5, 5e-5, 1e-4, 2e-4),
-    "qlora": (2.5e-4, 5e-4, 1e-3, 2e-3),
+    "nvfp4": (2e-4, 4e-4, 8e-4, 1.6e-3),
+    "adamw": (1e-4, 2e-4, 4e-4, 8e-4),
+    "qlora": (1e-3, 2e-3, 4e-3, 8e-3),
 }
 RANK = 16
 

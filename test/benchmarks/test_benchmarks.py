@@ -30,6 +30,14 @@ def small_experiment() -> list:
     return rounding_experiment.experiment(rounding_experiment.SMALL_SHAPES, 50, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(("gpu", "folder"), [
+    ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
+    ("NVIDIA GeForce RTX 4090", "4090"),
+])  # fmt: skip
+def test_the_folder_of_a_gpu(gpu: str, folder: str) -> None:
+    assert harness.short_name(gpu) == folder
+
+
 def test_the_experiment_agrees_with_theory(small_experiment: list) -> None:
     """64 configurations of 16,384 or 18,432 elements.
 
