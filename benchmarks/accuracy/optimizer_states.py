@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.accuracy.state_trainer import StateTrainer
 from benchmarks.accuracy.training_quality import earlier_runs
 from benchmarks.harness import at_least, commit, record, result_path, save, table
-from nvfp4_tensor.training.weights import coded_moments
+from nvfp4_tensor.numerics import optimizer_step
 from tutorials.train_llama import SHAPES, Settings, corpus
 
 BASE = "float32 weights, float32 states"
@@ -38,7 +38,7 @@ _QUANTIZED = {**_CODED, "quantized": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     BASE: {},
     "float32 weights, states in four bits": {"coded": True},
-    "float32 states, 0.87 times the learning rate": {"rate": coded_moments.UNBIASED},
+    "float32 states, 0.87 times the learning rate": {"rate": optimizer_step.UNBIASED},
     "NVFP4 weights, states in four bits": _QUANTIZED,
     "bfloat16 weights, states in four bits": _CODED,
     "float32 weights and states, recipe nvidia": {"recipe": "nvidia"},

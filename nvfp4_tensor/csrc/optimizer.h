@@ -17,6 +17,20 @@ inline Dtype weight_dtype(const Tensor& weight) {
   return weight.scalar_type() == ScalarType::Float ? Dtype::kFloat : Dtype::kBf16;
 }
 
+inline Dtype grad_dtype(const Tensor& grad) {
+  NVFP4_CHECK(grad.scalar_type() == ScalarType::BFloat16 || grad.scalar_type() == ScalarType::Float,
+              "grad must be bfloat16 or float32, not ", grad.scalar_type());
+  return grad.scalar_type() == ScalarType::Float ? Dtype::kFloat : Dtype::kBf16;
+}
+
+inline const float* numbers_of(const Tensor& hyper, const Tensor& grad) {
+  check_beside(hyper, "hyper", grad, "grad");
+  NVFP4_CHECK(hyper.scalar_type() == ScalarType::Float && hyper.dim() == 1 && hyper.size(0) == kAdamwNumbers &&
+                  hyper.is_contiguous(),
+              "hyper must be float32 (", kAdamwNumbers, ",), contiguous, not ", text_of(hyper));
+  return static_cast<const float*>(hyper.const_data_ptr());
+}
+
 // Bytes that are updated in place.
 inline uint8_t* bytes_in_place(const Tensor& t, const char* name, int64_t rows, int64_t width, int64_t alignment,
                                const Tensor& x) {
@@ -39,24 +53,52 @@ struct Step {
         shaped.dim() == 2 && given.dim() == 2 && given.size(0) == shaped.size(0) && given.size(1) == shaped.size(1),
         "weight and grad must be matrices of one shape, not ", text_of(shaped), " and ", text_of(given));
     check_beside(given, "grad", shaped, "weight");
-    NVFP4_CHECK(given.scalar_type() == ScalarType::BFloat16 || given.scalar_type() == ScalarType::Float,
-                "grad must be bfloat16 or float32, not ", given.scalar_type());
     grad = in_order(given);
     AdamwStep& a = arguments;
+    a.grad_dtype = grad_dtype(given);
     a.grad = grad.const_data_ptr();
-    a.grad_dtype = given.scalar_type() == ScalarType::Float ? Dtype::kFloat : Dtype::kBf16;
     a.rows = given.size(0), a.columns = given.size(1), a.blocks = ceil_div(a.columns, kBlock);
     a.r = bytes_in_place(r, "r", a.rows, a.blocks * 8, 8, given);
     a.r_scale = bytes_in_place(r_scale, "r_scale", a.rows, a.blocks, 1, given);
     a.v = bytes_in_place(v, "v", a.rows, a.blocks * 8, 8, given);
     a.v_exponent = bytes_in_place(v_exponent, "v_exponent", a.rows, a.blocks, 1, given);
-    check_beside(numbers, "hyper", given, "grad");
-    NVFP4_CHECK(numbers.scalar_type() == ScalarType::Float && numbers.dim() == 1 && numbers.size(0) == kAdamwNumbers &&
-                    numbers.is_contiguous(),
-                "hyper must be float32 (", kAdamwNumbers, ",), contiguous, not ", text_of(numbers));
-    a.hyper = static_cast<const float*>(numbers.const_data_ptr());
+    a.hyper = numbers_of(numbers, given);
     a.rng_state = rng_state_of(random, given);
     a.first_block = block_numbers(a.rows, a.columns, row0, 0, 0).first;
+  }
+};
+
+// The arguments of a step with float32 moments.
+struct VectorArguments {
+  Tensor grad;
+  VectorStep arguments{};
+
+  VectorArguments(const Tensor& weight, const Tensor& given, const Tensor& m, const Tensor& v, const Tensor& numbers,
+                  const Tensor& random, int64_t element0)
+      : grad(given) {
+    NVFP4_CHECK(weight.dim() == 1 && given.dim() == 1 && given.size(0) == weight.size(0),
+                "weight and grad must be vectors of one size, not ", text_of(weight), " and ", text_of(given));
+    check_beside(given, "grad", weight, "weight");
+    grad = in_order(given);
+    VectorStep& a = arguments;
+    a.weight_dtype = weight_dtype(weight);
+    a.weight = const_cast<void*>(weight.const_data_ptr());
+    a.grad_dtype = grad_dtype(given);
+    a.grad = grad.const_data_ptr();
+    a.count = given.size(0);
+    a.m = moment(m, "exp_avg", given), a.v = moment(v, "exp_avg_sq", given);
+    a.hyper = numbers_of(numbers, given);
+    a.rng_state = rng_state_of(random, given);
+    a.first_block = block_numbers(a.count, 1, element0, 0, 0).first;
+  }
+
+ private:
+  static float* moment(const Tensor& t, const char* name, const Tensor& grad) {
+    check_beside(t, name, grad, "grad");
+    NVFP4_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == 1 && t.size(0) == grad.size(0) &&
+                    t.is_contiguous() && begins_on(t, 4),
+                name, " must be float32 (", grad.size(0), ",), contiguous, not ", text_of(t));
+    return static_cast<float*>(const_cast<void*>(t.const_data_ptr()));
   }
 };
 

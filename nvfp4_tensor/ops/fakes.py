@@ -230,6 +230,6 @@ def _(q: Tensor, latest_values: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:-1], latest_values.shape[-1]))
 
 
-@fake("append_codes", "adamw_step", "adamw_step_codes")
+@fake("append_codes", "adamw_step", "adamw_step_codes", "adamw_step_vector")
 def _() -> None:
     return None

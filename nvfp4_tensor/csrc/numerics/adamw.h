@@ -15,6 +15,7 @@ constexpr float kRatioScale = 1.0f / 128.0f;                     // the per-tens
 constexpr float kRatioAmax = 21.0f;                              // the largest that it stores
 constexpr uint32_t kMomentStream = 1, kCodesStream = 2, kGrowthStream = 3;
 constexpr int kWeightWord = 1, kSecondMomentWord = 2;  // whose bits they take, counted from the element's own word
+constexpr float kUnbiased = 0.87f;  // what step sizes have for v in powers of two
 constexpr float kShrunk = 0x1p-60f, kGrown = 0x1p60f;  // weights in codes are updated times 2^-60
 
 // What a step multiplies by: `hyper`, in order.
@@ -38,6 +39,19 @@ struct AdamwStep {
   const float* per_tensor_scale;
 };
 
+// The arguments of a step of `count` elements with float32 moments. The random bits of an element are those of the
+// first element of a block of its own; that of element 0 is first_block.
+struct VectorStep {
+  int64_t count, first_block;
+  const void* grad;
+  Dtype grad_dtype;  // bfloat16 or float32
+  void* weight;
+  Dtype weight_dtype;
+  float *m, *v;
+  const float* hyper;
+  const int64_t* rng_state;
+};
+
 // 2^((t - 254) / 2), with f32(sqrt 2) for odd t.
 NVFP4_HD float half_power(int t) {
   const uint32_t u = static_cast<uint32_t>(t);
@@ -52,6 +66,15 @@ NVFP4_HD float next_second_moment(float v, float g, const AdamwNumbers& n) {
   return add(mul(n.beta2, v), mul(mul(n.rest2, g), g));
 }
 NVFP4_HD float stepped(float w, float r, float decay, float step_size) { return sub(mul(decay, w), mul(step_size, r)); }
+
+// The new value of an element with float32 moments, which are updated. NaN in v stays.
+NVFP4_HD float stepped_exactly(float w, float gradient, float& m, float& v, const AdamwNumbers& n) {
+  const float g = mul(gradient, n.grad_scale);
+  m = next_first_moment(m, g, n);
+  v = next_second_moment(v, g, n);
+  const float least = bits_float(static_cast<uint32_t>(n.least_exponent) << 23);
+  return stepped(w, div(m, root(v < least ? least : v)), n.decay, div(n.step_size, kUnbiased));
+}
 
 // bfloat16, rounded stochastically.
 NVFP4_HD uint16_t stochastic_bfloat16(float v, uint32_t r16) {

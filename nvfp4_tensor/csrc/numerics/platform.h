@@ -47,12 +47,14 @@ NVFP4_HD float sub(float a, float b) { return __fsub_rn(a, b); }
 NVFP4_HD float mul(float a, float b) { return __fmul_rn(a, b); }
 NVFP4_HD float div(float a, float b) { return __fdiv_rn(a, b); }
 NVFP4_HD float reciprocal(float a) { return __frcp_rn(a); }
+NVFP4_HD float root(float a) { return __fsqrt_rn(a); }
 #else
 NVFP4_HD float add(float a, float b) { return a + b; }
 NVFP4_HD float sub(float a, float b) { return a - b; }
 NVFP4_HD float mul(float a, float b) { return a * b; }
 NVFP4_HD float div(float a, float b) { return a / b; }
 NVFP4_HD float reciprocal(float a) { return 1.0f / a; }
+NVFP4_HD float root(float a) { return __builtin_sqrtf(a); }
 #endif
 
 NVFP4_HD float magnitude(float v) { return bits_float(float_bits(v) & 0x7FFFFFFFu); }

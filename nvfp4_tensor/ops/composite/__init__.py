@@ -5,7 +5,7 @@ from nvfp4_tensor.ops.composite.decode_layers import decode_layers, decode_layer
 from nvfp4_tensor.ops.composite.decode_step import decode_step
 from nvfp4_tensor.ops.composite.fp8 import fp8_matmul, fp8_operands
 from nvfp4_tensor.ops.composite.generation import linear_row
-from nvfp4_tensor.ops.composite.optimizer import adamw_step, adamw_step_codes
+from nvfp4_tensor.ops.composite.optimizer import adamw_step, adamw_step_codes, adamw_step_vector
 from nvfp4_tensor.ops.composite.products import grouped_fp4_matmul, grouped_linear, grouped_matmul, matmul
 from nvfp4_tensor.ops.composite.quantization import (
     amax,
@@ -35,6 +35,7 @@ __all__ = [
     "Activation",
     "adamw_step",
     "adamw_step_codes",
+    "adamw_step_vector",
     "amax",
     "amax_pair",
     "amax_pair_by_spec",

@@ -80,6 +80,34 @@ def adamw_step_codes(
     scale.view(torch.uint8).copy_(layout.swizzle(scales).view(torch.uint8))
 
 
+@op(mutates_args=("weight", "exp_avg", "exp_avg_sq"))
+def adamw_step_vector(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    hyper: Tensor,
+    rng_state: Tensor,
+    element0: SymInt = 0,
+) -> None:
+    """Update a small weight (N,), bfloat16 (rounded stochastically) or float32, and its float32 moments (N,) in place.
+
+    grad: (N,), bfloat16 or float32. For a shard, ``element0`` is its first element in the full tensor.
+    """
+    if weight.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"weight must be bfloat16 or float32, not {weight.dtype}")
+    if weight.dim() != 1 or grad.shape != weight.shape:
+        raise ValueError(
+            f"weight and grad must be vectors of one size, not {tuple(weight.shape)} and {tuple(grad.shape)}"
+        )
+    _check_numbers(grad, hyper, element0)
+    for name, t in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if t.shape != weight.shape or t.dtype != torch.float32:
+            raise ValueError(f"{name} must be float32 ({weight.numel()},), not {t.dtype} {tuple(t.shape)}")
+    if weight.numel():
+        optimizer_step.step_vector(weight, grad, exp_avg, exp_avg_sq, hyper, rng_state, element0)
+
+
 def _write(moments: Moments, new: Moments) -> None:
     moments.r.copy_(new.r)
     moments.r_scale.view(torch.uint8).copy_(new.r_scale.view(torch.uint8))
@@ -106,14 +134,18 @@ def _check(
     """Raise a ValueError for arguments that the kernels do not accept."""
     if len(shape) != 2 or tuple(grad.shape) != shape:
         raise ValueError(f"weight and grad must be matrices of one shape, not {shape} and {tuple(grad.shape)}")
-    if grad.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"grad must be bfloat16 or float32, not {grad.dtype}")
+    _check_numbers(grad, hyper, row0)
     rows, blocks = shape[0], -(-shape[1] // BLOCK)
     sizes = {"r": (r, 8 * blocks), "r_scale": (r_scale, blocks), "v": (v, 8 * blocks)}
     for name, (t, width) in {**sizes, "v_exponent": (v_exponent, blocks)}.items():
         if tuple(t.shape) != (rows, width) or t.element_size() != 1:
             raise ValueError(f"{name} must be bytes ({rows}, {width}), not {t.dtype} {tuple(t.shape)}")
+
+
+def _check_numbers(grad: Tensor, hyper: Tensor, row0: int) -> None:
+    if grad.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"grad must be bfloat16 or float32, not {grad.dtype}")
     if tuple(hyper.shape) != (len(HYPER),) or hyper.dtype != torch.float32:
         raise ValueError(f"hyper must be float32 ({len(HYPER)},), not {hyper.dtype} {tuple(hyper.shape)}")
     if row0 < 0:
-        raise ValueError(f"row0 must not be negative, not {row0}")
+        raise ValueError(f"the first row or element must not be negative, not {row0}")

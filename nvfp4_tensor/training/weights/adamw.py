@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.numerics.random_state import rng_state_of, rng_state_row
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.weights import coded_moments
 
@@ -104,10 +104,10 @@ class NVFP4AdamW(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.end_step()
             return loss
-        copies = _Copies()
+        tensors = _StepTensors(self)
         for index, (group, parameter) in enumerate(self._indexed()):
             if parameter.grad is not None:
-                self._update(parameter, parameter.grad, group, index, copies, None)
+                self._update(parameter, parameter.grad, group, index, tensors, None)
         return loss
 
     def _update(
@@ -116,18 +116,18 @@ class NVFP4AdamW(torch.optim.Optimizer):
         grad: Tensor,
         group: dict[str, Any],
         index: int,
-        copies: _Copies,
+        tensors: _StepTensors,
         grad_scale: Tensor | None,
     ) -> None:
         state = self.state[parameter]
         if not state:
             state.update(coded_moments.new_state(parameter))
-        state["step"] += 1
-        count, device = int(state["step"].item()), coded_moments.local_of(parameter).device
-        numbers = copies.get(coded_moments.numbers_of(group, count), device)
+        count, device = int(state["step"].item()) + 1, coded_moments.local_of(parameter).device
+        numbers = tensors.numbers(coded_moments.numbers_of(group, count), device)
         if grad_scale is not None:
             numbers = torch.cat((grad_scale.reshape(1).float(), numbers[1:]))
-        rng_state = rng_state_of(group["seed"], str(index), count, device)
+        rng_state = tensors.rng_state(group["seed"], index, count, device)
+        state["step"] += 1
         coded_moments.step_parameter(parameter, grad, state, numbers, rng_state)
 
     def step_in_backward(self, clip_norm: float | None = None, clip: str = "late") -> None:
@@ -178,17 +178,40 @@ class NVFP4AdamW(torch.optim.Optimizer):
         return ((group, parameter) for group in self.param_groups for parameter in group["params"])
 
 
-class _Copies:
-    """Small tensors on devices, one copy for all parameters that need the same numbers."""
+class _StepTensors:
+    """What the parameters of one step need on their devices: one copy for all of them, for which the host does not wait."""
 
-    def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], Tensor] = {}
+    def __init__(self, optimizer: NVFP4AdamW) -> None:
+        self._optimizer = weakref.proxy(optimizer)
+        self._numbers: dict[tuple[Any, ...], Tensor] = {}
+        self._states: dict[torch.device, tuple[list[list[int]], Tensor]] = {}
 
-    def get(self, numbers: list[float], device: torch.device) -> Tensor:
+    def numbers(self, numbers: list[float], device: torch.device) -> Tensor:
+        """Return float32 numbers; parameters with the same ones share them."""
         key = (*numbers, device)
-        if key not in self._held:
-            self._held[key] = torch.tensor(numbers, dtype=torch.float32, device=device)
-        return self._held[key]
+        if key not in self._numbers:
+            self._numbers[key] = _copied(numbers, torch.float32, device)
+        return self._numbers[key]
+
+    def rng_state(self, seed: int, index: int, count: int, device: torch.device) -> Tensor:
+        """Return the random state of a parameter's step. The first call of a step copies those of all parameters."""
+        if device not in self._states:
+            rows = [self._next_row(*pair, index) for index, pair in enumerate(self._optimizer._indexed())]
+            self._states[device] = rows, _copied(rows, torch.int64, device)
+        rows, states = self._states[device]
+        if rows[index] == list(rng_state_row(seed, str(index), count)):
+            return states[index]
+        return rng_state_of(seed, str(index), count, device)
+
+    def _next_row(self, group: dict[str, Any], parameter: nn.Parameter, index: int) -> list[int]:
+        state = self._optimizer.state.get(parameter)
+        count = int(state["step"].item()) if state else 0
+        return list(rng_state_row(group["seed"], str(index), count + 1))
+
+
+def _copied(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 class _InBackward:
@@ -196,7 +219,7 @@ class _InBackward:
 
     def __init__(self, optimizer: NVFP4AdamW, clip_norm: float | None, clip: str) -> None:
         self._optimizer, self._clip_norm, self._clip = optimizer, clip_norm, clip
-        self._copies = _Copies()
+        self._tensors = _StepTensors(optimizer)
         self._stepped: set[int] = set()
         self._norms: list[Tensor] = []
         self._late_norm: Tensor | None = None
@@ -242,7 +265,7 @@ class _InBackward:
         self._stepped.add(index)
         grad, group = parameter.grad, self._optimizer.param_groups[number]  # loading a state replaces groups
         with torch.no_grad():
-            self._optimizer._update(parameter, grad, group, index, self._copies, self._scale(grad))
+            self._optimizer._update(parameter, grad, group, index, self._tensors, self._scale(grad))
         parameter.grad = None
 
     def _refuse_ddp(self) -> None:
@@ -286,7 +309,7 @@ class _InBackward:
             first = self._norms[0].device
             norm = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in self._norms]))
             self._late_norm = norm if self._group is None else _over_ranks(norm, self._group)
-        self._norms, self._copies = [], _Copies()
+        self._norms, self._tensors = [], _StepTensors(self._optimizer)
         self._stepped.clear()
 
     def save_norm(self) -> None:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from nvfp4_tensor.dispatch.slice_writes import count_write, writes_of
-from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK
-from nvfp4_tensor.numerics.optimizer_step import SMALLEST_LEAST_EXPONENT
+from nvfp4_tensor.numerics.optimizer_step import SMALLEST_LEAST_EXPONENT, UNBIASED
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.weights.write_back import check_writable
@@ -27,10 +26,6 @@ CODES = ("ratio_codes", "ratio_scale", "second_moment_codes", "second_moment_exp
 """State of a parameter with coded moments, beside "step"."""
 DENSE = ("exp_avg", "exp_avg_sq")
 """State of a parameter that is too small for codes."""
-
-UNBIASED = 0.87
-"""1 / 1.15, 1.15 the mean of 1 / sqrt(v) relative to that of an exact v, from the noise of v's powers of two. It was
-measured on normal gradients for beta2 of 0.95, 0.99 and 0.999 (1.151, 1.149, 1.147)."""
 
 _HEADROOM = 8
 """How far the block scales of a weight may grow before they clip: the per-tensor scale does not change with a step."""
@@ -184,7 +179,9 @@ def step_parameter(
     row0 = first_row(parameter)
     weight, grad = local_of(parameter.detach()), local_of(grad.detach())
     if not is_coded(parameter):
-        _step_dense(weight, grad, local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), numbers, rng_state, row0)
+        moments = [local_of(state[name]) for name in DENSE]
+        _step_vector(weight, grad, moments, numbers, rng_state, row0)
+        torch.autograd.graph.increment_version(parameter)
         return
     moments = [local_of(state[name]) for name in CODES]
     rows, columns = _matrix_shape(weight)
@@ -198,26 +195,14 @@ def step_parameter(
     torch.autograd.graph.increment_version(parameter)  # a graph that needs the old values then says so
 
 
-def _step_dense(
-    weight: Tensor, grad: Tensor, m: Tensor, v: Tensor, numbers: Tensor, rng_state: Tensor, row0: int
+def _step_vector(
+    weight: Tensor, grad: Tensor, moments: list[Tensor], numbers: Tensor, rng_state: Tensor, row0: int
 ) -> None:
-    """Update a small parameter with float32 moments; bfloat16 is rounded stochastically, one block per element."""
-    if weight.numel() == 0:
-        return
-    scale, beta1, rest1, beta2, rest2, step_size, decay, least = numbers.unbind()
-    g = grad.float() * scale
-    m.copy_(beta1 * m + rest1 * g)
-    v.copy_(beta2 * v + rest2 * g * g)
-    floor = (least.int() << 23).view(torch.float32)
-    exact = step_size / step_size.new_full((), UNBIASED)  # by a tensor: a number's reciprocal would be multiplied
-    root = torch.maximum(v, floor).double().sqrt().float()  # torch's root of float32 is an ulp off on a CPU, by MKL
-    new = decay * weight.float() - exact * (m / root)
-    if weight.dtype == torch.bfloat16:
-        per_row = math.prod(weight.shape[1:])
-        r16 = reference.random16(weight.numel(), 1, rng_state, row0=row0 * per_row)[:, 0].view(weight.shape)
-        bits = new.view(torch.int32)
-        new = torch.where(new.isfinite(), (bits + r16) & -(1 << 16), bits).view(torch.float32)
-    weight.copy_(new)
+    """Update a small parameter with float32 moments."""
+    grad = grad.float() if grad.dtype == torch.float16 else grad
+    m, v = (moment.view(-1) for moment in moments)
+    element0 = row0 * math.prod(weight.shape[1:])
+    torch.ops.nvfp4.adamw_step_vector(weight.view(-1), grad.reshape(-1), m, v, numbers, rng_state, element0)
 
 
 def step_with_state(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any], name: str) -> None:
@@ -260,7 +245,7 @@ def load_exactly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
         for name, value in state_dict["state"].get(i, {}).items():
             if isinstance(value, Tensor):
                 device = torch.device("cpu") if name == "step" else local_of(parameter).device
-                optimizer.state[parameter][name] = value.detach().clone().to(device)
+                optimizer.state[parameter][name] = value.detach().clone(memory_format=torch.contiguous_format).to(device)
 
 
 def check_group(group: dict[str, Any]) -> None:

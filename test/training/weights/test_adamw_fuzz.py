@@ -92,7 +92,7 @@ def check(p, group, before, after, grad, count):
     r, stored = ((t / v1.sqrt()).masked_fill(~inside, 0.0) for t in (m, m1))
     limit = r.abs().amax(dim=-1, keepdim=True).clamp(max=21) / 6 * 1.15 + 2.0**-16  # the scale is at most 1/8 more
     assert ((stored - r.clamp(-21, 21)).abs() <= 2.01 * limit + 1e-5 * r.abs())[inside].all()
-    new = decay * w0 - coded_moments.UNBIASED * size * r
+    new = decay * w0 - optimizer_step.UNBIASED * size * r
     if isinstance(p, NVFP4Tensor):
         scales = p.unswizzled_scale().float().double().unsqueeze(-1) * p.per_tensor_scale.double()
         largest = torch.maximum(new.abs().amax(dim=-1, keepdim=True), w0.abs().amax(dim=-1, keepdim=True))

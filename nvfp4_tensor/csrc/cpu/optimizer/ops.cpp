@@ -1,4 +1,4 @@
-// torch.ops.nvfp4.adamw_step and adamw_step_codes on the CPU.
+// torch.ops.nvfp4.adamw_step, adamw_step_codes and adamw_step_vector on the CPU.
 #include <algorithm>
 #include <string>
 
@@ -8,7 +8,8 @@
 namespace nvfp4 {
 namespace {
 
-constexpr int64_t kGroupsPerThread = 64;  // 16,384 elements, some 20 us
+constexpr int64_t kGroupsPerThread = 64;      // 16,384 elements, some 20 us
+constexpr int64_t kElementsPerThread = 1024;  // of float32 moments, as long
 
 // Of the instruction set that all kernels of this process use.
 const OptimizerKernels& optimizer_kernels() {
@@ -52,11 +53,48 @@ void adamw_step_codes(const Tensor& qdata, const Tensor& scale, const Tensor& pe
   run(step.arguments);
 }
 
+template <typename G, typename W>
+void step_elements(const VectorStep& a, int64_t begin, int64_t end) {
+  const float* h = a.hyper;
+  const AdamwNumbers numbers = {h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]};
+  const RandomKey key = RandomKey::of(a.rng_state[0], a.rng_state[1], 0);
+  const G* grad = static_cast<const G*>(a.grad);
+  W* weight = static_cast<W*>(a.weight);
+  const auto value = [](auto x) {
+    if constexpr (sizeof(x) == 4) return x;
+    else return from_bfloat16(x);
+  };
+  for (int64_t i = begin; i < end; ++i) {
+    const float next = stepped_exactly(value(weight[i]), value(grad[i]), a.m[i], a.v[i], numbers);
+    if constexpr (sizeof(W) == 4) {
+      weight[i] = next;
+    } else {
+      weight[i] = stochastic_bfloat16(next, random16(key.block_words(uint64_t(a.first_block + i)), 0));
+    }
+  }
+}
+
+void adamw_step_vector(const Tensor& weight, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+                       const Tensor& hyper, const Tensor& rng_state, int64_t element0) {
+  const optimizer::VectorArguments step(weight, grad, exp_avg, exp_avg_sq, hyper, rng_state, element0);
+  const VectorStep& a = step.arguments;
+  const bool float_grad = a.grad_dtype == Dtype::kFloat, float_weight = a.weight_dtype == Dtype::kFloat;
+  const auto steps = float_grad ? float_weight ? step_elements<float, float> : step_elements<float, uint16_t>
+                                : float_weight ? step_elements<uint16_t, float> : step_elements<uint16_t, uint16_t>;
+  const auto work = [&](int64_t begin, int64_t end) { steps(a, begin, end); };
+  if (a.count <= kElementsPerThread) {
+    work(0, a.count);
+  } else {
+    torch::stable::parallel_for(0, a.count, kElementsPerThread, work);
+  }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CPU, m) {
   m.impl("adamw_step", TORCH_BOX(&adamw_step));
   m.impl("adamw_step_codes", TORCH_BOX(&adamw_step_codes));
+  m.impl("adamw_step_vector", TORCH_BOX(&adamw_step_vector));
 }
 
 }  // namespace nvfp4

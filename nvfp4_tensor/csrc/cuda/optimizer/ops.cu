@@ -1,4 +1,4 @@
-// torch.ops.nvfp4.adamw_step and adamw_step_codes on CUDA.
+// torch.ops.nvfp4.adamw_step, adamw_step_codes and adamw_step_vector on CUDA.
 #include "cuda/host/tensors.h"
 #include "cuda/optimizer/kernels.h"
 #include "optimizer.h"
@@ -30,11 +30,20 @@ void adamw_step_codes(const Tensor& qdata, const Tensor& scale, const Tensor& pe
   check_launched("nvfp4::adamw_step_codes");
 }
 
+void adamw_step_vector(const Tensor& weight, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+                       const Tensor& hyper, const Tensor& rng_state, int64_t element0) {
+  const OnDeviceOf guard(weight, "weight");
+  const optimizer::VectorArguments step(weight, grad, exp_avg, exp_avg_sq, hyper, rng_state, element0);
+  launch_adamw_vector(step.arguments, current_stream(weight));
+  check_launched("nvfp4::adamw_step_vector");
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
   m.impl("adamw_step", TORCH_BOX(&adamw_step));
   m.impl("adamw_step_codes", TORCH_BOX(&adamw_step_codes));
+  m.impl("adamw_step_vector", TORCH_BOX(&adamw_step_vector));
 }
 
 }  // namespace nvfp4
