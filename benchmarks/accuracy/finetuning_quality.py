@@ -6,10 +6,16 @@
 
 The contenders start from the same weights and see the same batches:
 
-- ``adamw``: float32 weights and moments, bfloat16 arithmetic by autocast.
+- ``adamw``: float32 weights and moments, bfloat16 arithmetic by autocast. Beside it, the same model with the linears
+  of its layers rounded to NVFP4 afterwards.
 - ``nvfp4``: what tutorials/finetune_8b_24gb.py does: linears of the layers in NVFP4 without master copies, the rest in
   bfloat16, NVFP4AdamW.
 - ``qlora``: frozen linears in NVFP4, with low-rank adapters (r = 16) of each, in float32.
+- ``moments``: bfloat16 weights and NVFP4AdamW: what moments in four bits cost.
+- ``masters``: ``adamw``, but products take the linears' weights rounded to NVFP4 (recipe ``weight_only``): what the
+  format costs.
+- ``rounded_masters``: ``masters`` that start from weights rounded to NVFP4, as those of ``nvfp4`` do: what the first
+  rounding loses.
 
 Each trains once with each of its learning rates; the one with the lowest loss on the development text counts. Files of
 the packages are split into training, development and test by a checksum of their names.
@@ -45,7 +51,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import at_least, commit, record, result_path, save, table
-from nvfp4_tensor import NVFP4WeightOnlyConfig, training
+from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec, quantize, training
 
 PACKAGES = ("torch", "transformers", "numpy", "torchao")
 SPLITS = {"development": 0, "test": 1}
@@ -56,6 +62,9 @@ RATES = {
     "nvfp4": (2e-4, 4e-4, 8e-4, 1.6e-3),
     "adamw": (1e-4, 2e-4, 4e-4, 8e-4),
     "qlora": (1e-3, 2e-3, 4e-3, 8e-3),
+    "moments": (2e-4, 4e-4, 6e-4, 8e-4),
+    "masters": (2e-4, 4e-4, 8e-4, 1.6e-3),
+    "rounded_masters": (2e-4, 4e-4, 8e-4, 1.6e-3),
 }
 RANK = 16
 
@@ -191,8 +200,14 @@ def prepare(model: nn.Module, kind: str, rate: float) -> tuple[nn.Module, torch.
     if kind == "nvfp4":
         training.to_nvfp4_parameters(model.model.layers)
         return model, training.NVFP4AdamW(model.parameters(), lr=rate, weight_decay=0.0)
-    if kind == "adamw":
+    if kind == "moments":
+        return model, training.NVFP4AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    if kind in ("adamw", "masters", "rounded_masters"):
+        if kind == "rounded_masters":
+            round_linears(model)
         model.float()
+        if kind != "adamw":
+            quantize_(model.model.layers, training.NVFP4TrainingConfig("weight_only"))
         return model, torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
     model.requires_grad_(False)
     torch.manual_seed(0)
@@ -204,6 +219,14 @@ def prepare(model: nn.Module, kind: str, rate: float) -> tuple[nn.Module, torch.
                     setattr(parent, name, Adapted(child))
     adapters = [p for p in model.parameters() if p.requires_grad]
     return model, torch.optim.AdamW(adapters, lr=rate, weight_decay=0.0, fused=True)
+
+
+@torch.no_grad()
+def round_linears(model: nn.Module) -> None:
+    """Round the weights of the layers' linears to NVFP4; they stay dense."""
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.copy_(quantize(module.weight.bfloat16(), QuantizeSpec()).dequantize(module.weight.dtype))
 
 
 def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
@@ -249,6 +272,9 @@ def train_one(kind: str, rate: float, packed: Any, options: argparse.Namespace) 
         optimizer.zero_grad()
     row["development"] = held_out_loss(model, texts["development"], options)
     row["test"] = held_out_loss(model, texts["test"], options)
+    if kind == "adamw":
+        round_linears(model)
+        row["test_rounded"] = held_out_loss(model, texts["test"], options)
     return {**row, "seconds": time.perf_counter() - start}
 
 
@@ -269,14 +295,15 @@ def rows_of(runs: list[dict]) -> list[list[str]]:
         best[run["kind"]] = run
     rows = []
     for kind, run in best.items():
-        more = 100 * (math.exp(run["test"] - best["adamw"]["test"]) - 1) if "adamw" in best else None
         rates = sorted(other["rate"] for other in runs if other["kind"] == kind)
         at_end = len(rates) > 1 and run["rate"] in (rates[0], rates[-1])
-        rows.append([
-            kind, f"{run['rate']:.2g}" + (" (the end of its range)" if at_end else ""),
-            f"{math.exp(run['test_before']):.3f}", f"{math.exp(run['test']):.3f}",
-            "" if more is None else f"{more:+.2f} %",
-        ])  # fmt: skip
+        rate = f"{run['rate']:.2g}" + (" (the end of its range)" if at_end else "")
+        results = {kind: run["test"]}
+        if "test_rounded" in run:
+            results[f"{kind}, rounded afterwards"] = run["test_rounded"]
+        for name, loss in results.items():
+            more = f"{100 * (math.exp(loss - best['adamw']['test']) - 1):+.2f} %" if "adamw" in best else ""
+            rows.append([name, rate, f"{math.exp(run['test_before']):.3f}", f"{math.exp(loss):.3f}", more])
     return rows
 
 

@@ -45,10 +45,19 @@ class GraphTrainer(Trainer):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_steps = EAGER_STEPS
 
-    def train(self) -> None:
-        """Train all steps that are left. On CUDA, this returns before the device has finished."""
+    def start_from(self, other: GraphTrainer) -> None:
+        """Take the weights, the optimizer's state and the step of a trainer whose model has the same parameters."""
+        self.model.load_state_dict(other.model.state_dict())
+        for mine, its in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            self.optimizer.state[mine] = {name: value.clone() for name, value in other.optimizer.state[its].items()}
+        self.step = other.step
+        self._index.fill_(self.step)
+
+    def train(self, until: int | None = None) -> None:
+        """Train all steps that are left, or those before ``until``. On CUDA, this returns before the device has
+        finished."""
         settings = self.settings
-        while self.step < settings.steps:
+        while self.step < (settings.steps if until is None else until):
             if settings.late_bf16 and self.step == round(settings.steps * (1 - settings.late_bf16)):
                 training.set_recipe(self.model, forward="bf16")
                 self._forget_graph()

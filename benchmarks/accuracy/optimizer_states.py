@@ -115,7 +115,7 @@ def jobs_of(options: argparse.Namespace, runs: list[dict]) -> list[tuple[str, in
 def study(options: argparse.Namespace, settings: Settings, path: Path) -> dict:
     """Run what the result file at ``path`` lacks, save after each run, and return the file's content."""
     start = time.time()
-    runs = earlier_runs(path, settings)
+    runs = earlier_runs(path, dataclasses.asdict(settings))
     jobs = jobs_of(options, runs)
     texts = corpus(options.folder, options.limit)
     for text in texts:

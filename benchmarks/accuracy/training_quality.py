@@ -11,6 +11,10 @@ All linears of the blocks are quantized unless the variant says otherwise. The t
 and C++ headers of the environment that runs this, in bytes, less than one epoch. All runs of a seed start from the same
 weights and see the same batches; an increase is relative to bfloat16 with that seed and text.
 
+With --branch 0.25, recipes train the last quarter of the steps alone: all variants of a seed and text start from one run
+in bfloat16, with its weights and optimizer states. What differs at the end is then what they cost, and not also that
+two runs from scratch part ways.
+
 Several processes share a GPU, each step is one replay of a CUDA graph, and the result file is written after each run.
 The same command continues a file: runs that it has are not repeated. With --budget, no run starts that would end later.
 """
@@ -74,13 +78,22 @@ class Run(Job):
     points: list[dict]
 
 
-def train_one(job: Job, settings: Settings, text: tuple[Tensor, Tensor]) -> Run:
-    """Train to the end without checkpoints."""
+def trunk_of(job: Job, settings: Settings, text: tuple[Tensor, Tensor], branch: float) -> GraphTrainer:
+    """Return a trainer that has trained in bfloat16 up to where the variants of a text and seed branch off."""
+    trainer = GraphTrainer(dataclasses.replace(settings, seed=job.seed, recipe="bf16"), *text)
+    trainer.train(until=round(settings.steps * (1 - branch)))
+    return trainer
+
+
+def train_one(job: Job, settings: Settings, text: tuple[Tensor, Tensor], trunk: GraphTrainer | None = None) -> Run:
+    """Train to the end without checkpoints, from where a trunk ended if there is one."""
     changes = dict(VARIANTS[job.variant])
     without = changes.pop("without", None)
     settings = dataclasses.replace(settings, seed=job.seed, **changes)
     start = time.perf_counter()
     trainer = GraphTrainer(settings, *text, recipe=recipe_without(without) if without else None)
+    if trunk is not None:
+        trainer.start_from(trunk)
     trainer.train()
     trainer.settings = dataclasses.replace(settings, batch=VALIDATION_BATCH)
     validation = trainer.validate(VALIDATION_WINDOWS)
@@ -96,24 +109,40 @@ Texts = dict[str, tuple[Tensor, Tensor]]
 NOT_STARTED = "not started: the budget is spent"
 
 
-def _work(rank: int, queue: Any, results: Any, settings: Settings, texts: Texts, deadline: float | None) -> None:
-    """Take jobs from the queue until it gives None. One that fails does not stop the others."""
+def _work(
+    rank: int, queue: Any, results: Any, settings: Settings, texts: Texts, deadline: float | None, branch: float
+) -> None:
+    """Take lists of jobs, with one trunk each, from the queue until it gives None. A job that fails stops no other."""
     torch.set_num_threads(1)
     if settings.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     longest = 0.0
-    while (job := queue.get()) is not None:
-        if deadline is not None and time.time() + longest > deadline:
-            results.put((job, NOT_STARTED))
-            continue
-        try:
-            run = train_one(job, settings, texts[job.text])
-        except Exception as error:  # whatever one variant raises is reported beside the others' results
-            results.put((job, f"{type(error).__name__}: {error}"))
-        else:
-            longest = max(longest, run.seconds)
-            results.put((job, run))
+    while (jobs := queue.get()) is not None:
+        trunk = None
+        for job in jobs:
+            if deadline is not None and time.time() + longest > deadline:
+                results.put((job, NOT_STARTED))
+                continue
+            try:
+                if branch and trunk is None:
+                    trunk = trunk_of(job, settings, texts[job.text], branch)
+                run = train_one(job, settings, texts[job.text], trunk)
+            except Exception as error:  # whatever one variant raises is reported beside the others' results
+                results.put((job, f"{type(error).__name__}: {error}"))
+            else:
+                longest = max(longest, run.seconds)
+                results.put((job, run))
     results.put(None)
+
+
+def groups_of(jobs: list[Job], branch: float) -> list[list[Job]]:
+    """Return the jobs in lists for one process each: those of one text and seed, which have one trunk; or single ones."""
+    if not branch:
+        return [[job] for job in jobs]
+    groups: dict[tuple[str, int], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault((job.text, job.seed), []).append(job)
+    return list(groups.values())
 
 
 def jobs_of(options: argparse.Namespace, done: set[Job]) -> list[Job]:
@@ -122,35 +151,40 @@ def jobs_of(options: argparse.Namespace, done: set[Job]) -> list[Job]:
     return [job for job in jobs if job not in done]
 
 
-def earlier_runs(path: Path, settings: Settings) -> list[dict]:
+def earlier_runs(path: Path, settings: dict[str, Any]) -> list[dict]:
     """Return the runs of a file to continue; raise a ValueError if its settings differ."""
     if not path.exists():
         return []
-    content = json.loads(path.read_text())
-    mine = dataclasses.asdict(settings)
+    content, mine = json.loads(path.read_text()), settings
     if differing := [name for name, value in content["settings"].items() if mine.get(name) != value]:
         raise ValueError(f"{path} has other settings ({', '.join(differing)}): choose another --out")
     return content["runs"]
 
 
+def subject_of(size: str, branch: float) -> str:
+    """Return the name of the result file, which says whether recipes train a part of the steps alone."""
+    return f"training_quality_{size}" + (f"_last_{branch:g}" if branch else "")
+
+
 def study(options: argparse.Namespace, settings: Settings, path: Path) -> dict:
     """Run all variants, texts and seeds, and return the content of the result file."""
     start = time.time()
-    runs = earlier_runs(path, settings)
+    all_settings = {**dataclasses.asdict(settings), **({"branch": options.branch} if options.branch else {})}
+    runs = earlier_runs(path, all_settings)
     jobs = jobs_of(options, {Job(run["variant"], run["text"], run["seed"]) for run in runs})
     texts = {text: corpus(options.folder, options.limit, TEXTS[text]) for text in {job.text for job in jobs}}
     for text in sum(texts.values(), ()):
         text.share_memory_()
     context = mp.get_context("spawn")
     queue, results = context.Queue(), context.Queue()
-    for job in [*jobs, *[None] * options.processes]:
-        queue.put(job)
+    for group in [*groups_of(jobs, options.branch), *[None] * options.processes]:
+        queue.put(group)
     deadline = None if options.budget is None else start + options.budget
-    arguments = (queue, results, settings, texts, deadline)
+    arguments = (queue, results, settings, texts, deadline, options.branch)
     workers = [context.Process(target=_work, args=(rank, *arguments), daemon=True) for rank in range(options.processes)]
     for worker in workers:
         worker.start()
-    content = record(torch.device(settings.device), settings=dataclasses.asdict(settings), runs=runs)
+    content = record(torch.device(settings.device), settings=all_settings, runs=runs)
     working, finished = options.processes, 0
     while working:
         result = results.get()
@@ -184,6 +218,7 @@ def main() -> None:
     parser.add_argument("--batch", type=at_least(1), default=4)
     parser.add_argument("--length", type=at_least(2), default=1024)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--branch", type=float, default=0.0, help="the part of the steps that recipes train")
     parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("purelib")), help="where the texts are")
     parser.add_argument("--limit", type=at_least(1), default=64_000_000, help="bytes of each text")
@@ -195,7 +230,7 @@ def main() -> None:
     else:
         fields = ("size", "steps", "batch", "length", "learning_rate", "device")
         settings = Settings(**{field: getattr(options, field) for field in fields})
-        path = result_path(torch.device(options.device), f"training_quality_{options.size}", options.out)
+        path = result_path(torch.device(options.device), subject_of(options.size, options.branch), options.out)
         content = study(options, settings, path)
     text = table(content["runs"])
     print(text)

@@ -31,7 +31,7 @@ def test_each_contender_learns(kind):
 
 def test_the_table_takes_the_rate_of_the_lowest_development_loss():
     runs = [
-        {"kind": "adamw", "rate": 1e-4, "development": 2.0, "test": 2.0, "test_before": 3.0},
+        {"kind": "adamw", "rate": 1e-4, "development": 2.0, "test": 2.0, "test_before": 3.0, "test_rounded": 2.05},
         {"kind": "nvfp4", "rate": 1e-4, "development": 2.1, "test": 1.9, "test_before": 3.0},
         {"kind": "nvfp4", "rate": 2e-4, "development": 2.05, "test": 2.1, "test_before": 3.0},
         {"kind": "nvfp4", "rate": 5e-5, "development": 2.3, "test": 2.3, "test_before": 3.0},
@@ -39,3 +39,4 @@ def test_the_table_takes_the_rate_of_the_lowest_development_loss():
     rows = {row[0]: row for row in rows_of(runs)}
     assert rows["nvfp4"][1] == "0.0002 (the end of its range)"
     assert rows["nvfp4"][-1] == f"{100 * (math.exp(0.1) - 1):+.2f} %" and rows["adamw"][-1] == "+0.00 %"
+    assert rows["adamw, rounded afterwards"][-1] == f"{100 * (math.exp(0.05) - 1):+.2f} %"

@@ -42,6 +42,32 @@ def test_steps_are_those_of_the_tutorial(texts, changes):
     assert losses[-1] < 0.98 * losses[0]
 
 
+@pytest.mark.slow
+def test_a_branch_goes_on_where_its_trunk_ended(texts):
+    """In bfloat16 it takes the steps of one run; by a recipe, other ones from the same point on."""
+    dense = dataclasses.replace(SETTINGS, recipe="bf16")
+    whole, trunk = GraphTrainer(dense, *texts), GraphTrainer(dense, *texts)
+    whole.train()
+    trunk.train(until=4)
+    assert trunk.step == 4 and torch.equal(trunk.losses[:4], whole.losses[:4]) and not trunk.losses[4:].any()
+    for recipe in ("bf16", "nvidia"):
+        branch = GraphTrainer(dataclasses.replace(SETTINGS, recipe=recipe), *texts)
+        branch.start_from(trunk)
+        branch.train()
+        assert not branch.losses[:4].any() and branch.losses[4:].all()
+        assert torch.equal(branch.losses[4:], whole.losses[4:]) == (recipe == "bf16")
+        assert branch.losses[4:].tolist() == pytest.approx(whole.losses[4:].tolist(), rel=0.1)
+    assert trunk.step == 4
+
+
+def test_jobs_of_one_trunk_are_one_list():
+    jobs = [training_quality.Job(v, text, 0) for text in ("Python", "C++") for v in ("bf16", "nvidia")]
+    assert training_quality.groups_of(jobs, 0.25) == [jobs[:2], jobs[2:]]
+    assert training_quality.groups_of(jobs, 0.0) == [[job] for job in jobs]
+    assert training_quality.subject_of("20m", 0.25) == "training_quality_20m_last_0.25"
+    assert training_quality.subject_of("20m", 0.0) == "training_quality_20m"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{"recipe": "bf16"}, {}, {"recipe": "accurate"}, {"late_bf16": 0.5}])
 def test_replayed_steps_are_those_of_the_tutorial(texts, changes):
