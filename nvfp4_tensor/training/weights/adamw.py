@@ -123,9 +123,7 @@ class NVFP4AdamW(torch.optim.Optimizer):
         if not state:
             state.update(coded_moments.new_state(parameter))
         count, device = int(state["step"].item()) + 1, coded_moments.local_of(parameter).device
-        numbers = tensors.numbers(coded_moments.numbers_of(group, count), device)
-        if grad_scale is not None:
-            numbers = torch.cat((grad_scale.reshape(1).float(), numbers[1:]))
+        numbers = tensors.numbers(coded_moments.numbers_of(group, count), device, grad_scale)
         rng_state = tensors.rng_state(group["seed"], index, count, device)
         state["step"] += 1
         coded_moments.step_parameter(parameter, grad, state, numbers, rng_state)
@@ -183,22 +181,29 @@ class _StepTensors:
 
     def __init__(self, optimizer: NVFP4AdamW) -> None:
         self._optimizer = weakref.proxy(optimizer)
-        self._numbers: dict[tuple[Any, ...], Tensor] = {}
-        self._states: dict[torch.device, tuple[list[list[int]], Tensor]] = {}
+        self._numbers: dict[tuple[Any, ...], tuple[Tensor | None, Tensor]] = {}
+        self._states: dict[tuple[torch.device, int], tuple[list[list[int]], Tensor]] = {}
 
-    def numbers(self, numbers: list[float], device: torch.device) -> Tensor:
-        """Return float32 numbers; parameters with the same ones share them."""
-        key = (*numbers, device)
+    def numbers(self, numbers: list[float], device: torch.device, grad_scale: Tensor | None) -> Tensor:
+        """Return the numbers of a step (HYPER), the first one replaced by grad_scale, 0-d, unless that is None.
+
+        Parameters with the same ones share them.
+        """
+        key = (*numbers, *_place_of(device), id(grad_scale))  # which is held, so that no other tensor has its id
         if key not in self._numbers:
-            self._numbers[key] = _copied(numbers, torch.float32, device)
-        return self._numbers[key]
+            copied = _copied(numbers, torch.float32, device)
+            if grad_scale is not None:
+                copied[0].copy_(grad_scale)
+            self._numbers[key] = grad_scale, copied
+        return self._numbers[key][1]
 
     def rng_state(self, seed: int, index: int, count: int, device: torch.device) -> Tensor:
         """Return the random state of a parameter's step. The first call of a step copies those of all parameters."""
-        if device not in self._states:
+        place = _place_of(device)
+        if place not in self._states:
             rows = [self._next_row(*pair, index) for index, pair in enumerate(self._optimizer._indexed())]
-            self._states[device] = rows, _copied(rows, torch.int64, device)
-        rows, states = self._states[device]
+            self._states[place] = rows, _copied(rows, torch.int64, device)
+        rows, states = self._states[place]
         if rows[index] == list(rng_state_row(seed, str(index), count)):
             return states[index]
         return rng_state_of(seed, str(index), count, device)
@@ -207,6 +212,11 @@ class _StepTensors:
         state = self._optimizer.state.get(parameter)
         count = int(state["step"].item()) if state else 0
         return list(rng_state_row(group["seed"], str(index), count + 1))
+
+
+def _place_of(device: torch.device) -> tuple[torch.device, int]:
+    """Return the device and its current stream, on which what is copied there can be read without waiting."""
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _copied(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -223,6 +233,7 @@ class _InBackward:
         self._stepped: set[int] = set()
         self._norms: list[Tensor] = []
         self._late_norm: Tensor | None = None
+        self._late_scales: dict[tuple[torch.device, int], Tensor] = {}
         self._group: Any = None
         self._hooked: set[int] = set()
         self._is_checked = False
@@ -294,7 +305,12 @@ class _InBackward:
                 norm = _over_ranks(norm, self._group)
             return self._coefficient(norm)
         self._norms.append(norm)
-        return None if self._late_norm is None else self._coefficient(self._late_norm.to(local.device))
+        if self._late_norm is None:
+            return None
+        place = _place_of(local.device)
+        if place not in self._late_scales:
+            self._late_scales[place] = self._coefficient(self._late_norm.to(local.device))
+        return self._late_scales[place]
 
     def _coefficient(self, norm: Tensor) -> Tensor:
         assert self._clip_norm is not None
@@ -309,7 +325,7 @@ class _InBackward:
             first = self._norms[0].device
             norm = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in self._norms]))
             self._late_norm = norm if self._group is None else _over_ranks(norm, self._group)
-        self._norms, self._tensors = [], _StepTensors(self._optimizer)
+        self._norms, self._late_scales, self._tensors = [], {}, _StepTensors(self._optimizer)
         self._stepped.clear()
 
     def save_norm(self) -> None:
@@ -318,7 +334,7 @@ class _InBackward:
 
     def load_norm(self) -> None:
         saved = self._optimizer.param_groups[0]["late_norm"] if self._optimizer.param_groups else None
-        self._late_norm = None if saved is None else torch.tensor(saved)
+        self._late_norm, self._late_scales = None if saved is None else torch.tensor(saved), {}
 
 
 def _over_ranks(norm: Tensor, group: Any) -> Tensor:
