@@ -376,6 +376,13 @@ def recipes() -> str:
     return recipe_table.summary(load("h200", "training_quality_2m")["runs"])
 
 
+def branched_recipes() -> str:
+    """Return what recipes cost in the last quarter of a run."""
+    if not measured("h200", "training_quality_25m_last_0.25"):
+        return ""
+    return recipe_table.summary(load("h200", "training_quality_25m_last_0.25")["runs"])
+
+
 def training_settings() -> str:
     if not measured("h200", "training_quality_2m"):
         return ""
@@ -463,6 +470,8 @@ def page() -> str:
         faults=faults(),
         source_experiment=source(load("h200", "rounding_experiment")),
         off_theory=off_theory(),
+        source_branched=source_if_measured("h200", "training_quality_25m_last_0.25"),
+        branched_recipes=branched_recipes(),
         source_recipes=source_if_measured("h200", "training_quality_2m"),
         training_settings=training_settings(),
         recipes=recipes(),

@@ -58,7 +58,8 @@ def rows_of(runs: list[dict], variants: Iterable[str] = VARIANTS) -> dict[str, d
     for run in runs:
         of_text = losses.setdefault(run["text"], {})
         of_text.setdefault(run["variant"], {})[run["seed"]] = run["validation"]
-    return {text: _rows(by_variant, variants) for text, by_variant in losses.items()}
+    order = [*(text for text in COLORS if text in losses), *(text for text in losses if text not in COLORS)]
+    return {text: _rows(losses[text], variants) for text in order}
 
 
 def _rows(losses: dict[str, dict[int, float]], variants: Iterable[str]) -> dict[str, Row]:
@@ -147,7 +148,7 @@ def draw(runs: list[dict], path: Path, variants: Iterable[str] = VARIANTS) -> bo
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("increase of the validation loss over bfloat16, relative to nvidia's with the same seed and text")
+    axes.set_xlabel("increase of the validation loss over bfloat16,\nrelative to nvidia's with the same seed and text")
     axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -11,9 +11,9 @@ All linears of the blocks are quantized unless the variant says otherwise. The t
 and C++ headers of the environment that runs this, in bytes, less than one epoch. All runs of a seed start from the same
 weights and see the same batches; an increase is relative to bfloat16 with that seed and text.
 
-With --branch 0.25, recipes train the last quarter of the steps alone: all variants of a seed and text start from one run
-in bfloat16, with its weights and optimizer states. What differs at the end is then what they cost, and not also that
-two runs from scratch part ways.
+With --branch 0.25, recipes train the last quarter of the steps alone: all variants of a seed and text start from one
+run in bfloat16, with its weights and optimizer states. What differs at the end is then what they cost, and not also
+that two runs from scratch part ways.
 
 Several processes share a GPU, each step is one replay of a CUDA graph, and the result file is written after each run.
 The same command continues a file: runs that it has are not repeated. With --budget, no run starts that would end later.
@@ -136,7 +136,7 @@ def _work(
 
 
 def groups_of(jobs: list[Job], branch: float) -> list[list[Job]]:
-    """Return the jobs in lists for one process each: those of one text and seed, which have one trunk; or single ones."""
+    """Return the jobs in lists for one process each: those of one text and seed, which share a trunk, or one each."""
     if not branch:
         return [[job] for job in jobs]
     groups: dict[tuple[str, int], list[Job]] = {}

@@ -15,7 +15,7 @@ constexpr float kRatioScale = 1.0f / 128.0f;                     // the per-tens
 constexpr float kRatioAmax = 21.0f;                              // the largest that it stores
 constexpr uint32_t kMomentStream = 1, kCodesStream = 2, kGrowthStream = 3;
 constexpr int kWeightWord = 1, kSecondMomentWord = 2;  // whose bits they take, counted from the element's own word
-constexpr float kUnbiased = 0.87f;  // what step sizes have for v in powers of two
+constexpr float kUnbiased = 0.87f;                     // what step sizes have for v in powers of two
 constexpr float kShrunk = 0x1p-60f, kGrown = 0x1p60f;  // weights in codes are updated times 2^-60
 
 // What a step multiplies by: `hyper`, in order.

@@ -177,7 +177,7 @@ class NVFP4AdamW(torch.optim.Optimizer):
 
 
 class _StepTensors:
-    """What the parameters of one step need on their devices: one copy for all of them, for which the host does not wait."""
+    """What the parameters of one step need on their devices: a copy for all of them, which the host does not await."""
 
     def __init__(self, optimizer: NVFP4AdamW) -> None:
         self._optimizer = weakref.proxy(optimizer)

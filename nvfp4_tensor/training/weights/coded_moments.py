@@ -245,7 +245,8 @@ def load_exactly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
         for name, value in state_dict["state"].get(i, {}).items():
             if isinstance(value, Tensor):
                 device = torch.device("cpu") if name == "step" else local_of(parameter).device
-                optimizer.state[parameter][name] = value.detach().clone(memory_format=torch.contiguous_format).to(device)
+                exact = value.detach().clone(memory_format=torch.contiguous_format)
+                optimizer.state[parameter][name] = exact.to(device)
 
 
 def check_group(group: dict[str, Any]) -> None:

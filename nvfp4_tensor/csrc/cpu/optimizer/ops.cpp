@@ -79,8 +79,9 @@ void adamw_step_vector(const Tensor& weight, const Tensor& grad, const Tensor& e
   const optimizer::VectorArguments step(weight, grad, exp_avg, exp_avg_sq, hyper, rng_state, element0);
   const VectorStep& a = step.arguments;
   const bool float_grad = a.grad_dtype == Dtype::kFloat, float_weight = a.weight_dtype == Dtype::kFloat;
-  const auto steps = float_grad ? float_weight ? step_elements<float, float> : step_elements<float, uint16_t>
-                                : float_weight ? step_elements<uint16_t, float> : step_elements<uint16_t, uint16_t>;
+  const auto steps = float_grad     ? float_weight ? step_elements<float, float> : step_elements<float, uint16_t>
+                     : float_weight ? step_elements<uint16_t, float>
+                                    : step_elements<uint16_t, uint16_t>;
   const auto work = [&](int64_t begin, int64_t end) { steps(a, begin, end); };
   if (a.count <= kElementsPerThread) {
     work(0, a.count);

@@ -18,8 +18,7 @@ __global__ void __launch_bounds__(kThreads) adamw_vector(const VectorStep a) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < a.count; i += stride) {
     float m = a.m[i], v = a.v[i];
-    const float next =
-        stepped_exactly(value_of(weight[i]), value_of(static_cast<const G*>(a.grad)[i]), m, v, numbers);
+    const float next = stepped_exactly(value_of(weight[i]), value_of(static_cast<const G*>(a.grad)[i]), m, v, numbers);
     a.m[i] = m, a.v[i] = v;
     if constexpr (sizeof(W) == 4) {
       weight[i] = next;
