@@ -182,7 +182,7 @@ class _StepTensors:
     def __init__(self, optimizer: NVFP4AdamW) -> None:
         self._optimizer = weakref.proxy(optimizer)
         self._numbers: dict[tuple[Any, ...], tuple[Tensor | None, Tensor]] = {}
-        self._states: dict[tuple[torch.device, int], tuple[list[list[int]], Tensor]] = {}
+        self._states: dict[tuple[torch.device, int], tuple[list[tuple[int, int]], tuple[Tensor, ...]]] = {}
 
     def numbers(self, numbers: list[float], device: torch.device, grad_scale: Tensor | None) -> Tensor:
         """Return the numbers of a step (HYPER), the first one replaced by grad_scale, 0-d, unless that is None.
@@ -201,17 +201,18 @@ class _StepTensors:
         """Return the random state of a parameter's step. The first call of a step copies those of all parameters."""
         place = _place_of(device)
         if place not in self._states:
-            rows = [self._next_row(*pair, index) for index, pair in enumerate(self._optimizer._indexed())]
-            self._states[place] = rows, _copied(rows, torch.int64, device)
-        rows, states = self._states[place]
-        if rows[index] == list(rng_state_row(seed, str(index), count)):
+            planned = [self._next_of(group, parameter) for group, parameter in self._optimizer._indexed()]
+            rows = [rng_state_row(seed, str(i), count) for i, (seed, count) in enumerate(planned)]
+            self._states[place] = planned, _copied(rows, torch.int64, device).unbind()
+        planned, states = self._states[place]
+        if planned[index] == (seed, count):
             return states[index]
         return rng_state_of(seed, str(index), count, device)
 
-    def _next_row(self, group: dict[str, Any], parameter: nn.Parameter, index: int) -> list[int]:
+    def _next_of(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[int, int]:
+        """Return the seed and the number of a parameter's next step."""
         state = self._optimizer.state.get(parameter)
-        count = int(state["step"].item()) if state else 0
-        return list(rng_state_row(group["seed"], str(index), count + 1))
+        return group["seed"], (int(state["step"].item()) if state else 0) + 1
 
 
 def _place_of(device: torch.device) -> tuple[torch.device, int]:
