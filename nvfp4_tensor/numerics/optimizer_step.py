@@ -103,9 +103,9 @@ def ratio(grad: Tensor, moments: Moments, hyper: Tensor, rng_state: Tensor, row0
     g = pad(grad.float(), (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK)) * scale
     m = beta1 * first_moment(moments) + rest1 * g
     v = beta2 * second_moment(moments) + rest2 * g * g
-    random = rotated_bits(rows, columns, rng_state, row0, SECOND_MOMENT_WORD) >> 8
+    random = rotated_bits(rows, columns, rng_state, row0, SECOND_MOMENT_WORD) >> 1
     bits = v.view(torch.int32).long() & 0x7FFFFFFF
-    exponent = (bits + (random << 7) >> 23).int()
+    exponent = (bits + random >> 23).int()
     exponent = torch.where(exponent > LARGEST_EXPONENT, NOT_FINITE, torch.maximum(exponent, least.int()))
     top = exponent.amax(dim=-1, keepdim=True)
     below = (top - exponent).clamp(max=15)

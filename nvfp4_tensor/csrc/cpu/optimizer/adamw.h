@@ -102,7 +102,7 @@ inline I signed_codes(I code, F value) {
   return bit_or(bit_and(code, set(7)), bit_and(shift_right<28>(bits(value)), set(8)));
 }
 
-// The new r = m / root(v); the moments to their next ones. Random bits: 16 of r, 24 of v, whose upper 16 count.
+// The new r = m / root(v); the moments to their next ones. Random bits: 16 of r, 24 of v, whose upper 23 count.
 inline F next_moments(F g, const BlockMoments& at, const AdamwNumbers& n, const TensorScale& ratio, I of_r, I of_v) {
   const int old_top = *at.v_exponent, least = int(n.least_exponent);
   const I old = old_top == kNotFiniteExponent ? set(old_top) : max(sub(set(old_top), load_nibbles(at.v)), set(0));
@@ -112,7 +112,7 @@ inline F next_moments(F g, const BlockMoments& at, const AdamwNumbers& n, const 
   const F m = add(mul(set(n.beta1), decoded), mul(set(n.rest1), g));
   const F v = add(mul(set(n.beta2), as_float(shift_left<23>(old))), mul(mul(set(n.rest2), g), g));
   const I v_bits = bit_and(bits(v), set(0x7FFFFFFF));
-  const I draws = shift_left<7>(shift_right<8>(of_v));
+  const I draws = shift_right<1>(of_v);
   I exponent = max(shift_right<23>(add(v_bits, draws)), set(least));  // of NaN it is 255 or 256
   exponent = select(greater(exponent, set(kLargestExponent)), set(kNotFiniteExponent), exponent);
   const int top = largest_lane(exponent);

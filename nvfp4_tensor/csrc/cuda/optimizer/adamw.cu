@@ -52,13 +52,6 @@ __device__ __forceinline__ uint32_t below_top(uint32_t top, const uint2& nibbles
   return bits;
 }
 
-// The bits of x and draw times scale, which the pipe of multiplications adds.
-__device__ __forceinline__ uint32_t scaled_sum(uint32_t draw, uint32_t scale, float x) {
-  uint32_t sum;
-  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(draw), "r"(scale), "r"(float_bits(x)));
-  return sum;
-}
-
 // Eight codes in top bytes to 32 bits, element 0 lowest.
 __device__ __forceinline__ uint32_t pack_top_bytes(const uint32_t (&t)[8]) {
   const auto four = [&](int i) {
@@ -106,7 +99,7 @@ __device__ __forceinline__ void next_moments(const float (&g)[kBlock], Moments& 
     const float old = bits_float(below_top(old_top, below, i));
     const float decoded = mul(biased_value(half_of(moments.r, i), i % 8), factor);
     m[i] = next_first_moment(mul(decoded, root_of_power(old)), g[i], n);
-    v[i] = scaled_sum(rotated_draw<16>(words, i, kSecondMomentWord), 128, next_second_moment(old, g[i], doubled));
+    v[i] = (rotated_draw<24>(words, i, kSecondMomentWord) >> 1) + float_bits(next_second_moment(old, g[i], doubled));
     top = max(top, v[i]);  // of NaN it is above infinity
   }
   const bool finite = top < 0x7F800000u;
