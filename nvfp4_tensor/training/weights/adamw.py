@@ -70,6 +70,7 @@ class NVFP4AdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._in_backward is not None:
+            self._in_backward.save_norm()
             warnings.warn(
                 "the copy of an optimizer does not step in the backward: call its step_in_backward", stacklevel=3
             )

@@ -462,3 +462,31 @@ def test_equal_gradients_give_equal_bits_on_both_devices(kind):
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(bits(nets[0]), bits(nets[1]).cpu())
+
+
+def saved_and_loaded(objects):
+    file = io.BytesIO()
+    torch.save(objects, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_a_copy_clips_by_the_norm_of_its_last_step(copied):
+    torch.manual_seed(0)
+    net, x = nn.Linear(32, 32).bfloat16(), torch.randn(8, 32).bfloat16()
+    optimizer = NVFP4AdamW(net.parameters(), lr=1e-2)
+    optimizer.step_in_backward(clip_norm=0.1)
+
+    def step(net, optimizer):
+        (100 * net(x).float().square().mean()).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(net, optimizer)
+    with pytest.warns(UserWarning, match="does not step in the backward"):
+        again, its_optimizer = copied((net, optimizer))
+    its_optimizer.step_in_backward(clip_norm=0.1)
+    step(net, optimizer)
+    step(again, its_optimizer)
+    assert torch.equal(again.weight, net.weight) and torch.equal(again.bias, net.bias)
