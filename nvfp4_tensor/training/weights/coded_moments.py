@@ -26,6 +26,8 @@ CODES = ("ratio_codes", "ratio_scale", "second_moment_codes", "second_moment_exp
 """State of a parameter with coded moments, beside "step"."""
 DENSE = ("exp_avg", "exp_avg_sq")
 """State of a parameter that is too small for codes."""
+SCALE = "per_tensor_scale"
+"""State of an NVFP4 weight beside its moments: its per-tensor scale at the last step, float32 on the CPU."""
 
 _HEADROOM = 8
 """How far the block scales of a weight may grow before they clip: the per-tensor scale does not change with a step."""
@@ -73,6 +75,7 @@ def new_state(parameter: Tensor) -> dict[str, Any]:
     local = local_of(parameter)
     if isinstance(local, NVFP4Tensor):
         make_headroom(parameter)
+        state[SCALE] = _scale_of(local)
     rows, columns = _matrix_shape(local)
     blocks = -(-columns // BLOCK)
     for name in CODES:
@@ -138,15 +141,34 @@ def make_headroom(parameter: Tensor) -> None:
     w.per_tensor_scale.mul_(power)
 
 
-def _step_codes(
-    parameter: Tensor, weight: NVFP4Tensor, grad: Tensor, moments: list[Tensor], rest: tuple[Tensor, Tensor, int]
-) -> None:
-    """Update an NVFP4 weight. If others wrote to it since the last step, it may have lost its headroom."""
+def _scale_of(weight: NVFP4Tensor) -> Tensor:
+    return weight.per_tensor_scale.detach().to("cpu", torch.float32, copy=True)
+
+
+def _keep_headroom(parameter: Tensor, weight: NVFP4Tensor, state: dict[str, Any]) -> None:
+    """Make headroom again if others wrote to the weight since the last step.
+
+    Writes to the storage of its codes are counted. A storage without a count is a copy's, a loaded model's, or that of
+    a weight that replaced another one: it has the weight of the last step if the per-tensor scale is that step's.
+    """
     storage = weight.qdata.untyped_storage()
-    if getattr(storage, _WRITES, writes_of(storage)) != writes_of(storage):
+    seen = getattr(storage, _WRITES, None)
+    if seen == writes_of(storage):
+        return
+    if seen is not None or (SCALE in state and not torch.equal(state[SCALE], _scale_of(weight))):
         make_headroom(parameter)
+    state[SCALE] = _scale_of(weight)
+
+
+def _step_codes(
+    parameter: Tensor, grad: Tensor, state: dict[str, Any], moments: list[Tensor], rest: tuple[Tensor, Tensor, int]
+) -> None:
+    weight = local_of(parameter.detach())
+    assert isinstance(weight, NVFP4Tensor)
+    _keep_headroom(parameter, weight, state)
     torch.ops.nvfp4.adamw_step_codes(weight.qdata, weight.scale, weight.per_tensor_scale, grad, *moments, *rest)
     count_write(weight)
+    storage = weight.qdata.untyped_storage()
     setattr(storage, _WRITES, writes_of(storage))
 
 
@@ -189,7 +211,7 @@ def step_parameter(
     if grad.dtype == torch.float16:
         grad = grad.float()
     if isinstance(weight, NVFP4Tensor):
-        _step_codes(parameter, weight, grad, moments, (numbers, rng_state, row0))
+        _step_codes(parameter, grad, state, moments, (numbers, rng_state, row0))
     else:
         torch.ops.nvfp4.adamw_step(weight.view(rows, columns), grad, *moments, numbers, rng_state, row0)
     torch.autograd.graph.increment_version(parameter)  # a graph that needs the old values then says so
@@ -227,7 +249,7 @@ def check_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
     for i, parameter in zip(saved, parameters, strict=True):
         state = state_dict["state"].get(i, {})
         names = {"step", *(CODES if is_coded(parameter) else DENSE)}
-        if state and set(state) != names:
+        if state and set(state) - {SCALE} != names:
             raise ValueError(
                 f"the state dict has {', '.join(sorted(map(str, state)))} of parameter {i}, whose moments in codes are "
                 f"{', '.join(sorted(names))}: start with new moments"
@@ -244,7 +266,7 @@ def load_exactly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
             delattr(storage, _WRITES)  # the weight is loaded too, as it was saved, in either order
         for name, value in state_dict["state"].get(i, {}).items():
             if isinstance(value, Tensor):
-                device = torch.device("cpu") if name == "step" else local_of(parameter).device
+                device = torch.device("cpu") if name in ("step", SCALE) else local_of(parameter).device
                 exact = value.detach().clone(memory_format=torch.contiguous_format)
                 optimizer.state[parameter][name] = exact.to(device)
 
