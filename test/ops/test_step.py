@@ -263,6 +263,21 @@ def test_a_window_in_a_ring(device):
             assert_rounded_alike(y, expected, 2)
 
 
+@pytest.mark.parametrize("heads, kv_heads, dim", [(64, 32, 128), (32, 2, 256), (9, 3, 64), (16, 2, 96)], ids=str)
+def test_many_tiles_of_a_ring(device, heads, kv_heads, dim):
+    """More blocks than a GPU takes at once, and tiles of which one lies across the ring's end."""
+    long = Token(device, torch.bfloat16, 6, heads, kv_heads, dim, length=1400)
+    ring = Token(device, torch.bfloat16, 6, heads, kv_heads, dim, length=520)
+    ring.qkv, ring.cos, ring.sin = long.qkv, long.cos, long.sin
+    for position in (519, 1300):
+        slots = torch.arange(position - 519, position + 1, device=device)
+        ring.keys[:, :, slots % 520], ring.values[:, :, slots % 520] = long.keys[:, :, slots], long.values[:, :, slots]
+        y, keys, _ = ring.attend(position, window=500)
+        assert torch.equal(keys[:, :, position % 520], long.attend(position, window=500)[1][:, :, position])
+        long.check(position, *rotated(long), window=500)
+        assert_rounded_alike(y, long.attend(position, window=500)[0], 2)
+
+
 @pytest.mark.parametrize("position", [-1, 48, 2**40])
 def test_a_position_that_is_not_in_the_cache(device, position):
     token = Token(device, torch.bfloat16)

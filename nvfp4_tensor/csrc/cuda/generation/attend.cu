@@ -13,21 +13,31 @@ namespace {
 // Tokens of a block from which on another kernel that combines pays, where that fills the machine and clusters do not.
 constexpr int kLongShare = 1024;
 
+// Stages of a warp's ring, in so much shared memory.
+template <int kDim>
+int stages_in(int bytes) {
+  const int each = attend_shared_bytes<kDim>(2) - attend_shared_bytes<kDim>(1);
+  return std::clamp((bytes - attend_shared_bytes<kDim>(1)) / each + 1, 1, kMostStages);
+}
+
+// Clusters that run at a time, each block with all the stages that it may have.
+template <typename T, int kDim>
+int resident(int cluster) {
+  const int most = stages_in<kDim>(this_machine().shared_bytes);
+  return resident_clusters<attend_kernel<T, kDim>>(cluster, attend_warps(kDim) * 32, attend_shared_bytes<kDim>(most));
+}
+
 template <typename T, int kDim>
 void launch_dim(const Attend& p, cudaStream_t stream) {
-  constexpr int kShared = sizeof(AttendShared<kDim>);
+  resident<T, kDim>(1);  // lets it have its shared memory
   const dim3 grid(p.splits, p.kv_heads * p.passes, p.batch);
-  if (p.partial) {
-    resident_clusters<attend_kernel<T, kDim, true>>(1, kAttendThreads, kShared);  // lets it have its shared memory
-    const Launch parts(grid, 1, kAttendThreads, kShared, stream, Begins::kBeforePreviousEnds);
-    cudaLaunchKernelEx(&parts.config, attend_kernel<T, kDim, true>, p);
-    const Launch whole(dim3(p.heads, p.batch), 1, kDim, 0, stream, Begins::kBeforePreviousEnds);
-    cudaLaunchKernelEx(&whole.config, combine_kernel<T, kDim>, p);
-  } else {
-    resident_clusters<attend_kernel<T, kDim, false>>(p.splits, kAttendThreads, kShared);
-    const Launch one(grid, p.splits, kAttendThreads, kShared, stream, Begins::kBeforePreviousEnds);
-    cudaLaunchKernelEx(&one.config, attend_kernel<T, kDim, false>, p);
-  }
+  const int cluster = p.partial ? 1 : p.splits;
+  const Launch parts(grid, cluster, attend_warps(kDim) * 32, attend_shared_bytes<kDim>(p.stages), stream,
+                     Begins::kBeforePreviousEnds);
+  cudaLaunchKernelEx(&parts.config, attend_kernel<T, kDim>, p);
+  if (!p.partial) return;
+  const Launch whole(dim3(p.heads, p.batch), 1, kDim, 0, stream, Begins::kBeforePreviousEnds);
+  cudaLaunchKernelEx(&whole.config, combine_kernel<T, kDim>, p);
 }
 
 // The floats of scratch.
@@ -40,14 +50,15 @@ int64_t plan_dim(Attend& p) {
   int cluster = 1;
   while (machine.capability >= 90 && cluster < std::min<int64_t>(kMostBlocksInCluster, useful)) {
     const int next = 2 * cluster;
-    // what is not resident at once would come a whole turn later
-    if (rows > resident_clusters<attend_kernel<T, kDim, false>>(next, kAttendThreads, sizeof(AttendShared<kDim>)))
-      break;
+    if (rows > resident<T, kDim>(next)) break;  // what is not resident at once would come a whole turn later
     cluster = next;
   }
   const int64_t filling = std::max<int64_t>(machine.multiprocessors / rows, 1);
   const bool is_long = context / cluster > kLongShare && filling > cluster;
   p.splits = is_long ? static_cast<int>(filling) : cluster;
+  // where blocks come in turns, two of them share a multiprocessor
+  const int blocks = rows * p.splits > machine.multiprocessors ? 2 : 1;
+  p.stages = stages_in<kDim>(machine.shared_bytes / blocks);
   return is_long ? rows * p.splits * static_cast<int64_t>(sizeof(Partial<kDim>) / 4) : 0;
 }
 

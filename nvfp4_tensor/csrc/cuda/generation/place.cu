@@ -1,7 +1,7 @@
 // What comes before the attention of one token per row to codes, in one kernel: norms and the rotation, the token into
 // a ring, and the oldest token of the ring to codes, which depends on earlier steps only.
 #include "cuda/attention/append.cuh"
-#include "cuda/generation/attend.cuh"
+#include "cuda/generation/head_row.cuh"
 #include "cuda/host/launch.h"
 
 namespace nvfp4 {
@@ -18,19 +18,14 @@ __device__ __forceinline__ void place_token(const Attend& p) {
   const T* const q_row = static_cast<const T*>(p.qkv) + static_cast<int64_t>(row) * (p.heads + 2 * p.kv_heads) * p.dim;
   const T* const k_row = q_row + p.heads * p.dim;
   float q_unit = 0, k_unit = 0;
-  if (p.q_joint) q_unit = joint_unit(q_row, p.heads * p.dim, p.norm.eps, squares);
-  if (p.k_joint) k_unit = joint_unit(k_row, p.kv_heads * p.dim, p.norm.eps, squares);
+  if (p.q_joint) q_unit = joint_unit<kAttendThreads>(q_row, p.heads * p.dim, p.norm.eps, squares);
+  if (p.k_joint) k_unit = joint_unit<kAttendThreads>(k_row, p.kv_heads * p.dim, p.norm.eps, squares);
   if (kv_head >= p.kv_heads) return;
   const bool is_key = kv_head >= 0;
-  const auto weight_of_head = [&](const void* weight, bool joint, int at) -> const void* {
-    return weight && joint ? static_cast<const uint8_t*>(weight) + at * p.dim * (p.wide_norms ? 4 : 2) : weight;
-  };
   HeadRow<T, kDim> its(p, q_row + head * p.dim, static_cast<int64_t>(row) * p.angle_step, lane);  // keys lie behind
-  if (is_key) {
-    its.prepare(p, weight_of_head(p.k_norm, p.k_joint, kv_head), k_unit, prepared[warp], lane);
-  } else {
-    its.prepare(p, weight_of_head(p.q_norm, p.q_joint, head), q_unit, prepared[warp], lane);
-  }
+  const void* const weight = is_key ? norm_of_head(p, p.k_norm, p.k_joint, kv_head)
+                                    : norm_of_head(p, p.q_norm, p.q_joint, head);
+  its.prepare(p, weight, is_key ? k_unit : q_unit, prepared[warp], lane);
   __syncwarp();
   const T* const from = reinterpret_cast<const T*>(prepared[warp]);
   if (!is_key) {

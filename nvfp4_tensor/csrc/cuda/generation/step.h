@@ -70,6 +70,7 @@ struct Attend {
   Dtype dtype;
   // set by the launcher
   int group, passes, splits;  // heads of a kv head; in how many passes of kHeads; shares of the context
+  int stages;                 // of the ring of each warp
   float* partial;
 };
 
