@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import warnings
 from collections.abc import Callable
 
 from torch import nn
 
 
 class Filter:
-    """A function of (module, name), as quantize_ calls it, that selects linears. ``a & b`` selects what both select."""
+    """A function of (module, name), as quantize_ calls it, that selects linears. ``a & b`` selects what both select.
 
-    def __init__(self, selects: Callable[[nn.Module, str], bool]) -> None:
-        self._selects = selects
+    check: called with the whole model, which quantize_ asks about first.
+    """
+
+    def __init__(
+        self, selects: Callable[[nn.Module, str], bool], check: Callable[[nn.Module], None] | None = None
+    ) -> None:
+        self._selects, self._check = selects, check
 
     def __call__(self, module: nn.Module, name: str) -> bool:
+        if not name:
+            self.check(module)
         return isinstance(module, nn.Linear) and self._selects(module, name)
 
+    def check(self, model: nn.Module) -> None:
+        """Warn of what the filter names and the model does not have."""
+        if self._check is not None:
+            self._check(model)
+
     def __and__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
-        return Filter(lambda module, name: self(module, name) and other(module, name))
+        def check(model: nn.Module) -> None:
+            for each in (self, other):
+                if isinstance(each, Filter):
+                    each.check(model)
+
+        return Filter(lambda module, name: self._selects(module, name) and other(module, name), check)
 
     __rand__ = __and__
 
@@ -28,7 +46,7 @@ def keep_dense(*which: str | Callable[[nn.Module, str], bool]) -> Filter:
     """Select all linears except these: names with ``*`` and ``?``, or functions of (module, name) that return True.
 
     A name stands for the module with that name and all modules inside it, at any depth: "lm_head", "layers.0",
-    "*.router".
+    "*.router". A name that no module of the model has is warned of.
 
     Raises:
         TypeError: if an argument is neither a string nor a function.
@@ -42,7 +60,16 @@ def keep_dense(*which: str | Callable[[nn.Module, str], bool]) -> Filter:
     def is_dense(module: nn.Module, name: str) -> bool:
         return any(_matches(name, one) if isinstance(one, str) else one(module, name) for one in which)
 
-    return Filter(lambda module, name: not is_dense(module, name))
+    def check(model: nn.Module) -> None:
+        names = [name for name, _ in model.named_modules() if name]
+        for one in which:
+            if isinstance(one, str) and names and not any(_matches(name, one) for name in names):
+                warnings.warn(
+                    f"keep_dense({one!r}) keeps nothing dense: no module of the {type(model).__name__} has that name",
+                    stacklevel=2,
+                )
+
+    return Filter(lambda module, name: not is_dense(module, name), check)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -158,6 +160,21 @@ def test_filters_combine():
     model = Model(4)
     both = training.keep_last_blocks_dense(model, 0.5) & training.keep_dense("router", "lm_head", "heads")
     assert quantized(model, both & (lambda module, name: "0" not in name)) == ["layers.1.up"]
+
+
+@pytest.mark.parametrize(
+    "which, missing", [(("lm_heads",), "'lm_heads'"), (("lm_head", "*.gat"), r"'\*\.gat'"), (("lm_head",), None)]
+)
+@pytest.mark.parametrize("combined", [False, True])
+def test_names_that_the_model_does_not_have_are_warned_of(which, missing, combined):
+    model = Model(2)
+    chosen = training.keep_dense(*which)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        quantized(model, training.keep_last_blocks_dense(model, 0.0) & chosen if combined else chosen)
+    messages = [str(each.message) for each in caught if "keep_dense" in str(each.message)]
+    assert len(messages) == (missing is not None)
+    assert all(re.search(rf"keep_dense\({missing}\) keeps nothing dense: no module of the Model", m) for m in messages)
 
 
 def test_filters_are_checked():
