@@ -167,7 +167,7 @@ def test_the_plan_counts_what_there_is():
         for p in finetuner.model.parameters()
     )
     states = finetuner.optimizer.state.values()
-    moments = sum(t.nbytes for state in states for name, t in state.items() if name != "step")
+    moments = sum(t.nbytes for state in states for t in state.values() if t.dim())  # scalars are on the CPU
     assert plan.weights == pytest.approx(weights, rel=0.01)
     assert plan.moments == moments
     parts = (plan.weights, plan.moments, plan.layer_inputs, plan.work, plan.reserve, plan.context)
