@@ -1,0 +1,144 @@
+"""Headroom of the block scales of NVFP4 weights that NVFP4AdamW steps: after writes, and in copies."""
+
+import copy
+import io
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from nvfp4_tensor import NVFP4Tensor
+from nvfp4_tensor.training import NVFP4AdamW, to_nvfp4_parameters
+from nvfp4_tensor.training.weights import coded_moments
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_weight_may_grow():
+    """A weight of codes grows eightfold, which the headroom of its block scales allows."""
+    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+    start = net.weight.dequantize().abs().max()
+    optimizer = NVFP4AdamW(net.parameters(), lr=start.item() / 4, weight_decay=0.0)
+    for _ in range(40):
+        net.weight.grad = -net.weight.dequantize().sign()
+        optimizer.step()
+    assert 6 * start < net.weight.dequantize().abs().max() < 16 * start
+
+
+def test_a_weight_that_was_loaded_may_grow_as_well():
+    """What is loaded into a weight that trains has no headroom; what an optimizer's state belongs to keeps its own."""
+    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+    saved, start = copy.deepcopy(net.state_dict()), net.weight.dequantize().abs().max()
+    optimizer = NVFP4AdamW(net.parameters(), lr=start.item() / 4, weight_decay=0.0)
+    net.weight.grad = torch.zeros(32, 32)
+    optimizer.step()
+    net.load_state_dict(saved)
+    for _ in range(40):
+        net.weight.grad = -net.weight.dequantize().sign()
+        optimizer.step()
+    assert 6 * start < net.weight.dequantize().abs().max() < 16 * start
+    grown = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    assert net.weight.scale.float().max() > 56
+    scale = net.weight.per_tensor_scale.clone()
+    for first in (0, 1):
+        for which in (first, 1 - first):
+            (net, optimizer)[which].load_state_dict(copy.deepcopy(grown[which]))
+        net.weight.grad = torch.zeros(32, 32)
+        optimizer.step()
+        assert torch.equal(net.weight.per_tensor_scale, scale)
+
+
+def write(net, new):
+    with torch.no_grad():
+        net.weight.copy_(new)
+
+
+def set_data(net, new):
+    net.weight.data = NVFP4Tensor.to_nvfp4(new)
+
+
+def swap(net, new):
+    torch.utils.swap_tensors(net.weight, nn.Parameter(NVFP4Tensor.to_nvfp4(new)))
+
+
+@pytest.mark.parametrize("change", [write, set_data, swap])
+@pytest.mark.parametrize("copied", ["not", "loaded", "deep"])
+def test_a_weight_that_was_replaced_may_grow_as_well(change, copied):
+    """The first step after a write makes room, also in copies of weight and optimizer; copying alone does not."""
+    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+    new = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 8
+    optimizer = NVFP4AdamW(net.parameters(), lr=new.abs().max().item() / 4, weight_decay=0.0)
+    for _ in range(40):
+        net.weight.grad = -net.weight.dequantize().sign()
+        optimizer.step()
+    if copied == "deep":
+        net, optimizer = copy.deepcopy((net, optimizer))
+    elif copied == "loaded":
+        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+        optimizer = NVFP4AdamW(net.parameters(), lr=1.0)
+        net.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    grown = net.weight.per_tensor_scale.clone()
+    net.weight.grad = torch.zeros(32, 32)
+    if copied != "not":  # a step of the copy is as one of the original
+        twin, steps = copy.deepcopy((net, optimizer))
+        steps.step()
+        assert torch.equal(twin.weight.per_tensor_scale, grown)
+    change(net, new)
+    for _ in range(40):
+        net.weight.grad = -net.weight.dequantize().sign()
+        optimizer.step()
+    assert 6 * new.abs().max() < net.weight.dequantize().abs().max() < 16 * new.abs().max()
+
+
+def test_headroom_keeps_the_values():
+    torch.manual_seed(0)
+    net = to_nvfp4_parameters(nn.Linear(256, 256, bias=False))
+    before = net.weight.dequantize(torch.float32)
+    coded_moments.make_headroom(net.weight)
+    assert torch.equal(net.weight.dequantize(torch.float32), before)
+    assert net.weight.scale.float().max() <= 56
+
+
+def through_a_file(net, optimizer, order):
+    """A new model and optimizer with what the others would save, loaded in this order."""
+    file = io.BytesIO()
+    torch.save((net.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+    optimizer = NVFP4AdamW(net.parameters(), lr=1.0)
+    for which in order:
+        (net, optimizer)[which].load_state_dict(saved[which])
+    return net, optimizer
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_copies_between_writes_and_steps_change_no_bit(seed):
+    """A run that is copied, saved and loaded at random beside one that is not, with the same writes and steps."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+    runs = [(net, NVFP4AdamW(net.parameters(), lr=0.05, weight_decay=0.0))]
+    runs.append(copy.deepcopy(runs[0]))
+    for _ in range(60):
+        kind = draw.choice(["step"] * 4 + ["write", "copy", "file"])
+        if kind == "step":
+            grad = -runs[0][0].weight.dequantize().sign() + torch.randn(32, 32, generator=generator) / 4
+            for net, optimizer in runs:
+                net.weight.grad = grad.clone()
+                optimizer.step()
+            parts = [(net.weight.qdata, net.weight.scale, net.weight.per_tensor_scale) for net, _ in runs]
+            for a, b in zip(*parts, strict=True):
+                assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        elif kind == "write":
+            new = torch.randn(32, 32, generator=generator) * 10 ** draw.uniform(-2, 1)
+            change = draw.choice([write, set_data, swap])
+            for net, _ in runs:
+                change(net, new)
+        elif kind == "copy":
+            runs[1] = copy.deepcopy(runs[1])
+        else:
+            runs[1] = through_a_file(*runs[1], draw.choice([(0, 1), (1, 0)]))
