@@ -13,8 +13,7 @@
 // the blocks of a row by distributed shared memory (a cluster, each block a part of the elements, which the others send
 // it) or, for long contexts of few rows, by another kernel; always in the same order.
 //
-// Between other kernels most of this one's code comes from memory, and runs once: loops cost less than straight code.
-// And what is loaded behind many copies comes late: queries, keys and angles are loaded first.
+// What is loaded behind many copies comes late: queries, keys and angles are loaded first.
 #pragma once
 
 #include "cuda/generation/context.cuh"
