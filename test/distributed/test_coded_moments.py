@@ -38,7 +38,7 @@ def whole(t):
             w = local_of(t)
             dist.all_gather_object(parts, (w.qdata, w.unswizzled_scale().view(torch.uint8), w.per_tensor_scale))
         assert len({p[2].item() for p in parts}) == 1
-        return torch.cat([torch.cat(p[:2], dim=1) for p in parts])
+        return torch.cat([torch.cat(p[:2], dim=1).to(here()) for p in parts])  # each rank sends from its own GPU
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 

@@ -12,8 +12,10 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,6 +47,13 @@ _PRELOADED = [
 ]  # fmt: skip
 
 
+def _start_forkserver() -> None:
+    """Start the server that forks ranks on CPUs. It hides GPUs, which FSDP2 would choose and no fork can use."""
+    forkserver.set_forkserver_preload(_PRELOADED)
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        forkserver.ensure_running()
+
+
 def run_ranks(body: Callable, world: int, *args: Any, device: str = "cpu", seconds: float = 120) -> list:
     """Call ``body(*args)``, a function of a test module, on each of ``world`` ranks and return the results.
 
@@ -52,7 +61,7 @@ def run_ranks(body: Callable, world: int, *args: Any, device: str = "cpu", secon
         RuntimeError: if a rank raised an error; with the traceback of the first one, which makes others fail.
         TimeoutError: if a rank did not end.
     """
-    mp.multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    _start_forkserver()
     function = inspect.getfile(body), body.__name__
     with tempfile.TemporaryDirectory() as folder:
         job = (function, world, device, folder, args)
