@@ -18,10 +18,10 @@ PIP := $(BIN)/python -m pip install --quiet $(if $(PYTHONDONTWRITEBYTECODE),,--n
 INSTALL := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false
 
 CXX_SOURCES := $(shell find nvfp4_tensor/csrc -type f 2>/dev/null)
-# The CUDA architectures of `make test`: all, or those named.
+# The CUDA architectures of `make build`: all, or those named.
 ARCHS := $(or $(NVFP4_CUDA_ARCHS),all)
-# Those of this machine's GPUs: 8.9 runs what is compiled for 8.0; from 9.0 on each GPU has its own.
-ARCHS_HERE = $(or $(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+# Those of this machine's GPUs, or those named: 8.9 runs what is compiled for 8.0; from 9.0 on each GPU has its own.
+ARCHS_HERE = $(or $(NVFP4_CUDA_ARCHS),$(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
 	| sed -nE 's/^8\.[0-9]$$/80/p; s/^(9|1[0-9])\.([0-9])$$/\1\2a/p')),cpu)
 NATIVE := .ci/native $(BIN)
 PYTEST := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest
@@ -37,7 +37,7 @@ demo:  ## a real model in NVFP4 (demo_output/), the libraries built for this mac
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.demo native-here
 	TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 $(BIN)/python -m nvfp4_tensor demo
 
-test: $(VENV)/.dev $(VENV)/.demo native  ## all tests, the libraries built for every GPU
+test: $(VENV)/.dev $(VENV)/.demo native-here  ## all tests, the libraries built for this machine only
 	$(PYTEST) -n $(WORKERS) --maxschedchunk 4
 
 exhaustive: $(VENV)/.dev $(VENV)/.demo native  ## the tests that `make test` leaves out, before a release
