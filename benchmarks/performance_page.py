@@ -362,11 +362,6 @@ def faults() -> str:
     return table(["fault", "checks", "failed", "the worst of them"], rows)
 
 
-def off_theory() -> str:
-    results = load("h200", "rounding_experiment")["results"]
-    return f"{100 * max(abs(row['ratio'] / row['theory'] - 1) for row in results):.2f} %"
-
-
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -468,8 +463,6 @@ def page() -> str:
         source_rounding=source(load("h200", "stochastic_rounding")),
         rounding=rounding(),
         faults=faults(),
-        source_experiment=source(load("h200", "rounding_experiment")),
-        off_theory=off_theory(),
         source_branched=source_if_measured("h200", "training_quality_25m_last_0.25"),
         branched_recipes=branched_recipes(),
         source_recipes=source_if_measured("h200", "training_quality_2m"),

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import experts, harness, matmul, peers, quantize, rounding_experiment, stochastic_rounding
+from benchmarks import experts, harness, matmul, peers, quantize, stochastic_rounding
 from benchmarks.harness import Variant
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.layout import swizzle
@@ -25,50 +25,12 @@ def run(module, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     module.main()
 
 
-@pytest.fixture(scope="module")
-def small_experiment() -> list:
-    return rounding_experiment.experiment(rounding_experiment.SMALL_SHAPES, 50, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(("gpu", "folder"), [
     ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"),
     ("NVIDIA GeForce RTX 4090", "4090"),
 ])  # fmt: skip
 def test_the_folder_of_a_gpu(gpu: str, folder: str) -> None:
     assert harness.short_name(gpu) == folder
-
-
-def test_the_experiment_agrees_with_theory(small_experiment: list) -> None:
-    """64 configurations of 16,384 or 18,432 elements.
-
-    The mean square error of the mean of 50 lies within 7 sigma of its exact expectation, the ratio of the RMSEs within
-    5 % of theory's, and nearest exactly where theory has it.
-    """
-    assert len(small_experiment) == 64
-    for case, outcome in small_experiment:
-        assert abs(outcome.z) <= statistics.Z_BOUND, (case, outcome)
-        assert outcome.ratio == pytest.approx(outcome.theory, rel=0.05), (case, outcome)
-        assert outcome.nearest == pytest.approx(outcome.nearest_theory, rel=1e-5), (case, outcome)
-
-
-def test_scales_up_reach_the_ratio_of_even_fractions(small_experiment: list) -> None:
-    """sqrt(1/6 / 50) / sqrt(1/12) = 0.2, but for fractions not spread evenly; with nearest scales clipping adds.
-
-    1x16 only: in a 16x16 tile too few elements are clipped to tell.
-    """
-    theory = {case: outcome.theory for case, outcome in small_experiment}
-    for case, ratio in theory.items():
-        if case.scale_rounding == "UP":
-            assert 0.195 < ratio < 0.215, case
-        elif case.block_rows == 1:
-            assert 0.22 < ratio < 0.24, case
-
-
-@pytest.mark.gpu
-def test_the_experiment_on_the_gpu() -> None:
-    for case, outcome in rounding_experiment.experiment(((512, 528),), 50, torch.device("cuda")):
-        assert abs(outcome.z) <= statistics.Z_BOUND, (case, outcome)
-        assert outcome.ratio == pytest.approx(outcome.theory, rel=0.02), (case, outcome)
 
 
 def test_the_report_of_stochastic_rounding(monkeypatch, tmp_path, capsys) -> None:

@@ -10,7 +10,6 @@ import torch
 from benchmarks.accuracy import training_quality
 from benchmarks.accuracy.graph_trainer import GraphTrainer
 from benchmarks.accuracy.recipe_table import draw, rows_of, summary, table
-from benchmarks.accuracy.training_gradients import gradients
 from nvfp4_tensor.training import RECIPES
 from tutorials.train_llama import Settings, Trainer
 
@@ -163,13 +162,3 @@ def test_a_study_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "cpu/training_quality_tiny.png").exists()
     with pytest.raises(ValueError, match="other settings \\(steps\\)"):
         study("bf16", "--steps", "3")
-
-
-@pytest.mark.slow
-def test_rounding_up_and_eden_are_unbiased():
-    rows = {(row["rounding"], row["gradient"]): row for row in gradients("cpu", 64, tokens=64, width=64)}
-    for gradient in ("dx", "dw"):
-        for rounding in ("stochastic, scales up", "EDEN"):
-            assert rows[rounding, gradient]["bias"] == pytest.approx(rows[rounding, gradient]["floor"], rel=0.1)
-        nearest = rows["nearest", gradient]
-        assert nearest["bias"] == pytest.approx(nearest["relative error of a draw"], rel=1e-4)
