@@ -147,12 +147,6 @@ def published() -> str:
     return table(rows_of_x(result), lines)
 
 
-def published_each() -> str:
-    result = load("h200", "matmul_published")
-    rows = [[name_of(run["shape"]), *map(times, ratios(run, "chain", "nvfp4"))] for run in result["runs"]]
-    return table(rows_of_x(result), rows)
-
-
 def gradients() -> str:
     result = load("h200", "matmul_gradients")
     rows = [
@@ -190,61 +184,6 @@ def products_amx() -> str:
     rows = sorted({m for line in lines.values() for m in line})
     header = ["times as fast; rows of x", *(f"{m:,}" for m in rows)]
     return table(header, [[name, *(line.get(m, "") for m in rows)] for name, line in lines.items()])
-
-
-# --- two CPUs --------------------------------------------------------------------------------------------------------
-
-CPUS = {"": "AMD EPYC", "_intel": "Intel Xeon"}
-"""By the end of their results' names."""
-
-
-def cpu_runs(subject: str) -> dict[str, dict]:
-    """Return the runs of both CPUs on 4096 x 4096, by CPU and number of threads."""
-    found = {}
-    for suffix, cpu in CPUS.items():
-        for run in load("cpu", subject + suffix)["runs"] if measured("cpu", subject + suffix) else ():
-            if run.get("shape", [4096, 4096]) == [4096, 4096]:
-                found[f"{cpu}, {run['threads']} thread{'s' if run['threads'] > 1 else ''}"] = run
-    return dict(sorted(found.items()))
-
-
-def products_by_cpu() -> str:
-    """Return a table of torch's time over ours on both CPUs, each by its best instruction set."""
-    lines: dict[str, dict[int, str]] = {}
-    for name, run in cpu_runs("matmul").items():
-        for case in run["cases"]:
-            if case["shape"] == [4096, 4096] and case["instruction_set"] == run["cases"][0]["instruction_set"]:
-                line = f"{name}, {case['instruction_set']}"
-                lines.setdefault(line, {})[case["rows"]] = times(case["speedup"])
-    rows = sorted(set.intersection(*(set(line) for line in lines.values())))
-    header = ["times as fast; rows of x", *(f"{m:,}" for m in rows)]
-    return table(header, [[name, *(line[m] for m in rows)] for name, line in lines.items()])
-
-
-def quantize_by_cpu() -> str:
-    """Return a table of times and shares of a copy on both CPUs."""
-    runs = cpu_runs("quantize")
-    names = [case["name"] for case in next(iter(runs.values()))["subjects"]]
-    cells = {
-        name: {case["name"]: f"{seconds(case['median'])}, {100 * case['share']:.0f} %" for case in run["subjects"]}
-        for name, run in runs.items()
-    }
-    copies = ["copy", *(f"{run['copy'] / 1e9:,.0f} GB/s" for run in runs.values())]
-    return table(
-        ["4096 x 4096, of copy", *runs],
-        [copies, *([name, *(each.get(name, "") for each in cells.values())] for name in names)],
-    )
-
-
-def steps_by_cpu() -> str:
-    """Return a line of how long the tutorial's training step takes on both CPUs."""
-    found = []
-    for suffix, cpu in CPUS.items():
-        if measured("cpu", "training_step" + suffix):
-            result = load("cpu", "training_step" + suffix)
-            ratio = result["models"]["nvidia"] / result["models"]["bf16"]
-            found.append(f"{times(ratio)} on the {cpu} ({result['machine']['threads']} threads)")
-    return f"A training step of the tutorial's model (recipe nvidia), of bfloat16's time: {', '.join(found)}."
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -365,24 +304,11 @@ def faults() -> str:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def recipes() -> str:
-    if not measured("h200", "training_quality_2m"):
-        return ""
-    return recipe_table.summary(load("h200", "training_quality_2m")["runs"])
-
-
 def branched_recipes() -> str:
     """Return what recipes cost in the last quarter of a run."""
     if not measured("h200", "training_quality_25m_last_0.25"):
         return ""
     return recipe_table.summary(load("h200", "training_quality_25m_last_0.25")["runs"])
-
-
-def training_settings() -> str:
-    if not measured("h200", "training_quality_2m"):
-        return ""
-    settings = load("h200", "training_quality_2m")["settings"]
-    return f"{settings['steps']:,} steps of {settings['batch'] * settings['length']:,} bytes"
 
 
 def launching() -> str:
@@ -431,7 +357,6 @@ def page() -> str:
         products_chain=products("chain"),
         source_published=source(load("h200", "matmul_published")),
         published=published(),
-        published_each=published_each(),
         quantized_activations=quantized_activations(),
         source_gradients=source(load("h200", "matmul_gradients")),
         gradients=gradients(),
@@ -447,16 +372,10 @@ def page() -> str:
         quantize=quantize("h200"),
         source_quantize_cpu=source(load("cpu", "quantize")),
         quantize_cpu=quantize("cpu"),
-        source_search_cpu=source(load("cpu", "quantize_search_eden")),
-        search_cpu=quantize("cpu", "quantize_search_eden"),
         source_products_cpu=source(load("cpu", "matmul")),
         products_cpu=products_cpu(),
         source_products_amx=source_if_measured("cpu", "matmul_intel"),
         products_amx=products_amx(),
-        products_by_cpu=products_by_cpu(),
-        quantize_by_cpu=quantize_by_cpu(),
-        steps_by_cpu=steps_by_cpu(),
-        source_quantize_intel=source_if_measured("cpu", "quantize_intel"),
         source_generate_cpu=source(load("cpu", "generate")),
         generate_cpu=generate("cpu"),
         host=host(),
@@ -465,9 +384,6 @@ def page() -> str:
         faults=faults(),
         source_branched=source_if_measured("h200", "training_quality_25m_last_0.25"),
         branched_recipes=branched_recipes(),
-        source_recipes=source_if_measured("h200", "training_quality_2m"),
-        training_settings=training_settings(),
-        recipes=recipes(),
         source_launching=source_if_measured("h200", "training_launching"),
         launching=launching(),
     )
