@@ -20,8 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nvfp4_tensor.dispatch.table import aten, check_writable, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_NAN, TILE_COLUMNS, TILE_ROWS
-from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, quantize
+from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Op
+from nvfp4_tensor.tensor.tiles import requantize
 
 _WRITES = "_nvfp4_writes"
 """An attribute of a storage, whose Python object lives as long as the storage."""
@@ -270,7 +271,8 @@ def _rounded_to(new: Tensor, rounds: Tensor, base: NVFP4Tensor, region: _Region)
     values = base._decode(torch.float32, base.row_scale(), columns=base.qdata.shape[-1] * 2) / factor
     values.unflatten(-1, (-1, 2))[region.codes] = 0
     values = torch.where(rows & ~values.isnan(), values, 0)
-    rounded = quantize(values, spec, amax=E2M1_MAX * spec.scale_ceiling)  # with a per-tensor scale of 1
+    plain = base._replace(per_tensor_scale=new.new_ones(()), transposed=False)
+    rounded = requantize(plain, values, spec, amax=E2M1_MAX * spec.scale_ceiling)  # with a per-tensor scale of 1
     old, scale = (t.unswizzled_scale().view(torch.uint8) for t in (base, rounded))
     scale = torch.where(rows & (old < E4M3_NAN), scale, old)  # a NaN scale stays NaN
     return base._replace(

@@ -19,6 +19,7 @@ from nvfp4_tensor.dispatch.traces import check_write
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, register_operators, register_refresh
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
+from nvfp4_tensor.tensor.tiles import requantize
 
 aten = torch.ops.aten
 implements = NVFP4Tensor.implements
@@ -142,7 +143,7 @@ def check_writable(func: Op, t: NVFP4Tensor, new_scale: bool) -> None:
 def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """Run a writing operator on decoded tensors, as if all had been dense.
 
-    A result that belongs in an NVFP4Tensor is then quantized with that tensor's spec, as by ``copy_``.
+    A result that belongs in an NVFP4Tensor is then quantized with that tensor's spec, in the blocks that it has.
     """
     if torch.Tag.inplace_view in func.tags or func in (aten._resize_output_.default, aten.retain_grad.default):
         raise unsupported(func, "it would change a shape or a storage in place")
@@ -174,5 +175,5 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     for t, values in written.values():
         if values.shape != t.shape:
             raise unsupported(func, f"its shape {tuple(t.shape)} cannot be resized to {tuple(values.shape)}")
-    originals = {id(values): t.copy_(values) for t, values in written.values()}
+    originals = {id(values): t.copy_(requantize(t, values, t.spec)) for t, values in written.values()}
     return tree_map(lambda value: originals.get(id(value), value), result)

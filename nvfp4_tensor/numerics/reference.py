@@ -203,7 +203,7 @@ def _search_scales(
         s = bits.view(torch.float8_e4m3fn).float()
         total = _squared_error(blocks, s, s_enc) if weights is None else _weighted_error(blocks, s, s_enc, weights)
         if spec.block_rows == BLOCK:
-            total = _over_tile(total, _add_in_halves)
+            total = over_tile(total, _add_in_halves)
         error = total * s * s
         if best is None or least is None:
             best, least = bits, error
@@ -213,7 +213,7 @@ def _search_scales(
     return torch.where(base == E4M3_NAN, base, best)
 
 
-def _over_tile(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+def over_tile(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Reduce values (rows, blocks) of 1x16 blocks over each 16 rows, and repeat the result for each of them."""
     rows = values.shape[0]
     tiles = pad(values, (0, 0, 0, -rows % BLOCK)).unflatten(0, (-1, BLOCK))
@@ -235,8 +235,8 @@ def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec, weights: Tens
     block_amax = blocks.abs().amax(dim=-1)
     not_finite = ~(block_amax <= FLOAT32_MAX)
     if spec.block_rows == BLOCK:
-        block_amax = _over_tile(block_amax, lambda tiles: tiles.amax(dim=1))
-        not_finite = _over_tile(not_finite.to(torch.uint8), lambda tiles: tiles.amax(dim=1)).bool()
+        block_amax = over_tile(block_amax, lambda tiles: tiles.amax(dim=1))
+        not_finite = over_tile(not_finite.to(torch.uint8), lambda tiles: tiles.amax(dim=1)).bool()
     if spec.four_over_six is None:
         sixth = amax.new_full((), 1 / 6)
         bits = to_e4m3(block_amax * (s_enc * sixth), spec.scale_rounding, block_amax)
@@ -248,7 +248,7 @@ def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec, weights: Tens
         bits4 = to_e4m3(base * 1.5, spec.scale_rounding, block_amax)
         error6, error4 = (_four_over_six_error(blocks, bits, s_enc, amax, spec) for bits in (bits6, bits4))
         if spec.block_rows == BLOCK:
-            error6, error4 = _over_tile(error6, _add_in_halves), _over_tile(error4, _add_in_halves)
+            error6, error4 = over_tile(error6, _add_in_halves), over_tile(error4, _add_in_halves)
         bits = torch.where(error4 < error6, bits4, bits6)
     return torch.where(not_finite, E4M3_NAN, bits)
 

@@ -87,7 +87,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
             different scales were joined. :meth:`row_scale` returns the last form instead of the second.
         columns: size of the stored last dimension, without padding.
         orig_dtype: bfloat16, float16 or float32; the default dtype of :meth:`dequantize`.
-        spec: how the codes were quantized, and how ``copy_`` from a dense tensor quantizes.
+        spec: how values that are written are quantized. The codes may have come from a tensor with another spec.
         activation_spec: how a product quantizes its dense operand (W4A4), or None to keep that operand dense.
         activation_amax: the calibrated amax of that operand, float32 0-d, or None to compute it in each call.
         transposed: whether the logical tensor is the stored one with its last two dimensions swapped.

@@ -89,6 +89,8 @@ class Recipe:
     """The specs for the ops; packed once."""
     is_dense: ClassVar[bool]
     """Whether all operands are dense."""
+    for_any_blocks: ClassVar[Recipe]
+    """This recipe, with w_for_dx=EXACT instead of CODES: for a weight that is given as codes, in whatever blocks."""
 
     def __post_init__(self) -> None:
         for operand in ("x", "w", "dy", "dy_t", "x_t"):
@@ -111,6 +113,8 @@ class Recipe:
         set_field(self, "packed", self._pack())
         dense = all(getattr(self, name) is None for name in OPERANDS)
         set_field(self, "is_dense", dense and self.w_for_dx == WeightForDx.DENSE)
+        reads_tiles = self.w_for_dx == WeightForDx.CODES
+        set_field(self, "for_any_blocks", self.replace(w_for_dx=WeightForDx.EXACT) if reads_tiles else self)
 
     def _pack(self) -> PackedSpecs:
         specs = [getattr(self, name) for name in OPERANDS]

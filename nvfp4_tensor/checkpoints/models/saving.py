@@ -21,7 +21,7 @@ from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, 
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.nvfp4 import quantize as quantize_tensor
+from nvfp4_tensor.tensor.tiles import requantize
 
 MismatchedScales = Literal["requantize", "keep", "refuse"]
 
@@ -178,8 +178,8 @@ class ModelCheckpoint(Checkpoint):
         weight = self._tensors[self._parameter[name]]
         assert isinstance(weight, NVFP4Tensor)
         spec = weight.spec.replace(round_mode=RoundingMode.RNE) if weight.spec.is_stochastic else weight.spec
-        dense = tensor_of(parts, torch.float32).dequantize()
-        again = parts_of(quantize_tensor(dense, spec, amax=shared * spec.largest_value))
+        stored = tensor_of(parts, torch.float32)
+        again = parts_of(requantize(stored, stored.dequantize(), spec, amax=shared * spec.largest_value))
         return parts.replace(qdata=again.qdata, scale=again.scale, per_tensor_scale=shared, divisor=None)
 
 

@@ -113,6 +113,8 @@ class NVFP4TrainingLinear(nn.Linear):
             weight, bias = self._local_parameters(sharding)
         else:
             weight, bias = self.weight if given is None else given, self.bias
+        if isinstance(weight, NVFP4Tensor) and "weight" not in self.__dict__:  # not gathered, which the recipe's w made
+            recipe = recipe.for_any_blocks
         if recipe.is_dense:
             return nn.functional.linear(gather_if_sharded(input, sharding), weight, bias)
         x = apply_autocast(input)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.random_state import rng_state_of
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.tiles import requantize
 
 
 @torch.no_grad()
@@ -241,5 +242,5 @@ def _requantized(
     spec = w.spec.replace(round_mode=round_mode)
     if not spec.is_stochastic:
         rng_state = generator = None
-    new = quantize(w.dequantize(torch.float32) + delta, spec, rng_state=rng_state, generator=generator)
+    new = requantize(w, w.dequantize(torch.float32) + delta, spec, rng_state=rng_state, generator=generator)
     return w._replace(qdata=new.qdata, scale=new.scale, per_tensor_scale=new.per_tensor_scale)

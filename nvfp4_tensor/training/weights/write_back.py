@@ -18,6 +18,7 @@ from nvfp4_tensor.numerics.choices import RoundingMode, ScaleRounding
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
+from nvfp4_tensor.tensor.tiles import tiled
 
 _BETWEEN_6_AND_8 = 2.0
 _SMALLEST_NORMAL = 2.0**-126
@@ -78,8 +79,9 @@ def write_back(
     if w.numel() == 0:
         return w.clone()
     blocks = _new_values(w, update.float())
-    old = w.unswizzled_scale().float().view(blocks.shape[:2])
-    magnitude, scale = _fit(blocks.abs(), old, rng_state if mode == RoundingMode.STOCHASTIC else None, w)
+    old = w.unswizzled_scale().view(blocks.shape[:2])
+    tiles = tiled(old) if w.spec.block_rows == BLOCK else None
+    magnitude, scale = _fit(blocks.abs(), old.float(), rng_state if mode == RoundingMode.STOCHASTIC else None, tiles)
     shift = _free_exponents(scale, w.per_tensor_scale)
     factor = _power(shift).repeat_interleave(len(scale) // len(shift)).unsqueeze(-1)
     scale_bytes = reference.to_e4m3(scale * factor, ScaleRounding.UP, scale)
@@ -99,23 +101,23 @@ def _new_values(w: NVFP4Tensor, update: Tensor) -> Tensor:
     return pad(new, (0, -w.columns % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
-def _fit(magnitude: Tensor, old: Tensor, rng_state: Tensor | None, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
+def _fit(magnitude: Tensor, old: Tensor, rng_state: Tensor | None, tiles: Tensor | None) -> tuple[Tensor, Tensor]:
     """Choose the scales (rows, blocks) and limit the magnitudes (rows, blocks, 16) to 6 scales.
 
-    Blocks with a NaN or an infinity get a NaN scale.
+    tiles: which blocks share a scale with their 16x16 tile, and keep sharing it; None if none does. Blocks with a NaN
+    or an infinity get a NaN scale.
     """
-    tiled = w.spec.block_rows == BLOCK
     largest = magnitude.amax(dim=-1)
-    if tiled:
-        largest = reference._over_tile(largest, lambda tiles: tiles.amax(dim=1))
+    if tiles is not None:
+        largest = torch.where(tiles, reference.over_tile(largest, lambda rows: rows.amax(dim=1)), largest)
     full = E2M1_MAX * old
     need = ((largest - full) / (_BETWEEN_6_AND_8 * old)).nan_to_num(0.0, posinf=1.0).clamp(0, 1)
     share = torch.ones_like(need)
     grown = need > 0.5
     if rng_state is not None:
         random = reference.random16(len(old), old.shape[1], rng_state, stream=1)[:, : old.shape[1]]
-        if tiled:
-            random = random[::BLOCK].repeat_interleave(BLOCK, dim=0)[: len(random)]
+        if tiles is not None:
+            random = torch.where(tiles, reference.over_tile(random, lambda rows: rows[:, 0]), random)
         chances = (need * (1 << 16)).ceil()
         grown = random < chances
         share = torch.where(grown, chances / (1 << 16), 1.0)

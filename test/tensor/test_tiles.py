@@ -1,0 +1,219 @@
+"""Codes that are not in the 16x16 tiles of their tensor's spec: whatever reads tiles reads the scales."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts, training
+from nvfp4_tensor.tensor.tiles import tiled
+from nvfp4_tensor.training.linear import function, fused
+
+TILES = QuantizeSpec(block_rows=16)
+ROWS, COLUMNS = 48, 64
+
+
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def dense(rows=ROWS):
+    """Rows of different sizes: a tile of them would lose the small ones."""
+    sizes = torch.logspace(0, -3, rows)[torch.randperm(rows, generator=generator())]
+    return torch.randn(rows, COLUMNS, generator=generator()) * sizes.view(-1, 1)
+
+
+def in_tiles(rows=ROWS):
+    """A tensor in tiles of rows of one size, in falling order."""
+    return quantize(dense(rows).sort(0, descending=True)[0], TILES)
+
+
+def loaded():
+    source, target = (nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False)) for _ in range(2))
+    source[0].weight.data.copy_(dense())
+    quantize_(source, NVFP4WeightOnlyConfig())
+    training.to_nvfp4_parameters(target, TILES)
+    target.load_state_dict(source.state_dict())
+    return target[0].weight.detach()
+
+
+def copied(source):
+    t = in_tiles()
+    t.copy_(source)
+    return t
+
+
+def into_rows(start, length):
+    t, source = in_tiles(), quantize(dense(), amax=in_tiles().per_tensor_scale * 2688)
+    t.narrow(0, start, length).copy_(source[:length])
+    return t
+
+
+def pickled(t):
+    buffer = io.BytesIO()
+    torch.save(t, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+def with_data(t):
+    p = in_tiles()
+    p.data = t
+    return p
+
+
+WRITERS = {
+    "quantize": in_tiles,
+    "indexing": lambda: in_tiles()[torch.randperm(ROWS, generator=generator())],
+    "index_select": lambda: in_tiles().index_select(0, torch.arange(ROWS).flip(0)),
+    "mask": lambda: in_tiles(2 * ROWS)[torch.arange(2 * ROWS) % 2 == 0],
+    "slice": lambda: in_tiles()[5:].clone(),
+    "every third row": lambda: in_tiles(3 * ROWS)[::3].clone(),
+    "cat at odd rows": lambda: torch.cat([in_tiles()[:7], in_tiles()[20:33]]),
+    "other rows": lambda: in_tiles().reshape(2 * ROWS, COLUMNS // 2).clone(),
+    "padded": lambda: torch.constant_pad_nd(in_tiles(), [0, 0, 3, 2]),
+    "copy_": lambda: copied(quantize(dense())),
+    "copy_ to .data": lambda: copied(quantize(dense())).data,
+    "load_state_dict": loaded,
+    "copy_ into rows": lambda: into_rows(3, 20),
+    ".data =": lambda: with_data(copied(quantize(dense()))),
+    "deepcopy": lambda: copy.deepcopy(copied(quantize(dense()))),
+    "torch.load": lambda: pickled(copied(quantize(dense()))),
+    "write_back": lambda: training.write_back(
+        copied(quantize(dense())), 0.1 * dense(), rng_state=torch.tensor([1, 2])
+    ),
+}  # fmt: skip
+
+
+def by_optimizer(states):
+    def step(t):
+        p = nn.Parameter(t.clone())
+        optimizer = training.NVFP4Optimizer([p], torch.optim.SGD, lr=1e-2, round_mode=states)
+        p.grad = torch.zeros(p.shape)
+        optimizer.step()
+        return p.detach()
+
+    return step
+
+
+def by_torch(t):
+    p = nn.Parameter(t.clone())
+    p.grad = torch.zeros(p.shape)
+    torch.optim.SGD([p], lr=1e-2).step()
+    return p.detach()
+
+
+def merged(t):
+    return training.merge_low_rank(t, torch.zeros(4, t.shape[1]), torch.randn(t.shape[0], 4), round_mode="rne")
+
+
+def transposed(t):
+    t = t.clone().mT
+    t.mul_(1)
+    return t.mT
+
+
+def beside_larger_rows(t):
+    """The rows of t after a write of larger rows below them has changed the per-tensor scale, by which all share."""
+    zeros = quantize(torch.zeros(16, t.shape[1]), t.spec)._replace(per_tensor_scale=t.per_tensor_scale)
+    both = torch.cat([t, zeros])
+    new = quantize(torch.ones(16, t.shape[1]), t.spec, amax=1.5 * 2688 * float(t.per_tensor_scale))
+    both[t.shape[0] :].copy_(new)
+    return both[: t.shape[0]]
+
+
+def backward(t):
+    """The weight that dgrad of a training linear reads, where products read transposed codes (Hopper, Blackwell)."""
+    linear = nn.Linear(t.shape[1], t.shape[0], bias=False)
+    quantize_(linear, training.NVFP4TrainingConfig())
+    linear.weight = nn.Parameter(t.clone(), requires_grad=False)
+    x = torch.zeros(16, t.shape[1], requires_grad=True)
+    dx = []
+    for row in range(t.shape[0]):
+        dy = torch.zeros(16, t.shape[0])
+        dy[:, row] = 1.0
+        dx.append(torch.autograd.grad(linear(x), x, dy)[0][0])
+    return torch.stack(dx)
+
+
+ROUNDING = 0.15
+"""The largest relative change of a row that is quantized again; 0.095 is the error of a normal one."""
+
+READERS = {  # and how much they may change a row, relative to its norm
+    "step": (by_optimizer("stochastic"), 0),
+    "step to nearest": (by_optimizer("rne"), 0),
+    "torch's step": (by_torch, ROUNDING),
+    "operator on the transpose": (transposed, ROUNDING),
+    "merge": (merged, ROUNDING),
+    "other rows rescale": (beside_larger_rows, ROUNDING),
+    "dgrad": (backward, 1e-5),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_reading_tiles_that_are_none_changes_nothing(writer, reader, monkeypatch):
+    for module in (function, fused):
+        monkeypatch.setattr(module, "reads_transposed", lambda device: True)
+    t = WRITERS[writer]()
+    assert t.spec == TILES
+    before = t.dequantize().clone()
+    read, limit = READERS[reader]
+    after = read(t)
+    after = after if type(after) is torch.Tensor else after.dequantize()
+    size = before.norm(dim=1)
+    error = (after - before).norm(dim=1)
+    assert (error <= limit * size).all(), (error / size).nan_to_num(0).max()
+
+
+def test_copies_hold_the_values_of_their_source():
+    source = quantize(dense())
+    for t in (copied(source), loaded(), with_data(copied(source)), pickled(copied(source))):
+        assert torch.equal(t.dequantize(), source.dequantize())
+
+
+def test_tiles_stay_tiles():
+    """A tensor in tiles stays in tiles, whatever rounds it again: their scales are those of the transpose."""
+    t = in_tiles()
+    p, update = t.clone(), 0.3 * dense()
+    p.mul_(1.3)
+    for each in (
+        p,
+        merged(t),
+        training.write_back(t, update, rng_state=torch.tensor([1, 2])),
+        training.write_back(t, update, round_mode="rne"),
+    ):
+        assert tiled(each.unswizzled_scale()).all()
+
+
+@pytest.mark.parametrize("rows", [16, 24])
+def test_experts_have_tiles_of_their_own(rows):
+    """Each expert has its tiles from its first row on, also where 16 does not divide its rows."""
+    x = torch.stack([dense(rows).sort(0)[0], 3 * dense(rows).sort(0)[0]])
+    t = quantize_experts(x, TILES)
+    before = t.dequantize()
+    t.mul_(1)
+    assert torch.equal(t.dequantize(), before)
+    assert all(tiled(scale).all() for scale in t.unswizzled_scale())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_reads_the_same_tiles():
+    t = copied(quantize(dense()))
+    on_gpu = t.cuda()
+    assert torch.equal(tiled(on_gpu.unswizzled_scale()).cpu(), tiled(t.unswizzled_scale()))
+    p = nn.Parameter(on_gpu.clone())
+    p.grad = torch.zeros(p.shape, device="cuda")
+    training.NVFP4Optimizer([p], torch.optim.SGD, lr=1e-2).step()
+    assert torch.equal(p.detach().dequantize().cpu(), t.dequantize())
+    again = t.clone().mul_(1.3), on_gpu.clone().mul_(1.3)
+    assert torch.equal(again[0].dequantize(), again[1].dequantize().cpu())
+    linear = nn.Linear(COLUMNS, ROWS, bias=False, device="cuda")
+    quantize_(linear, training.NVFP4TrainingConfig())
+    linear.weight = nn.Parameter(on_gpu, requires_grad=False)
+    x = torch.zeros(ROWS, COLUMNS, device="cuda", requires_grad=True)
+    (dx,) = torch.autograd.grad(linear(x), x, torch.ones(ROWS, ROWS, device="cuda"))  # ones round to themselves
+    torch.testing.assert_close(dx[0], on_gpu.dequantize().sum(0), rtol=1e-3, atol=1e-3)
