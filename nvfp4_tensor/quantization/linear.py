@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 from torchao.quantization.transform_module import register_quantize_module_handler
+from torchao.utils import TorchAOBaseTensor
 
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.linears import linear_of_module
@@ -32,10 +33,24 @@ class NVFP4Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return linear_of_module(self, input)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if isinstance(self._parameters.get(name), NVFP4Tensor):
+            refuse_second_quantizer(self, param, "is NVFP4 already")
+        super().register_parameter(name, param)
+
     def extra_repr(self) -> str:
         weight = getattr(self.weight, "_local_tensor", self.weight)  # the local shard of a DTensor
         kind = f"NVFP4 ({weight.describe()})" if isinstance(weight, NVFP4Tensor) else f"dense {weight.dtype}"
         return f"{super().extra_repr()}, weight={kind}"
+
+
+def refuse_second_quantizer(module: nn.Module, weight: Tensor | None, why: str) -> None:
+    """Raise a TypeError if torchao gives the module a weight of another format, made from its own."""
+    if isinstance(weight, TorchAOBaseTensor) and not isinstance(weight, NVFP4Tensor):
+        raise TypeError(
+            f"{module} {why}, and this config makes its weight a {type(weight).__name__}: exclude the module with "
+            "quantize_'s filter_fn, or start from a dense model"
+        )
 
 
 @register_quantize_module_handler(NVFP4WeightOnlyConfig)

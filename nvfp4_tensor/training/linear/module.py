@@ -12,6 +12,7 @@ from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.quantization.fast_path import keep_called, release
+from nvfp4_tensor.quantization.linear import refuse_second_quantizer
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, local_shard
 from nvfp4_tensor.sharding.sequence import gather_if_sharded
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -187,6 +188,10 @@ class NVFP4TrainingLinear(nn.Linear):
             self.__dict__.update(weight=value, _writes_before=self._writes())
         else:
             super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        refuse_second_quantizer(self, param, "trains according to a recipe")
+        super().register_parameter(name, param)
 
     def _is_gathered(self, weight: Any) -> bool:
         shard = getattr(self._parameters.get("weight"), "_local_tensor", None)
