@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torchao.utils import fill_defaults
 
 from nvfp4_tensor.dispatch.slice_writes import count_write, with_origin_of, write_codes
 from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
@@ -51,6 +52,12 @@ def _to_copy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
     moved = t._apply_fn_to_data(lambda data: data.to(device, non_blocking=non_blocking, copy=True))
     return moved._replace(orig_dtype=dtype)
+
+
+@implements([aten._to_dense.default, aten.dequantize.self])
+def _to_dense(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    t, dtype = fill_defaults(args[:2], 2, [None])
+    return t._dense(t.orig_dtype if dtype is None else dtype)
 
 
 @implements(aten._pin_memory.default)

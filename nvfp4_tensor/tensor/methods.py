@@ -66,6 +66,11 @@ def _tolist(func: Op, types: Types, args: Args, kwargs: Kwargs) -> list:
     return args[0].dequantize().tolist()
 
 
+@NVFP4Tensor.implements_torch_function(torch.dequantize)
+def _dequantize(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    return args[0].dequantize()
+
+
 OFFLOAD = "accelerate's disk_offload cannot store an NVFP4Tensor: use cpu_offload"
 
 

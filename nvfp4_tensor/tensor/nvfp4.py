@@ -222,15 +222,19 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values as a dense tensor of ``dtype`` (``orig_dtype`` by default), rounded once.
 
-        A Hadamard-transformed tensor returns the transformed values.
+        A Hadamard-transformed tensor returns the transformed values. The gradient of the values is that of the tensor.
 
         Raises:
             TypeError: dtype is not bfloat16, float16 or float32.
         """
-        self._refresh()
         dtype = self.orig_dtype if dtype is None else dtype
         if dtype not in HIGH_PRECISION_DTYPES:
             raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}: cast the result instead")
+        if torch.is_grad_enabled() and self.requires_grad:
+            return torch.ops.aten._to_dense.default(self, dtype)  # calls _dense
+        return self._dense(dtype)
+
+    def _dense(self, dtype: torch.dtype) -> Tensor:
         values = self._decode(dtype, self.row_scale())
         return values.transpose(-2, -1) if self.transposed else values
 
