@@ -7,6 +7,7 @@ from torch import Tensor
 from torchao.utils import fill_defaults
 
 from nvfp4_tensor.dispatch.nested import is_nested, over_nested
+from nvfp4_tensor.dispatch.straight_through import autocasts, has_gradient, matmul, multiply, quantizes, transformed
 from nvfp4_tensor.dispatch.table import UnsupportedError, aten, dense, implements, unsupported
 from nvfp4_tensor.matmul.product import grouped_product, linear_product, product
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
@@ -53,14 +54,39 @@ def _functional_linear(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Te
     # Skips two dispatches, and __torch_function__ for each attribute of the weight: CPU time falls from 23 us to 9,
     # and with W4A4 from 31 to 15 (1 x 576 times 192 x 576 on a CPU).
     with torch._C.DisableTorchFunctionSubclass():
+        if is_transformed():
+            return transformed(linear, args, kwargs)
         return linear(*args, **kwargs)
+
+
+@NVFP4Tensor.implements_torch_function([
+    torch.mm, torch.bmm, torch.matmul, Tensor.mm, Tensor.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
+    torch.mv, torch.addmm, torch.baddbmm, Tensor.mv, Tensor.addmm, Tensor.baddbmm,
+])  # fmt: skip
+def _product(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        if is_transformed():
+            return transformed(func, args, kwargs)
+        if len(args) == 2 and not kwargs and func is not Tensor.__rmatmul__ and has_gradient(*args):
+            return matmul(func, *args)
+        return func(*args, **kwargs)
+
+
+@NVFP4Tensor.implements_torch_function([
+    torch.t, torch.transpose, Tensor.t, Tensor.transpose, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
+])  # fmt: skip
+def _transpose(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        if not is_transformed():
+            return func(*args, **kwargs)
+        with torch._C._DisableFuncTorch():  # which would wrap it, so that a product would not come to _product
+            return func(*args, **kwargs)
 
 
 @NVFP4Tensor.implements_torch_function(torch.functional.einsum)
 def _einsum(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     try:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return _product(func, types, args, kwargs)
     except UnsupportedError as error:
         raise unsupported("torch.einsum", repr(args[0]), "use x @ w.mT, or dequantize() first") from error
 
@@ -83,21 +109,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = bias.expand(*input.shape[:-1], weight.shape[0]).flatten(0, -2)
     if isinstance(weight, NVFP4Tensor) and _is_plain_inference(input, weight, bias):
         y = linear_product(rows, weight, dense(bias))
+    elif quantizes(weight) and has_gradient(rows, weight, bias):
+        y = multiply(rows, weight.t(), bias)
     else:
         y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return y if dims == 2 else y.view(*input.shape[:-1], weight.shape[0])
 
 
-def _autocasts(x: Tensor) -> bool:
-    if x.is_cpu or x.is_cuda:  # faster, but does not cover some devices such as MPS
-        return torch._C._is_any_autocast_enabled()
-    device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
 def _is_plain_inference(input: Tensor, weight: NVFP4Tensor, bias: Tensor | None) -> bool:
     """Return whether there is no gradient, trace, torch.func transform or autocast, so dispatch can be skipped."""
-    if torch.compiler.is_dynamo_compiling() or is_transformed() or _autocasts(input):
+    if torch.compiler.is_dynamo_compiling() or is_transformed() or autocasts(input):
         return False
     bias_requires_grad = bias is not None and bias.requires_grad
     return not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad or bias_requires_grad))

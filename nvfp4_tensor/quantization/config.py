@@ -148,10 +148,9 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             scales of 99 % of the blocks keep full precision. Larger inputs then do not saturate, and rare outliers
             (1 block in 10,000) do not determine the amax.
 
-    In reverse mode, gradients pass the quantization of an activation unchanged (straight-through estimator). Forward
-    mode and second derivatives multiply tangents by the weight like activations: tangents are quantized too, and a
-    static amax clips them. The gradient of ``x @ weight``, a product across the blocks, is quantized likewise, because
-    it sums along the blocks. Use a weight-only model for these.
+    Gradients pass the quantization of an activation unchanged (straight-through estimator). So derivatives of all
+    orders, in reverse and forward mode, are those of a product whose activations are not quantized. Exceptions are
+    second derivatives, in reverse mode, of torch.addmm, baddbmm, mv and grouped products: they round gradients again.
 
     Raises:
         ValueError: an invalid value, an argument that would have no effect, or different Hadamard transforms.

@@ -46,7 +46,7 @@ def fake_quantize(
     if is_transformed():
         values = _values(x.detach(), *arguments)
         smooth = x.float() if spec.hadamard_sign is None else float_hadamard(x, spec.hadamard_sign)
-        return _with_derivative_of(values, smooth)
+        return with_derivative_of(values, smooth)
     if x.requires_grad and torch.is_grad_enabled():
         return _StraightThrough.apply(x, *arguments)
     return _values(x, *arguments)
@@ -95,7 +95,7 @@ def is_transformed() -> bool:
     )
 
 
-def _with_derivative_of(values: Tensor, smooth: Tensor) -> Tensor:
+def with_derivative_of(values: Tensor, smooth: Tensor) -> Tensor:
     """Return ``values`` with the derivatives of ``smooth``."""
     # Subtracts zero, because adding it would turn -0.0 into 0.0.
     return (values - (smooth.detach() - smooth).nan_to_num(0, 0, 0)).to(values.dtype)

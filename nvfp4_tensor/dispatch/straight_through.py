@@ -1,0 +1,111 @@
+"""Derivatives of products that quantize their dense operand (W4A4, FP8): those of the product that does not.
+
+Torch's own formulas multiply tangents, and gradients of gradients, by the same tensor, which would quantize them like
+activations, or clip them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from nvfp4_tensor.numerics.choices import ProductBackend
+from nvfp4_tensor.numerics.hadamard import inverse_hadamard
+from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
+from nvfp4_tensor.tensor.fake_quantize import with_derivative_of
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.protocol import Args, Kwargs
+
+
+def quantizes(w: Any) -> bool:
+    """Return whether products of w quantize their dense operand."""
+    return isinstance(w, NVFP4Tensor) and (w.activation_spec is not None or w.product_backend == ProductBackend.FP8)
+
+
+def transformed(product: Callable[..., Tensor], args: Args, kwargs: Kwargs) -> Tensor:
+    """Return a product under a transform of torch.func or in forward mode: values of one, derivatives of the other."""
+    if not any(map(quantizes, args)):
+        return product(*args, **kwargs)
+    values = product(*tree_map(_constant, args), **tree_map(_constant, kwargs))
+    return with_derivative_of(values, product(*tree_map(_multiplied, args), **kwargs))
+
+
+def autocasts(x: Tensor) -> bool:
+    if x.is_cpu or x.is_cuda:  # faster, but does not cover some devices such as MPS
+        return torch._C._is_any_autocast_enabled()
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def has_gradient(*tensors: Tensor | None) -> bool:
+    """Return whether eager mode records these tensors. A compiled graph has no gradients of gradients."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any([isinstance(t, Tensor) and t.requires_grad for t in tensors])
+
+
+def matmul(func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """Compute ``func``, a matrix product of a and b, by :func:`multiply` if it quantizes an operand."""
+    if quantizes(b) and not isinstance(a, NVFP4Tensor):
+        if b.dim() == 2 and a.dim() > 1:
+            return multiply(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[1])
+        if b.dim() == a.dim() == 3 and len(a) == len(b):
+            return multiply(a, b)
+    if quantizes(a) and not isinstance(b, NVFP4Tensor) and a.dim() == b.dim() == 2:
+        return multiply(b.mT, a.mT).mT.contiguous()
+    return func(a, b)
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a (..., M, K) @ b (..., K, N) + bias, for matrices or equal batches, b in NVFP4, by which a is rounded."""
+    if autocasts(a) and torch.is_autocast_enabled(a.device.type):
+        dtype = torch.get_autocast_dtype(a.device.type)
+        a, b = a.to(dtype), b.to(dtype)
+    y: Tensor = _Product.apply(a, b, bias)
+    return y
+
+
+class _Product(torch.autograd.Function):
+    """A product by b as torch computes it, with derivatives of all orders that round nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: NVFP4Tensor, bias: Tensor | None) -> Tensor:
+        needs_a, needs_b, _ = ctx.needs_input_grad
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        if bias is not None:
+            return torch.addmm(bias, a, b)
+        return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (a, b), needs = ctx.saved_tensors, ctx.needs_input_grad
+        da = db = dbias = None
+        if needs[0]:  # only a sum along the blocks of b rounds
+            da = dy @ _multiplied(b.mT) if not b.transposed else _Product.apply(dy, b.mT, None)
+        if needs[1]:
+            db = a.mT @ dy
+        if needs[2]:
+            shape, dtype = ctx.bias
+            dbias = dy.sum_to_size(shape).to(dtype)
+        return da, db, dbias
+
+
+def _constant(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _multiplied(w: Any) -> Any:
+    """Return the dense matrix by which w multiplies dense operands; any other value as it is."""
+    if not quantizes(w):
+        return w
+    sign = w.spec.hadamard_sign
+    if sign is None:
+        return w.dequantize()
+    decoded = w._decode(torch.float32, w.row_scale(), ceil_to(w.columns, BLOCK))
+    dense = inverse_hadamard(decoded, sign)[..., : w.columns].to(w.dtype)
+    return dense.mT if w.transposed else dense

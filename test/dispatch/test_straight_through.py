@@ -1,0 +1,129 @@
+"""Derivatives of products that quantize activations: those of a dense mirror, of first and second order, both modes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, quantize_experts
+
+K, N = 72, 32
+TRANSFORMED = QuantizeSpec(hadamard_sign=True)
+CONFIGS = {
+    "w4a4": NVFP4Config(),
+    "static": None,
+    "by row": NVFP4Config(row_scaled=True),
+    "transformed": NVFP4Config(weight_spec=TRANSFORMED, activation_spec=TRANSFORMED),
+    "fp8": NVFP4WeightOnlyConfig(activations="fp8"),
+    "w4a16": NVFP4WeightOnlyConfig(),
+}
+PRODUCTS = {
+    "linear": lambda linear: linear,
+    "linear of 3 dimensions": lambda linear: lambda x: linear(x.unflatten(0, (-1, 2))).flatten(0, 1),
+    "x @ w.t()": lambda linear: lambda x: x @ linear.weight.t() + linear.bias,
+    "mm": lambda linear: lambda x: torch.mm(x, linear.weight.mT) + linear.bias,
+    "w @ x.t()": lambda linear: lambda x: (linear.weight @ x.t()).t() + linear.bias,
+}
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.01}
+CASES = [(config, product, torch.float32) for config in CONFIGS for product in PRODUCTS]
+CASES += [(config, "linear", torch.bfloat16) for config in CONFIGS]
+
+
+def case(config, dtype):
+    """A quantized linear, the dense weight whose product its derivatives are, an input, and a large tangent."""
+    torch.manual_seed(0)
+    linear = nn.Linear(K, N, dtype=dtype)
+    rows = 800 if config == "fp8" else 48
+    x = torch.randn(rows, K, dtype=dtype)
+    if CONFIGS[config] is None:
+        linear = calibrate(nn.Sequential(linear), [x], NVFP4Config(), progress=False)[0]
+    else:
+        quantize_(linear, CONFIGS[config])
+    leaf = x[:N].clone().requires_grad_()
+    dense = torch.autograd.grad(linear(leaf), leaf, torch.eye(N, dtype=dtype))[0].float()
+    return linear, dense, x, 100 * torch.randn(x.shape, dtype=dtype)  # which a static amax would clip
+
+
+def close(got, expected, limit):
+    assert (got.float() - expected).norm() <= limit * expected.norm()
+
+
+@pytest.mark.parametrize(("config", "product", "dtype"), CASES)
+def test_forward_mode_rounds_no_tangent(config, product, dtype):
+    linear, dense, x, tangent = case(config, dtype)
+    function, limit = PRODUCTS[product](linear), LIMITS[dtype]
+    with torch.no_grad():
+        y = function(x)
+    values, derivative = torch.func.jvp(function, (x,), (tangent,))
+    close(derivative, tangent.float() @ dense.t(), limit)
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent)))
+        close(dual.tangent, tangent.float() @ dense.t(), limit)
+    assert torch.equal(values, y) and torch.equal(dual.primal, y)
+    gradient = torch.func.grad(lambda x: function(x).float().square().sum() / 2)(x)
+    close(gradient, y.float() @ dense, limit)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_jacobians_and_hessians(config):
+    linear, dense, x, _ = case(config, torch.float32)
+    close(torch.func.jacfwd(linear)(x[0]), dense, 1e-5)
+    close(torch.func.jacrev(linear)(x[0]), dense, 1e-5)
+    close(torch.func.hessian(lambda x: linear(x).square().sum() / 2)(x[0]), dense.t() @ dense, 1e-5)
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize(("config", "product", "dtype"), CASES)
+def test_second_derivatives_round_nothing(config, product, dtype, trainable):
+    """A penalty of the gradient y @ w, with respect to x and w."""
+    linear, dense, x, direction = case(config, dtype)
+    function, limit = PRODUCTS[product](linear), LIMITS[dtype]
+    linear.weight.requires_grad_(trainable)
+    leaf = x.clone().requires_grad_()
+    y = function(leaf)
+    with torch.no_grad():
+        assert torch.equal(y, function(x))
+    u, direction = y.detach().float(), direction.float()
+    (gradient,) = torch.autograd.grad((y.float() ** 2).sum() / 2, leaf, create_graph=True)
+    close(gradient.detach(), u @ dense, limit)
+    wanted = (leaf, linear.weight, linear.bias) if trainable else (leaf, linear.bias)
+    found = dict(zip(map(id, wanted), torch.autograd.grad((gradient.float() * direction).sum(), wanted), strict=True))
+    pushed = direction @ dense.t()
+    close(found[id(leaf)], pushed @ dense, limit)
+    close(found[id(linear.bias)], pushed.sum(0), limit)
+    if trainable:
+        close(found[id(linear.weight)], u.t() @ direction + pushed.t() @ x.float(), limit)
+
+
+def test_products_across_the_blocks_and_of_experts():
+    linear, dense, _, _ = case("static", torch.float32)
+    a = torch.randn(8, N, requires_grad=True)
+    (gradient,) = torch.autograd.grad(a @ linear.weight, a, 100 * torch.ones(8, K))
+    close(gradient, 100 * torch.ones(8, K) @ dense.t(), 1e-5)  # a sum along the blocks, which would clip
+    experts = quantize_experts(torch.randn(3, 20, 64), activation_spec=QuantizeSpec())
+    decoded, x, u = experts.dequantize(), torch.randn(3, 7, 64, requires_grad=True), torch.randn(3, 7, 64)
+    y = x @ experts.mT
+    (gradient,) = torch.autograd.grad(y.square().sum() / 2, x, create_graph=True)
+    close(gradient.detach(), y.detach() @ decoded, 1e-5)
+    close(torch.autograd.grad((gradient * u).sum(), x)[0], u @ decoded.mT @ decoded, 1e-5)
+
+
+def test_autocast_and_what_is_saved():
+    """Under autocast operands are cast once; a frozen weight's product saves no activations."""
+    linear, _, x, _ = case("static", torch.float32)
+    leaf, saved = x.clone().requires_grad_(), []
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+        y = linear(leaf)
+    assert y.dtype == torch.bfloat16 and not any(type(t) is torch.Tensor and t.shape == x.shape for t in saved)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend):
+    linear, _, x, tangent = case("w4a4", torch.float32)
+    leaf = x.clone().requires_grad_()
+    compiled = torch.compile(linear, fullgraph=True, backend=backend)
+    pair = [torch.autograd.grad(f(leaf).sum(), leaf)[0] for f in (compiled, linear)]
+    assert torch.equal(*pair)
+    jvp = torch.compile(lambda x, t: torch.func.jvp(linear, (x,), (t,))[1], fullgraph=True, backend=backend)
+    torch.testing.assert_close(jvp(x, tangent), torch.func.jvp(linear, (x,), (tangent,))[1])
