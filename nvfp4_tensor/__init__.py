@@ -56,6 +56,8 @@ _LATER = {
         ("NVFP4Config", "NVFP4Linear", "NVFP4WeightOnlyConfig", "ObservedLinear", "calibrate"), "quantization"
     ),
     "_no_fast_path": "quantization.fast_path",
+    "InputStatistics": "quantization.observer",
+    **dict.fromkeys(("ObservedExperts", "_observe_experts"), "quantization.observed_experts"),
 }
 """Names that are public or in pickles, and the subpackage that defines each."""
 

@@ -23,3 +23,14 @@ def caller_frame_locals(function: str, file: str) -> Mapping[str, Any] | None:
             return frame.f_locals
         frame = frame.f_back
     return None
+
+
+_PACKAGES = ("accelerate", "nvfp4_tensor", "peft", "torch", "torchao", "transformers")
+
+
+def user_level() -> int:
+    """Return the ``stacklevel`` with which the caller warns at the line of the user, outside of these packages."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
+        frame, level = frame.f_back, level + 1
+    return level

@@ -9,6 +9,7 @@ from nvfp4_tensor.quantization.accuracy.sensitivity import Sensitivity, sensitiv
 from nvfp4_tensor.quantization.calibration import calibrate
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.linear import NVFP4Linear
+from nvfp4_tensor.quantization.observed_experts import routed_tokens
 from nvfp4_tensor.quantization.observer import ObservedLinear
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "generate_calibration_text",
     "gptq",
     "linear",
+    "routed_tokens",
     "sensitivity",
 ]

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,9 +18,12 @@ from torch import nn
 from torchao.quantization import quantize_
 from tqdm import tqdm
 
+from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.experts import dense_experts, nothing_matched
-from nvfp4_tensor.quantization.observer import ObservedLinear, is_observable
+from nvfp4_tensor.quantization.experts import nothing_matched
+from nvfp4_tensor.quantization.observed_experts import observed_weights, routed_tokens, summary_of
+from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, is_observable
+from nvfp4_tensor.quantization.trained import restored, to_dense
 
 _CONVERT_ONLY: dict[str, Any] = {"percentile": None, "headroom": False}
 """Defaults of the fields that only the convert step uses. The prepare step raises an error if they are set."""
@@ -38,8 +42,16 @@ def calibrate(
     With an NVFP4Config, the model becomes W4A4 with static activation scales. With a ``weighted`` config, the scale
     search of each weight weighs its errors by these inputs.
 
-    If the model, the batches or the calibration raise an exception, the linears are restored. The dense weights
-    therefore stay in memory until all weights are quantized.
+    With ``experts=True``, experts are observed too: all tokens of a layer pass through each of its experts for the
+    statistics, while the outputs that flow on are those of the router's choice. In the sums of squares of a weighted
+    search, tokens that the router sent elsewhere count little. The products of one weight (E, N, K)
+    share a static scale, the largest of its experts. :func:`routed_tokens` tells how many tokens chose each expert.
+
+    A model that trained is taken as :func:`training.to_dense` would leave it. Weights that trained in NVFP4 keep their
+    codes.
+
+    If the model, the batches or the calibration raise an exception, the model is restored. The dense weights therefore
+    stay in memory until all weights are quantized.
 
     Args:
         model: the model whose linears are replaced in place.
@@ -64,24 +76,20 @@ def calibrate(
         raise TypeError(f"batches must be an iterable of batches, not one {type(batches).__name__}: pass [batch]")
     convert = dataclasses.replace(config, step="convert")
     prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
-    dense = {module: (type(module), module.weight) for module in model.modules() if is_observable(module)}
-    experts = [(module, name, module._parameters[name]) for _, module, name in dense_experts(model)]
-    try:
+    linears = {module for module in model.modules() if is_observable(module)}
+    with restored(model, only_on_error=True):  # also on an interrupt: a partly prepared model is useless
+        to_dense(model)
         quantize_(model, prepare, filter_fn=filter_fn)
-        if not any(isinstance(module, ObservedLinear) for module in dense):
+        if not any(isinstance(module, ObservedLinear) for module in linears):
             raise ValueError(nothing_matched(model, filter_fn))
         _run(model, batches, progress)
-        _check_all_observed({name: module for name, module in model.named_modules() if module in dense})
-        quantize_(model, convert, filter_fn=lambda module, name: module in dense)
-    except BaseException:  # also on an interrupt: calibration is slow, and a partly prepared model is useless
-        for module, (kind, weight) in dense.items():
-            if isinstance(module, ObservedLinear):
-                module.stop_observing()
-            module.__class__ = kind
-            module.weight = weight
-        for holder, name, parameter in experts:
-            holder._parameters[name] = parameter
-        raise
+        own = {
+            name: each for name, each in model.named_modules() if isinstance(each, ObservedLinear) and each in linears
+        }
+        _check_all_observed(own | observed_weights(model))
+        quantize_(model, convert, filter_fn=lambda module, name: module in linears)
+    if progress and (routed := routed_tokens(model)):
+        tqdm.write(summary_of(routed), file=sys.stderr)
     return model
 
 
@@ -96,11 +104,10 @@ def _run(model: nn.Module, batches: Iterable[Any], progress: bool) -> None:
             model(batch)
 
 
-def _check_all_observed(linears: dict[str, nn.Module]) -> None:
-    """Raise an error for linears without any finite input; warn of linears with some nonfinite inputs."""
-    observed = {name: module for name, module in linears.items() if isinstance(module, ObservedLinear)}
-    unseen = [name for name, module in observed.items() if module.activation_histogram.sum() == 0]
-    nonfinite = [name for name, module in observed.items() if module.activation_nonfinite > 0]
+def _check_all_observed(observed: Mapping[str, InputStatistics]) -> None:
+    """Raise an error for linears and experts without any finite input; warn of those with some nonfinite inputs."""
+    unseen = [name for name, each in observed.items() if each.activation_histogram.sum() == 0]
+    nonfinite = [name for name, each in observed.items() if each.activation_nonfinite > 0]
     if broken := [name for name in unseen if name in nonfinite]:
         raise RuntimeError(
             f"all inputs of {', '.join(broken)} were NaN or infinite, and the model is unchanged: look for NaN in the "
@@ -115,5 +122,5 @@ def _check_all_observed(linears: dict[str, nn.Module]) -> None:
         warnings.warn(
             f"some inputs of {', '.join(nonfinite)} were NaN or infinite and were ignored in the calibration: check "
             "the batches",
-            stacklevel=3,
+            stacklevel=user_level(),
         )

@@ -41,8 +41,8 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
         step: None, "prepare" or "convert": torchao's two-step calibration. "prepare" observes the inputs of each
             linear; "convert" quantizes with the observed statistics and ignores linears that were not prepared.
         experts: True also quantizes the experts of a transformers model, all of them regardless of the filter. These
-            are parameters (E, N, K), quantized without a calibration and with one per-tensor scale per expert. None
-            leaves them dense and warns; False leaves them dense without a warning.
+            are parameters (E, N, K), with one per-tensor scale per expert. A calibration observes them too. None leaves
+            them dense and warns; False leaves them dense without a warning.
         activations: None, or "fp8" (an :class:`Activations`): products of 768 and more rows of activations round these
             rows, and the weight while it is decoded, to e4m3 (numerics contract, section 13), which FP8 tensor cores
             multiply faster. Fewer rows, gradients and experts stay W4A16. For Hopper; elsewhere it gives the same

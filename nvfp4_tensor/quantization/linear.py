@@ -12,17 +12,20 @@ from torchao.quantization.quantize_.common.quantization_step import Quantization
 from torchao.quantization.transform_module import register_quantize_module_handler
 from torchao.utils import TorchAOBaseTensor
 
+from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.linears import linear_of_module
 from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.quantization import experts
+from nvfp4_tensor.quantization import experts, observed_experts
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observer import ObservedLinear, check_observable
 from nvfp4_tensor.quantization.plan import Plan, plan_of
+from nvfp4_tensor.quantization.trained import dense_linear, trained_in_nvfp4, warn_of_training
+from nvfp4_tensor.tensor.arguments import stored_spec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
 
@@ -56,48 +59,90 @@ def refuse_second_quantizer(module: nn.Module, weight: Tensor | None, why: str) 
 @register_quantize_module_handler(NVFP4WeightOnlyConfig)
 @register_quantize_module_handler(NVFP4Config)
 def _quantize_module(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Module:
-    backend = config.product_backend if isinstance(config, NVFP4Config) else ProductBackend.AUTO
-    assert isinstance(backend, ProductBackend)
-    with_experts = functools.partial(_with_experts, config=config)
+    check = _is_observed if config.step == QuantizationStep.CONVERT else _is_ready
+    if config.step is None:
+        config._check_calibrated()
+    plan = plan_of(module, config, functools.partial(check, config=config), functools.partial(_start, config=config))
+    if config.step == QuantizationStep.CONVERT:
+        return _convert(module, plan, config) if isinstance(module, ObservedLinear) else module
+    dense_linear(module)
     if config.step == QuantizationStep.PREPARE:
-        plan = plan_of(module, config, lambda each: _is_ready(each, backend, plain=True))
         if module in plan.dense:
             return module
         assert isinstance(module, nn.Linear)
-        return ObservedLinear.observe(module, config.activation or config.weight)
-    if config.step == QuantizationStep.CONVERT:
-        plan = plan_of(module, config, lambda each: _is_observed(each, config, backend), with_experts)
-        return _convert(module, plan, config) if isinstance(module, ObservedLinear) else module
-    config._check_calibrated()
-    plan = plan_of(module, config, lambda each: _is_ready(each, backend), with_experts)
+        return ObservedLinear.observe(module, _observed_spec(config))
     return _quantize_linear(module, plan, config, None)
 
 
-def _with_experts(model: nn.Module, config: NVFP4WeightOnlyConfig) -> None:
-    """Quantize the experts of the model, or warn once that they stay dense."""
+def _start(model: nn.Module, chosen: list[nn.Module] | None, config: NVFP4WeightOnlyConfig) -> None:
+    """Observe or quantize the experts of the model, or warn once that they stay dense, before its first linear."""
+    if chosen is not None:
+        warn_of_training(model, chosen, bool(config.experts))
+        _warn_of_codes(chosen, config)
+    if config.step == QuantizationStep.CONVERT and config.experts:
+        observed_experts.check_observed(model)
+    if config.experts is None and config.step != QuantizationStep.PREPARE and (line := experts.left_dense(model)):
+        warnings.warn(line, stacklevel=user_level())
     if config.experts:
-        experts.quantize_all(model, config.weight, config.activation)
-    elif config.experts is None and (line := experts.left_dense(model)):
-        warnings.warn(line, stacklevel=2)
+        experts.stop_training(model)
+    if config.step == QuantizationStep.PREPARE and config.experts:
+        observed_experts.observe(model, _observed_spec(config))
+    elif config.step != QuantizationStep.PREPARE:
+        if config.experts:
+            observed_experts.quantize_all(model, config)
+        observed_experts.finish(model)
 
 
-def _is_ready(module: nn.Module, backend: ProductBackend, plain: bool = False) -> bool:
-    """Return True if the linear can be quantized (and observed, with ``plain``); otherwise raise an error."""
-    linear = quantizable(module)
-    if plain:
+def _warn_of_codes(chosen: list[nn.Module], config: NVFP4WeightOnlyConfig) -> None:
+    """Warn once of weights that trained in NVFP4 by another spec than the config's, because they keep their codes."""
+    spec = stored_spec(config.weight)
+    other = [each for each in chosen if trained_in_nvfp4(each) and each.weight.spec != spec]  # type: ignore[union-attr]
+    if other:
+        warnings.warn(
+            f"{len(other)} weights trained in NVFP4 and keep their codes: the config's settings for weights have no "
+            "effect on them",
+            stacklevel=user_level(),
+        )
+
+
+def _observed_spec(config: NVFP4WeightOnlyConfig) -> QuantizeSpec:
+    return config.activation or config.weight
+
+
+def _is_ready(module: nn.Module, config: NVFP4WeightOnlyConfig) -> bool:
+    """Return True if the linear can be quantized, or observed in the prepare step; otherwise raise an error."""
+    linear = _checked_codes(module, config) if trained_in_nvfp4(module) else quantizable(module)
+    if config.step == QuantizationStep.PREPARE:
         check_observable(linear)
-    _check_backend(linear.weight, backend)  # before a calibration starts
+    _check_backend(linear.weight, _backend(config))  # before a calibration starts
     return True
 
 
-def _is_observed(module: nn.Module, config: NVFP4WeightOnlyConfig, backend: ProductBackend) -> bool:
+def _checked_codes(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Linear:
+    """Return a linear whose weight trained in NVFP4, and keeps its codes; raise a ValueError if they do not fit."""
+    assert isinstance(module, nn.Linear) and isinstance(module.weight, NVFP4Tensor)
+    if config.weighted or config.weight.hadamard_sign != module.weight.spec.hadamard_sign:
+        raise ValueError(
+            f"{module} trained in NVFP4 and keeps its codes, so that a scale search or a Hadamard transform of the "
+            "weight is not possible: leave them out of the config, or give the linear dequantize() of its weight first"
+        )
+    return module
+
+
+def _is_observed(module: nn.Module, config: NVFP4WeightOnlyConfig) -> bool:
     """Return whether the convert step applies to the module; raise an error if it cannot convert it."""
     if not isinstance(module, ObservedLinear):
         return False
-    _check_same_transform(module, config.activation or config.weight)
-    _check_backend(module.weight, backend)
+    _check_same_transform(module, _observed_spec(config))
+    _check_backend(module.weight, _backend(config))
     module.check_observed()
     return True
+
+
+def _backend(config: NVFP4WeightOnlyConfig) -> ProductBackend:
+    backend = config.product_backend if isinstance(config, NVFP4Config) else ProductBackend.AUTO
+    assert isinstance(backend, ProductBackend)
+    return backend
 
 
 def _convert(module: ObservedLinear, plan: Plan, config: NVFP4WeightOnlyConfig) -> nn.Module:
@@ -107,8 +152,7 @@ def _convert(module: ObservedLinear, plan: Plan, config: NVFP4WeightOnlyConfig) 
     group = [each for each in plan.tied.get(module, [module]) if isinstance(each, ObservedLinear)]
     fields = {}
     if isinstance(config, NVFP4Config) and not config.activation.row_scaled:
-        amaxes = [each.amax_with_headroom() if config.headroom else each.amax_at(config.percentile) for each in group]
-        fields["activation_amax"] = torch.stack(amaxes).amax()
+        fields["activation_amax"] = torch.stack([each.amax_for(config) for each in group]).amax()
     squares = torch.stack([each.activation_squares for each in group]).sum(dim=0)
     for each in group:
         each.stop_observing()
@@ -120,15 +164,20 @@ def _quantize_linear(
 ) -> nn.Module:
     """Quantize the weight of the module and of all modules that share it, unless it is done or left dense.
 
+    A weight that trained in NVFP4 keeps its codes.
+
     squares: weights of the columns' errors in the scale search: the sum of squares of each column's inputs.
     """
     if module in plan.dense or module in plan.done:
         return module
     fields |= config.fields
-    weight = quantizable(module).weight.detach()
-    quantized = (
-        quantize(weight, config.weight) if squares is None else quantize_weighted(weight, config.weight, squares)
-    )
+    if trained_in_nvfp4(module):
+        quantized = _checked_codes(module, config).weight.detach()
+        assert isinstance(quantized, NVFP4Tensor)
+    elif squares is None:
+        quantized = quantize(quantizable(module).weight.detach(), config.weight)
+    else:
+        quantized = quantize_weighted(quantizable(module).weight.detach(), config.weight, squares)
     parameter = nn.Parameter(quantized._replace(**fields), requires_grad=False)
     for linear in plan.tied.get(module, [module]):
         set_weight(linear, parameter)
@@ -138,6 +187,7 @@ def _quantize_linear(
 
 def set_weight(linear: nn.Module, weight: NVFP4Tensor | nn.Parameter) -> None:
     """Set the NVFP4 weight of a linear; a plain nn.Linear becomes an NVFP4Linear."""
+    dense_linear(linear)
     linear.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
     if type(linear) is nn.Linear:
         linear.__class__ = NVFP4Linear
@@ -172,7 +222,13 @@ def quantizable(module: nn.Module) -> nn.Linear:
             "or undo the step with stop_observing() of each ObservedLinear"
         )
     if isinstance(weight, NVFP4Tensor):
-        raise ValueError(f"{module} is NVFP4 already: start from the dense model")
+        codes = "quantize_(model, NVFP4WeightOnlyConfig()) takes the codes that it trained, or " * weight.requires_grad
+        raise ValueError(f"{module} is NVFP4 already: {codes}start from the dense model")
+    if hasattr(module, "weight_fake_quantizer"):
+        raise TypeError(
+            f"{type(module).__name__} of torchao would go on quantizing its weight at each call: "
+            'quantize_(model, QATConfig(base_config, step="convert")) first, or its to_linear()'
+        )
     if "weight" not in module._parameters and hasattr(module, "weight_orig"):
         raise TypeError(
             f"the weight of {module} is computed from weight_orig: prune.remove(module, 'weight') of "

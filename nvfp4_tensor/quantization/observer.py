@@ -1,4 +1,4 @@
-"""ObservedLinear: a linear that records how large its inputs are."""
+"""Record how large the inputs of products are: ObservedLinear, a linear that does, and the statistics it keeps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.numerics.layout import BLOCK, FLOAT32_MAX, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization.config import NVFP4Config
 from nvfp4_tensor.quantization.fast_path import keep_called, release
 
 MAGNITUDE_BINS = 1 << 13
@@ -41,8 +42,8 @@ def is_observable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 @functools.partial(pin, loadable=False)
-class ObservedLinear(nn.Linear):
-    """An nn.Linear that records the magnitudes of its inputs in buffers, which are part of its state_dict.
+class InputStatistics(nn.Module):
+    """The magnitudes of the inputs (..., K) of a product, in buffers, which are part of the state_dict.
 
     If the activation has a Hadamard transform, the transformed inputs are recorded.
 
@@ -50,7 +51,8 @@ class ObservedLinear(nn.Linear):
         activation_amax: float32 0-d, the largest finite magnitude observed.
         activation_histogram: int64 (8192,), the number of magnitudes in each bin.
         activation_block_histogram: int64 (8192,), the number of blocks of 16 whose amax is in each bin.
-        activation_squares: float32 (K,), the sum of squares of the finite inputs of each column.
+        activation_squares: float32 (K,), the sum of squares of the finite inputs of each column; (E, K) for E experts,
+            each of whose tokens count as the router chose (experts.py).
         activation_nonfinite: int64 0-d, the number of NaN or infinite inputs, which no other buffer counts. Used in
             messages; not in the state_dict.
     """
@@ -61,32 +63,22 @@ class ObservedLinear(nn.Linear):
     activation_squares: Tensor
     activation_nonfinite: Tensor
     hadamard_sign: int | None
-    observed_class: type[nn.Linear]
 
-    @classmethod
-    def observe(cls, linear: nn.Linear, spec: QuantizeSpec) -> ObservedLinear:
-        """Start observing ``linear`` and return it."""
-        check_observable(linear)
-        kind = type(linear)
-        linear.__class__ = cls
-        assert isinstance(linear, ObservedLinear)
-        keep_called(linear)
-        device = linear.weight.device
-        linear.observed_class = kind
-        linear.hadamard_sign = spec.hadamard_sign
-        columns = linear.in_features if spec.hadamard_sign is None else ceil_to(linear.in_features, BLOCK)
+    def _start(self, columns: int, device: torch.device, spec: QuantizeSpec, experts: tuple[int, ...] = ()) -> None:
+        """Register the buffers, of zeros, for inputs of a number of columns, optionally (E,) experts."""
+        self.hadamard_sign = spec.hadamard_sign
+        columns = columns if spec.hadamard_sign is None else ceil_to(columns, BLOCK)
         for name, size, dtype in (
-            ("activation_amax", (), torch.float32),
-            ("activation_histogram", (MAGNITUDE_BINS,), torch.int64),
-            ("activation_block_histogram", (MAGNITUDE_BINS,), torch.int64),
-            ("activation_squares", (columns,), torch.float32),
+            ("amax", (), torch.float32),
+            ("histogram", (MAGNITUDE_BINS,), torch.int64),
+            ("block_histogram", (MAGNITUDE_BINS,), torch.int64),
+            ("squares", (*experts, columns), torch.float32),
+            ("nonfinite", (), torch.int64),
         ):
-            linear.register_buffer(name, torch.zeros(size, dtype=dtype, device=device))
-        nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-        linear.register_buffer("activation_nonfinite", nonfinite, persistent=False)
-        return linear
+            zeros = torch.zeros(size, dtype=dtype, device=device)
+            self.register_buffer(f"activation_{name}", zeros, persistent=name != "nonfinite")
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ObservedLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> InputStatistics:
         """Apply ``fn``, but keep float buffers in float32: an amax rounded down by a cast would clip."""
         before = {name: getattr(self, name) for name in ("activation_amax", "activation_squares")}
         super()._apply(fn, recurse)
@@ -95,25 +87,23 @@ class ObservedLinear(nn.Linear):
             setattr(self, name, moved.float() if value.is_meta else value.to(moved.device))
         return self
 
-    def forward(self, input: Tensor) -> Tensor:
-        if is_nested(input):
-            return over_nested(self.forward, input)
-        with torch.no_grad():
-            x = input.detach()
-            if self.hadamard_sign is not None:
-                x = torch.ops.nvfp4.hadamard(x, self.hadamard_sign)
-            self.activation_amax.copy_(torch.maximum(self.activation_amax, torch.ops.nvfp4.amax(x)))
-            magnitude = x.reshape(-1, x.shape[-1]).float().abs()
-            finite = magnitude.isfinite()
-            self.activation_nonfinite += (~finite).sum()
-            magnitude = torch.where(finite, magnitude, -1.0)
-            blocks = nn.functional.pad(magnitude, (0, -magnitude.shape[-1] % BLOCK), value=-1.0).unflatten(
-                -1, (-1, BLOCK)
-            )
-            self.activation_histogram += _counts(magnitude)
-            self.activation_block_histogram += _counts(blocks.amax(dim=-1))
-            self.activation_squares += magnitude.clamp(min=0).square().sum(dim=0)
-        return self.observed_class.forward(self, input)
+    @torch.no_grad()
+    def record(self, x: Tensor, experts: slice = slice(None), weights: Tensor | None = None) -> None:
+        """Add inputs x (..., K), of all experts or of some, by which its rows count with weights (rows, experts)."""
+        x = x.detach()
+        if self.hadamard_sign is not None:
+            x = torch.ops.nvfp4.hadamard(x, self.hadamard_sign)
+        self.activation_amax.copy_(torch.maximum(self.activation_amax, torch.ops.nvfp4.amax(x)))
+        magnitude = x.reshape(-1, x.shape[-1]).float().abs()
+        finite = magnitude.isfinite()
+        self.activation_nonfinite += (~finite).sum()
+        magnitude = torch.where(finite, magnitude, -1.0)
+        blocks = nn.functional.pad(magnitude, (0, -magnitude.shape[-1] % BLOCK), value=-1.0).unflatten(-1, (-1, BLOCK))
+        self.activation_histogram += _counts(magnitude)
+        self.activation_block_histogram += _counts(blocks.amax(dim=-1))
+        squares = magnitude.clamp(min=0).square()
+        with torch.autocast(x.device.type, enabled=False):  # it would round the squares
+            self.activation_squares[experts] += squares.sum(dim=0) if weights is None else weights.mT @ squares
 
     def check_observed(self) -> None:
         """Raise a RuntimeError if nothing has been observed."""
@@ -123,6 +113,10 @@ class ObservedLinear(nn.Linear):
                 f"{self} has observed {observed}, and nothing was converted: run the model on data that reach it, or "
                 "keep it dense with its stop_observing(), then convert"
             )
+
+    def amax_for(self, config: NVFP4Config) -> Tensor:
+        """Return the static amax that a config chooses, float32 0-d."""
+        return self.amax_with_headroom() if config.headroom else self.amax_at(config.percentile)
 
     def amax_at(self, percentile: float | None) -> Tensor:
         """Return the observed amax, or the given percentile of the observed magnitudes, as a float32 0-d tensor.
@@ -151,6 +145,31 @@ class ObservedLinear(nn.Linear):
             return self.activation_amax.clone()
         least = torch.minimum(_percentile(blocks, 99.99), self.activation_amax)
         return torch.maximum(HEADROOM * _percentile(blocks, 1), least).clamp(max=FLOAT32_MAX)
+
+
+@functools.partial(pin, loadable=False)
+class ObservedLinear(InputStatistics, nn.Linear):
+    """An nn.Linear that records the magnitudes of its inputs: see :class:`InputStatistics`."""
+
+    observed_class: type[nn.Linear]
+
+    @classmethod
+    def observe(cls, linear: nn.Linear, spec: QuantizeSpec) -> ObservedLinear:
+        """Start observing ``linear`` and return it."""
+        check_observable(linear)
+        kind = type(linear)
+        linear.__class__ = cls
+        assert isinstance(linear, ObservedLinear)
+        keep_called(linear)
+        linear.observed_class = kind
+        linear._start(linear.in_features, linear.weight.device, spec)
+        return linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_nested(input):
+            return over_nested(self.forward, input)
+        self.record(input)
+        return self.observed_class.forward(self, input)
 
     def stop_observing(self) -> nn.Linear:
         """Restore the original class of the module and return it."""

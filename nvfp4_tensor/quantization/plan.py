@@ -50,12 +50,12 @@ def plan_of(
     module: nn.Module,
     config: AOBaseConfig,
     check: Callable[[nn.Module], bool],
-    before: Callable[[nn.Module], None] | None = None,
+    before: Callable[[nn.Module, list[nn.Module] | None], None] | None = None,
 ) -> Plan:
     """Return the plan of the current call of quantize_, which is created for the first module of the call.
 
     ``check`` returns whether a module will be quantized, or raises an error; no module has changed at that point.
-    ``before`` is called once with the model, after all checks.
+    ``before`` is called once, after all checks, with the model and the chosen modules (None if only this one is known).
     """
     model, call_config, filter_fn = _current_call(module, config)
     plan = _plans.get(model)
@@ -68,7 +68,7 @@ def plan_of(
         if filter_fn is not None:
             _warn_of_dense_attention(model, filter_fn)
         if is_first and before is not None:
-            before(model)
+            before(model, None if filter_fn is None else chosen)
     plan.left -= 1
     if not plan.left:
         del _plans[model]

@@ -13,6 +13,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from nvfp4_tensor._compat.pickles import pin
+from nvfp4_tensor.quantization import trained
 from nvfp4_tensor.quantization.linear import quantizable
 from nvfp4_tensor.quantization.plan import plan_of
 from nvfp4_tensor.training.linear.cache import WeightCodes
@@ -140,9 +141,12 @@ def set_recipe(
 
 
 def to_dense(model: nn.Module) -> nn.Module:
-    """Convert a model's NVFP4 training linears back to nn.Linear, in place; weights do not change."""
-    for linear in [module for module in model.modules() if isinstance(module, NVFP4TrainingLinear)]:
-        linear.to_dense()
+    """Convert a model's NVFP4 training linears back to nn.Linear, in place; weights do not change.
+
+    Experts of transformers that train in NVFP4 run by its default implementation again. Configs for inference,
+    :func:`calibrate` and :func:`gptq` do the same.
+    """
+    trained.to_dense(model)
     return model
 
 

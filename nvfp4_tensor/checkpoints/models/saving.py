@@ -62,13 +62,26 @@ def save(
         checkpoints.save(model, "SmolLM2-135M-NVFP4", format="compressed-tensors")
 
     Raises:
-        ValueError: a tensor cannot be stored in the format; the message has its name. Nothing is written.
+        ValueError: a tensor cannot be stored in the format, or the model has adapters; the message has the name.
+            Nothing is written.
     """
     if mismatched_scales not in ("requantize", "keep", "refuse"):
         raise ValueError(f"mismatched_scales: expected 'requantize', 'keep' or 'refuse', found {mismatched_scales!r}")
     target = format_named(format)
+    if isinstance(model, nn.Module):
+        _check_without_adapters(model)
     checkpoint: Checkpoint = ModelCheckpoint(model, config, mismatched_scales)
     target.write(WeightOnly(checkpoint) if weight_only else checkpoint, Path(path), progress=progress, **options)
+
+
+def _check_without_adapters(model: nn.Module) -> None:
+    """Raise a ValueError for a model with peft's adapters, whose parameters have names that no reader knows."""
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer") and hasattr(module, "active_adapters"):
+            raise ValueError(
+                f"{name} has adapters, which no reader of checkpoints knows: merge them with "
+                "training.merge_lora(model), or save model.unload() and, before it, model.save_pretrained(folder)"
+            )
 
 
 class ModelCheckpoint(Checkpoint):
@@ -125,6 +138,13 @@ class ModelCheckpoint(Checkpoint):
             )
             for each, parts in split_parts.items()
         }
+
+    def names_by_parameter(self) -> dict[str, list[str]]:
+        """Return the names in files of each parameter of the model: several for experts and for joined linears."""
+        names: dict[str, list[str]] = {}
+        for name, parameter in self._parameter.items():
+            names.setdefault(parameter, []).append(name)
+        return names
 
     def linear(self, name: str) -> LinearParts:
         parameter = self._parameter[name]

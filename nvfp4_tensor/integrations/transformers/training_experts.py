@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from nvfp4_tensor.integrations.transformers.resuming import accept_checkpoint_names
+from nvfp4_tensor.quantization.experts import TRAINING
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training import RECIPES, Recipe, grouped_linear
 from nvfp4_tensor.training.recipe import resolve
@@ -21,8 +22,8 @@ def train_experts(model: PreTrainedModel, recipe: Recipe | str = "nvidia") -> No
 
     Both products of the experts use :func:`training.grouped_linear`. Routers, attention and shared experts are linears:
     use ``quantize_(model, NVFP4TrainingConfig(...))`` for them. Parameters are not changed.
-    ``model.set_experts_implementation("grouped_mm")`` restores the default. Trainer resumes the model with its experts:
-    see :func:`accept_checkpoint_names`.
+    :func:`training.to_dense` restores transformers' default, as configs for inference do with ``experts=True``. Trainer
+    resumes the model with its experts: see :func:`accept_checkpoint_names`.
 
     Args:
         model: a transformers mixture of experts: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss, ...
@@ -54,7 +55,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 def _registered(recipe: Recipe) -> str:
     """Register the recipe with transformers, and return its name there."""
-    name = f"nvfp4_{recipe.name}"
+    name = f"{TRAINING}{recipe.name}"
     known = ALL_EXPERTS_FUNCTIONS.get(name)
     if known is None:
         ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(_forward, recipe=recipe))

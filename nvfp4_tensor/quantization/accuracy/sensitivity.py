@@ -16,6 +16,7 @@ from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_m
 from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, WeightRef, find_targets
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.experts import quantized_experts
+from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 
 
@@ -140,7 +141,8 @@ def sensitivity(
     if by_layer and group_of is not None:
         raise ValueError("by_layer and group_of both choose what is quantized together: give only one of them")
     groups = _groups(model, find_targets(model, filter_fn), by_layer, group_of)
-    with in_eval_mode(model):
+    with restored(model, only_on_error=False), in_eval_mode(model):
+        to_dense(model)
         with _calls(model) as called:
             exact = [_log_probabilities(model, batch) for batch in batches]
         bar = tqdm(groups.items(), desc="sensitivity", unit="part", disable=not progress)
@@ -186,7 +188,7 @@ def _part(
         for target in targets:
             weight = quantized(target, config)
             bits += 8 * weight.stored_bytes
-            target.put(weight)
+            target.set(weight)
         pairs = [(_log_probabilities(model, batch), own) for batch, own in zip(batches, exact, strict=True)]
     finally:
         for target in targets:

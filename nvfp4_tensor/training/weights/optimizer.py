@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -287,7 +288,9 @@ def to_nvfp4_parameters(
         is_done = any(isinstance(getattr(module, "weight", None), NVFP4Tensor) for module in model.modules())
         why = "its linears are NVFP4 already, or filter_fn leaves them out" if is_done else "pass another filter_fn"
         raise ValueError(f"no linear of {type(model).__name__} was selected: {why}")
-    quantize_(model, config, filter_fn=trains)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*still train in NVFP4")  # the others may train on by a recipe
+        quantize_(model, config, filter_fn=trains)
     for module in model.modules():
         if any(module is one for one in selected):
             module.weight.requires_grad_()  # type: ignore[union-attr,operator]

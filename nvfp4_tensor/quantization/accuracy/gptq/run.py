@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from nvfp4_tensor.quantization.accuracy.gptq.folder import Finished
 from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_inputs, round_weight
 from nvfp4_tensor.quantization.accuracy.gptq.stages import Call, call_model, in_eval_mode, layers_of, record
 from nvfp4_tensor.quantization.accuracy.gptq.statistics import Collected, Statistics, Streams
-from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, Watch, WeightRef, find_targets
+from nvfp4_tensor.quantization.accuracy.gptq.targets import Fed, Filter, Watch, WeightRef, find_targets
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
+from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 REST = "rest"
@@ -37,6 +39,10 @@ def gptq(
     progress: bool = True,
 ) -> nn.Module:
     """Quantize a model in place by GPTQ (arXiv:2210.17323), one layer at a time.
+
+    A model that trained is taken as :func:`training.to_dense` would leave it. Every expert of a transformers model gets
+    statistics of all tokens of its layer, in which those that the router sent elsewhere count little: see
+    :func:`calibrate`.
 
     The model, the hidden states of all batches (two copies with ``dense_target_weight``), the statistics of one layer
     and, with ``dense_target_weight``, the dense inputs of one layer are kept in memory. The dense weights are kept
@@ -76,10 +82,15 @@ def gptq(
     chain = _chain(model, targets, layers)
     finished = None if folder is None else Finished(folder, config, model, targets, batches)
     bar = tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress)
-    with torch.no_grad(), in_eval_mode(model), _restored_on_error(targets), bar:
+    with torch.no_grad(), restored(model, only_on_error=True), in_eval_mode(model), bar:
+        to_dense(model)
         run = _Run(config, finished, bar.update)
         rest = run.quantize_layers(model, chain, targets, batches) if chain else targets
         run.quantize_rest(model, rest, batches)
+        for module, tokens in run.routed.items():
+            setattr(module, ROUTED, tokens.tolist())
+    if progress and run.routed:
+        tqdm.write(summary_of(routed_tokens(model)), file=sys.stderr)
     return model
 
 
@@ -102,16 +113,6 @@ def _chain(
     return [(names[layer], layer) for layer in layers]
 
 
-@contextmanager
-def _restored_on_error(targets: Sequence[WeightRef]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for target in targets:
-            target.restore()
-        raise
-
-
 @dataclasses.dataclass
 class _Run:
     """The state of one call of gptq."""
@@ -119,6 +120,8 @@ class _Run:
     config: GPTQConfig
     finished: Finished | None
     tick: Callable[[], object]
+    routed: dict[nn.Module, Tensor] = dataclasses.field(default_factory=dict)
+    """The tokens that the router sent to each expert, by experts' module."""
 
     def quantize_layers(
         self,
@@ -190,60 +193,63 @@ class _Run:
             else:
                 with Watch(left) as watch:
                     call.run(layer, states)
-            groups += [new for group in watch.groups() if (new := [target for target in group if target in left])]
-            left = [target for target in left if not any(target in group for group in groups)]
+            for group in watch.groups():
+                if new := [target for target in dict.fromkeys(target for target, _ in group) if target in left]:
+                    groups.append(new)
+                    left = [target for target in left if target not in new]
         return [*groups, left] if left else groups
 
     def _quantize(self, collected: Collected) -> None:
-        made: dict[WeightRef, list[NVFP4Tensor]] = {}
+        made: dict[WeightRef, dict[int, NVFP4Tensor]] = {}
         for each in collected.statistics():
             with torch.autocast(each.hessian.device.type, enabled=False):  # autocast would round the products
-                weights = self._rounded(each)
-            for (target, _), weight in zip(each.fed, weights, strict=True):
-                made.setdefault(target, []).append(weight)
+                for (target, expert), weight in zip(each.fed, self._rounded(each), strict=True):
+                    made.setdefault(target, {})[expert] = weight
         for target, rounded in made.items():
-            target.put(_joined(rounded) if target.dense.dim() == 3 else rounded[0])
+            target.put([rounded[expert] for expert in range(target.experts)])
             self.tick()
+        for module, tokens in collected.routed.items():
+            self.routed.setdefault(module, tokens)  # a layer may run several times
 
-    def _rounded(self, each: Statistics) -> list[NVFP4Tensor]:
+    def _rounded(self, each: Statistics) -> Iterator[NVFP4Tensor]:
+        """Yield the rounded weights of the statistics. Experts, which may be large, are rounded one at a time."""
         config = self.config
-        names = ", ".join(target.name for target, _ in each.fed)
+        names = ", ".join(dict.fromkeys(target.name for target, _ in each.fed))
         try:
             factor = Factor.of(each.hessian, config.damping, act_order=config.act_order)
         except ValueError as error:
             raise ValueError(f"{names}: {error}") from None
-        weights = [target.matrix(expert).float() for target, expert in each.fed]
-        if bad := [target.name for (target, _), w in zip(each.fed, weights, strict=True) if not w.isfinite().all()]:
-            raise ValueError(f"{', '.join(bad)} has NaN or Inf: replace these values, or exclude it with filter_fn")
-        if each.cross is not None:
-            weights = [moved_to_inputs(weight, each.cross, each.hessian, factor) for weight in weights]
-        amax: Sequence[Tensor] = [
-            reference.row_amax(weight) if config.weight.row_scaled else torch.ops.nvfp4.amax(weight)
-            for weight in weights
-        ]
-        if config.share_scales:
-            amax = torch.stack(tuple(amax)).amax().expand(len(weights)).unbind()
-        rounded = [round_weight(w, factor, config.weight, own) for w, own in zip(weights, amax, strict=True)]
-        fields = {"orig_dtype": each.fed[0][0].dense.dtype, **config.fields}
-        return [weight._replace(**fields) for weight in rounded]
+        shared = [fed for fed in each.fed if config.share_scales and fed[0].experts == 1]
+        largest = (
+            torch.stack([self._amax(self._aimed_at(each, fed, factor)) for fed in shared]).amax() if shared else None
+        )
+        for fed in each.fed:
+            weight = self._aimed_at(each, fed, factor)
+            amax = self._amax(weight) if largest is None or fed not in shared else largest
+            rounded = round_weight(weight, factor, config.weight, amax)
+            yield rounded._replace(orig_dtype=fed[0].dense.dtype, **config.fields)
+
+    def _amax(self, weight: Tensor) -> Tensor:
+        row_scaled = self.config.weight.row_scaled
+        return reference.row_amax(weight) if row_scaled else torch.ops.nvfp4.amax(weight)
+
+    def _aimed_at(self, each: Statistics, fed: Fed, factor: Factor) -> Tensor:
+        """Return the float32 weight (N, K) to round: the dense one, or its best fit to the actual inputs."""
+        target, expert = fed
+        weight = target.matrix(expert).float()
+        if not weight.isfinite().all():
+            raise ValueError(f"{target.name} has NaN or Inf: replace these values, or exclude it with filter_fn")
+        return weight if each.cross is None else moved_to_inputs(weight, each.cross, each.hessian, factor)
 
     def _load(self, name: str, targets: Sequence[WeightRef]) -> bool:
         weights = None if self.finished is None else self.finished.load(name, targets)
         if weights is None:
             return False
         for target in targets:
-            target.put(weights[target.name])
+            target.set(weights[target.name])
             self.tick()
         return True
 
     def _save(self, name: str, targets: Sequence[WeightRef]) -> None:
         if self.finished is not None:
             self.finished.save(name, {target.name: getattr(target.module, target.attribute).data for target in targets})
-
-
-def _joined(experts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
-    """Stack experts to (E, N, K), each with its own per-tensor scale."""
-    stacked = torch.stack(tuple(experts))
-    assert isinstance(stacked, NVFP4Tensor)
-    scales = torch.stack([expert.per_tensor_scale for expert in experts]).reshape(len(experts), -1)
-    return stacked._replace(per_tensor_scale=scales)

@@ -39,7 +39,7 @@ class Statistics:
     def empty(cls, fed: list[Fed], with_cross: bool) -> Statistics:
         """Return the statistics of zero rows."""
         target = fed[0][0]
-        width = ceil_to(target.dense.shape[-1], BLOCK)
+        width = ceil_to(target.columns, BLOCK)
         hessian = torch.zeros((width, width), dtype=torch.float32, device=target.dense.device)
         return cls(fed, hessian, hessian.clone() if with_cross else None)
 
@@ -108,33 +108,37 @@ class Collected:
         self.activation = activation
         self.dense_target_weight = dense_target_weight
         self.of: dict[Fed, Statistics] = {}
+        self.routed: dict[nn.Module, Tensor] = {}
 
     def add(self, watch: Watch, dense: Watch | None = None, rows: int | None = None) -> None:
         """Add the inputs recorded for one batch.
 
         ``dense`` has the inputs in the dense model. They are used for weights whose input has all ``rows``.
         """
+        for module, tokens in watch.routed.items():
+            self.routed[module] = self.routed[module] + tokens if module in self.routed else tokens
         for group in watch.groups():
-            for fed in [(group[0], expert) for expert in range(group[0].experts)]:
-                x = watch.rows(fed)
-                if x is None:
-                    continue
-                if fed not in self.of:
-                    together = [fed] if fed[0].experts > 1 else [(target, 0) for target in group]
-                    self.of.update(dict.fromkeys(together, self._empty(together)))
-                z = None if dense is None or len(x) != rows else dense.rows(fed)
-                self._add(self.of[fed], x, z)
+            x = watch.rows(group[0])
+            assert x is not None
+            if group[0] not in self.of:
+                self.of.update(dict.fromkeys(group, self._empty(group)))
+            z = None if dense is None or len(x) != rows else dense.rows(group[0])
+            self._add(self.of[group[0]], x, z, watch.weights(group[0]))
 
     def _empty(self, together: list[Fed]) -> Statistics:
         return Statistics.empty(together, self.activation is not None or self.dense_target_weight > 0)
 
-    def _add(self, to: Statistics, x: Tensor, dense: Tensor | None) -> None:
-        """Add the inputs x, and the dense model's inputs of the same tokens if they are known."""
-        z = x if dense is None else torch.lerp(x.float(), dense.float(), self.dense_target_weight)
-        if self.activation is None:
-            to.add(x, None if dense is None else z)
-        else:
-            to.add(fake_quantize(x, self.activation), z)
+    def _add(self, to: Statistics, x: Tensor, dense: Tensor | None, weights: Tensor | None) -> None:
+        """Add the inputs x, and the dense model's inputs of the same tokens if they are known, by their weights."""
+        z: Tensor | None = x if dense is None else torch.lerp(x.float(), dense.float(), self.dense_target_weight)
+        if self.activation is not None:
+            x = fake_quantize(x, self.activation)
+        elif dense is None:
+            z = None
+        if weights is not None:
+            root = weights.sqrt().unsqueeze(1)
+            x, z = x.float() * root, None if z is None else z.float() * root
+        to.add(x, z)
 
     def statistics(self) -> list[Statistics]:
         """Return the statistics, one per input, experts in order. They are zero for an expert that no batch reached."""

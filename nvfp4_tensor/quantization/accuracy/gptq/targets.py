@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.quantization.experts import nothing_matched
+from nvfp4_tensor.quantization.experts import (
+    arguments_of,
+    inputs_of,
+    is_experts,
+    joined,
+    matrix_of,
+    nothing_matched,
+    tokens_of,
+)
 from nvfp4_tensor.quantization.linear import NVFP4Linear, quantizable, set_weight
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -26,7 +34,7 @@ class WeightRef:
     Attributes:
         name: the full name of the parameter, for instance ``model.layers.0.mlp.down_proj.weight``.
         module, attribute: the module that has the parameter, and its name there.
-        dense: the original parameter.
+        dense: the original parameter. gpt-oss and Llama 4 store experts as (E, K, N).
     """
 
     name: str
@@ -39,12 +47,27 @@ class WeightRef:
         """The number of matrices, each with an input of its own; 1 for a linear."""
         return len(self.dense) if self.dense.dim() == 3 else 1
 
+    @property
+    def sees_all_tokens(self) -> bool:
+        """Whether the inputs are those of all tokens of the layer through every expert of a transformers module."""
+        return self.dense.dim() == 3 and is_experts(self.module)
+
+    @property
+    def columns(self) -> int:
+        """The number of inputs of each matrix, K."""
+        return self.matrix(0).shape[1]
+
     def matrix(self, expert: int) -> Tensor:
         """Return the dense weight (N, K) of an expert."""
-        return self.dense.detach()[expert] if self.dense.dim() == 3 else self.dense.detach()
+        dense = self.dense.detach()
+        return matrix_of(self.module, dense, expert) if self.dense.dim() == 3 else dense
 
-    def put(self, weight: NVFP4Tensor) -> None:
-        """Replace the parameter by ``weight``."""
+    def put(self, weights: Sequence[NVFP4Tensor]) -> None:
+        """Replace the parameter by the weights (N, K) of its experts; by one weight for a linear."""
+        self.set(joined(self.module, weights) if self.dense.dim() == 3 else weights[0])
+
+    def set(self, weight: NVFP4Tensor) -> None:
+        """Replace the parameter."""
         if isinstance(self.module, nn.Linear):
             set_weight(self.module, weight)
         else:
@@ -84,6 +107,8 @@ def is_quantizable(module: nn.Module) -> bool:
 
 
 def _expert_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.dim() == 3 and parameter.dtype in HIGH_PRECISION_DTYPES:
             yield name, parameter
@@ -110,16 +135,40 @@ class Watch(TorchFunctionMode):
     Products are recognized by the storage of their weight: ``linear`` with the full weight or one expert's slice,
     ``x @ weight.T``, and torch's grouped product over all experts. Inputs are copied, because the model may write to
     them later.
+
+    Every expert of a transformers module gets all tokens of its layer, whatever the router chooses, so that each has
+    statistics; the outputs that flow on are the router's choice.
+
+    Attributes:
+        routed: int64 (E,), the tokens that the router sent to each expert, by experts' module.
     """
 
     def __init__(self, targets: Sequence[WeightRef]) -> None:
         super().__init__()
         self.targets: dict[int, list[WeightRef]] = {}
+        self.routed: dict[nn.Module, Tensor] = {}
+        self._hooked: dict[nn.Module, dict[str, WeightRef]] = {}
         for target in targets:
-            self.targets.setdefault(target.dense.untyped_storage().data_ptr(), []).append(target)
+            if target.sees_all_tokens:
+                self._hooked.setdefault(target.module, {})[target.attribute] = target
+            else:
+                self.targets.setdefault(target.dense.untyped_storage().data_ptr(), []).append(target)
         self._fed: dict[Fed, list[Tensor]] = {}
+        self._weights: dict[Fed, list[Tensor]] = {}
         self._inputs: dict[tuple[Any, ...], Tensor] = {}
         """The latest copy of the input at each (address, shape, strides), so that a shared input is stored once."""
+
+    def __enter__(self) -> Watch:
+        self._hooks = [
+            module.register_forward_pre_hook(self._record_experts, with_kwargs=True) for module in self._hooked
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -141,16 +190,28 @@ class Watch(TorchFunctionMode):
         every = self._fed[fed]
         return every[0] if len(every) == 1 else torch.cat(every)
 
-    def groups(self) -> list[list[WeightRef]]:
+    def weights(self, fed: Fed) -> Tensor | None:
+        """Return how much each row of :meth:`rows` counts, float32 (tokens,); None if all count alike."""
+        return torch.cat(self._weights[fed]) if fed in self._weights else None
+
+    def groups(self) -> list[list[Fed]]:
         """Return the recorded weights in order of their first product, grouped by shared input."""
-        groups: dict[tuple[int, ...], list[WeightRef]] = {}
-        known: set[WeightRef] = set()
-        for (target, expert), every in self._fed.items():
-            if target not in known:
-                known.add(target)
-                own = (id(target), expert) if target.experts > 1 else tuple(id(rows) for rows in every)
-                groups.setdefault(own, []).append(target)
+        groups: dict[tuple[int, ...], list[Fed]] = {}
+        for fed, every in self._fed.items():
+            key = tuple(id(rows) for rows in (*every, *self._weights.get(fed, ())))
+            groups.setdefault(key, []).append(fed)
         return list(groups.values())
+
+    def _record_experts(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        hidden, chosen = arguments_of(args, keywords)
+        targets = self._hooked[module]
+        tokens = tokens_of(next(iter(targets.values())).experts, hidden, chosen)
+        self.routed[module] = self.routed[module] + tokens if module in self.routed else tokens
+        for name, experts, x, weights in inputs_of(module, hidden, chosen):
+            for i, expert in enumerate(range(targets[name].experts)[experts] if name in targets else ()):
+                self._fed.setdefault((targets[name], expert), []).append(x)
+                if weights is not None:
+                    self._weights.setdefault((targets[name], expert), []).append(weights[:, i])
 
     def _record(self, x: Tensor, weight: Tensor) -> None:
         fed = self._find(weight)

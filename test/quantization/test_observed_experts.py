@@ -1,0 +1,302 @@
+"""Calibration and GPTQ of experts: each sees all tokens, and the model's outputs flow on as routed."""
+
+import copy
+import io
+
+import pytest
+import torch
+from quantization.test_experts import linears, mixture, small_llama4
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, calibrate, checkpoints, quantize
+from nvfp4_tensor.quantization import gptq, routed_tokens
+from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, round_weight
+from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
+from nvfp4_tensor.quantization.experts import (
+    UNROUTED,
+    arguments_of,
+    expert_weights,
+    inputs_of,
+    is_experts,
+    is_transposed,
+    matrix_of,
+)
+from nvfp4_tensor.quantization.observed_experts import observed, observed_weights
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.arange(1, 33)[None]
+KINDS = ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"]
+
+
+def of_kind(kind):
+    return small_llama4() if kind == "Llama4" else mixture(kind)
+
+
+def chosen(module, name):
+    return linears(module, name) and not name.endswith(("gate", "router"))
+
+
+def experts_of(model):
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def inputs_in(model, batches):
+    """(rows, weights) of each expert's inputs, by module, weight and expert, for each batch through the dense model."""
+    rows = {}
+
+    def hook(name):
+        def record(module, args):
+            for attribute, experts, x, weights in inputs_of(module, *arguments_of(args, {})):
+                for i, expert in enumerate(range(4)[experts]):
+                    own = torch.ones(len(x)) if weights is None else weights[:, i]
+                    rows.setdefault((name, attribute, expert), []).append((x.float(), own))
+
+        return record
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in experts_of(model).items()]
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for handle in handles:
+        handle.remove()
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_inputs_are_those_of_the_products(kind, implementation):
+    """The module's output is made again from the inputs that each expert is said to have."""
+    model = mixture(kind)
+    model.set_experts_implementation(implementation)
+    module = next(iter(experts_of(model).values()))
+    torch.manual_seed(0)
+    hidden, weights = torch.randn(20, 64).bfloat16(), torch.rand(20, 2).bfloat16()
+    choice = torch.stack([torch.randperm(4)[:2] for _ in range(20)])
+    again = torch.zeros(20, 64)
+    for attribute, experts, x, counted in inputs_of(module, hidden, choice):
+        expected = torch.stack([(choice == e).any(1) for e in range(4)[experts]], dim=1)
+        assert torch.equal(counted, torch.where(expected, 1.0, UNROUTED))
+        if attribute == "down_proj":
+            expert = experts.start
+            y = (x @ matrix_of(module, module.down_proj, expert).mT).float()
+            y = y + module.down_proj_bias[expert] if module.has_bias else y
+            again += y * ((choice == expert) * weights).sum(-1, keepdim=True)
+        else:
+            assert torch.equal(x, hidden)
+    with torch.no_grad():
+        y = module(hidden, choice, weights).float()
+    assert (again - y).norm() < 0.01 * y.norm()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "Llama4"])
+@pytest.mark.parametrize("make", [NVFP4Config, NVFP4WeightOnlyConfig])
+def test_calibrate(kind, make):
+    model = of_kind(kind)
+    dense, batches = copy.deepcopy(model), [IDS, IDS.flip(1)]
+    seen = inputs_in(dense, batches)
+    search = {"scale_search": "mse", "weighted": True}
+    calibrate(model, batches, make(**search, experts=True), filter_fn=chosen, progress=False)
+    for name, module in experts_of(model).items():
+        for attribute in expert_weights(module):
+            w, own = getattr(module, attribute), experts_of(dense)[name]
+            seen_by = [seen[name, attribute, expert] for expert in range(4)]
+            if make is NVFP4Config:
+                assert w.activation_amax == max(x.abs().max() for every in seen_by for x, _ in every)
+            else:
+                assert w.activation_spec is w.activation_amax is None
+            for expert, every in enumerate(seen_by):
+                matrix = matrix_of(own, getattr(own, attribute).detach(), expert)
+                squares = sum(count @ x.square() for x, count in every)
+                expected = quantize_weighted(matrix, w.spec, squares).dequantize()
+                same = matrix_of(module, w.dequantize(), expert) == expected
+                assert same.float().mean() > 0.999  # sums of squares may differ in their last bits
+    assert not observed(model)
+    # every token chose two experts (Llama 4: one)
+    for counts in routed_tokens(model).values():
+        assert len(counts) == 4 and sum(counts) == 64 * (1 if kind == "Llama4" else 2)
+
+
+def test_outputs_flow_on_as_routed():
+    """Linears observe the same inputs whether experts are observed beside them or not."""
+    amaxes = []
+    for experts in (True, False):
+        model = mixture("Mixtral")
+        calibrate(model, [IDS], NVFP4Config(experts=experts), filter_fn=chosen, progress=False)
+        amaxes.append([m.weight.activation_amax for name, m in model.named_modules() if chosen(m, name)])
+    assert len(amaxes[0]) == 8 and torch.equal(torch.stack(amaxes[0]), torch.stack(amaxes[1]))
+
+
+def test_the_static_amax_is_used():
+    model = mixture("Mixtral")
+    calibrate(model, [IDS], NVFP4Config(experts=True), filter_fn=chosen, progress=False)
+    w = next(iter(experts_of(model).values())).gate_up_proj
+    x, offs = torch.randn(8, 64).bfloat16() / 16, torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+    y = torch._grouped_mm(x, w.mT, offs=offs)
+    plain = w._replace(activation_spec=None, activation_amax=None)
+    expected = torch._grouped_mm(quantize(x, amax=w.activation_amax).dequantize(), plain.mT, offs=offs)
+    assert (y - expected).float().norm() < 0.01 * y.float().norm()
+    assert (
+        y - torch._grouped_mm(quantize(x).dequantize(), plain.mT, offs=offs)
+    ).float().norm() > 0.05 * y.float().norm()
+
+
+def test_an_expert_that_nobody_chose_is_calibrated():
+    model = mixture("Qwen3Moe")
+    counts = []
+    for each in (model, copy.deepcopy(model)):
+        (calibrate if not counts else gptq)(
+            each,
+            [IDS[:, :3]],
+            NVFP4Config(experts=True) if not counts else None,
+            filter_fn=chosen if not counts else lambda m, n: chosen(m, n) or is_experts(m),
+            progress=False,
+        )
+        counts.append(routed_tokens(each))
+    assert counts[0] == counts[1] and any(0 in each for each in counts[0].values())
+    assert all(sum(each) == 6 for each in counts[0].values())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "Llama4"])
+def test_gptq_has_the_statistics_of_all_tokens(kind):
+    model = of_kind(kind)
+    dense, batches = copy.deepcopy(model), [IDS, IDS.flip(1)]
+    seen = inputs_in(dense, batches)
+    only = lambda module, name: is_experts(module)  # noqa: E731
+    gptq(model, batches, filter_fn=only, layers=[], progress=False)  # all inputs are those of the dense model
+    for name, module in experts_of(model).items():
+        own = experts_of(dense)[name]
+        for attribute in expert_weights(module):
+            w = getattr(module, attribute)
+            assert isinstance(w, NVFP4Tensor) and w.transposed == is_transposed(module)
+            for expert in range(4):
+                hessian = sum((x * count[:, None]).mT @ x for x, count in seen[name, attribute, expert])
+                matrix = matrix_of(own, getattr(own, attribute).detach(), expert)
+                factor = Factor.of(hessian, 0.01, act_order=True)
+                amax = torch.ops.nvfp4.amax(matrix.float())
+                expected = round_weight(matrix.float(), factor, w.spec, amax).dequantize(torch.float32)
+                same = matrix_of(module, w.dequantize(torch.float32), expert) == expected
+                assert same.float().mean() > 0.999, (name, attribute, expert)  # sums of products may differ
+
+
+def test_gptq_resumes_with_experts(tmp_path):
+    models = [mixture("GptOss") for _ in range(2)]
+    for model in models:
+        gptq(model, [IDS], filter_fn=lambda m, n: is_experts(m), folder=tmp_path, progress=False)
+    first, second = (dict(model.named_parameters()) for model in models)
+    for name, p in first.items():
+        assert torch.equal(p.dequantize(), second[name].dequantize()) if isinstance(p, NVFP4Tensor) else True
+    assert sum(isinstance(p, NVFP4Tensor) and p.transposed for p in second.values()) == 4
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "torch.save", "state_dict"])
+def test_two_steps(copied):
+    model = mixture("Mixtral")
+    expected = calibrate(copy.deepcopy(model), [IDS], NVFP4Config(experts=True), filter_fn=chosen, progress=False)
+    prepare = NVFP4Config(step="prepare", experts=True)
+    quantize_(model, prepare, filter_fn=chosen)
+    with torch.no_grad():
+        model(IDS)
+    if copied == "deepcopy":
+        model = copy.deepcopy(model)
+    elif copied == "torch.save":
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        model = torch.load(file, weights_only=False)
+    else:
+        other = mixture("Mixtral")
+        quantize_(other, prepare, filter_fn=chosen)
+        other.load_state_dict(model.state_dict())
+        model = other
+    quantize_(model, NVFP4Config(step="convert", experts=True))
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, expected(IDS).logits)
+    assert routed_tokens(model) == routed_tokens(expected) and not observed(model)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_convert_changes_nothing_before_all_are_observed(prepared):
+    model = mixture("Mixtral")
+    quantize_(model, NVFP4Config(step="prepare", experts=prepared), filter_fn=chosen)
+    for name, linear in model.named_modules():
+        if chosen(linear, name):
+            linear(torch.ones(1, linear.in_features).bfloat16())
+    error, match = (RuntimeError, "no finite input") if prepared else (ValueError, "not prepared.*experts=True")
+    with pytest.raises(error, match=rf"layers.0.mlp.experts.gate_up_proj .*{match}"):
+        quantize_(model, NVFP4Config(step="convert", experts=True))
+    assert not any(isinstance(parameter, NVFP4Tensor) for parameter in model.parameters())
+    assert len(observed(model)) == (2 if prepared else 0)
+
+
+def test_convert_without_experts_leaves_no_observer():
+    model = mixture("Mixtral")
+    quantize_(model, NVFP4Config(step="prepare", experts=True), filter_fn=chosen)
+    model(IDS)
+    quantize_(model, NVFP4Config(step="convert", experts=False))
+    assert not observed(model) and all(not m._forward_pre_hooks for m in experts_of(model).values())
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_saved_and_loaded(kind, tmp_path):
+    pytest.importorskip("nvfp4_tensor.integrations.transformers")
+    model = mixture(kind)
+    calibrate(model, [IDS], NVFP4Config(experts=True), filter_fn=chosen, progress=False)
+    checkpoints.save(model, tmp_path / "q", mismatched_scales="keep", progress=False)
+    with checkpoints.read(tmp_path / "q") as read:
+        own = [entry for name, entry in read.entries.items() if "experts" in name and entry.quantized]
+        assert len(own) == (4 if kind == "GptOss" else 24) and all(entry.has_input_scale for entry in own)
+    again = type(model).from_pretrained(tmp_path / "q").eval()
+    for name, module in experts_of(model).items():
+        for attribute in expert_weights(module):
+            a, b = getattr(module, attribute), getattr(again.get_submodule(name), attribute)
+            torch.testing.assert_close(a.activation_amax, b.activation_amax, rtol=2e-7, atol=0)
+            assert torch.equal(a.dequantize(), b.dequantize())
+
+
+def test_autocast_rounds_no_statistics():
+    found = []
+    for enabled in (False, True):
+        model = mixture("Mixtral")
+        quantize_(model, NVFP4Config(step="prepare", experts=True), filter_fn=chosen)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model.model.layers[0].mlp.experts(
+                torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16(),
+                torch.arange(64).view(32, 2) % 4,
+                torch.ones(32, 2).bfloat16(),
+            )
+        found.append(observed_weights(model)["model.layers.0.mlp.experts.gate_up_proj"].activation_squares)
+    assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_a_gpu_observes_the_same(kind):
+    models = [mixture(kind), mixture(kind).cuda()]
+    for model in models:
+        ids = IDS.to(model.device)
+        calibrate(model.model, [{"input_ids": ids}], NVFP4Config(experts=True), filter_fn=chosen, progress=False)
+    for name, module in experts_of(models[0]).items():
+        for attribute in expert_weights(module):
+            a, b = (getattr(m.get_submodule(name), attribute) for m in models)
+            assert b.is_cuda and torch.equal(a.qdata, b.qdata.cpu())
+            torch.testing.assert_close(a.activation_amax, b.activation_amax.cpu(), rtol=0.05, atol=0)
+    assert models[1](IDS.cuda()).logits.isfinite().all()
+
+
+def test_nan_is_named():
+    model = mixture("Mixtral")
+    list(experts_of(model).values())[-1].gate_up_proj.data[2] = float("nan")
+    with pytest.warns(UserWarning, match=r"some inputs of model.layers.1.mlp.experts.down_proj.* were NaN"):
+        calibrate(model, [IDS], NVFP4Config(experts=True), filter_fn=chosen, progress=False)
+
+
+def test_progress_tells_who_saw_what(capsys):
+    calibrate(mixture("Qwen3Moe"), [IDS], NVFP4Config(experts=True), filter_fn=chosen)
+    assert "8 experts saw all tokens; the router sent" in capsys.readouterr().err
+
+
+def test_a_convolution_has_no_experts():
+    model = nn.Sequential(nn.Conv1d(16, 16, 3, padding=1), nn.Flatten(), nn.Linear(64, 16))
+    gptq(model, [torch.randn(8, 16, 4)], progress=False)
+    assert isinstance(model[2].weight, NVFP4Tensor) and type(model[0].weight.data) is torch.Tensor

@@ -1,0 +1,343 @@
+"""A model that trained is quantized, calibrated, fitted and saved as if it had been made dense first."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import Int4WeightOnlyConfig, quantize_
+from torchao.quantization.qat import QATConfig
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, checkpoints
+from nvfp4_tensor.quantization import NVFP4Linear, gptq, sensitivity
+from nvfp4_tensor.quantization.experts import dense_experts, is_experts
+from nvfp4_tensor.training import (
+    NVFP4AdamW,
+    NVFP4TrainingConfig,
+    NVFP4TrainingLinear,
+    set_recipe,
+    to_dense,
+    to_nvfp4_parameters,
+)
+
+X = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def trained(prepare=None, steps=2):
+    """A model that took some steps of training, with a recipe by default."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 48, bias=False)).bfloat16()
+    quantize_(model, prepare or NVFP4TrainingConfig("nvidia"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(X).square().mean().backward()
+        optimizer.step()
+    return model.eval()
+
+
+def state_of(model):
+    """What makes up a model: classes, attributes, codes and dense tensors."""
+    state = {}
+    for name, module in model.named_modules():
+        state[name] = type(module), sorted(module.__dict__), len(module._forward_pre_hooks)
+    for name, t in model.state_dict().items():
+        is_nvfp4 = isinstance(t, NVFP4Tensor)
+        state[name] = [t.qdata, t.scale, t.per_tensor_scale, t.describe()] if is_nvfp4 else [t]
+    return state
+
+
+def assert_same(a, b, x=X):
+    first, second = state_of(a), state_of(b)
+    assert first.keys() == second.keys()
+    for name, own in first.items():
+        for left, right in zip(own, second[name], strict=True):
+            assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, name
+    with torch.no_grad():
+        assert torch.equal(a(x), b(x))
+
+
+def in_two_steps(model, **arguments):
+    quantize_(model, NVFP4Config(step="prepare"))
+    model(X)
+    quantize_(model, NVFP4Config(step="convert", **arguments))
+
+
+TRANSFORM = QuantizeSpec(hadamard_sign=True)
+ROUTES = {
+    "weight-only": lambda m: quantize_(m, NVFP4WeightOnlyConfig(four_over_six=True)),
+    "tiles": lambda m: quantize_(m, NVFP4WeightOnlyConfig(block_rows=16)),
+    "fp8": lambda m: quantize_(m, NVFP4WeightOnlyConfig(activations="fp8")),
+    "w4a4": lambda m: quantize_(m, NVFP4Config()),
+    "row scales": lambda m: quantize_(m, NVFP4Config(row_scaled=True)),
+    "transform": lambda m: quantize_(m, NVFP4Config(weight_spec=TRANSFORM, activation_spec=TRANSFORM)),
+    "two steps": in_two_steps,
+    "calibrate": lambda m: calibrate(m, [X], progress=False),
+    "headroom": lambda m: calibrate(m, [X], NVFP4Config(headroom=True), progress=False),
+    "weighted": lambda m: calibrate(
+        m, [X], NVFP4WeightOnlyConfig(scale_search="mse", weighted=True), progress=False
+    ),
+    "part": lambda m: calibrate(m, [X], filter_fn=lambda module, name: name == "2", progress=False),
+    "gptq": lambda m: gptq(m, [X], progress=False),
+    "gptq of w4a4": lambda m: gptq(m, [X], NVFP4Config(), progress=False),
+}  # fmt: skip
+TRAINED = {
+    "recipe": trained,
+    "other recipe": lambda: trained(NVFP4TrainingConfig("accurate_eden", hadamard_sign="per layer")),
+    "qat": lambda: trained(QATConfig(NVFP4Config(four_over_six=True), step="prepare")),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("route", ROUTES)
+def test_as_if_dense_first(kind, route):
+    model = TRAINED[kind]()
+    assert isinstance(model[0], NVFP4TrainingLinear)
+    dense = to_dense(copy.deepcopy(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ROUTES[route](model)
+    ROUTES[route](dense)
+    assert isinstance(model[2].weight, NVFP4Tensor) and not any(p.requires_grad for p in (model[2].weight,))
+    assert_same(model, dense)
+
+
+def test_a_dense_forward_is_left_too():
+    """Fine-tuning ends with dense forwards (set_recipe), which is no other model afterwards."""
+    model = trained()
+    set_recipe(model, forward="bf16")
+    dense = to_dense(copy.deepcopy(model))
+    for each in (model, dense):
+        quantize_(each, NVFP4Config())
+    assert_same(model, dense)
+
+
+def test_sensitivity_measures_the_dense_model():
+    model = trained()
+    before = repr(model), copy.deepcopy(model[0].__dict__)
+    found = sensitivity(model, [X], progress=False)
+    assert found == sensitivity(to_dense(copy.deepcopy(model)), [X], progress=False)
+    assert repr(model) == before[0] and model[0].__dict__.keys() == before[1].keys()
+
+
+def test_files_are_those_of_the_dense_model(tmp_path):
+    model = trained()
+    checkpoints.save(model, tmp_path / "trained", progress=False)
+    checkpoints.save(to_dense(model), tmp_path / "dense", progress=False)
+    files = sorted(path.name for path in (tmp_path / "dense").iterdir())
+    assert files and files == sorted(path.name for path in (tmp_path / "trained").iterdir())
+    for name in files:
+        assert (tmp_path / "trained" / name).read_bytes() == (tmp_path / "dense" / name).read_bytes()
+
+
+def test_tied_linears_that_trained_stay_tied():
+    models = []
+    for first in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96)).bfloat16()
+        model[1].weight = model[0].weight
+        quantize_(model, NVFP4TrainingConfig())
+        models.append(to_dense(model) if first else model)
+        quantize_(model, NVFP4WeightOnlyConfig())
+        assert model[0].weight is model[1].weight
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("run", [calibrate, gptq])
+def test_training_goes_on_after_a_failure(run, monkeypatch):
+    model, other = trained(), trained()
+    before = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
+    monkeypatch.setattr("nvfp4_tensor.quantization.linear.quantize", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("nvfp4_tensor.quantization.accuracy.gptq.run.round_weight", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(model, [X], progress=False)
+    assert {name: id(value) for name, value in model.state_dict(keep_vars=True).items()} == before
+    assert repr(model) == repr(other)
+    for each in (model.train(), other.train()):
+        torch.manual_seed(7)
+        each(X).square().mean().backward()
+    assert torch.equal(model[0].weight.grad, other[0].weight.grad)
+
+
+def test_linears_that_still_train_are_named_at_the_users_line():
+    model = trained()
+    with pytest.warns(UserWarning, match=r"^2 still train in NVFP4.*training.to_dense") as caught:
+        quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert type(model[0]) is NVFP4Linear and isinstance(model[2], NVFP4TrainingLinear)
+
+
+# --- weights that trained in NVFP4 -----------------------------------------------------------------------------------
+
+
+def held():
+    torch.manual_seed(0)
+    model = to_nvfp4_parameters(nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 48)).bfloat16())
+    optimizer = NVFP4AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(X).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("route", ["weight-only", "fp8", "w4a4", "row scales", "two steps", "calibrate", "headroom"])
+def test_codes_that_trained_are_kept(route):
+    model = held()
+    codes = [(w.qdata.clone(), w.scale.clone(), w.per_tensor_scale.clone()) for w in (model[0].weight, model[2].weight)]
+    expected = copy.deepcopy(model)
+    ROUTES[route](model)
+    dense = nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 48)).bfloat16()
+    ROUTES[route](dense)  # which has the config's fields, and other codes
+    for i, own in zip((0, 2), codes, strict=True):
+        w = model[i].weight
+        assert not w.requires_grad and all(map(torch.equal, (w.qdata, w.scale, w.per_tensor_scale), own))
+        assert (w.activation_spec, w.product_backend) == (
+            dense[i].weight.activation_spec, dense[i].weight.product_backend,
+        )  # fmt: skip
+        assert (w.activation_amax is None) == (dense[i].weight.activation_amax is None)
+    if route == "calibrate":
+        assert model[0].weight.activation_amax == X.abs().amax()
+    if route == "weight-only":
+        assert torch.equal(model(X), expected(X))
+
+
+def test_settings_that_trained_codes_ignore_are_named():
+    model = held()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
+    with pytest.warns(UserWarning, match="1 weights trained in NVFP4 and keep their codes") as caught:
+        quantize_(model, NVFP4WeightOnlyConfig(four_over_six=True), filter_fn=lambda module, name: name == "2")
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("route", "message"),
+    [
+        ("transform", "keeps its codes.*Hadamard transform"),
+        ("weighted", "keeps its codes.*scale search"),
+        ("gptq", "takes the codes that it trained"),
+    ],
+)
+def test_codes_that_trained_are_not_rounded_again(route, message):
+    model = held()
+    with pytest.raises(ValueError, match=message):
+        ROUTES[route](model)
+    assert model[0].weight.requires_grad and type(model[0]) is NVFP4Linear
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def _base(module, name):
+    return name.endswith("base_layer")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m: quantize_(m, NVFP4WeightOnlyConfig(), filter_fn=_base),
+        lambda m: calibrate(m, [X], filter_fn=_base, progress=False),
+        lambda m: gptq(m, [X], filter_fn=_base, progress=False),
+    ],
+)
+def test_adapters_on_linears_that_trained(run):
+    peft = pytest.importorskip("peft")
+    models = []
+    for model in (trained(), to_dense(trained())):
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                nn.init.normal_(parameter, std=0.1)
+        run(model)
+        models.append(model)
+    assert_same(*models)
+    assert isinstance(models[0].base_model.model[0].base_layer.weight, NVFP4Tensor)
+    assert any(parameter.requires_grad for parameter in models[0].parameters())
+
+
+def test_files_have_no_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(trained(), peft.LoraConfig(r=4, target_modules=["0"]))
+    with pytest.raises(ValueError, match=r"base_model.model.0 has adapters.*merge_lora\(model\)"):
+        checkpoints.save(model, tmp_path / "q", progress=False)
+    checkpoints.save(to_dense(model.merge_and_unload()), tmp_path / "q", progress=False)
+
+
+def test_fake_quantized_linears_of_torchao_are_converted_first():
+    model = nn.Sequential(nn.Linear(128, 32).bfloat16())
+    quantize_(model, QATConfig(Int4WeightOnlyConfig(group_size=32), step="prepare"))
+    with pytest.raises(TypeError, match=r"FakeQuantizedLinear of torchao would go on.*QATConfig"):
+        quantize_(model, NVFP4WeightOnlyConfig())
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+IDS = torch.arange(1, 33)[None]
+
+
+def trained_mixture(kind="Mixtral"):
+    pytest.importorskip("transformers")
+    from quantization.test_experts import mixture
+
+    from nvfp4_tensor.integrations.transformers import train_experts
+
+    model = mixture(kind)
+    quantize_(model.model, NVFP4TrainingConfig(), filter_fn=_linears)
+    train_experts(model, "nvidia")
+    model(IDS, labels=IDS).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model.eval()
+
+
+def _linears(module, name):
+    return isinstance(module, nn.Linear) and "lm_head" not in name
+
+
+EXPERT_ROUTES = {
+    "weight-only": lambda m: quantize_(m, NVFP4WeightOnlyConfig(experts=True), filter_fn=_linears),
+    "w4a4": lambda m: quantize_(m, NVFP4Config(experts=True), filter_fn=_linears),
+    "calibrate": lambda m: calibrate(m, [IDS], NVFP4Config(experts=True), filter_fn=_linears, progress=False),
+    "gptq": lambda m: gptq(
+        m, [IDS], filter_fn=lambda module, name: _linears(module, name) or is_experts(module), progress=False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("route", EXPERT_ROUTES)
+def test_experts_that_trained(kind, route):
+    model = trained_mixture(kind)
+    dense = to_dense(copy.deepcopy(model))
+    assert dense.config._experts_implementation == "grouped_mm"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EXPERT_ROUTES[route](model)
+    EXPERT_ROUTES[route](dense)
+    assert not list(dense_experts(model)) and model.config._experts_implementation == "grouped_mm"
+    assert all(
+        torch.equal(*(m.get_parameter(name).dequantize() for m in (model, dense)))
+        for name, p in model.named_parameters()
+        if isinstance(p, NVFP4Tensor)
+    )
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, dense(IDS).logits)
+
+
+def test_experts_that_still_train_are_named():
+    model = trained_mixture()
+    with pytest.warns(UserWarning, match="mlp.experts and 1 more modules still train in NVFP4"):
+        quantize_(model, NVFP4WeightOnlyConfig(experts=False), filter_fn=_linears)
+    assert model.config._experts_implementation == "nvfp4_nvidia"
+    to_dense(model)
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+def test_experts_train_on_after_a_failure():
+    model = trained_mixture()
+    with pytest.raises(ZeroDivisionError):
+        calibrate(model, (1 // 0 for _ in "x"), NVFP4Config(experts=True), filter_fn=_linears, progress=False)
+    assert model.config._experts_implementation == "nvfp4_nvidia"
+    assert not any(name.endswith("observed_inputs") for name, _ in model.named_modules())
+    assert all(not module._forward_pre_hooks for module in model.modules() if is_experts(module))
