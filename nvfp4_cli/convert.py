@@ -67,6 +67,7 @@ class Written:
         bits_per_weight: stored bits per element of the quantized weights, scales included.
         source_bytes, bytes: sizes of the files of weights.
         budget: what was left dense for ``--bits``.
+        routed_tokens: how many tokens of ``--calibrate`` the router sent to each expert, by experts' module.
     """
 
     src: Path
@@ -80,9 +81,13 @@ class Written:
     bytes: int
     seconds: float
     budget: Budget | None = None
+    routed_tokens: Mapping[str, list[int]] | None = None
 
     @classmethod
-    def of(cls, src: Path, dst: Path, seconds: float, budget: Budget | None = None) -> Written:
+    def of(
+        cls, src: Path, dst: Path, seconds: float, budget: Budget | None = None,
+        routed_tokens: Mapping[str, list[int]] | None = None,
+    ) -> Written:  # fmt: skip
         """Read the sizes and entries of ``dst``."""
         from nvfp4_tensor import checkpoints
 
@@ -93,7 +98,7 @@ class Written:
             return cls(
                 src, dst, checkpoint.format, len(quantized), len(checkpoint.entries) - len(quantized),
                 any(entry.quantizes_activations for entry in quantized), bits / max(sum(numbers), 1), size_of(src),
-                size_of(dst), seconds, budget,
+                size_of(dst), seconds, budget, routed_tokens or None,
             )  # fmt: skip
 
     def __str__(self) -> str:

@@ -102,11 +102,12 @@ def run(
     from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new
     from nvfp4_tensor.checkpoints.models import fitting
     from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer, read_tokens, untie_head, windows_of
+    from nvfp4_tensor.quantization.observed_experts import routed_tokens
 
     how: dict[str, Any] = {"round_mode": round_mode, "four_over_six": four_over_six, "scale_search": scale_search}
     spec = QuantizeSpec(**how)
     start = time.perf_counter()
-    amax = budget = None
+    amax = budget = routed = None
     if calibrate is not None:
         check_is_new(dst, is_file=format_named(to).is_file)  # before minutes of calibration
         source = checkpoints.read(src)
@@ -115,22 +116,23 @@ def run(
         batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens), WINDOW)
         model = open_model(src, progress=progress)
         included = (*include, untie_head(model)) if head else include
+        chosen = fitting.Chosen(model, exclude, included, to)
         if bits is not None:
             config = (NVFP4WeightOnlyConfig if gptq or weighted or w4a16 else NVFP4Config)(weight_spec=spec)
-            chosen = fitting.quantized_linears(exclude, included)
             budget = fitting.spend_bits(model, batches, bits, config, chosen, progress=progress)
-            exclude = (*exclude, *budget.left_dense)
-        chosen = fitting.quantized_linears(exclude, included)
+            exclude = (*exclude, *chosen.patterns(budget.left_dense))
+            chosen = fitting.Chosen(model, exclude, included, to)
         if gptq or weighted:
             fit = fitting.fit_by_gptq if gptq else fitting.fit_by_scale_search
             fit(model, batches, spec, chosen, progress=progress)
             fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
-            return Written.of(src, dst, time.perf_counter() - start, budget)
+            return Written.of(src, dst, time.perf_counter() - start, budget, routed_tokens(model))
         amax = None if w4a16 else fitting.find_input_amax(model, batches, chosen, progress=progress)
+        routed = routed_tokens(model)
         source.check_unchanged()  # since the model was loaded
         del model
     checkpoints.quantize(
         src, dst, to=to, spec=spec, exclude=exclude, include=include, quantize_lm_head=head, input_amax=amax, seed=seed,
         progress=progress, **of_format,
     )  # fmt: skip
-    return Written.of(src, dst, time.perf_counter() - start, budget)
+    return Written.of(src, dst, time.perf_counter() - start, budget, routed)

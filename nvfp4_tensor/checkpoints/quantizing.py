@@ -175,24 +175,22 @@ class Quantized(View):
 
     def linear(self, name: str) -> LinearParts:
         entry = self.entries[name]
-        if len(entry.shape) == 3:
-            return self._experts(name)
-        amax = self._shared_amax(name)
-        rows, columns = entry.shape
-        if name in self._kept:
-            qdata, scale, per_tensor_scale = self._quantized(name, 0, rows, amax)
-        else:
-            qdata, scale, per_tensor_scale = self._quantized_in_chunks(name, amax)
-        input_amax = torch.tensor(self._input_amax[name]) if entry.has_input_scale else None
-        return LinearParts(
-            qdata=qdata,
-            scale=scale,
-            per_tensor_scale=per_tensor_scale,
-            columns=columns,
+        parts = self._experts(name) if len(entry.shape) == 3 else self._matrix(name)
+        input_amax = torch.tensor(self._input_amax[name], dtype=torch.float32) if entry.has_input_scale else None
+        return parts.replace(
             quantizes_activations=entry.quantizes_activations,
             input_scale=None if input_amax is None else input_amax / LARGEST,
             input_amax=input_amax,
         )
+
+    def _matrix(self, name: str) -> LinearParts:
+        amax = self._shared_amax(name)
+        rows, columns = self.entries[name].shape
+        if name in self._kept:
+            qdata, scale, per_tensor_scale = self._quantized(name, 0, rows, amax)
+        else:
+            qdata, scale, per_tensor_scale = self._quantized_in_chunks(name, amax)
+        return LinearParts(qdata=qdata, scale=scale, per_tensor_scale=per_tensor_scale, columns=columns)
 
     def _experts(self, name: str) -> LinearParts:
         """Quantize experts that are stored as (E, K, N), one by one; bitwise equal to ``quantize_experts``."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,91 +24,140 @@ from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
 from nvfp4_tensor.quantization.accuracy.budget import Budget, spend
-from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
+from nvfp4_tensor.quantization.experts import expert_weights, is_transposed
 from nvfp4_tensor.quantization.linear import set_weight
+from nvfp4_tensor.quantization.observed_experts import (
+    finish,
+    observed_weights,
+    quantize_weighted_experts,
+    routed_tokens,
+    summary_of,
+)
+from nvfp4_tensor.quantization.observer import InputStatistics
 
 
-def quantized_linears(exclude: Sequence[str], include: Sequence[str]) -> Filter:
-    """A filter for the linears that :func:`checkpoints.quantize` quantizes with these patterns."""
+class Chosen:
+    """A filter for the linears and experts of a model that :func:`checkpoints.quantize` quantizes with these patterns.
 
-    def is_quantized(module: nn.Module, name: str) -> bool:
-        weight = f"{name}.weight"
-        if not isinstance(module, nn.Linear) or module.in_features % BLOCK or is_matched(weight, exclude):
-            return False
-        return not is_matched(weight, LEFT_DENSE) or is_matched(weight, include)
+    Attributes:
+        files: the names in files of each chosen weight, by its name in the model.
+    """
 
-    return is_quantized
+    def __init__(self, model: nn.Module, exclude: Sequence[str], include: Sequence[str], to: str) -> None:
+        names = ModelCheckpoint(model, {}).names_by_parameter()
+        self.files: dict[str, list[str]] = {}
+        left = []
+        for path, module in model.named_modules():
+            for attribute in ("weight",) if isinstance(module, nn.Linear) else expert_weights(module):
+                parameter = f"{path}.{attribute}".lstrip(".")
+                weight, files = getattr(module, attribute), names.get(parameter, [])
+                columns = weight.shape[-2 if weight.dim() == 3 and is_transposed(module) else -1]
+                wanted = [name for name in files if _is_chosen(name, exclude, include)]
+                fits = weight.dim() == 2 or len(files) > 1 or format_named(to).holds_experts
+                if wanted and len(wanted) == len(files) and columns % BLOCK == 0 and fits:
+                    self.files[parameter] = files
+                elif wanted and weight.dim() == 3:
+                    left.append(parameter)
+        if left:
+            warnings.warn(
+                f"experts stay dense, because NVFP4 in the format {to} does not have all of a layer: {some(left)}",
+                stacklevel=2,
+            )
+
+    def __call__(self, module: nn.Module, name: str) -> bool:
+        return any(f"{name}.{attribute}".lstrip(".") in self.files for attribute in module._parameters)
+
+    def patterns(self, weights: Iterable[str]) -> list[str]:
+        """Return patterns that match weights of the model in files; one for all experts of a layer."""
+        names = [name for weight in weights for name in self.files[weight][:1]]
+        return list(dict.fromkeys(re.sub(r"\.experts\..*", ".experts.*", name) for name in names))
+
+
+def _is_chosen(name: str, exclude: Sequence[str], include: Sequence[str]) -> bool:
+    return not is_matched(name, exclude) and (not is_matched(name, LEFT_DENSE) or is_matched(name, include))
 
 
 def find_input_amax(
-    model: nn.Module, batches: Sequence[Tensor], filter_fn: Filter, *, progress: bool = True
+    model: nn.Module, batches: Sequence[Tensor], chosen: Chosen, *, progress: bool = True
 ) -> dict[str, float]:
-    """Return the largest input magnitude of each linear over ``batches``, each (1, tokens), by its weight's name."""
-    observed = _observe(model, batches, NVFP4Config(step="prepare"), filter_fn, progress)
-    return {name: linear.activation_amax.item() for name, linear in observed.items()}
+    """Return the largest input magnitude of each weight over ``batches``, each (1, tokens), by its name in files."""
+    observed = _observe(model, batches, NVFP4Config(step="prepare", experts=True), chosen, progress)
+    return {name: each.activation_amax.item() for weight, each in observed.items() for name in chosen.files[weight]}
 
 
 def spend_bits(
-    model: nn.Module, batches: Sequence[Tensor], bits: float, config: NVFP4WeightOnlyConfig, filter_fn: Filter, *,
+    model: nn.Module, batches: Sequence[Tensor], bits: float, config: NVFP4WeightOnlyConfig, chosen: Chosen, *,
     progress: bool = True,
 ) -> Budget:  # fmt: skip
-    """Choose which linears stay dense, as :func:`spend` does, by the first batch; linears that servers join stay
-    together."""
-    names = {f"{name}.weight" for name, module in model.named_modules() if filter_fn(module, name)}
+    """Choose which weights stay dense, as :func:`spend` does, by the first batch; linears that servers join, and all
+    experts of a layer, stay together."""
+
+    def group_of(name: str) -> str:
+        return joined_with(name, chosen.files)[0] if name.endswith(".weight") else name.rpartition(".")[0]
+
     batch = {"input_ids": batches[0], "use_cache": False}
-    return spend(
-        model, batch, bits, config, filter_fn, group_of=lambda name: joined_with(name, names)[0], progress=progress
-    )
+    return spend(model, batch, bits, config, chosen, group_of=group_of, progress=progress)
 
 
 def fit_by_gptq(
-    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, filter_fn: Filter, *, progress: bool = True
+    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, progress: bool = True
 ) -> None:
-    """Quantize linears in place by GPTQ. Scales are searched unless ``spec`` has a setting of its own."""
+    """Quantize linears and experts in place by GPTQ. Scales are searched unless ``spec`` has a setting of its own."""
     spec = spec if spec != QuantizeSpec() else QuantizeSpec(scale_search=ScaleSearch.MSE)
     config = GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=spec), share_scales=True)
     inputs = [{"input_ids": batch, "use_cache": False} for batch in batches]
-    gptq(model, inputs, config, filter_fn=filter_fn, progress=progress)
+    gptq(model, inputs, config, filter_fn=chosen, progress=progress)
 
 
 @torch.no_grad()
 def fit_by_scale_search(
-    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, filter_fn: Filter, *, progress: bool = True
+    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, progress: bool = True
 ) -> None:
-    """Quantize linears in place by a scale search that weights the error of each column by its inputs.
+    """Quantize linears and experts in place by a scale search that weights the error of each column by its inputs.
 
     Linears that servers join get one per-tensor scale.
     """
     spec = spec.replace(scale_search=ScaleSearch.MSE)
-    config = NVFP4WeightOnlyConfig(weight_spec=spec, weighted=True, step="prepare")
-    observed = _observe(model, batches, config, filter_fn, progress)
-    amax = {name: torch.ops.nvfp4.amax(linear.weight) for name, linear in observed.items()}
-    for name, linear in tqdm(observed.items(), desc="searching scales", unit="weight", disable=not progress):
-        largest = torch.stack([amax[each] for each in joined_with(name, observed)]).amax()
-        squares = linear.activation_squares
-        linear.stop_observing()
-        set_weight(linear, quantize_weighted(linear.weight.detach(), spec, squares, largest))
+    config = NVFP4WeightOnlyConfig(weight_spec=spec, weighted=True, step="prepare", experts=True)
+    observed = _observe(model, batches, config, chosen, progress)
+    modules = dict(model.named_modules())
+    linears = {name: each for name, each in observed.items() if isinstance(each, ObservedLinear)}
+    amax = {name: torch.ops.nvfp4.amax(linear.weight) for name, linear in linears.items()}
+    for name, each in tqdm(observed.items(), desc="searching scales", unit="weight", disable=not progress):
+        squares = each.activation_squares
+        if isinstance(each, ObservedLinear):
+            largest = torch.stack([amax[other] for other in joined_with(name, linears)]).amax()
+            each.stop_observing()
+            set_weight(each, quantize_weighted(each.weight.detach(), spec, squares, largest))
+            continue
+        path, _, attribute = name.rpartition(".")
+        weight = quantize_weighted_experts(modules[path], getattr(modules[path], attribute).detach(), spec, squares)
+        setattr(modules[path], attribute, nn.Parameter(weight, requires_grad=False))
 
 
 @torch.no_grad()
 def _observe(
-    model: nn.Module, batches: Sequence[Tensor], config: NVFP4WeightOnlyConfig, filter_fn: Filter, progress: bool
-) -> dict[str, ObservedLinear]:
-    """Make the chosen linears observe their inputs, and run the model; return them by their weights' names.
+    model: nn.Module, batches: Sequence[Tensor], config: NVFP4WeightOnlyConfig, chosen: Chosen, progress: bool
+) -> dict[str, InputStatistics]:
+    """Observe the inputs of the chosen linears and experts while the model runs; return them by weight.
+
+    Linears go on observing.
 
     Raises:
-        ValueError: a linear had no input above zero.
+        ValueError: a weight had no input above zero.
     """
     from torchao.quantization import quantize_  # after our own import of torchao, which silences its messages
 
-    quantize_(model, config, filter_fn=filter_fn)
+    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and chosen(module, name))
     for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
         model(batch, use_cache=False)
-    observed = {
-        f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, ObservedLinear)
-    }
-    if idle := [name.removesuffix(".weight") for name, linear in observed.items() if not linear.activation_amax]:
+    linears = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, ObservedLinear)}
+    observed = linears | {name: own for name, own in observed_weights(model).items() if name in chosen.files}
+    finish(model)
+    if progress and (routed := routed_tokens(model)):
+        tqdm.write(summary_of(routed), file=sys.stderr)
+    if idle := [name.removesuffix(".weight") for name, each in observed.items() if not each.activation_amax]:
         raise ValueError(f"{', '.join(idle[:4])} had no input above zero: use more text, or exclude them")
     return observed
 
