@@ -23,12 +23,13 @@ RATIO_SCALE = 1 / 128
 RATIO_AMAX = 6 * E4M3_MAX * RATIO_SCALE
 RATIO_SPEC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC, scale_rounding=ScaleRounding.UP)
 
-MOMENT_STREAM, CODES_STREAM, GROWTH_STREAM = 1, 2, 3
-"""The streams of random bits: of r as in quantize, of v and of a dense weight by :func:`rotated_bits`; of a weight's
-codes likewise; and of the bits, those of element 0, that decide whether a block of codes grows. A block's scale
-depends on its largest element, and so on all draws of v: codes rounded by these would not keep their mean."""
-WEIGHT_WORD, SECOND_MOMENT_WORD = 1, 2
-"""Their bits come from the word (of four elements) so many further on."""
+MOMENT_STREAM, SECOND_MOMENT_STREAM, GROWTH_STREAM = 1, 2, 3
+"""The streams of random bits: of r, as in quantize, and of the weight, by :func:`rotated_bits`; of v, likewise; and of
+the bits, those of element 0, that decide whether a block of codes grows. The scales of r and of codes depend on all
+draws of v and on growth: what is rounded by the same bits would not keep its mean. r and the weight decide no scale of
+their step, so one stream has bits for both."""
+WEIGHT_WORD = 1
+"""A weight's bits come from the word (of four elements) so many further on, since r uses the element's own."""
 UNIT = 2.0**-60
 """Weights in codes are updated in units of their per-tensor scale, times this."""
 
@@ -39,7 +40,7 @@ measured on normal gradients for beta2 of 0.95, 0.99 and 0.999 (1.151, 1.149, 1.
 HYPER = ("grad_scale", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "decay", "least_exponent")
 """The numbers of a step, float32, in this order."""
 
-NOT_FINITE, LARGEST_EXPONENT, SMALLEST_LEAST_EXPONENT = 255, 253, 16
+NOT_FINITE, LARGEST_EXPONENT, SMALLEST_LEAST_EXPONENT = 255, 254, 16
 _SQRT2_MANTISSA = 0x3504F3  # of f32(sqrt 2)
 
 
@@ -81,9 +82,7 @@ def first_moment(moments: Moments) -> Tensor:
     return codes * layout.scale_values(moments.r_scale).unsqueeze(-1) * root
 
 
-def rotated_bits(
-    rows: int, columns: int, rng_state: Tensor, row0: int, further: int, stream: int = MOMENT_STREAM
-) -> Tensor:
+def rotated_bits(rows: int, columns: int, rng_state: Tensor, row0: int, stream: int, further: int = 0) -> Tensor:
     """Return 24 random bits for each element, int64 (R, B, 16).
 
     Of element e, those are the lower ones of word floor(e / 4) + further (modulo 4) of its block's four, rotated right
@@ -103,15 +102,17 @@ def ratio(grad: Tensor, moments: Moments, hyper: Tensor, rng_state: Tensor, row0
     g = pad(grad.float(), (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK)) * scale
     m = beta1 * first_moment(moments) + rest1 * g
     v = beta2 * second_moment(moments) + rest2 * g * g
-    random = rotated_bits(rows, columns, rng_state, row0, SECOND_MOMENT_WORD) >> 1
+    random = rotated_bits(rows, columns, rng_state, row0, SECOND_MOMENT_STREAM) >> 1
     bits = v.view(torch.int32).long() & 0x7FFFFFFF
-    exponent = (bits + random >> 23).int()
-    exponent = torch.where(exponent > LARGEST_EXPONENT, NOT_FINITE, torch.maximum(exponent, least.int()))
+    exponent = torch.maximum((bits + random >> 23).int(), least.int())
+    exponent = exponent.clamp(max=LARGEST_EXPONENT)
     top = exponent.amax(dim=-1, keepdim=True)
     below = (top - exponent).clamp(max=15)
     r = m * half_power(381 - (top - below))
-    not_finite = top == NOT_FINITE
+    r = torch.where(exponent == LARGEST_EXPONENT, r * 0.0, r)
+    not_finite = ~m.isfinite().all(dim=-1, keepdim=True)
     r, below = torch.where(not_finite, torch.nan, r), torch.where(not_finite, 0, below)
+    top = torch.where(not_finite, NOT_FINITE, top)
     amax = torch.full((), RATIO_AMAX, device=grad.device)
     qdata, r_scale, _ = reference.quantize(r.flatten(1), amax, rng_state, RATIO_SPEC, row0=row0, stream=MOMENT_STREAM)
     blocks = r.shape[1]
@@ -132,7 +133,8 @@ def dense_weight(weight: Tensor, r: Tensor, hyper: Tensor, rng_state: Tensor, ro
     new = decay * weight.float() - step_size * r
     if weight.dtype == torch.float32:
         return new
-    return to_bfloat16(new, rotated_bits(rows, columns, rng_state, row0, WEIGHT_WORD).flatten(1)[:, :columns] >> 8)
+    random = rotated_bits(rows, columns, rng_state, row0, MOMENT_STREAM, WEIGHT_WORD)
+    return to_bfloat16(new, random.flatten(1)[:, :columns] >> 8)
 
 
 def to_bfloat16(x: Tensor, r16: Tensor) -> Tensor:
@@ -153,6 +155,9 @@ def step_vector(
     g = grad.float() * scale
     m.copy_(beta1 * m + rest1 * g)
     v.copy_(beta2 * v + rest2 * g * g)
+    overflows = v.isinf() & m.isfinite()
+    m.masked_fill_(overflows, 0.0)
+    v.masked_fill_(overflows, layout.FLOAT32_MAX)
     floor = (least.int() << 23).view(torch.float32)
     exact = step_size / step_size.new_full((), UNBIASED)  # by a tensor: a number's reciprocal would be multiplied
     root = torch.maximum(v, floor).double().sqrt().float()  # torch's root of float32 is an ulp off on a CPU, by MKL
@@ -179,7 +184,7 @@ def coded_weight(
     magnitude = torch.minimum(magnitude, bound) + (magnitude - bound).clamp(min=0) * kept
     s = torch.where(largest <= layout.FLOAT32_MAX, s, torch.nan)
     s_bytes = torch.where(s.isnan(), E4M3_NAN, s.to(torch.float8_e4m3fn).view(torch.uint8))
-    random = rotated_bits(rows, blocks * BLOCK, rng_state, row0, WEIGHT_WORD, CODES_STREAM)
+    random = rotated_bits(rows, blocks * BLOCK, rng_state, row0, MOMENT_STREAM, WEIGHT_WORD)
     codes = round24(magnitude, torch.where(s > 0, 1 / s, 0.0).unsqueeze(-1), random)
     codes = torch.where(s.isnan().unsqueeze(-1), 0, codes | torch.signbit(new).long() << 3)
     return layout.pack(codes.to(torch.uint8).flatten(1)), s_bytes.view(torch.float8_e4m3fn)

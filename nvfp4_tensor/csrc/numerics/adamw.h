@@ -9,12 +9,14 @@
 
 namespace nvfp4 {
 
-constexpr int kNotFiniteExponent = 255, kLargestExponent = 253;  // above it v counts as not finite
+constexpr int kNotFiniteExponent = 255, kLargestExponent = 254;  // where v ends, and r is 0
 constexpr int kMostBelow = 15;                                   // what four bits of distance reach
 constexpr float kRatioScale = 1.0f / 128.0f;                     // the per-tensor scale of r
 constexpr float kRatioAmax = 21.0f;                              // the largest that it stores
-constexpr uint32_t kMomentStream = 1, kCodesStream = 2, kGrowthStream = 3;
-constexpr int kWeightWord = 1, kSecondMomentWord = 2;  // whose bits they take, counted from the element's own word
+// Of random bits: what is rounded by bits that decided its block's scale would not keep its mean. r and the weight
+// decide none, so one stream has bits for both: the weight's are of the word after the element's own.
+constexpr uint32_t kMomentStream = 1, kSecondMomentStream = 2, kGrowthStream = 3;
+constexpr int kWeightWord = 1;
 constexpr float kUnbiased = 0.87f;                     // what step sizes have for v in powers of two
 constexpr float kShrunk = 0x1p-60f, kGrown = 0x1p60f;  // weights in codes are updated times 2^-60
 
@@ -67,11 +69,13 @@ NVFP4_HD float next_second_moment(float v, float g, const AdamwNumbers& n) {
 }
 NVFP4_HD float stepped(float w, float r, float decay, float step_size) { return sub(mul(decay, w), mul(step_size, r)); }
 
-// The new value of an element with float32 moments, which are updated. NaN in v stays.
+// The new value of an element with float32 moments, which are updated. NaN in v stays; where v overflows by a finite
+// gradient it is the largest number, and m is 0.
 NVFP4_HD float stepped_exactly(float w, float gradient, float& m, float& v, const AdamwNumbers& n) {
   const float g = mul(gradient, n.grad_scale);
   m = next_first_moment(m, g, n);
   v = next_second_moment(v, g, n);
+  if (v > kFloatMax && is_finite(m)) v = kFloatMax, m = 0.0f;
   const float least = bits_float(static_cast<uint32_t>(n.least_exponent) << 23);
   return stepped(w, div(m, root(v < least ? least : v)), n.decay, div(n.step_size, kUnbiased));
 }
@@ -87,8 +91,7 @@ NVFP4_HD RandomKey with_stream(const RandomKey& key, uint32_t stream) {
   return {key.seed_low, key.seed_high, key.offset, stream};
 }
 
-// The 16 bits that decide whether a block of the weight grows, which nothing else uses: a block's largest element
-// depends on draws of v, and the codes on all bits of theirs. Only a block that has outgrown its scale asks for them.
+// The 16 bits that decide whether a block of the weight grows. Only a block that has outgrown its scale asks for them.
 struct GrowthBits {
   RandomKey key;
   uint64_t block;

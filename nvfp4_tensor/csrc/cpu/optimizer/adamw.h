@@ -69,9 +69,8 @@ struct BlockRandom {
   I rotations(int block, int further) const {
     alignas(64) int32_t out[16];
     for (int i = 0; i < 4; ++i) {
-      const uint32_t x = uint32_t(word[(i + further) % 4][block]);
-      for (int byte = 0; byte < 3; ++byte) out[4 * i + byte] = int32_t(x >> 8 * (byte + 1) | x << 8 * (3 - byte));
-      out[4 * i + 3] = int32_t(x);
+      const uint64_t twice = uint64_t(uint32_t(word[(i + further) % 4][block])) * 0x100000001ull;
+      for (int byte = 0; byte < 4; ++byte) out[4 * i + byte] = int32_t(twice >> 8 * (byte + 1));
     }
     return bit_and(load(out), set(0xFFFFFF));
   }
@@ -114,19 +113,25 @@ inline F next_moments(F g, const BlockMoments& at, const AdamwNumbers& n, const 
   const I v_bits = bit_and(bits(v), set(0x7FFFFFFF));
   const I draws = shift_right<1>(of_v);
   I exponent = max(shift_right<23>(add(v_bits, draws)), set(least));  // of NaN it is 255 or 256
-  exponent = select(greater(exponent, set(kLargestExponent)), set(kNotFiniteExponent), exponent);
-  const int top = largest_lane(exponent);
-  *at.v_exponent = uint8_t(top);
-  if (__builtin_expect(top == kNotFiniteExponent, 0)) {
-    std::memset(at.v, 0, 8);
-    std::memset(at.r, 0, 8);
-    *at.r_scale = kE4M3Nan;
-    return set(__builtin_nanf(""));
+  int top = largest_lane(exponent);
+  const bool saturated = __builtin_expect(top >= kLargestExponent, 0);
+  if (saturated) {
+    if (largest_lane(bit_and(bits(m), set(0x7FFFFFFF))) >= kInfBits) {
+      *at.v_exponent = kNotFiniteExponent;
+      std::memset(at.v, 0, 8);
+      std::memset(at.r, 0, 8);
+      *at.r_scale = kE4M3Nan;
+      return set(__builtin_nanf(""));
+    }
+    top = kLargestExponent;
+    exponent = select(greater(exponent, set(top)), set(top), exponent);
   }
+  *at.v_exponent = uint8_t(top);
   I below = sub(set(top), exponent);
   below = select(greater(below, set(kMostBelow)), set(kMostBelow), below);
   store_nibbles(at.v, below);
-  const F r = mul(m, half_powers(add(set(381 - top), below)));
+  F r = mul(m, half_powers(add(set(381 - top), below)));
+  if (saturated) r = select(equal(exponent, set(kLargestExponent)), mul(r, set(0.0f)), r);
   const float most = bits_float(uint32_t(largest_lane(bit_and(bits(r), set(0x7FFFFFFF)))));
   *at.r_scale = ratio.block_scale(most, ScaleRounding::kUp);
   if (*at.r_scale == kE4M3Nan) {
@@ -202,7 +207,8 @@ inline void step_codes(uint8_t* codes, uint8_t* scale, F r, float decay, float s
 
 // --- the parameter ---------------------------------------------------------------------------------------------------
 
-template <bool coded, typename G, typename Weight>
+// draws: whether the weight is rounded with random bits.
+template <bool draws, typename G, typename Weight>
 void step_blocks(const AdamwStep& a, int64_t begin, int64_t end, Weight weight) {
   AdamwNumbers n;
   std::memcpy(&n, a.hyper, sizeof n);
@@ -212,18 +218,16 @@ void step_blocks(const AdamwStep& a, int64_t begin, int64_t end, Weight weight) 
   const TensorScale ratio = TensorScale::of(kRatioAmax, kE4M3Max);
   for (int64_t first = begin; first < end; first += kGroupBlocks) {
     const uint64_t number = uint64_t(a.first_block + first);
-    const BlockRandom random_words(number, key);
-    const BlockRandom weight_words = coded ? BlockRandom(number, with_stream(key, kCodesStream)) : random_words;
+    const BlockRandom words(number, key), of_v(number, with_stream(key, kSecondMomentStream));
     int64_t row = first / a.blocks, column = first % a.blocks;
     for (int lane = 0; lane < std::min<int64_t>(kGroupBlocks, end - first); ++lane) {
       const int64_t block = first + lane, element = row * a.columns + column * kBlock;
       const int count = int(std::min<int64_t>(kBlock, a.columns - column * kBlock));
       const F g = mul(load_elements(static_cast<const G*>(a.grad) + element, count), set(n.grad_scale));
       const BlockMoments at{a.r + block * 8, a.r_scale + block, a.v + block * 8, a.v_exponent + block};
-      const F r = next_moments(g, at, n, ratio, random_words.windows(lane),
-                               random_words.rotations(lane, kSecondMomentWord));
+      const F r = next_moments(g, at, n, ratio, words.windows(lane), of_v.rotations(lane, 0));
       const GrowthBits growth = {key, uint64_t(a.first_block + block)};
-      weight(n, r, row, column, element, count, growth, weight_words.rotations(lane, kWeightWord));
+      weight(n, r, row, column, element, count, growth, draws ? words.rotations(lane, kWeightWord) : set(0));
       if (++column == a.blocks) column = 0, ++row;
     }
   }
@@ -231,7 +235,7 @@ void step_blocks(const AdamwStep& a, int64_t begin, int64_t end, Weight weight) 
 
 template <typename G, typename W>
 void step_dense(const AdamwStep& a, int64_t begin, int64_t end) {
-  step_blocks<false, G>(
+  step_blocks<sizeof(W) == 2, G>(
       a, begin, end,
       [&](const AdamwNumbers& n, F r, int64_t, int64_t, int64_t element, int count, const GrowthBits&, I random) {
         W* w = static_cast<W*>(a.weight) + element;

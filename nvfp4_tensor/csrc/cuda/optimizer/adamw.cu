@@ -24,6 +24,13 @@ __device__ __forceinline__ uint32_t rotated_draw(const Words4& words, int elemen
   return __byte_perm(word, 0, bits == 24 ? 0x4000u | high << 8 | middle << 4 | low : 0x4400u | high << 4 | middle);
 }
 
+// x / 2 + bits, by a multiplication, whose pipe is less busy than that of shifts.
+__device__ __forceinline__ uint32_t half_plus(uint32_t x, uint32_t bits) {
+  uint32_t sum;
+  asm("mad.hi.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(0x80000000u), "r"(bits));
+  return sum;
+}
+
 struct Moments {
   uint2 r, v;
   uint32_t r_scale, v_exponent;
@@ -31,7 +38,7 @@ struct Moments {
 
 __device__ __forceinline__ uint32_t half_of(const uint2& word, int i) { return i < 8 ? word.x : word.y; }
 
-// The root of a power of two; NaN stays. Hopper's approximation is exact for all of them (compared), and one
+// The root of a power of two; NaN and 0 stay. Hopper's approximation is exact for all of them (compared), and one
 // instruction of a pipe that is idle otherwise, where half_power is four. Its approximation of 1 / sqrt is not.
 __device__ __forceinline__ float root_of_power(float v) {
 #if __CUDA_ARCH__ == 900
@@ -39,7 +46,7 @@ __device__ __forceinline__ float root_of_power(float v) {
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(v));
   return root;
 #else
-  return float_bits(v) > 0x7F800000u ? v : root_of(static_cast<int>(float_bits(v) >> 23));
+  return float_bits(v) - 1 >= 0x7F800000u ? v : root_of(static_cast<int>(float_bits(v) >> 23));
 #endif
 }
 
@@ -82,8 +89,8 @@ __device__ __forceinline__ float largest_magnitude(const Elements<float, kBlock>
 
 // g to r = m / root(v), the moments to their next ones.
 __device__ __forceinline__ void next_moments(const float (&g)[kBlock], Moments& moments, const AdamwNumbers& n,
-                                             const TensorScale& ratio, const float* enc, const Words4& words,
-                                             Elements<float, kBlock>& r) {
+                                             const TensorScale& ratio, const float* enc, const RandomKey& key,
+                                             uint64_t number, const Words4& words, Elements<float, kBlock>& r) {
   const bool lost = moments.v_exponent == kNotFiniteExponent;
   const uint2 below = lost ? make_uint2(0, 0) : moments.v;
   // The scale times 2^126, of decoding codes, and 2^-7; at most 1.75 * 2^127.
@@ -92,6 +99,7 @@ __device__ __forceinline__ void next_moments(const float (&g)[kBlock], Moments& 
   // The new v is computed twice as large: the complement of its exponent e + 1 is then 254 - e, which is that of 1 / v.
   AdamwNumbers doubled = n;
   doubled.beta2 = mul(2.0f, n.beta2), doubled.rest2 = mul(2.0f, n.rest2);
+  const Words4 of_v = with_stream(key, kSecondMomentStream).block_words(number);
   float m[kBlock];
   uint32_t v[kBlock], top = least;
 #pragma unroll
@@ -99,16 +107,15 @@ __device__ __forceinline__ void next_moments(const float (&g)[kBlock], Moments& 
     const float old = bits_float(below_top(old_top, below, i));
     const float decoded = mul(biased_value(half_of(moments.r, i), i % 8), factor);
     m[i] = next_first_moment(mul(decoded, root_of_power(old)), g[i], n);
-    v[i] = (rotated_draw<24>(words, i, kSecondMomentWord) >> 1) + float_bits(next_second_moment(old, g[i], doubled));
+    v[i] = half_plus(rotated_draw<24>(of_v, i, 0), float_bits(next_second_moment(old, g[i], doubled)));
     top = max(top, v[i]);  // of NaN it is above infinity
   }
-  const bool finite = top < 0x7F800000u;
   top &= 0x7F800000u;
-  const uint32_t floor = max(least, top - min(top, uint32_t{kMostBelow} << 23)), lost_bits = finite ? 0u : 0x7FFFFFFFu;
+  const uint32_t floor = max(least, top - min(top, uint32_t{kMostBelow} << 23));
   uint64_t inverses[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const uint32_t inverse = (~max(v[i], floor) & 0x7F800000u) | lost_bits;  // a NaN where the block is lost
+    const uint32_t inverse = ~max(v[i], floor) & 0x7F800000u;  // 0 where v overflows
     inverses[i / 8] += wide_product(inverse, 1u << 4 * (i % 8));             // from bit 23 on
     r.word[i] = float_bits(mul(m[i], root_of_power(bits_float(inverse))));
   }
@@ -117,8 +124,12 @@ __device__ __forceinline__ void next_moments(const float (&g)[kBlock], Moments& 
   moments.v_exponent = top - 1;
   moments.v = make_uint2(static_cast<uint32_t>(inverses[0] >> 23) - most_below,
                          static_cast<uint32_t>(inverses[1] >> 23) - most_below);
-  if (!finite) moments.v = make_uint2(0, 0), moments.v_exponent = kNotFiniteExponent;
   const float most = largest_magnitude(r);
+  if (most != most) {  // where an m is not finite
+    moments.v = make_uint2(0, 0), moments.v_exponent = kNotFiniteExponent;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) r.word[i] = 0x7FFFFFFFu;
+  }
   const uint8_t s_bits = scale_from_bits<float>(float_bits(most) & 0x7FFFFFFFu, ratio.sixth, ScaleRounding::kUp);
   moments.r_scale = s_bits;
   const float encode = enc[s_bits];
@@ -227,12 +238,12 @@ struct Kernel {
   }
 
   template <typename G>
-  __device__ __forceinline__ void moments_of(const Elements<G, kBlock>& grad, Moments& moments, const Words4& words,
-                                             Elements<float, kBlock>& r) const {
+  __device__ __forceinline__ void moments_of(const Elements<G, kBlock>& grad, Moments& moments, uint64_t number,
+                                             const Words4& words, Elements<float, kBlock>& r) const {
     float g[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) g[i] = mul(grad.value(i), n.grad_scale);
-    next_moments(g, moments, n, ratio, enc, words, r);
+    next_moments(g, moments, n, ratio, enc, key, number, words, r);
   }
 };
 
@@ -254,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(W) == 2 && whole ? 4 : 3) ada
     const uint64_t number = static_cast<uint64_t>(a.first_block + block);
     Elements<float, kBlock> r;
     const Words4 words = kernel.key.block_words(number);
-    kernel.moments_of(grad, moments, words, r);
+    kernel.moments_of(grad, moments, number, words, r);
     Kernel::store(a, block, moments);
     step_dense<W>(w, r, kernel.n, words);
     store_elements<W, whole>(static_cast<W*>(a.weight) + element, w, count);
@@ -307,9 +318,10 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_codes(const AdamwStep a) {
     const uint2 codes = static_cast<const uint2*>(a.weight)[block];
     uint8_t* scale = a.scale + scale_offset(at.row, at.column, column_tiles);
     const uint8_t old_bits = min(uint32_t{*scale}, uint32_t{kE4M3Nan});
-    const Words4 words = kernel.key.block_words(static_cast<uint64_t>(a.first_block + block));
+    const uint64_t number = static_cast<uint64_t>(a.first_block + block);
+    const Words4 words = kernel.key.block_words(number);
     Elements<float, kBlock> next;
-    kernel.moments_of(grad, moments, words, next);
+    kernel.moments_of(grad, moments, number, words, next);
     Kernel::store(a, block, moments);
     const float old = e4m3_value(old_bits), factor = mul(old, 0x1p66f);  // 2^126 of decoding, times kShrunk
 #pragma unroll
@@ -318,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_codes(const AdamwStep a) {
       next.word[i] = float_bits(stepped(w, bits_float(next.word[i]), kernel.n.decay, step_size));
     }
     const float largest = mul(largest_magnitude(next), kGrown);
-    const GrowthBits growth = {kernel.key, static_cast<uint64_t>(a.first_block + block)};
+    const GrowthBits growth = {kernel.key, number};
     const GrownScale grown = next_scale(old_bits, old, reciprocals[old_bits], largest, growth);
     if (grown.kept > 0.0f) {  // rarely; what is clipped without growth, the limit of code 7 clips
 #pragma unroll
@@ -329,10 +341,9 @@ __global__ void __launch_bounds__(kThreads, 3) adamw_codes(const AdamwStep a) {
     }
     const float inverse = mul(reciprocals[grown.bits], kToEncoding);
     const bool lost = grown.bits == kE4M3Nan;
-    const Words4 own = with_stream(kernel.key, kCodesStream).block_words(static_cast<uint64_t>(a.first_block + block));
     static_cast<uint2*>(a.weight)[block] = lost ? make_uint2(0, 0)
-                                                : make_uint2(encode_weights(next, 0, inverse, own),
-                                                             encode_weights(next, 8, inverse, own));
+                                                : make_uint2(encode_weights(next, 0, inverse, words),
+                                                             encode_weights(next, 8, inverse, words));
     *scale = grown.bits;
   }
 }
