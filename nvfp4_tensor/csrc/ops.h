@@ -30,13 +30,13 @@ std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& sc
 // Of x (M, K): the values that fprop multiplies by w and their factor, and the codes of x^T for wgrad.
 using InputTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 InputTensors quantize_input(const Tensor& x, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                            int64_t stream_t);
+                            int64_t stream, int64_t stream_t);
 
 // Of dy: the values that dgrad multiplies by w, with EDEN's rotation taken back, and their factor; and the values of
 // dy^T for wgrad, and theirs.
 using GradientTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                                  int64_t stream_t);
+                                  int64_t stream, int64_t stream_t);
 
 Tensor matmul(const Tensor& x, const OptionalTensor& x_scale, const CodedTensors& w, const OptionalTensor& bias,
               int64_t columns, bool across_blocks, ScalarType out_dtype);

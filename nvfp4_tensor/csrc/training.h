@@ -13,7 +13,8 @@ namespace training {
 using ops::CodedTensors;
 using ops::OptionalTensor;
 
-constexpr int64_t kDyTStream = 1, kXTStream = 3, kWStream = 4;  // of random bits (numerics contract, section 4)
+// Of random bits (numerics contract, section 8).
+constexpr int64_t kDyStream = 0, kDyTStream = 1, kXTStream = 3, kWStream = 4, kXStream = 5;
 
 // (seed, offset) from torch's default generator of the device.
 inline Tensor fill_rng_state(Tensor state) {
@@ -51,7 +52,8 @@ inline ForwardTensors train_linear_forward(const Tensor& x, const Tensor& w, Opt
   const Tensor state = rng_state ? torch::stable::clone(*rng_state) : draw_rng_state(x);
   const bool is_matrix = x.dim() == 2;
   const Tensor x_MK = is_matrix ? x : with_shape(torch::stable::contiguous(x), {leading_rows(x), x.size(x.dim() - 1)});
-  const auto [values, factor, qdata_t, scale_t, factor_t] = ops::quantize_input(x_MK, state, spec, spec_t, kXTStream);
+  const auto [values, factor, qdata_t, scale_t, factor_t] =
+      ops::quantize_input(x_MK, state, spec, spec_t, kXStream, kXTStream);
   const Tensor left = is_matrix ? values : with_shape(values, with_last(x, values.size(1)));
   const auto [y, qdata, scale, w_factor] = train_linear(left, factor, w, bias, state, spec_w, out_dtype);
   return {y, state, values, factor, qdata_t, scale_t, factor_t, qdata, scale, w_factor};
@@ -76,7 +78,7 @@ inline std::tuple<Tensor, Tensor> train_linear_backward(const Tensor& dy, Option
                                                         ScalarType dw_dtype) {
   const bool has_codes = w_qdata && w_scale && w_per_tensor_scale;
   NVFP4_CHECK(has_codes || w, "train_linear_backward needs w or its codes");
-  auto [values, factor, values_t, factor_t] = ops::quantize_gradient(dy, rng_state, spec, spec_t, kDyTStream);
+  auto [values, factor, values_t, factor_t] = ops::quantize_gradient(dy, rng_state, spec, spec_t, kDyStream, kDyTStream);
   const CodedTensors codes = has_codes ? CodedTensors(*w_qdata, *w_scale, *w_per_tensor_scale)
                                        : ops::quantize(*w, rng_state, spec_w, kWStream);
   const Tensor dx = dgrad(values, factor, codes, transposes_w, x_qdata.size(0), dx_dtype);

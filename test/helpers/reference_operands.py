@@ -47,7 +47,7 @@ def expected_products(x, w, dy, recipe, rng_state):
     else:
         w_for_dx = w if recipe.w_for_dx == WeightForDx.DENSE else w_operand
     return {
-        "fprop": (operand(x, recipe.x, 0), w_operand),
+        "fprop": (operand(x, recipe.x, 5), w_operand),
         "dgrad": (operand(dy, recipe.dy, 0), w_for_dx),
         "wgrad": (operand(dy.t(), recipe.dy_t, 1), operand(x.t(), recipe.x_t, 3)),
     }

@@ -215,10 +215,12 @@ def quantize_pair(
     full_rows: SymInt = 0,
     full_width: SymInt = 0,
     stream_t: int = 1,
+    stream: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Quantize x (M, K), and its transpose (K, M) by spec_t with random stream ``stream_t``, by default by own amaxes.
+    """Quantize x (M, K) with random stream ``stream``, and its transpose (K, M) by spec_t with ``stream_t``.
 
-    Two operands with one rng_state, whose EDEN rotations shall cancel, need different streams for independent rounding.
+    By default, both by their own amaxes. All operands with one rng_state, which makes EDEN's rotations cancel, need
+    streams of their own for independent draws.
     """
     if row0 < 0 or row0 % BLOCK:
         raise ValueError(f"row0 must be a multiple of {BLOCK}, where a block of the transpose begins, not {row0}")
@@ -229,7 +231,7 @@ def quantize_pair(
     if amax is None or amax_t is None:
         amax, amax_t = own_amax_pair(x, QuantizeSpec.unpack(spec), QuantizeSpec.unpack(spec_t), rng_state, row0, col0)
     return (
-        *quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
+        *quantize(x, amax, rng_state, spec, row0, col0, full_width, stream),
         *quantize(x.t(), amax_t, rng_state, spec_t, col0, row0, full_rows, stream_t),
     )
 
@@ -248,6 +250,7 @@ def quantize_pair_values(
     full_rows: SymInt = 0,
     full_width: SymInt = 0,
     stream_t: int = 1,
+    stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run ``quantize_pair`` and decode for dense products: (values, per_tensor_scale, t, scale_t, per_tensor_scale_t).
 
@@ -260,7 +263,7 @@ def quantize_pair_values(
     pass over x or dy; quantize_pair and dequantize, with the same bits, would move each value two more times.
     """
     qdata, scale, factor, qdata_t, scale_t, factor_t = torch.ops.nvfp4.quantize_pair(
-        x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t
+        x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t, stream
     )
     rows, columns = x.shape
     dequantize = torch.ops.nvfp4.dequantize

@@ -14,9 +14,9 @@ from torch import Tensor
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops.schemas import op
 
-DY_T_STREAM, W_FOR_DX_STREAM, X_T_STREAM, W_STREAM = 1, 2, 3, 4
-"""Streams of random bits (contract, section 4); x and dy use stream 0. All operands of a call share one rng_state,
-because EDEN's rotations must be equal to cancel. The two operands of a product use different streams."""
+DY_STREAM, DY_T_STREAM, W_FOR_DX_STREAM, X_T_STREAM, W_STREAM, X_STREAM = range(6)
+"""Streams of random bits (contract, section 8). All operands of a call share one rng_state, because EDEN's rotations
+must be equal to cancel. Each has a stream of its own: dy depends on what x and w were rounded to."""
 
 
 @op(returns="y, qdata, scale, per_tensor_scale")
@@ -63,7 +63,7 @@ def train_linear_forward(
     state = nvfp4.draw_rng_state(x) if rng_state is None else rng_state.clone()
     x_MK = x.reshape(-1, x.shape[-1])
     values, factor, *codes_t = nvfp4.quantize_pair_values(
-        x_MK, None, None, state, spec, spec_t, True, 0, 0, 0, 0, X_T_STREAM
+        x_MK, None, None, state, spec, spec_t, True, 0, 0, 0, 0, X_T_STREAM, X_STREAM
     )
     left = values.view(*x.shape[:-1], values.shape[-1])
     y, *codes = nvfp4.train_linear(left, factor, w, bias, state, spec_w, out_dtype)
@@ -100,7 +100,7 @@ def train_linear_backward(
     """
     nvfp4 = torch.ops.nvfp4
     values, factor, values_t, _, factor_t = nvfp4.quantize_pair_values(
-        dy, None, None, rng_state, spec, spec_t, False, 0, 0, 0, 0, DY_T_STREAM
+        dy, None, None, rng_state, spec, spec_t, False, 0, 0, 0, 0, DY_T_STREAM, DY_STREAM
     )
     if w_qdata is None or w_scale is None or w_per_tensor_scale is None:
         if w is None:

@@ -32,7 +32,14 @@ from nvfp4_tensor.matmul.product import Left, decode_values, multiply, multiply_
 from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.composite.training import DY_T_STREAM, W_FOR_DX_STREAM, W_STREAM, X_T_STREAM
+from nvfp4_tensor.ops.composite.training import (
+    DY_STREAM,
+    DY_T_STREAM,
+    W_FOR_DX_STREAM,
+    W_STREAM,
+    X_STREAM,
+    X_T_STREAM,
+)
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, compare_token_counts
 from nvfp4_tensor.sharding.sequence import GatheredShape, gather_operands, gather_shape_only, gather_tokens
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
@@ -257,7 +264,7 @@ def input_operands(
     if gathered is not None and any([each is not None and each.row_scaled for each in (spec, spec_t)]):
         compare_token_counts(sharding.x, x_MK, spec, spec_t)  # other specs compare with their amaxes
     x_operand, x_t = quantize_left_operands(
-        x_MK, spec, spec_t, rng_state, X_T_STREAM, sharding.x, name="x", codes_t=True,
+        x_MK, spec, spec_t, rng_state, (X_STREAM, X_T_STREAM), sharding.x, name="x", codes_t=True,
         codes=recipe.w is None or gathered is not None,
     )  # fmt: skip
     assert not isinstance(x_t, Decoded)
@@ -434,7 +441,7 @@ def gradients(
     spec, spec_t = recipe.dy if needs.dx else None, recipe.dy_t if needs.dw else None
     w_or_x_is_dense = (recipe.w_for_dx == WeightForDx.DENSE and not recipe.rotates_dy_back) or recipe.x_t is None
     dy, dy_t = quantize_left_operands(
-        dy_MN, spec, spec_t, rng_state, DY_T_STREAM, sharding.dy, name="dy", codes=w_or_x_is_dense
+        dy_MN, spec, spec_t, rng_state, (DY_STREAM, DY_T_STREAM), sharding.dy, name="dy", codes=w_or_x_is_dense
     )
     dx = dw = None
     if needs.dx:

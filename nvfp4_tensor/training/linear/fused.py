@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nvfp4_tensor.matmul.backends import multiplies_codes, reads_transposed
 from nvfp4_tensor.numerics.codes import Codes, Decoded
-from nvfp4_tensor.ops.composite.training import X_T_STREAM
+from nvfp4_tensor.ops.composite.training import X_STREAM, X_T_STREAM
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.recipe import Recipe, WeightForDx
 
@@ -36,7 +36,7 @@ def quantize_input(x_MK: Tensor, recipe: Recipe, rng_state: Tensor | None) -> tu
     """Quantize x (M, K) for fprop and x^T for wgrad. rng_state is None if neither uses random bits."""
     packed = recipe.packed
     values, factor, qdata, scale, per_tensor_scale = torch.ops.nvfp4.quantize_pair_values.default(
-        x_MK, None, None, rng_state, packed.x, packed.x_t, True, 0, 0, 0, 0, X_T_STREAM
+        x_MK, None, None, rng_state, packed.x, packed.x_t, True, 0, 0, 0, 0, X_T_STREAM, X_STREAM
     )
     return Decoded(values, factor), Codes(qdata, scale, per_tensor_scale)
 

@@ -71,9 +71,13 @@ def quantize_operand(
 
 
 def decode_operand(
-    x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, sharding: MatrixSharding = UNSHARDED
+    x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, stream: int, sharding: MatrixSharding = UNSHARDED
 ) -> Decoded:
-    """Return the values of :func:`quantize_operand` without storing codes, for a spec with one per-tensor scale."""
+    """Return the values of :func:`quantize_operand`, for a spec with one per-tensor scale."""
+    if stream and spec.is_stochastic:  # the ops that store no codes have stream 0
+        codes = quantize_operand(x, spec, rng_state, stream, sharding)
+        columns = x.shape[-1] if spec.rotation is None else codes.columns
+        return Decoded(decode_values(codes, columns)[0], codes.per_tensor_scale)
     if not sharding.is_sharded:
         return Decoded(*torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16))
     amax = _amax(x, spec, rng_state, sharding)
@@ -118,7 +122,7 @@ def quantize_left_operands(
     spec: QuantizeSpec | None,
     spec_t: QuantizeSpec | None,
     rng_state: Tensor | None,
-    stream_t: int,
+    streams: tuple[int, int],
     sharding: MatrixSharding = UNSHARDED,
     *,
     name: str = "x",
@@ -130,7 +134,7 @@ def quantize_left_operands(
     If both specs have one per-tensor scale, one pass over x quantizes both.
 
     Args:
-        stream_t: the random stream of x^T; x uses stream 0.
+        streams: the random streams of x and of x^T.
         codes_t: return x^T as codes, to save them for the backward.
         codes: return both as codes, for products with a dense right operand. Otherwise, the left operand has the form
             that a product on this device reads: codes on FP4 tensor cores, decoded values elsewhere.
@@ -144,15 +148,15 @@ def quantize_left_operands(
         sharding.check(x, spec, name)
     if spec is not None and spec_t is not None and not row_scaled:
         sharding.t.check(x.t(), spec_t, f"{name}^T")
-        return _quantize_pair(x, spec, spec_t, rng_state, stream_t, sharding, codes_t, codes)
+        return _quantize_pair(x, spec, spec_t, rng_state, streams, sharding, codes_t, codes)
     x_operand: Quantized | None = None
     x_t: Quantized | None = None
     if spec_t is not None:
-        x_t = quantize_operand(x.t().contiguous(), spec_t, rng_state, stream_t, sharding.t, name=f"{name}^T")
+        x_t = quantize_operand(x.t().contiguous(), spec_t, rng_state, streams[1], sharding.t, name=f"{name}^T")
     if spec is not None and codes:
-        x_operand = quantize_operand(x, spec, rng_state, 0, sharding, name=name)
+        x_operand = quantize_operand(x, spec, rng_state, streams[0], sharding, name=name)
     elif spec is not None:
-        x_operand = decode_operand(x, spec, rng_state, sharding)
+        x_operand = decode_operand(x, spec, rng_state, streams[0], sharding)
     return x_operand, x_t
 
 
@@ -161,24 +165,26 @@ def _quantize_pair(
     spec: QuantizeSpec,
     spec_t: QuantizeSpec,
     rng_state: Tensor | None,
-    stream_t: int,
+    streams: tuple[int, int],
     sharding: MatrixSharding,
     codes_t: bool,
     codes: bool,
 ) -> tuple[Quantized, Quantized]:
     amax, amax_t = _amax_pair(x, spec, spec_t, rng_state, sharding) if sharding.is_sharded else (None, None)
-    packed = spec.pack(), spec_t.pack()
+    packed, (stream, stream_t) = (spec.pack(), spec_t.pack()), streams
     x_tiles: list[Quantized] = []
     t_tiles: list[Quantized] = []
     for tile in sharding.tiles(x, spec, spec_t):
         offsets = tile.row0, tile.col0, tile.full_rows, tile.full_width
         if codes:
-            pair = torch.ops.nvfp4.quantize_pair.default(tile.x, amax, amax_t, rng_state, *packed, *offsets, stream_t)
+            pair = torch.ops.nvfp4.quantize_pair.default(
+                tile.x, amax, amax_t, rng_state, *packed, *offsets, stream_t, stream
+            )
             x_tiles.append(Codes(*pair[:3]))
             t_tiles.append(Codes(*pair[3:]))
             continue
         values, factor, t, scale_t, factor_t = torch.ops.nvfp4.quantize_pair_values.default(
-            tile.x, amax, amax_t, rng_state, *packed, codes_t, *offsets, stream_t
+            tile.x, amax, amax_t, rng_state, *packed, codes_t, *offsets, stream_t, stream
         )
         x_tiles.append(Decoded(values, factor))
         t_tiles.append(Codes(t, scale_t, factor_t) if codes_t else Decoded(t, factor_t))

@@ -324,14 +324,15 @@ void own_amax_pair(const Tensor& x, std::optional<Tensor>& amax, std::optional<T
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
-    int64_t spec, int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
+    int64_t spec, int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t,
+    int64_t stream) {
   NVFP4_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
   check_transposed_offset(row0, full_rows);
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Matrix transposed{m.data, m.columns, m.rows, 0, m.dtype};
   own_amax_pair(x, amax, amax_t, rng_state, spec, spec_t, row0, col0);
-  const Plan plan = make_plan(spec, amax, rng_state, 0, x, m, row0, col0, full_width);
+  const Plan plan = make_plan(spec, amax, rng_state, int(stream), x, m, row0, col0, full_width);
   const Plan plan_t = make_plan(spec_t, amax_t, rng_state, int(stream_t), x, transposed, col0, row0, full_rows);
   const Outputs out({m.rows}, m.rows, stored_blocks(m, plan));
   const Outputs out_t({m.columns}, m.columns, stored_blocks(transposed, plan_t));
@@ -419,9 +420,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(const Te
                                                                         std::optional<Tensor> rng_state, int64_t spec,
                                                                         int64_t spec_t, bool codes_t, int64_t row0,
                                                                         int64_t col0, int64_t full_rows,
-                                                                        int64_t full_width, int64_t stream_t) {
+                                                                        int64_t full_width, int64_t stream_t,
+                                                                        int64_t stream) {
   const auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(
-      x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
+      x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t, stream);
   const auto values_of = [](const Tensor& codes, const Tensor& scales, int64_t columns, int64_t bits) {
     const QuantizeSpec how = spec_of(bits);
     const bool transformed = how.is_eden() || how.hadamard_sign >= 0;  // fills the padding
@@ -451,14 +453,15 @@ std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& sc
 }
 
 InputTensors quantize_input(const Tensor& x, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                            int64_t stream_t) {
-  return quantize_pair_values(x, std::nullopt, std::nullopt, rng_state, spec, spec_t, true, 0, 0, 0, 0, stream_t);
+                            int64_t stream, int64_t stream_t) {
+  return quantize_pair_values(x, std::nullopt, std::nullopt, rng_state, spec, spec_t, true, 0, 0, 0, 0, stream_t,
+                              stream);
 }
 
 GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                                  int64_t stream_t) {
+                                  int64_t stream, int64_t stream_t) {
   auto [values, factor, values_t, no_scales, factor_t] = quantize_pair_values(
-      dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t);
+      dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t, stream);
   if (spec_of(spec).is_eden()) {
     Tensor back = nvfp4::rotate(torch::stable::to(values, ScalarType::Float), *rng_state, true, 0);
     values = torch::stable::to(torch::stable::narrow(back, 1, 0, dy.size(1)), ScalarType::BFloat16);

@@ -21,7 +21,8 @@ bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b,
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
     const Tensor& x, const Tensor& amax, const Tensor& amax_t, const std::optional<Tensor>& rng_state, int64_t spec,
-    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
+    int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t,
+    int64_t stream) {
   NVFP4_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
   check_transposed_offset(row0, full_rows);
   const OnDeviceOf guard(x);
@@ -29,12 +30,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
   const Matrix& m = rows.matrix;
   if (!is_fast_pair(m, spec_of(spec), spec_of(spec_t))) {
     const Tensor x_t = transposed(x, m, spec_of(spec_t).hadamard_sign);
-    return std::tuple_cat(quantize(x, amax, rng_state, spec, row0, col0, full_width, 0),
+    return std::tuple_cat(quantize(x, amax, rng_state, spec, row0, col0, full_width, stream),
                           quantize(x_t, amax_t, rng_state, without_hadamard(spec_t), col0, row0, full_rows, stream_t));
   }
   const int64_t blocks_t = ceil_div(m.rows, kBlock);
   Outputs out({m.rows, 0}, m.rows, m.blocks(), x), out_t({m.columns, 0}, m.columns, blocks_t, x);
-  const Quantization how = quantization(spec, amax_given(amax, x), rng_state, 0, x, m.rows, m.columns, row0, col0,
+  const Quantization how = quantization(spec, amax_given(amax, x), rng_state, stream, x, m.rows, m.columns, row0, col0,
                                         full_width, out.factor);
   const Quantization how_t = quantization(spec_t, amax_given(amax_t, x), rng_state, stream_t, x, m.columns, m.rows,
                                           col0, row0, full_rows, out_t.factor);
@@ -80,7 +81,7 @@ struct AmaxPair {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
     const Tensor& x, const std::optional<Tensor>& given, const std::optional<Tensor>& given_t,
     const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0,
-    int64_t full_rows, int64_t full_width, int64_t stream_t, bool back = false) {
+    int64_t full_rows, int64_t full_width, int64_t stream_t, int64_t stream, bool back = false) {
   NVFP4_CHECK(x.dim() == 2, "quantize_pair_values takes a matrix");
   check_transposed_offset(row0, full_rows);
   const OnDeviceOf guard(x);
@@ -97,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
   const AmaxPair pair(x, given, given_t, rng_state, spec, spec_t, row0, col0, one_kernel && !eden ? &m : nullptr);
   if (!one_kernel && !eden) {
     auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(
-        x, pair.amax, pair.amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
+        x, pair.amax, pair.amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t, stream);
     Tensor values = dequantize(qdata, scale, std::nullopt, padded, ScalarType::BFloat16);
     if (back) values = rotate_back(values, *rng_state, width, col0);
     if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
@@ -114,14 +115,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
   } else {
     t = empty({m.columns, width_t}, ScalarType::BFloat16, x), scale_t = empty({0}, ScalarType::Float8_e4m3fn, x);
   }
-  const auto side = [&](const QuantizeSpec& of, int64_t packed, const Amax& of_amax, int64_t stream, int64_t rows_of,
+  const auto side = [&](const QuantizeSpec& of, int64_t packed, const Amax& of_amax, int64_t of_stream, int64_t rows_of,
                         int64_t columns_of, int64_t first_row, int64_t first_column, int64_t width_of, Tensor& to) {
-    return of.is_eden() ? eden_quantization(of, of_amax, rng_state, stream, x, rows_of, columns_of, first_row,
+    return of.is_eden() ? eden_quantization(of, of_amax, rng_state, of_stream, x, rows_of, columns_of, first_row,
                                             first_column, width_of, to)
-                        : quantization(packed, of_amax, rng_state, stream, x, rows_of, columns_of, first_row,
+                        : quantization(packed, of_amax, rng_state, of_stream, x, rows_of, columns_of, first_row,
                                        first_column, width_of, to);
   };
-  const Quantization how = side(of_rows, spec, pair.rows, 0, m.rows, m.columns, row0, col0, full_width, factor);
+  const Quantization how = side(of_rows, spec, pair.rows, stream, m.rows, m.columns, row0, col0, full_width, factor);
   const Quantization how_t = side(of_columns, spec_t, pair.columns, stream_t, m.columns, m.rows, col0, row0, full_rows,
                                   factor_t);
   void* to_t = codes_t ? nullptr : t.mutable_data_ptr();
@@ -138,17 +139,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_op(
     const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
-    int64_t spec, int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t) {
+    int64_t spec, int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t,
+    int64_t stream) {
   const AmaxPair pair(x, amax, amax_t, rng_state, spec, spec_t, row0, col0);
-  return quantize_pair(x, pair.amax, pair.amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t);
+  return quantize_pair(x, pair.amax, pair.amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t,
+                       stream);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values_op(
     const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
     int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width,
-    int64_t stream_t) {
+    int64_t stream_t, int64_t stream) {
   return quantize_pair_values(x, amax, amax_t, rng_state, spec, spec_t, codes_t, row0, col0, full_rows, full_width,
-                              stream_t);
+                              stream_t, stream);
 }
 
 }  // namespace
@@ -156,15 +159,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values_op(
 namespace ops {
 
 InputTensors quantize_input(const Tensor& x, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                            int64_t stream_t) {
+                            int64_t stream, int64_t stream_t) {
   return nvfp4::quantize_pair_values(x, std::nullopt, std::nullopt, rng_state, spec, spec_t, true, 0, 0, 0, 0,
-                                     stream_t);
+                                     stream_t, stream);
 }
 
 GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                                  int64_t stream_t) {
+                                  int64_t stream, int64_t stream_t) {
   auto [values, factor, values_t, no_scales, factor_t] = nvfp4::quantize_pair_values(
-      dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t, true);
+      dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t, stream, true);
   return {values, factor, values_t, factor_t};
 }
 
