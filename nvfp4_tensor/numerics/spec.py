@@ -139,6 +139,13 @@ class QuantizeSpec:
             changes.setdefault("scale_ceiling", None)
         return dataclasses.replace(self, **changes)
 
+    def with_round_mode(self, round_mode: RoundingMode | str) -> QuantizeSpec:
+        """Return a copy with another rounding mode; STOCHASTIC also rounds scales up, so that nothing clips."""
+        mode = RoundingMode.of(round_mode)
+        if mode != RoundingMode.STOCHASTIC:
+            return self.replace(round_mode=mode)
+        return self.replace(round_mode=mode, scale_rounding=ScaleRounding.UP)
+
     def pack(self) -> int:
         """Return the spec as an integer for the ops; csrc/numerics/spec.h reads the same bits."""
         sign = self.hadamard_sign

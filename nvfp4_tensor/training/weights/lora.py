@@ -28,8 +28,8 @@ def merge_low_rank(
 ) -> NVFP4Tensor:
     """Return decode(w) + scaling * b @ a, computed in float32 and quantized by ``w.spec`` with ``round_mode``.
 
-    Rounding to nearest loses a delta of less than half a step; stochastic rounding keeps it in expectation. Codes and
-    scales are new; everything else is as in w.
+    Rounding to nearest loses a delta of less than half a step. Stochastic rounding, with block scales rounded up so
+    that nothing clips, keeps it in expectation. Codes and scales are new; everything else is as in w.
 
     Args:
         w: (N, K), not transposed, without a Hadamard transform, with one per-tensor scale.
@@ -239,7 +239,7 @@ def _requantized(
     rng_state: Tensor | None,
     generator: torch.Generator | None,
 ) -> NVFP4Tensor:
-    spec = w.spec.replace(round_mode=round_mode)
+    spec = w.spec.with_round_mode(round_mode)
     if not spec.is_stochastic:
         rng_state = generator = None
     new = requantize(w, w.dequantize(torch.float32) + delta, spec, rng_state=rng_state, generator=generator)

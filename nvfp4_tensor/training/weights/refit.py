@@ -73,7 +73,8 @@ def refit_(
         name_map: a function from a given name to a name in the model; to (name, i) for slice i of a fused weight, whose
             slices are concatenated along dimension 0; or to None, which skips the weight. By default, names are equal.
         round_mode: the rounding mode, instead of that of the specs. "stochastic" adds rounding noise with mean zero,
-            which differs between steps, for exploration that is reproducible.
+            which differs between steps, for exploration that is reproducible; block scales are then rounded up, so that
+            nothing clips.
         seed, step: together with the parameter's name, they determine the random bits.
 
     Raises:
@@ -182,7 +183,7 @@ def _write(
         target.copy_(weight)
         return
     weight = weight.to(target.device)
-    spec = target.spec if round_mode is None else target.spec.replace(round_mode=round_mode)
+    spec = target.spec if round_mode is None else target.spec.with_round_mode(round_mode)
     rng_state = rng_state_of(seed, name, step, target.device) if spec.is_stochastic else None
     by_matrix = target.per_tensor_scale.dim() == 2 and len(target) > 0
     new = (quantize_experts if by_matrix else quantize)(
