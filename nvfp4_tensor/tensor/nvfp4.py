@@ -39,7 +39,8 @@ class Aliasing(enum.IntEnum):
 
 NOT_IN_SAFETENSORS = (
     "a safetensors file stores only plain tensors: use nvfp4_tensor.checkpoints.save(model, folder) for a checkpoint "
-    "that servers load, nvfp4_tensor.integrations.transformers.attach_quantizer(model) before save_pretrained, or "
+    "that servers load, nvfp4_tensor.integrations.transformers.attach_quantizer(model) before save_pretrained, "
+    "accelerator.save_state(folder, safe_serialization=False) with accelerate, or "
     "torch.save(model.state_dict(), path) and model.load_state_dict(torch.load(path), assign=True)"
 )
 

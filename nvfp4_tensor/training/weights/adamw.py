@@ -68,7 +68,7 @@ class NVFP4AdamW(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "late_norm": None})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(coded_moments.from_bytes(state))
         for group in self.param_groups:
             group.setdefault("late_norm", None)
 
@@ -78,7 +78,7 @@ class NVFP4AdamW(torch.optim.Optimizer):
             warnings.warn(
                 "the copy of an optimizer does not step in the backward: call its step_in_backward", stacklevel=3
             )
-        return {**super().__getstate__(), "_in_backward": None}
+        return {**coded_moments.as_bytes(super().__getstate__()), "_in_backward": None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as every optimizer does; if the group is not valid, raise an error and do not add it."""
@@ -163,7 +163,7 @@ class NVFP4AdamW(torch.optim.Optimizer):
         """Return the state as every optimizer does, with the norm that "late" clipping uses next."""
         if self._in_backward is not None:
             self._in_backward.save_norm()
-        return super().state_dict()
+        return coded_moments.as_bytes(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as every optimizer does; codes and float32 moments keep their dtypes.
@@ -171,6 +171,7 @@ class NVFP4AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: if it is that of another kind of optimizer, torch.optim.AdamW for instance.
         """
+        state_dict = coded_moments.from_bytes(state_dict)
         coded_moments.check_state_dict(self, state_dict)
         super().load_state_dict(state_dict)
         coded_moments.load_exactly(self, state_dict)

@@ -235,7 +235,8 @@ def step_with_state(parameter: nn.Parameter, state: dict[str, Any], group: dict[
     state["step"] += 1
     count, device = int(state["step"].item()), local_of(parameter).device
     numbers = torch.tensor(numbers_of(group, count), dtype=torch.float32, device=device)
-    step_parameter(parameter, parameter.grad, state, numbers, rng_state_of(group["seed"], name, count, device))
+    rng_state = rng_state_of(group["seed"], name, count, device)
+    step_parameter(parameter, parameter.grad, state, numbers, rng_state)
 
 
 def check_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -269,6 +270,25 @@ def load_exactly(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
                 device = torch.device("cpu") if name in ("step", SCALE) else local_of(parameter).device
                 exact = value.detach().clone(memory_format=torch.contiguous_format)
                 optimizer.state[parameter][name] = exact.to(device)
+
+
+def as_bytes(holder: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict, or what __getstate__ returns, with e4m3 as uint8: plain pickle does not support float8."""
+    return _with_scales(holder, torch.uint8)
+
+
+def from_bytes(holder: dict[str, Any]) -> dict[str, Any]:
+    """Return what :func:`as_bytes` was given."""
+    return _with_scales(holder, torch.float8_e4m3fn)
+
+
+def _with_scales(holder: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    states = holder["state"].copy()
+    for key, state in states.items():
+        if "ratio_scale" in state:
+            scale = local_of(state["ratio_scale"]).view(dtype)
+            states[key] = {**state, "ratio_scale": _distributed_like(state["ratio_scale"], scale, scale.shape[1])}
+    return {**holder, "state": states}
 
 
 def check_group(group: dict[str, Any]) -> None:

@@ -89,10 +89,11 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         super().__init__(params, {**self._inner.defaults, **own})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_inner": self._inner, "_initial_state": self._initial_state}
+        kept = coded_moments.as_bytes(super().__getstate__())
+        return {**kept, "_inner": self._inner, "_initial_state": self._initial_state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(coded_moments.from_bytes(state))
         for group in self.param_groups:
             group.setdefault("states", "float32")  # state dicts of earlier versions have none
 
@@ -180,6 +181,10 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         self.state[parameter] = inner.state[values]
         inner.param_groups, inner.state = [], defaultdict(dict)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as every optimizer does."""
+        return coded_moments.as_bytes(super().state_dict())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as every optimizer does, with float32 state for NVFP4 parameters.
 
@@ -193,6 +198,7 @@ class NVFP4Optimizer(torch.optim.Optimizer):
                 "the state dict is not an NVFP4Optimizer's: it counts no writes, by which random bits are chosen. "
                 "Load what NVFP4Optimizer.state_dict() returned, or start with new state"
             )
+        state_dict = coded_moments.from_bytes(state_dict)
         super().load_state_dict(state_dict)
         if any(group["states"] == "nvfp4" for group in self.param_groups):
             coded_moments.load_exactly(self, state_dict)
