@@ -114,13 +114,15 @@ def seed_rounding(model: nn.Module, seed: int, step: int = 0) -> None:
 
     torch's generator is no longer used. The rounding state of a run is this seed and the step: it is equal on all
     ranks, and a run can resume on another number of ranks. Call :func:`set_step` before each step; with gradient
-    accumulation, each micro-batch is a step.
+    accumulation, each micro-batch is a step. A layer that a step calls several times has other bits at each call, and
+    cannot be in an activation checkpoint.
 
     Raises:
         ValueError: if no linear of the model trains in NVFP4.
     """
     for name, linear in training_linears(model).items():
-        linear.rounding_state = rng_state_of(seed, name, step, _device_of(linear))
+        linear.rounding_state = rng_state_of("layer", seed, name, step, _device_of(linear))
+        linear.calls = 0
 
 
 def set_step(model: nn.Module, step: int) -> None:
@@ -133,6 +135,7 @@ def set_step(model: nn.Module, step: int) -> None:
         if linear.rounding_state is None:
             raise RuntimeError(f"{name} has no seed: call distributed.seed_rounding(model, seed) once, before set_step")
         linear.rounding_state[1].fill_(step)
+        linear.calls = 0
 
 
 def _device_of(linear: nn.Module) -> torch.device:

@@ -117,7 +117,7 @@ class NVFP4Reduction(ReduceScatter):
 
     def encode(self, chunks: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Quantize chunks (P, n) to messages (P, bytes), with new random bits."""
-        state = rng_state_of(self.seed, f"gradients of rank {group.rank()}", self.calls, chunks.device)
+        state = rng_state_of("gradients", self.seed, f"rank {group.rank()}", self.calls, chunks.device)
         self.calls += 1
         return encode(chunks, state)
 

@@ -155,7 +155,7 @@ def reduced_alone(dtype, columns):
             torch.randn(world, columns, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)
         ]
         messages = [
-            encode(x, rng_state_of(4, f"gradients of rank {r}", 0, x.device))[rank] for r, x in enumerate(everyone)
+            encode(x, rng_state_of("gradients", 4, f"rank {r}", 0, x.device))[rank] for r, x in enumerate(everyone)
         ]
         total = decoded_sum(torch.stack(messages), columns)
         out = torch.empty(columns, dtype=dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.numerics.codes import Codes
+from nvfp4_tensor.numerics.random_state import rng_state_of_call
 from nvfp4_tensor.quantization.fast_path import keep_called, release
 from nvfp4_tensor.quantization.linear import refuse_second_quantizer
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, local_shard
@@ -60,6 +61,10 @@ class NVFP4TrainingLinear(nn.Linear):
     """This rank's shards of the tokens, outputs and inputs: see :mod:`nvfp4_tensor.distributed`."""
     rounding_state: Tensor | None
     """int64 (seed, step), the source of random bits instead of torch's generator; a buffer that is not saved."""
+    calls: int = 0
+    """The number of calls that train since the step was set, each of which derives its own (seed, step)."""
+    _calls_repeat: bool = False
+    """Whether a step has called this module several times."""
     _weight_codes: WeightCodes | None = None
     """The cache of the weight's codes within :func:`training.reuse_weight_codes`."""
     _prepared: Prepared | None = None
@@ -84,7 +89,7 @@ class NVFP4TrainingLinear(nn.Linear):
             delattr(self, name)
         del self.rounding_state
         self.__dict__.pop("_prepared", None)
-        for name in ("sharding", "_weight_codes", *_GATHERED_ATTRIBUTES):
+        for name in ("sharding", "_weight_codes", "calls", "_calls_repeat", *_GATHERED_ATTRIBUTES):
             self.__dict__.pop(name, None)
         release(self)
         self.__class__ = nn.Linear  # type: ignore[assignment]
@@ -109,7 +114,7 @@ class NVFP4TrainingLinear(nn.Linear):
             if ready is not None and sharding is UNSHARDED_LINEAR and self._weight_codes is None:
                 given = parameter(self, "weight")
                 if ready.fits(recipe, input, given):
-                    return ready.run(input, given, parameter(self, "bias"), self._buffers["rounding_state"], self)
+                    return ready.run(input, given, parameter(self, "bias"), self._call_state(), self)
         if sharding is not UNSHARDED_LINEAR:
             weight, bias = self._local_parameters(sharding)
         else:
@@ -122,7 +127,8 @@ class NVFP4TrainingLinear(nn.Linear):
         check_operands(x, weight, self)
         needs = needed_gradients(x, weight, bias)
         # The first run of a reentrant checkpoint has no gradients and must sample as the second does.
-        rng_state = call_rng_state(recipe, self.training or any(needs), x, self.rounding_state)
+        trains = self.training or any(needs)
+        rng_state = call_rng_state(recipe, trains, x, self._call_state() if trains else self.rounding_state)
         x, shard = prepare_input(x, recipe, needs, sharding)
         x_operand, x_t = self._input_operands(input, shard, recipe, needs, rng_state)
         operands = Operands(x_operand, x_t, self._weight_operand(weight, recipe, rng_state, x_operand, x))
@@ -131,6 +137,24 @@ class NVFP4TrainingLinear(nn.Linear):
         elif not torch.compiler.is_compiling() and needs.dx and needs.dw:
             self._prepared = Prepared(recipe, x, weight) if Prepared.serves(recipe, x, weight) else None
         return multiply_operands(x, weight, bias, recipe, operands, needs, rng_state, sharding)
+
+    def _call_state(self) -> Tensor | None:
+        """Return the (seed, step) of a call that trains, or None to draw it."""
+        state, call = self._buffers["rounding_state"], self.calls
+        if state is None:
+            return None
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            if self._calls_repeat:  # and which of them a checkpoint runs again is not known
+                raise RuntimeError(
+                    f"{self} ran several times since its step was set, so activation checkpointing cannot repeat its "
+                    "random bits: call distributed.set_step before each step, or, for a layer that one step calls "
+                    "several times, leave out distributed.seed_rounding or the checkpoint"
+                )
+            return state
+        self.calls = call + 1
+        if call:
+            self._calls_repeat = True
+        return rng_state_of_call(state, call)
 
     def _local_parameters(self, sharding: LinearSharding) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight and bias. If inputs are sharded, the bias is None: the sum over ranks adds it."""

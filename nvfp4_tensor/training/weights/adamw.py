@@ -208,12 +208,12 @@ class _StepTensors:
         place = _place_of(device)
         if place not in self._states:
             planned = [self._next_of(group, parameter) for group, parameter in self._optimizer._indexed()]
-            rows = [rng_state_row(seed, str(i), count) for i, (seed, count) in enumerate(planned)]
+            rows = [rng_state_row("adamw", seed, str(i), count) for i, (seed, count) in enumerate(planned)]
             self._states[place] = planned, _copied(rows, torch.int64, device).unbind()
         planned, states = self._states[place]
         if planned[index] == (seed, count):
             return states[index]
-        return rng_state_of(seed, str(index), count, device)
+        return rng_state_of("adamw", seed, str(index), count, device)
 
     def _next_of(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[int, int]:
         """Return the seed and the number of a parameter's next step."""

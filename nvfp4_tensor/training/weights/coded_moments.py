@@ -235,7 +235,7 @@ def step_with_state(parameter: nn.Parameter, state: dict[str, Any], group: dict[
     state["step"] += 1
     count, device = int(state["step"].item()), local_of(parameter).device
     numbers = torch.tensor(numbers_of(group, count), dtype=torch.float32, device=device)
-    rng_state = rng_state_of(group["seed"], name, count, device)
+    rng_state = rng_state_of("adamw", group["seed"], name, count, device)
     step_parameter(parameter, parameter.grad, state, numbers, rng_state)
 
 

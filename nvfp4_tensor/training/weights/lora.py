@@ -92,7 +92,7 @@ def merge_lora(
         if isinstance(weight, NVFP4Tensor):
             adapters = _adapters(layer)
             if adapters:
-                rng_state = rng_state_of(seed, name, 0, weight.device)
+                rng_state = rng_state_of("merge", seed, name, 0, weight.device)
                 weight.copy_(_requantized(weight, _delta(layer, adapters), mode, rng_state, None))
             layer.merge = _skip_merge
     return model.merge_and_unload()

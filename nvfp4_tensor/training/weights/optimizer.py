@@ -157,7 +157,7 @@ class NVFP4Optimizer(torch.optim.Optimizer):
             parameter,
             after.detach() - before,
             round_mode=group["round_mode"],
-            rng_state=rng_state_of(group["seed"], str(index), group["writes"], parameter.device),
+            rng_state=rng_state_of("write back", group["seed"], str(index), group["writes"], parameter.device),
         )
         parameter.copy_(written)
         if group["error_feedback"]:

@@ -184,7 +184,7 @@ def _write(
         return
     weight = weight.to(target.device)
     spec = target.spec if round_mode is None else target.spec.with_round_mode(round_mode)
-    rng_state = rng_state_of(seed, name, step, target.device) if spec.is_stochastic else None
+    rng_state = rng_state_of("refit", seed, name, step, target.device) if spec.is_stochastic else None
     by_matrix = target.per_tensor_scale.dim() == 2 and len(target) > 0
     new = (quantize_experts if by_matrix else quantize)(
         weight.mT if target.transposed else weight, spec, rng_state=rng_state

@@ -68,7 +68,7 @@ def test_a_model(config):
     for name, layer in layers.items():
         weight, a, b = layer.base_layer.weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight
         if isinstance(weight, NVFP4Tensor):
-            rng_state = rng_state_of(5, name, 0, weight.device)
+            rng_state = rng_state_of("merge", 5, name, 0, weight.device)
             expected[name] = merge_low_rank(weight.detach(), a, b, 2.0, rng_state=rng_state)
         else:
             expected[name] = weight.detach() + b @ a * 2.0
@@ -109,7 +109,7 @@ def test_several_adapters_are_rounded_once():
     name, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer))
     deltas = [layer.get_delta_weight(adapter).detach() for adapter in ("default", "second")]
     total = layer.base_layer.weight.dequantize() + torch.stack(deltas).sum(0)
-    rng_state = rng_state_of(0, name, 0, total.device)
+    rng_state = rng_state_of("merge", 0, name, 0, total.device)
     expected = quantize(total, QuantizeSpec().with_round_mode("stochastic"), rng_state=rng_state)
     assert torch.equal(merge_lora(model, seed=0)[0].weight.qdata, expected.qdata)
 

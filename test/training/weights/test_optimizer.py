@@ -108,7 +108,7 @@ def test_a_step_is_the_inner_step_written_back():
     optimizer.step()
     expected.step()
     update = dense.weight.detach() - old.dequantize()
-    written = write_back(old, update, rng_state=rng_state_of(7, "0", 1, torch.device("cpu")))
+    written = write_back(old, update, rng_state=rng_state_of("write back", 7, "0", 1, torch.device("cpu")))
     assert torch.equal(net.weight.qdata, written.qdata) and torch.equal(net.weight.dequantize(), written.dequantize())
     assert torch.equal(net.bias, dense.bias)
     assert addresses == [part.data_ptr() for part in (net.weight.qdata, net.weight.scale, net.weight.per_tensor_scale)]

@@ -67,7 +67,7 @@ def test_stochastic_noise_is_a_function_of_seed_and_step():
         refit_(model, weights, round_mode="stochastic", seed=4, step=step)
         codes.setdefault(step, []).append(model[0].weight.qdata.clone())
     assert torch.equal(*codes[0]) and not torch.equal(codes[0][0], codes[1][0])
-    rng_state = rng_state_of(4, "0.weight", 0, torch.device("cpu"))
+    rng_state = rng_state_of("refit", 4, "0.weight", 0, torch.device("cpu"))
     fresh = quantize(weights["0.weight"], QuantizeSpec().with_round_mode("stochastic"), rng_state=rng_state)
     assert torch.equal(codes[0][0], fresh.qdata)
     assert model[0].weight.spec == QuantizeSpec()
