@@ -27,8 +27,8 @@ def sweep(blocks: int) -> Tensor:
 
     The last element of each block is 6, the largest value of the format, which sets the block's scale.
     """
-    values = torch.linspace(-E2M1_MAX, E2M1_MAX, blocks * (BLOCK - 1)).view(blocks, BLOCK - 1)
-    return torch.cat((values, torch.full((blocks, 1), E2M1_MAX)), dim=1)
+    values = torch.linspace(-E2M1_MAX, E2M1_MAX, blocks * (BLOCK - 1), dtype=torch.float32).view(blocks, BLOCK - 1)
+    return torch.cat((values, torch.full((blocks, 1), E2M1_MAX, dtype=torch.float32)), dim=1)
 
 
 def swept(x: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Entry:
     def meta(self) -> LinearParts:
         """Return the parts on the meta device, from which a writer computes the layout of a file."""
         *rows, columns = self.shape
-        empty = functools.partial(torch.empty, device="meta")
+        empty = functools.partial(torch.empty, dtype=torch.float32, device="meta")
         return LinearParts(
             qdata=empty((*rows, ceil_to(columns, BLOCK) // 2), dtype=torch.uint8),
             scale=empty((*rows, ceil_to(columns, BLOCK) // BLOCK), dtype=torch.float8_e4m3fn),

@@ -171,7 +171,7 @@ class Quantized(View):
         if len(self.entries[name].shape) == 3:
             return self._experts(name).per_tensor_scale
         amax = self._shared_amax(name)
-        return torch.where(amax == 0, torch.ones(()), amax / self.spec.largest_value)
+        return torch.where(amax == 0, torch.ones((), dtype=torch.float32), amax / self.spec.largest_value)
 
     def linear(self, name: str) -> LinearParts:
         entry = self.entries[name]
@@ -211,7 +211,9 @@ class Quantized(View):
         )
 
     def _rng_state(self, name: str) -> Tensor | None:
-        return torch.tensor([self.seed, zlib.crc32(name.encode())]) if self.spec.is_stochastic else None
+        return (
+            torch.tensor([self.seed, zlib.crc32(name.encode())], dtype=torch.int64) if self.spec.is_stochastic else None
+        )
 
     def _quantized_in_chunks(self, name: str, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize a weight as :meth:`_quantized` does, with some rows in memory at a time."""
@@ -246,7 +248,7 @@ class Quantized(View):
     def _shared_amax(self, name: str) -> Tensor:
         """Return the amax of the weights that servers join with this one, and keep the weights if they are small."""
         if name in self._unscaled:
-            return torch.tensor(self.spec.largest_value)
+            return torch.tensor(self.spec.largest_value, dtype=torch.float32)
         group = joined_with(name, self.chosen)
         if group not in self._amax:
             self._keep(group)
@@ -372,7 +374,7 @@ def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source
     named = {name if name in chosen else f"{name}.weight": float(value) for name, value in amax.items()}
     if unknown := [name for name in named if name not in chosen]:
         raise ValueError(f"input_amax names {some(unknown)}, which are not in {source.path} or stay dense")
-    scales = {name: torch.tensor(value) / LARGEST for name, value in named.items()}  # as stored
+    scales = {name: torch.tensor(value, dtype=torch.float32) / LARGEST for name, value in named.items()}  # as stored
     if bad := [name for name, scale in scales.items() if not 0 < scale < math.inf]:
         raise ValueError(f"input_amax of {some(bad)}: expected a finite number above zero in float32")
     return {name: max(named[each] for each in joined_with(name, named)) for name in named}

@@ -51,7 +51,7 @@ class Scale:
 
     @property
     def _nan(self) -> int:
-        return int(torch.tensor(float("nan"), device="cpu").to(self.dtype).view(self._bits_dtype))
+        return int(torch.tensor(torch.nan, dtype=torch.float32, device="cpu").to(self.dtype).view(self._bits_dtype))
 
     def checked_mode(self, mode: ScaleMode | str | None, element: Element) -> ScaleMode:
         """Return the mode, or for None the default: floor for powers of two, nearest for scales with a mantissa.

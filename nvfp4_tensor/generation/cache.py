@@ -279,7 +279,7 @@ class NVFP4CacheLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the given batch entries: integers, or a mask."""
         if self.is_initialized:
-            indices = torch.as_tensor(indices, device="cpu")
+            indices = torch.as_tensor(indices, dtype=None, device="cpu")
             entries = indices.nonzero().flatten() if indices.dtype == torch.bool else indices.long()
             if not torch.equal(entries, _arange(self.batch)):
                 self._select(self.length, entries)

@@ -63,7 +63,9 @@ class CodedStates:
         self.stored = self.changes = 0
         if rotates:
             with torch.inference_mode(False):  # as in reserve()
-                self.rotation = rotate_heads_back(torch.eye(rotation_size(x.shape[-1]), device=x.device))
+                self.rotation = rotate_heads_back(
+                    torch.eye(rotation_size(x.shape[-1]), dtype=torch.float32, device=x.device)
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(_from_rows(state) if "rows" in state else state)

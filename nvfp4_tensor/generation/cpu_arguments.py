@@ -59,7 +59,9 @@ def flatten(model: Model) -> StepArguments:
     last = dict.fromkeys(KINDS, 0) | {"parts": 1, "norm": _style(model.norm)}
     return StepArguments(
         weights=[*(t for row in rows for t in row.tensors), _norm_weight(model.norm)],
-        kinds=torch.tensor([[each[name] for name in KINDS] for each in (*(row.kinds for row in rows), last)]),
+        kinds=torch.tensor(
+            [[each[name] for name in KINDS] for each in (*(row.kinds for row in rows), last)], dtype=torch.int64
+        ),
         numbers=torch.tensor(
             [*(row.numbers for row in rows), [model.norm.eps, *[0.0] * (len(NUMBERS) - 1)]], dtype=torch.float64
         ),

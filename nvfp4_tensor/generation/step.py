@@ -242,7 +242,7 @@ class NativeDecoder:
         assert self._plan is not None
         rotary = self._plan.description.rotaries[index]
         if changes_itself(rotary.module):
-            cos, sin = rotary.cos_sin(x, torch.tensor([[position]]))
+            cos, sin = rotary.cos_sin(x, torch.tensor([[position]], dtype=torch.int64))
             return cos[0, 0], sin[0, 0]
         self._rotations += [None] * (index + 1 - len(self._rotations))
         known = self._rotations[index]

@@ -167,7 +167,7 @@ def _row_factors(loaded: Loaded, by_expert: bool) -> Tensor:
         factors = factors.reciprocal()
     if len(loaded.rows) == 1 and not by_expert:
         return factors.reshape(()).clone()
-    rows = torch.tensor(loaded.rows, device=factors.device)
+    rows = torch.tensor(loaded.rows, dtype=torch.int64, device=factors.device)
     # The same form on every load: a reload writes into the memory that CUDA graphs read.
     return factors.repeat_interleave(rows, dim=-1).reshape(-1).contiguous()
 

@@ -47,7 +47,7 @@ def rotation_signs(groups: int, rng_state: Tensor, col0: int = 0) -> Tensor:
     first = col0 // ROTATION
     words = _words(torch.arange(first, first + groups, device=rng_state.device), rng_state, SIGN_STREAM)
     bits = words.unsqueeze(-1) >> torch.arange(32, device=words.device) & 1
-    return torch.where(bits.flatten(-2) == 1, -(2**-3.5), 2**-3.5).float()
+    return (1 - 2 * bits.flatten(-2)).float() * 2**-3.5
 
 
 def rotate(x: Tensor, rng_state: Tensor, inverse: bool = False, col0: int = 0) -> Tensor:

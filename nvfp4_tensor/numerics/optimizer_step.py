@@ -113,7 +113,7 @@ def ratio(grad: Tensor, moments: Moments, hyper: Tensor, rng_state: Tensor, row0
     not_finite = ~m.isfinite().all(dim=-1, keepdim=True)
     r, below = torch.where(not_finite, torch.nan, r), torch.where(not_finite, 0, below)
     top = torch.where(not_finite, NOT_FINITE, top)
-    amax = torch.full((), RATIO_AMAX, device=grad.device)
+    amax = torch.full((), RATIO_AMAX, dtype=torch.float32, device=grad.device)
     qdata, r_scale, _ = reference.quantize(r.flatten(1), amax, rng_state, RATIO_SPEC, row0=row0, stream=MOMENT_STREAM)
     blocks = r.shape[1]
     new = Moments(

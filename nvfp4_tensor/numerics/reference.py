@@ -84,12 +84,17 @@ def random16(
     return (bytes_ | bytes_.roll(-1, dims=-1) << 8).flatten(-2)
 
 
+def steps_per_unit(magnitude: Tensor) -> Tensor:
+    """Return how many steps of the grid of codes a distance of 1 has at magnitudes up to 6: 2, 1 or 1/2, float32."""
+    return torch.where(magnitude < 2, 2.0, torch.where(magnitude < 4, 1.0, 0.5)).float()  # where's is the default dtype
+
+
 def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_bits: int = 16) -> Tensor:
     """Round float32 values, divided by their scales, to codes 0..15 (uint8), saturating at 6 (contract, section 3)."""
     a = v.abs().clamp(max=E2M1_MAX)
     if mode == RoundingMode.STOCHASTIC:
         assert r16 is not None
-        step = torch.where(a < 2, 2.0, torch.where(a < 4, 1.0, 0.5))  # c(a) is a * step + first: exact in float32
+        step = steps_per_unit(a)  # c(a) is a * step + first: exact in float32
         first = torch.where(a < 2, 0, torch.where(a < 4, 2, 4))
         floor = (a * step).floor()
         fraction = ((a * step - floor) * (1 << random_bits)).int()
@@ -112,7 +117,7 @@ def round_e2m1(v: Tensor, mode: RoundingMode, r16: Tensor | None = None, random_
 def nearest_value(u: Tensor) -> Tensor:
     """Return the values of the codes of float32 u by RNE: :func:`round_e2m1` in fewer passes, for searches."""
     a = u.abs().clamp(max=E2M1_MAX)
-    per_step = torch.where(a < 2, 2.0, torch.where(a < 4, 1.0, 0.5))
+    per_step = steps_per_unit(a)
     return torch.copysign((a * per_step).round() / per_step, u)
 
 

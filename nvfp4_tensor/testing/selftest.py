@@ -82,14 +82,18 @@ def run() -> Iterator[Check]:
                 yield check_fbgemm(device)
 
 
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32).bfloat16()
+
+
 def samples() -> Iterator[Tensor]:
     """Yield Gaussian tensors of every dtype and shape that include zeros, tiny values, ties and non-finite elements."""
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
         for rows, columns in SHAPES:
-            x = torch.randn(rows, columns, generator=generator)
+            x = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
             x[rows // 2] = 0
-            x[0, :8] = torch.tensor([0.25, -0.75, 1.25, 2.5, -3.5, 5.0, 6.0, -0.0])
+            x[0, :8] = torch.tensor([0.25, -0.75, 1.25, 2.5, -3.5, 5.0, 6.0, -0.0], dtype=torch.float32)
             x[-1] *= 1e-4
             yield x.to(dtype)
             if rows > 1:
@@ -99,7 +103,7 @@ def samples() -> Iterator[Tensor]:
 
 def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
     """Check the ops that quantize, dequantize or compute an amax, with one spec; for EDEN, also its rotation."""
-    bits, rng = spec.pack(), torch.tensor([0x1234567890ABCDEF, 42])
+    bits, rng = spec.pack(), torch.tensor([0x1234567890ABCDEF, 42], dtype=torch.int64)
     tally: dict[str, list[int]] = {}
     for x in samples():
         amax, amax_t = own_amaxes(x, spec, rng)
@@ -174,11 +178,11 @@ def check_matmul(device: str) -> Check:
     generator = torch.Generator().manual_seed(2)
     elements = differing = 0
     for m, n, k in ((1, 96, 320), (5, 130, 83), (70, 64, 512)):
-        w = quantize(torch.randn(n, k, generator=generator).bfloat16())
+        w = quantize(_normal(generator, n, k))
         for transposed in (False, True):
             inner, outer = (n, k) if transposed else (k, n)
-            x = torch.randn(m, inner, generator=generator).bfloat16()
-            bias = torch.randn(outer, generator=generator).bfloat16()
+            x = _normal(generator, m, inner)
+            bias = _normal(generator, outer)
             parts = (x, w.qdata, w.scale, w.per_tensor_scale, bias)
             on_device = [part.to(device) for part in parts]
             y = torch.ops.nvfp4.matmul(on_device[0], None, *on_device[1:], k, transposed, torch.bfloat16).cpu()
@@ -196,7 +200,7 @@ def check_fp8(device: str) -> Check:
         blocks = layout.ceil_to(x.shape[1], layout.BLOCK) // layout.BLOCK
         qdata = torch.randint(0, 256, (131, blocks * 8), dtype=torch.uint8, generator=generator)
         scale = torch.randint(0, 256, (131, blocks), dtype=torch.uint8, generator=generator)
-        weight = qdata, layout.swizzle(scale).view(torch.float8_e4m3fn), torch.tensor(0.0123)
+        weight = qdata, layout.swizzle(scale).view(torch.float8_e4m3fn), torch.tensor(0.0123, dtype=torch.float32)
         _compare(tally, "fp8_operands", (x, *weight), device)
     return Check("fp8_operands", "e4m3, a power of two per row", device, *tally)
 
@@ -218,7 +222,7 @@ def check_scaled_mm(device: str) -> Check:
     generator = torch.Generator().manual_seed(3)
     elements = differing = 0
     for m, n, k in ((128, 128, 256), (37, 50, 83), (1, 96, 320)):
-        a, b = (quantize(torch.randn(rows, k, generator=generator).bfloat16().to(device)) for rows in (m, n))
+        a, b = (quantize(_normal(generator, rows, k).to(device)) for rows in (m, n))
         y = product(a, b.t()).cpu()
         a64, b64 = (t.dequantize(torch.float32).cpu().double() for t in (a, b))
         elements += y.numel()
@@ -231,7 +235,7 @@ def check_fbgemm(device: str) -> Check:
     generator = torch.Generator().manual_seed(4)
     elements = differing = 0
     for m, n, k in ((128, 128, 256), (37, 50, 83), (1, 96, 320)):
-        a, b = (quantize(torch.randn(rows, k, generator=generator).bfloat16().to(device)) for rows in (m, n))
+        a, b = (quantize(_normal(generator, rows, k).to(device)) for rows in (m, n))
         y = scaled_mm.fbgemm_product(a, b, None, 1, torch.bfloat16).cpu()
         a64, b64 = (t.dequantize(torch.float32).cpu().double() for t in (a, b))
         elements += y.numel()
@@ -244,9 +248,9 @@ def check_experts(name: str, device: str, activation: QuantizeSpec | None) -> Ch
     generator = torch.Generator().manual_seed(5)
     elements = differing = 0
     for ends, n, k in (((1, 1, 3), 128, 256), ((20, 90, 90), 72, 320), ((150, 151, 300), 256, 96)):
-        weight = torch.randn(len(ends), n, k, generator=generator).bfloat16()
+        weight = _normal(generator, len(ends), n, k)
         w = quantize_experts(weight.to(device))._replace(activation_spec=activation)
-        x = torch.randn(ends[-1], k, generator=generator).bfloat16().to(device)
+        x = _normal(generator, ends[-1], k).to(device)
         y = torch._grouped_mm(x, w.mT, offs=torch.tensor(ends, dtype=torch.int32, device=device)).cpu()
         decoded = x if activation is None else quantize(x, activation).dequantize(torch.float32)
         x64, w64, elements = decoded.cpu().double(), w.dequantize(torch.float32).cpu().double(), elements + y.numel()

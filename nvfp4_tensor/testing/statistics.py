@@ -165,7 +165,7 @@ class Probe:
     def step(self) -> Tensor:
         """Return the distance between the two neighbours, float32."""
         steps = [upper - lower for lower, upper in itertools.pairwise(CODE_VALUES)]
-        return torch.tensor(steps, device=self.code.device)[self.code.long()]
+        return torch.tensor(steps, dtype=torch.float32, device=self.code.device)[self.code.long()]
 
     @property
     def values(self) -> Tensor:
@@ -208,7 +208,11 @@ def cells(rounder: Rounder, random_bits: int, rows: int, device: torch.device | 
 
     Each combination has ``rows`` rows of 4096 elements (3840 samples and 256 anchors each); all are in one tensor.
     """
-    grid = torch.cartesian_prod(torch.arange(7), torch.arange(2), torch.tensor(FRACTIONS)).int().to(device)
+    grid = (
+        torch.cartesian_prod(torch.arange(7), torch.arange(2), torch.tensor(FRACTIONS, dtype=torch.int64))
+        .int()
+        .to(device)
+    )
     code, negative, fraction = (column.repeat_interleave(rows).unsqueeze(1) for column in grid.unbind(1))
     width = 4096
     probe = Probe(*(t.expand(-1, width).contiguous() for t in (code, fraction, negative.bool())))
@@ -405,7 +409,7 @@ class Neighbours:
         v = blocks * reference.block_encode(s_b, reference.encode_scale(amax, spec)).unsqueeze(-1)
         a = v.abs().clamp(max=E2M1_MAX)
         code = reference.round_e2m1(v, RoundingMode.STOCHASTIC, torch.zeros_like(v, dtype=torch.int32))
-        table = torch.tensor(CODE_VALUES, device=x.device)
+        table = torch.tensor(CODE_VALUES, dtype=torch.float32, device=x.device)
         index = (code & 7).long()
         step = torch.where(index == 7, 1.0, table[(index + 1).clamp(max=7)] - table[index])
         chance = ((a - table[index]) / step * (1 << spec.random_bits)).floor() / (1 << spec.random_bits)

@@ -109,7 +109,7 @@ class CompressedTensors(SafetensorsFormat):
         return LinearParts(
             qdata=tensors[f"{module}weight_packed"],
             scale=tensors[f"{module}weight_scale"],
-            per_tensor_scale=torch.ones(()) if scale is None else scale,
+            per_tensor_scale=torch.ones((), dtype=torch.float32) if scale is None else scale,
             columns=entry.shape[-1],
             quantizes_activations=entry.quantizes_activations,
             input_scale=input_scale,

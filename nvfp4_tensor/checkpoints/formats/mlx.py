@@ -114,7 +114,7 @@ class MLX(SafetensorsFormat):
         return LinearParts(
             qdata=codes,
             scale=scales.view(torch.float8_e4m3fn),
-            per_tensor_scale=torch.ones(()) if amax is None else amax.reshape(()) / LARGEST,
+            per_tensor_scale=torch.ones((), dtype=torch.float32) if amax is None else amax.reshape(()) / LARGEST,
             columns=entry.shape[-1],
         )
 
@@ -282,7 +282,7 @@ def with_scale_of_one(parts: LinearParts) -> LinearParts:
     """Fold the per-tensor scale into the block scales, or quantize the weight again if this is not exact."""
     scale = folded(parts)
     if scale is not None:
-        return parts.replace(scale=scale, per_tensor_scale=torch.ones(()), divisor=None)
+        return parts.replace(scale=scale, per_tensor_scale=torch.ones((), dtype=torch.float32), divisor=None)
     again = parts_of(quantize(tensor_of(parts, torch.float32).dequantize(), amax=AMAX_OF_ONE))
     return parts.replace(qdata=again.qdata, scale=again.scale, per_tensor_scale=again.per_tensor_scale, divisor=None)
 

@@ -84,7 +84,9 @@ class TorchAO(SafetensorsFormat):
         return LinearParts(
             qdata=tensors[key_of(name, "qdata")],
             scale=scale.reshape(*leading, blocks),
-            per_tensor_scale=torch.ones(()) if per_tensor_scale is None else per_tensor_scale.reshape(entry.scales),
+            per_tensor_scale=torch.ones((), dtype=torch.float32)
+            if per_tensor_scale is None
+            else per_tensor_scale.reshape(entry.scales),
             columns=columns,
             quantizes_activations=entry.quantizes_activations,
             input_scale=tensors[key_of(name, "act_per_tensor_scale")].reshape(()) if entry.has_input_scale else None,

@@ -87,7 +87,7 @@ def lost_factors(parts: LinearParts, *, stores_divisors: bool) -> dict[str, Any]
 
 def with_factors(parts: LinearParts, values: Mapping[str, Any]) -> LinearParts:
     """Return the parts with the values of the sidecar that match the file."""
-    factors = {key: torch.tensor(value) for key, value in values.items()}
+    factors = {key: torch.tensor(value, dtype=torch.float32) for key, value in values.items()}
     pairs = [("per_tensor_scale", "divisor"), ("input_scale", "input_divisor")]
     for scale, divisor in pairs:
         kept, stored = factors.get(scale), getattr(parts, divisor)
@@ -107,6 +107,6 @@ def _unless_inverse(value: Tensor | None, stored: Tensor | None) -> Tensor | Non
 def _is_numbers(value: object) -> bool:
     """Return whether ``value`` is a float or an array of floats."""
     try:
-        return torch.tensor(value).is_floating_point()
+        return torch.tensor(value, dtype=None).is_floating_point()
     except (TypeError, ValueError, RuntimeError):  # other types, or ragged lists
         return False

@@ -227,7 +227,10 @@ def with_factors(
     tensors: Mapping[str, LinearParts], factors: Mapping[str, Mapping[str, float]]
 ) -> dict[str, LinearParts]:
     """Return the parts of one parameter with the scales of the file, if they still match."""
-    kept = {name: {key: torch.tensor(value) for key, value in values.items()} for name, values in factors.items()}
+    kept = {
+        name: {key: torch.tensor(value, dtype=torch.float32) for key, value in values.items()}
+        for name, values in factors.items()
+    }
     inputs = [kept.get(name, {}).get("input_scale") for name in tensors]
     largest = _largest(inputs)
     input_scale = next(iter(tensors.values())).input_scale

@@ -113,7 +113,7 @@ class NVFP4HfQuantizer(HfQuantizer):
 def _registers_on_meta() -> bool:
     """Return whether registered parameters move to the meta device, as under accelerate.init_empty_weights()."""
     module = nn.Module()
-    module.register_parameter("probe", nn.Parameter(torch.empty(0, device="cpu")))
+    module.register_parameter("probe", nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")))
     return bool(module.probe.is_meta)  # type: ignore[union-attr]
 
 

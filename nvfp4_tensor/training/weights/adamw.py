@@ -341,7 +341,7 @@ class _InBackward:
 
     def load_norm(self) -> None:
         saved = self._optimizer.param_groups[0]["late_norm"] if self._optimizer.param_groups else None
-        self._late_norm, self._late_scales = None if saved is None else torch.tensor(saved), {}
+        self._late_norm, self._late_scales = None if saved is None else torch.tensor(saved, dtype=torch.float32), {}
 
 
 def _over_ranks(norm: Tensor, group: Any) -> Tensor:

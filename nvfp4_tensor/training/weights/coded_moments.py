@@ -68,7 +68,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 
 def new_state(parameter: Tensor) -> dict[str, Any]:
     """Return zero moments of a parameter; for a DTensor, they are sharded like it."""
-    state: dict[str, Any] = {"step": torch.tensor(0.0)}
+    state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=torch.float32)}
     if not is_coded(parameter):
         zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
         return {**state, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
@@ -124,7 +124,9 @@ def make_headroom(parameter: Tensor) -> None:
     """
     w = local_of(parameter)
     assert isinstance(w, NVFP4Tensor)
-    largest = w.scale.float().nan_to_num(0.0).max() if w.numel() else torch.zeros((), device=w.device)
+    largest = (
+        w.scale.float().nan_to_num(0.0).max() if w.numel() else torch.zeros((), dtype=torch.float32, device=w.device)
+    )
     if isinstance(parameter, DTensor):
         for dim, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard):

@@ -42,7 +42,10 @@ def shrink_momentum(state: dict[str, Any], group: dict[str, Any]) -> None:
     """Multiply the momentum by old / new learning rate if it has risen; call this before the inner step."""
     if _LAST_LR not in state:
         return
-    old, new = float(state[_LAST_LR]), torch.tensor(float(group["lr"])).item()  # both rounded to float32
+    old, new = (
+        float(state[_LAST_LR]),
+        torch.tensor(float(group["lr"]), dtype=torch.float32).item(),
+    )  # both rounded to float32
     if old < new:
         state["exp_avg" if "betas" in group else "momentum_buffer"].mul_(old / new)
 
@@ -52,7 +55,7 @@ def add_error(state: dict[str, Any], error: Tensor, group: dict[str, Any]) -> No
     lr = float(group["lr"])
     if lr < _SMALLEST_LR:
         return
-    state[_LAST_LR] = torch.tensor(lr)
+    state[_LAST_LR] = torch.tensor(lr, dtype=torch.float32)
     if "betas" not in group:
         state["momentum_buffer"] += error * ((1 - 1 / group["momentum"]) / lr)
         return

@@ -82,7 +82,7 @@ class NVFP4Optimizer(torch.optim.Optimizer):
             raise ValueError(f"{inner.__name__} does not update parameters one at a time: use AdamW or SGD")
         if issubclass(inner, torch.optim.SparseAdam):
             raise ValueError("SparseAdam needs sparse gradients, but gradients of NVFP4 weights are dense: use Adam")
-        sample = nn.Parameter(torch.zeros(1, 1))
+        sample = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))
         self._inner = inner([sample], **options)
         self._initial_state = dict(self._inner.state[sample])
         own = {"round_mode": round_mode, "error_feedback": error_feedback, "states": states, "seed": seed, "writes": 0}

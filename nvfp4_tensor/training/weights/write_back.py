@@ -168,7 +168,7 @@ def _codes(values: Tensor, scale: Tensor, mode: RoundingMode, rng_state: Tensor 
         assert rng_state is not None
         values = _dithered(values, scale, rng_state)
     spec = QuantizeSpec(round_mode=mode)
-    unit_amax = torch.full((), spec.largest_value, device=values.device)  # gives a per-tensor scale of 1
+    unit_amax = values.new_full((), spec.largest_value)  # gives a per-tensor scale of 1
     qdata = []
     for element in (0, 1):
         replaced = values.clone()
@@ -190,7 +190,7 @@ def _dithered(values: Tensor, scale: Tensor, rng_state: Tensor) -> Tensor:
     scale = scale.unsqueeze(-1)
     random = reference.random16(len(scale), scale.shape[1], rng_state, stream=2)[:, : scale.shape[1], None]
     cells = values.abs().div_(scale.clamp(min=_SMALLEST_NORMAL))
-    per_step = torch.where(cells < 2, 2.0 * _CELLS, torch.where(cells < 4, 1.0 * _CELLS, 0.5 * _CELLS))
+    per_step = reference.steps_per_unit(cells).mul_(_CELLS)
     cells.mul_(per_step)
     cell = cells.floor()
     cell += random < cells.sub_(cell).mul_(_CELLS)

@@ -226,7 +226,7 @@ class GGUFCheckpoint(Checkpoint):
         scale = self._sidecar(gguf_name, "scale", expert)
         if scale is None and WRITTEN in self.fields:
             raise ValueError(f"{self.path}: tensor {gguf_name}: its scale is missing")
-        return torch.ones(()) if scale is None else scale
+        return torch.ones((), dtype=torch.float32) if scale is None else scale
 
     def _sidecar(self, gguf_name: str, kind: str, expert: int | None) -> Tensor | None:
         """Return the .scale or .input_scale of a weight or of one expert, float32 0-d, or None."""

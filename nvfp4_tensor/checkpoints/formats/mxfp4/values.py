@@ -81,10 +81,14 @@ def _converted(codes: Tensor, scales: Tensor, lossy: bool) -> tuple[Tensor, Tens
     base = _base(exponents[counts], _steps(values, 2.0)[counts], _steps(values, 0.5)[counts], lossy)
     target = exponents.clamp(base + _LEAST, base + _MOST)
     moved = round_e2m1(torch.ldexp(code_values(values), (exponents - target).unsqueeze(-1)), RoundingMode.RNE)
-    scale = torch.ldexp(torch.ones(target.shape), target - base).to(torch.float8_e4m3fn).view(torch.uint8)
+    scale = (
+        torch.ldexp(torch.ones(target.shape, dtype=torch.float32), target - base)
+        .to(torch.float8_e4m3fn)
+        .view(torch.uint8)
+    )
     scale = torch.where(nan, E4M3_NAN, torch.where(counts, scale, 0))
     # Computed in float64 and rounded, because ldexp in float32 loses subnormal results.
-    per_tensor = torch.ldexp(torch.ones((), dtype=torch.float64), torch.tensor(base)).float()
+    per_tensor = torch.ldexp(torch.ones((), dtype=torch.float64), torch.tensor(base, dtype=torch.int64)).float()
     return pack(moved.view(rows, -1)), scale, per_tensor
 
 
