@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_DEPTH = 16
+_MAX_DEPTH = 32
 """Number of callers that are inspected."""
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
+from nvfp4_tensor.dispatch.callers import warn_of_decoding, warn_of_optimizer
 from nvfp4_tensor.dispatch.slice_writes import count_write, with_origin_of, write_codes
 from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
 from nvfp4_tensor.numerics import layout
@@ -87,9 +88,11 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t, source = args[:2]
     is_dense = not isinstance(source, NVFP4Tensor)
     if not isinstance(t, NVFP4Tensor):
+        warn_of_decoding(t)
         return t.copy_(source.dequantize(t.dtype if t.dtype in HIGH_PRECISION_DTYPES else None))
     if is_dense:
         check_writable(func, t, new_scale=True)
+        warn_of_optimizer()
         if t.transposed:
             source = source.expand(t.shape).mT
         stored_shape = (*t.qdata.shape[:-1], t.columns)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from nvfp4_tensor.dispatch.callers import warn_of_optimizer
 from nvfp4_tensor.dispatch.traces import check_write
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, register_operators, register_refresh
@@ -172,6 +173,7 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
             "since small changes round to nothing: average decoded weights, weight.dequantize(torch.float32)",
             stacklevel=2,
         )
+    warn_of_optimizer()
     for t, values in written.values():
         if values.shape != t.shape:
             raise unsupported(func, f"its shape {tuple(t.shape)} cannot be resized to {tuple(values.shape)}")

@@ -13,6 +13,7 @@ from torchao.quantization.qat import QATConfig, QATStep
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.plan import current_call, selected
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training import NVFP4TrainingLinear, Recipe, WeightForDx
 from nvfp4_tensor.training.config import trainable
@@ -41,4 +42,17 @@ def _prepare_or_convert(module: nn.Module, config: QATConfig) -> nn.Module:
         return NVFP4TrainingLinear.convert(trainable(module), recipe_of(base))
     if not isinstance(module, NVFP4TrainingLinear):
         return module  # as in torchao, only prepared modules are converted
+    _check_prepared_with(base, module, config)
     return _handlers[type(base)](module.to_dense(), base)
+
+
+def _check_prepared_with(base: NVFP4WeightOnlyConfig, module: nn.Module, config: QATConfig) -> None:
+    """Raise a ValueError if a linear of the call, converted or not yet, trained for another config."""
+    model, _, filter_fn = current_call(module, config)
+    wanted = recipe_of(base)
+    for each in [module] if filter_fn is None else selected(model, filter_fn):
+        if isinstance(each, NVFP4TrainingLinear) and (each.recipe.x, each.recipe.w) != (wanted.x, wanted.w):
+            raise ValueError(
+                f"this model trained for weights of ({each.recipe.w}) and activations of ({each.recipe.x or 'dense'}), "
+                f"which {type(base).__name__} would not give: convert with the config of the prepare step"
+            )

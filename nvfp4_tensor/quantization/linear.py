@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from typing import Any
 
@@ -19,7 +20,7 @@ from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.quantization import experts, observed_experts
+from nvfp4_tensor.quantization import callers, experts, observed_experts
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observer import ObservedLinear, check_observable
@@ -40,6 +41,16 @@ class NVFP4Linear(nn.Linear):
         if isinstance(self._parameters.get(name), NVFP4Tensor):
             refuse_second_quantizer(self, param, "is NVFP4 already")
         super().register_parameter(name, param)
+
+    def train(self, mode: bool = True) -> NVFP4Linear:
+        if mode and "transformers.trainer" in sys.modules:
+            callers.warn_of_trainer()
+        return super().train(mode)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            callers.warn_of_dense_weight(self._parameters.get("weight"), state_dict.get(f"{prefix}weight"))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def extra_repr(self) -> str:
         weight = getattr(self.weight, "_local_tensor", self.weight)  # the local shard of a DTensor
@@ -229,10 +240,11 @@ def quantizable(module: nn.Module) -> nn.Linear:
             f"{type(module).__name__} of torchao would go on quantizing its weight at each call: "
             'quantize_(model, QATConfig(base_config, step="convert")) first, or its to_linear()'
         )
-    if "weight" not in module._parameters and hasattr(module, "weight_orig"):
+    sources = [name for name in module._parameters if name.startswith("weight_")]
+    if "weight" not in module._parameters and sources:
         raise TypeError(
-            f"the weight of {module} is computed from weight_orig: prune.remove(module, 'weight') of "
-            "torch.nn.utils.prune first, or remove_spectral_norm(module)"
+            f"the weight of {module} is computed from {' and '.join(sources)}: of torch.nn.utils, "
+            "prune.remove(module, 'weight'), remove_weight_norm(module) or remove_spectral_norm(module) first"
         )
     if torch.nn.utils.parametrize.is_parametrized(module, "weight"):
         raise TypeError(

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
 
+from nvfp4_tensor.quantization.callers import warn_of_adapters, warn_of_merge
+
 Filter = Callable[[nn.Module, str], bool]
 Modules: TypeAlias = "weakref.WeakSet[nn.Module]"
 
@@ -57,16 +59,18 @@ def plan_of(
     ``check`` returns whether a module will be quantized, or raises an error; no module has changed at that point.
     ``before`` is called once, after all checks, with the model and the chosen modules (None if only this one is known).
     """
-    model, call_config, filter_fn = _current_call(module, config)
+    model, call_config, filter_fn = current_call(module, config)
     plan = _plans.get(model)
     if plan is None or plan.config is not call_config or module not in plan.chosen:
         is_first = plan is None or plan.config is not call_config
-        chosen = [module] if filter_fn is None else list(_selected(model, filter_fn))
+        chosen = [module] if filter_fn is None else list(selected(model, filter_fn))
         to_quantize = [each for each in chosen if check(each)]
         plan = Plan(call_config, len(chosen), weakref.WeakSet(chosen), *_ties(model, to_quantize))
         _plans[model] = plan
         if filter_fn is not None:
             _warn_of_dense_attention(model, filter_fn)
+            warn_of_adapters(model, to_quantize)
+        warn_of_merge()
         if is_first and before is not None:
             before(model, None if filter_fn is None else chosen)
     plan.left -= 1
@@ -75,7 +79,7 @@ def plan_of(
     return plan
 
 
-def _current_call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, AOBaseConfig, Filter | None]:
+def current_call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, AOBaseConfig, Filter | None]:
     """Return (model, config, filter_fn) of the current quantize_ call; no filter if only this module has the config."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not quantize_.__code__:
@@ -88,13 +92,13 @@ def _current_call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, A
     return arguments["model"], config, arguments["filter_fn"]
 
 
-def _selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[nn.Module]:
+def selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[nn.Module]:
     """Yield the modules that quantize_ passes to a handler, in order. It does not descend into selected modules."""
     if filter_fn(module, name):
         yield module
         return
     for child_name, child in module.named_children():
-        yield from _selected(child, filter_fn, f"{name}.{child_name}" if name else child_name)
+        yield from selected(child, filter_fn, f"{name}.{child_name}" if name else child_name)
 
 
 def _warn_of_dense_attention(model: nn.Module, filter_fn: Filter) -> None:

@@ -66,6 +66,27 @@ def test_only_what_was_prepared_is_converted():
     assert isinstance(model[0].weight, NVFP4Tensor) and type(model[2]) is nn.Linear
 
 
+OTHER = [
+    (NVFP4WeightOnlyConfig(four_over_six=True), NVFP4WeightOnlyConfig()),
+    (NVFP4WeightOnlyConfig(), NVFP4Config()),
+    (NVFP4Config(), NVFP4WeightOnlyConfig()),
+    (NVFP4Config(), NVFP4Config(row_scaled=True)),
+]
+
+
+@pytest.mark.parametrize("prepared, other", OTHER, ids=str)
+def test_another_config_than_the_prepared_one_is_refused_before_anything_changes(prepared, other):
+    model, first = model_of(), lambda module, name: name == "0"
+    quantize_(model, QATConfig(other, step="prepare"), filter_fn=first)  # what convert visits first would fit
+    quantize_(model, QATConfig(prepared, step="prepare"), filter_fn=lambda module, name: name == "2")
+    with pytest.raises(ValueError, match="convert with the config of the prepare step"):
+        quantize_(model, QATConfig(other, step="convert"))
+    assert all(isinstance(model[i], NVFP4TrainingLinear) for i in (0, 2))
+    quantize_(model, QATConfig(other, step="convert"), filter_fn=first)
+    quantize_(model, QATConfig(prepared, step="convert"))
+    assert all(isinstance(model[i].weight, NVFP4Tensor) for i in (0, 2))
+
+
 def test_torchaos_own_configs_go_on_to_torchao():
     model = nn.Sequential(nn.Linear(128, 32).bfloat16())
     quantize_(model, QATConfig(Int4WeightOnlyConfig(group_size=32), step="prepare"))

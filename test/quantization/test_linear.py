@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize, prune
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Linear, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize
+from nvfp4_tensor.training import NVFP4TrainingConfig
 
 K, N = 128, 256
 CONFIGS = {"weight only": NVFP4WeightOnlyConfig, "w4a4": NVFP4Config}
@@ -93,14 +94,17 @@ class _Twice(nn.Module):
         return t * 2
 
 
-@pytest.mark.parametrize("how", [
-    lambda layer: prune.random_unstructured(layer, "weight", amount=0.5), torch.nn.utils.spectral_norm,
-], ids=["pruned", "spectral_norm"])  # fmt: skip
-def test_computed_weights_are_not_quantized(how):
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4TrainingConfig()], ids=["weight-only", "training"])
+@pytest.mark.parametrize("how, source", [
+    (lambda layer: prune.random_unstructured(layer, "weight", amount=0.5), "weight_orig"),
+    (torch.nn.utils.spectral_norm, "weight_orig"), (torch.nn.utils.weight_norm, "weight_g and weight_v"),
+], ids=["pruned", "spectral_norm", "weight_norm"])  # fmt: skip
+def test_computed_weights_are_not_quantized(how, source, config):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64))
     how(model[0])
-    with pytest.raises(TypeError, match="is computed from weight_orig"):
-        quantize_(model, NVFP4WeightOnlyConfig())
+    with pytest.raises(TypeError, match=f"is computed from {source}: "):
+        quantize_(model, config)
     assert model(torch.randn(2, 64)).shape == (2, 64)
 
 

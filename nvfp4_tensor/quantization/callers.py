@@ -1,0 +1,85 @@
+"""Warn of what peft, transformers and torch do with a quantized model that the user hardly means."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from nvfp4_tensor._compat.frames import caller_frame_locals, user_level
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+_asked: defaultdict[str, weakref.WeakSet[nn.Module]] = defaultdict(weakref.WeakSet)
+
+
+def _is_first(what: str, model: Any) -> bool:
+    """Return whether something is asked of a model for the first time; it is remembered."""
+    if not isinstance(model, nn.Module) or model in _asked[what]:
+        return False
+    _asked[what].add(model)
+    return True
+
+
+def warn_of_adapters(model: nn.Module, chosen: Collection[nn.Module]) -> None:
+    """Warn if quantize_ freezes adapters of peft that would train: once for each model."""
+    adapters = [
+        name
+        for name, module in model.named_modules()
+        if "lora_" in name and module in chosen and module.weight.requires_grad  # type: ignore[union-attr]
+    ]
+    if adapters and _is_first("adapters", model):
+        warnings.warn(
+            f"quantize_ also quantizes {len(adapters)} matrices of adapters ({adapters[0]}, ...), which then do not "
+            "train: quantize before peft.get_peft_model, or pass filter_fn=lambda module, name: isinstance(module, "
+            "torch.nn.Linear) and 'lora_' not in name",
+            stacklevel=user_level(),
+        )
+
+
+def warn_of_merge() -> None:
+    """Warn if peft merges adapters into NVFP4 weights to remove them again later: once for each model."""
+    frame = caller_frame_locals("merge_adapter", "peft/tuners/tuners_utils.py")
+    if frame is not None and _is_first("merge", frame.get("self")):
+        warnings.warn(
+            "merge_adapter rounds the sums to NVFP4, and unmerge_adapter rounds again: it does not bring the weights "
+            "back. Keep the adapters apart, or merge for good by nvfp4_tensor.training.merge_lora",
+            stacklevel=user_level(),
+        )
+
+
+def warn_of_trainer() -> None:
+    """Warn if the Trainer of transformers trains a model whose weights quantize_ has frozen: once for each model.
+
+    A model with adapters has other frozen parameters, and so has one whose user chose what to train.
+    """
+    frame = caller_frame_locals("training_step", "transformers/trainer.py")
+    model = None if frame is None else frame.get("model")
+    if not isinstance(model, nn.Module) or not _is_first("train", model):
+        return
+    parameters = list(model.parameters())
+    frozen = [p for p in parameters if not p.requires_grad]
+    if frozen and all(isinstance(p, NVFP4Tensor) for p in frozen):
+        share = sum(p.numel() for p in frozen) / sum(p.numel() for p in parameters)
+        warnings.warn(
+            f"the NVFP4 weights of {type(model).__name__}, {share:.0%} of its parameters, are frozen, and the Trainer "
+            "trains only the others: add adapters (peft.get_peft_model), train before quantize_ "
+            "(NVFP4TrainingConfig), or train NVFP4 weights by training.to_nvfp4_parameters and NVFP4AdamW",
+            stacklevel=user_level(),
+        )
+
+
+def warn_of_dense_weight(weight: Any, new: Any) -> None:
+    """Warn if load_state_dict(assign=True) replaces an NVFP4 weight by a dense one: once for each call's model."""
+    if not isinstance(weight, NVFP4Tensor) or isinstance(new, NVFP4Tensor) or not isinstance(new, Tensor):
+        return
+    frame = caller_frame_locals("load_state_dict", "torch/nn/modules/module.py")
+    if frame is not None and _is_first("assign", frame.get("self")):
+        warnings.warn(
+            f"load_state_dict(assign=True) replaces NVFP4 weights by dense ones of {new.dtype}: leave assign out to "
+            "quantize them, or quantize the model again afterwards",
+            stacklevel=user_level(),
+        )

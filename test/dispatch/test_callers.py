@@ -1,0 +1,113 @@
+"""What optimizers, load_state_dict and a DataLoader of torch do with NVFP4 tensors, and what is said of it."""
+
+import functools
+
+import pytest
+import torch
+from helpers.user_warnings import user_warnings
+from torch import nn
+from torch.utils.data import DataLoader
+
+from nvfp4_tensor import NVFP4Tensor, quantize, training
+
+QUANTIZES = "quantizes NVFP4 weights again"
+DECODES = "decodes NVFP4 weights"
+count = functools.partial(user_warnings, file=__file__)
+
+
+def net(quantized=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 16))
+    return training.to_nvfp4_parameters(model) if quantized else model
+
+
+def steps(optimizer, model, n=3):
+    for _ in range(n):
+        optimizer.zero_grad()
+        model(torch.ones(4, 64)).square().sum().backward()
+        optimizer.step()
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of the user's that copies new values."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(p - group["lr"] * p.grad)
+
+
+TORCH = {
+    "AdamW": torch.optim.AdamW,
+    "Adam, foreach": functools.partial(torch.optim.Adam, foreach=True),
+    "SGD, momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "SGD, foreach": functools.partial(torch.optim.SGD, foreach=True),
+    "Adagrad": torch.optim.Adagrad,
+    "own": Own,
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_an_optimizer_of_torch_is_told_once_what_to_use(name):
+    model = net()
+    optimizer = TORCH[name](model.parameters(), lr=1e-3)
+    assert count(lambda: steps(optimizer, model), match=QUANTIZES) == 1
+    assert count(lambda: steps(optimizer, model), match=QUANTIZES) == 0
+    other = TORCH[name](model.parameters(), lr=1e-3)
+    instead = "NVFP4AdamW" if "Adam" in name else f"NVFP4Optimizer(parameters, {type(other).__name__}"
+    assert count(lambda: steps(other, model), match=instead) == 1
+
+
+OURS = {
+    "NVFP4AdamW": training.NVFP4AdamW,
+    "AdamW": training.NVFP4Optimizer,
+    "SGD": functools.partial(training.NVFP4Optimizer, inner=torch.optim.SGD, momentum=0.9, error_feedback="momentum"),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_optimizers_are_not(name):
+    model = net()
+    assert count(lambda: steps(OURS[name](model.parameters(), lr=1e-3), model), match="NVFP4") == 0
+
+
+def test_optimizers_of_dense_parameters_are_not():
+    model = nn.Sequential(net(), nn.Linear(16, 16))
+    model[0].requires_grad_(False)
+    assert count(lambda: steps(torch.optim.AdamW(model[1].parameters()), model), match=QUANTIZES) == 0
+
+
+def test_writes_of_the_user_are_not():
+    w = quantize(torch.randn(32, 64))
+    assert count(lambda: (w.mul_(2.0), w.copy_(torch.ones(32, 64))), match="NVFP4") == 0
+
+
+def test_load_state_dict_says_once_that_it_decodes():
+    model = net(quantized=False)
+    assert count(lambda: model.load_state_dict(net().state_dict()), match=DECODES) == 1
+    assert not isinstance(model[0].weight, NVFP4Tensor)
+    assert torch.equal(model[0].weight, net()[0].weight.dequantize())
+
+
+def test_load_state_dict_that_keeps_nvfp4_says_nothing():
+    state = net().state_dict()
+    for model, assign in ((net(quantized=False), True), (net(), False), (net(), True)):
+        assert count(lambda model=model, assign=assign: model.load_state_dict(state, assign=assign), match="NVFP4") == 0
+        assert isinstance(model[0].weight, NVFP4Tensor)
+    assert count(lambda: net().load_state_dict(net(quantized=False).state_dict()), match="NVFP4") == 0
+    dense = torch.zeros(48, 64)
+    assert count(lambda: dense.copy_(state["0.weight"]), match="NVFP4") == 0  # no load: the user's own copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_stacks_codes_in_its_workers_too(workers):
+    samples = [quantize(torch.randn(32, 64)) for _ in range(4)]
+    batches = list(DataLoader(samples, batch_size=2, num_workers=workers))
+    assert [type(batch) for batch in batches] == [NVFP4Tensor] * 2
+    for i, batch in enumerate(batches):
+        assert torch.equal(batch.dequantize(), torch.stack([t.dequantize() for t in samples[2 * i : 2 * i + 2]]))

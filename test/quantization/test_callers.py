@@ -1,0 +1,143 @@
+"""What peft, transformers and load_state_dict do with a quantized model, and what is said of it: once, at the call."""
+
+import functools
+
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+from helpers.user_warnings import user_warnings
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, calibrate
+from nvfp4_tensor.training import NVFP4TrainingConfig
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+count = functools.partial(user_warnings, file=__file__)
+CONFIG = NVFP4WeightOnlyConfig()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 16))
+
+
+def quantized():
+    model = net()
+    quantize_(model, CONFIG)
+    return model
+
+
+def adapted(model):
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"]))
+
+
+def trainable(model):
+    return sum(p.requires_grad for p in model.parameters())
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+FREEZES = "matrices of adapters"
+
+
+def test_quantized_adapters_are_named_with_the_filter_that_leaves_them():
+    model = adapted(net())
+    assert count(lambda: quantize_(model, CONFIG), match=FREEZES) == 1
+    assert trainable(model) == 0
+
+
+def test_a_calibration_names_them_once():
+    model, data = adapted(net()), [torch.randn(4, 64)]
+    assert count(lambda: calibrate(model, data, NVFP4Config(), progress=False), match=FREEZES) == 1
+
+
+def test_adapters_that_stay_or_do_not_train_are_not_named():
+    model = adapted(net())
+    only_base = lambda module, name: isinstance(module, nn.Linear) and "lora_" not in name  # noqa: E731
+    assert count(lambda: quantize_(model, CONFIG, filter_fn=only_base), match=FREEZES) == 0
+    assert trainable(model) == 4
+    assert count(lambda: adapted(quantized()), match=FREEZES) == 0
+    trains = lambda module, name: "lora_" in name and isinstance(module, nn.Linear)  # noqa: E731
+    assert count(lambda: quantize_(adapted(net()), NVFP4TrainingConfig(), filter_fn=trains), match=FREEZES) == 0
+    finished = adapted(net()).requires_grad_(False)
+    assert count(lambda: quantize_(finished, CONFIG), match=FREEZES) == 0
+
+
+def mergeable():
+    model = adapted(quantized())
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            module.get_apply_tensor_subclass = lambda: CONFIG
+            nn.init.normal_(module.lora_B["default"].weight, std=0.5)
+    return model
+
+
+def test_merge_adapter_says_once_that_it_cannot_be_undone():
+    model = mergeable()
+    before = model.base_model.model[0].base_layer.weight.dequantize()
+    assert count(lambda: model.merge_adapter(), match="does not bring the weights back") == 1
+    model.unmerge_adapter()
+    after = model.base_model.model[0].base_layer.weight.dequantize()
+    assert (after - before).norm() > 0.1 * before.norm()
+    assert count(lambda: model.merge_adapter(), match="does not bring") == 0
+
+
+def test_merges_for_good_say_nothing():
+    assert count(lambda: mergeable().merge_and_unload(), match="does not bring") == 0
+    assert count(lambda: adapted(net()).merge_adapter(), match="does not bring") == 0
+
+
+# --- the Trainer -----------------------------------------------------------------------------------------------------
+
+FROZEN = "the Trainer trains only the others"
+
+
+def train(model, folder):
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+    options = transformers.TrainingArguments(
+        str(folder), max_steps=2, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True
+    )
+    transformers.Trainer(model=model, args=options, train_dataset=data).train()
+
+
+def test_the_trainer_of_a_weight_only_model_is_told_once(tmp_path):
+    model = tiny_model("Llama", num_hidden_layers=1)
+    assert count(lambda: train(model, tmp_path), match=FROZEN) == 1
+    assert count(lambda: train(model, tmp_path), match=FROZEN) == 0
+
+
+@pytest.mark.parametrize("kind", ["adapters", "only the output layer", "training linears", "dense"])
+def test_the_trainer_of_what_trains_is_not(kind, tmp_path):
+    model = tiny_model("Llama", num_hidden_layers=1, quantized=kind in ("adapters", "only the output layer"))
+    if kind == "adapters":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    elif kind == "only the output layer":
+        model.requires_grad_(False)
+        model.lm_head.requires_grad_()
+    elif kind == "training linears":
+        quantize_(model.model, NVFP4TrainingConfig())
+    assert count(lambda: train(model, tmp_path), match=FROZEN) == 0
+
+
+def test_a_loop_of_the_users_is_not(tmp_path):
+    assert count(lambda: quantized().train(), match="NVFP4") == 0
+
+
+# --- load_state_dict -------------------------------------------------------------------------------------------------
+
+
+def test_load_state_dict_that_assigns_dense_weights_says_so_once():
+    model = quantized()
+    assert count(lambda: model.load_state_dict(net().state_dict(), assign=True), match="by dense ones") == 1
+    assert not isinstance(model[0].weight, NVFP4Tensor)
+
+
+def test_load_state_dict_that_keeps_codes_says_nothing():
+    for state, assign in ((net().state_dict(), False), (quantized().state_dict(), True)):
+        model = quantized()
+        assert count(lambda: model.load_state_dict(state, assign=assign), match="NVFP4") == 0  # noqa: B023
+        assert isinstance(model[0].weight, NVFP4Tensor)
