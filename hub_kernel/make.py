@@ -25,7 +25,14 @@ PACKAGE = ROOT / "nvfp4_tensor"
 NAME, VERSION, LICENSE = "nvfp4-tensor", 1, "bsd-3-clause"
 MODULE = NAME.replace("-", "_")
 ABI = "2.11"
-COPIED = ("numerics/*.py", "ops/__init__.py", "ops/schemas.py", "ops/fakes.py", "ops/composite/*.py")
+COPIED = (
+    "numerics/*.py",
+    "ops/__init__.py",
+    "ops/schemas.py",
+    "ops/fakes.py",
+    "ops/composite/*.py",
+    "_compat/exports.py",
+)
 """What the operators need: schemas, fakes, and the reference, which serves devices without a kernel."""
 
 _OPS = '''"""Load the library of this variant, and define its operators."""
@@ -93,7 +100,6 @@ def write_python(folder: Path, name: str) -> None:
             target = folder / path.relative_to(PACKAGE)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(rewritten(path.read_text(), len(target.relative_to(folder).parts) - 1, name))
-    (folder / "_compat").mkdir()
     (folder / "_compat" / "__init__.py").write_text("")
     (folder / "_compat" / "pickles.py").write_text(_PICKLES)
     (folder / "_ops.py").write_text(_OPS.format(namespace=name))

@@ -13,6 +13,7 @@ from nvfp4_tensor.tensor.fake_quantize import is_transformed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _matmul = torch.ops.nvfp4.matmul.default
+_tracing_state = torch._C._get_tracing_state
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_torch_function_mode_enabled = torch._C._is_torch_function_mode_enabled
 
@@ -56,6 +57,7 @@ def _is_inference(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> bool:
         type(x) is Tensor
         and type(qdata) is Tensor
         and not torch.is_grad_enabled()
+        and _tracing_state() is None
         and not w.transposed
         and w.read_from is None
         and qdata.dim() == 2

@@ -12,6 +12,8 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
+from nvfp4_tensor._compat.exports import check_not_in_onnx
+
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 library = torch.library.Library("nvfp4", "DEF")
@@ -90,6 +92,7 @@ def _bind(
 
     def call(*args: object, **kwargs: object) -> object:
         # The dispatcher has checked the arguments, and omits trailing ones that equal their defaults.
+        check_not_in_onnx()
         given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
         _check_devices(name, given.values())
         return function(*(given[name] for name in wanted))

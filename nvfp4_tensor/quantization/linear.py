@@ -13,6 +13,7 @@ from torchao.quantization.quantize_.common.quantization_step import Quantization
 from torchao.quantization.transform_module import register_quantize_module_handler
 from torchao.utils import TorchAOBaseTensor
 
+from nvfp4_tensor._compat.exports import refuse_export
 from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.linears import linear_of_module
@@ -33,6 +34,8 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 @functools.partial(pin, loadable=False)
 class NVFP4Linear(nn.Linear):
     """An nn.Linear with an NVFP4 weight. It computes the same, in less time on the host, and has another repr."""
+
+    __prepare_scriptable__ = refuse_export
 
     def forward(self, input: Tensor) -> Tensor:
         return linear_of_module(self, input)

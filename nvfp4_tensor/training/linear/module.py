@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor._compat.exports import check_not_traced, refuse_export
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.numerics.codes import Codes
@@ -83,6 +84,8 @@ class NVFP4TrainingLinear(nn.Linear):
         linear.set_recipe(recipe, False, False)
         return linear
 
+    __prepare_scriptable__ = refuse_export
+
     def to_dense(self) -> nn.Linear:
         """Convert this module in place to a plain nn.Linear."""
         for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign"):
@@ -109,6 +112,7 @@ class NVFP4TrainingLinear(nn.Linear):
         recipe, sharding = self.active_recipe, self.sharding
         given: Any = None  # read once: a parametrization computes the weight, and may draw random bits or count calls
         if not torch.compiler.is_compiling():
+            check_not_traced()
             self._check_gathered()
             ready = self._prepared
             if ready is not None and sharding is UNSHARDED_LINEAR and self._weight_codes is None:

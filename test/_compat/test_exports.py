@@ -1,0 +1,85 @@
+"""Exports that know no NVFP4 say so, and torch.export works."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, training
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+KINDS = {
+    "weight-only": lambda m: quantize_(m, NVFP4WeightOnlyConfig()),
+    "W4A4": lambda m: quantize_(m, NVFP4Config()),
+    "training": lambda m: quantize_(m, training.NVFP4TrainingConfig()),
+    "NVFP4 parameters": training.to_nvfp4_parameters,
+}
+X = torch.ones(8, 64)
+
+
+@pytest.fixture(params=KINDS)
+def model(request):
+    m = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32))
+    KINDS[request.param](m)
+    return m
+
+
+def traced(model):
+    torch.jit.trace(model, X)
+
+
+def traced_in_inference(model):
+    with torch.no_grad():
+        torch.jit.trace(model.requires_grad_(False), X, check_trace=False)
+
+
+def traced_after_a_step(model):
+    model(X.clone().requires_grad_()).sum().backward()
+    torch.jit.trace(model, X)
+
+
+def traced_as_function(model):
+    torch.jit.trace(lambda x: model(x), X)
+
+
+def scripted(model):
+    torch.jit.script(model)
+
+
+def to_onnx_by_torchscript(model):
+    torch.onnx.export(model, (X,), io.BytesIO(), dynamo=False)
+
+
+def to_onnx(model):
+    pytest.importorskip("onnxscript")
+    torch.onnx.export(model, (X,), io.BytesIO(), dynamo=True, verbose=False)
+
+
+EXPORTS = [
+    traced, traced_in_inference, traced_after_a_step, traced_as_function, scripted, to_onnx_by_torchscript, to_onnx,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("export", EXPORTS, ids=lambda export: export.__name__)
+def test_an_export_without_nvfp4_names_the_one_with_it(export, model):
+    with pytest.raises(Exception, match=r"torch\.export\.export\(model, args\)"):
+        export(model)
+    assert model(X).isfinite().all()  # the model is as it was
+
+
+def test_the_export_that_it_names_works(model):
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model.eval(), (X,)), file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(X), model(X))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_dense_models_are_exported_as_before(strict):
+    model = nn.Linear(64, 32)
+    assert torch.equal(torch.jit.trace(model, X)(X), model(X))
+    assert torch.equal(torch.jit.script(model)(X), model(X))
+    assert torch.export.export(model, (X,), strict=strict)
