@@ -20,7 +20,7 @@ class View(Checkpoint):
 
     def __init__(self, source: Checkpoint) -> None:
         self.source = source
-        self.format, self.path, self.config = source.format, source.path, source.config
+        self.format, self.path, self.config, self.files = source.format, source.path, source.config, source.files
         self.entries = dict(source.entries)
 
     def linear(self, name: str) -> LinearParts:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: checks that they are regular, inside its folder, and unchanged while they are read."""
+"""The files of a checkpoint: which are read or copied, whether they are regular, in its folder, and unchanged."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_IGNORED = (".*", "*.tmp", "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.gguf")
-"""Files of a folder that are neither read nor copied."""
+_SKIPPED = (".*", "*.tmp", "*.partial", "__pycache__")
+"""Files and folders that are neither read nor copied: hidden ones, caches, and unfinished outputs."""
+_WEIGHTS = ("*.safetensors", "*.gguf", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*model*.bin", "*.h5", "*.msgpack", "*.onnx",
+            "*.onnx_data", "*.index.json")  # fmt: skip
+_READ = ("*.safetensors", "*.index.json")
+"""Those of :data:`_WEIGHTS` that are read."""
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")
+"""The first bytes of files that torch.save and pickle write."""
 
 
 class Files:
-    """The files that a checkpoint is read from, with their status when it was opened.
+    """The files that a checkpoint is read from and those beside them, with their status when it was opened.
 
     Attributes:
+        folder: the folder that they are in.
         stats: the status of each file by path, in order.
     """
 
@@ -27,20 +34,47 @@ class Files:
         Raises:
             ValueError: a file is not regular (a FIFO, a device), or is a link to a file outside of the folder.
         """
+        self.folder = path if path.is_dir() else path.parent
         if path.is_dir():
-            found = [file for file in sorted(path.iterdir()) if not any(map(file.match, _IGNORED))]
+            found = [file for file in sorted(path.iterdir()) if not file.is_dir() and _is_kept(file, _READ)]
         else:
             check_regular(path)
             found = [path]
         for file in (*found, *others):
             if os.path.lexists(file) and not file.is_dir() and file != path:
                 check_regular(file)
-                _check_inside(file)
+                _check_inside(file, self.folder)
         self.stats = {file: file.stat() for file in dict.fromkeys((*found, *others)) if file.is_file()}
 
+    def beside(self, whole: Iterable[str] = ()) -> tuple[list[Path], list[Path]]:
+        """Return the files that belong to the model beside its weights, subfolders included, and those left out.
+
+        Left out are other copies of the weights, and links out of the folder. Hidden files and caches are neither.
+
+        whole: subfolders that belong to the model with their weights.
+        """
+        kept, left_out = [file for file in self.stats if file.parent == self.folder], []
+        taken = {self.folder / name for name in whole}
+        for each in sorted(self.folder.rglob("*")):
+            parents = [self.folder / parent for parent in each.relative_to(self.folder).parents]
+            if (
+                each in self.stats
+                or any(parent.is_symlink() for parent in parents[:-1])
+                or _is_skipped(each, self.folder)
+            ):
+                continue
+            if each.is_dir() and not each.is_symlink():
+                continue
+            is_whole = not taken.isdisjoint(parents)
+            if each.is_file() and (is_whole or _is_kept(each)) and _is_inside(each, self.folder):
+                kept.append(each)
+            else:
+                left_out.append(each)
+        return kept, left_out
+
     def identity(self) -> list[Any]:
-        """Return the name, inode, size and time of each file, as JSON."""
-        return [[file.name, *_identity(stat)] for file, stat in self.stats.items()]
+        """Return the name, inode, size and times of each file, as JSON."""
+        return [[os.path.relpath(file, self.folder), *_identity(stat)] for file, stat in self.stats.items()]
 
     def check_unchanged(self) -> None:
         """
@@ -65,18 +99,39 @@ def check_same(file: Path, before: os.stat_result, after: os.stat_result | None)
 
 
 def _identity(stat: os.stat_result) -> list[int]:
-    return [stat.st_ino, stat.st_size, stat.st_mtime_ns]
+    return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]  # a program can set mtime, but not ctime
 
 
-def _check_inside(file: Path) -> None:
+def _starts_with(file: Path, beginnings: tuple[bytes, ...]) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(max(map(len, beginnings))).startswith(beginnings)
+
+
+def _is_skipped(path: Path, folder: Path) -> bool:
+    """Return whether a file, or a folder that it is in, is hidden, a cache, or unfinished."""
+    return any(Path(part).match(pattern) for part in path.relative_to(folder).parts for pattern in _SKIPPED)
+
+
+def _is_kept(file: Path, read: tuple[str, ...] = ()) -> bool:
+    """Return whether a file is none with weights; those that match ``read`` are kept too."""
+    if _is_skipped(file, file.parent):
+        return False
+    if any(map(file.match, _WEIGHTS)):
+        return any(map(file.match, read))
+    return not (file.match("*.bin") and file.is_file() and _starts_with(file, _PICKLES))
+
+
+def _is_inside(file: Path, folder: Path) -> bool:
+    target = file.resolve()
+    return any(target.is_relative_to(root) for root in _roots(folder.resolve()))
+
+
+def _check_inside(file: Path, folder: Path) -> None:
     """Raise a ValueError for a link out of the folder, because its target would be copied to the output."""
-    if not file.is_symlink():
-        return
-    target, roots = file.resolve(), _roots(file.parent.resolve())
-    if not any(target.is_relative_to(root) for root in roots):
+    if file.is_symlink() and not _is_inside(file, folder):
         raise ValueError(
-            f"{file} is a link to {target}, outside of its folder: copy that file here, or pass the folder that "
-            "it is in"
+            f"{file} is a link to {file.resolve()}, outside of its folder: copy that file here, or pass the folder "
+            "that it is in"
         )
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
-from nvfp4_tensor.checkpoints.io.files import Files
-from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_is_new, fingerprint
-from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards, read_json, write_json
+from nvfp4_tensor.checkpoints.io.files import Files, check_same
+from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_apart, check_is_new, fingerprint
+from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards, parse_json, read_json, write_json
 from nvfp4_tensor.checkpoints.io.sidecar import (
     SIDECAR,
     lost_factors,
@@ -35,8 +35,8 @@ from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, nan_blocks
 SHARD_BYTES = 4 << 30
 """The approximate size of a shard, if the source has only one."""
 
-_NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "hf_quant_config.json", "config.json", SIDECAR,
-               "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.gguf", "*.index.json", ".*", "*.tmp")  # fmt: skip
+_OWN = ("config.json", "hf_quant_config.json", SIDECAR)
+"""Files that formats write themselves."""
 Plan: TypeAlias = "dict[str, dict[str, dict[str, Tensor]]]"
 """The tensors of each parameter of each file, on the meta device."""
 
@@ -90,10 +90,30 @@ class FolderCheckpoint(Checkpoint):
         return self.shards.chunks(self.stored_name(name))
 
     def write_auxiliary_files(self, folder: Path) -> None:
-        """Copy all files of the folder except weights and those that this package writes."""
-        for file in self.files.stats if self.path.is_dir() else ():
-            if not any(file.match(pattern) for pattern in _NOT_COPIED):
-                shutil.copyfile(file, folder / file.name)
+        """Copy the other files of the folder and its subfolders, except those that this package writes."""
+        if not self.path.is_dir():
+            return
+        read = {file.resolve() for file in self.shards.files}
+        own = [self.path / name for name in _OWN] + list(self.path.glob("*.index.json"))
+        kept, left_out = self.files.beside(_modules(self.path))
+        for file in kept:
+            if file in own or file.resolve() in read:
+                continue
+            if file.parent == self.path and file.suffix == ".safetensors":
+                left_out.append(file)
+                continue
+            before = self.files.stats.get(file) or file.stat()
+            copy = folder / file.relative_to(self.path)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+            check_same(file, before, file.stat())
+        if left_out:
+            names = [str(file.relative_to(self.path)) for file in left_out]
+            warnings.warn(
+                f"{some(names)} of {self.path} are not copied, because they seem to be other copies of the weights: "
+                "copy them to the output if the model needs them",
+                stacklevel=5,
+            )
 
     def stored_name(self, name: str) -> str:
         """Return the name of a dense tensor in the files."""
@@ -120,6 +140,16 @@ class FolderCheckpoint(Checkpoint):
 
     def close(self) -> None:
         self.shards.close()
+
+
+def _modules(folder: Path) -> list[str]:
+    """Return the subfolders with the modules of a sentence transformer."""
+    file = folder / "modules.json"
+    try:
+        modules = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else []
+        return [str(module["path"]) for module in modules if module["path"]]
+    except (ValueError, TypeError, KeyError):  # of another program
+        return []
 
 
 class _WithoutBytes(Mapping[str, Tensor]):
@@ -222,6 +252,7 @@ class SafetensorsFormat(Format):
         self.check_names(checkpoint)
         self.check(checkpoint)
         check_is_new(path)
+        check_apart(checkpoint, path.with_name(path.name + ".partial"))
         plan = self._plan(checkpoint, shard_bytes)
         with ResumableFolder(path, fingerprint(self.name, checkpoint, shard_bytes)) as state:
             self._write_shards(checkpoint, plan, state, progress)

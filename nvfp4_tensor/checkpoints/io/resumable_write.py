@@ -19,7 +19,7 @@ try:
 except ImportError:  # Windows, where files are not locked
     fcntl = None  # type: ignore[assignment]
 
-MANIFEST = "progress.json"
+MANIFEST = ".progress.json"  # hidden files of a source are not copied, and cannot replace it
 
 
 def check_is_new(path: Path, *, is_file: bool = False) -> None:
@@ -28,6 +28,13 @@ def check_is_new(path: Path, *, is_file: bool = False) -> None:
         raise ValueError(f"{path} already exists: remove it, or choose another path")
     if path.is_dir():
         _check_replaceable(path)
+
+
+def check_apart(checkpoint: Checkpoint, temporary: Path) -> None:
+    """Raise a ValueError if the file or folder that an output has until it is complete is read itself."""
+    read = [] if checkpoint.path is None else [checkpoint.path, *(checkpoint.files.stats if checkpoint.files else ())]
+    if temporary.exists() and any(file.exists() and temporary.samefile(file) for file in read):
+        raise ValueError(f"{temporary} would be written, but it is read: choose another path for the output")
 
 
 def _check_replaceable(path: Path) -> None:
@@ -58,6 +65,9 @@ def temporary(path: Path) -> Iterator[Path]:
         check_is_new(path, is_file=True)
         try:
             yield file
+        except KeyboardInterrupt as error:
+            error.args = error.args or (f"{path} was not written, and nothing of it is left",)
+            raise
         finally:
             if _is_at(lock, file):
                 file.unlink()
@@ -176,9 +186,19 @@ class ResumableFolder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Keep an unfinished folder for the next run, unless it has no key and cannot be resumed."""
+        """Keep an unfinished folder for the next run, unless it has no key and cannot be resumed. An interrupt gets a
+        message."""
+        left = f"{self.path} was not written, and nothing of it is left"
         if self._manifest["key"] is None and self.folder.exists():
             shutil.rmtree(self.folder)
+        elif self.folder.exists():
+            count = len(self._shards)
+            left = (
+                f"{self.folder} keeps {count} complete file{'s' * (count != 1)}: run the same again to "
+                "resume there, or remove that folder"
+            )
+        if isinstance(exception[1], KeyboardInterrupt):
+            exception[1].args = exception[1].args or (left,)
         self._open.__exit__(*exception)  # type: ignore[arg-type]
 
 

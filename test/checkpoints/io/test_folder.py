@@ -24,12 +24,65 @@ def test_other_files_are_copied_and_pickles_and_hidden_ones_are_not(src, tmp_pat
     for name, text in (kept | left).items():
         (src / name).write_text(text)
     (src / "original").mkdir()
-    checkpoints.quantize(src, tmp_path / "dst", to=to, progress=False)
+    with pytest.warns(UserWarning, match=r"model\.gguf, pytorch_model\.bin, state\.pt .* are not copied"):
+        checkpoints.quantize(src, tmp_path / "dst", to=to, progress=False)
     names = {file.name for file in (tmp_path / "dst").iterdir()}
     assert {name: (tmp_path / "dst" / name).read_text() for name in kept} == kept
     assert not names & set(left) and "original" not in names and "progress.json" not in names
     written = json.loads((tmp_path / "dst/config.json").read_text())
     assert {name: written[name] for name in CONFIG} == CONFIG
+
+
+def test_subfolders_and_other_files_are_copied(src, tmp_path):
+    """Chat templates, the modules of a sentence transformer, vocabularies; not other copies of the weights."""
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
+    kept = {
+        "additional_chat_templates/rag.jinja": b"RAG", "1_Pooling/config.json": b"{}", "vocab.bin": b"\x00",
+        "2_Dense/model.safetensors": b"x", "2_Dense/pytorch_model.bin": b"PK\x03\x04",
+        "modules.json": json.dumps(modules).encode(), "a/b/config.json": b"[]", "code/modeling.py": b"pass",
+        "progress.json": b"3",
+    }  # fmt: skip
+    left = {
+        "original/consolidated.00.pth": b"x", "onnx/model.onnx": b"x", "training_args.bin": b"PK\x03\x04",
+        "consolidated.safetensors": (src / "model-00001-of-00003.safetensors").read_bytes(),
+    }  # fmt: skip
+    hidden = {".cache/x": b"x", "code/__pycache__/x.pyc": b"x", "old.partial/config.json": b"x"}
+    for name, data in (kept | left | hidden).items():
+        (src / name).parent.mkdir(parents=True, exist_ok=True)
+        (src / name).write_bytes(data)
+    (src / "link").symlink_to("code")
+    (src / "1_Pooling/secret").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_text("x")
+    with pytest.warns(UserWarning, match="are not copied") as warned:
+        checkpoints.quantize(src, tmp_path / "dst", progress=False)
+    (message,) = [str(each.message) for each in warned if "are not copied" in str(each.message)]
+    assert "1_Pooling/secret" in message and "and 2 more" in message
+    found = {str(file.relative_to(tmp_path / "dst")) for file in (tmp_path / "dst").rglob("*") if file.is_file()}
+    assert kept.keys() <= found and not found & (left | hidden).keys()
+    assert {name: (tmp_path / "dst" / name).read_bytes() for name in kept} == kept
+
+
+def test_an_output_inside_of_the_source_is_not_copied_into_itself(src):
+    for _ in range(2):
+        checkpoints.quantize(src, src / "nvfp4", progress=False)
+        assert not (src / "nvfp4/nvfp4").exists() and not (src / "nvfp4.partial").exists()
+        for file in sorted((src / "nvfp4").iterdir()):
+            file.unlink()
+
+
+def test_an_output_never_replaces_its_source(src, tmp_path):
+    """By its own name, by links, and as the folder or file that is written until the output is complete."""
+    before = {file.name: file.read_bytes() for file in src.iterdir()}
+    (tmp_path / "link").symlink_to(src)
+    src.rename(tmp_path / "dst.partial")
+    (tmp_path / "dst.partial/.progress.json").write_text('{"key": "of an earlier run", "shards": {}}')
+    src = tmp_path / "dst.partial"
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(src)
+    for dst in (src, tmp_path / "link", tmp_path / "dst", src / "../dst.partial"):
+        with pytest.raises(ValueError, match=r"already exists|would be written, but it is read"):
+            checkpoints.quantize(src, dst, progress=False)
+    assert {file.name: file.read_bytes() for file in src.iterdir() if file.name != ".progress.json"} == before
 
 
 def test_the_index_names_every_tensor_and_counts_their_bytes(src, tmp_path):

@@ -30,17 +30,17 @@ def interrupted(tmp_path, monkeypatch):
     def linear(self, name):
         seen.append(name)
         if len(seen) == 12:
-            raise Interrupted
+            raise KeyboardInterrupt
         return whole(self, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(Quantized, "linear", linear)
-        with pytest.raises(Interrupted):
+        with pytest.raises(KeyboardInterrupt, match=r"dst\.partial keeps 1 complete file: run the same again"):
             checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     assert not (tmp_path / "dst").exists()
     names = sorted(each.name for each in (tmp_path / "dst.partial").iterdir())
-    assert names == ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors.tmp", "progress.json"]
-    return (tmp_path / "dst.partial" / names[0]).stat().st_ino
+    assert names == [".progress.json", "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors.tmp"]
+    return (tmp_path / "dst.partial" / names[1]).stat().st_ino
 
 
 def test_an_interrupted_run_is_taken_up(tmp_path, interrupted):
@@ -87,7 +87,7 @@ def test_an_interruption_in_the_first_file(tmp_path, monkeypatch):
 def test_a_run_that_was_killed_before_its_first_manifest(tmp_path):
     write_dense(tmp_path / "src")
     (tmp_path / "dst.partial").mkdir()
-    (tmp_path / "dst.partial/progress.tmp").write_text('{"key": ')
+    (tmp_path / "dst.partial/.progress.tmp").write_text('{"key": ')
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["dst", "src"]
 
