@@ -152,9 +152,9 @@ def test_stacked_experts_of_other_names_are_named(tmp_path, is_mixture, recwarn)
 
 
 def test_what_does_not_fit_stays_dense_and_is_named(tmp_path):
-    tensors = {"a.weight": torch.randn(8, 32), "b.weight": torch.randn(8, 40), "c.weight": torch.ones(8, 32).int()}
+    tensors = {"a.weight": torch.randn(8, 32), "b.weight": torch.randn(8, 40), "c.weight": torch.ones(8, 32).double()}
     write_dense(tmp_path / "src", {**tensors, "conv.weight": torch.randn(4, 16, 3)})
-    with pytest.warns(UserWarning, match=r"b\.weight \[8, 40\] float32, c\.weight \[8, 32\] int32"):
+    with pytest.warns(UserWarning, match=r"b\.weight \[8, 40\] float32, c\.weight \[8, 32\] float64"):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
     with checkpoints.read(tmp_path / "dst") as read:
         assert [name for name, entry in read.entries.items() if entry.quantized] == ["a.weight"]

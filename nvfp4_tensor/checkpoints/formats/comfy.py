@@ -33,6 +33,7 @@ from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
 from nvfp4_tensor.checkpoints.names import some, warn_of_missing_input_scales
 from nvfp4_tensor.checkpoints.parts import LinearParts
+from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.checkpoints.wrappers import View
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
@@ -82,8 +83,6 @@ class ComfyUI(SafetensorsFormat):
                 entries[name] = self._linear_entry(checkpoint, name)
             elif name not in parts:
                 entries[name] = Entry(shape=each.shape, dtype=each.dtype, shard=each.file.name)
-        if lonely := [name for name in entries if name.endswith(".weight_scale_2")]:
-            raise ValueError(f"{checkpoint.path}: {some(lonely)} belong to layers without a marker of {_NVFP4}")
         warn_of_missing_input_scales(checkpoint.path, entries)
         return entries
 
@@ -186,6 +185,7 @@ class ComfyUI(SafetensorsFormat):
             checkpoint = _Activations(checkpoint, quantize_activations)
         self.check_names(checkpoint)
         self.check(checkpoint)
+        check_understood(checkpoint.entries, checkpoint.path)
         (names,) = self._plan(checkpoint, 1 << 62).values()
         with temporary(path), tqdm(desc=f"writing {path.name}", unit="B", unit_scale=True, disable=not progress) as bar:
             _, factors, with_nan = self._write_shard(checkpoint, path, names, bar)

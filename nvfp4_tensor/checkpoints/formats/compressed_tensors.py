@@ -59,12 +59,6 @@ class CompressedTensors(SafetensorsFormat):
         info = checkpoint.shards.info
         modules = [name.removesuffix("weight_packed") for name in info if name.endswith(".weight_packed")]
         parts = {f"{module}{part}" for module in modules for part in _PARTS}
-        others = [name for name in info if name.endswith(_FOREIGN) and name not in parts]
-        if others:
-            raise ValueError(
-                f"{info[others[0]].file}: {some(others)} belong to weights that are not NVFP4, and other compressions "
-                "are not supported"
-            )
         entries = {}
         for name, tensor in info.items():
             if name.endswith(".weight_packed"):

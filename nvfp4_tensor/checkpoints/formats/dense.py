@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat
+from nvfp4_tensor.checkpoints.io.safetensors import Shards
 from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.checkpoints.parts import LinearParts
 
@@ -23,7 +24,7 @@ class Dense(SafetensorsFormat):
         return any(path.glob("*.safetensors")) if path.is_dir() else path.suffix == ".safetensors"
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-        found = config.get("quantization_config")
+        found = _quantization_config(config)
         if found is not None:
             method = found.get("quant_method") if isinstance(found, dict) else found
             raise ValueError(
@@ -33,10 +34,7 @@ class Dense(SafetensorsFormat):
         return {}
 
     def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
-        return {
-            name: Entry(shape=info.shape, dtype=info.dtype, shard=info.file.name)
-            for name, info in checkpoint.shards.info.items()
-        }
+        return entries_of(checkpoint.shards)
 
     def check(self, checkpoint: Checkpoint) -> None:
         quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
@@ -54,3 +52,15 @@ class Dense(SafetensorsFormat):
 
 
 FORMAT = Dense()
+
+
+def entries_of(shards: Shards) -> dict[str, Entry]:
+    """Return the entries of tensors that are all dense."""
+    return {name: Entry(shape=info.shape, dtype=info.dtype, shard=info.file.name) for name, info in shards.info.items()}
+
+
+def _quantization_config(config: dict[str, Any]) -> Any:
+    """Return the quantization_config of config.json, or of a model in it, such as ``text_config``."""
+    inner = [value for value in config.values() if isinstance(value, dict)]
+    found = [each["quantization_config"] for each in (config, *inner) if each.get("quantization_config") is not None]
+    return found[0] if found else None

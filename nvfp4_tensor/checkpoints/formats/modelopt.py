@@ -15,7 +15,6 @@ in config.json, or in both.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +29,7 @@ from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsForm
 from nvfp4_tensor.checkpoints.io.safetensors import read_json
 from nvfp4_tensor.checkpoints.names import dense_linears, some, warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.checkpoints.parts import LinearParts
-from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
+from nvfp4_tensor.numerics.layout import BLOCK
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 LAYOUT_VERSION = "0.47.0"
@@ -82,12 +81,6 @@ class ModelOpt(SafetensorsFormat):
         mixed = checkpoint.quantization["quantized_layers"]
         quantized = [name for name in info if info[name].dtype == torch.uint8 and keys_of(name)["scale"] in info]
         parts = {key for name in quantized for key in keys_of(name).values() if key != name}
-        lonely = [name for name in info if name not in parts and _is_scale_of_other(name, info)]
-        if lonely:
-            raise ValueError(
-                f"{info[lonely[0]].file}: {some(lonely)} belong to weights that are not NVFP4 (uint8), and other "
-                "quantizations are not supported"
-            )
         for name, each in info.items():
             if each.dtype == torch.uint8 and name.endswith("weight") and name not in quantized:
                 checkpoint.expect(keys_of(name)["scale"], torch.float8_e4m3fn, None, name)
@@ -185,15 +178,6 @@ FORMAT = ModelOpt()
 def format_for(config: Mapping[str, Any]) -> ModelOpt:
     """Return the format that writes a model with this config.json, with experts as ModelOpt stores them."""
     return ModelOpt(config.get("model_type") in TRANSPOSED_EXPERTS)
-
-
-def _is_scale_of_other(name: str, info: Mapping[str, Any]) -> bool:
-    """Return whether a tensor is the scale of a weight in another quantization, and not a parameter with such a
-    name."""
-    owner = re.sub(r"_?weight_scale(_2)?$", "", name)
-    if owner == name:
-        return False
-    return owner == "" or owner.endswith(".") or (owner in info and info[owner].dtype not in HIGH_PRECISION_DTYPES)
 
 
 def _are_transposed(weight: Sequence[int], scale: Sequence[int]) -> bool:

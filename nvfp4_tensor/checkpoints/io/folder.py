@@ -31,6 +31,7 @@ from nvfp4_tensor.checkpoints.io.sidecar import (
 )
 from nvfp4_tensor.checkpoints.names import joined_with, natural, some
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, nan_blocks
+from nvfp4_tensor.checkpoints.understood import check_understood
 
 SHARD_BYTES = 4 << 30
 """The approximate size of a shard, if the source has only one."""
@@ -58,6 +59,7 @@ class FolderCheckpoint(Checkpoint):
             self.quantization = format.quantization(folder, self.config)
             self.config.pop("quantization_config", None)
             entries = format.entries(self)
+            check_understood(entries, path)
         except (AttributeError, IndexError, KeyError, TypeError) as error:  # JSON values of unexpected types
             raise ValueError(f"{path}: the configuration of {format.name} is invalid: {error!r}") from error
         order = {file.name: i for i, file in enumerate(self.shards.files)}
@@ -251,6 +253,7 @@ class SafetensorsFormat(Format):
         path = Path(path)
         self.check_names(checkpoint)
         self.check(checkpoint)
+        check_understood(checkpoint.entries, checkpoint.path)
         check_is_new(path)
         check_apart(checkpoint, path.with_name(path.name + ".partial"))
         plan = self._plan(checkpoint, shard_bytes)

@@ -176,6 +176,11 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
     if shape != tuple(slot.tensor.shape):
         raise ValueError(f"{file}: tensor {origin.names[0]}: expected {list(slot.tensor.shape)}, found {list(shape)}")
     if not entry.quantized:
+        if slot.tensor.dtype.is_floating_point and not entry.dtype.is_floating_point:
+            raise ValueError(
+                f"{file}: tensor {origin.names[0]}: expected a floating-point dtype for a parameter in "
+                f"{slot.tensor.dtype}, found {entry.dtype}"
+            )
         return
     for holder, (module, _) in slot.holders.items():
         if not isinstance(module, nn.Linear) and slot.tensor.dim() != 3:

@@ -112,12 +112,17 @@ def shape_of(origin: Origin, entries: Mapping[str, Entry]) -> tuple[int, ...]:
     """
     if origin.is_whole:
         return entries[origin.names[0]].shape
+    dense = [name for name in origin.names if not entries[name].quantized]
+    if dense and len(dense) < len(origin.names):
+        raise ValueError(
+            f"{dense[0]} is dense, but tensors that the model joins with it are NVFP4 "
+            f"({next(name for name in origin.names if entries[name].quantized)}): leave all of q, k and v dense, or "
+            "none; likewise gate and up, and all experts of a layer"
+        )
     for group in origin.groups:
         rows, rest = tuple(entries[each].shape[0] for each in group), {entries[each].shape[1:] for each in group}
-        if rows != origin.rows or len(rest) > 1 or len({entries[each].quantized for each in group}) > 1:
-            found = ", ".join(
-                f"{each} {list(entries[each].shape)}{' NVFP4' if entries[each].quantized else ''}" for each in group
-            )
+        if rows != origin.rows or len(rest) > 1:
+            found = ", ".join(f"{each} {list(entries[each].shape)}" for each in group)
             raise ValueError(f"expected tensors that can be joined along their rows, found {found}")
     shape = (sum(origin.rows), *entries[origin.names[0]].shape[1:])
     return (len(origin.groups), *shape) if origin.stacked else shape

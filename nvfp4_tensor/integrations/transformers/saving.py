@@ -19,6 +19,7 @@ from nvfp4_tensor.checkpoints.models.hf_names import names_in_files
 from nvfp4_tensor.checkpoints.models.saving import MismatchedScales, ModelCheckpoint
 from nvfp4_tensor.checkpoints.names import some, warn_of_mixed_groups
 from nvfp4_tensor.checkpoints.parts import nan_blocks
+from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
 from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
@@ -111,6 +112,7 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     checkpoint = checkpoint_of(model, weight_only)
     modelopt.FORMAT.check(checkpoint)
     modelopt.FORMAT.check_names(checkpoint)
+    check_understood(checkpoint.entries, None)
     tensors = _dense_tensors(model)
     with_nan = []
     warn_of_mixed_groups(checkpoint)

@@ -186,7 +186,7 @@ DAMAGES = {
     ),
     "fp8": (
         lambda t: t.update({f"{Q_PROJ}.weight": t.pop(f"{Q_PROJ}.weight_packed").view(torch.float8_e4m3fn)}),
-        r"q_proj\.input_global_scale.* belong to weights that are not NVFP4",
+        r"q_proj\.weight \(float8_e4m3fn\).* are weights of another quantization",
     ),
     "scale": (
         lambda t: t.update({f"{Q_PROJ}.weight_scale": torch.zeros(64, 4)}),

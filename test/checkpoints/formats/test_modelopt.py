@@ -192,7 +192,7 @@ DAMAGES = {
     ),
     "fp8": (
         lambda t: t.update({f"{Q_PROJ}.weight": torch.zeros(64, 64).to(torch.float8_e4m3fn)}),
-        r"q_proj\.weight_scale.*belong to weights that are not NVFP4",
+        r"q_proj\.weight \(float8_e4m3fn\).* are weights of another quantization",
     ),
 }
 

@@ -1,0 +1,93 @@
+"""The check that a reader understood a checkpoint: no tensor is left that gives another one a different meaning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES, JOINED_AS
+from nvfp4_tensor.checkpoints.checkpoint import Entry
+from nvfp4_tensor.checkpoints.names import some
+
+_CODES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)
+"""Dtypes of packed or scaled weights."""
+_CODED = re.compile(r"weight|packed|blocks|codes|W_q|Qidxs|qdata")
+"""In the last part of names of weights. Integers of other names are masks, indices and tables of a model."""
+_RESCALES = re.compile(r"weight_(scale|zero_point|zeros|g_idx|shape|packed|global_scale)(_\d|_inv)?|q(weight|zeros)")
+"""The last part of names that only quantized weights have."""
+_BESIDE = re.compile(
+    r"((input|output|activation|act|pre_quant|smooth|smoothing|channel|global)_)?"
+    r"(scales?|scaler|scale_inv|scale_weight|scale_input|zeros?|zero_points?|g_idx)|input_global_scale|biases|perm|absmax"
+    r"|comfy_quant|svdquant_\w+|smooth_?(factor|quant)\w*|SCB|SU|SV"
+)
+"""The last part of names that rescale or permute a weight if it is in the same module, and are parameters otherwise."""
+_FIX = "Decode the weights to bfloat16 first, or use a checkpoint whose other weights are dense"
+
+
+def check_understood(entries: Mapping[str, Entry], path: Path | None) -> None:
+    """Raise a ValueError if entries that are not quantized belong to a quantization that the reader does not know.
+
+    Such are weights in codes (FP8, integers), and tensors that rescale or permute a weight, whose values would be used
+    without. A linear in NVFP4 has nothing but its own tensors, a bias, and scales of a key-value cache.
+
+    path: where the entries are, None for a model in memory.
+    """
+    coded = [name for name, entry in entries.items() if not entry.quantized and _is_coded(name, entry)]
+    if coded:
+        found = some([f"{name} ({str(entries[name].dtype).removeprefix('torch.')})" for name in coded])
+        raise ValueError(
+            f"{_file(path, entries[coded[0]])}: {found} are weights of another quantization than NVFP4, which is not "
+            f"supported. {_FIX}"
+        )
+    foreign = [name for name, entry in entries.items() if not entry.quantized and _is_foreign(name, entries)]
+    if foreign:
+        raise ValueError(
+            f"{_file(path, entries[foreign[0]])}: {some(foreign)} change the meaning of a weight in a way that is not "
+            f"supported, such as another quantization does. {_FIX}"
+        )
+
+
+def _file(path: Path | None, entry: Entry) -> Path | str:
+    if path is None:
+        return "the model"
+    return path / entry.shard if entry.shard is not None and path.is_dir() else path
+
+
+def _is_coded(name: str, entry: Entry) -> bool:
+    if entry.dtype.itemsize == 1 and entry.dtype.is_floating_point:
+        return True
+    last = name.rpartition(".")[2]
+    if last == "weight" and not entry.dtype.is_floating_point:
+        return True
+    return entry.dtype in _CODES and len(entry.shape) > 1 and (last in JOINED_AS or _CODED.search(last) is not None)
+
+
+def _is_foreign(name: str, entries: Mapping[str, Entry]) -> bool:
+    """Return whether a tensor says how to read a weight."""
+    module, _, last = name.rpartition(".")
+    if name.endswith(CACHE_SCALES):
+        return False
+    owner = entries.get(f"{module}.weight" if module else "weight")
+    if owner is not None and owner.quantized:
+        return not last.endswith("bias")
+    if _RESCALES.fullmatch(last) or (owner is not None and len(owner.shape) > 1 and _BESIDE.fullmatch(last)):
+        return True
+    return any(_follows(name, stem, entries) for stem in _stems(name))
+
+
+def _stems(name: str) -> list[str]:
+    """Return the names of parameters that a tensor may belong to: "m.w" and "m.w_a" for "m.w_a_b"."""
+    return [name[: found.start()] for found in re.finditer(r"[._]", name)][1:]
+
+
+def _follows(name: str, stem: str, entries: Mapping[str, Entry]) -> bool:
+    """Return whether ``name`` is the parameter ``stem`` with a suffix that says how to read it."""
+    entry, suffix = entries.get(stem), name[len(stem) + 1 :]
+    if entry is None or len(entry.shape) < 2:
+        return False
+    if entry.quantized:
+        return not suffix.endswith("bias")
+    return (_RESCALES.fullmatch(suffix) or _BESIDE.fullmatch(suffix)) is not None

@@ -1,0 +1,188 @@
+"""Folders with something that a reader does not understand: refused by name, before a byte is written."""
+
+import hashlib
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from helpers.checkpoint_folders import GOLDEN, edit, edit_json, write_dense
+
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints import Entry, inspection
+from nvfp4_tensor.checkpoints.understood import check_understood
+
+FORMATS = ("modelopt", "compressed-tensors", "torchao", "mlx", "comfy", "dense")
+RESCALING = (
+    "weight_scale_inv", "pre_quant_scale", "weight_g_idx", "weight_zero_point", "input_zero_point", "output_scale",
+    "svdquant_lora_a", "smooth_factor", "scale_inv", "qzeros", "g_idx", "SCB", "weight.absmax",
+)  # fmt: skip
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    write_dense(folder / "dense")
+    for format in FORMATS[:-1]:
+        name = "comfy/model.safetensors" if format == "comfy" else format
+        (folder / "comfy").mkdir(exist_ok=True)
+        checkpoints.quantize(folder / "dense", folder / name, to=format, progress=False)
+    return folder
+
+
+def contents(folder):
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def calls(path, out):
+    """What reads a checkpoint: all must say the same."""
+    yield lambda: checkpoints.read(path)
+    yield lambda: inspection.inspect(path, progress=False)
+    yield lambda: checkpoints.convert(path, out, to="modelopt", progress=False)
+    yield lambda: checkpoints.quantize(path, out, progress=False)
+    yield lambda: checkpoints.load(torch.nn.Linear(16, 16), path, progress=False)
+
+
+def assert_refused(path, out, message):
+    before = contents(path.parent if path.is_file() else path)
+    for call in calls(path, out):
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert not list(out.parent.glob(f"{out.name}*"))
+    assert contents(path.parent if path.is_file() else path) == before
+
+
+def copied(sources, tmp_path, format):
+    folder = shutil.copytree(sources / format, tmp_path / "src")
+    return folder, folder / "model.safetensors" if format == "comfy" else folder
+
+
+@pytest.mark.parametrize("suffix", RESCALING)
+@pytest.mark.parametrize("format", FORMATS)
+def test_tensors_that_rescale_a_weight(sources, tmp_path, format, suffix):
+    folder, path = copied(sources, tmp_path, format)
+    edit(folder, lambda tensors: tensors.update({f"{Q}.{suffix}": torch.full((64,), 4.0)}))
+    assert_refused(path, tmp_path / "out", rf"{suffix}|already quantized|NVFP4|quantized by")
+    with pytest.raises(ValueError, match=rf"q_proj\.{suffix} change the meaning"):
+        checkpoints.read(path)
+
+
+@pytest.mark.parametrize("format", FORMATS[:-1])
+def test_an_unknown_tensor_beside_codes(sources, tmp_path, format):
+    """A linear has a weight and a bias, so that any other tensor is part of a quantization; but of a cache, too."""
+    rng = random.Random(format)
+    for name in ("".join(rng.choices("abcdefghijklm_", k=9)) for _ in range(5)):
+        folder, path = copied(sources, tmp_path, format)
+        edit(folder, lambda tensors, name=name: tensors.update({f"{Q}.{name}": torch.ones(1)}))
+        with pytest.raises(ValueError, match=rf"q_proj\.{name} change the meaning"):
+            checkpoints.read(path)
+        shutil.rmtree(folder)
+    folder, path = copied(sources, tmp_path, format)
+    edit(folder, lambda tensors: tensors.update({f"{Q}.bias": torch.ones(64), f"{Q}.k_scale": torch.ones(1)}))
+    with checkpoints.read(path) as read:
+        assert {f"{Q}.bias", f"{Q}.k_scale"} <= read.entries.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_in_codes(sources, tmp_path, format, dtype):
+    """FP8, int8 and packed matrices among NVFP4 or dense ones, with and without scales."""
+    folder, path = copied(sources, tmp_path, format)
+    name = "model.layers.1.mlp.experts.extra.weight"
+    edit(folder, lambda tensors: tensors.update({name: torch.ones(32, 32).to(dtype)}))
+    with pytest.raises(ValueError, match=r"extra\.weight|q_proj"):
+        checkpoints.read(path)
+    if not (dtype in (torch.uint8, torch.int32) and format in ("modelopt", "mlx")):  # their own messages of lost scales
+        assert_refused(path, tmp_path / "out", r"extra\.weight|quantized by|NVFP4")
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_a_parameter_in_integers(sources, tmp_path, name):
+    """A model that was refused a tensor is unchanged."""
+    folder, path = copied(sources, tmp_path, "dense")
+    edit(folder, lambda tensors: tensors.update({name: torch.ones(64, dtype=torch.int8)}))
+    model = torch.nn.Module()
+    attribute = name.rpartition(".")[2]
+    model.register_parameter(attribute, torch.nn.Parameter(torch.zeros(64)))
+    for part in reversed(name.split(".")[:-1]):
+        inner, model = model, torch.nn.Module()
+        model.add_module(part, inner)
+    with pytest.raises(ValueError, match=rf"{name}( \(int8\) are weights|: expected a floating-point dtype)"):
+        checkpoints.load(model, path, strict=False, progress=False)
+    assert not model.get_parameter(name).any()
+
+
+def entry(*shape, dtype=torch.bfloat16, quantized=False):
+    return Entry(shape=shape, dtype=dtype, quantized=quantized)
+
+
+def test_what_models_have_is_no_quantization(tmp_path):
+    """Scales of norms, masks, indices, and parameters of experts that are one tensor."""
+    check_understood(
+        {
+            "logit_scale": entry(), "norm.weight": entry(64), "norm.scale": entry(64), "inner.input_scale": entry(3),
+            "attn.bias": entry(1, 1, 64, 64, dtype=torch.uint8), "position_ids": entry(1, 64, dtype=torch.int64),
+            "attn.mask": entry(8, 8, dtype=torch.uint8), "experts.gate_up_proj": entry(4, 64, 64, quantized=True),
+            "experts.gate_up_proj_bias": entry(4, 64), "experts.down_proj": entry(4, 64, 64),
+            "mlp.gate.weight": entry(4, 64),
+            "mlp.gate.e_score_correction_bias": entry(4), "mlp.experts.down_proj_bias": entry(4, 64),
+            "k_proj.weight": entry(64, 64, quantized=True), "k_proj.k_scale": entry(), "embed.embed_scale": entry(),
+            "k_proj.lora_A.weight": entry(8, 64), "weight_norm.weight": entry(64, 64), "conv1d.weight": entry(64, 1, 4),
+        },
+        tmp_path,
+    )  # fmt: skip
+    for name in ("experts.gate_up_proj_scale_inv", "experts.gate_up_proj_foo", "experts.down_proj_scales"):
+        entries = {"experts.gate_up_proj": entry(4, 64, 64, quantized=True), "experts.down_proj": entry(4, 64, 64)}
+        with pytest.raises(ValueError, match=f"{name} change the meaning"):
+            check_understood(entries | {name: entry(4)}, tmp_path)
+
+
+def test_a_quantization_that_a_nested_configuration_describes(sources, tmp_path):
+    folder, path = copied(sources, tmp_path, "dense")
+    method = {"quantization_config": {"quant_method": "fp8"}}
+    edit_json(folder / "config.json", lambda config: config.update(text_config=method))
+    assert_refused(path, tmp_path / "out", "found one quantized by fp8")
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "mlx", "dense"])
+def test_an_index_with_a_missing_file(sources, tmp_path, format):
+    folder, path = copied(sources, tmp_path, format)
+    names = dict.fromkeys([f"{Q}.weight"], "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match=r"names model-00002-of-00002\.safetensors, which is not in"):
+        checkpoints.read(path, format)
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "mlx"])
+def test_a_missing_or_reshaped_tensor(sources, tmp_path, format):
+    """Each tensor of a quantized weight, left out and with half of its rows."""
+    _, path = copied(sources, tmp_path, format)
+    with checkpoints.read(path) as read:
+        keys = [key for key in read.shards.info if "q_proj" in key and "layers.0" in key]
+    shutil.rmtree(path)
+    assert len(keys) > 1
+    for key in keys:
+        for change in (
+            lambda t, key=key: t.pop(key),
+            lambda t, key=key: t.update({key: t[key].reshape(-1)[:8].clone()}),
+        ):
+            folder, path = copied(sources, tmp_path, format)
+            edit(folder, change)
+            try:
+                with checkpoints.read(path) as read:  # mlx may have a dense weight of this name
+                    assert not read.entries[f"{Q}.weight"].quantized or read.linear(f"{Q}.weight").shape == (64, 64)
+            except ValueError as error:
+                assert "q_proj" in str(error)
+            shutil.rmtree(folder)
+
+
+def test_golden_folders_are_understood():
+    for folder in sorted(GOLDEN.iterdir()):
+        if (folder / "config.json").exists():
+            checkpoints.read(folder).close()
