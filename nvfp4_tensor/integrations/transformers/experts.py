@@ -1,4 +1,4 @@
-"""Join the experts of a checkpoint, which has one tensor per expert, to the parameters (E, N, K) of transformers."""
+"""Join weights that a checkpoint stores apart to parameters of transformers: experts to (E, N, K), and q, k and v."""
 
 from __future__ import annotations
 
@@ -21,21 +21,29 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers import HfQuantizer
 
+from nvfp4_tensor.checkpoints.architectures import JOINED_AS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
 from nvfp4_tensor.checkpoints.models.origins import Origin, gather, shape_of
+from nvfp4_tensor.checkpoints.names import natural, some
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import View
+from nvfp4_tensor.integrations.transformers.quantizer import parameter_of, with_reason
+from nvfp4_tensor.quantization.experts import is_transposed
 
 
-def origins_in_model(model: PreTrainedModel, names: Iterable[str], checkpoint: Checkpoint) -> dict[str, Origin]:
+def origins_in_model(
+    model: PreTrainedModel, names: Iterable[str], checkpoint: Checkpoint, *, quantized: bool = False
+) -> dict[str, Origin]:
     """Return the origin of each parameter of the model: the weights among ``names`` that it is made of.
 
+    quantized: leave out parameters without NVFP4 weights.
+
     Raises:
-        ValueError: the model joins weights other than by stacking experts and concatenating gate and up.
+        ValueError: NVFP4 weights are joined other than by stacking experts and concatenating rows, or with dense ones.
     """
-    names = list(names)
+    names = sorted(names, key=natural)  # the order in which transformers collects experts
     conversions = [*get_model_conversion_mapping(model), *missing_joins(model, names)]
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -45,31 +53,75 @@ def origins_in_model(model: PreTrainedModel, names: Iterable[str], checkpoint: C
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         parts.setdefault(target, {}).setdefault(pattern, []).append(name)
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    return {target: _origin(target, found, by_pattern, checkpoint) for target, found in parts.items()}
+    entries = checkpoint.entries
+    return {
+        target: _origin(target, found, by_pattern, checkpoint)
+        for target, found in parts.items()
+        if not quantized or any(entries[name].quantized for group in found.values() for name in group)
+    }
+
+
+def quantized_origins(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Origin]:
+    """Return the origins of the parameters that the checkpoint has in NVFP4, after a check of their shapes.
+
+    Raises:
+        ValueError: a weight belongs to no parameter of its module, is joined with a dense one, or has another shape
+            than the model's parameter.
+    """
+    origins = origins_in_model(model, checkpoint.entries, checkpoint, quantized=True)
+    check_placed(model, origins)
+    known = model.state_dict()
+    for target, origin in origins.items():
+        if target not in known:
+            continue
+        shape = shape_of(origin, checkpoint.entries)
+        if len(shape) == 3 and is_transposed(model.get_submodule(target.rpartition(".")[0])):
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        if shape != tuple(known[target].shape):
+            raise ValueError(
+                f"{checkpoint.path}: {target} has the shape {list(shape)} in the checkpoint, from "
+                f"{some(origin.names)}, and {list(known[target].shape)} in a model of this config: load it with the "
+                "config.json of its folder"
+            )
+    return origins
 
 
 def missing_joins(model: PreTrainedModel, names: Iterable[str]) -> list[WeightConverter]:
-    """Return converters of experts that are one tensor each among ``names``, if transformers has none for the model.
+    """Return converters of weights that are stored apart among ``names``, and that transformers does not join.
 
     The files of GraniteMoE, JetMoE and others have one dense tensor for all experts, so transformers joins none.
-    ModelOpt's layout, which ``save_pretrained`` writes, has one NVFP4 weight per expert.
+    ModelOpt's layout, which ``save_pretrained`` writes, has one NVFP4 weight per expert. Likewise Phi-3's files have
+    ``qkv_proj`` and ``gate_up_proj``, and others of the same model ``q_proj``, ``k_proj`` and so on.
     """
+    names = list(names)
     conversions = get_model_conversion_mapping(model)
-    if any(isinstance(op, MergeModulelist) for each in conversions for op in getattr(each, "operations", None) or ()):
-        return []
-    if not any(_EXPERT.search(name) for name in names):
-        return []
-    gate_up = WeightConverter(
-        source_patterns=[".experts.*.gate_proj.weight", ".experts.*.up_proj.weight"],
-        target_patterns=".experts.gate_up_proj",
-        operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+    merged = any(
+        isinstance(o, MergeModulelist) for each in conversions for o in getattr(each, "operations", None) or ()
     )
-    down = WeightConverter(
-        source_patterns=".experts.*.down_proj.weight",
-        target_patterns=".experts.down_proj",
-        operations=[MergeModulelist(dim=0)],
-    )
-    return [gate_up, down]
+    joins = []
+    if not merged and any(_EXPERT.search(name) for name in names):
+        joins += [
+            WeightConverter(
+                source_patterns=[".experts.*.gate_proj.weight", ".experts.*.up_proj.weight"],
+                target_patterns=".experts.gate_up_proj",
+                operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+            ),
+            WeightConverter(
+                source_patterns=".experts.*.down_proj.weight",
+                target_patterns=".experts.down_proj",
+                operations=[MergeModulelist(dim=0)],
+            ),
+        ]
+    known = list(model.state_dict())
+    for joined, parts in JOINED_AS.items():
+        for kind in ("weight", "bias"):
+            sources = [f".{part}.{kind}" for part in parts]
+            if len(parts) < 2 or not any(name.endswith(f".{joined}.{kind}") for name in known):
+                continue
+            if any(name.endswith(tuple(sources)) for name in known) or not any(n.endswith(sources[0]) for n in names):
+                continue
+            joins.append(WeightConverter(sources, f".{joined}.{kind}", operations=[Concatenate(dim=0)]))
+    return joins
 
 
 def check_placed(model: PreTrainedModel, origins: Mapping[str, Origin]) -> None:
@@ -109,17 +161,21 @@ def _origin(
     if None in found:
         return Origin((tuple(found[None]),))
     converter = converters[next(pattern for pattern in found if pattern is not None)]
-    patterns = [pattern for pattern in converter.source_patterns if pattern in found]
     kinds = tuple(type(operation) for operation in converter.operations)
-    counts = {len(found[pattern]) for pattern in patterns}
-    if kinds not in _STACKED or len(patterns) < len(converter.source_patterns) or len(counts) > 1:
+    if kinds not in _STACKED and not (kinds == (Concatenate,) and converter.operations[0].dim == 0):  # type: ignore[attr-defined]
         raise ValueError(
             f"{target} is made of {found} by an operation that NVFP4 weights do not support: load the dense model"
         )
-    groups = tuple(zip(*(found[pattern] for pattern in patterns), strict=True))
+    counts = {pattern: len(found.get(pattern, ())) for pattern in converter.source_patterns}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"{checkpoint.path}: weights of {target} are missing: it is made of {counts}")
+    groups = tuple(zip(*(found[pattern] for pattern in converter.source_patterns), strict=True))
     rows = tuple(checkpoint.entries[name].shape[0] for name in groups[0])
-    origin = Origin(groups, rows, stacked=True)
-    shape_of(origin, checkpoint.entries)
+    origin = Origin(groups, rows, stacked=kinds in _STACKED)
+    try:
+        shape_of(origin, checkpoint.entries)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {target}: {error}") from None
     return origin
 
 
@@ -168,6 +224,7 @@ class DeserializeExperts(ConversionOps):
         sources = [re.sub("weight$", suffix, source) for source in self.usual.source_patterns for suffix in suffixes]
         return self.usual.copy(sources, self.usual._original_target_patterns, operations=[self])
 
+    @with_reason
     @torch.no_grad()
     def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
@@ -181,7 +238,7 @@ class DeserializeExperts(ConversionOps):
         if not self.activations:
             value = value.replace(quantizes_activations=False, input_scale=None)
         keep_origin(model, full_layer_name, origin)
-        return {full_layer_name: nn.Parameter(tensor_of(value, dtype), requires_grad=False)}
+        return {full_layer_name: parameter_of(model, full_layer_name, tensor_of(value, dtype))}
 
     def _as_usual(self, collected: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> dict[str, Any]:
         collected = {source: [tensor.to(dtype) for tensor in tensors] for source, tensors in collected.items()}

@@ -25,11 +25,10 @@ from nvfp4_tensor.checkpoints.parts import tensor_of
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.integrations.transformers.experts import (
     DeserializeExperts,
-    check_placed,
     missing_joins,
-    origins_in_model,
+    quantized_origins,
 )
-from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
+from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.quantization.experts import is_transposed
 
 
@@ -50,10 +49,8 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         if not checkpoint_files:
             raise ValueError("an NVFP4 checkpoint cannot be loaded from a state_dict: pass its folder")
         checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
-        quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
-        self._origins = origins_in_model(model, quantized, checkpoint)
-        check_placed(model, self._origins)
-        self._joins = missing_joins(model, quantized)
+        self._origins = quantized_origins(model, checkpoint)
+        self._joins = missing_joins(model, checkpoint.entries)
         self.weights = set(self._origins)
         stored = {name: origin.names[0] for name, origin in self._origins.items() if origin.is_whole}
         self._operation = Deserialize(self, checkpoint, stored, self.quantization_config.quantize_activations)
@@ -95,6 +92,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         kept = [usual for each in conversions for usual in _for_saving(each)]
         model._weight_conversions = [each for each in kept if not any(each is join for join in self._joins)]  # type: ignore
         self._operation, self._joins = None, []
+        check_complete(model)
 
 
 def _for_saving(conversion: WeightTransform) -> list[WeightTransform]:
@@ -138,6 +136,7 @@ class Deserialize(ConversionOps):
         """Return the operation itself: transformers copies it for every weight."""
         return self
 
+    @with_reason
     @torch.no_grad()
     def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any

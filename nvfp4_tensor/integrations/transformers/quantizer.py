@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
+from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.saving import keep_names, plain_state_dict
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
@@ -123,3 +127,61 @@ def parameter_of(model: PreTrainedModel, name: str, weight: NVFP4Tensor) -> nn.P
     if type(linear) is nn.Linear:
         linear.__class__ = NVFP4Linear
     return nn.Parameter(weight, requires_grad=False)
+
+
+class _Failed(dict[str, Any]):
+    """What a conversion that failed returns. Reading it raises the error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def items(self) -> Any:
+        raise self.error
+
+
+def with_reason(convert: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Let errors of a conversion leave from_pretrained.
+
+    transformers catches what an operation raises, logs it, and raises a RuntimeError without the reason. It reads the
+    result of an operation elsewhere. If it did not, :func:`check_complete` would find that the parameter is missing.
+    """
+
+    @functools.wraps(convert)
+    def converted(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return convert(*args, **kwargs)
+        except Exception as error:
+            return _Failed(error)
+
+    return converted
+
+
+def check_complete(model: PreTrainedModel) -> None:
+    """Raise a ValueError if from_pretrained left parameters at random values: those that no file has.
+
+    The head of another task (a classifier), or a pooler, is new in any case, and transformers warns of it.
+    """
+    parameters = {n: p for n, p in model.named_parameters() if not p.is_meta}  # meta: offloaded after it was loaded
+    loaded = {name for name, parameter in parameters.items() if hasattr(parameter, _LOADED)}
+    if not loaded:
+        return
+    ignored = [*(model._keys_to_ignore_on_load_missing or ()), r"\bpooler\b"]
+    head, base = model.get_output_embeddings(), model.base_model_prefix
+    heads = {id(each) for each in head.parameters()} if isinstance(head, nn.Module) else set()
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if name not in loaded
+        and (not hasattr(model, base) or name.startswith(f"{base}.") or id(parameter) in heads)
+        and not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    if missing:
+        raise ValueError(
+            f"the checkpoint has no tensors for {some(missing)} of {type(model).__name__}, which would keep random "
+            "values: it is incomplete, or of another model"
+        )
+
+
+_LOADED = "_is_hf_initialized"
+"""The attribute that transformers sets on each parameter that it has loaded or tied."""

@@ -16,10 +16,13 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from nvfp4_tensor.checkpoints.architectures import JOINED_AS, LEFT_DENSE
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
+from nvfp4_tensor.checkpoints.formats.dense import entries_of
+from nvfp4_tensor.checkpoints.io.safetensors import Shards
 from nvfp4_tensor.checkpoints.names import is_matched, joined_with
+from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_in_model
-from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, parameter_of
+from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.experts import holds_llama4_experts, is_transposed
 from nvfp4_tensor.tensor.arguments import resolve_amax
@@ -66,6 +69,9 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
                 f"{type(model).__name__} has no linear to quantize: expected an nn.Linear whose inputs are a multiple "
                 f"of {BLOCK} and that modules_to_not_convert={chosen} does not match (GPT-2's Conv1D is not a linear)"
             )
+        files = [Path(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
+        if files:
+            check_understood(dict(each for file in files for each in entries_of(Shards(file)).items()), files[0].parent)
         if checkpoint_files and any(name in self.weights for name, weight in quantizable(model) if weight.dim() == 3):
             self._keep_expert_names(model, checkpoint_files[0])
 
@@ -105,6 +111,7 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
                 f"the checkpoint has {', '.join(present)}, but not {', '.join(absent)}: it is incomplete, download it "
                 "again"
             )
+        check_complete(model)
 
 
 class Quantize(ConversionOps):
@@ -124,6 +131,7 @@ class Quantize(ConversionOps):
     ) -> None:
         self.config, self.names, self.waiting, self.tied = config, names, waiting, tied
 
+    @with_reason
     @torch.no_grad()
     def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any

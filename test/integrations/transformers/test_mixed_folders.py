@@ -1,0 +1,278 @@
+"""from_pretrained of folders that do not fit the model, or that mix NVFP4 with other weights: refused by name."""
+
+import json
+import random
+import re
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from nvfp4_tensor import NVFP4Tensor, checkpoints
+from nvfp4_tensor.integrations import transformers as nvfp4
+from nvfp4_tensor.integrations.transformers.while_loading import Quantize
+
+pytestmark = pytest.mark.slow
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def natively():
+    nvfp4.read_compressed_tensors()
+    yield
+    nvfp4.read_compressed_tensors(natively=False)
+
+
+def model_of(family, folder, **changes):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def change(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def assert_refused(folder, message, **options):
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({"num_attention_heads": 2}, "_proj"), ({"num_key_value_heads": 4}, "k_proj"), ({"head_dim": 32}, "_proj"),
+        ({"num_key_value_heads": 1}, "k_proj"), ({"intermediate_size": 128}, "mlp"), ({"hidden_size": 128}, "_proj"),
+    ],
+)  # fmt: skip
+def test_shapes_are_compared_with_the_config(tmp_path, form, changes, name):
+    model_of("Llama", tmp_path / "dense")
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "q", to=form, progress=False)
+    assert_refused(
+        tmp_path / "q", rf"{name}\S* has the shape \[.*\] in the checkpoint, .* in a model of this", **changes
+    )
+    assert_refused(tmp_path / "q", "has the shape", ignore_mismatched_sizes=True, **changes)
+
+
+MOE = {"moe_intermediate_size": 64, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 4}
+
+
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize(
+    "pattern", ["experts.0.", "experts.3.", "gate_proj", "experts.1.up_proj", "experts.2.down_proj"]
+)
+def test_experts_of_a_layer_are_all_nvfp4_or_none(tmp_path, form, pattern):
+    model = model_of("Qwen3Moe", tmp_path / "dense", **MOE)
+    with pytest.warns(UserWarning, match="are dense, but linears that servers join them with"):
+        checkpoints.quantize(tmp_path / "dense", tmp_path / "q", to=form, exclude=[f"*{pattern}*"], progress=False)
+    message = rf"{re.escape(pattern)}\S* is dense, but tensors that the model joins with it are NVFP4"
+    assert_refused(tmp_path / "q", message)
+    before = model.state_dict()[Q].clone()
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(model, tmp_path / "q", progress=False)
+    assert torch.equal(model.state_dict()[Q], before)
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    model_of("Qwen3Moe", tmp_path / "dense", **MOE)
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
+    change(tmp_path / "q", lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts.3.up_proj" in name])
+    assert_refused(tmp_path / "q", r"weights of model\.layers\.1\.mlp\.experts\.gate_up_proj are missing")
+    change(tmp_path / "q", lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts.3." in name])
+    assert_refused(tmp_path / "q", r"experts\.\w+ has the shape \[3, ")
+
+
+def separate(tensors):
+    """Phi-3's joined weights, as other models have them."""
+    for name in [name for name in tensors if "qkv_proj" in name or "gate_up_proj" in name]:
+        value = tensors.pop(name)
+        if "qkv" in name:
+            for part, rows in zip(("q", "k", "v"), value.split([64, 32, 32]), strict=True):
+                tensors[name.replace("qkv_proj", f"{part}_proj")] = rows.clone()
+        else:
+            for part, rows in zip(("gate", "up"), value.chunk(2), strict=True):
+                tensors[name.replace("gate_up_proj", f"{part}_proj")] = rows.clone()
+
+
+@pytest.mark.parametrize("exclude", [[], ["*self_attn*"], ["*mlp*"]])
+def test_weights_that_the_model_joins(tmp_path, exclude):
+    """As load() of the same folder, saved and loaded again too."""
+    model = model_of("Phi3", tmp_path / "dense")
+    change(tmp_path / "dense", separate)
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "q", exclude=exclude, progress=False)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+    read.save_pretrained(tmp_path / "again")
+    ids = torch.arange(3, 35)[None]
+    expected = checkpoints.load(model, tmp_path / "q", progress=False)(ids).logits
+    kinds = {name: type(p.data) for name, p in model.named_parameters()}
+    assert list(kinds.values()).count(NVFP4Tensor) == 8 - 4 * len(exclude)
+    for each in (read, AutoModelForCausalLM.from_pretrained(tmp_path / "again")):
+        assert {name: type(p.data) for name, p in each.named_parameters()} == kinds
+        torch.testing.assert_close(each(ids).logits, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "up_proj"])
+def test_weights_that_the_model_joins_are_all_nvfp4_or_none(tmp_path, part):
+    model_of("Phi3", tmp_path / "dense")
+    change(tmp_path / "dense", separate)
+    with pytest.warns(UserWarning, match="are dense, but linears"):
+        checkpoints.quantize(tmp_path / "dense", tmp_path / "q", exclude=[f"*{part}*"], progress=False)
+    assert_refused(tmp_path / "q", rf"{part}\.weight is dense, but tensors that the model joins with it are NVFP4")
+
+
+@pytest.mark.parametrize("name", ["q_proj", "norm", "lm_head", "embed_tokens", "layers.1."])
+@pytest.mark.parametrize("source", ["dense", "q"])
+def test_no_parameter_stays_random(tmp_path, source, name):
+    model_of("Llama", tmp_path / "dense", tie_word_embeddings=False)
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
+    change(tmp_path / source, lambda t: [t.pop(each) for each in list(t) if name in each])
+    options = {"quantization_config": nvfp4.NVFP4TensorConfig()} if source == "dense" else {}
+    if source == "dense" and name == "q_proj":  # k and v wait for it
+        with pytest.raises(RuntimeError, match=r"but not model\.layers\.0\.self_attn\.q_proj"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **options)
+        return
+    assert_refused(tmp_path / source, rf"has no tensors for \S*{re.escape(name)}.* would keep random", **options)
+
+
+def test_separate_weights_of_a_dense_model_are_named(tmp_path):
+    model_of("Phi3", tmp_path / "dense")
+    change(tmp_path / "dense", separate)
+    assert_refused(tmp_path / "dense", "has no tensors for .*qkv_proj", quantization_config=nvfp4.NVFP4TensorConfig())
+
+
+def test_the_head_of_another_task_is_new(tmp_path):
+    model_of("Llama", tmp_path / "dense")
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "q", num_labels=3)
+    assert model.score.weight.shape == (3, 64) and isinstance(model.get_parameter(Q).data, NVFP4Tensor)
+
+
+@pytest.mark.parametrize("suffix", ["weight_scale_inv", "pre_quant_scale", "weight_g_idx"])
+@pytest.mark.parametrize("source", ["dense", "modelopt", "compressed-tensors"])
+def test_tensors_that_rescale_a_weight(tmp_path, source, suffix):
+    model_of("Llama", tmp_path / "dense")
+    if source != "dense":
+        checkpoints.quantize(tmp_path / "dense", tmp_path / source, to=source, progress=False)
+    name = Q.replace("weight", suffix)
+    change(tmp_path / source, lambda tensors: tensors.update({name: torch.full((64,), 4.0)}))
+    options = {"quantization_config": nvfp4.NVFP4TensorConfig()} if source == "dense" else {}
+    assert_refused(tmp_path / source, f"{name} change the meaning", **options)
+
+
+@pytest.mark.parametrize("source", ["dense", "modelopt", "compressed-tensors"])
+def test_a_weight_in_fp8(tmp_path, source):
+    model_of("Llama", tmp_path / "dense")
+    if source != "dense":
+        checkpoints.quantize(tmp_path / "dense", tmp_path / source, to=source, exclude=["*mlp*"], progress=False)
+    name = "model.layers.1.mlp.up_proj.weight"
+    change(tmp_path / source, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    options = {"quantization_config": nvfp4.NVFP4TensorConfig()} if source == "dense" else {}
+    assert_refused(tmp_path / source, rf"{name} \(float8_e4m3fn\) are weights of another", **options)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+def test_the_exception_has_the_reason(tmp_path, family):
+    """What is found only when values are read: transformers refers to a report instead."""
+    model_of(family, tmp_path / "dense", **(MOE if family == "Qwen3Moe" else {}))
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
+    names = json.loads((tmp_path / "q/config.json").read_text())
+    assert names["quantization_config"]["quant_method"] == "modelopt"
+    key = next(
+        name for name in load_file(tmp_path / "q/model.safetensors") if name.endswith("down_proj.weight_scale_2")
+    )
+    change(tmp_path / "q", lambda tensors: tensors.update({key: torch.tensor(float("nan"))}))
+    weight = re.escape(key.replace("_scale_2", ""))
+    assert_refused(tmp_path / "q", rf"model\.safetensors: tensor {weight}: expected a per-tensor scale that is finite")
+
+
+def test_the_exception_has_the_reason_while_loading(tmp_path, monkeypatch):
+    model_of("Llama", tmp_path / "dense")
+
+    def quantize(self, weights):
+        raise ValueError("the reason")
+
+    monkeypatch.setattr(Quantize, "_quantize", quantize)
+    assert_refused(tmp_path / "dense", "the reason", quantization_config=nvfp4.NVFP4TensorConfig())
+
+
+def dense_instead(tensors, module, rng):
+    weight = next(tensors[name] for name in (f"{module}.weight", f"{module}.weight_packed") if name in tensors)
+    damage["module"](tensors, module, rng)
+    tensors[f"{module}.weight"] = torch.randn(weight.shape[0], 2 * weight.shape[1]).bfloat16()
+
+
+def parts(tensors, module):
+    return [name for name in tensors if name.startswith(f"{module}.")]
+
+
+def changed(tensors, module, rng, change):
+    name = rng.choice(parts(tensors, module))
+    tensors[name] = change(tensors[name])
+
+
+DTYPES = (torch.float8_e4m3fn, torch.int8, torch.float16, torch.float32, torch.int32)
+damage = {
+    "tensor": lambda t, m, rng: t.pop(rng.choice(parts(t, m))),
+    "module": lambda t, m, rng: [t.pop(name) for name in parts(t, m)],
+    "other": lambda t, m, rng: t.update(
+        {f"{m}.{rng.choice(('alpha', 'weight_scale_inv', 'g_idx', 'foo'))}": torch.ones(4)}
+    ),
+    "dtype": lambda t, m, rng: changed(t, m, rng, lambda x: x.float().to(rng.choice(DTYPES))),
+    "rows": lambda t, m, rng: changed(t, m, rng, lambda x: x[: x.shape[0] // 2].clone() if x.dim() else x.reshape(1)),
+    "columns": lambda t, m, rng: changed(t, m, rng, lambda x: x[..., :2].clone() if x.dim() > 1 else x),
+    "flat": lambda t, m, rng: changed(t, m, rng, lambda x: x.reshape(-1).clone()),
+    "dense": dense_instead,
+    "layer": lambda t, m, rng: [t.update({n.replace("layers.", "layers.7"): t.pop(n)}) for n in parts(t, m)],
+}
+
+
+def values(model):
+    decoded = {name: parameter.data for name, parameter in model.named_parameters()}
+    return {name: x.dequantize() if isinstance(x, NVFP4Tensor) else x for name, x in decoded.items()}
+
+
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe", "Phi3"])
+def test_random_damage_of_a_linear(tmp_path, family, form):
+    """from_pretrained and load read the same weights, or both name the module that is wrong."""
+    rng = random.Random(f"{family} {form}")
+    torch.manual_seed(0)
+    model = model_of(family, tmp_path / "dense", **(MOE if family == "Qwen3Moe" else {}))
+    if family == "Phi3":
+        change(tmp_path / "dense", separate)
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "q", to=form, progress=False)
+    modules = sorted(
+        {name.rpartition(".")[0] for name in load_file(tmp_path / "q/model.safetensors") if "proj" in name}
+    )
+    loaded = 0
+    for kind in [*damage, *damage]:
+        module = rng.choice(modules)
+        shutil.copytree(tmp_path / "q", tmp_path / "x")
+        change(tmp_path / "x", lambda tensors, kind=kind, module=module: damage[kind](tensors, module, rng))
+        got = []
+        for read in (AutoModelForCausalLM.from_pretrained, lambda path: checkpoints.load(model, path, progress=False)):
+            try:
+                got.append(values(read(tmp_path / "x")))
+            except ValueError as error:
+                last = module.rpartition(".")[2]
+                joined = {"q_proj", "k_proj", "v_proj"} if last[0] in "qkv" else {"gate_proj", "up_proj", last}
+                assert any(each in str(error) for each in (*joined, "qkv_proj", "gate_up_proj")), (kind, module, error)
+        assert len(got) != 1, (kind, module)
+        if got:
+            loaded += 1
+            assert all(torch.equal(a, b) for a, b in zip(got[0].values(), got[1].values(), strict=True)), (kind, module)
+        shutil.rmtree(tmp_path / "x")
+    assert loaded < len(damage)
