@@ -60,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("nvfp4: interrupted", err=True)
+    except (click.Abort, KeyboardInterrupt) as error:
+        what = str(error.__cause__ or error)  # click raises Abort from a KeyboardInterrupt
+        click.echo(f"nvfp4: interrupted{': ' if what else ''}{in_options(what)}", err=True)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit fails again

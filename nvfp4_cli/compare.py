@@ -55,6 +55,8 @@ def compare(
     """
     if given["sweep"] and text is None:
         raise click.UsageError("--sweep measures perplexity: give --text FILE too")
+    if html is not None and text is not None and html.exists() and html.samefile(text):
+        raise click.UsageError(f"--html would replace the text {text}: choose another name")
     with prints_to_stderr(json_):
         from nvfp4_tensor.checkpoints import comparison
 

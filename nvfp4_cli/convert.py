@@ -13,7 +13,7 @@ import click
 
 from nvfp4_cli import options
 from nvfp4_cli.options import CHECKPOINT, NEW
-from nvfp4_cli.results import megabytes, number, prints_to_stderr, show, size_of
+from nvfp4_cli.results import megabytes, number, prints_to_stderr, show, size_of, writes
 
 if TYPE_CHECKING:
     from nvfp4_tensor.quantization.accuracy.budget import Budget
@@ -36,7 +36,7 @@ def convert(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
     nvfp4 convert flux-NVFP4 flux.safetensors --to comfy --quantize-activations
     """
     of_format = options.take_options_of_format(given, to, dst)
-    with prints_to_stderr(json_):
+    with prints_to_stderr(json_), writes(dst):
         result = run(src, dst, to=to, of_format=of_format, **given)
     show(result, json_)
 

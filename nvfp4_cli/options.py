@@ -18,6 +18,10 @@ FORMATS = ("modelopt", "compressed-tensors", "gguf", "mlx", "comfy", "torchao")
 DENSE_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 """GGUF's types for dense matrices; a test compares them with ``...formats.gguf.format.DENSE_TYPES``."""
 
+REPORT = b'<meta name="generator" content="nvfp4">'
+"""In the first :data:`_HEAD` bytes of each report; nothing else is replaced by one."""
+_HEAD = 256
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -56,9 +60,17 @@ class Finite(click.FloatRange):
 
 
 def _writable(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
-    """Check that a file can be written before the work whose result it gets."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+    """Check that a file can be written before the work whose result it gets, and that only a report is replaced."""
+    if file is None:
+        return None
+    if file.is_dir() or not file.absolute().parent.is_dir():
         raise click.BadParameter(f"{file} cannot be written: expected a file in an existing folder")
+    if file.is_file() and file.stat().st_size:
+        with file.open("rb") as opened:
+            if REPORT not in opened.read(_HEAD):
+                raise click.BadParameter(
+                    f"{file} exists and is not a report of nvfp4: choose another name, or remove it"
+                )
     return file
 
 

@@ -12,13 +12,25 @@ import click
 from nvfp4_cli import options
 from nvfp4_cli.convert import Written
 from nvfp4_cli.options import CHECKPOINT, NEW, TEXT
-from nvfp4_cli.results import prints_to_stderr, show
+from nvfp4_cli.results import prints_to_stderr, show, writes
 
+FOUR_OVER_SIX, ERRORS = "--four-over-six", ("mse", "mae")
 WINDOW = 512
 """Tokens of the calibration text that see each other."""
 
 
-@click.command(short_help="Quantize a folder of safetensors, or a GGUF.")
+class _Quantize(click.Command):
+    """A command whose --four-over-six takes the next argument only if it is a value of it, and not SRC."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = args[: args.index("--")] if "--" in args else args
+        for i, option in enumerate(options):
+            if option == FOUR_OVER_SIX and options[i + 1 : i + 2] not in ([each] for each in ERRORS):
+                args[i] = f"{option}={ERRORS[0]}"
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Quantize, short_help="Quantize a folder of safetensors, or a GGUF.")
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=NEW)
 @options.to
@@ -27,7 +39,7 @@ WINDOW = 512
     help="To nearest, with ties to even, away from zero or toward zero; or stochastically.",
 )  # fmt: skip
 @click.option(
-    "--four-over-six", type=click.Choice(["mse", "mae"]), is_flag=False, flag_value="mse",
+    FOUR_OVER_SIX, type=click.Choice(ERRORS), is_flag=False, flag_value=ERRORS[0],
     help="Map each block's largest number to 6 or to 4, whichever has the smaller error.",
 )  # fmt: skip
 @click.option("--scale-search", is_flag=True, help="Search each block's scale: smallest error, slower.")
@@ -65,7 +77,7 @@ def quantize(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
     """
     _check_together(**given)
     of_format = options.take_options_of_format(given, to, dst)
-    with prints_to_stderr(json_):
+    with prints_to_stderr(json_), writes(dst):
         result = run(src, dst, to=to, of_format=of_format, **given)
     show(result, json_)
 

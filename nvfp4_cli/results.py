@@ -26,6 +26,16 @@ def prints_to_stderr(json_: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def writes(path: Path) -> Iterator[None]:
+    """Let an interrupt before ``path`` is written say so; writers themselves say what is left of it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.args = error.args or (f"{path} was not written",)
+        raise
+
+
 def plain(value: Any) -> Any:
     """A result for JSON: dataclasses as objects, paths as strings, numbers that are not finite as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
