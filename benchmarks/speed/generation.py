@@ -151,7 +151,7 @@ def by_stream(model: Any, prompt: Tensor, cache: Any = None) -> Run:
             cache.reset()
         synchronize()
         marks, tokens = [time.perf_counter()], []
-        for token in generate(model, prompt, max_new_tokens=count, cache=cache):
+        for token in generate(model, prompt, max_new_tokens=count, cache=cache, stop_tokens=()):
             marks.append(time.perf_counter())
             tokens.append(token)
         assert len(tokens) == count

@@ -32,7 +32,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_tokens: int | Sequence[int] = (),
+    stop_tokens: int | Sequence[int] | None = None,
     seed: int = 0,
 ) -> Iterator[Tensor]:
     """Write text after each prompt, and yield it token by token.
@@ -55,8 +55,8 @@ def generate(
         temperature: 0 chooses the most likely token; otherwise tokens are drawn after division of logits by it.
         top_k: draw from the k most likely tokens.
         top_p: draw from the smallest set of most likely tokens whose probabilities add up to at least this number.
-        stop_tokens: tokens that end a text. The iterator ends after all texts have ended; one that has ended before
-            repeats its last token.
+        stop_tokens: tokens that end a text: by default the model's end-of-sequence tokens (``eos_token_id``), () for
+            none. The iterator ends after all texts have ended; one that has ended before repeats its last token.
         seed: of the random numbers. Each row of the batch has its own.
 
     Yields:
@@ -89,8 +89,17 @@ def generate(
         raise ValueError(f"the cache is of {_batch_of(cache)} texts, and ids of {len(ids)}: give the ids of each text")
     _check_room(cache, ids.shape[1] + max_new_tokens - 1)
     sampling = Sampling(temperature, top_k, top_p, seed)
+    if stop_tokens is None:
+        stop_tokens = _end_of_sequence(model)
     stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
     return _texts(model, ids, sampling, max_new_tokens, torch.tensor(stops, dtype=torch.int64), cache)
+
+
+def _end_of_sequence(model: PreTrainedModel) -> int | Sequence[int]:
+    """Return the tokens with which the model ends a text, as its own ``generate`` finds them; () if it has none."""
+    settings = getattr(model, "generation_config", None) or model.config.get_text_config(decoder=True)
+    found: int | Sequence[int] | None = getattr(settings, "eos_token_id", None)
+    return () if found is None else found
 
 
 def _texts(

@@ -197,6 +197,17 @@ def test_stop_tokens(device):
     assert written(model, ids, stop_tokens=first[0]).shape[1] <= 12
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_it_stops_at_the_end_of_sequence_unless_told_otherwise(device, several):
+    model, ids = model_on(device, "Mistral"), prompt(device=device)
+    (tokens,) = written(model, ids).tolist()
+    model.generation_config.eos_token_id = [tokens[5], 299] if several else tokens[5]
+    end = tokens.index(tokens[5]) + 1
+    assert written(model, ids).tolist() == [tokens[:end]]
+    assert written(model, ids, stop_tokens=()).tolist() == [tokens]
+    assert written(model, ids, stop_tokens=tokens[0]).tolist() == [tokens[:1]]
+
+
 def test_an_iterator_that_is_not_finished(device):
     """Two texts at once, one of them dropped, and what follows."""
     model, ids = model_on(device), prompt(2, device=device)
