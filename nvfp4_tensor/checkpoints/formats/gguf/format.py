@@ -24,6 +24,8 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import SUPER_BLOCK, pack_blocks
 from nvfp4_tensor.checkpoints.formats.gguf.experts import JoinedExperts, SplitExperts
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
+    FREQUENCIES,
+    SCALING,
     architecture_of,
     expert_of,
     rope_tensors,
@@ -31,6 +33,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
     settings_of,
     tensor_sort_key,
     to_gguf_name,
+    written_scaling,
 )
 from nvfp4_tensor.checkpoints.formats.gguf.reading import NEEDS, PLAIN, VECTORS, WRITTEN, GGUFCheckpoint
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_writing import add_tokenizer
@@ -273,6 +276,8 @@ class _Writer:
             if names := [gguf_name for gguf_name in self.tensors if self._is_vector(gguf_name, dtype)]:
                 writer.add_array(kind, names)
         writer.add_uint32(WRITTEN, 1)
+        if FREQUENCIES in self.rope:
+            writer.add_string(SCALING, written_scaling(config))
         if quantized:  # which weights are multiplied by 4-bit activations, on hardware that supports it
             values = [entry.quantizes_activations for entry in quantized.values()]
             writer.add_array("general.tensor_extra.name", list(quantized))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import warnings
@@ -22,6 +23,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.families import (
     long_and_short_factors,
     rope_of,
 )
+from nvfp4_tensor.checkpoints.io.safetensors import parse_json
 
 _MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER_MODULES = {
@@ -48,6 +50,8 @@ _STACKED = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down)_exps)\.(weight|bias)")
 _KINDS = ("weight", "bias")
 FREQUENCIES = "rope_freqs.weight"
 """The tensor with the frequency factors of rope scaling of type llama3."""
+SCALING = "nvfp4_tensor.rope_scaling"
+"""A key of this package with the settings from which the factors were computed, in JSON."""
 
 
 _SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -316,15 +320,25 @@ def rope_tensors(config: dict[str, Any], settings: Mapping[str, Any]) -> dict[st
     )
 
 
-def scaling_of(factors: Tensor, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rope scaling with these :func:`frequency_factors` and Llama 3's settings.
+def written_scaling(config: dict[str, Any]) -> str:
+    """Return the settings of the rope scaling llama3 as JSON, for :data:`SCALING`."""
+    rope = _LLAMA_3 | rope_of(config)
+    return json.dumps({key: rope[key] for key in ("factor", *_LLAMA_3)})
+
+
+def scaling_of(factors: Tensor, config: dict[str, Any], written: str | None = None) -> dict[str, Any]:
+    """Return the rope scaling with these :func:`frequency_factors`: that of :func:`written_scaling`, or Llama 3's.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it has others.
     """
     rope = {"rope_type": "llama3", "factor": decimal(float(factors.max())), **_LLAMA_3}
+    if written is not None:
+        rope |= parse_json(written)
     again = frequency_factors(config | {"rope_scaling": rope}, config["head_dim"])
     assert again is not None
     if again.shape != factors.shape or not torch.allclose(again, factors, rtol=1e-5):
-        raise ValueError(f"the frequency factors in {FREQUENCIES} are not those of Llama 3")
+        raise ValueError(
+            f"the frequency factors in {FREQUENCIES} are not those of {'its settings' if written else 'Llama 3'}"
+        )
     return rope

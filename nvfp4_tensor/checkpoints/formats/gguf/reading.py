@@ -19,6 +19,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks, unpack_m
 from nvfp4_tensor.checkpoints.formats.gguf.families import LONG, SHORT, longrope_of
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
     FREQUENCIES,
+    SCALING,
     architecture_named,
     config_of,
     from_gguf_name,
@@ -84,7 +85,8 @@ class GGUFCheckpoint(Checkpoint):
                 if f"tokenizer.ggml.{key}_token_id" in self.fields:
                     self.config[f"{name}_token_id"] = int(self._value(f"tokenizer.ggml.{key}_token_id"))
             if FREQUENCIES in self._tensors:
-                self.config["rope_scaling"] = scaling_of(self._plain(FREQUENCIES), self.config)
+                written = self._value(SCALING) if SCALING in self.fields else None
+                self.config["rope_scaling"] = scaling_of(self._plain(FREQUENCIES), self.config, written)
             if LONG in self._tensors and SHORT in self._tensors:
                 self.config |= longrope_of({each: self._plain(each) for each in (LONG, SHORT)}, settings)
             self._locations = self._find_tensors()
