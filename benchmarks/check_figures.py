@@ -10,6 +10,7 @@ A figure is a number with a decimal point or a unit of measurement. Each figure 
     <!-- figures h200/generate.json: 5.41 = runs[0]["rows"][1]["peak_bytes"] / 1e9 -->
     <!-- rows cpu/kv_cache.txt -->
 
+  README.md has no comments: theirs are in readme_figures.txt, below the beginning of the line that they belong to.
 - The words "no result file" in its section, or before the first section for the whole page: measured without a file.
 - A pattern in check_figures_allowed.txt: constants of formats, versions, settings and other numbers not measured.
 
@@ -34,6 +35,7 @@ PAGES = [
     *sorted((ROOT / "docs" / "guides").glob("*.md")),
     *sorted((ROOT / "docs" / "design").glob("*.md")),
 ]
+README_COMMENTS = Path(__file__).with_name("readme_figures.txt")
 NO_FILE = "no result file"
 _NUMBER = r"(?<![\w.^/-])\d+(?:,\d{3})*(?:\.\d+)?(?!\w|\.\d)"
 _UNIT = r"%|x|ns|us|ms|s|min|minutes?|seconds?|hours?|[KMGT]i?B|[KMGT]B/s|[GT]FLOP/s|tokens/s|dB|nats|cycles|times"
@@ -79,6 +81,18 @@ def blocks(text: str) -> Iterator[Block]:
         if line.strip() and start is None:
             start = number
         section += line.startswith("## ")
+
+
+def text_of(page: Path) -> str:
+    """Return the text of a page; README.md with its comments."""
+    text = page.read_text()
+    if page == ROOT / "README.md":
+        for group in README_COMMENTS.read_text().split("\n\n"):
+            line, *comments = group.strip().split("\n")
+            if text.count(f"\n{line}") != 1:
+                raise ValueError(f"{README_COMMENTS.name}: not the beginning of one line of README.md: {line}")
+            text = text.replace(f"\n{line}", "\n" + "".join(f"<!-- {comment} -->\n" for comment in comments) + line)
+    return text
 
 
 def numbers(line: str) -> list[float]:
@@ -168,7 +182,7 @@ def allowed() -> list[str]:
 def main() -> None:
     wrong = 0
     for page in PAGES:
-        found, without = problems(page.read_text(), allowed())
+        found, without = problems(text_of(page), allowed())
         name = page.relative_to(ROOT)
         for each in found:
             print(f"{name}: {each}")

@@ -9,7 +9,7 @@ FSDP = "<!-- figures h200/fsdp_step.txt: {} -->\n"
 
 @pytest.mark.parametrize("page", check_figures.PAGES, ids=lambda page: str(page.relative_to(check_figures.ROOT)))
 def test_figures_are_those_of_the_files(page):
-    found, _ = check_figures.problems(page.read_text(), check_figures.allowed())
+    found, _ = check_figures.problems(check_figures.text_of(page), check_figures.allowed())
     assert found == []
 
 
