@@ -110,7 +110,7 @@ class Written:
         )
         if self.budget is None:
             return text
-        from nvfp4_tensor.checkpoints.names import some
+        from nvfp4_tensor.quantization.names import some
 
         dense = [f"{some(cost.weights)} ({number(cost.loss, 2)} nats)" for cost in self.budget.costs if cost.dense]
         return f"{text}\n{self.budget.bits:.2f} bits over all linears; left dense: {some(dense) or 'none'}"

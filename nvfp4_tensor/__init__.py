@@ -25,7 +25,7 @@ from nvfp4_tensor.ops import composite, fakes, native  # noqa: F401  define the 
 from nvfp4_tensor.sizes import ModelSize, model_size
 
 if TYPE_CHECKING:
-    from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig, calibrate
+    from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, quantize_model
     from nvfp4_tensor.tensor.fake_quantize import fake_quantize
     from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
@@ -47,14 +47,17 @@ __all__ = [
     "model_size",
     "quantize",
     "quantize_experts",
+    "quantize_model",
 ]
 
 _LATER = {
     **dict.fromkeys(("NVFP4Tensor", "fake_quantize", "quantize", "quantize_experts"), "dispatch"),
     **dict.fromkeys(("NVFP4TrainingConfig", "NVFP4TrainingLinear", "Recipe", "WeightForDx"), "training"),
     **dict.fromkeys(
-        ("NVFP4Config", "NVFP4Linear", "NVFP4WeightOnlyConfig", "ObservedLinear", "calibrate"), "quantization"
+        ("NVFP4Config", "NVFP4Linear", "NVFP4WeightOnlyConfig", "ObservedLinear", "calibrate", "quantize_model"),
+        "quantization",
     ),
+    **dict.fromkeys(("_loaded_from_conv1d", "_stored_as_conv1d"), "quantization.conv1d"),
     "_no_fast_path": "quantization.fast_path",
     "InputStatistics": "quantization.observer",
     **dict.fromkeys(("ObservedExperts", "_observe_experts"), "quantization.observed_experts"),

@@ -8,44 +8,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-JOINED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("wq", "wk", "wv"),
-    ("query", "key", "value"),
-    ("to_q", "to_k", "to_v"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-)
-"""Linears of one module that vLLM, SGLang and TensorRT-LLM join to one linear. The joined linear has one per-tensor
-scale, the largest of the group, and the block scales are not rescaled to it."""
-
-NOT_LINEAR = ("*embed*", "*wte.*", "*wpe.*", "*tok_emb*", "*shared.weight", "*norm*", "*relative_attention_bias*")
-"""Patterns of two-dimensional parameters that are not weights of linears."""
-
-LEFT_DENSE = (
-    "*lm_head*", "*output_layer*", "*.output.weight", "output.weight", "*score.weight", "*classifier*", "*.router.*",
-    "*mlp.gate.weight", "*block_sparse_moe.gate.weight", "*feed_forward.gate.weight", "*shared_expert_gate*",
-    "*conv1d*",
-    "*vision*", "*visual*", "*audio*", "*multi_modal_projector*", "*mm_projector*",
-)  # fmt: skip
-"""Patterns of linears that :func:`checkpoints.quantize` leaves dense by default: output layers, routers of experts, and
-encoders of images and audio."""
-
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
 """Suffixes of the scales of a quantized key-value cache."""
-
-LM_HEAD = "lm_head.weight"
-EMBEDDINGS = ("*embed_tokens", "*wte", "*word_embeddings")
-"""Patterns of the modules whose weight an output layer may share."""
 
 JOINED_AS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
     "down_proj": ("down_proj",),
 }
-"""Joined parameters of models in memory, and the modules of a checkpoint that each is joined from. The last one applies
+"""Joined parameters of models in memory, and the modules of a checkpoint that each is joined from. The last two apply
 only to experts."""
 
 MIXTRAL_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -57,9 +29,6 @@ MIXTRAL_TYPES = ("mixtral", "minimax", "minimax_m2")
 TRANSPOSED_EXPERTS = ("llama4", "llama4_text", "gpt_oss")
 """Values of model_type whose experts are one tensor (E, K, N) per layer. ModelOpt writes their codes as (E, K / 2, N),
 and vLLM transposes them again."""
-
-TRANSPOSED_LINEARS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Values of model_type whose weights are stored as (K, N): blocks along the last dimension would be along N."""
 
 
 @dataclasses.dataclass(frozen=True)

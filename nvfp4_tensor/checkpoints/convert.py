@@ -10,8 +10,8 @@ import torch
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named, read
-from nvfp4_tensor.checkpoints.names import joined_with, some
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly, Without
+from nvfp4_tensor.quantization.names import joined_with, some
 
 
 def convert(

@@ -1,54 +1,15 @@
-"""Parameter names: patterns, groups of linears that servers join, and lists of names in messages."""
+"""Which weights of a checkpoint stay dense, or have no input scale: lists and warnings for writers."""
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 import re
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from nvfp4_tensor.checkpoints.architectures import JOINED, NOT_LINEAR
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
-
-_GROUP = {name: group for group in JOINED for name in group}
-
-
-def is_matched(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a pattern matches a parameter, or the module that it is the weight of.
-
-    A pattern is an exact name, a name with wildcards ("*.down_proj", "model.layers.0.*"), or "re:" and a regular
-    expression that matches from the start, as in compressed-tensors.
-
-    Raises:
-        ValueError: the text after "re:" is not a regular expression.
-    """
-    module = name.removesuffix(".weight")
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            if _compiled(pattern[3:]).match(module):
-                return True
-        elif fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(module, pattern):
-            return True
-    return False
-
-
-@functools.cache
-def _compiled(expression: str) -> re.Pattern[str]:
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise ValueError(f"'re:{expression}' is not a regular expression: {error}") from None
-
-
-def joined_with(name: str, names: Container[str]) -> tuple[str, ...]:
-    """Return the weights among ``names`` that a server joins to one with this weight, including itself."""
-    prefix, _, module = name.removesuffix(".weight").rpartition(".")
-    if module not in _GROUP or not name.endswith(".weight"):
-        return (name,)
-    start = f"{prefix}." if prefix else ""
-    return tuple(each for each in (f"{start}{sibling}.weight" for sibling in _GROUP[module]) if each in names)
+from nvfp4_tensor.quantization.model_families import NOT_LINEAR
+from nvfp4_tensor.quantization.names import is_matched, joined_with, some
 
 
 def dense_linears(checkpoint: Checkpoint) -> list[str]:
@@ -115,13 +76,3 @@ def _layer_of_expert(name: str) -> str | None:
     """Return "model.layers.0.mlp.experts" for the weight of one of its experts; None for other weights."""
     found = re.match(r"(.*\bexperts)\.\d+\.\w+\.weight$", name)
     return None if found is None else found[1]
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first few names and the number of others, for a message."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,25 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.architectures import (
-    JOINED_AS,
-    LEFT_DENSE,
-    LM_HEAD,
-    NOT_LINEAR,
-    TRANSPOSED_EXPERTS,
-    TRANSPOSED_LINEARS,
-)
+from nvfp4_tensor.checkpoints.architectures import JOINED_AS, TRANSPOSED_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT as GGUF
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
-from nvfp4_tensor.checkpoints.names import is_matched, joined_with, some
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
-from nvfp4_tensor.checkpoints.wrappers import View, WithHead
+from nvfp4_tensor.checkpoints.wrappers import AsLinears, View, WithHead
 from nvfp4_tensor.numerics import layout
-from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS
+from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization.model_families import LM_HEAD
+from nvfp4_tensor.quantization.model_plan import Kind, Matrix, ModelPlan, PlannedMatrix, plan_matrices
+from nvfp4_tensor.quantization.names import is_matched, is_stored_transposed, joined_with, some
 from nvfp4_tensor.tensor.arguments import stored_spec
 
 KEPT_BYTES = 256 << 20
@@ -56,8 +52,9 @@ def quantize(
 ) -> None:
     """Quantize a folder of dense safetensors, or a GGUF file. No model is built, and memory stays under 2 GB.
 
-    All two-dimensional weights whose columns are a multiple of 16 are quantized, except embeddings, output layers,
-    routers of experts and encoders of images and audio (``architectures.LEFT_DENSE``). In ModelOpt's format, experts of
+    All two-dimensional weights whose columns are a multiple of 16 are quantized, except embeddings and what
+    :func:`plan_matrices` leaves dense: output layers, routers, gates, weights of a few rows, and encoders of images and
+    audio. They are the same as with ``quantize_model`` and ``from_pretrained``. In ModelOpt's format, experts of
     gpt-oss and Llama 4 are quantized too, each with its own per-tensor scale. Linears that servers join (q, k and v;
     gate and up) get one per-tensor scale, from the largest magnitude of the group. If a call is interrupted, the same
     call continues after its last complete shard.
@@ -71,14 +68,14 @@ def quantize(
             ``QuantizeSpec(scale_search=True)`` have smaller errors.
         exclude: more weights to leave dense: names of modules or parameters, with wildcards ("*.down_proj"), or "re:"
             and a regular expression. A string is one pattern.
-        include: weights to quantize although they match LEFT_DENSE ("lm_head").
+        include: weights to quantize although the rules leave them dense ("lm_head").
         quantize_lm_head: quantize the output layer too. If it shares the embedding's weight, a copy is quantized, the
             embedding stays dense, and config.json gets ``tie_word_embeddings`` False. vLLM does not support such
             checkpoints.
         input_amax: the largest input magnitude of each linear, by parameter name
             ("model.layers.0.mlp.up_proj.weight") or module name. These linears become W4A4, others stay weight-only.
         seed: the seed of stochastic rounding; the random bits of a weight depend on the seed and on its name.
-        progress: show a progress bar.
+        progress: print what stays dense and why, and show a progress bar.
         options: options of the target format.
 
     Example::
@@ -103,6 +100,8 @@ def quantize(
             include = (*include, source.head)
         has_scale = functools.partial(target.has_scale, source, options=options)
         checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, has_scale, target.holds_experts)
+        if progress and (dense := checkpoint.plan.left_dense()):
+            print(dense, file=sys.stderr)
         target.write(checkpoint, Path(dst), progress=progress, **options)
 
 
@@ -138,12 +137,11 @@ class Quantized(View):
                 "checkpoint formats have one per-tensor scale per weight: pass a spec without row_scaled, or quantize "
                 "the model in memory and torch.save its state_dict()"
             )
-        if source.config.get("model_type") in TRANSPOSED_LINEARS:
-            raise ValueError(
-                f"{source.path}: {source.config['model_type']} stores weights as (inputs, outputs), but NVFP4 "
-                "blocks are along the inputs: quantize the layers of the model in memory"
-            )
-        self.chosen = chosen_linears(source, exclude, include, experts)
+        self.plan = plan_folder(source, exclude, include, experts)
+        self.chosen = {name: _entry(source.entries[name], self.plan[name]) for name in self.plan.quantized}
+        model_type = source.config.get("model_type")
+        if transposed := [name for name in self.chosen if is_stored_transposed(model_type, name)]:
+            self.source = AsLinears(source, transposed)
         self._unscaled = {name for name in self.chosen if not has_scale(name)}
         self._input_amax = _by_parameter(input_amax or {}, self.chosen, source)
         self._amax: dict[tuple[str, ...], Tensor] = {}
@@ -249,7 +247,7 @@ class Quantized(View):
         """Return the amax of the weights that servers join with this one, and keep the weights if they are small."""
         if name in self._unscaled:
             return torch.tensor(self.spec.largest_value, dtype=torch.float32)
-        group = joined_with(name, self.chosen)
+        group = self.plan[name].group
         if group not in self._amax:
             self._keep(group)
             self._amax = {group: torch.stack([self._own_amax(each) for each in group]).amax()}
@@ -276,12 +274,12 @@ class Quantized(View):
         return torch.stack([torch.ops.nvfp4.amax(chunk) for chunk in chunks]).amax()
 
 
-def chosen_linears(
-    source: Checkpoint, exclude: Sequence[str], include: Sequence[str], experts: bool = False
-) -> dict[str, Entry]:
-    """Return the entries of the weights to quantize. Warn of weights whose size or dtype does not allow it.
+def plan_folder(
+    source: Checkpoint, exclude: Sequence[str] = (), include: Sequence[str] = (), experts: bool = False
+) -> ModelPlan:
+    """Plan which weights of a dense checkpoint are quantized. Warn of weights whose size or dtype does not allow it.
 
-    With ``experts``, include the experts of gpt-oss and Llama 4 that are one tensor, with entries of shape (E, N, K).
+    With ``experts``, include the experts of gpt-oss and Llama 4 that are one tensor, with shapes (E, N, K).
 
     Raises:
         ValueError: there are none, or a pattern matches no weight.
@@ -290,82 +288,59 @@ def chosen_linears(
         raise ValueError(
             f"{source.path}: expected dense weights, found NVFP4 in {some(quantized)}: use checkpoints.convert"
         )
-    weights = {
-        name: entry
-        for name, entry in source.entries.items()
-        if name.endswith("weight") and len(entry.shape) == 2 and not is_matched(name, NOT_LINEAR)
-    }
-    if experts and source.config.get("model_type") in TRANSPOSED_EXPERTS:
-        weights |= {
-            name: dataclasses.replace(entry, shape=(entry.shape[0], entry.shape[2], entry.shape[1]))
-            for name, entry in _experts_in_one_tensor(source).items()
-        }
-    for pattern in (*exclude, *include):
-        if not any(is_matched(name, [pattern]) for name in weights):
-            raise ValueError(
-                f"{pattern!r} matches no linear of {source.path}, which has {some(list(weights))}"
-                + (
-                    ": its output layer is the embedding, and quantize_lm_head=True quantizes a copy of it"
-                    if is_matched(LM_HEAD, [pattern])
-                    else ""
-                )
-            )
-    chosen, unfit = {}, []
-    for name, entry in weights.items():
-        if is_matched(name, exclude) or (is_matched(name, LEFT_DENSE) and not is_matched(name, include)):
-            continue
-        if entry.dtype in HIGH_PRECISION_DTYPES and entry.shape[-1] % BLOCK == 0 and all(entry.shape):
-            chosen[name] = entry if len(entry.shape) == 2 else dataclasses.replace(entry, scales=(entry.shape[0], 1))
-        else:
-            unfit.append(f"{name} {list(entry.shape)} {str(entry.dtype).removeprefix('torch.')}")
+    try:
+        plan = plan_matrices(_matrices(source, experts), exclude=exclude, include=include, where=str(source.path))
+    except ValueError as error:
+        if any(is_matched(LM_HEAD, [pattern]) for pattern in (*exclude, *include)):
+            error.args = (f"{error}: its output layer is the embedding, and quantize_lm_head=True quantizes a copy",)
+        raise
+    unfit = [
+        f"{name} {list(plan[name].shape)} {str(source.entries[name].dtype).removeprefix('torch.')}"
+        for name in plan.dense
+        if plan[name].is_unfit
+    ]
     if unfit:
         warnings.warn(
             f"left dense, because NVFP4 needs bfloat16, float16 or float32 and columns in multiples of {BLOCK}: "
             f"{some(unfit)}",
             stacklevel=4,
         )
-    _warn_of_experts(source, chosen)
-    if not chosen:
-        raise ValueError(
-            f"{source.path}: expected linears (two-dimensional *.weight) to quantize, found none"
-            + (f" in bfloat16, float16 or float32 with columns in multiples of {BLOCK}: {some(unfit)}" if unfit else "")
-        )
-    return chosen
-
-
-def _experts_in_one_tensor(source: Checkpoint) -> dict[str, Entry]:
-    """Return the experts that are one tensor per layer."""
-    return {
-        name: entry
-        for name, entry in source.entries.items()
-        if len(entry.shape) == 3 and name.rpartition(".")[2] in JOINED_AS
-    }
-
-
-def _stacked_weights(source: Checkpoint) -> dict[str, Entry]:
-    """Return the stacked matrices of a mixture of experts whose files have other names (GraniteMoE, JetMoE, Aria)."""
-    if not any("expert" in key for key in source.config):
-        return {}
-    return {
-        name: entry
-        for name, entry in source.entries.items()
-        if len(entry.shape) == 3
-        and name.endswith(".weight")
-        and entry.shape[1] >= BLOCK
-        and entry.shape[2] % BLOCK == 0
-    }
-
-
-def _warn_of_experts(source: Checkpoint, chosen: Mapping[str, Entry]) -> None:
-    """Warn of experts that stay dense, because they are most of the model."""
-    experts = _experts_in_one_tensor(source) | _stacked_weights(source)
-    dense = [f"{name} {list(entry.shape)}" for name, entry in experts.items() if name not in chosen]
-    if dense:
+    stacked = [f"{name} {list(plan[name].shape)}" for name in plan.dense if plan[name].reason == _STACKED]
+    if stacked:  # they are most of the model
         warnings.warn(
-            f"experts in one tensor stay dense: {some(dense)}. The format modelopt supports NVFP4 experts of gpt-oss "
+            f"experts in one tensor stay dense: {some(stacked)}. The format modelopt supports NVFP4 experts of gpt-oss "
             "and Llama 4; for other models, load the model with transformers and NVFP4TensorConfig, and save it",
-            stacklevel=5,
+            stacklevel=4,
         )
+    if not plan.quantized:
+        raise ValueError(
+            f"{source.path}: expected linears (two-dimensional *.weight) to quantize, found none: {plan.candidates()}"
+        )
+    return plan
+
+
+_STACKED = "experts in one tensor"
+
+
+def _matrices(source: Checkpoint, experts: bool) -> list[Matrix]:
+    """Return the weights of linears and experts of a dense checkpoint, by names, shapes and config.json alone."""
+    model_type = source.config.get("model_type")
+    has_experts = any("expert" in key for key in source.config)
+    supported = experts and model_type in TRANSPOSED_EXPERTS
+    matrices = []
+    for name, entry in source.entries.items():
+        shape = entry.shape
+        if name.endswith("weight") and len(shape) == 2:
+            shape = shape[::-1] if is_stored_transposed(model_type, name) else shape
+            matrices.append(Matrix(name, shape, entry.dtype))
+        elif len(shape) == 3 and name.rpartition(".")[2] in JOINED_AS:
+            shape = (shape[0], shape[2], shape[1]) if supported else shape
+            matrices.append(Matrix(name, shape, entry.dtype, Kind.EXPERTS, "" if supported else _STACKED))
+        elif (
+            has_experts and len(shape) == 3 and name.endswith(".weight") and shape[1] >= BLOCK and not shape[2] % BLOCK
+        ):
+            matrices.append(Matrix(name, shape, entry.dtype, Kind.EXPERTS, _STACKED))  # GraniteMoE, JetMoE, Aria
+    return matrices
 
 
 def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source: Checkpoint) -> dict[str, float]:
@@ -378,6 +353,12 @@ def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source
     if bad := [name for name, scale in scales.items() if not 0 < scale < math.inf]:
         raise ValueError(f"input_amax of {some(bad)}: expected a finite number above zero in float32")
     return {name: max(named[each] for each in joined_with(name, named)) for name in named}
+
+
+def _entry(entry: Entry, planned: PlannedMatrix) -> Entry:
+    """Return the entry of a chosen weight with the shape (N, K) or (E, N, K)."""
+    scales = (planned.shape[0], 1) if len(planned.shape) == 3 else ()
+    return dataclasses.replace(entry, shape=planned.shape, scales=scales)
 
 
 def _rows_of_a_chunk(entry: Entry) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.architectures import EMBEDDINGS, LM_HEAD
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
-from nvfp4_tensor.checkpoints.names import is_matched
 from nvfp4_tensor.checkpoints.parts import LinearParts
+from nvfp4_tensor.quantization.model_families import EMBEDDINGS, LM_HEAD
+from nvfp4_tensor.quantization.names import is_matched
 
 
 class View(Checkpoint):
@@ -71,6 +71,21 @@ class Without(View):
         super().__init__(source)
         for name in names:
             del self.entries[name]
+
+
+class AsLinears(View):
+    """A dense checkpoint with some of its weights as (N, K), which its files have as (K, N)."""
+
+    def __init__(self, source: Checkpoint, names: Iterable[str]) -> None:
+        super().__init__(source)
+        self._names = set(names)
+        for name in self._names:
+            self.entries[name] = dataclasses.replace(source.entries[name], shape=source.entries[name].shape[::-1])
+
+    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
+        if name not in self._names:
+            return self.source.rows(name, first, last, buffer)
+        return self.source.dense(name)[:, first:last].t().contiguous()
 
 
 class WithHead(View):

@@ -9,11 +9,14 @@ from nvfp4_tensor.quantization.accuracy.sensitivity import Sensitivity, sensitiv
 from nvfp4_tensor.quantization.calibration import calibrate
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.linear import NVFP4Linear
+from nvfp4_tensor.quantization.model_plan import ModelPlan
 from nvfp4_tensor.quantization.observed_experts import routed_tokens
 from nvfp4_tensor.quantization.observer import ObservedLinear
+from nvfp4_tensor.quantization.whole_model import quantize_model
 
 __all__ = [
     "GPTQConfig",
+    "ModelPlan",
     "NVFP4Config",
     "NVFP4Linear",
     "NVFP4WeightOnlyConfig",
@@ -24,6 +27,7 @@ __all__ = [
     "generate_calibration_text",
     "gptq",
     "linear",
+    "quantize_model",
     "routed_tokens",
     "sensitivity",
 ]

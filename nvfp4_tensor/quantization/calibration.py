@@ -20,10 +20,12 @@ from tqdm import tqdm
 
 from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import nothing_matched
 from nvfp4_tensor.quantization.observed_experts import observed_weights, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, is_observable
 from nvfp4_tensor.quantization.trained import restored, to_dense
+from nvfp4_tensor.quantization.whole_model import PlannedFilter, matrices_of, plan_model, without_experts
 
 _CONVERT_ONLY: dict[str, Any] = {"percentile": None, "headroom": False}
 """Defaults of the fields that only the convert step uses. The prepare step raises an error if they are set."""
@@ -58,7 +60,7 @@ def calibrate(
         batches: the inputs of the model. Each is a tensor, a tuple of arguments or a mapping of keyword arguments.
         config: an NVFP4Config (the default), whose ``percentile`` and ``headroom`` choose the amax from the observed
             inputs, or an NVFP4WeightOnlyConfig with ``weighted=True``.
-        filter_fn: selects modules by (module, name), as in ``quantize_``.
+        filter_fn: selects modules by (module, name), as in ``quantize_``. By default, those of ``quantize_model``.
         progress: show a progress bar over the batches.
 
     Raises:
@@ -76,10 +78,13 @@ def calibrate(
         raise TypeError(f"batches must be an iterable of batches, not one {type(batches).__name__}: pass [batch]")
     convert = dataclasses.replace(config, step="convert")
     prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
+    chosen = PlannedFilter(model, plan_model(model, filter_fn, matrices=without_experts(matrices_of(model), "")))
+    for module in chosen.linears:
+        as_linear(module)
     linears = {module for module in model.modules() if is_observable(module)}
     with restored(model, only_on_error=True):  # also on an interrupt: a partly prepared model is useless
         to_dense(model)
-        quantize_(model, prepare, filter_fn=filter_fn)
+        quantize_(model, prepare, filter_fn=chosen if filter_fn is None else filter_fn)
         if not any(isinstance(module, ObservedLinear) for module in linears):
             raise ValueError(nothing_matched(model, filter_fn))
         _run(model, batches, progress)
@@ -87,7 +92,7 @@ def calibrate(
             name: each for name, each in model.named_modules() if isinstance(each, ObservedLinear) and each in linears
         }
         _check_all_observed(own | observed_weights(model))
-        quantize_(model, convert, filter_fn=lambda module, name: module in linears)
+        quantize_(model, convert, filter_fn=chosen)
     if progress and (routed := routed_tokens(model)):
         tqdm.write(summary_of(routed), file=sys.stderr)
     return model

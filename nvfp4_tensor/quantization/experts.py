@@ -183,6 +183,6 @@ def nothing_matched(model: nn.Module, filter_fn: object) -> str:
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no module with a matrix"
     fix = "filter_fn selects none of them" if filter_fn is not None else "replace the others by nn.Linear first"
     return (
-        f"nothing to quantize in {type(model).__name__}: nn.Linear and transformers' experts can be quantized, and the "
-        f"model has {found} ({fix}; GPT-2's Conv1D is not an nn.Linear)"
+        f"nothing to quantize in {type(model).__name__}: linears and transformers' experts can be quantized, and the "
+        f"model has {found} ({fix})"
     )

@@ -21,9 +21,11 @@ from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops.composite import own_amax
 from nvfp4_tensor.quantization import callers, experts, observed_experts
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
 from nvfp4_tensor.quantization.observer import ObservedLinear, check_observable
 from nvfp4_tensor.quantization.plan import Plan, plan_of
 from nvfp4_tensor.quantization.trained import dense_linear, trained_in_nvfp4, warn_of_training
@@ -83,8 +85,7 @@ def _quantize_module(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Mod
     if config.step == QuantizationStep.PREPARE:
         if module in plan.dense:
             return module
-        assert isinstance(module, nn.Linear)
-        return ObservedLinear.observe(module, _observed_spec(config))
+        return ObservedLinear.observe(as_linear(module), _observed_spec(config))
     return _quantize_linear(module, plan, config, None)
 
 
@@ -188,15 +189,31 @@ def _quantize_linear(
     if trained_in_nvfp4(module):
         quantized = _checked_codes(module, config).weight.detach()
         assert isinstance(quantized, NVFP4Tensor)
-    elif squares is None:
-        quantized = quantize(quantizable(module).weight.detach(), config.weight)
     else:
-        quantized = quantize_weighted(quantizable(module).weight.detach(), config.weight, squares)
+        amax = _shared_amax(module, plan, config.weight)
+        weight = quantizable(as_linear(module)).weight.detach()
+        quantized = (
+            quantize(weight, config.weight, amax=amax)
+            if squares is None
+            else quantize_weighted(weight, config.weight, squares, amax)
+        )
     parameter = nn.Parameter(quantized._replace(**fields), requires_grad=False)
     for linear in plan.tied.get(module, [module]):
         set_weight(linear, parameter)
         plan.done.add(linear)
     return module
+
+
+def _shared_amax(module: nn.Module, plan: Plan, spec: QuantizeSpec) -> Tensor | None:
+    """Return the largest amax of the weights that share a per-tensor scale with a module's; None if none does."""
+    group = plan.groups.get(module)
+    if group is None or spec.row_scaled or any(trained_in_nvfp4(each) for each in group):
+        return None
+    if module not in plan.amax:
+        weights = [as_linear(each).weight.detach() for each in group]
+        amax = torch.stack([own_amax(weight, spec, None, 0).to(weights[0].device) for weight in weights]).amax()
+        plan.amax.update(dict.fromkeys(group, amax))
+    return plan.amax[module]
 
 
 def set_weight(linear: nn.Module, weight: NVFP4Tensor | nn.Parameter) -> None:
@@ -227,7 +244,7 @@ def _check_backend(weight: torch.Tensor, backend: ProductBackend) -> None:
 
 def quantizable(module: nn.Module) -> nn.Linear:
     """Return the module if it is a linear with a dense weight that can be quantized; otherwise raise an error."""
-    if not isinstance(module, nn.Linear):
+    if not is_linear(module):
         raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: exclude it with quantize_'s filter_fn")
     weight = module.weight
     if isinstance(module, ObservedLinear):

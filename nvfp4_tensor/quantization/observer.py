@@ -14,6 +14,7 @@ from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.numerics.layout import BLOCK, FLOAT32_MAX, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.config import NVFP4Config
+from nvfp4_tensor.quantization.conv1d import is_conv1d
 from nvfp4_tensor.quantization.fast_path import keep_called, release
 
 MAGNITUDE_BINS = 1 << 13
@@ -33,11 +34,15 @@ def check_observable(linear: nn.Linear) -> None:
 def is_observable(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether the module is an nn.Linear, or a subclass (like Falcon's) whose forward does not call super()."""
     forward: Any = getattr(type(module).forward, "__code__", None)
-    return type(module) is nn.Linear or (
-        isinstance(module, nn.Linear)
-        and not isinstance(module, ObservedLinear)
-        and forward is not None
-        and "__class__" not in forward.co_freevars
+    return (
+        type(module) is nn.Linear
+        or is_conv1d(module)
+        or (
+            isinstance(module, nn.Linear)
+            and not isinstance(module, ObservedLinear)
+            and forward is not None
+            and "__class__" not in forward.co_freevars
+        )
     )
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -34,7 +34,10 @@ class Plan:
         chosen: all modules of the call.
         tied: all modules that share a module's weight, including itself. Modules with their own weight are absent.
         dense: modules that stay dense because something that is not quantized shares their weight.
+        groups: the modules with which a module shares its per-tensor scale, including itself, where a plan of the
+            whole model has them (whole_model.py).
         done: modules that are quantized. Modules that share a weight are quantized together.
+        amax: the amax of each group, by module, from before its first module changed.
     """
 
     config: AOBaseConfig
@@ -42,7 +45,9 @@ class Plan:
     chosen: Modules
     tied: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]]
     dense: Modules
+    groups: Mapping[nn.Module, tuple[nn.Module, ...]]
     done: Modules = dataclasses.field(default_factory=weakref.WeakSet)
+    amax: weakref.WeakKeyDictionary[nn.Module, Tensor] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
@@ -65,7 +70,8 @@ def plan_of(
         is_first = plan is None or plan.config is not call_config
         chosen = [module] if filter_fn is None else list(selected(model, filter_fn))
         to_quantize = [each for each in chosen if check(each)]
-        plan = Plan(call_config, len(chosen), weakref.WeakSet(chosen), *_ties(model, to_quantize))
+        groups = getattr(filter_fn, "groups", {})
+        plan = Plan(call_config, len(chosen), weakref.WeakSet(chosen), *_ties(model, to_quantize), groups)
         _plans[model] = plan
         if filter_fn is not None:
             _warn_of_dense_attention(model, filter_fn)

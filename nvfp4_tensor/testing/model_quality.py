@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.models.opening import windows_of
-from nvfp4_tensor.checkpoints.names import joined_with
+from nvfp4_tensor.quantization.names import joined_with
 from nvfp4_tensor.sizes import stored_bytes
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 

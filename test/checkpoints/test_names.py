@@ -6,8 +6,8 @@ from helpers.checkpoint_folders import write_dense
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import tensor_of
-from nvfp4_tensor.checkpoints.architectures import LEFT_DENSE, NOT_LINEAR
-from nvfp4_tensor.checkpoints.names import is_matched, joined_with, natural, some
+from nvfp4_tensor.quantization.model_families import LEFT_DENSE, NOT_LINEAR
+from nvfp4_tensor.quantization.names import is_matched, joined_with, natural, some
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,9 @@ OTHERS = [
 
 
 def test_defaults():
-    assert not any(is_matched(name, (*NOT_LINEAR, *LEFT_DENSE)) for name in LINEARS)
-    assert all(is_matched(name, (*NOT_LINEAR, *LEFT_DENSE)) for name in OTHERS)
+    patterns = (*NOT_LINEAR, *(pattern for each in LEFT_DENSE.values() for pattern in each))
+    assert not any(is_matched(name, patterns) for name in LINEARS)
+    assert all(is_matched(name, patterns) for name in OTHERS)
 
 
 def test_order_and_lists():

@@ -31,12 +31,13 @@ from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsForm
 from nvfp4_tensor.checkpoints.io.resumable_write import check_apart, check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
-from nvfp4_tensor.checkpoints.names import some, warn_of_missing_input_scales
+from nvfp4_tensor.checkpoints.names import warn_of_missing_input_scales
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.checkpoints.wrappers import View
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
+from nvfp4_tensor.quantization.names import some
 
 _HEADER, _MARKER = "_quantization_metadata", "comfy_quant"
 _NVFP4, _FULL_PRECISION, _SHAPE = "nvfp4", "full_precision_matrix_mult", "shape"

@@ -22,9 +22,10 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.modelopt import check_static
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, config_has
-from nvfp4_tensor.checkpoints.names import dense_linears, is_matched, some, warn_of_mixed_groups, without_input_scale
+from nvfp4_tensor.checkpoints.names import dense_linears, warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.quantization.names import is_matched, some
 
 PACKED = "nvfp4-pack-quantized"
 _FOREIGN = (

@@ -11,8 +11,8 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat
 from nvfp4_tensor.checkpoints.io.safetensors import Shards
-from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.checkpoints.parts import LinearParts
+from nvfp4_tensor.quantization.names import some
 
 
 class Dense(SafetensorsFormat):

@@ -25,10 +25,10 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable, config_has
-from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, parts_of, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import View
 from nvfp4_tensor.numerics.layout import BLOCK, E4M3_NAN
+from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import quantize
 
 AMAX_OF_ONE = LARGEST

@@ -27,9 +27,10 @@ from nvfp4_tensor.checkpoints.architectures import TRANSPOSED_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat
 from nvfp4_tensor.checkpoints.io.safetensors import read_json
-from nvfp4_tensor.checkpoints.names import dense_linears, some, warn_of_mixed_groups, without_input_scale
+from nvfp4_tensor.checkpoints.names import dense_linears, warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.quantization.names import some
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 LAYOUT_VERSION = "0.47.0"

@@ -19,10 +19,10 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_json
-from nvfp4_tensor.checkpoints.names import natural, some
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
+from nvfp4_tensor.quantization.names import natural, some
 
 _CLASS, _DENSE = "NVFP4Tensor", "Tensor"
 _PARTS = ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale")

@@ -29,9 +29,9 @@ from nvfp4_tensor.checkpoints.io.sidecar import (
     with_factors,
     write_factors,
 )
-from nvfp4_tensor.checkpoints.names import joined_with, natural, some
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, nan_blocks
 from nvfp4_tensor.checkpoints.understood import check_understood
+from nvfp4_tensor.quantization.names import joined_with, natural, some
 
 SHARD_BYTES = 4 << 30
 """The approximate size of a shard, if the source has only one."""

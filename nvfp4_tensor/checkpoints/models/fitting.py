@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.architectures import LEFT_DENSE
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
-from nvfp4_tensor.checkpoints.names import is_matched, joined_with, some
 from nvfp4_tensor.checkpoints.parts import LinearParts
+from nvfp4_tensor.checkpoints.quantizing import plan_folder
 from nvfp4_tensor.checkpoints.wrappers import View, WithHead
 from nvfp4_tensor.numerics.choices import ScaleSearch
-from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
 from nvfp4_tensor.quantization.accuracy.budget import Budget, spend
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
-from nvfp4_tensor.quantization.experts import expert_weights, is_transposed
+from nvfp4_tensor.quantization.conv1d import is_linear
+from nvfp4_tensor.quantization.experts import expert_weights
 from nvfp4_tensor.quantization.linear import set_weight
+from nvfp4_tensor.quantization.names import joined_with, some
 from nvfp4_tensor.quantization.observed_experts import (
     finish,
     observed_weights,
@@ -45,17 +45,17 @@ class Chosen:
     """
 
     def __init__(self, model: nn.Module, exclude: Sequence[str], include: Sequence[str], to: str) -> None:
-        names = ModelCheckpoint(model, {}).names_by_parameter()
+        checkpoint, holds_experts = ModelCheckpoint(model), format_named(to).holds_experts
+        names = checkpoint.names_by_parameter()
+        quantized = set(plan_folder(checkpoint, exclude, include, holds_experts).quantized)
         self.files: dict[str, list[str]] = {}
         left = []
         for path, module in model.named_modules():
-            for attribute in ("weight",) if isinstance(module, nn.Linear) else expert_weights(module):
+            for attribute in ("weight",) if is_linear(module) else expert_weights(module):
                 parameter = f"{path}.{attribute}".lstrip(".")
                 weight, files = getattr(module, attribute), names.get(parameter, [])
-                columns = weight.shape[-2 if weight.dim() == 3 and is_transposed(module) else -1]
-                wanted = [name for name in files if _is_chosen(name, exclude, include)]
-                fits = weight.dim() == 2 or len(files) > 1 or format_named(to).holds_experts
-                if wanted and len(wanted) == len(files) and columns % BLOCK == 0 and fits:
+                wanted = [name for name in files if name in quantized]
+                if wanted and len(wanted) == len(files):
                     self.files[parameter] = files
                 elif wanted and weight.dim() == 3:
                     left.append(parameter)
@@ -72,10 +72,6 @@ class Chosen:
         """Return patterns that match weights of the model in files; one for all experts of a layer."""
         names = [name for weight in weights for name in self.files[weight][:1]]
         return list(dict.fromkeys(re.sub(r"\.experts\..*", ".experts.*", name) for name in names))
-
-
-def _is_chosen(name: str, exclude: Sequence[str], include: Sequence[str]) -> bool:
-    return not is_matched(name, exclude) and (not is_matched(name, LEFT_DENSE) or is_matched(name, include))
 
 
 def find_input_amax(

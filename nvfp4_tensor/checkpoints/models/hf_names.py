@@ -5,13 +5,17 @@ transformers renames tensors when it loads and when it saves. These functions us
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 
 def names_in_model(model: object, names: Iterable[str]) -> dict[str, str]:
-    """Return a mapping from names in the model to ``names`` in files, for those that differ."""
+    """Return a mapping from names in the model to ``names`` in files, for those that differ.
+
+    Parameters that stack experts are mapped to the name that they would have in files.
+    """
     conversions = _conversions(model)
     if conversions is None:
         return {}
@@ -20,7 +24,14 @@ def names_in_model(model: object, names: Iterable[str]) -> dict[str, str]:
     known: Any = model
     prefix, state = known.base_model_prefix, known.state_dict(keep_vars=True)
     renamed = ((rename_source_key(name, conversions, [], prefix, state)[0], name) for name in names)
-    return {ours: theirs for ours, theirs in renamed if ours != theirs}
+    found = {ours: theirs for ours, theirs in renamed if ours != theirs}
+    experts = {_EXPERT.sub("", ours): _EXPERT.sub("", theirs) for ours, theirs in found.items()}
+    stacked = (name for name in state if (parent := name.rpartition(".")[0]).endswith(".experts") and parent in experts)
+    return found | {name: f"{experts[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}" for name in stacked}
+
+
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+\..*")
+"""The end of the name of one of the experts, which models stack to one parameter."""
 
 
 def names_in_files(model: object, names: Iterable[str]) -> dict[str, str]:

@@ -15,12 +15,13 @@ from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_model
 from nvfp4_tensor.checkpoints.models.origins import Origin, gather, origin_of, shape_of
-from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization import NVFP4Linear
+from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d, is_linear, was_conv1d
 from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 ORIGINS = "_nvfp4_origins"
@@ -95,6 +96,17 @@ class _Slot:
     def is_transposed(self) -> bool:
         """Return whether it has experts (E, K, N), which NVFP4 stores as (E, N, K), with blocks along K."""
         return self.tensor.dim() == 3 and any(is_transposed(module) for module, _ in self.holders.values())
+
+    @property
+    def stored_transposed(self) -> bool:
+        """Return whether it is the weight (N, K) of a former Conv1D, which dense files have as (K, N)."""
+        return any(name == "weight" and was_conv1d(module) for module, name in self.holders.values())
+
+    def stored_shape(self, quantized: bool) -> tuple[int, ...]:
+        """Return the shape that a file must have."""
+        shape, conv1d = tuple(self.tensor.shape), any(is_conv1d(module) for module, _ in self.holders.values())
+        differs = self.is_transposed or conv1d if quantized else self.stored_transposed
+        return (*shape[:-2], shape[-1], shape[-2]) if differs else shape
 
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:
@@ -171,10 +183,8 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
         shape = shape_of(origin, checkpoint.entries)
     except ValueError as error:
         raise ValueError(f"{file}: {name}: {error}") from None
-    if entry.quantized and slot.is_transposed:
-        shape = (*shape[:-2], shape[-1], shape[-2])
-    if shape != tuple(slot.tensor.shape):
-        raise ValueError(f"{file}: tensor {origin.names[0]}: expected {list(slot.tensor.shape)}, found {list(shape)}")
+    if shape != (expected := slot.stored_shape(entry.quantized)):
+        raise ValueError(f"{file}: tensor {origin.names[0]}: expected {list(expected)}, found {list(shape)}")
     if not entry.quantized:
         if slot.tensor.dtype.is_floating_point and not entry.dtype.is_floating_point:
             raise ValueError(
@@ -183,7 +193,7 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
             )
         return
     for holder, (module, _) in slot.holders.items():
-        if not isinstance(module, nn.Linear) and slot.tensor.dim() != 3:
+        if not is_linear(module) and slot.tensor.dim() != 3:
             raise ValueError(
                 f"{file}: tensor {origin.names[0]}: expected a dense tensor for {holder} of a "
                 f"{type(module).__name__}, found NVFP4, which only linears and experts (E, N, K) support"
@@ -201,6 +211,7 @@ def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, 
             dtype = checkpoint.entries[origin.names[0]].dtype
         weight = tensor_of(value, dtype).to(device)
         return weight.transpose(-2, -1) if slot.is_transposed else weight, origin
+    value = value.t().contiguous() if slot.stored_transposed else value
     floating = slot.tensor.dtype.is_floating_point and value.dtype.is_floating_point
     return value.to(device, slot.tensor.dtype if floating else None), origin
 
@@ -212,7 +223,7 @@ def _assign(slot: _Slot, tensor: Tensor, origin: Origin) -> None:
     if isinstance(slot.tensor, nn.Parameter):
         value = nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad and not quantized)
     for module, attribute in slot.holders.values():
-        setattr(module, attribute, value)
+        setattr(as_linear(module) if quantized else module, attribute, value)
         origins = dict(getattr(module, ORIGINS, {}))
         origins.pop(attribute, None)
         if origin.factors or not origin.is_whole or origin.names[0] not in slot.holders:

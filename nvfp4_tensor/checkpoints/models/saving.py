@@ -16,10 +16,11 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
 from nvfp4_tensor.checkpoints.models.origins import Origin, expert_group, in_mixtral, split
-from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.numerics.choices import RoundingMode
+from nvfp4_tensor.quantization.conv1d import was_conv1d
+from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 
@@ -101,7 +102,9 @@ class ModelCheckpoint(Checkpoint):
             ValueError: a weight is on the meta device, or no format can store it, or scales differ and
                 mismatched_scales is "refuse".
         """
-        self._tensors = {name: _stored_orientation(tensor) for name, tensor in _named_tensors(model)}
+        modules = model.named_modules() if isinstance(model, nn.Module) else ()
+        conv1d = {f"{path}.weight" for path, module in modules if was_conv1d(module)}
+        self._tensors = {name: _stored_orientation(tensor, name in conv1d) for name, tensor in _named_tensors(model)}
         self._origins = _origins(model, self._tensors) if isinstance(model, nn.Module) else {}
         self._shared: dict[str, Tensor] = {}
         self._parameter: dict[str, str] = {}
@@ -216,9 +219,9 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
             yield name, tensor
 
 
-def _stored_orientation(tensor: Tensor) -> Tensor:
-    """Return experts (E, K, N) of a model as (E, N, K), as they are in memory and in files."""
-    transposed = isinstance(tensor, NVFP4Tensor) and tensor.transposed and tensor.dim() == 3
+def _stored_orientation(tensor: Tensor, conv1d: bool = False) -> Tensor:
+    """Return NVFP4 experts (E, K, N), and weights (K, N) of a former Conv1D, with blocks along K, as in files."""
+    transposed = isinstance(tensor, NVFP4Tensor) and tensor.transposed and (tensor.dim() == 3 or conv1d)
     return tensor.detach().transpose(-2, -1) if transposed else tensor
 
 

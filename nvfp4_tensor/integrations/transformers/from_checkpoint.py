@@ -29,6 +29,7 @@ from nvfp4_tensor.integrations.transformers.experts import (
     quantized_origins,
 )
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
+from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import is_transposed
 
 
@@ -52,6 +53,8 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         self._origins = quantized_origins(model, checkpoint)
         self._joins = missing_joins(model, checkpoint.entries)
         self.weights = set(self._origins)
+        for module in [module for path, module in model.named_modules() if f"{path}.weight" in self.weights]:
+            as_linear(module)
         stored = {name: origin.names[0] for name, origin in self._origins.items() if origin.is_whole}
         self._operation = Deserialize(self, checkpoint, stored, self.quantization_config.quantize_activations)
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]

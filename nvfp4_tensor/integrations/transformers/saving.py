@@ -17,13 +17,14 @@ from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.safetensors import write_json
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_files
 from nvfp4_tensor.checkpoints.models.saving import MismatchedScales, ModelCheckpoint
-from nvfp4_tensor.checkpoints.names import some, warn_of_mixed_groups
+from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups
 from nvfp4_tensor.checkpoints.parts import nan_blocks
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
 from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
 from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.logging import is_progress_bar_enabled
 
-from nvfp4_tensor.checkpoints.architectures import JOINED_AS, LEFT_DENSE
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.formats.dense import entries_of
 from nvfp4_tensor.checkpoints.io.safetensors import Shards
-from nvfp4_tensor.checkpoints.names import is_matched, joined_with
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_in_model
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.numerics.layout import BLOCK
-from nvfp4_tensor.quantization.experts import holds_llama4_experts, is_transposed
+from nvfp4_tensor.quantization.conv1d import as_linear, was_conv1d
+from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.quantization.model_plan import Matrix
+from nvfp4_tensor.quantization.names import joined_with
+from nvfp4_tensor.quantization.whole_model import matrices_of, plan_model, without_experts
 from nvfp4_tensor.tensor.arguments import resolve_amax
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
@@ -52,27 +55,25 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         chosen = self.quantization_config.modules_to_not_convert
-        skipped = self.get_modules_to_not_convert(model, chosen, list(model._keep_in_fp32_modules or ()))
-        _check_patterns(model, chosen or ())
-        left_dense = LEFT_DENSE if chosen is None else ()
-        self.weights = {
-            name
-            for name, weight in quantizable(model)
-            if weight.shape[-1] % BLOCK == 0
-            and should_convert_module(name.removesuffix(".weight"), skipped)
-            and not is_matched(name, left_dense)
-        }
+        matrices = matrices_of(model, model.all_tied_weights_keys)
+        if self.quantization_config.config.experts is False:
+            matrices = without_experts(matrices, "experts=False")
+        selected = None
+        if chosen is not None:
+            _check_patterns(model, matrices, chosen)
+            selected = lambda name: should_convert_module(name.removesuffix(".weight"), chosen)  # noqa: E731
+        plan = plan_model(model, matrices=matrices, selected=selected)
+        self.weights = {name for name in plan.quantized if plan[name].shape[-1] % BLOCK == 0}
+        if is_progress_bar_enabled() and (dense := plan.left_dense()):
+            print(dense, file=sys.stderr)
         if self.quantization_config.quantize_lm_head:
             self._select_head(model)
-        if not self.weights:
-            raise ValueError(
-                f"{type(model).__name__} has no linear to quantize: expected an nn.Linear whose inputs are a multiple "
-                f"of {BLOCK} and that modules_to_not_convert={chosen} does not match (GPT-2's Conv1D is not a linear)"
-            )
         files = [Path(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
         if files:
             check_understood(dict(each for file in files for each in entries_of(Shards(file)).items()), files[0].parent)
-        if checkpoint_files and any(name in self.weights for name, weight in quantizable(model) if weight.dim() == 3):
+        for name in self.weights:
+            as_linear(model.get_submodule(name.rpartition(".")[0]))
+        if checkpoint_files and any(len(plan[name].shape) == 3 for name in self.weights & plan.keys()):
             self._keep_expert_names(model, checkpoint_files[0])
 
     def _select_head(self, model: PreTrainedModel) -> None:
@@ -150,8 +151,9 @@ class Quantize(ConversionOps):
             return {embedding: value, head: parameter_of(model, head, *self._quantize([value]))}
         if name not in self.names:
             return {name: value}
-        transposed = value.dim() == 3 and is_transposed(model.get_submodule(name.rpartition(".")[0]))
-        self.waiting[name] = value.transpose(-2, -1).contiguous() if transposed else value
+        module = model.get_submodule(name.rpartition(".")[0])
+        transposed = value.dim() == 3 and is_transposed(module)
+        self.waiting[name] = value.transpose(-2, -1).contiguous() if transposed or was_conv1d(module) else value
         group = joined_with(name, self.names) if self.config.share_scales else (name,)
         if not self.waiting.keys() >= set(group):
             return {}
@@ -186,23 +188,9 @@ def name_of_head(model: PreTrainedModel) -> str:
     )
 
 
-def quantizable(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and weights of linears (N, K) and experts (E, N, K); experts stored (E, K, N) are transposed."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear):
-            yield f"{path}.weight", module.weight  # including subclasses like Falcon's, as in quantize_
-        elif hasattr(module, "is_transposed") or holds_llama4_experts(module):  # set by transformers' decorator
-            for name, weight in module.named_parameters(recurse=False):
-                if weight.dim() == 3 and name in JOINED_AS:
-                    yield f"{path}.{name}", weight.transpose(-2, -1) if is_transposed(module) else weight
-
-
-def _check_patterns(model: PreTrainedModel, patterns: Iterable[str]) -> None:
+def _check_patterns(model: PreTrainedModel, matrices: Sequence[Matrix], patterns: Iterable[str]) -> None:
     """Warn of each pattern of modules_to_not_convert that leaves nothing dense."""
-    names = [
-        *(name for name, _ in model.named_modules()),
-        *(name.removesuffix(".weight") for name, _ in quantizable(model)),
-    ]
+    names = [*(name for name, _ in model.named_modules()), *(each.name.removesuffix(".weight") for each in matrices)]
     for pattern in patterns:
         if all(should_convert_module(name, [pattern]) for name in names):
             warnings.warn(

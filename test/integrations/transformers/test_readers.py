@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, checkpoints
-from nvfp4_tensor.checkpoints.architectures import JOINED
 from nvfp4_tensor.integrations import transformers as nvfp4
+from nvfp4_tensor.quantization.model_families import JOINED
 
 pytestmark = pytest.mark.slow
 

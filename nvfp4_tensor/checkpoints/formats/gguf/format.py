@@ -40,9 +40,9 @@ from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_writing import add_tokenize
 from nvfp4_tensor.checkpoints.formats.mlx import folds_exactly, with_scale_of_one
 from nvfp4_tensor.checkpoints.io.resumable_write import check_apart, check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors
-from nvfp4_tensor.checkpoints.names import natural, some
 from nvfp4_tensor.checkpoints.parts import nan_blocks
 from nvfp4_tensor.checkpoints.wrappers import View
+from nvfp4_tensor.quantization.names import natural, some
 
 if TYPE_CHECKING:
     import gguf

@@ -22,6 +22,7 @@ from nvfp4_tensor.quantization.accuracy.gptq.targets import Fed, Filter, Watch, 
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
 from nvfp4_tensor.quantization.trained import restored, to_dense
+from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 REST = "rest"
@@ -53,8 +54,8 @@ def gptq(
         batches: the inputs of the model. Each is a tensor, a tuple of arguments or a mapping of keyword arguments. Use
             at least a few thousand tokens, similar to those that the model will process.
         config: a :class:`GPTQConfig`. An NVFP4WeightOnlyConfig or NVFP4Config is used as its base_config.
-        filter_fn: selects modules by (module, name): linears, and modules with experts' parameters. All by default. A
-            shared weight stays dense, with a warning.
+        filter_fn: selects modules by (module, name): linears, and modules with experts' parameters; by default those of
+            ``quantize_model``. A shared weight stays dense, with a warning.
         layers: the sequential layers of the model. By default, those of the longest nn.ModuleList that contain most of
             the selected modules. ``[]`` treats the model as one layer: all inputs are recorded before its first weight
             changes.
@@ -78,7 +79,7 @@ def gptq(
     batches = list(batches)
     if not batches:
         raise ValueError("GPTQ needs the inputs of weights: give at least one batch")
-    targets = find_targets(model, filter_fn)
+    targets = find_targets(model, PlannedFilter(model, plan_model(model)) if filter_fn is None else filter_fn)
     chain = _chain(model, targets, layers)
     finished = None if folder is None else Finished(folder, config, model, targets, batches)
     bar = tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
 from nvfp4_tensor.quantization.experts import (
     arguments_of,
     inputs_of,
@@ -92,7 +93,7 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
     targets: list[WeightRef] = []
     for name, module in model.named_modules():
         if filter_fn(module, name) if filter_fn is not None else is_quantizable(module):
-            targets.extend(_of_module(name, module))
+            targets.extend(_of_module(name, as_linear(module)))
     if not targets:
         raise ValueError(nothing_matched(model, filter_fn))
     shared = [target.name for target in targets if holders[id(target.dense)] > 1]
@@ -103,7 +104,7 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
 
 def is_quantizable(module: nn.Module) -> bool:
     """Return whether the module is a linear or has the weights of experts."""
-    return isinstance(module, nn.Linear) or any(True for _ in _expert_weights(module))
+    return is_linear(module) or any(True for _ in _expert_weights(module))
 
 
 def _expert_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

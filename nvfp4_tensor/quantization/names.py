@@ -1,0 +1,87 @@
+"""Names of parameters: patterns, groups of linears that servers join, and lists of names in messages."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+from nvfp4_tensor.quantization.model_families import CONV1D, JOINED, JOINED_WHOLE, TRANSPOSED_LINEARS
+
+
+def is_matched(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a pattern matches a parameter, or the module that it is the weight of.
+
+    A pattern is an exact name, a name with wildcards ("*.down_proj", "model.layers.0.*"), or "re:" and a regular
+    expression that matches from the start, as in compressed-tensors.
+
+    Raises:
+        ValueError: the text after "re:" is not a regular expression.
+    """
+    module = name.removesuffix(".weight")
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if _compiled(pattern[3:]).match(module):
+                return True
+        elif fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(module, pattern):
+            return True
+    return False
+
+
+@functools.cache
+def _compiled(expression: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"'re:{expression}' is not a regular expression: {error}") from None
+
+
+_MEMBERS = frozenset(member for row in (*JOINED_WHOLE, *JOINED) for member in row)
+
+
+def joined_with(name: str, names: Container[str]) -> tuple[str, ...]:
+    """Return the weights among ``names`` that a server joins to one with this weight, including itself."""
+    if not name.endswith("weight") or (found := _row_of(name, names)) is None:
+        return (name,)
+    prefix, row = found
+    group = (f"{prefix}{member}.weight" for member in row)
+    return tuple(each for each in group if each in names and _row_of(each, names) == found)
+
+
+def _row_of(name: str, names: Container[str]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the prefix and the row of the tables by which a weight is joined."""
+    for prefix, member in _split(name):
+        for row in (*JOINED_WHOLE, *JOINED):
+            if member in row:
+                present = sum(f"{prefix}{each}.weight" in names for each in row)
+                if present == len(row) or (present > 1 and row not in JOINED_WHOLE):
+                    return prefix, row
+    return None
+
+
+def _split(name: str) -> Iterator[tuple[str, str]]:
+    """Yield (prefix, member) for the members of the tables that the name of a weight ends with."""
+    module = name.removesuffix(".weight")
+    start = len(module)
+    for _ in range(2):  # members have one or two parts
+        start = module.rfind(".", 0, start)
+        if (member := module[start + 1 :]) in _MEMBERS:
+            yield module[: start + 1], member
+        if start < 0:
+            return
+
+
+def is_stored_transposed(model_type: object, name: str) -> bool:
+    """Return whether dense files of such a model have this weight as (K, N)."""
+    return model_type in TRANSPOSED_LINEARS and is_matched(name, CONV1D)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that puts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few names and the number of others, for a message."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,115 @@
+"""Files, models that are being loaded, and models in memory are quantized alike: the same matrices, the same bits."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import nvfp4_tensor.integrations.transformers as nvfp4  # noqa: E402
+from nvfp4_tensor import NVFP4Config, calibrate, checkpoints, quantize_model  # noqa: E402
+from nvfp4_tensor.quantization import gptq  # noqa: E402
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LINEAR_ATTENTION = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS = {
+    "Llama": SIZES,
+    "Qwen3": {**SIZES, "tie_word_embeddings": True},
+    "Qwen3Moe": {**SIZES, **MIXTURE},
+    "Mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GPT2": {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+             "eos_token_id": 2},
+    "Phi3": SIZES,
+    "Gemma3Text": {**SIZES, "query_pre_attn_scalar": 16, "sliding_window": 32},
+    "DeepseekV3": {**SIZES, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                   "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+                   "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+                   "v_head_dim": 16},
+    "NemotronH": {**SIZES, "layers_block_type": ["mamba", "moe", "attention", "moe"], "num_hidden_layers": 4,
+                  "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                  "moe_shared_expert_intermediate_size": 64, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1,
+                  "ssm_state_size": 16},
+    "HunYuanMoEV1": {**SIZES, "num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 32},
+    "Qwen3_5Text": {**SIZES, **LINEAR_ATTENTION},
+    "Qwen3Next": {**SIZES, **MIXTURE, **LINEAR_ATTENTION, "shared_expert_intermediate_size": 32},
+}  # fmt: skip
+DENSE = {
+    "Qwen3Moe": ["mlp.gate"], "Mixtral": ["gate"], "DeepseekV3": ["mlp.gate"], "NemotronH": ["mixer.gate"],
+    "HunYuanMoEV1": ["mlp.gate.wg"], "Qwen3_5Text": ["in_proj_a", "in_proj_b"],
+    "Qwen3Next": ["mlp.gate", "shared_expert_gate", "in_proj_ba"],
+}  # fmt: skip
+"""The ends of names of matrices that must stay dense, beside output layers."""
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+
+
+def entries(folder):
+    """The codes, block scales and per-tensor scale of each NVFP4 weight, and the names of the others."""
+    with checkpoints.read(folder) as checkpoint:
+        quantized = {name: checkpoint.linear(name) for name, each in checkpoint.entries.items() if each.quantized}
+        return quantized, {name for name in checkpoint.entries if name not in quantized}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODELS)
+def test_files_loading_and_memory(name, tmp_path):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**MODELS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():  # different amaxes, so that a shared per-tensor scale shows
+            parameter.mul_(1 + 15 * torch.rand(()))
+    model.save_pretrained(tmp_path / "dense")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "files", progress=False)
+    loaded = load(tmp_path / "dense", dtype=torch.bfloat16, quantization_config=nvfp4.NVFP4TensorConfig())
+    loaded.save_pretrained(tmp_path / "loading")
+    in_memory = load(tmp_path / "dense", dtype=torch.bfloat16)
+    report = quantize_model(in_memory)
+    nvfp4.attach_quantizer(in_memory).save_pretrained(tmp_path / "memory")
+
+    quantized, dense = entries(tmp_path / "files")
+    assert quantized and all(any(each.endswith(f"{end}.weight") for each in dense) for end in DENSE.get(name, ()))
+    assert not any(f"{end}.weight" in each for each in quantized for end in DENSE.get(name, ()))
+    assert not any("lm_head" in each or "embed" in each or "norm" in each for each in quantized)
+    for way in ("loading", "memory"):
+        others, left = entries(tmp_path / way)
+        assert others.keys() == quantized.keys() and left == dense, way
+        for each, parts in quantized.items():
+            other = others[each]
+            assert torch.equal(parts.qdata, other.qdata), (way, each)
+            assert torch.equal(parts.scale.view(torch.uint8), other.scale.view(torch.uint8)), (way, each)
+            assert parts.per_tensor_scale == other.per_tensor_scale, (way, each)
+    for group in {report[each].group for each in report.quantized if len(report[each].group) > 1}:
+        assert len({in_memory.get_parameter(each).per_tensor_scale.item() for each in group}) == 1, group
+    heads = [each for each in report.values() if "lm_head.weight" in (each.name, *each.tied)]
+    assert [each.is_quantized for each in heads] == [False]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Qwen3_5Text"])
+@pytest.mark.parametrize("fit", [calibrate, gptq])
+def test_calibrate_and_gptq_choose_the_same_linears(fit, name):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**MODELS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    twin = transformers.AutoModelForCausalLM.from_config(config).eval()
+    fit(model, [torch.randint(3, 90, (2, 32))], NVFP4Config(), progress=False)
+    report = quantize_model(twin)
+    names = {each for each, weight in model.named_parameters() if type(weight.data).__name__ == "NVFP4Tensor"}
+    assert names == set(report.quantized)
+    if fit is calibrate:
+        for group in {report[each].group for each in report.quantized}:
+            assert len({model.get_parameter(each).per_tensor_scale.item() for each in group}) == 1
