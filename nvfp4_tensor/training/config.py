@@ -14,6 +14,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.quantization import trained
+from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d
 from nvfp4_tensor.quantization.linear import quantizable
 from nvfp4_tensor.quantization.plan import plan_of
 from nvfp4_tensor.training.linear.cache import WeightCodes
@@ -29,6 +30,7 @@ class NVFP4TrainingConfig(AOBaseConfig):
     Weights stay the same parameters, so the optimizer can be created before or after the conversion, and the state_dict
     is that of the dense model. ``torch.manual_seed`` seeds stochastic rounding. A compiled model draws the same bits;
     with a dropout in it, only under ``torch._inductor.config.fallback_random = True``.
+    GPT-2's Conv1D becomes an nn.Linear with such a state_dict.
 
     Args:
         recipe: a :class:`Recipe`, or the name of one: nvidia, nvidia_4over6, unbiased, accurate, accurate_eden,
@@ -61,8 +63,8 @@ class NVFP4TrainingConfig(AOBaseConfig):
 @register_quantize_module_handler(NVFP4TrainingConfig)
 def _train_linear(module: nn.Module, config: NVFP4TrainingConfig) -> nn.Module:
     plan_of(module, config, _is_trainable)  # checks all modules of the call before the first one changes
-    linear = trainable(module)
-    assert isinstance(config.recipe, Recipe)
+    linear = as_linear(trainable(module))
+    assert isinstance(config.recipe, Recipe) and isinstance(linear, nn.Linear)
     return NVFP4TrainingLinear.convert(linear, config.recipe, config.next_sign())
 
 
@@ -77,7 +79,7 @@ def trainable(module: nn.Module) -> nn.Linear:
     if isinstance(module, NVFP4TrainingLinear):
         raise ValueError(f"{module} trains in NVFP4 already: change its recipe with training.set_recipe")
     linear = quantizable(module)
-    if type(linear) is not nn.Linear:
+    if type(linear) is not nn.Linear and not is_conv1d(linear):
         raise TypeError(
             f"{module} is a {type(linear).__name__}, whose own code NVFP4TrainingConfig would replace: leave it out "
             "with filter_fn"

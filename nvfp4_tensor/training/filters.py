@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from nvfp4_tensor.quantization.conv1d import is_linear
+
 
 class Filter:
     """A function of (module, name), as quantize_ calls it, that selects linears. ``a & b`` selects what both select.
@@ -24,7 +26,7 @@ class Filter:
     def __call__(self, module: nn.Module, name: str) -> bool:
         if not name:
             self.check(module)
-        return isinstance(module, nn.Linear) and self._selects(module, name)
+        return is_linear(module) and self._selects(module, name)
 
     def check(self, model: nn.Module) -> None:
         """Warn of what the filter names and the model does not have."""
@@ -99,7 +101,7 @@ def keep_last_blocks_dense(model: nn.Module, share: float) -> Filter:
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name and the ModuleList with the most parameters of linears; among equal ones, the outermost."""
     sizes = {
-        name: sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+        name: sum(linear.weight.numel() for linear in module.modules() if is_linear(linear))
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
     }

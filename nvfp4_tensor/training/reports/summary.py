@@ -7,6 +7,8 @@ import dataclasses
 from torch import nn
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization.model_plan import Kind, Matrix
+from nvfp4_tensor.quantization.whole_model import matrices_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import Recipe, WeightForDx
@@ -14,19 +16,20 @@ from nvfp4_tensor.training.recipe import Recipe, WeightForDx
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One linear of a summary."""
+    """One matrix of a summary."""
 
     name: str
     shape: tuple[int, ...]
     recipe: str
-    """The name of its recipe. For a linear that does not train in NVFP4: "dense" or "NVFP4 weight"."""
+    """The name of its recipe. For a matrix that does not train in NVFP4: "dense" or "NVFP4 weight" if it is a linear,
+    or what it is instead ("experts", "Embedding")."""
     forward: str
     backward: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The linears of a model in order. ``str`` returns a table, with each product as left operand x right operand."""
+    """The matrices of a model in order. ``str`` returns a table, with each product as left operand x right operand."""
 
     rows: tuple[Row, ...]
 
@@ -58,12 +61,18 @@ def _size(row: Row) -> int:
 
 
 def summary(model: nn.Module) -> Summary:
-    """Summarize how each linear of the model trains, in NVFP4 or dense."""
-    return Summary(tuple(_row(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)))
+    """Summarize how each matrix of the model trains: linears in NVFP4 or dense, others as they are.
+
+    A shared weight is counted once.
+    """
+    modules = dict(model.named_modules())
+    return Summary(tuple(_row(modules[each.name.rpartition(".")[0]], each) for each in matrices_of(model)))
 
 
-def _row(name: str, linear: nn.Linear) -> Row:
-    shape = tuple(linear.weight.shape)
+def _row(linear: nn.Module, matrix: Matrix) -> Row:
+    name, shape = matrix.name.removesuffix("weight").removesuffix("."), matrix.shape
+    if matrix.kind is not Kind.LINEAR:
+        return Row(name, shape, matrix.note or matrix.kind.value, "-", "-")
     if not isinstance(linear, NVFP4TrainingLinear):
         kind = "NVFP4 weight" if isinstance(linear.weight, NVFP4Tensor) else "dense"
         return Row(name, shape, kind, "-", "-")
