@@ -58,7 +58,12 @@ class _Alias(types.ModuleType):
 
 
 @pin
-def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool, aliasing: int = 0) -> Any:
-    """Unpickle an NVFP4Tensor with its aliasing; torch.load restores shared storages."""
+def _rebuild(
+    fields: dict, requires_grad: bool, is_parameter: bool, aliasing: int = 0, view: tuple | None = None
+) -> Any:
+    """Unpickle an NVFP4Tensor, or a view of one; torch.load restores shared storages.
+
+    ``aliasing`` marks slices of earlier versions. A view has (size, stride, offset, transposed).
+    """
     tensor = importlib.import_module(PACKAGE).NVFP4Tensor
-    return tensor._from_pickle(fields, requires_grad, is_parameter, aliasing)
+    return tensor._from_pickle(fields, requires_grad, is_parameter, aliasing, view)

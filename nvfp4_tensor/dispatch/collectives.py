@@ -13,8 +13,8 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
-from nvfp4_tensor.dispatch.slice_writes import count_write
-from nvfp4_tensor.dispatch.table import implements, unsupported
+from nvfp4_tensor.dispatch.table import check_not_ddp, implements, unsupported
+from nvfp4_tensor.dispatch.writes import count_write
 from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
@@ -24,10 +24,9 @@ c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 
 def _bytes_of(t: NVFP4Tensor) -> list[Tensor]:
     """Return 1-D views of the inner tensors, into which a collective can write."""
-    inner = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
-    if not all(data.is_contiguous() for data in inner):
-        raise unsupported("a collective", "its inner tensors are not contiguous", "use t.clone() first")
-    return [data.view(-1).view(torch.uint8) for data in inner]
+    if t.window is not None:
+        raise unsupported("a collective", "a part of a tensor has no codes of its own", "use t.clone() first")
+    return [data.view(-1).view(torch.uint8) for data in t._parts()]
 
 
 def _for_each_inner_tensor(tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any]) -> Any:
@@ -54,6 +53,7 @@ def _broadcast_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[lis
     if caller_frame_locals("_broadcast_tensors", "_state_dict_utils.py") is not None:
         why = "broadcast_from_rank0=True makes dense buffers on the other ranks, which cannot receive codes"
         raise unsupported(func, why, "load the full state dict on every rank, or load a sharded checkpoint")
+    check_not_ddp(func)
     for t in tensors:
         count_write(t)
     return list(tensors), _for_each_inner_tensor(tensors, lambda data: func(data, *rest, **kwargs))
@@ -62,6 +62,7 @@ def _broadcast_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[lis
 @implements(c10d.scatter_.default)
 def _scatter_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[list[Tensor], Any]:
     (output,), inputs, *rest = _asynchronous(func, args)
+    inputs = [[t.clone() if isinstance(t, NVFP4Tensor) and t.window is not None else t for t in row] for row in inputs]
     tensors = [output, *(t for row in inputs for t in row)]
     for t in tensors[1:]:
         _check_alike(func, output, t)

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor.dispatch.flat import check_not_ddp
-from nvfp4_tensor.dispatch.table import aten, implements, unsupported
+from nvfp4_tensor.dispatch.table import aten, check_not_ddp, implements, unsupported
 from nvfp4_tensor.dispatch.views import on_leading, parts_of, rebuilt, stored_dim
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor

@@ -52,6 +52,8 @@ def _is_inference(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> bool:
 
     This reads only fields of w, because attributes of torch call ``__torch_function__``, 2 us each.
     """
+    if w.window is not None:
+        return False
     qdata = w.qdata
     return (
         type(x) is Tensor
@@ -59,7 +61,6 @@ def _is_inference(x: Tensor, w: NVFP4Tensor, bias: Tensor | None) -> bool:
         and not torch.is_grad_enabled()
         and _tracing_state() is None
         and not w.transposed
-        and w.read_from is None
         and qdata.dim() == 2
         and not x.is_nested
         and x.dim() > 1

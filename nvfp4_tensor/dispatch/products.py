@@ -97,9 +97,6 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute input @ weight^T + bias, rounded once (aten's linear adds some biases after rounding)."""
     if is_nested(input):
         return over_nested(lambda rows: linear(rows, weight, bias), input)
-    for each in (input, weight):
-        if isinstance(each, NVFP4Tensor):
-            each._refresh()
     dims, weight_dims = input.dim(), weight.dim()
     if dims == 0 or weight_dims not in (1, 2):
         shapes = f"{tuple(input.shape)} and {tuple(weight.shape)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
 from nvfp4_tensor.dispatch.callers import warn_of_decoding, warn_of_optimizer
-from nvfp4_tensor.dispatch.slice_writes import count_write, with_origin_of, write_codes
 from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
+from nvfp4_tensor.dispatch.writes import write_codes, write_zeros
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, quantize, quantize_experts
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 _CODE_OF_ONE = 2
@@ -28,20 +28,41 @@ _CODE_OF_ONE = 2
 def _alias(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     # The same parts, so that a write counts as one to both; a trace records what happens to the parts.
-    alias = t._replace() if type(t.qdata) is Tensor else t._apply_fn_to_data(func)
-    alias = with_origin_of(alias._marked(t.aliasing), t)
+    plain = t.window is not None or type(t.qdata) is Tensor
+    alias = t._replace() if plain else t._apply_fn_to_data(func)
     return return_and_correct_aliasing(func, args, kwargs, alias)
 
 
-@implements([aten.clone.default, aten.contiguous.default])
+@implements(aten.clone.default)
 def _clone(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    return args[0]._apply_fn_to_data(lambda t: t.clone(memory_format=torch.contiguous_format))
+    if kwargs.get("memory_format") == torch.contiguous_format:
+        return args[0]._apply_fn_to_data(_contiguous_clone)
+    return _copied(args[0], _contiguous_clone)
+
+
+def _contiguous_clone(data: Tensor) -> Tensor:
+    return data.clone(memory_format=torch.contiguous_format)
+
+
+def _copied(t: NVFP4Tensor, function: Callable[[Tensor], Tensor]) -> NVFP4Tensor:
+    """Return t with ``function``, which copies, applied to its parts; dimensions keep the order of their strides."""
+    order = sorted(range(t.dim()), key=lambda dim: -t.stride(dim)) if t.window is not None and t.dim() > 2 else []
+    if order in ([], sorted(order)) or 0 in t.stride():
+        return t._apply_fn_to_data(function)
+    copied = aten.permute.default(t, order)._apply_fn_to_data(function)
+    return aten.permute.default(copied, [order.index(dim) for dim in range(t.dim())])
+
+
+@implements(aten.contiguous.default)
+def _contiguous(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    """Return t, or a copy of what is no complete range of rows; the copy of a transposed tensor is transposed."""
+    return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
 
 
 @NVFP4Tensor.implements_torch_function(torch.Tensor.contiguous)
-def _contiguous(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    t = args[0]
-    return t.clone() if t.aliasing == Aliasing.PART or t.transposed else t
+def _method_contiguous(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():  # torchao's implementation copies no views
+        return func(*args, **kwargs)
 
 
 @implements(aten._to_copy.default)
@@ -51,7 +72,7 @@ def _to_copy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     if dtype not in HIGH_PRECISION_DTYPES:
         raise unsupported(func, f"it decodes to bfloat16, float16 or float32, not to {dtype}")
     device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
-    moved = t._apply_fn_to_data(lambda data: data.to(device, non_blocking=non_blocking, copy=True))
+    moved = _copied(t, lambda data: data.to(device, non_blocking=non_blocking, copy=True))
     return moved._replace(orig_dtype=dtype)
 
 
@@ -63,20 +84,19 @@ def _to_dense(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 @implements(aten._pin_memory.default)
 def _pin_memory(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    return args[0]._apply_fn_to_data(lambda data: data.pin_memory())
+    return _copied(args[0], lambda data: data.pin_memory())
 
 
 @implements(aten.record_stream.default)
 def _record_stream(func: Op, types: Types, args: Args, kwargs: Kwargs) -> None:
     t, stream = args
-    for name in t.__tensor_flatten__()[0]:
-        getattr(t, name).record_stream(stream)
+    for part in t._parts():
+        part.record_stream(stream)
 
 
 @implements(aten.is_pinned.default)
 def _is_pinned(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
-    t = args[0]
-    return all(getattr(t, name).is_pinned() for name in t.tensor_data_names)
+    return all(part.is_pinned() for part in args[0]._stored()[:3])
 
 
 @implements(aten.copy_.default)
@@ -120,13 +140,11 @@ def _layout(t: NVFP4Tensor) -> str:
 def _fill_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     t = args[0]
     value = 0 if func is aten.zero_.default else args[1]
-    if isinstance(value, Tensor) and t.aliasing != Aliasing.WHOLE:
+    if isinstance(value, Tensor) and t.window is not None:
         value = value.item()  # ``t[a:b] = 0`` passes a tensor; only zero fits any per-tensor scale
     if not isinstance(value, Tensor) and value == 0:
         check_writable(func, t, new_scale=False)
-        count_write(t)
-        t.qdata.zero_()
-        t.scale.view(torch.uint8).zero_()
+        write_zeros(t)
         return t
     if not isinstance(value, Tensor):
         value = torch.full((), value, dtype=t.dtype, device=t.device)

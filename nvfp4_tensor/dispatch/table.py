@@ -8,19 +8,20 @@ turns that into NotImplemented for ``t *= 2`` and ``x @ t``, and Python would lo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor.dispatch.callers import warn_of_optimizer
 from nvfp4_tensor.dispatch.traces import check_write
-from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, register_operators, register_refresh
+from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, register_operators
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.tiles import requantize
+from nvfp4_tensor.tensor.windows import Unreadable
 
 aten = torch.ops.aten
 implements = NVFP4Tensor.implements
@@ -35,15 +36,15 @@ def unsupported(func: Op, why: str = "", instead: str = "dequantize() first") ->
     return UnsupportedError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; {instead}")
 
 
+def check_not_ddp(func: Op) -> None:
+    """Raise an error that names ``prepare_ddp`` if DistributedDataParallel flattens parameters to broadcast them."""
+    if caller_frame_locals("__init__", "nn/parallel/distributed.py") is not None:
+        why = "DistributedDataParallel broadcasts parameters in flat buffers, which cannot hold codes"
+        raise unsupported(func, why, "call DistributedDataParallel(nvfp4_tensor.distributed.prepare_ddp(model))")
+
+
 def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
     kwargs = kwargs or {}
-    for value in args:
-        if isinstance(value, NVFP4Tensor):
-            value._refresh()
-        elif type(value) is list:
-            for each in value:
-                if isinstance(each, NVFP4Tensor):
-                    each._refresh()
     implementation = cls._ATEN_OP_TABLE[cls].get(func)
     if func._schema.is_mutable:
         check_write(func, args, kwargs)
@@ -56,10 +57,8 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
             return implementation(func, types, args, kwargs)
         if torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):  # a view of an ordinary tensor must be an ordinary tensor
-                result = implementation(func, types, args, kwargs)
-        else:
-            result = implementation(func, types, args, kwargs)
-        return remembered(result, args[0])
+                return implementation(func, types, args, kwargs)
+        return implementation(func, types, args, kwargs)
     if _reads_values(func):
         return func(*tree_map(dense, args), **tree_map(dense, kwargs))
     # Inference mode does not decompose composite operators; the table has their components.
@@ -70,22 +69,6 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
 
 
 register_operators(_dispatch)
-
-
-_remember: Callable[[Any, NVFP4Tensor], None] = lambda result, source: None  # noqa: E731
-
-
-def remembered(result: Any, source: NVFP4Tensor) -> Any:
-    """Return the result of a view operator, after its copies have been told what they were read from."""
-    _remember(result, source)
-    return result
-
-
-def register_freshness(remember: Callable[[Any, NVFP4Tensor], None], refresh: Callable[[NVFP4Tensor], None]) -> None:
-    """Set what notes the origin of the results of a view operator, and what reads a copy again."""
-    global _remember
-    _remember = remember
-    register_refresh(refresh)
 
 
 # --- reads by decoding -----------------------------------------------------------------------------------------------
@@ -128,17 +111,22 @@ def _equal(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
 
 
 def check_writable(func: Op, t: NVFP4Tensor, new_scale: bool) -> None:
-    """Raise an error if a write into t would be lost, or a new per-tensor scale would change other values."""
-    if t.aliasing != Aliasing.WHOLE and t.numel() == 0:
+    """Raise an error if t cannot be written, or a new per-tensor scale would change other values."""
+    window = t.window
+    if window is None:
         return
-    if t.aliasing == Aliasing.COPY:
+    if isinstance(window, Unreadable):
+        raise unsupported(func, window.reason)
+    if window.overlaps():
+        raise unsupported(func, "more than one element of this view is one element of its tensor", "clone() it")
+    if window.splits:
+        raise unsupported(func, f"this view ends within a block of {BLOCK}, which shares its scale", "clone() it")
+    if new_scale and not window.has_own_scales():
         raise unsupported(
             func,
-            "this is a copy: its layout allowed no view, and the write would be lost",
-            "write an NVFP4Tensor to a range of rows (t[3:4] = NVFP4Tensor.to_nvfp4(row[None])), or clone() it",
+            "this slice shares its per-tensor scale with the rest of its tensor",
+            "write an NVFP4Tensor (t[3:4] = NVFP4Tensor.to_nvfp4(row[None])), or clone() it",
         )
-    if t.aliasing == Aliasing.PART and new_scale:
-        raise unsupported(func, "this slice shares its per-tensor scale with the rest of its tensor (clone() it)")
 
 
 def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:

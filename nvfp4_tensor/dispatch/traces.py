@@ -51,7 +51,7 @@ def reads_parts(weight: NVFP4Tensor) -> bool:
         or torch.compiler.is_exporting()  # an exported program has parameters as inputs, and no parts of them
         or not _lifts_tensors_of_modules()
         or weight.transposed
-        or weight.read_from is not None
+        or weight.window is not None
         or weight.qdata.dim() != 2
         or any(type(part) is not torch.Tensor or part.requires_grad or not part.is_contiguous() for part in parts)
     ):
@@ -79,8 +79,8 @@ def check_write(func: Op, args: Args, kwargs: Kwargs) -> None:
             write, or raises an error with ``fullgraph=True``.
     """
     for t in _written(func, args, kwargs):
-        if isinstance(t, NVFP4Tensor) and isinstance(t.qdata, FakeTensor):
-            storage, trace = t.qdata.untyped_storage()._cdata, _trace(t.qdata.fake_mode)
+        if isinstance(t, NVFP4Tensor) and isinstance(qdata := t._stored().qdata, FakeTensor):
+            storage, trace = qdata.untyped_storage()._cdata, _trace(qdata.fake_mode)
             if storage in trace.read:
                 raise NotImplementedError(
                     f"{func} writes into an NVFP4 weight after a product of it in the same compiled graph: write "

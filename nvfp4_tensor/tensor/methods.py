@@ -5,6 +5,7 @@ These methods do not reach ``__torch_dispatch__``: torch would dereference a nul
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -14,24 +15,20 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, view_of
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
-
-
-def _parts(t: NVFP4Tensor) -> list[Tensor]:
-    return [getattr(t, name) for name in t.__tensor_flatten__()[0]]
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.share_memory_)
 def _share_memory_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    for part in _parts(args[0]):
+    for part in args[0]._parts():
         part.share_memory_()
     return args[0]
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.is_shared)
 def _is_shared(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
-    return all(part.is_shared() for part in _parts(args[0]))
+    return all(part.is_shared() for part in args[0]._parts())
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.data_ptr)
@@ -56,9 +53,25 @@ def _set_data(func: Op, types: Types, args: Args, kwargs: Kwargs) -> None:
         )
     with torch._C.DisableTorchFunctionSubclass():
         func(t, new)  # shape, strides, dtype and device
-    for name, value in new._fields().items():
-        setattr(t, name, value)
-    t.aliasing, t.slice_origin, t.read_from = new.aliasing, new.slice_origin, new.read_from
+    kept = {name: value for name, value in t.__dict__.items() if name == "_is_param"}
+    t.__dict__.clear()
+    t.__dict__.update(new.__dict__ | kept)
+
+
+@NVFP4Tensor.implements_torch_function(Tensor.__deepcopy__)
+def _deepcopy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    """Copy a view's whole tensor, once for all views in ``memo``; as a parameter, only what it shows."""
+    t, memo = args
+    with torch._C.DisableTorchFunctionSubclass():
+        if t.window is None or id(t) in memo or not t.is_leaf:
+            return func(t, memo)
+        if getattr(t, "_is_param", False):
+            copied = torch.nn.Parameter(t.detach().clone(), t.requires_grad)
+        else:
+            stored = copy.deepcopy(t._stored(), memo)
+            copied = view_of(stored, t._geometry(), t.transposed, t.__dict__).requires_grad_(t.requires_grad)
+        memo[id(t)] = copied
+        return copied
 
 
 @NVFP4Tensor.implements_torch_function(Tensor.tolist)

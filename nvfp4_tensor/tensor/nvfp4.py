@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import enum
-import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from collections.abc import Callable, Container, Sequence
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 import torch.compiler.config
 from torch import Tensor
 
 from nvfp4_tensor._compat.pickles import _rebuild, pin
+from nvfp4_tensor._compat.source_digest import source_digest
 from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.choices import ProductBackend, RoundingMode
@@ -23,26 +21,9 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state, stored_spec
 from nvfp4_tensor.tensor.checks import check_fields
+from nvfp4_tensor.tensor.description import Described
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
-
-
-class Aliasing(enum.IntEnum):
-    """How a tensor shares storage with the tensor that a view operator created it from."""
-
-    WHOLE = 0
-    """It owns its storage, or shares all of another tensor's: writes are allowed."""
-    PART = 1
-    """It shares storage with a larger tensor, so a write must not change the per-tensor scale that both use."""
-    COPY = 2
-    """The layout did not allow a view. A write raises an error, or also writes to the original, so it is never lost."""
-
-
-NOT_IN_SAFETENSORS = (
-    "a safetensors file stores only plain tensors: use nvfp4_tensor.checkpoints.save(model, folder) for a checkpoint "
-    "that servers load, nvfp4_tensor.integrations.transformers.attach_quantizer(model) before save_pretrained, "
-    "accelerator.save_state(folder, safe_serialization=False) with accelerate, or "
-    "torch.save(model.state_dict(), path) and model.load_state_dict(torch.load(path), assign=True)"
-)
+from nvfp4_tensor.tensor.windows import OFFSET, STORED, Geometry, OfWindow, Stored, Unreadable, Window, find_window
 
 with quietly():
     from torchao.utils import TorchAOBaseTensor
@@ -61,24 +42,18 @@ def register_operators(operators: Callable[..., Any]) -> None:
     _operators = operators
 
 
-_refresh: Callable[[NVFP4Tensor], None] = lambda t: None  # noqa: E731
-
-
-def register_refresh(refresh: Callable[[NVFP4Tensor], None]) -> None:
-    """Set what reads a copy again if its tensor was written to: see :mod:`nvfp4_tensor.dispatch.stale`."""
-    global _refresh
-    _refresh = refresh
-
-
 @pin
-class NVFP4Tensor(TorchAOBaseTensor):
+class NVFP4Tensor(Described, TorchAOBaseTensor):
     """A tensor of at least one dimension stored in NVFP4, 4.5 bits per element. Its dtype is ``orig_dtype``.
 
     Create one with :meth:`to_nvfp4` or :func:`quantize`. Value = code x block scale x per-tensor scale.
 
     An operator that writes (``t *= 2``, ``out=t``, ``torch.nn.init``) computes on the decoded values, and its result is
-    quantized with ``spec``, as in :meth:`copy_` from a dense tensor. If t is a view whose layout or shared per-tensor
-    scale does not allow the write, it raises a RuntimeError and changes nothing.
+    quantized with ``spec``, as in :meth:`copy_` from a dense tensor. If t is a view and shares its per-tensor scale
+    with elements outside of it, it raises a RuntimeError and changes nothing.
+
+    A view has the strides of a view of a dense tensor, and reads and writes the codes of its tensor. If it is not all
+    of that tensor, ``scale`` and ``per_tensor_scale`` are gathered at each access (see :mod:`.windows`).
 
     Attributes:
         qdata: uint8 (*leading, columns rounded up to 16, halved), two codes per byte, the even element in the low bits.
@@ -102,9 +77,10 @@ class NVFP4Tensor(TorchAOBaseTensor):
         "columns", "orig_dtype", "spec", "activation_spec", "transposed", "product_backend",
     ]  # fmt: skip
 
-    qdata: Tensor
-    scale: Tensor
-    per_tensor_scale: Tensor
+    qdata: Tensor = OfWindow()  # type: ignore[assignment]
+    scale: Tensor = OfWindow()  # type: ignore[assignment]
+    per_tensor_scale: Tensor = OfWindow()  # type: ignore[assignment]
+    stored_qdata, stored_scale, stored_per_tensor_scale, stored_offset = (OfWindow() for _ in range(4))
     columns: int
     orig_dtype: torch.dtype
     spec: QuantizeSpec
@@ -112,11 +88,8 @@ class NVFP4Tensor(TorchAOBaseTensor):
     activation_amax: Tensor | None
     transposed: bool
     product_backend: ProductBackend
-    aliasing: Aliasing
-    slice_origin: Any = None
-    """The SliceOrigin of a slice, or None: see :mod:`nvfp4_tensor.dispatch.slice_writes`."""
-    read_from: Any = None
-    """The Origin of a copy that stands in for a view, or None: see :mod:`nvfp4_tensor.dispatch.stale`."""
+    window: Window | Unreadable | None = None
+    """The region of another tensor's codes that this view shows; None for a tensor that has codes, or shares all."""
 
     def __new__(
         cls,
@@ -148,6 +121,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
             "activation_amax": activation_amax,
         }
         check_fields(**fields)
+        fields.update({name: fields[name].contiguous() for name in cls.tensor_data_names})  # views count their bytes
         return cls._of_parts(**fields).requires_grad_(requires_grad)
 
     @classmethod
@@ -179,7 +153,7 @@ class NVFP4Tensor(TorchAOBaseTensor):
             dtype=orig_dtype,
             device=qdata.device,
             requires_grad=False,
-            storage_size=qdata.numel() + scale.numel() + 4 * per_tensor_scale.numel(),  # nbytes is not symbolic
+            storage_size=_bytes_of(qdata, scale, per_tensor_scale),
         )
         self.qdata = qdata
         self.scale = scale
@@ -191,7 +165,31 @@ class NVFP4Tensor(TorchAOBaseTensor):
         self.activation_amax = activation_amax
         self.transposed = transposed
         self.product_backend = product_backend
-        self.aliasing = Aliasing.WHOLE
+        return self
+
+    @classmethod
+    def _of_window(
+        cls, window: Window | Unreadable, geometry: Geometry, transposed: bool, attributes: dict[str, Any]
+    ) -> NVFP4Tensor:
+        """Create the view that shows a window of stored codes with dense sizes, strides and offset."""
+        size, stride, offset = geometry
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            size,
+            strides=stride,
+            storage_offset=offset,
+            dtype=attributes["orig_dtype"],
+            device=window.stored.qdata.device,
+            requires_grad=False,
+            storage_size=_bytes_of(*window.stored[:3]),
+        )
+        self.window = window
+        self.columns = window.columns
+        self.transposed = transposed
+        for name in _OF_VIEWS:
+            setattr(self, name, attributes[name])
+        if type(window.stored.qdata) is not Tensor:  # in a trace, where it needs the modes of this call
+            self.__dict__[OFFSET] = attributes.get(OFFSET, window.stored.qdata.new_empty((offset, 0)))
         return self
 
     @classmethod
@@ -248,65 +246,47 @@ class NVFP4Tensor(TorchAOBaseTensor):
 
     def row_scale(self) -> Tensor:
         """Return the per-tensor scale as the ops require it: float32 0-d, or (rows,) if there is more than one."""
-        self._refresh()
         if self.per_tensor_scale.dim() < 2:
             return self.per_tensor_scale
         return self.per_tensor_scale.expand(self.qdata.shape[:-1]).reshape(-1)
 
     def unswizzled_scale(self) -> Tensor:
         """Return the block scales in the order of the stored tensor: e4m3 (*leading, columns / 16, rounded up)."""
-        self._refresh()
+        if self.window is not None:
+            return self.window.unswizzled_scale()
         *leading, half = self.qdata.shape
         scale = layout.unswizzle(self.scale, math.prod(leading), half * 2 // BLOCK)
         return scale.view(*leading, half * 2 // BLOCK)
 
-    @property
-    def stored_bytes(self) -> int:
-        """Number of bytes of the codes, block scales (including padding) and per-tensor scale."""
-        return sum(t.numel() * t.element_size() for t in (self.qdata, self.scale, self.per_tensor_scale))
-
-    @property
-    def bits_per_element(self) -> float:
-        """Number of stored bits per element, padding not counted as elements."""
-        return 8 * self.stored_bytes / max(self.numel(), 1)
-
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]  # torch's is a property too, of C
-        """The same as :attr:`stored_bytes`."""
-        return self.stored_bytes
-
-    def element_size(self) -> float:  # type: ignore[override]
-        """Return bytes per element as a fraction, so that ``element_size() * numel()`` is :attr:`stored_bytes`."""
-        return self.stored_bytes / max(self.numel(), 1)
-
-    def storage(self) -> NoReturn:  # type: ignore[override]
-        """Raise a TypeError, because each inner tensor has its own storage. safetensors and transformers call it."""
-        raise TypeError(NOT_IN_SAFETENSORS)
-
-    @property
-    def optional_tensor_attribute_names(self) -> NoReturn:
-        """Raise a TypeError: torchao's safetensors writer reads it and mistakes this class for its own of that name."""
-        raise TypeError(NOT_IN_SAFETENSORS)
-
     def _replace(self, **changes: Any) -> NVFP4Tensor:
-        """Return a tensor with some fields changed."""
-        return _from_valid_fields(**{**self._fields(), **changes})
+        """Return a tensor with some fields changed, which shares the others."""
+        if self.window is not None and changes.keys() <= _OF_VIEWS:
+            return self._of_window(self.window, self._geometry(), self.transposed, {**self.__dict__, **changes})
+        return _from_valid_fields(**self._fields(without=changes), **changes)
+
+    def _fields(self, without: Container[str] = ()) -> dict[str, Any]:
+        names = self.tensor_data_names + self.tensor_attribute_names + self.optional_tensor_data_names
+        return {name: getattr(self, name) for name in names if name not in without}
+
+    def _geometry(self) -> Geometry:
+        return self.size(), self.stride(), self.storage_offset()
+
+    def _stored(self) -> Stored:
+        """Return the codes that this tensor and its views share."""
+        if self.window is not None:
+            return self.window.stored
+        assert self.qdata.is_contiguous()
+        return Stored(self.qdata, self.scale, self.per_tensor_scale, self.columns)
+
+    def _parts(self) -> list[Tensor]:
+        """Return the plain tensors that hold the data of this tensor, of a view those of its whole tensor."""
+        amax = self.activation_amax
+        return [*self._stored()[:3], *([] if amax is None else [amax])]
 
     def _apply_fn_to_data(self, fn: Callable[[Tensor], Tensor]) -> NVFP4Tensor:
-        names = self.__tensor_flatten__()[0]
-        return self._replace(**{name: fn(getattr(self, name)) for name in names})
-
-    def _fields(self) -> dict:
-        names = self.tensor_data_names + self.tensor_attribute_names + self.optional_tensor_data_names
-        return {name: getattr(self, name) for name in names}
-
-    def _refresh(self) -> None:
-        if self.read_from is not None:
-            _refresh(self)
-
-    def _marked(self, aliasing: Aliasing) -> NVFP4Tensor:
-        self.aliasing = aliasing
-        return self
+        data = {name: fn(getattr(self, name)) for name in self.tensor_data_names}
+        amax = self.activation_amax
+        return self._replace(**data, activation_amax=None if amax is None else fn(amax))
 
     def fsdp_pre_all_gather(
         self,
@@ -333,17 +313,30 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable, tuple]:
         # Detach each inner tensor: otherwise pickle would let two tensors share inner tensors as objects, which it does
         # not do for two views of a dense tensor. Scales are stored as bytes: pickle cannot load a float8 storage.
-        parts = {name: getattr(self, name).detach() for name in self.__tensor_flatten__()[0]}
-        fields = {**self._fields(), **parts, "scale": self.scale.view(torch.uint8)}
-        mark = (int(self.aliasing),) if self.aliasing else ()  # 0.1.0 can read tensors without it
-        return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False), *mark)
+        stored, amax = self._stored(), self.activation_amax
+        fields = {name: getattr(self, name) for name in self.tensor_attribute_names}
+        fields |= {name: part.detach() for name, part in zip(self.tensor_data_names, stored[:3], strict=True)}
+        fields |= {"scale": stored.scale.detach().view(torch.uint8), "columns": stored.columns}
+        fields["activation_amax"] = None if amax is None else amax.detach()
+        view: tuple = ()
+        if self.window is not None:  # 0.1.0 can read tensors without it
+            fields["transposed"], (size, stride, offset) = False, self._geometry()
+            view = 0, (tuple(size), tuple(stride), offset, self.transposed)
+        return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False), *view)
 
     @classmethod
-    def _from_pickle(cls, fields: dict, requires_grad: bool, is_parameter: bool, aliasing: int = 0) -> NVFP4Tensor:
+    def _from_pickle(
+        cls, fields: dict, requires_grad: bool, is_parameter: bool, aliasing: int = 0, view: tuple | None = None
+    ) -> NVFP4Tensor:
         scale = fields.get("scale")
         if not isinstance(scale, Tensor) or scale.dtype != torch.uint8 or scale.dim() == 0:
             raise TypeError(f"the scale of a pickled NVFP4Tensor must be a uint8 tensor, got {scale!r}")
-        t = cls(**{**fields, "scale": scale.view(torch.float8_e4m3fn)})._marked(Aliasing(aliasing))
+        t = cls(**{**fields, "scale": scale.view(torch.float8_e4m3fn)})
+        if aliasing:  # a slice of an earlier version, which shares storage without being a window
+            t = t.clone()
+        if view is not None:
+            *geometry, transposed = view
+            t = view_of(t._stored(), (geometry[0], geometry[1], geometry[2]), transposed, t.__dict__)
         if is_parameter:
             return torch.nn.Parameter(t, requires_grad)  # type: ignore[return-value]  # still an NVFP4Tensor
         return t.requires_grad_(requires_grad)
@@ -351,20 +344,21 @@ class NVFP4Tensor(TorchAOBaseTensor):
     def __tensor_flatten__(self) -> tuple[list[str], dict]:
         # Guards of compiled code call this twice per call and weight, so it reads the fields without attribute lookups.
         fields = self.__dict__
-        if fields.get("read_from") is not None:
-            self._refresh()
-        names = ["qdata", "scale", "per_tensor_scale"]
+        window = fields.get("window")
+        names = ["qdata", "scale", "per_tensor_scale"] if window is None else [*STORED, OFFSET]
         if fields["activation_amax"] is not None:
             names.append("activation_amax")
-        return names, {
+        attributes = {
             "columns": fields["columns"],
             "orig_dtype": fields["orig_dtype"],
             "spec": fields["spec"],
             "activation_spec": fields["activation_spec"],
             "transposed": fields["transposed"],
             "product_backend": fields["product_backend"],
-            "aliasing": fields["aliasing"],
         }
+        if window is not None:
+            attributes["columns"] = window.stored.columns
+        return names, attributes
 
     @classmethod
     def __tensor_unflatten__(
@@ -375,59 +369,55 @@ class NVFP4Tensor(TorchAOBaseTensor):
         outer_stride: Sequence[int] | None,
     ) -> NVFP4Tensor:
         attributes = dict(tensor_attributes)
-        aliasing = attributes.pop("aliasing", Aliasing.WHOLE)
+        if OFFSET in tensor_data_dict:
+            qdata, scale, factor = (tensor_data_dict[name] for name in STORED)
+            stored = Stored(qdata, scale, factor, attributes["columns"])
+            attributes |= {"activation_amax": tensor_data_dict.get("activation_amax")}
+            attributes[OFFSET] = tensor_data_dict[OFFSET]
+            assert outer_size is not None and outer_stride is not None
+            geometry = outer_size, outer_stride, tensor_data_dict[OFFSET].shape[0]
+            return view_of(stored, geometry, attributes["transposed"], attributes)
         if outer_size is not None:  # the size may be symbolic, while the attribute is a constant of the trace
             attributes["columns"] = outer_size[-2 if attributes["transposed"] else -1]
-        return cls._of_parts(**tensor_data_dict, **attributes)._marked(aliasing)
+        return cls._of_parts(**tensor_data_dict, **attributes)
 
     def _stable_hash_for_caching(self) -> str:
         """Return a hash of everything that a compiled graph may depend on, for torch's graph cache on disk."""
         names, fields = self.__tensor_flatten__()
         inner = [(name, t.shape, t.stride(), t.dtype, t.device) for name in names for t in (getattr(self, name),)]
-        what = self.shape, self.requires_grad, inner, fields, _source_digest()
+        what = self.shape, self.requires_grad, inner, fields, source_digest()
         return hashlib.blake2b(repr(what).encode()).hexdigest()
 
-    def describe(self) -> str:
-        """Return a description of the spec, the activation's spec (W4A4) and the bits per element."""
-        static = ", static" if self.activation_amax is not None else ""
-        backend = f", by {self.product_backend.name.lower()}" if self.product_backend != ProductBackend.AUTO else ""
-        activation = (
-            f", activation ({self.activation_spec}{static}{backend})" if self.activation_spec is not None else ""
-        )
-        if self.product_backend == ProductBackend.FP8:
-            activation = ", activation (fp8)"
-        return f"{self.spec}{activation}, {self._bits()} bits/element"
 
-    def _bits(self) -> str:
-        if not isinstance(self.numel(), int):
-            return "?"  # symbolic sizes
-        return f"{self.bits_per_element:.2f}"
+_OF_VIEWS = {"orig_dtype", "spec", "activation_spec", "product_backend", "activation_amax"}
+"""Fields that a view has of its own; it shares the others with its tensor."""
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        return (
-            f"NVFP4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"spec=({self.spec}){', transposed' if self.transposed else ''}"
-            + (f", activation_spec=({self.activation_spec})" if self.activation_spec is not None else "")
-            + f", {self._bits()} bits/element{grad})"
-        )
+
+def view_of(stored: Stored, geometry: Geometry, transposed: bool, attributes: dict[str, Any]) -> NVFP4Tensor:
+    """Return the view of stored codes with dense sizes, strides and offset.
+
+    Args:
+        transposed: which of the last two dimensions to try first as that of the blocks.
+        attributes: the other fields.
+
+    Raises:
+        SplitsABlock: a block would be split.
+    """
+    own = {name: attributes[name] for name in _OF_VIEWS}
+    found, transposed = find_window(stored, geometry, transposed)
+    if isinstance(found, Stored):
+        return _from_valid_fields(**found._asdict(), **own, transposed=transposed)
+    return NVFP4Tensor._of_window(found, geometry, transposed, attributes)
+
+
+def _bytes_of(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor) -> int:
+    return qdata.numel() + scale.numel() + 4 * per_tensor_scale.numel()  # nbytes is not symbolic
 
 
 def _from_valid_fields(*args: Any, **fields: Any) -> NVFP4Tensor:
     """Create a tensor from valid fields. Under Dynamo this calls the class, because Dynamo traces nothing else."""
     create = NVFP4Tensor if torch.compiler.is_dynamo_compiling() else NVFP4Tensor._of_parts
     return create(*args, **fields)
-
-
-@functools.cache
-def _source_digest() -> str:
-    """Return a digest of this package's code, on which a traced graph depends; torch's cache key lacks it."""
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return hashlib.blake2b(b"".join(source.read_bytes() for source in sources)).hexdigest()
-
-
-if torch.__version__ < "2.13":  # its cache does not call _stable_hash_for_caching, so the digest goes into all keys
-    torch.compiler.config.cache_key_tag += f"nvfp4_tensor {_source_digest()}"
 
 
 def check_dense(x: object) -> None:

@@ -1,8 +1,7 @@
 """Random writes into random views of views, against dense tensors.
 
 After a write, the written elements have the values of a dense tensor, rounded once; all others are unchanged, or
-rounded once to a new per-tensor scale. A write that raises changes nothing. Views show what their tensor has; a copy
-that cannot raises an error.
+rounded rounded once to a new per-tensor scale. A write that raises changes nothing. Views show what their tensor has.
 """
 
 import random
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
-from nvfp4_tensor.tensor.nvfp4 import Aliasing
 
 SPECS = [
     QuantizeSpec(), QuantizeSpec(row_scaled=True), QuantizeSpec(block_rows=16), QuantizeSpec(four_over_six=True),
@@ -145,9 +143,11 @@ def trial(seed: int, counts: Counter) -> None:
             number = take(named[-1])
         except (IndexError, RuntimeError, TypeError, ValueError):
             continue
+        if number.untyped_storage().data_ptr() != numbers.untyped_storage().data_ptr():
+            break  # a copy
         try:
             view = take(chain[-1])
-            view.qdata  # noqa: B018  a flattened matrix raises when it is read
+            view.scale  # noqa: B018  a flattened matrix raises when it is read
         except (RuntimeError, IndexError):
             counts["no such view"] += 1
             continue
@@ -169,7 +169,7 @@ def trial(seed: int, counts: Counter) -> None:
         beside = []
     write = "codes" if rng.random() < 0.8 else rng.choice(list(WRITES))
     if write == "codes" and rng.random() < 0.2 and root.spec.hadamard_sign is None:
-        root.mul_(1.25)  # copies are older than this
+        root.mul_(1.25)  # views are older than this
     check(seed, rng, chain, named, beside, write, counts)
 
 
@@ -180,23 +180,11 @@ def flat(number: Tensor, numbers: Tensor) -> Tensor:
     return where[number.reshape(-1)]
 
 
-def shown(t: NVFP4Tensor) -> Tensor | None:
-    """The values of t, or None for a copy that cannot be read since its tensor was written to."""
-    try:
-        return exact(t).clone()
-    except RuntimeError as error:
-        assert "its tensor was written since" in str(error) and t.aliasing == Aliasing.COPY
-        return None
-
-
 def check(seed, rng, chain, named, beside, write, counts) -> None:
     root, view = chain[0], chain[-1]
-    if shown(view) is None:
-        counts["an old copy"] += 1
-        return
     where = flat(named[-1], named[0])
     everyone = [*zip(chain, named, strict=True), *beside]
-    before = [shown(t) for t, _ in everyone]
+    before = [exact(t).clone() for t, _ in everyone]
     scales = root.row_scale().clone()
     assert_in = f"seed {seed}, {write} into {view!r} of {root!r}"
     if write == "codes":
@@ -218,10 +206,10 @@ def check(seed, rng, chain, named, beside, write, counts) -> None:
         counts["refused"] += 1
         counts[f"  {str(error)[-90:]}"] += 1
         for (t, _), held in zip(everyone, before, strict=True):
-            assert held is None or (now := shown(t)) is None or same(now, held), f"{assert_in}: refused, and changed"
+            assert same(exact(t), held), f"{assert_in}: refused, and changed"
         return
     counts["written"] += 1
-    counts[f"written {write} {view.aliasing.name} {root.per_tensor_scale.dim()}"] += 1
+    counts[f"written {write} {view.window is not None} {root.per_tensor_scale.dim()}"] += 1
     after = exact(root).reshape(-1)
     inside = torch.zeros(root.numel(), dtype=torch.bool)
     inside[where] = True
@@ -229,7 +217,7 @@ def check(seed, rng, chain, named, beside, write, counts) -> None:
     result = after[where].view(view.shape)
     if write == "codes":
         assert same(result, expected), f"{assert_in}: {source!r} is not what was written"
-    elif view.spec.hadamard_sign is None and expected.isfinite().all() and shown(view) is not None:
+    elif view.spec.hadamard_sign is None and expected.isfinite().all():
         share = 0.52 if view.spec.is_stochastic else 0.28
         assert rounded_once(result, expected.float(), view, share).all(), f"{assert_in}: not the values"
     old, new = before[0], exact(root)
@@ -244,11 +232,8 @@ def check(seed, rng, chain, named, beside, write, counts) -> None:
     once = once.view(root.mT.shape).mT if root.transposed else once.view(root.shape)
     assert once.all(), f"{assert_in}: others are not themselves, rounded"
     for t, number in everyone if len(where) else ():
-        if (values_now := shown(t)) is None:
-            counts["cannot be read"] += 1
-            continue
         counts["shown"] += 1
-        assert same(values_now, after[flat(number, named[0])].view(t.shape)), f"{assert_in}: {t!r} does not show it"
+        assert same(exact(t), after[flat(number, named[0])].view(t.shape)), f"{assert_in}: {t!r} does not show it"
 
 
 @pytest.mark.parametrize("first", range(0, 600, 100))
@@ -256,4 +241,4 @@ def test_writes_do_what_they_do_to_a_dense_tensor(first):
     counts = Counter()
     for seed in range(first, first + 100):
         trial(seed, counts)
-    assert counts["written"] > 30 and counts["refused"] > 10 and counts["shown"] > 100 and counts["cannot be read"] > 5
+    assert counts["written"] > 30 and counts["refused"] > 10 and counts["shown"] > 100

@@ -28,6 +28,7 @@ def make(seed):
 
 
 def bits(t):
+    t = t.clone()  # shards of unequal size join to a part of a larger tensor
     return {name: getattr(t, name).cpu().reshape(-1).view(torch.uint8) for name in t.__tensor_flatten__()[0]}
 
 

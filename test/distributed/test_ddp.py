@@ -92,7 +92,7 @@ def errors_without_preparation():
     for columns in (48, 40):
         frozen = nn.Linear(columns, 32, bias=False).bfloat16().to(here()).requires_grad_(False)
         quantize_(frozen, NVFP4WeightOnlyConfig())
-        with pytest.raises(RuntimeError, match="what it received would be lost"):
+        with pytest.raises(RuntimeError, match="a part of a tensor has no codes"):
             dist.broadcast(frozen.weight.detach().view(-1), 0)
         # Alone in its buffer, of which torch makes one per dtype, and beside a dense parameter.
         for head in (nn.Linear(32, 8).to(here()), nn.Linear(32, 8).bfloat16().to(here())):

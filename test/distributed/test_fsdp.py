@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, distributed, quantize_experts
-from nvfp4_tensor.dispatch.flat import FlatView
 from nvfp4_tensor.training import NVFP4Optimizer, NVFP4TrainingConfig
 
 pytestmark = pytest.mark.slow
@@ -140,8 +139,7 @@ def holds_its_shard_once():
     quantize_(linear, NVFP4WeightOnlyConfig())
     fully_shard(linear)
     (param,) = linear._get_fsdp_state()._fsdp_param_group.fsdp_params
-    assert isinstance(param._sharded_param_data, FlatView)
-    assert param._sharded_param_data.source.qdata.data_ptr() == linear.weight._local_tensor.qdata.data_ptr()
+    assert param._sharded_param_data.window.stored.qdata.data_ptr() == linear.weight._local_tensor.qdata.data_ptr()
     linear(torch.randn(2, 256).bfloat16())
     gathered = param._unsharded_param
     sizes = [part.untyped_storage().size() for part in (gathered.qdata, gathered.scale)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from nvfp4_tensor.dispatch.slice_writes import count_write, writes_of
+from nvfp4_tensor.dispatch.writes import count_write, writes_of
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.numerics.optimizer_step import SMALLEST_LEAST_EXPONENT, UNBIASED

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
-from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor, quantize, quantize_experts
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 RefitTarget: TypeAlias = "str | tuple[str, int] | None"
 """The target of a trainer's weight: a name in the model, the name of a fused weight and an index, or None."""
@@ -162,8 +162,8 @@ def _check_write(name: str, target: Tensor, slices: list[Tensor], indices: _Slic
         for t in slices:
             if t.dtype not in HIGH_PRECISION_DTYPES:
                 raise TypeError(f"{name} is NVFP4 and needs a bfloat16, float16 or float32 tensor, not {t.dtype}")
-        if target.aliasing != Aliasing.WHOLE:
-            raise ValueError(f"{name} is a slice or a copy of another tensor: refit the full tensor")
+        if target.window is not None:
+            raise ValueError(f"{name} is a part of another tensor: refit the full tensor")
     if len({(t.dtype, t.shape[1:]) for t in slices}) > 1:
         raise ValueError(f"the slices of {name} differ in dtype or in their last dimensions: convert them to one")
     if len(slices) > 1 and slices[0].dim() == 0:

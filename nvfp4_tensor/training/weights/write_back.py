@@ -17,7 +17,7 @@ from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.choices import RoundingMode, ScaleRounding
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.tensor.nvfp4 import Aliasing, NVFP4Tensor
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import tiled
 
 _BETWEEN_6_AND_8 = 2.0
@@ -34,8 +34,8 @@ def check_writable(w: NVFP4Tensor, name: str) -> None:
         raise ValueError(f"{name} holds Hadamard-transformed values, updates do not: quantize without hadamard_sign")
     if w.transposed:
         raise ValueError(f"{name} is a transposed view: pass the tensor that it was made from")
-    if w.aliasing != Aliasing.WHOLE:
-        raise ValueError(f"{name} is a slice or a copy of another tensor: pass the full tensor, or a clone()")
+    if w.window is not None:
+        raise ValueError(f"{name} is a part of another tensor: pass the full tensor, or a clone()")
     if w.per_tensor_scale.dim() and w.spec.block_rows != 1:
         raise ValueError(f"{name} has several per-tensor scales and 16x16 blocks: use block_rows=1")
 

@@ -76,7 +76,7 @@ def _digest(value: Any, into: Any) -> None:
     """Update the hash ``into`` with the values of tensors and containers of tensors."""
     if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         names, context = value.__tensor_flatten__()
-        into.update(repr(context).encode())
+        into.update(repr((context, tuple(value.shape), value.stride())).encode())
         _digest([getattr(value, name) for name in names], into)
     elif isinstance(value, Tensor):
         into.update(repr((value.dtype, tuple(value.shape))).encode())

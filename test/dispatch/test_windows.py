@@ -1,4 +1,7 @@
-"""Writes into slices of an NVFP4Tensor change the full tensor, bit for bit, or raise an error."""
+"""Windows: views have the values of their tensor at any time, and writes into them change it, or raise an error.
+
+What they do to per-tensor scales is here; ``test_aliasing.py`` compares them with views of dense tensors.
+"""
 
 import copy
 import gc
@@ -9,6 +12,8 @@ from torchao.quantization import quantize_
 from torchao.testing.utils import TorchAOIntegrationTestCase
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
+from nvfp4_tensor.quantization.linear import NVFP4Linear
+from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, refit_
 
 SLICES = {
     "rows on tiles": (0, 128, 128),
@@ -158,15 +163,6 @@ def test_a_block_of_nan_stays_one_when_others_are_rounded():
         t[5:7] = quantize(torch.ones(2, 64)).fill_(torch.nan)
 
 
-def test_a_write_does_not_bring_back_what_a_copy_held():
-    t, other = (quantize(matrix(seed), amax=6.0) for seed in (1, 2))
-    older = t[3:40]
-    t.zero_()
-    older[10:].copy_(other[:27])
-    assert (t.dequantize()[:13] == 0).all() and torch.equal(t.dequantize()[13:40], other.dequantize()[:27])
-    assert torch.equal(older.dequantize(), t.dequantize()[3:40])
-
-
 def test_a_write_into_one_of_several_chunks_leaves_the_others():
     t = quantize(matrix())
     chunks = t.split(40)
@@ -186,15 +182,15 @@ def test_data_set_to_a_slice_leads_to_what_that_was_cut_from():
     assert torch.equal(a.dequantize(), kept) and torch.equal(b[50:87].dequantize(), other[:37].dequantize())
 
 
-@torch.inference_mode()  # elsewhere autograd keeps the base of a view
-def test_a_copy_does_not_keep_its_origin_alive_and_then_a_write_raises():
+def test_a_window_keeps_what_it_shows_alive():
     t = quantize(matrix())
-    part, where = t[3:40], t.qdata.untyped_storage()._weak_ref()
+    part, expected = t[3:40], t.dequantize()[3:40]
+    t.data = quantize(matrix(1))
     del t
     gc.collect()
-    assert torch.UntypedStorage._expired(where)
-    with pytest.raises(RuntimeError, match="the write would be lost"):
-        part.copy_(quantize(matrix(1))[:37])
+    assert torch.equal(part.dequantize(), expected)
+    part.zero_()
+    assert (part.dequantize() == 0).all()
 
 
 @pytest.mark.parametrize("start", [0, 3])
@@ -202,12 +198,10 @@ def test_a_copy_does_not_keep_its_origin_alive_and_then_a_write_raises():
 def test_a_deep_copy_of_a_slice_is_no_part(start):
     t, other = (quantize(matrix(seed), amax=6.0) for seed in (1, 2))
     before = t.dequantize()
-    part = copy.deepcopy(t[start : start + 128])
-    try:
-        part.copy_(other[:128])
-    except RuntimeError as error:
-        assert "the write would be lost" in str(error)
-    assert torch.equal(t.dequantize(), before)
+    copy.deepcopy(t[start : start + 128]).copy_(other[:128])
+    parameter = copy.deepcopy(torch.nn.Parameter(t[start : start + 128], requires_grad=False))
+    assert parameter.window is None and isinstance(parameter, torch.nn.Parameter)
+    assert torch.equal(t.dequantize(), before) and torch.equal(parameter.dequantize(), before[start : start + 128])
 
 
 def test_the_data_of_a_tensor_finds_it():
@@ -226,6 +220,66 @@ def test_slices_and_aliases_do_not_hinder_a_module_from_moving():
     assert linear.weight.dtype == torch.bfloat16 and linear.weight is weight
     held[1].copy_(held[1])  # into the codes that moved away
     assert torch.equal(linear.weight.dequantize(torch.float32), before)
+
+
+@pytest.mark.parametrize("optimizer", [
+    lambda p: NVFP4AdamW([p], lr=0.1), lambda p: NVFP4Optimizer([p], torch.optim.AdamW, lr=0.1),
+    lambda p: torch.optim.SGD([p], lr=0.1, foreach=True),
+], ids=["NVFP4AdamW", "NVFP4Optimizer", "SGD"])  # fmt: skip
+def test_an_optimizer_writes(optimizer):
+    p = torch.nn.Parameter(quantize(matrix(columns=64)))
+    parts = [view(p.detach()) for view in VIEWS]
+    stepper = optimizer(p)
+    p.grad = torch.randn(300, 64).bfloat16()
+    stepper.step()
+    for part, view in zip(parts, VIEWS, strict=True):
+        assert torch.equal(part.dequantize(), view(p.detach().dequantize()))
+
+
+VIEWS = [lambda t: t[3:40], lambda t: t[3], lambda t: t[128:][3:90], lambda t: t[:, 16:48], lambda t: t.view(-1, 128)]
+
+
+@pytest.mark.parametrize("write", [
+    lambda t: t.qdata.copy_(quantize(matrix(5, columns=64)).qdata), lambda t: t.per_tensor_scale.mul_(2),
+    lambda t: t.scale.copy_(t.scale.float().mul(2)), lambda t: torch._foreach_mul_([t], 2.0),
+    lambda t: refit_(linear_of(t), {"weight": matrix(2, columns=64)}), lambda t: t.detach().view(5, 60, 64).zero_(),
+    lambda t: linear_of(t).load_state_dict({"weight": quantize(matrix(2, columns=64))}),
+])  # fmt: skip
+def test_each_way_of_writing(write):
+    t = quantize(matrix(columns=64))
+    parts = [view(t) for view in VIEWS]
+    before = t.dequantize()
+    write(t)
+    assert not torch.equal(t.dequantize(), before)
+    for part, view in zip(parts, VIEWS, strict=True):
+        assert torch.equal(part.dequantize(), view(t.dequantize()))
+
+
+def linear_of(t):
+    linear = torch.nn.Linear(64, 300, bias=False)
+    linear.weight = torch.nn.Parameter(t, requires_grad=False)
+    return linear
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("module", [torch.nn.Linear, NVFP4Linear])
+@torch.no_grad()
+def test_a_compiled_function_reads_and_writes(module, backend):
+    t, x = quantize(matrix(columns=64), amax=6.0), torch.randn(2, 64).bfloat16()
+    linear = torch.nn.Linear(64, 37, bias=False)
+    linear.weight = torch.nn.Parameter(t[3:40], requires_grad=False)
+    linear.__class__ = module
+    compiled_linear = torch.compile(linear, backend=backend)
+    compiled = torch.compile(lambda t: (t[5:].dequantize(), t[:, 16:48], t[:16].zero_())[:2], backend=backend)
+    for _ in range(2):
+        expected = t.dequantize()
+        assert torch.equal(compiled_linear(x), torch.nn.functional.linear(x, t[3:40].clone()))
+        values, part = compiled(t)
+        assert torch.equal(values, expected[5:])
+        expected[:16] = 0
+        assert torch.equal(t.dequantize(), expected)
+        t.mul_(2)
+        assert torch.equal(part.dequantize(), t.dequantize()[:, 16:48])
 
 
 def test_experts_accept_slices_of_any_scale():
