@@ -26,11 +26,11 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
 from nvfp4_tensor.checkpoints.models.origins import Origin, gather, shape_of
-from nvfp4_tensor.checkpoints.names import natural, some
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import View
 from nvfp4_tensor.integrations.transformers.quantizer import parameter_of, with_reason
 from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.quantization.names import natural, some
 
 
 def origins_in_model(
