@@ -191,6 +191,7 @@ class Model:
         embedding: (vocabulary, D).
         head: None if only the inner model, which returns hidden states, was described.
         logits_softcap: c of c * tanh(logits / c), 0 for none.
+        has_router_logits: whether the outputs of its class have ``router_logits``, also without a mixture in any block.
     """
 
     family: str
@@ -202,3 +203,4 @@ class Model:
     head: Linear | None
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0
+    has_router_logits: bool = False

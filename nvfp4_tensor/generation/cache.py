@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from nvfp4_tensor.generation import attention  # registers "nvfp4" with transformers
 from nvfp4_tensor.generation.coded_states import CodedStates, Rows, StoredStates, append
@@ -320,7 +320,7 @@ def nvfp4_cache(
     sink: int = 0,
     rotate_keys: bool = True,
     max_tokens: int | None = None,
-) -> Cache:
+) -> DynamicCache:
     """Return a key-value cache in NVFP4 for ``model.generate(past_key_values=...)`` or a model's forward.
 
     With native kernels, attention of a new token reads the codes where they are if no text of the batch is padded. For
@@ -342,13 +342,14 @@ def nvfp4_cache(
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"nvfp4_cache needs the config of a model, model.config, not {type(config).__name__}")
-    layers = [
+    cache = DynamicCache(config=config)
+    cache.layers = [
         NVFP4CacheLayer(spec, recent, sink, rotate_keys, max_tokens) if type(layer) is DynamicLayer else layer
-        for layer in DynamicCache(config=config).layers
+        for layer in cache.layers
     ]
-    if not any(isinstance(layer, NVFP4CacheLayer) for layer in layers):
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no layers"
+    if not any(isinstance(layer, NVFP4CacheLayer) for layer in cache.layers):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in cache.layers})) or "no layers"
         raise ValueError(
             f"{type(config).__name__} has no layer with growing keys and values, only {kinds}: use transformers' cache"
         )
-    return Cache(layers=layers)
+    return cache

@@ -181,6 +181,7 @@ class _Reader:
             head=None if self.outer is None else _linear("lm_head", self.outer.lm_head),
             logits_divisor=divisor,
             logits_softcap=softcap or 0.0,
+            has_router_logits=bool(family.router),
         )
 
     def _embedding(self) -> Tensor:
@@ -236,7 +237,7 @@ class _Reader:
 
     def _attention(self, name: str, module: Any, index: int) -> Attention:
         self.own(name, module, "Attention")
-        if module.layer_idx != index or module.config is not self.config:
+        if module.layer_idx != index or module.config != self.config:
             raise ValueError(f"{name} has layer_idx {module.layer_idx}, or another config than the model")
         if module.is_causal is not True:
             raise ValueError(f"{name} is not causal, which decode_natively does not support")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.ring import GraphBuffers
@@ -239,6 +239,10 @@ def static_view(cache: FixedCache) -> Cache:
     return Cache(layers=layers)
 
 
+_OF_CODES = (Cache, DynamicCache)
+"""Types of caches whose layers are those of ``nvfp4_cache``."""
+
+
 def keeps_all_keys(config: PreTrainedConfig) -> bool:
     """Return whether all layers of the model attend to keys and values, which a FixedCache can keep."""
     layers = StaticCache(config.get_text_config(decoder=True), 1).layers
@@ -258,7 +262,7 @@ def has_buffers(cache: Any) -> bool:
 def has_codes(cache: Any) -> bool:
     """Return whether the cache is one of codes, of one kind in all layers, to which a CUDA graph can append a token."""
     return (
-        type(cache) is Cache
+        type(cache) in _OF_CODES
         and bool(cache.layers)
         and not cache.offloading
         and all(type(each) is NVFP4CacheLayer and each.is_steady for each in cache.layers)
@@ -281,14 +285,14 @@ def dtype_of(cache: Any) -> torch.dtype:
 def batch_of(cache: Any) -> int:
     """Return the number of texts in a cache that has buffers, or codes."""
     layers: list[Any] = cache.layers
-    batch: int = layers[0].batch if type(cache) is Cache else buffers_of(cache)[0][0].shape[0]
+    batch: int = layers[0].batch if type(cache) in _OF_CODES else buffers_of(cache)[0][0].shape[0]
     return batch
 
 
 def capacity_of(cache: Any) -> int:
     """Return the number of tokens that all layers of the cache have room for."""
     layers: list[Any] = cache.layers
-    if type(cache) is Cache:
+    if type(cache) in _OF_CODES:
         return min(each.room for each in layers)
     return min(each.capacity if type(each) is FixedLayer else each.max_cache_len for each in cache.layers)
 
@@ -326,7 +330,7 @@ def _is_full(layer: Any) -> bool:
 def append_one(cache: Any) -> None:
     """Count one token that a step wrote into the buffers."""
     layers: list[Any] = cache.layers
-    if type(cache) is Cache:
+    if type(cache) in _OF_CODES:
         for each in layers:
             each.count_one()
         return

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-from nvfp4_tensor.generation.architectures import Mixture
 from nvfp4_tensor.generation.cache_argument import CACHE, NAMES, cache_in
 from nvfp4_tensor.generation.choice import ROWS, Chooser, Sampling
 from nvfp4_tensor.generation.fixed_cache import (
@@ -276,7 +275,7 @@ class GraphDecoder:
 
     def _output(self, logits: Tensor, cache: Any) -> Any:
         description = None if self._plan is None else self._plan.description
-        if description is not None and any(isinstance(each.feed_forward, Mixture) for each in description.blocks):
+        if description is not None and description.has_router_logits:
             return MoeCausalLMOutputWithPast(logits=logits, **{CACHE: cache})
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import copy
 from itertools import chain, repeat
-from operator import attrgetter, contains, is_
+from operator import contains, is_, itemgetter
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -20,13 +21,15 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _CAPTURING = "install_output_capuring_hook"
 """Transformers leaves such hooks in a model after hidden states were requested. They have no effect by themselves."""
-_SCALARS = attrgetter("per_tensor_scale", "activation_amax")
+_SCALARS = itemgetter("per_tensor_scale", "activation_amax")
 """Parts of an NVFP4 weight whose == compares values. A graph reads the one it was captured with."""
 CHANGING = ("dynamic", "longrope")
 """Types of rotary embeddings that depend on the length of the text."""
+_NOT_CALLED = ("__init__", "extra_repr", "reset_parameters")
 _NVFP4_FORWARD = NVFP4Linear.forward
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_OF_MODELS = ("training", "gradient_checkpointing", "embedding_multiplier", "config")
+_NOT_READ = frozenset({"forward", "generation_config", "warnings_issued"})
+"""Attributes of models that no forward reads, some of which ``generate`` sets."""
 
 
 class ModelState:
@@ -39,7 +42,7 @@ class ModelState:
         modules: the modules by name, whose forwards a step replaces. Rotary embeddings that change themselves
             ("dynamic", "longrope") are compared by their type only.
         hooked: the modules among them whose ``forward`` is ours.
-        config: the config of the model.
+        config: the config of the model. Those of modules, which may be others, are compared too.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], hooked: Iterable[nn.Module], config: Any) -> None:
@@ -47,7 +50,7 @@ class ModelState:
         ours = {id(each) for each in hooked}
         self._modules = every
         self._types = list(map(type, every))
-        self._forwards: dict[Any, Any] = {cls: getattr(cls, "forward", None) for cls in self._types}
+        self._functions = [(cls, name, each) for cls in set(self._types) for name, each in _functions_of(cls)]
         self._dicts = [vars(each) for each in every if id(each) not in ours]
         self._children = [each._modules for each in every if each._modules]
         self._child = list(chain.from_iterable(map(dict.values, self._children)))
@@ -63,30 +66,25 @@ class ModelState:
         self._idle_ids = list(chain.from_iterable(self._idle))
         tensors = [each for each in chain(self._parameters, self._buffers) if each is not None]
         self._quantized: list[Any] = [each for each in tensors if type(each) is NVFP4Tensor]
-        self._fields = [copy(each) if isinstance(each, dict) else each for each in self._current_fields()]
-        self._scalars = list(self._current_scalars())
+        self._quantized_types = list(map(type, self._quantized))
+        self._fields = [copy(vars(each)) for each in self._quantized]
+        self._scalars = list(chain.from_iterable(map(_SCALARS, self._fields)))
         self._dense = [each for each in tensors if type(each) is not NVFP4Tensor]
         # What a graph reads stays alive, even if the model has replaced it.
         self._kept = [each.detach() for each in self._dense]
         self._addresses = self._current_addresses()
         pairs = [(vars(each), name) for each in still for name in _attributes(each)]
         self._attribute_dicts, self._attribute_names = [d for d, _ in pairs], [name for _, name in pairs]
-        self._attributes = self._current_attributes()
+        self._attributes = list(map(_copied, self._current_attributes()))
         self._growing = [vars(each) for each in still if not isinstance(each, nn.Linear | PreTrainedModel)]
         self._sizes = list(map(len, self._growing))
-        # Lists may be changed in place.
-        self._config = {
-            name: copy(value) if isinstance(value, list | dict) else value for name, value in _values_of(config).items()
-        }
-
-    def _current_fields(self) -> list[Any]:
-        return [*map(type, self._quantized), *map(vars, self._quantized)]
-
-    def _current_scalars(self) -> Iterable[Any]:
-        return chain.from_iterable(map(_SCALARS, self._quantized))
+        self._config = config
+        configs = [config, *(vars(each).get("config", config) for each in every)]
+        self._configs = list({id(each): each for each in configs}.values())
+        self._values = [{name: _copied(value) for name, value in _values_of(each).items()} for each in self._configs]
 
     def _current_addresses(self) -> list[Any]:
-        return [(each.data_ptr(), each.dtype) for each in self._dense]
+        return [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in self._dense]
 
     def _current_attributes(self) -> list[Any]:
         return list(map(dict.get, self._attribute_dicts, self._attribute_names))
@@ -99,6 +97,14 @@ class ModelState:
             self._next_id = RemovableHandle.next_id
         return True
 
+    def _hold_fields(self) -> bool:
+        found = list(map(vars, self._quantized))
+        return (
+            list(map(type, self._quantized)) == self._quantized_types
+            and found == self._fields
+            and all(map(is_, chain.from_iterable(map(_SCALARS, found)), self._scalars))
+        )
+
     def holds(self, config: Any) -> bool:
         """Return whether nothing has changed: tensors and modules are identical, constants equal."""
         try:
@@ -109,16 +115,16 @@ class ModelState:
                 and not any(map(contains, self._dicts, repeat("forward")))
                 and list(chain.from_iterable(map(dict.values, self._owners))) == self._parameters
                 and _identical(chain.from_iterable(map(dict.values, self._buffer_owners)), self._buffers)
-                and self._current_fields() == self._fields
-                and _identical(self._current_scalars(), self._scalars)
+                and self._hold_fields()
                 and self._current_addresses() == self._addresses
                 and list(map(len, self._growing)) == self._sizes
                 and self._current_attributes() == self._attributes
-                and all(cls.forward is forward for cls, forward in self._forwards.items())
-                and _values_of(config) == self._config
+                and all(getattr(cls, name, None) is each for cls, name, each in self._functions)
+                and config is self._config
+                and list(map(_values_of, self._configs)) == self._values
                 and unsupported_process() is None
             )
-        except (AttributeError, RuntimeError, TypeError):  # other tensors, whose == is elementwise
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # other tensors, whose == is elementwise
             return False
 
 
@@ -126,6 +132,11 @@ def _identical(found: Iterable[Any], expected: list[Any]) -> bool:
     """Return whether both have the same objects."""
     found = list(found)
     return len(found) == len(expected) and all(map(is_, found, expected))
+
+
+def _copied(value: Any) -> Any:
+    """Return what to compare a value with later: lists and dicts may be changed in place."""
+    return copy(value) if isinstance(value, list | dict) else value
 
 
 def _values_of(config: Any) -> dict[str, Any]:
@@ -148,7 +159,7 @@ def _attributes(module: nn.Module) -> Iterable[str]:
     if isinstance(module, nn.Linear):
         return ()
     if isinstance(module, PreTrainedModel):
-        return [name for name in _OF_MODELS if name in vars(module)]
+        return [name for name in vars(module) if not (name in _OF_MODULES | _NOT_READ or name.startswith("_"))]
     return [name for name in vars(module) if name not in _OF_MODULES and name != "forward"]
 
 
@@ -181,21 +192,37 @@ def check_modules(modules: Mapping[str, nn.Module], hooked: Iterable[nn.Module],
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(getattr(hook, "__qualname__", "").startswith(_CAPTURING) for hook in hooks):
             raise ValueError(f"{name} has hooks, which decode_natively would not call: remove them first")
-        if "forward" in vars(module) and id(module) not in ours:
-            raise ValueError(f"{name} is a {type(module).__name__} with a forward that decode_natively would not call")
+        names = ["forward"] if patched else [each for each, _ in _functions_of(type(module))]
+        replaced = [each for each in names if each in vars(module)]
+        if replaced and id(module) not in ours:
+            raise ValueError(
+                f"{name} is a {type(module).__name__} with a {replaced[0]} that decode_natively would not call"
+            )
         if not patched:
-            _check_class(type(module))
+            check_class(type(module))
 
 
-def _check_class(cls: type) -> None:
-    """Raise a ValueError for a class whose forward is not the one in its source."""
-    holder = next(each for each in cls.__mro__ if "forward" in vars(each))
-    forward = vars(holder)["forward"]
-    if holder is NVFP4Linear and forward is _NVFP4_FORWARD:
-        return
-    is_own = getattr(forward, "__module__", None) == holder.__module__
-    if holder is not nn.Module and not (is_own and forward.__qualname__ == f"{holder.__qualname__}.forward"):
-        raise ValueError(f"the forward of {cls.__name__} was patched, and decode_natively would not call it")
+def _functions_of(cls: type) -> Iterable[tuple[str, Any]]:
+    """Yield forward, and the functions that it may call: those of the class and its bases, up to ``nn.Module``."""
+    names = {"forward": None}
+    for holder in cls.__mro__:
+        if holder in (nn.Module, PreTrainedModel):
+            break
+        names |= {name: None for name, each in vars(holder).items() if isinstance(each, FunctionType)}
+    return [(name, getattr(cls, name, None)) for name in names if name not in _NOT_CALLED]
+
+
+def check_class(cls: type) -> None:
+    """Raise a ValueError for a class with a function that is not the one in its source."""
+    for name, _ in _functions_of(cls):
+        holder = next(each for each in cls.__mro__ if name in vars(each))
+        function = vars(holder)[name]
+        if holder is nn.Module or (holder is NVFP4Linear and function is _NVFP4_FORWARD):
+            continue
+        source = getattr(function, "__module__", "")
+        is_own = source == holder.__module__ and function.__qualname__ == f"{holder.__qualname__}.{name}"
+        if not (is_own or (name != "forward" and source.startswith("transformers."))):  # set by its decorators
+            raise ValueError(f"the {name} of {cls.__name__} was patched, and decode_natively would not call it")
 
 
 def check_known(modules: Mapping[str, nn.Module], file: str) -> None:

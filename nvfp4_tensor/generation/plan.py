@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from nvfp4_tensor.generation.architectures import Mixture
 from nvfp4_tensor.generation.cpu_arguments import flatten
 from nvfp4_tensor.generation.families import describe
-from nvfp4_tensor.generation.model_state import ModelState, check_known, check_modules, unsupported_reason
+from nvfp4_tensor.generation.model_state import ModelState, check_class, check_known, check_modules, unsupported_reason
 
 
 class Plan:
@@ -30,9 +29,9 @@ class Plan:
         modules = dict(modules_of(inner))
         check_known(modules, type(inner).__module__)
         check_modules(modules, ())
+        check_class(type(inner))
         self.constants = flatten(self.description).constants
-        self.has_experts = any(isinstance(each.feed_forward, Mixture) for each in self.description.blocks)
-        self._state = ModelState(modules, (), inner.config)
+        self._state = ModelState({"model": inner, **modules}, (inner,), inner.config)  # its children may be replaced
 
     def holds(self, config: Any) -> bool:
         """Return whether the model has not changed."""

@@ -115,10 +115,14 @@ def _decode_on_cpu(model: Any) -> Any:
     inner.forward = decoder
     caches: Any = _Caches(model)
     setattr(model, CACHES, caches)
-    head: Any = model.get_output_embeddings()
-    if _is_dense_head(head):
-        head.forward = _Head(head)
+    _speed_up_head(model)
     return model
+
+
+def _speed_up_head(model: Any) -> None:
+    head: Any = model.get_output_embeddings()
+    if _is_dense_head(head) and "forward" not in vars(head):
+        head.forward = _Head(head)
 
 
 class _Head:
@@ -149,12 +153,11 @@ class _Caches:
     """Replace the method of ``generate`` that creates the cache: native decoding needs a static one."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model, self._refused = model, None
 
     def __call__(self, config: Any, arguments: dict[str, Any], mode: Any, batch_size: int, length: int) -> Any:
-        decoder = vars(self.model.model).get("forward")
         if (
-            isinstance(decoder, NativeDecoder)
+            (decoder := self._decoder()) is not None
             and mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
             and batch_size * config.num_return_sequences == 1
             and config.cache_implementation is None
@@ -169,6 +172,19 @@ class _Caches:
             arguments[CACHE] = FixedCache(len(self.model.model.layers), length)
             return None
         return type(self.model)._prepare_cache_for_generation(self.model, config, arguments, mode, batch_size, length)
+
+    def _decoder(self) -> NativeDecoder | None:
+        """Return the decoder of the inner model, which is a new one if either it or the output layer was replaced."""
+        inner = self.model.model
+        if "forward" not in vars(inner) and self._refused is not inner:
+            try:
+                _decode_on_cpu(self.model)
+            except (AttributeError, TypeError, ValueError) as error:
+                self._refused = inner
+                warnings.warn(f"tokens are decoded by transformers, not natively: {error}", stacklevel=4)
+        _speed_up_head(self.model)
+        decoder = vars(inner).get("forward")
+        return decoder if isinstance(decoder, NativeDecoder) else None
 
 
 class NativeDecoder:
@@ -226,7 +242,7 @@ class NativeDecoder:
             [sin for _, sin in rotations], position,
         )  # fmt: skip
         append_one(cache)
-        output = MoeModelOutputWithPast if plan.has_experts else BaseModelOutputWithPast
+        output = MoeModelOutputWithPast if plan.description.has_router_logits else BaseModelOutputWithPast
         return output(last_hidden_state=hidden[None], **{CACHE: cache})
 
     def _embedded(self, input_ids: Tensor) -> Tensor:

@@ -1,0 +1,259 @@
+"""Replace parts of a natively decoding model at random depth: what it then writes is what a new decoder writes.
+
+After each change the logits equal, to the bit, those of a copy of the model, whose decoder makes a plan of its own, and
+are near those of transformers' own forward.
+"""
+
+import copy
+import random
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+pytest.importorskip("transformers")
+from helpers.texts import relative_error, written
+from helpers.tiny_models import MIXTURES, tiny_model
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig
+from nvfp4_tensor.generation import decode_natively
+from nvfp4_tensor.generation.graph_decoder import GraphDecoder
+from nvfp4_tensor.generation.step import NativeDecoder
+
+PROMPT = torch.arange(3, 11)[None]
+SEEDS = int(__import__("os").environ.get("SEEDS", 1))
+SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 16, "attention_bias": True}
+
+
+def donor_of(model, seed):
+    """Return a model of the same shapes with other values: weights, constants of norms, frequencies."""
+    donor = decode_natively(copy.deepcopy(model), False)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*donor.named_parameters(), *donor.named_buffers()]:
+            noise = torch.rand_like(tensor.dequantize() if isinstance(tensor, NVFP4Tensor) else tensor.detach())
+            tensor.mul_(0.5 + noise)
+    return donor
+
+
+def parts(rng, model, donor, found):
+    """Return (holder, the donor's holder, name) of one of ``found(module)``, a dict, of a random module."""
+    names = [name for name, each in model.named_modules() if found(each)]
+    path = rng.choice(names)
+    here, there = model.get_submodule(path), donor.get_submodule(path)
+    return here, there, rng.choice(sorted(name for name, each in found(here).items() if each is not None))
+
+
+def replace_module(rng, model, donor):
+    here, there, name = parts(rng, model, donor, lambda module: module._modules)
+    setattr(here, name, getattr(there, name))
+
+
+def replace_parameter(rng, model, donor):
+    here, there, name = parts(rng, model, donor, lambda module: module._parameters)
+    setattr(here, name, getattr(there, name))
+
+
+def replace_data(rng, model, donor):
+    here, there, name = parts(rng, model, donor, lambda module: module._parameters)
+    getattr(here, name).data = getattr(there, name).detach().clone()
+
+
+def swap_tensors(rng, model, donor):
+    here, there, name = parts(rng, model, donor, lambda module: module._parameters)
+    torch.utils.swap_tensors(getattr(here, name), getattr(there, name))
+
+
+@torch.no_grad()
+def write(rng, model, donor):
+    here, there, name = parts(rng, model, donor, lambda module: module._parameters)
+    getattr(here, name).copy_(getattr(there, name))
+
+
+def replace_buffer(rng, model, donor):
+    here, there, name = parts(rng, model, donor, lambda module: module._buffers)
+    if rng.random() < 0.5:
+        setattr(here, name, getattr(there, name))
+    else:
+        getattr(here, name).copy_(getattr(there, name))
+
+
+def set_constant(rng, model, donor):
+    def constants(module):
+        inside = module is not model and not isinstance(module, nn.Linear)
+        return {name: value for name, value in vars(module).items() if inside and type(value) is float}
+
+    here, _, name = parts(rng, model, donor, constants)
+    setattr(here, name, getattr(here, name) * 1.5)
+
+
+def load_state_dict(rng, model, donor):
+    model.load_state_dict(donor.state_dict(), assign=rng.random() < 0.5)
+
+
+def new_list(rng, model, donor):
+    layers = list(donor.model.layers if rng.random() < 0.5 else model.model.layers)
+    model.model.layers = nn.ModuleList(layers)
+
+
+def reverse_layers(rng, model, donor):
+    layers = model.model.layers
+    for name in rng.sample(["mlp", "input_layernorm", "self_attn"], 2):
+        one, two = getattr(layers[0], name), getattr(layers[1], name)
+        setattr(layers[0], name, two), setattr(layers[1], name, one)
+    for i, layer in enumerate(layers):
+        layer.self_attn.layer_idx = i
+
+
+def dtype_and_back(rng, model, donor):
+    model.to(torch.float32 if rng.random() < 0.5 else torch.float16)
+    written(model, PROMPT, 3)
+    model.to(torch.bfloat16)
+
+
+def quantize(rng, model, donor):
+    if isinstance(model.lm_head.weight, NVFP4Tensor):
+        return
+    quantize_(model.lm_head, NVFP4WeightOnlyConfig())
+
+
+def new_config(rng, model, donor):
+    """Modules keep the old config, which may change by itself."""
+    old, model.config = model.config, copy.deepcopy(model.config)
+    model.model.config = model.config
+    written(model, PROMPT, 3)
+    for each in (old, model.config):
+        each._attn_implementation = "eager"
+
+
+def hook(rng, model, donor):
+    module = rng.choice([each for name, each in model.named_modules() if isinstance(each, nn.Linear)])
+    return module.register_forward_hook(lambda module, args, y: y * 1.5).remove
+
+
+def inner_hook(rng, model, donor):
+    return model.model.register_forward_hook(
+        lambda module, args, out: out.__setitem__("last_hidden_state", out[0] * 1.5)
+    ).remove
+
+
+def parametrization(rng, model, donor):
+    module = model.model.norm
+    parametrize.register_parametrization(module, "weight", nn.Tanh())
+    return lambda: parametrize.remove_parametrizations(module, "weight", leave_parametrized=rng.random() < 0.5)
+
+
+def orthogonal(rng, model, donor):
+    """torch's own parametrization of a dense output layer."""
+    if isinstance(model.lm_head.weight, NVFP4Tensor) or parametrize.is_parametrized(model.lm_head):
+        return None
+    model.lm_head.float()
+    parametrizations.weight_norm(model.lm_head)
+    model.lm_head.bfloat16()
+    return lambda: parametrize.remove_parametrizations(model.lm_head, "weight")
+
+
+def own_function(rng, model, donor):
+    module = model.model.layers[1].mlp
+    module.forward = types.MethodType(lambda self, x: x * 1.5, module)
+    return lambda: delattr(module, "forward")
+
+
+def patched_class(rng, model, donor):
+    cls = type(model.model.norm if rng.random() < 0.5 else model.model)
+    forward = cls.forward
+    cls.forward = lambda self, *args, **kwargs: scaled(forward(self, *args, **kwargs))
+    return lambda: setattr(cls, "forward", forward)
+
+
+def scaled(output):
+    if isinstance(output, torch.Tensor):
+        return output * 1.5
+    output["last_hidden_state"] = output[0] * 1.5
+    return output
+
+
+def dropout(rng, model, donor):
+    layer = model.model.layers[0].self_attn
+    old, layer.attention_dropout = layer.attention_dropout, 0.5
+    layer.train()
+    written(model, PROMPT, 3)
+    model.eval()
+    return lambda: setattr(layer, "attention_dropout", old)
+
+
+def adapter(rng, model, donor):
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False), model)
+    model.bfloat16()
+
+    def undo():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj = layer.self_attn.o_proj.get_base_layer()
+
+    return undo
+
+
+def make_dense(rng, model, donor):
+    linear = model.model.layers[1].self_attn.o_proj
+    old, linear.weight = linear.weight, nn.Parameter(linear.weight.detach().dequantize())
+    return lambda: setattr(linear, "weight", old)
+
+
+def quantize_activations(rng, model, donor):
+    linear = model.model.layers[0].self_attn.q_proj
+    old, linear.weight = linear.weight, nn.Parameter(linear.weight.detach().dequantize(), requires_grad=False)
+    quantize_(linear, NVFP4Config())
+    return lambda: setattr(linear, "weight", old)
+
+
+CHANGES = [
+    replace_module, replace_module, replace_module, replace_parameter, replace_parameter, replace_data, swap_tensors,
+    write, replace_buffer, set_constant, load_state_dict, new_list, reverse_layers, dtype_and_back, quantize,
+    new_config,
+]  # fmt: skip
+TAKEN_BACK = [
+    hook, inner_hook, parametrization, orthogonal, own_function, patched_class, dropout, adapter, make_dense,
+    quantize_activations,
+]  # fmt: skip
+"""Changes that a native step does not support. Those that are no part of the model would not be copied with it."""
+
+
+def check(model, family, log):
+    tokens, logits = written(model, PROMPT, 4)
+    new = copy.deepcopy(model)
+    assert torch.equal(written(new, PROMPT, 4, along=tokens)[1], logits), log
+    if isinstance(vars(model.model).get("forward"), NativeDecoder):
+        own = decode_natively(new, False)
+    else:
+        own = new
+        del own.forward
+    error = relative_error(logits, written(own, PROMPT, 4, along=tokens)[1])
+    assert error.median() < 0.1 if family in MIXTURES else error.max() < 0.06, (log, error)
+    return logits
+
+
+@pytest.mark.filterwarnings("ignore:tokens are decoded by transformers")
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["op", "graph"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3Moe"])
+def test_random_replacements(family, on_cpu, seed):
+    rng = random.Random(f"{family} {on_cpu} {seed}")
+    model = tiny_model(family, tie_word_embeddings=False, **SIZES)
+    decode_natively(model) if on_cpu else GraphDecoder(model).install()
+    log, before, seen = [], None, 0
+    for turn in range(12):
+        change = rng.choice(CHANGES + TAKEN_BACK)
+        log.append(change.__name__)
+        undo = change(rng, model, donor_of(model, turn))
+        logits = check(model, family, log)
+        seen += before is None or not torch.equal(logits, before)
+        if undo is not None:
+            log.append("undo")
+            undo()
+            logits = check(model, family, log)
+        before = logits
+    assert seen > 6, log
