@@ -186,10 +186,11 @@ def _new(like: NVFP4Tensor, shape: Sequence[int], kwargs: Kwargs, fill: float) -
     device = kwargs.get("device") or like.device
     if dtype not in HIGH_PRECISION_DTYPES or len(shape) == 0:
         return torch.full(shape, fill, dtype=dtype, device=device)
-    new = _constant(like.spec, shape, torch.full((), fill, dtype=dtype, device=device))
+    new, amax = _constant(like.spec, shape, torch.full((), fill, dtype=dtype, device=device)), like.activation_amax
     return new._replace(
         per_tensor_scale=_scales_like(like, new),
         activation_spec=like.activation_spec,
+        activation_amax=None if amax is None else amax.to(device, copy=True),
         product_backend=like.product_backend,
     )
 

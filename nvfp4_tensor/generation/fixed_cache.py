@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.ring import GraphBuffers

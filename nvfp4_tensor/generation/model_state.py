@@ -124,7 +124,13 @@ class ModelState:
                 and list(map(_values_of, self._configs)) == self._values
                 and unsupported_process() is None
             )
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # other tensors, whose == is elementwise
+        except (
+            AttributeError,
+            KeyError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # other tensors, whose == is elementwise
             return False
 
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 
 from nvfp4_tensor import QuantizeSpec, quantize  # noqa: E402
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer, nvfp4_cache  # noqa: E402
-from nvfp4_tensor.generation.cache_argument import cache_argument  # noqa: E402
+from nvfp4_tensor.generation.cache_argument import CACHE, cache_argument  # noqa: E402
 from nvfp4_tensor.generation.coded_states import CodedStates, append  # noqa: E402
 
 RECENTS = [0, 20, 128]
@@ -429,6 +429,25 @@ def test_gradients_that_end_in_codes_warn():
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         model(ids[:, 60:], **{cache_argument(model): cache})
+
+
+@pytest.mark.parametrize("how", ["assistant_model", "prompt_lookup_num_tokens", "num_beams"])
+def test_an_encoder_and_a_decoder(how):
+    """transformers takes tokens back from the caches of encoder-decoder models, if these are a DynamicCache."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=192, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    arguments = {how: copy.deepcopy(model) if how == "assistant_model" else 2, "max_new_tokens": 8, "do_sample": False}
+    arguments |= {"decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+    texts = [
+        model.generate(
+            torch.arange(9)[None],
+            **{CACHE: transformers.EncoderDecoderCache(cache, DynamicCache())},
+            **arguments,
+        )
+        for cache in (nvfp4_cache(config, recent=64), DynamicCache())
+    ]
+    assert torch.equal(*texts)
 
 
 def test_a_model_in_place_of_its_config():

@@ -24,7 +24,7 @@ from nvfp4_tensor.generation.graph_decoder import GraphDecoder
 from nvfp4_tensor.generation.step import NativeDecoder
 
 PROMPT = torch.arange(3, 11)[None]
-SEEDS = int(__import__("os").environ.get("SEEDS", 1))
+SEEDS = 1
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 16, "attention_bias": True}
 
 
@@ -33,7 +33,7 @@ def donor_of(model, seed):
     donor = decode_natively(copy.deepcopy(model), False)
     torch.manual_seed(seed)
     with torch.no_grad():
-        for name, tensor in [*donor.named_parameters(), *donor.named_buffers()]:
+        for tensor in (*donor.parameters(), *donor.buffers()):
             noise = torch.rand_like(tensor.dequantize() if isinstance(tensor, NVFP4Tensor) else tensor.detach())
             tensor.mul_(0.5 + noise)
     return donor
@@ -87,11 +87,19 @@ def set_constant(rng, model, donor):
         return {name: value for name, value in vars(module).items() if inside and type(value) is float}
 
     here, _, name = parts(rng, model, donor, constants)
-    setattr(here, name, getattr(here, name) * 1.5)
+    value = getattr(here, name)
+    setattr(here, name, value * 1.5)
+    return lambda: setattr(here, name, value)  # a step on a CPU needs equal norms in a layer
 
 
 def load_state_dict(rng, model, donor):
     model.load_state_dict(donor.state_dict(), assign=rng.random() < 0.5)
+
+
+def replace_child(rng, model, donor):
+    """A direct child of the inner model, whose children the plan reads."""
+    name = rng.choice(["layers", "norm", "rotary_emb"])
+    setattr(model.model, name, getattr(donor.model, name))
 
 
 def new_list(rng, model, donor):
@@ -211,9 +219,8 @@ def quantize_activations(rng, model, donor):
 
 
 CHANGES = [
-    replace_module, replace_module, replace_module, replace_parameter, replace_parameter, replace_data, swap_tensors,
-    write, replace_buffer, set_constant, load_state_dict, new_list, reverse_layers, dtype_and_back, quantize,
-    new_config,
+    replace_module, replace_child, replace_parameter, replace_data, swap_tensors, write, replace_buffer, set_constant,
+    load_state_dict, new_list, reverse_layers, dtype_and_back, quantize, new_config,
 ]  # fmt: skip
 TAKEN_BACK = [
     hook, inner_hook, parametrization, orthogonal, own_function, patched_class, dropout, adapter, make_dense,
@@ -239,14 +246,13 @@ def check(model, family, log):
 @pytest.mark.filterwarnings("ignore:tokens are decoded by transformers")
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["op", "graph"])
-@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3Moe"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
 def test_random_replacements(family, on_cpu, seed):
     rng = random.Random(f"{family} {on_cpu} {seed}")
     model = tiny_model(family, tie_word_embeddings=False, **SIZES)
     decode_natively(model) if on_cpu else GraphDecoder(model).install()
     log, before, seen = [], None, 0
-    for turn in range(12):
-        change = rng.choice(CHANGES + TAKEN_BACK)
+    for turn, change in enumerate(rng.sample(turns := [*CHANGES, *CHANGES[:4], *TAKEN_BACK], k=len(turns))):
         log.append(change.__name__)
         undo = change(rng, model, donor_of(model, turn))
         logits = check(model, family, log)
@@ -256,4 +262,4 @@ def test_random_replacements(family, on_cpu, seed):
             undo()
             logits = check(model, family, log)
         before = logits
-    assert seen > 6, log
+    assert seen > 15, log

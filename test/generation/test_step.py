@@ -99,6 +99,15 @@ def test_what_it_leaves_to_transformers(steps):
     assert not steps
 
 
+def test_a_mixture_without_a_mixture_in_any_layer(steps):
+    """Its outputs have router logits all the same, which the output layer's forward reads."""
+    model = tiny_model("Qwen3Moe", mlp_only_layers=[0, 1, 2, 3])
+    own = copy.deepcopy(model)
+    tokens, logits = logits_of(decode_natively(model), 6)
+    assert len(steps) == 5
+    assert_close(logits, logits_of(own, 6, along=tokens)[1])
+
+
 def test_the_tokenizer_of_stop_strings(steps):
     """generate passes it to the model at each token."""
     model = decode_natively(tiny())
@@ -251,6 +260,47 @@ def swap_layers(model):
     layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
 
 
+def other(model):
+    """Return a model of the same shapes with other weights."""
+    model = decode_natively(copy.deepcopy(model), False)
+    set_norm(model), write_weight(model), set_rotation(model)
+    return model
+
+
+def replace_layers(model):
+    model.model.layers = other(model).model.layers
+
+
+def reverse_list(model):
+    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = i
+
+
+def replace_last_norm(model):
+    model.model.norm = other(model).model.norm
+
+
+def replace_rotary(model):
+    model.model.rotary_emb = other(model).model.rotary_emb
+
+
+def replace_inner(model):
+    model.model = other(model).model
+
+
+def turn_data(model):
+    """The same memory by other strides."""
+    norm = model.model.norm.weight
+    norm.data = torch.linspace(-2, 2, 192).bfloat16()[:96]
+    logits_of(model, 2)
+    norm.data = norm.data.as_strided((96,), (2,))
+
+
+def patch_norm(model):
+    model.model.norm.forward = lambda x: x * 2
+
+
 def set_attention(model):
     def flat(module, query, key, value, mask, **others):
         heads = value.mean(2, keepdim=True).repeat_interleave(module.num_key_value_groups, 1)
@@ -270,9 +320,11 @@ def ask_for_hidden_states(model):
 
 CHANGES = {  # by whether tokens are still decoded natively
     True: [add_bias, set_scaling, replace_weight, swap_weight, write_weight, set_scale, write_norm, set_norm,
-           set_rotation, set_rotation_scaling, drop_first_layer, swap_layers],
-    False: [make_dense, add_lora, replace_module, set_eps, hook, pre_hook, set_forward, set_activation,
-            drop_layer, set_attention, ask_for_hidden_states, torch.nn.Module.half, torch.nn.Module.float],
+           set_rotation, set_rotation_scaling, drop_first_layer, swap_layers, replace_layers, reverse_list,
+           replace_last_norm, replace_rotary, replace_inner],
+    False: [turn_data, patch_norm, make_dense, add_lora, replace_module, set_eps, hook, pre_hook, set_forward,
+            set_activation, drop_layer, set_attention, ask_for_hidden_states, torch.nn.Module.half,
+            torch.nn.Module.float],
 }  # fmt: skip
 
 
@@ -293,7 +345,7 @@ def test_a_changed_model(stays, change, steps):
 def test_changes_in_a_row(seed, steps):
     """After each of several changes, generation equals that of the model's own forward."""
     model, chance = decode_natively(tiny()), torch.Generator().manual_seed(seed)
-    changes = [*CHANGES[True][:-2], set_eps, hook, add_lora]
+    changes = [*CHANGES[True][:10], set_eps, hook, add_lora]
     for i in torch.randperm(len(changes), generator=chance).tolist():
         logits_of(model, 2)
         changes[i](model)

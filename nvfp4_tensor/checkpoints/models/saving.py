@@ -209,11 +209,21 @@ class ModelCheckpoint(Checkpoint):
 def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers. A shared tensor comes once, under its first name."""
     if isinstance(model, nn.Module):
+        if adapted := [name for name, module in model.named_modules() if hasattr(module, "base_layer")]:
+            raise ValueError(
+                f"{some(adapted)} have adapters, which no format stores: call training.merge_lora(model) first, or "
+                "save the adapters alone with peft's save_pretrained"
+            )
         model = model.state_dict(keep_vars=True)
     seen: set[int] = set()
     for name, tensor in model.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: checkpoints can only have tensors")
+        if hasattr(tensor, "full_tensor"):
+            raise ValueError(
+                f"{name} is sharded over ranks: save what torch's get_model_state_dict(model, options="
+                "StateDictOptions(full_state_dict=True)) returns on rank 0"
+            )
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor

@@ -24,10 +24,11 @@ def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: the model has no NVFP4 weights.
     """
+    checkpoint = ModelCheckpoint(model, {})
     names = {name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)}
     if not names:
         raise ValueError("the model has no NVFP4 weights: call quantize_(model, NVFP4WeightOnlyConfig()) first")
-    config = ModelOptConfig(**modelopt.flat_config(ModelCheckpoint(model, {})))
+    config = ModelOptConfig(**modelopt.flat_config(checkpoint))
     quantizer = CheckpointQuantizer(config, pre_quantized=True)
     quantizer.weights, quantizer.knows_specs = names, True
     attributes: Any = model

@@ -218,16 +218,6 @@ def test_runs_depend_only_on_the_seed():
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-def test_a_copy_continues_equally():
-    net = model()
-    optimizer = adamw(net)
-    train(net, optimizer, 2)
-    both = copy.deepcopy((net, optimizer))
-    train(net, optimizer, 2)
-    train(*both, 2)
-    assert both[0].weight is not net.weight and torch.equal(both[0].weight.qdata, net.weight.qdata)
-
-
 def test_groups_closures_and_parameters_without_gradient():
     net = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 40))
     to_nvfp4_parameters(net)
