@@ -48,12 +48,6 @@ PENDING = {
 }  # fmt: skip
 """By pair: who mends it."""
 
-PENDING_AFTER = {
-    (one, two): "deploy: a model that trained" for one in ("training", "qat") for two in CODES + STORED
-    if (one, two) != ("qat", "w4a4")
-}  # fmt: skip
-"""By kinds, the second of which is applied to a model of the first."""
-
 
 def pairs(first, second=None):
     """Parametrize a test with pairs of names."""
@@ -206,24 +200,16 @@ def after(one, two):
         return one
     if one == "lora":
         return (ValueError, "is frozen") if two in trained else two
-    if one in CODES:
-        return (ValueError, "is NVFP4 already")
     if one in trained:
         return (ValueError, "trains in NVFP4 already") if two in trained else two
-    return (ValueError, "is NVFP4 already")
+    if one in CODES or two in ("gptq", *trained):
+        return (ValueError, "is NVFP4 already")
+    return one if two == "weight-only" else two  # codes that trained stay, whatever the config says of weights
 
 
-def turned():
-    """Parametrize a test with each pair of kinds in both orders."""
-    marks = [
-        pytest.param(*pair, marks=pytest.mark.xfail(reason=PENDING_AFTER[pair], strict=True)
-                     if pair in PENDING_AFTER else (), id=" then ".join(pair))
-        for pair in itertools.permutations(KINDS, 2)
-    ]  # fmt: skip
-    return pytest.mark.parametrize("one, two", marks)
-
-
-@turned()
+@pytest.mark.parametrize(
+    "one, two", [pytest.param(*pair, id=" then ".join(pair)) for pair in itertools.permutations(KINDS, 2)]
+)
 def test_one_after_the_other(one, two):
     """The same linears, first as one kind, then as the other."""
     family, outcome = "Mixtral" if "experts" in (one, two) else "Llama", after(one, two)
@@ -239,7 +225,7 @@ def test_one_after_the_other(one, two):
     expected = KINDS[outcome].model(family=family)
     if "lora" in (one, two):
         apply("lora", expected)
-    bound = 0.5 if one == "lora" and two in BY_INPUTS else 0  # adapters change inputs
+    bound = 0.5 if one in ("lora", *STORED) and two in BY_INPUTS else 0  # their inputs are others
     rows = max(KINDS[each].tokens for each in (one, two))
     assert_same(results_of_linears(model, rows=rows), results_of_linears(expected, rows=rows), bound)
 
