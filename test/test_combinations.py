@@ -39,25 +39,11 @@ REFUSED = {
 }  # fmt: skip
 """By pair: the error, and words of its message."""
 
-PENDING = {
-    ("nvfp4 adamw", "pickle"): "random: pickle of the optimizer's state",
-    ("nvfp4 optimizer", "default bfloat16"): "defaults: amax in the default dtype",
-    ("nvfp4 optimizer", "default float64"): "defaults: amax in the default dtype",
-    ("default bfloat16", "checkpoints"): "defaults: scales read in the default dtype",
-    ("default float64", "checkpoints"): "defaults: scales read in the default dtype",
-}  # fmt: skip
-"""By pair: who mends it."""
-
 
 def pairs(first, second=None):
     """Parametrize a test with pairs of names."""
     found = itertools.combinations(first, 2) if second is None else itertools.product(first, second)
-    marks = [
-        pytest.param(*pair, marks=pytest.mark.xfail(reason=PENDING[pair], strict=True) if pair in PENDING else (),
-                     id=" + ".join(pair))
-        for pair in found
-    ]  # fmt: skip
-    return pytest.mark.parametrize("one, two", marks)
+    return pytest.mark.parametrize("one, two", [pytest.param(*pair, id=" + ".join(pair)) for pair in found])
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +109,8 @@ def test_a_kind_in_use(one, two):
         experts = [{name: t for name, t in each.items() if "experts" in name} for each in (found, expected)]
         assert_same(*experts, 0.01)
         found, expected = ({n: t for n, t in each.items() if "experts" not in n} for each in (found, expected))
-    assert_same(found, expected, bound_of(one, USES[two]))
+    trained_apart = one in STORED and two == "save_pretrained"  # fused weights get one per-tensor scale again
+    assert_same(found, expected, 0.1 if trained_apart else bound_of(one, USES[two]))
     if USES[two].generates:  # it has an effect
         assert not torch.equal(found["logits"], expected["logits"])
 

@@ -354,7 +354,7 @@ def _checkpoint(subject: Subject) -> None:
     subject.finish()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
-        checkpoints.save(subject.model, path, progress=False)
+        checkpoints.save(subject.model, path, mismatched_scales="keep", progress=False)
         subject.model = checkpoints.load(dense(subject.kind.family, seed=1), path, progress=False)
 
 
