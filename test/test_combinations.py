@@ -190,7 +190,7 @@ def after(one, two):
     if one in trained:
         return (ValueError, "trains in NVFP4 already") if two in trained else two
     if one in CODES or two in ("gptq", *trained):
-        return (ValueError, "is NVFP4 already")
+        return (ValueError, "NVFP4 already")
     return one if two == "weight-only" else two  # codes that trained stay, whatever the config says of weights
 
 
