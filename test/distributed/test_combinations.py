@@ -69,10 +69,13 @@ def step(model, x, call=None):
 
 
 def close(mine, theirs):
-    """To sums of bfloat16 in another order, by which some draws round the other way; other draws would be 0.15 off."""
+    """To sums of bfloat16 in another order, by which some draws round the other way: 0.06 to 0.085 by the seed.
+
+    Other draws are 0.18 off in dx and 0.15 in dw.
+    """
     assert len(mine) == len(theirs)
     for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        assert (a.double() - b.double()).norm() < 0.08 * b.double().norm(), i
+        assert (a.double() - b.double()).norm() < 0.12 * b.double().norm(), i
 
 
 # --- sequence parallelism --------------------------------------------------------------------------------------------
