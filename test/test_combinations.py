@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("nvfp4_tensor.integrations.transformers", exc_type=ImportError)
 pytest.importorskip("peft")
 from helpers.combinations import KINDS, USES, Subject, add_adapters, dense, inner, results_of_linears
 from helpers.texts import relative_error

@@ -101,6 +101,7 @@ def _four_at_once(scale: Tensor) -> tuple[Tensor, int]:
     Inductor of torch 2.11 cannot view a permuted int32 as bytes.
     """
     flat = scale.reshape(-1)
-    if scale.element_size() == 1 and type(flat) is Tensor and flat.storage_offset() % 4 == flat.data_ptr() % 4 == 0:
+    traced = torch.compiler.is_compiling() or type(flat) is not Tensor
+    if scale.element_size() == 1 and not traced and flat.storage_offset() % 4 == flat.data_ptr() % 4 == 0:
         return flat.view(torch.int32), 1
     return flat, 4
