@@ -25,7 +25,7 @@ from nvfp4_tensor.quantization.experts import nothing_matched
 from nvfp4_tensor.quantization.observed_experts import observed_weights, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, is_observable
 from nvfp4_tensor.quantization.trained import restored, to_dense
-from nvfp4_tensor.quantization.whole_model import PlannedFilter, matrices_of, plan_model, without_experts
+from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model
 
 _CONVERT_ONLY: dict[str, Any] = {"percentile": None, "headroom": False}
 """Defaults of the fields that only the convert step uses. The prepare step raises an error if they are set."""
@@ -78,7 +78,8 @@ def calibrate(
         raise TypeError(f"batches must be an iterable of batches, not one {type(batches).__name__}: pass [batch]")
     convert = dataclasses.replace(config, step="convert")
     prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
-    chosen = PlannedFilter(model, plan_model(model, filter_fn, matrices=without_experts(matrices_of(model), "")))
+    chosen = PlannedFilter(model, plan_model(model, filter_fn))
+    chosen.experts = set()  # config.experts has them observed
     for module in chosen.linears:
         as_linear(module)
     linears = {module for module in model.modules() if is_observable(module)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -50,9 +50,13 @@ class ObservedExperts(nn.Module):
         return own
 
 
-def observe(model: nn.Module, spec: QuantizeSpec) -> None:
-    """Start observing the inputs of a model's dense experts, which then take about E / k times as long."""
-    for module in dict.fromkeys(module for _, module, _ in experts.dense_experts(model)):
+def observe(model: nn.Module, spec: QuantizeSpec, names: Container[str] | None = None) -> None:
+    """Start observing the inputs of a model's dense experts, which then take about E / k times as long.
+
+    names: of the weights to observe, by default all.
+    """
+    chosen = (module for name, module, _ in experts.dense_experts(model) if names is None or name in names)
+    for module in dict.fromkeys(chosen):
         if observed_inputs(module) is None:
             setattr(module, _ATTRIBUTE, ObservedExperts(module, spec))
             module.register_forward_pre_hook(_observe_experts, with_kwargs=True)
@@ -79,10 +83,11 @@ def observed_weights(model: nn.Module) -> dict[str, InputStatistics]:
     }
 
 
-def check_observed(model: nn.Module) -> None:
-    """Raise an error if a dense expert of a model cannot be converted, because it observed nothing."""
+def check_observed(model: nn.Module, names: Container[str] | None = None) -> None:
+    """Raise an error if a dense expert of a model, or of ``names``, cannot be converted: it observed nothing."""
     own = observed_weights(model)
-    if missing := [name for name, _, _ in experts.dense_experts(model) if name not in own]:
+    dense = [name for name, _, _ in experts.dense_experts(model) if names is None or name in names]
+    if missing := [name for name in dense if name not in own]:
         raise ValueError(
             f"{missing[0]} was not prepared, and nothing was converted: give experts=True in the prepare step too, or "
             "experts=False in this one"
@@ -113,10 +118,22 @@ def _observe_experts(module: nn.Module, args: tuple[Any, ...], keywords: Mapping
 
 
 @torch.no_grad()
-def quantize_all(model: nn.Module, config: NVFP4WeightOnlyConfig) -> None:
-    """Quantize the weights of all dense experts of a model in place, by their observed inputs if there are any."""
-    for _, module, name in list(experts.dense_experts(model)):
-        weight, own = getattr(module, name).detach(), observed_inputs(module)
+def quantize_all(
+    model: nn.Module,
+    config: NVFP4WeightOnlyConfig,
+    names: Container[str] | None = None,
+    statistics: Mapping[nn.Module, ObservedExperts] | None = None,
+) -> None:
+    """Quantize the weights of dense experts of a model in place, by their observed inputs if there are any.
+
+    Args:
+        names: of the weights, by default all.
+        statistics: of modules that no longer observe.
+    """
+    for path, module, name in list(experts.dense_experts(model)):
+        if names is not None and path not in names:
+            continue
+        weight, own = getattr(module, name).detach(), (statistics or {}).get(module, observed_inputs(module))
         amax = None
         if own is not None and isinstance(config, NVFP4Config) and not config.activation.row_scaled:
             amax = own.of(name).amax_for(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchao.core.config import AOBaseConfig
@@ -14,8 +13,9 @@ from torchao.quantization.quantize_.common.quantization_step import Quantization
 
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import is_conv1d, is_linear
-from nvfp4_tensor.quantization.experts import expert_weights, is_transposed, quantized_experts
+from nvfp4_tensor.quantization.experts import expert_weights, is_transposed, stop_training
 from nvfp4_tensor.quantization.model_plan import Kind, Matrix, ModelPlan, plan_matrices
+from nvfp4_tensor.quantization.observed_experts import check_observed, observe, observed, quantize_all
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 Filter = Callable[[nn.Module, str], bool]
@@ -64,19 +64,27 @@ def quantize_model(
     """
     config = NVFP4WeightOnlyConfig() if config is None else config
     matrices = matrices_of(model)
-    converts = getattr(config, "step", None) == QuantizationStep.CONVERT
     with_experts = isinstance(config, NVFP4WeightOnlyConfig) and config.experts is not False
     if not with_experts:
         ours = isinstance(config, NVFP4WeightOnlyConfig)
         matrices = without_experts(matrices, "experts=False" if ours else f"{type(config).__name__} is for linears")
     plan = plan_model(model, filter_fn, exclude=exclude, include=include, matrices=matrices)
     chosen = PlannedFilter(model, plan)
-    chosen.experts = set()  # they are quantized below
-    if with_experts:
-        config = dataclasses.replace(config, experts=False)
-    quantize_(model, config, filter_fn=chosen)
-    if with_experts and (converts or getattr(config, "step", None) is None):
-        _quantize_experts(model, plan, config)
+    experts, chosen.experts = chosen.experts, set()
+    if not experts:
+        quantize_(model, config, filter_fn=chosen)
+        return plan
+    assert isinstance(config, NVFP4WeightOnlyConfig)
+    names = {name for name in plan.quantized if model.get_submodule(_path(name)) in experts}
+    statistics = {module: own for module, own in observed(model).values()}
+    if config.step == QuantizationStep.CONVERT:
+        check_observed(model, names)
+    quantize_(model, dataclasses.replace(config, experts=False), filter_fn=chosen)
+    stop_training(model)
+    if config.step == QuantizationStep.PREPARE:
+        observe(model, config.activation or config.weight, names)
+    else:
+        quantize_all(model, config, names, statistics)
     return plan
 
 
@@ -198,13 +206,3 @@ class PlannedFilter:
 
     def __call__(self, module: nn.Module, name: str) -> bool:
         return module in self.linears or module in self.experts
-
-
-@torch.no_grad()
-def _quantize_experts(model: nn.Module, plan: ModelPlan, config: NVFP4WeightOnlyConfig) -> None:
-    """Quantize the experts of a plan in place."""
-    for each in plan.values():
-        module, attribute = model.get_submodule(_path(each.name)), each.name.rpartition(".")[2]
-        if each.is_quantized and not is_linear(module):
-            weight = quantized_experts(module, getattr(module, attribute).detach(), config.weight, config.activation)
-            setattr(module, attribute, nn.Parameter(weight, requires_grad=False))

@@ -9,7 +9,15 @@ from quantization.test_experts import linears, mixture, small_llama4
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, calibrate, checkpoints, quantize
+from nvfp4_tensor import (
+    NVFP4Config,
+    NVFP4Tensor,
+    NVFP4WeightOnlyConfig,
+    calibrate,
+    checkpoints,
+    quantize,
+    quantize_model,
+)
 from nvfp4_tensor.quantization import gptq, routed_tokens
 from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, round_weight
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
@@ -193,9 +201,9 @@ def test_gptq_resumes_with_experts(tmp_path):
 @pytest.mark.parametrize("copied", ["deepcopy", "torch.save", "state_dict"])
 def test_two_steps(copied):
     model = mixture("Mixtral")
-    expected = calibrate(copy.deepcopy(model), [IDS], NVFP4Config(experts=True), filter_fn=chosen, progress=False)
-    prepare = NVFP4Config(step="prepare", experts=True)
-    quantize_(model, prepare, filter_fn=chosen)
+    expected = calibrate(copy.deepcopy(model), [IDS], NVFP4Config(experts=True), progress=False)
+    prepare = NVFP4Config(step="prepare")
+    quantize_model(model, prepare)
     with torch.no_grad():
         model(IDS)
     if copied == "deepcopy":
@@ -206,10 +214,10 @@ def test_two_steps(copied):
         model = torch.load(file, weights_only=False)
     else:
         other = mixture("Mixtral")
-        quantize_(other, prepare, filter_fn=chosen)
+        quantize_model(other, prepare)
         other.load_state_dict(model.state_dict())
         model = other
-    quantize_(model, NVFP4Config(step="convert", experts=True))
+    quantize_model(model, NVFP4Config(step="convert"))
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, expected(IDS).logits)
     assert routed_tokens(model) == routed_tokens(expected) and not observed(model)
