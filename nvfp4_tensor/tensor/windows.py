@@ -262,7 +262,7 @@ def find_window(stored: Stored, geometry: Geometry, transposed: bool) -> tuple[S
     if len(size) == 0:
         raise SplitsABlock(f"a 0-d view would split blocks of {BLOCK}")
     orders = [False] if len(size) == 1 else [transposed, not transposed]
-    reasons = []
+    reasons: list[str] = []  # not errors, whose tracebacks would keep all frames of the callers, and so their tensors
     for swapped in orders:
         ordered = (_swapped(size), _swapped(stride), offset) if swapped else geometry
         if math.prod(size) == 0:
@@ -272,10 +272,10 @@ def find_window(stored: Stored, geometry: Geometry, transposed: bool) -> tuple[S
         try:
             return window(stored, ordered), swapped
         except SplitsABlock as error:
-            reasons.append(error)
+            reasons.append(str(error))
     if len(size) == 1 and stride[0] == 1 and size[0] > stored.columns:
-        return Unreadable(stored, size[0], str(reasons[0])), False
-    raise reasons[0]
+        return Unreadable(stored, size[0], reasons[0]), False
+    raise SplitsABlock(reasons[0])
 
 
 def _swapped(sizes: Sequence[int]) -> tuple[int, ...]:

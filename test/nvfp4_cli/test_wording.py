@@ -21,6 +21,7 @@ UNREACHED = {
     "mismatched_scales='requantize' gives them one": 'no command passes mismatched_scales="refuse"',
     "accelerate.init_empty_weights(include_buffers=False)": "the commands pass include_buffers=False",
     "{name}=": "the field's value in a message",
+    "is sharded over ranks": "a command has one process",
 }
 ROOMS = ("checkpoints", "quantization/accuracy/gptq", "quantization/plan.py")
 """The packages whose messages a command can show."""

@@ -52,7 +52,11 @@ def test_quantized_adapters_are_named_with_the_filter_that_leaves_them():
 
 def test_a_calibration_names_them_once():
     model, data = adapted(net()), [torch.randn(4, 64)]
-    assert count(lambda: calibrate(model, data, NVFP4Config(), progress=False), match=FREEZES) == 1
+    every = lambda module, name: isinstance(module, nn.Linear)  # noqa: E731
+    assert count(lambda: calibrate(model, data, NVFP4Config(), filter_fn=every, progress=False), match=FREEZES) == 1
+    model = adapted(net())  # by default adapters stay dense
+    assert count(lambda: calibrate(model, data, NVFP4Config(), progress=False), match=FREEZES) == 0
+    assert trainable(model) == 4
 
 
 def test_adapters_that_stay_or_do_not_train_are_not_named():

@@ -84,7 +84,8 @@ def one_scale_in_each_group(tensors, linears):
         for name in linears:
             path, _, last = name.removesuffix(".weight").rpartition(".")
             if last in group:
-                scales = [tensors[f"{path}.{each}.weight_scale_2"] for each in group]
+                present = [each for each in group if f"{path}.{each}.weight" in linears]
+                scales = [tensors[f"{path}.{each}.weight_scale_2"] for each in present]
                 assert all(torch.equal(scales[0], scale) for scale in scales)
 
 

@@ -119,7 +119,7 @@ def test_experts_whose_files_have_other_names(tmp_path):
 
 
 def test_a_model_of_which_nothing_is_quantized_is_refused(tmp_path):
-    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)
+    config = transformers.GPT2Config(vocab_size=96, n_embd=40, n_inner=72, n_layer=1, n_head=4)  # no multiples of 16
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear to quantize"):
+    with pytest.raises(ValueError, match="nothing to quantize in GPT2LMHeadModel"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2", quantization_config=NVFP4TensorConfig())
