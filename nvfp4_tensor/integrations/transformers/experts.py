@@ -29,6 +29,7 @@ from nvfp4_tensor.checkpoints.models.origins import Origin, gather, shape_of
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import View
 from nvfp4_tensor.integrations.transformers.quantizer import parameter_of, with_reason
+from nvfp4_tensor.quantization.conv1d import is_conv1d
 from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.names import natural, some
 
@@ -75,7 +76,8 @@ def quantized_origins(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[st
         if target not in known:
             continue
         shape = shape_of(origin, checkpoint.entries)
-        if len(shape) == 3 and is_transposed(model.get_submodule(target.rpartition(".")[0])):
+        module = model.get_submodule(target.rpartition(".")[0])
+        if is_conv1d(module) or (len(shape) == 3 and is_transposed(module)):
             shape = (*shape[:-2], shape[-1], shape[-2])
         if shape != tuple(known[target].shape):
             raise ValueError(
