@@ -5,6 +5,7 @@ What they do to per-tensor scales is here; ``test_aliasing.py`` compares them wi
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -314,3 +315,27 @@ def test_all_slices_as_vllm_does_give_the_loaded_weight():
         data = data.narrow(0, start, 128)
         data.copy_(loaded.weight.narrow(0, start, 128))
     assert torch.equal(linear.weight.dequantize(), loaded.weight.dequantize())
+
+
+@pytest.mark.parametrize("view", [lambda t: t.mT, lambda t: t.mT[16:], lambda t: t[:, 5]], ids=["mT", "slice", "none"])
+def test_a_view_keeps_no_tensor_of_its_callers(view):
+    """The first of the two orders that are tried fits none of them, and the last raises an error."""
+
+    class Mark:
+        pass
+
+    def call():
+        mark = Mark()
+        try:
+            view(t)
+        except RuntimeError:
+            pass
+        return weakref.ref(mark)
+
+    t = quantize(matrix())
+    gc.collect()
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
