@@ -63,6 +63,15 @@ def _deepcopy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """Copy a view's whole tensor, once for all views in ``memo``; as a parameter, only what it shows."""
     t, memo = args
     with torch._C.DisableTorchFunctionSubclass():
+        grad = t.grad if t.is_leaf else None
+        if grad is not None and not grad.is_leaf and id(t) not in memo:  # torch raises, though not for dense parameters
+            t.grad = None
+            try:
+                copied = _deepcopy(func, types, args, kwargs)
+            finally:
+                t.grad = grad
+            copied.grad = grad.detach().clone()
+            return copied
         if t.window is None or id(t) in memo or not t.is_leaf:
             return func(t, memo)
         if getattr(t, "_is_param", False):

@@ -21,7 +21,7 @@ def test_a_weight_may_grow():
     start = net.weight.dequantize().abs().max()
     optimizer = NVFP4AdamW(net.parameters(), lr=start.item() / 4, weight_decay=0.0)
     for _ in range(40):
-        net.weight.grad = -net.weight.dequantize().sign()
+        net.weight.grad = -net.weight.detach().dequantize().sign()
         optimizer.step()
     assert 6 * start < net.weight.dequantize().abs().max() < 16 * start
 
@@ -35,7 +35,7 @@ def test_a_weight_that_was_loaded_may_grow_as_well():
     optimizer.step()
     net.load_state_dict(saved)
     for _ in range(40):
-        net.weight.grad = -net.weight.dequantize().sign()
+        net.weight.grad = -net.weight.detach().dequantize().sign()
         optimizer.step()
     assert 6 * start < net.weight.dequantize().abs().max() < 16 * start
     grown = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
@@ -70,7 +70,7 @@ def test_a_weight_that_was_replaced_may_grow_as_well(change, copied):
     new = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 8
     optimizer = NVFP4AdamW(net.parameters(), lr=new.abs().max().item() / 4, weight_decay=0.0)
     for _ in range(40):
-        net.weight.grad = -net.weight.dequantize().sign()
+        net.weight.grad = -net.weight.detach().dequantize().sign()
         optimizer.step()
     if copied == "deep":
         net, optimizer = copy.deepcopy((net, optimizer))
@@ -88,7 +88,7 @@ def test_a_weight_that_was_replaced_may_grow_as_well(change, copied):
         assert torch.equal(twin.weight.per_tensor_scale, grown)
     change(net, new)
     for _ in range(40):
-        net.weight.grad = -net.weight.dequantize().sign()
+        net.weight.grad = -net.weight.detach().dequantize().sign()
         optimizer.step()
     assert 6 * new.abs().max() < net.weight.dequantize().abs().max() < 16 * new.abs().max()
 
@@ -126,7 +126,7 @@ def test_random_copies_between_writes_and_steps_change_no_bit(seed):
     for _ in range(60):
         kind = draw.choice(["step"] * 4 + ["write", "copy", "file"])
         if kind == "step":
-            grad = -runs[0][0].weight.dequantize().sign() + torch.randn(32, 32, generator=generator) / 4
+            grad = -runs[0][0].weight.detach().dequantize().sign() + torch.randn(32, 32, generator=generator) / 4
             for net, optimizer in runs:
                 net.weight.grad = grad.clone()
                 optimizer.step()

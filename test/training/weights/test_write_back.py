@@ -244,7 +244,7 @@ def test_the_same_bits_on_a_gpu(spec):
     [
         (lambda: quantize(torch.randn(4, 32), QuantizeSpec(hadamard_sign=True)), {}, "Hadamard"),
         (lambda: quantize(torch.randn(32, 4)).mT, {}, "transposed"),
-        (lambda: quantize(torch.randn(260, 32))[:4], {}, "slice or a copy"),
+        (lambda: quantize(torch.randn(260, 32))[:4], {}, "part of another tensor"),
         (lambda: quantize(torch.randn(4, 32)), {"rng_state": None}, "rng_state"),
         (lambda: quantize(torch.randn(4, 32)), {"round_mode": "away"}, "'stochastic' or 'rne'"),
         (lambda: quantize(torch.randn(4, 33)), {}, r"\(4, 32\) and w \(4, 33\)"),
