@@ -31,6 +31,9 @@ TRANSPOSED_EXPERTS = ("llama4", "llama4_text", "gpt_oss")
 and vLLM transposes them again."""
 
 
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
 @dataclasses.dataclass(frozen=True)
 class GGUFArchitecture:
     """An architecture of llama.cpp and the transformers class that it corresponds to.
@@ -48,6 +51,10 @@ class GGUFArchitecture:
         norm_offset: what llama.cpp's weights of norms have added to transformers'.
         activation: the only hidden_act, or hidden_activation, that llama.cpp computes.
         biases: the modules of a layer that may have a bias; None for those that transformers knows.
+        layers: what names of layers start with. With another than the usual one, ``modules`` are all modules of a
+            layer.
+        outside: llama.cpp's names of the modules outside of layers, by transformers' names.
+        settings: names of settings in config.json by the usual ones, for an architecture with others.
     """
 
     name: str
@@ -60,6 +67,9 @@ class GGUFArchitecture:
     norm_offset: float = 0.0
     activation: str = "silu"
     biases: tuple[str, ...] | None = None
+    layers: str = "model.layers."
+    outside: Mapping[str, str] = dataclasses.field(default_factory=lambda: _OUTSIDE)
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def ignores_scale(self, name: str) -> bool:
         """Return whether llama.cpp ignores the per-tensor scale of a weight, given by its transformers name."""
@@ -108,6 +118,16 @@ GGUF_ARCHITECTURES = (
         modules={"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks",
                  "mlp.router": "ffn_gate_inp", "mlp.gate": "", "block_sparse_moe.gate": "", **_WITHOUT_QK_NORMS},
         biases=(*_QKV, "self_attn.o_proj", "mlp.router"),
+    ),
+    GGUFArchitecture(
+        "gpt2", "gpt2", "GPT2LMHeadModel", scales_ffn=False, activation="gelu_new", layers="transformer.h.",
+        outside={"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+                 "lm_head": "output"},
+        modules={"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",
+                 "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+        settings={"num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions", "hidden_size": "n_embd",
+                  "intermediate_size": "n_inner", "num_attention_heads": "n_head", "hidden_act": "activation_function",
+                  "layer_norm_eps": "layer_norm_epsilon"},
     ),
 )  # fmt: skip
 """The architectures that are read and written. A file is read as the first one with its name, among those with experts

@@ -12,7 +12,7 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.quantization.model_families import EMBEDDINGS, LM_HEAD
-from nvfp4_tensor.quantization.names import is_matched
+from nvfp4_tensor.quantization.names import is_matched, is_stored_transposed
 
 
 class View(Checkpoint):
@@ -86,6 +86,20 @@ class AsLinears(View):
         if name not in self._names:
             return self.source.rows(name, first, last, buffer)
         return self.source.dense(name)[:, first:last].t().contiguous()
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        return iter([self.dense(name)]) if name in self._names else self.source.chunks(name)
+
+    def dense(self, name: str) -> Tensor:
+        return self.source.dense(name).t().contiguous() if name in self._names else self.source.dense(name)
+
+
+def with_conv1d_transposed(source: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the dense weights of Conv1D transposed: (N, K) for (K, N), or the other way round."""
+    model_type = source.config.get("model_type")
+    names = [n for n, e in source.entries.items() if n.endswith("weight") and is_stored_transposed(model_type, n)]
+    names = [n for n in names if not source.entries[n].quantized]
+    return AsLinears(source, names) if names else source
 
 
 class WithHead(View):

@@ -93,8 +93,8 @@ def open_tokenizer(*paths: Path | None) -> Any:
         if path.is_dir() and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
             return transformers.AutoTokenizer.from_pretrained(path)
         if path.is_file() and path.suffix == ".gguf":
-            with read(path, "gguf") as opened:
-                assert isinstance(opened, GGUFCheckpoint)
+            opened = GGUFCheckpoint(path)
+            with opened:
                 tokenizer = tokenizer_of(path, opened.fields)
             if tokenizer is not None:
                 return tokenizer

@@ -86,6 +86,9 @@ def check_family(config: dict[str, Any], architecture: GGUFArchitecture) -> None
         _expect(name, config, layer_types=(None, ["full_attention"] * layers))
     if name == "olmo2":
         _expect(name, config, tie_word_embeddings=(None, False))
+    if name == "gpt2":
+        _expect(name, config, scale_attn_weights=(None, True), scale_attn_by_inverse_layer_idx=(None, False))
+        _expect(name, config, add_cross_attention=(None, False))
     if name == "granite":
         for key in _GRANITE:
             if config.get(key) == 0:

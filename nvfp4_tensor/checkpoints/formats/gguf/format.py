@@ -41,7 +41,7 @@ from nvfp4_tensor.checkpoints.formats.mlx import folds_exactly, with_scale_of_on
 from nvfp4_tensor.checkpoints.io.resumable_write import check_apart, check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.parts import nan_blocks
-from nvfp4_tensor.checkpoints.wrappers import View
+from nvfp4_tensor.checkpoints.wrappers import View, with_conv1d_transposed
 from nvfp4_tensor.quantization.names import natural, some
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ class GGUF(Format):
         if not self.detect(path):
             raise ValueError(f"{path}: expected a GGUF file, found one that does not start with {_MAGIC.decode()}")
         checkpoint = GGUFCheckpoint(path)
-        return JoinedExperts(checkpoint) if checkpoint.config["model_type"] == "gpt_oss" else checkpoint
+        if checkpoint.config["model_type"] == "gpt_oss":
+            return JoinedExperts(checkpoint)
+        return with_conv1d_transposed(checkpoint)
 
     def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
         kinds = [each for each in GGUF_ARCHITECTURES if each.model_type == checkpoint.config.get("model_type")]
@@ -123,6 +125,7 @@ class _Writer:
     def __init__(self, checkpoint: Checkpoint, path: Path, dense: str | None, tokenizer: Any, lossy: bool) -> None:
         if checkpoint.config.get("model_type") == "gpt_oss":
             checkpoint = SplitExperts(checkpoint)
+        checkpoint = with_conv1d_transposed(checkpoint)
         self.checkpoint, self.path, self.dense, self.lossy = checkpoint, path, dense, lossy
         if not checkpoint.config:
             raise ValueError(f"GGUF needs a transformers configuration, but {checkpoint.path or 'the model'} has none")
@@ -245,7 +248,7 @@ class _Writer:
     def _check_ffn(self, name: str) -> None:
         """Raise a ValueError for feed-forward weights with which llama.cpp computes wrong numbers or aborts."""
         bias = name.removesuffix("weight") + "bias"
-        if bias in self.checkpoint.entries and expert_of(name) is None:
+        if bias in self.checkpoint.entries and expert_of(name) is None and self.architecture.scales_ffn:
             raise ValueError(f"llama.cpp does not support NVFP4 feed-forward weights with a bias: leave {name} dense")
         if self.architecture.ignores_scale(name) and not (self.lossy or folds_exactly(self.checkpoint, name)):
             raise ValueError(

@@ -25,7 +25,6 @@ from nvfp4_tensor.checkpoints.formats.gguf.families import (
 )
 from nvfp4_tensor.checkpoints.io.safetensors import parse_json
 
-_MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER_MODULES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -99,6 +98,7 @@ def architecture_of(config: dict[str, Any]) -> GGUFArchitecture:
             f"GGUF supports models of model_type {', '.join(a.model_type for a in GGUF_ARCHITECTURES)}, not of "
             f"{config.get('model_type')!r}"
         )
+    config = usual_config(config, architecture)
     key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"  # Gemma has the first one
     if config.get(key, architecture.activation) != architecture.activation:
         raise ValueError(
@@ -141,17 +141,19 @@ def to_gguf_name(name: str, architecture: GGUFArchitecture | None = None) -> str
     if found is not None and found[3] in _EXPERT_MODULES:
         return f"blk.{found[1]}.{_EXPERT_MODULES[found[3]]}.{found[4]}"
     if architecture is None:
-        return _translated(name, ("model.layers.", "blk."), _MODULES, _LAYER_MODULES)
+        architecture = GGUF_ARCHITECTURES[0]
     if architecture.modules.get(name.rpartition(".")[0]) == "":  # Gemma 2 has no output layer
         return None
-    module, _, kind = name.removeprefix("model.layers.").partition(".")[2].rpartition(".")
+    module, _, kind = name.removeprefix(architecture.layers).partition(".")[2].rpartition(".")
     if kind == "bias" and architecture.biases is not None and module not in architecture.biases:
         return None
-    return _translated(name, ("model.layers.", "blk."), _MODULES, _layer_modules(architecture))
+    return _translated(name, (architecture.layers, "blk."), architecture.outside, _layer_modules(architecture))
 
 
 def _layer_modules(architecture: GGUFArchitecture) -> dict[str, str]:
     """Return llama.cpp's names of the modules of a layer, by transformers' names."""
+    if architecture.layers != "model.layers.":
+        return dict(architecture.modules)
     usual = {name: gguf for name, gguf in _LAYER_MODULES.items() if gguf != "ffn_gate_inp" or architecture.experts}
     return {name: gguf for name, gguf in (usual | dict(architecture.modules)).items() if gguf}
 
@@ -171,12 +173,13 @@ def from_gguf_name(name: str, architecture: GGUFArchitecture, experts: int = 0) 
     modules = {gguf: each for each, gguf in _layer_modules(architecture).items()}
     if architecture.experts and "mlp.router" not in architecture.modules:
         modules["ffn_gate_inp"] = f"{architecture.experts}.gate"
-    translated = _translated(name, ("blk.", "model.layers."), _FROM_MODULES, modules)
+    outside = {gguf: each for each, gguf in architecture.outside.items()}
+    translated = _translated(name, ("blk.", architecture.layers), outside, modules)
     return [] if translated is None else [translated]
 
 
 def _translated(
-    name: str, layers: tuple[str, str], modules: dict[str, str], layer_modules: dict[str, str]
+    name: str, layers: tuple[str, str], modules: Mapping[str, str], layer_modules: dict[str, str]
 ) -> str | None:
     """Translate a name with ``modules`` outside of layers and ``layer_modules`` within them; None if it has neither."""
     module, _, kind = name.rpartition(".")
@@ -190,10 +193,9 @@ def _translated(
     return None
 
 
-_FROM_MODULES = {gguf: name for name, gguf in _MODULES.items()}
 _ORDER = (
-    "token_embd", "attn_norm", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "attn_q_norm", "attn_k_norm",
-    "attn_sinks",
+    "token_embd", "position_embd", "attn_norm", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output",
+    "attn_q_norm", "attn_k_norm", "attn_sinks",
     "post_attention_norm", *_LAYER_MODULES.values(), *_EXPERT_MODULES.values(), "post_ffw_norm", "output_norm",
     "output",
 )  # fmt: skip
@@ -203,7 +205,7 @@ _RANKS = {module: rank for rank, module in enumerate(dict.fromkeys(_ORDER))}
 def tensor_sort_key(gguf_name: str) -> tuple[float, int, str]:
     """Return a sort key for tensors: the order of a forward pass, with q, k and v adjacent."""
     parts = gguf_name.split(".")
-    layer = int(parts[1]) if parts[0] == "blk" else -1 if parts[0] == "token_embd" else math.inf
+    layer = int(parts[1]) if parts[0] == "blk" else -1 if parts[0] in ("token_embd", "position_embd") else math.inf
     return layer, _RANKS[parts[-2]], parts[-1]
 
 
@@ -233,18 +235,37 @@ def row_order(name: str, rows: int, config: dict[str, Any], architecture: GGUFAr
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
+def usual_config(config: dict[str, Any], architecture: GGUFArchitecture) -> dict[str, Any]:
+    """Return a configuration with the usual names of settings."""
+    if not architecture.settings:
+        return config
+    usual = config | {name: config[own] for name, own in architecture.settings.items() if own in config}
+    if usual.get("intermediate_size") is None and "hidden_size" in usual:  # GPT-2's default
+        usual["intermediate_size"] = 4 * usual["hidden_size"]
+    return usual
+
+
+def _names_of(architecture: GGUFArchitecture) -> dict[str, tuple[str, Callable[[Any], Any]]]:
+    names = _SETTINGS | _EXPERT_SETTINGS[architecture.experts]
+    if "layer_norm_eps" in architecture.settings:
+        del names["rms_norm_eps"]
+        names["layer_norm_eps"] = ("attention.layer_norm_epsilon", float)
+    return names
+
+
 def settings_of(config: dict[str, Any], architecture: GGUFArchitecture) -> dict[str, int | float | str]:
     """Return the keys and values of a GGUF file for a transformers configuration, without the architecture's prefix.
 
     Raises:
         ValueError: a setting is missing, or llama.cpp does not support the rope scaling.
     """
+    config = usual_config(config, architecture)
     config = {"num_key_value_heads": config.get("num_attention_heads"), **config}
     if "num_local_experts" in config:  # two names for one setting
         config.setdefault("num_experts", config["num_local_experts"])
     if architecture.name == "gpt-oss":
         config.setdefault("moe_intermediate_size", config.get("intermediate_size"))
-    names = _SETTINGS | _EXPERT_SETTINGS[architecture.experts]
+    names = _names_of(architecture)
     missing = [name for name in names if config.get(name) is None]
     if missing:
         raise ValueError(f"config.json has no {', '.join(missing)}, which llama.cpp needs")
@@ -268,13 +289,18 @@ def config_of(settings: dict[str, Any], architecture: GGUFArchitecture, tied: bo
         ValueError: a key is missing.
     """
     settings = {"attention.head_count_kv": settings.get("attention.head_count"), **settings}
-    names = _SETTINGS | _EXPERT_SETTINGS[architecture.experts]
+    names = _names_of(architecture)
     missing = [key for key, _ in names.values() if settings.get(key) is None]
     if missing:
         raise ValueError(f"the file has no {', '.join(f'{architecture.name}.{key}' for key in missing)}")
     config = {name: decimal(settings[key]) for name, (key, _) in names.items()}
     if architecture.name == "qwen3moe":
         config |= _ALWAYS
+    if own := architecture.settings:
+        read = {name: value for name, value in config.items() if name != "num_key_value_heads"}
+        read |= {"hidden_act": architecture.activation, "tie_word_embeddings": tied}
+        kinds = {"architectures": [architecture.model_class], "model_type": architecture.model_type}
+        return kinds | {own.get(name, name): value for name, value in read.items()}
     head_dim = settings.get("attention.key_length") or settings.get("rope.dimension_count")
     return {
         "architectures": [architecture.model_class],

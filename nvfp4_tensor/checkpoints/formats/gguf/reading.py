@@ -95,8 +95,9 @@ class GGUFCheckpoint(Checkpoint):
             self._factors = read_factors(path)
             self.entries = {name: self._entry(*location) for name, location in self._locations.items()}
             warn_of_missing_input_scales(path, self.entries)
-            if embedding := self.entries.get("model.embed_tokens.weight"):
-                self.config["dtype"] = str(embedding.dtype).removeprefix("torch.")
+            for name in from_gguf_name("token_embd.weight", self._architecture):
+                if name in self.entries:
+                    self.config["dtype"] = str(self.entries[name].dtype).removeprefix("torch.")
             for name, entry in self.entries.items():
                 self._order(name, math.prod(entry.shape[:1]))  # check the rows of q and k
 

@@ -118,7 +118,7 @@ def test_what_cannot_be_written(tmp_path, tensors):
         (TINY, {"model.layers.0.mlp.up_proj.weight": nan}, {}, "1536 NaN blocks"),
         (TINY, {Q: rows}, {}, r"per-tensor scales \(128,\)"),
         (TINY, {"model.layers.0.extra.weight": torch.ones(2, 2)}, {}, "extra.weight is not a tensor of"),
-        ({**TINY, "model_type": "gpt2"}, {}, {}, "qwen2, qwen3, mixtral, qwen3_moe, .*, not of 'gpt2'"),
+        ({**TINY, "model_type": "opt"}, {}, {}, "qwen2, qwen3, mixtral, qwen3_moe, .*, not of 'opt'"),
         ({**TINY, "hidden_act": "gelu"}, {}, {}, "hidden_act silu, not 'gelu'"),
         ({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, {}, "type 'yarn'"),
         ({**TINY, "vocab_size": None}, {}, {}, "no vocab_size"),
