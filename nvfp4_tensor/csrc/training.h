@@ -52,8 +52,8 @@ inline ForwardTensors train_linear_forward(const Tensor& x, const Tensor& w, Opt
   const Tensor state = rng_state ? torch::stable::clone(*rng_state) : draw_rng_state(x);
   const bool is_matrix = x.dim() == 2;
   const Tensor x_MK = is_matrix ? x : with_shape(torch::stable::contiguous(x), {leading_rows(x), x.size(x.dim() - 1)});
-  const auto [values, factor, qdata_t, scale_t, factor_t] =
-      ops::quantize_input(x_MK, state, spec, spec_t, kXStream, kXTStream);
+  const auto [values, factor, qdata_t, scale_t, factor_t] = ops::quantize_input(x_MK, state, spec, spec_t, kXStream,
+                                                                                kXTStream);
   const Tensor left = is_matrix ? values : with_shape(values, with_last(x, values.size(1)));
   const auto [y, qdata, scale, w_factor] = train_linear(left, factor, w, bias, state, spec_w, out_dtype);
   return {y, state, values, factor, qdata_t, scale_t, factor_t, qdata, scale, w_factor};
@@ -78,7 +78,8 @@ inline std::tuple<Tensor, Tensor> train_linear_backward(const Tensor& dy, Option
                                                         ScalarType dw_dtype) {
   const bool has_codes = w_qdata && w_scale && w_per_tensor_scale;
   NVFP4_CHECK(has_codes || w, "train_linear_backward needs w or its codes");
-  auto [values, factor, values_t, factor_t] = ops::quantize_gradient(dy, rng_state, spec, spec_t, kDyStream, kDyTStream);
+  auto [values, factor, values_t, factor_t] = ops::quantize_gradient(dy, rng_state, spec, spec_t, kDyStream,
+                                                                     kDyTStream);
   const CodedTensors codes = has_codes ? CodedTensors(*w_qdata, *w_scale, *w_per_tensor_scale)
                                        : ops::quantize(*w, rng_state, spec_w, kWStream);
   const Tensor dx = dgrad(values, factor, codes, transposes_w, x_qdata.size(0), dx_dtype);

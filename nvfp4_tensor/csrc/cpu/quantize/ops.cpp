@@ -322,10 +322,12 @@ void own_amax_pair(const Tensor& x, std::optional<Tensor>& amax, std::optional<T
   amax_t = own_amax(torch::stable::contiguous(torch::stable::transpose(x, 0, 1)), of_columns, row0);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(
-    const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
-    int64_t spec, int64_t spec_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width, int64_t stream_t,
-    int64_t stream) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(const Tensor& x, std::optional<Tensor> amax,
+                                                                         std::optional<Tensor> amax_t,
+                                                                         std::optional<Tensor> rng_state, int64_t spec,
+                                                                         int64_t spec_t, int64_t row0, int64_t col0,
+                                                                         int64_t full_rows, int64_t full_width,
+                                                                         int64_t stream_t, int64_t stream) {
   NVFP4_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
   check_transposed_offset(row0, full_rows);
   const Rows rows(x);
@@ -415,13 +417,10 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, std::optional<Te
   return fake_quantize(x, amax, rng_state, spec, type, false, 0, 0, 0);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(const Tensor& x, std::optional<Tensor> amax,
-                                                                        std::optional<Tensor> amax_t,
-                                                                        std::optional<Tensor> rng_state, int64_t spec,
-                                                                        int64_t spec_t, bool codes_t, int64_t row0,
-                                                                        int64_t col0, int64_t full_rows,
-                                                                        int64_t full_width, int64_t stream_t,
-                                                                        int64_t stream) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
+    const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
+    int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width,
+    int64_t stream_t, int64_t stream) {
   const auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(
       x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t, stream);
   const auto values_of = [](const Tensor& codes, const Tensor& scales, int64_t columns, int64_t bits) {

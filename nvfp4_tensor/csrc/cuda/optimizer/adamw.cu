@@ -115,8 +115,8 @@ __device__ __forceinline__ void next_moments(const float (&g)[kBlock], Moments& 
   uint64_t inverses[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kBlock; ++i) {
-    const uint32_t inverse = ~max(v[i], floor) & 0x7F800000u;  // 0 where v overflows
-    inverses[i / 8] += wide_product(inverse, 1u << 4 * (i % 8));             // from bit 23 on
+    const uint32_t inverse = ~max(v[i], floor) & 0x7F800000u;     // 0 where v overflows
+    inverses[i / 8] += wide_product(inverse, 1u << 4 * (i % 8));  // from bit 23 on
     r.word[i] = float_bits(mul(m[i], root_of_power(bits_float(inverse))));
   }
   top >>= 23;

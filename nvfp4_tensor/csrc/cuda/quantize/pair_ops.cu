@@ -160,8 +160,8 @@ namespace ops {
 
 InputTensors quantize_input(const Tensor& x, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
                             int64_t stream, int64_t stream_t) {
-  return nvfp4::quantize_pair_values(x, std::nullopt, std::nullopt, rng_state, spec, spec_t, true, 0, 0, 0, 0,
-                                     stream_t, stream);
+  return nvfp4::quantize_pair_values(x, std::nullopt, std::nullopt, rng_state, spec, spec_t, true, 0, 0, 0, 0, stream_t,
+                                     stream);
 }
 
 GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
