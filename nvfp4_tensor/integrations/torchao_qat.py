@@ -14,7 +14,6 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.plan import current_call, selected
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training import NVFP4TrainingLinear, Recipe, WeightForDx
 from nvfp4_tensor.training.config import trainable
 
@@ -33,8 +32,6 @@ def recipe_of(config: NVFP4WeightOnlyConfig) -> Recipe:
 def _prepare_or_convert(module: nn.Module, config: QATConfig) -> nn.Module:
     base = config.base_config
     if not isinstance(base, NVFP4WeightOnlyConfig):
-        if isinstance(getattr(module, "weight", None), NVFP4Tensor) or isinstance(module, NVFP4TrainingLinear):
-            raise TypeError(f"{module} is quantized to NVFP4 already: exclude it with quantize_'s filter_fn")
         return _torchao_handler(module, config)
     if isinstance(base, NVFP4Config) and base.step is not None:
         raise ValueError("QATConfig has steps of its own: give it an NVFP4Config without step")

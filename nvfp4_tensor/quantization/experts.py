@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor.dispatch.second_quantizer import TRAINED_EXPERTS
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize_experts
@@ -136,19 +137,16 @@ def _counts(chosen: Tensor, count: int) -> Tensor:
 
 # --- experts that train ----------------------------------------------------------------------------------------------
 
-TRAINING = "nvfp4_"
-"""How the names of the experts implementations begin that train in NVFP4: nvfp4_nvidia, ... (integrations)."""
-
 
 def trains_experts(model: nn.Module) -> bool:
     """Return whether the experts of a model run by an implementation that trains them in NVFP4."""
-    return any(str(config._experts_implementation).startswith(TRAINING) for config in experts_configs(model))
+    return any(str(config._experts_implementation).startswith(TRAINED_EXPERTS) for config in experts_configs(model))
 
 
 def stop_training(model: nn.Module) -> None:
     """Run the experts of a model by transformers' default implementation, if they train in NVFP4."""
     for config in experts_configs(model):
-        if str(config._experts_implementation).startswith(TRAINING):
+        if str(config._experts_implementation).startswith(TRAINED_EXPERTS):
             config._experts_implementation_internal = "grouped_mm"
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 from torchao.quantization.transform_module import register_quantize_module_handler
-from torchao.utils import TorchAOBaseTensor
 
 from nvfp4_tensor._compat.exports import refuse_export
 from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.linears import linear_of_module
+from nvfp4_tensor.dispatch.second_quantizer import is_foreign
 from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
@@ -42,11 +42,6 @@ class NVFP4Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return linear_of_module(self, input)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if isinstance(self._parameters.get(name), NVFP4Tensor):
-            refuse_second_quantizer(self, param, "is NVFP4 already")
-        super().register_parameter(name, param)
-
     def train(self, mode: bool = True) -> NVFP4Linear:
         if mode and "transformers.trainer" in sys.modules:
             callers.warn_of_trainer()
@@ -61,15 +56,6 @@ class NVFP4Linear(nn.Linear):
         weight = getattr(self.weight, "_local_tensor", self.weight)  # the local shard of a DTensor
         kind = f"NVFP4 ({weight.describe()})" if isinstance(weight, NVFP4Tensor) else f"dense {weight.dtype}"
         return f"{super().extra_repr()}, weight={kind}"
-
-
-def refuse_second_quantizer(module: nn.Module, weight: Tensor | None, why: str) -> None:
-    """Raise a TypeError if torchao gives the module a weight of another format, made from its own."""
-    if isinstance(weight, TorchAOBaseTensor) and not isinstance(weight, NVFP4Tensor):
-        raise TypeError(
-            f"{module} {why}, and this config makes its weight a {type(weight).__name__}: exclude the module with "
-            "quantize_'s filter_fn, or start from a dense model"
-        )
 
 
 @register_quantize_module_handler(NVFP4WeightOnlyConfig)
@@ -255,10 +241,11 @@ def quantizable(module: nn.Module) -> nn.Linear:
     if isinstance(weight, NVFP4Tensor):
         codes = "quantize_(model, NVFP4WeightOnlyConfig()) takes the codes that it trained, or " * weight.requires_grad
         raise ValueError(f"{module} is NVFP4 already: {codes}start from the dense model")
-    if hasattr(module, "weight_fake_quantizer"):
+    if is_foreign(module):
         raise TypeError(
-            f"{type(module).__name__} of torchao would go on quantizing its weight at each call: "
-            'quantize_(model, QATConfig(base_config, step="convert")) first, or its to_linear()'
+            f"{type(module).__name__} of torchao would go on quantizing its weight at each call, or observing it: "
+            'finish with torchao\'s config first, as quantize_(model, QATConfig(base_config, step="convert")), or '
+            "replace it by an nn.Linear of its weight and bias"
         )
     sources = [name for name in module._parameters if name.startswith("weight_")]
     if "weight" not in module._parameters and sources:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +156,7 @@ class InputStatistics(nn.Module):
 class ObservedLinear(InputStatistics, nn.Linear):
     """An nn.Linear that records the magnitudes of its inputs: see :class:`InputStatistics`."""
 
+    use_of_nvfp4: ClassVar[str] = "is prepared for NVFP4"
     observed_class: type[nn.Linear]
 
     @classmethod

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torchao.quantization import Int4WeightOnlyConfig, quantize_
+from torchao.quantization import quantize_
 from torchao.quantization.qat import QATConfig
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, checkpoints
@@ -263,13 +263,6 @@ def test_files_have_no_adapters(tmp_path):
     with pytest.raises(ValueError, match=r"base_model.model.0 has adapters.*merge_lora\(model\)"):
         checkpoints.save(model, tmp_path / "q", progress=False)
     checkpoints.save(to_dense(model.merge_and_unload()), tmp_path / "q", progress=False)
-
-
-def test_fake_quantized_linears_of_torchao_are_converted_first():
-    model = nn.Sequential(nn.Linear(128, 32).bfloat16())
-    quantize_(model, QATConfig(Int4WeightOnlyConfig(group_size=32), step="prepare"))
-    with pytest.raises(TypeError, match=r"FakeQuantizedLinear of torchao would go on.*QATConfig"):
-        quantize_(model, NVFP4WeightOnlyConfig())
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from nvfp4_tensor.dispatch.second_quantizer import TRAINED_EXPERTS
 from nvfp4_tensor.integrations.transformers.resuming import accept_checkpoint_names
-from nvfp4_tensor.quantization.experts import TRAINING
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training import RECIPES, Recipe, grouped_linear
 from nvfp4_tensor.training.recipe import resolve
@@ -55,7 +55,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 def _registered(recipe: Recipe) -> str:
     """Register the recipe with transformers, and return its name there."""
-    name = f"{TRAINING}{recipe.name}"
+    name = f"{TRAINED_EXPERTS}{recipe.name}"
     known = ALL_EXPERTS_FUNCTIONS.get(name)
     if known is None:
         ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(_forward, recipe=recipe))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.random_state import rng_state_of_call
 from nvfp4_tensor.quantization.fast_path import keep_called, release
-from nvfp4_tensor.quantization.linear import refuse_second_quantizer
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, local_shard
 from nvfp4_tensor.sharding.sequence import gather_if_sharded
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -53,6 +52,7 @@ class NVFP4TrainingLinear(nn.Linear):
         active_recipe: the recipe in use, which follows from these three.
     """
 
+    use_of_nvfp4: ClassVar[str] = "trains in NVFP4"
     recipe: Recipe
     active_recipe: Recipe
     bf16_forward: bool
@@ -216,10 +216,6 @@ class NVFP4TrainingLinear(nn.Linear):
             self.__dict__.update(weight=value, _writes_before=self._writes())
         else:
             super().__setattr__(name, value)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        refuse_second_quantizer(self, param, "trains according to a recipe")
-        super().register_parameter(name, param)
 
     def _is_gathered(self, weight: Any) -> bool:
         shard = getattr(self._parameters.get("weight"), "_local_tensor", None)
