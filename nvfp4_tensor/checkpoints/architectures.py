@@ -6,7 +6,8 @@ To support another model, add it to these tables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
 """Suffixes of the scales of a quantized key-value cache."""
@@ -29,6 +30,13 @@ MIXTRAL_TYPES = ("mixtral", "minimax", "minimax_m2")
 TRANSPOSED_EXPERTS = ("llama4", "llama4_text", "gpt_oss")
 """Values of model_type whose experts are one tensor (E, K, N) per layer. ModelOpt writes their codes as (E, K / 2, N),
 and vLLM transposes them again."""
+
+_MASKS = re.compile(r".*(attn|attention)\.(bias|masked_bias|causal_mask)")
+
+
+def is_mask(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a tensor is a causal mask, which earlier releases of transformers saved and models compute."""
+    return _MASKS.fullmatch(name) is not None and len(shape) in (0, 4)
 
 
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

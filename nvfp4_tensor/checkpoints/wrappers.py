@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,39 @@ def with_conv1d_transposed(source: Checkpoint) -> Checkpoint:
     return AsLinears(source, names) if names else source
 
 
-class WithHead(View):
+class Renamed(View):
+    """A checkpoint that reads some of its tensors by other names: ``_stored`` has those of the source."""
+
+    _stored: Mapping[str, str]
+
+    def linear(self, name: str) -> LinearParts:
+        return self.source.linear(self._stored.get(name, name))
+
+    def per_tensor_scale(self, name: str) -> Tensor:
+        return self.source.per_tensor_scale(self._stored.get(name, name))
+
+    def dense(self, name: str) -> Tensor:
+        return self.source.dense(self._stored.get(name, name))
+
+    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
+        return self.source.rows(self._stored.get(name, name), first, last, buffer)
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        return self.source.chunks(self._stored.get(name, name))
+
+
+class OfWholeModel(Renamed):
+    """A checkpoint of a model without its output layer, such as GPT-2's, with the names of the one that has it."""
+
+    def __init__(self, source: Checkpoint, prefix: str) -> None:
+        super().__init__(source)
+        bare = not any(name.startswith(prefix) for name in source.entries)
+        names = {name: name if not bare or name.endswith(LM_HEAD) else prefix + name for name in source.entries}
+        self._stored = {ours: name for name, ours in names.items()}
+        self.entries = {names[name]: entry for name, entry in source.entries.items()}
+
+
+class WithHead(Renamed):
     """A checkpoint whose output layer has its own weight: a copy of the embedding's if they were shared.
 
     Attributes:
@@ -122,18 +154,9 @@ class WithHead(View):
             found = ", ".join(heads or embeddings) or "neither"
             raise ValueError(f"{source.path}: expected one output layer ({LM_HEAD}) or one embedding, found {found}")
         self.head = heads[0] if heads else LM_HEAD
-        self._shared = {} if heads else {LM_HEAD: embeddings[0]}
-        for head, embedding in self._shared.items():
+        self._stored = {} if heads else {LM_HEAD: embeddings[0]}
+        for head, embedding in self._stored.items():
             self.entries[head] = source.entries[embedding]
-
-    def dense(self, name: str) -> Tensor:
-        return self.source.dense(self._shared.get(name, name))
-
-    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
-        return self.source.rows(self._shared.get(name, name), first, last, buffer)
-
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        return self.source.chunks(self._shared.get(name, name))
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:

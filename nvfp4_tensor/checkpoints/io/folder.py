@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from nvfp4_tensor.checkpoints.architectures import is_mask
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.io.files import Files, check_same
 from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_apart, check_is_new, fingerprint
@@ -58,7 +59,7 @@ class FolderCheckpoint(Checkpoint):
         try:
             self.quantization = format.quantization(folder, self.config)
             self.config.pop("quantization_config", None)
-            entries = format.entries(self)
+            entries = {name: e for name, e in format.entries(self).items() if not is_mask(name, e.shape)}
             check_understood(entries, path)
         except (AttributeError, IndexError, KeyError, TypeError) as error:  # JSON values of unexpected types
             raise ValueError(f"{path}: the configuration of {format.name} is invalid: {error!r}") from error

@@ -41,7 +41,7 @@ from nvfp4_tensor.checkpoints.formats.mlx import folds_exactly, with_scale_of_on
 from nvfp4_tensor.checkpoints.io.resumable_write import check_apart, check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.parts import nan_blocks
-from nvfp4_tensor.checkpoints.wrappers import View, with_conv1d_transposed
+from nvfp4_tensor.checkpoints.wrappers import OfWholeModel, View, with_conv1d_transposed
 from nvfp4_tensor.quantization.names import natural, some
 
 if TYPE_CHECKING:
@@ -125,11 +125,12 @@ class _Writer:
     def __init__(self, checkpoint: Checkpoint, path: Path, dense: str | None, tokenizer: Any, lossy: bool) -> None:
         if checkpoint.config.get("model_type") == "gpt_oss":
             checkpoint = SplitExperts(checkpoint)
-        checkpoint = with_conv1d_transposed(checkpoint)
-        self.checkpoint, self.path, self.dense, self.lossy = checkpoint, path, dense, lossy
         if not checkpoint.config:
             raise ValueError(f"GGUF needs a transformers configuration, but {checkpoint.path or 'the model'} has none")
         self.architecture = architecture_of(checkpoint.config)
+        checkpoint = OfWholeModel(checkpoint, self.architecture.layers.partition(".")[0] + ".")
+        checkpoint = with_conv1d_transposed(checkpoint)
+        self.checkpoint, self.path, self.dense, self.lossy = checkpoint, path, dense, lossy
         self.settings = settings_of(checkpoint.config, self.architecture)
         self.rope = rope_tensors(checkpoint.config, self.settings)
         self.factors: dict[str, dict[str, Any]] = {}
@@ -203,6 +204,12 @@ class _Writer:
                     f"{name} is not a tensor of llama.cpp's {self.architecture.name}: remove it from the checkpoint"
                 )
             tensors.setdefault(gguf_name, []).append(name)
+        untied = self.checkpoint.config.get("tie_word_embeddings") is False
+        if untied and "token_embd.weight" in tensors and "output.weight" not in tensors:
+            raise ValueError(
+                f"{self.checkpoint.path or 'the model'} has no lm_head.weight, and llama.cpp would use the embedding, "
+                "which config.json does not share: save the model with its output layer, or set tie_word_embeddings"
+            )
         in_order = sorted(tensors.items(), key=lambda item: tensor_sort_key(item[0]))
         return {gguf_name: sorted(names, key=natural) for gguf_name, names in in_order}
 

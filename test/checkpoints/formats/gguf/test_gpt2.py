@@ -1,11 +1,16 @@
 """GPT-2 in GGUF, whose dense weights transformers stores transposed."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from checkpoints.formats.gguf.test_tokenizer import trained
 from helpers.checkpoints import same_parts
+from safetensors.torch import load_file, save_file
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints
+from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers", minversion="5.21")
@@ -23,6 +28,19 @@ def model(tmp_path):
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
     model.save_pretrained(tmp_path / "dense")
     return model
+
+
+@pytest.fixture
+def published(tmp_path, model):
+    """A folder like openai-community/gpt2: of the model without its output layer, with the masks of its attention."""
+    shutil.copytree(tmp_path / "dense", tmp_path / "published")
+    file = tmp_path / "published/model.safetensors"
+    state = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    for layer in range(2):
+        state[f"h.{layer}.attn.bias"] = torch.ones(64, 64).tril()[None, None]
+        state[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(state, file, metadata={"format": "pt"})
+    return tmp_path / "published"
 
 
 def fresh(path):
@@ -86,4 +104,57 @@ def test_weights_left_dense_are_transposed_once(tmp_path, model):
 def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, change):
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **change)).save_pretrained(tmp_path / "dense")
     with pytest.raises(ValueError, match=r"llama\.cpp supports gpt2 with"):
+        checkpoints.convert(tmp_path / "dense", tmp_path / "a.gguf", to="gguf", tokenizer=None, progress=False)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_published_folder_gives_the_file_of_the_model(tmp_path, published, head):
+    options = {"to": "gguf", "tokenizer": None, "quantize_lm_head": head, "progress": False}
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "a.gguf", **options)
+    checkpoints.quantize(published, tmp_path / "b.gguf", **options)
+    with checkpoints.read(tmp_path / "a.gguf") as a, checkpoints.read(tmp_path / "b.gguf") as b:
+        assert a.entries == b.entries and sum(entry.quantized for entry in a.entries.values()) == 8 + head
+        assert ("lm_head.weight" in a.entries) == head == (not a.config["tie_word_embeddings"])
+        for name, entry in a.entries.items():
+            same = same_parts(a.linear(name), b.linear(name)) if entry.quantized else a.dense(name).equal(b.dense(name))
+            assert same, name
+
+
+@pytest.mark.parametrize("to", ["modelopt", "gguf"])
+def test_a_quantized_output_layer_is_a_copy_of_the_embedding(tmp_path, model, published, to):
+    pytest.importorskip("accelerate")
+    path = tmp_path / ("q.gguf" if to == "gguf" else "q")
+    options = {"tokenizer": None} if to == "gguf" else {}
+    checkpoints.quantize(published, path, to=to, quantize_lm_head=True, progress=False, **options)
+    again = open_model(path)
+    with torch.no_grad():
+        for name, weight in again.named_parameters():
+            own = model.get_parameter("transformer.wte.weight" if name == "lm_head.weight" else name)
+            if not isinstance(weight, NVFP4Tensor):
+                assert torch.equal(weight, own), name
+                continue
+            values = weight.dequantize() if name == "lm_head.weight" else weight.dequantize().t()
+            assert (values - own).norm() < 0.2 * own.norm(), name
+        assert (
+            isinstance(again.lm_head.weight, NVFP4Tensor) and again.transformer.wte.weight is not again.lm_head.weight
+        )
+
+
+def test_a_published_folder_opens(model, published):
+    pytest.importorskip("accelerate")
+    with torch.no_grad():
+        assert torch.equal(open_model(published)(IDS).logits, model(IDS).logits)
+
+
+def test_the_tokenizer_of_a_file_opens(tmp_path, model):
+    pytest.importorskip("accelerate")
+    checkpoints.convert(tmp_path / "dense", tmp_path / "a.gguf", to="gguf", tokenizer=trained(), progress=False)
+    text = "the hen and the fox"
+    assert open_tokenizer(tmp_path / "a.gguf")(text).input_ids == trained()(text).input_ids
+
+
+def test_a_model_without_its_own_output_layer_is_refused(tmp_path, model):
+    model.config.tie_word_embeddings = False
+    model.config.save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"no lm_head\.weight.*save the model with its output layer"):
         checkpoints.convert(tmp_path / "dense", tmp_path / "a.gguf", to="gguf", tokenizer=None, progress=False)
