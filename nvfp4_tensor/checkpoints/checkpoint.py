@@ -93,6 +93,12 @@ class Checkpoint(abc.ABC):
     def linear(self, name: str) -> LinearParts:
         """Read a quantized weight into new CPU tensors."""
 
+    def quantized_entry(self, name: str) -> Entry:
+        """Return the entry of a quantized weight; raise a ValueError if the weight is dense."""
+        if not self.entries[name].quantized:
+            raise ValueError(f"{name} is dense: read it by dense(name) instead")
+        return self.entries[name]
+
     @abc.abstractmethod
     def dense(self, name: str) -> Tensor:
         """Read a tensor that is not quantized."""

@@ -74,7 +74,7 @@ class FolderCheckpoint(Checkpoint):
 
     def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> LinearParts:
         """Return the parts of a linear, from its tensors in the files or elsewhere."""
-        entry = self.entries[name]
+        entry = self.quantized_entry(name)
         try:
             parts = check_scales(self._format.decode(name, tensors, entry))
             return with_factors(parts, self._factors.get(name, {}))

@@ -103,7 +103,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def linear(self, name: str) -> LinearParts:
         gguf_name, expert = self._locations[name]
-        tensor, entry = self._tensors[gguf_name], self.entries[name]
+        tensor, entry = self._tensors[gguf_name], self.quantized_entry(name)
         rows = math.prod(entry.shape[:-1])
         data = torch.from_numpy(self._data(tensor, expert)).view(rows, -1)
         order = self._order(name, rows)

@@ -76,6 +76,9 @@ def test_codes_survive_a_round_trip(tmp_path, model, source):
     checkpoints.convert(tmp_path / "folder", tmp_path / "b.gguf", to="gguf", tokenizer=None, **quiet)
     a, folder, b = (checkpoints.read(tmp_path / name) for name in ("a.gguf", "folder", "b.gguf"))
     assert a.entries.keys() == folder.entries.keys() == b.entries.keys()
+    for each in (a, folder, b):
+        with pytest.raises(ValueError, match=r"wte\.weight is dense: read it by dense\(name\)"):
+            each.linear("transformer.wte.weight")
     names = [name for name, entry in a.entries.items() if entry.quantized]
     assert len(names) == 8
     for name in names:
