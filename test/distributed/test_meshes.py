@@ -23,9 +23,9 @@ def error(a, b):
 
 def make(frozen):
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).bfloat16()
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     if frozen:
-        quantize_(model.requires_grad_(False), NVFP4WeightOnlyConfig())
+        quantize_(model.bfloat16().requires_grad_(False), NVFP4WeightOnlyConfig())
     else:
         quantize_(model, NVFP4TrainingConfig())
         distributed.seed_rounding(model, seed=2)
@@ -33,7 +33,7 @@ def make(frozen):
 
 
 def batch(rows=64):
-    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(3))
 
 
 def frozen_over_tensor_parallel():
@@ -42,7 +42,7 @@ def frozen_over_tensor_parallel():
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     model.requires_grad_(False)
     fully_shard(model, mesh=mesh["dp"])
-    x = batch().requires_grad_()
+    x = batch().bfloat16().requires_grad_()
     for _ in range(2):
         y = model(x)
         assert error(y, alone(x)) < 0.01
@@ -56,7 +56,10 @@ def test_frozen_weights_over_tensor_parallel():
 
 
 def trained(kind, codes):
-    """Weights after some steps, and those of one rank that sees all tokens."""
+    """Weights after some steps, and those of one rank that sees all tokens, equal up to the order of float32 sums.
+
+    Other draws are 0.15 off. In bfloat16 another order of sums rounds some draws the other way, which is 0.1 off.
+    """
     alone, model = make(False), make(False)
     if kind == "tensor parallel":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -87,7 +90,7 @@ def trained(kind, codes):
         assert isinstance(p, DTensor)
         moved = (q - start[name]).double().norm()
         off = (p.full_tensor() - q).double().norm() / moved
-        assert off < 0.125, (name, off)  # 0.08 to 0.105 by the seed, as sums of another order round; other draws: 0.146
+        assert off < 1e-5, (name, off)
     return dist.get_rank()
 
 
