@@ -96,7 +96,8 @@ def _all_gather(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     if metadata.has_one_scale:
         factor = _one_or_per_row(factor, t)
     scale = fsdp_transport.swizzle_gathered(qdata, scale, metadata)
-    return t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor)
+    amax = None if t.activation_amax is None else t.activation_amax.clone()
+    return t._replace(qdata=qdata, scale=scale, per_tensor_scale=factor, activation_amax=amax)
 
 
 def _one_or_per_row(factors: Tensor, t: NVFP4Tensor) -> Tensor:

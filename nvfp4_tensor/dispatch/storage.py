@@ -103,7 +103,8 @@ def _is_pinned(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
 def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """Copy the codes of an NVFP4Tensor, or quantize a dense tensor with the spec of the destination.
 
-    The destination keeps its activation_spec; if both have one, the activation_amax is copied too.
+    The destination keeps its activation_spec; if both have one, the activation_amax is copied too. That of a slice is
+    its whole tensor's, which becomes the larger of both.
     """
     t, source = args[:2]
     is_dense = not isinstance(source, NVFP4Tensor)
@@ -125,10 +126,20 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         raise unsupported(func, "source and destination have different Hadamard transforms")
     if source.shape != t.shape or source.transposed != t.transposed:
         raise unsupported(func, f"source {_layout(source)} and destination {_layout(t)} have different layouts")
+    old, new = t.activation_amax, source.activation_amax
+    copies_amax = t.activation_spec is not None and source.activation_spec is not None
+    if copies_amax and t.window is not None and old is not None and new is None:
+        raise unsupported(
+            func,
+            "the source computes its activation amax in each call, and the tensor of this slice has a fixed one",
+            "copy_ the full tensor, or set activation_amax = None on that first",
+        )
     write_codes(func, t, source)
-    if t.activation_spec is not None and source.activation_spec is not None:
-        amax = source.activation_amax  # None if the source computes it in each call: a fixed one could clip
-        t.activation_amax = None if amax is None else amax.to(t.device, copy=True)
+    if copies_amax and old is not None and new is not None:  # in place, so that aliases and whole tensors have it too
+        new = new.to(old.device)
+        old.copy_(new if t.window is None else old.maximum(new))
+    elif copies_amax and t.window is None:  # None if the source computes it in each call: a fixed one could clip
+        t.activation_amax = None if new is None else new.to(t.device, copy=True)
     return t
 
 

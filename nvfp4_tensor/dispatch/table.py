@@ -125,7 +125,8 @@ def check_writable(func: Op, t: NVFP4Tensor, new_scale: bool) -> None:
         raise unsupported(
             func,
             "this slice shares its per-tensor scale with the rest of its tensor",
-            "write an NVFP4Tensor (t[3:4] = NVFP4Tensor.to_nvfp4(row[None])), or clone() it",
+            "write an NVFP4Tensor of no smaller scale (t[3:4] = NVFP4Tensor.to_nvfp4(row[None], amax=...)), clone() "
+            "it, or write to t.dequantize() and t.copy_() that",
         )
 
 

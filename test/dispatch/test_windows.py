@@ -291,6 +291,56 @@ def test_experts_accept_slices_of_any_scale():
     assert torch.equal(t.dequantize(), whole.dequantize())
 
 
+def static(amax, seed=0):
+    activations = {"activation_spec": QuantizeSpec(), "activation_amax": None if amax is None else torch.tensor(amax)}
+    return quantize(matrix(seed, columns=160), amax=6.0)._replace(**activations)
+
+
+@pytest.mark.parametrize(("view", "amax", "expected", "compiled"), [
+    (lambda t: t.detach(), 3.0, 3.0, False), (lambda t: t.detach(), 3.0, 3.0, True), (lambda t: t.mT, 9.0, 9.0, True),
+    (lambda t: t.view(-1), 3.0, 5.0, False), (lambda t: t[3:40], 3.0, 5.0, False), (lambda t: t[3:40], 9.0, 9.0, False),
+    (lambda t: t.mT[16:48], 9.0, 9.0, False),
+])  # fmt: skip
+def test_a_write_of_codes_brings_their_activation_amax(view, amax, expected, compiled):
+    """That of a whole tensor, through any alias; through a part or a flat view, one that clips neither."""
+    t, source = static(5.0), static(amax, 1)
+    held, part = t.detach(), t[7:9]
+
+    def write(t, source):
+        view(t).copy_(view(source))
+
+    (torch.compile(write, fullgraph=True, backend="aot_eager") if compiled else write)(t, source)
+    assert t.activation_amax == held.activation_amax == part.activation_amax == expected
+    assert source.activation_amax == amax and t.activation_amax is not source.activation_amax
+
+
+def test_a_slice_whose_activation_amax_is_not_fixed():
+    t, fixed = static(None), static(5.0)
+    t[3:40] = fixed[3:40]  # in each call, its own is right for any rows
+    assert t.activation_amax is None
+    before = fixed.dequantize()
+    with pytest.raises(RuntimeError, match="activation_amax = None"):
+        fixed[3:40] = static(None, 1)[3:40]
+    assert torch.equal(fixed.dequantize(), before) and fixed.activation_amax == 5
+    fixed.copy_(static(None, 1))
+    assert fixed.activation_amax is None
+
+
+def test_dense_values_in_a_slice_name_a_way_that_works():
+    t, x = quantize(matrix()), 0.01 * matrix(1)[:37]
+    before = t.dequantize()
+    for write in (lambda: t.__setitem__(slice(3, 40), x), lambda: t[3:40].mul_(2), lambda: t[3:40].normal_()):
+        with pytest.raises(RuntimeError, match=r"no smaller scale .*amax=.*t\.dequantize\(\) and t\.copy_\(\) that"):
+            write()
+    assert torch.equal(t.dequantize(), before)
+    values = t.dequantize()
+    values[3:40] = x
+    t.copy_(values)
+    assert torch.equal(t.dequantize(), quantize(values).dequantize())
+    t[3:40] = quantize(x, amax=9.0)
+    assert torch.equal(t[3:40].dequantize(), quantize(x, amax=9.0).dequantize())
+
+
 class AsVLLMLoads(TorchAOIntegrationTestCase):
     """torchao's own test, which needs an accelerator only for its device."""
 
