@@ -63,22 +63,20 @@ def _deepcopy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """Copy a view's whole tensor, once for all views in ``memo``; as a parameter, only what it shows."""
     t, memo = args
     with torch._C.DisableTorchFunctionSubclass():
-        grad = t.grad if t.is_leaf else None
-        if grad is not None and not grad.is_leaf and id(t) not in memo:  # torch raises, though not for dense parameters
-            t.grad = None
-            try:
-                copied = _deepcopy(func, types, args, kwargs)
-            finally:
-                t.grad = grad
-            copied.grad = grad.detach().clone()
-            return copied
-        if t.window is None or id(t) in memo or not t.is_leaf:
+        if id(t) in memo or not t.is_leaf:
             return func(t, memo)
-        if getattr(t, "_is_param", False):
+        grad = t.grad
+        if t.window is None:  # an alias without the gradient, which torch does not copy if it has a graph
+            alias = t.detach().requires_grad_(t.requires_grad)
+            alias.__dict__.update(t.__dict__)
+            copied = func(alias, memo)
+            del memo[id(alias)]
+        elif getattr(t, "_is_param", False):
             copied = torch.nn.Parameter(t.detach().clone(), t.requires_grad)
         else:
             stored = copy.deepcopy(t._stored(), memo)
             copied = view_of(stored, t._geometry(), t.transposed, t.__dict__).requires_grad_(t.requires_grad)
+        copied.grad = None if grad is None else grad.detach().clone()
         memo[id(t)] = copied
         return copied
 

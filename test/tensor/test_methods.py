@@ -188,6 +188,29 @@ def test_weights_tied_by_data():
     assert torch.equal(a.weight.dequantize(), b.weight.dequantize())
 
 
+# --- deep copies -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[3:40]], ids=["whole", "window"])
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_a_deep_copy_has_its_own_gradient_and_leaves_the_original(view, has_graph, monkeypatch):
+    """The original keeps its gradient throughout, which another thread may accumulate into meanwhile."""
+    p = torch.nn.Parameter(view(matrix()))
+    p.note = ["mine"]
+    p.dequantize().pow(3).sum().backward(create_graph=has_graph)
+    grad, seen = p.grad, []
+    clone = NVFP4Tensor._apply_fn_to_data
+    monkeypatch.setattr(NVFP4Tensor, "_apply_fn_to_data", lambda *args: seen.append(p.grad is grad) or clone(*args))
+    first, second = copy.deepcopy([p, p])
+    assert seen and all(seen) and p.grad is grad and grad.is_leaf != has_graph
+    assert first is second and isinstance(first, torch.nn.Parameter) and first.requires_grad
+    assert first.grad.is_leaf and first.grad is not grad and torch.equal(first.grad, grad)
+    assert torch.equal(first.detach().dequantize(), p.detach().dequantize())
+    first.detach().zero_()
+    first.grad.zero_()
+    assert p.detach().dequantize().any() and p.grad.any() and p.note == ["mine"]
+
+
 # --- marks that travel -----------------------------------------------------------------------------------------------
 
 
