@@ -8,7 +8,7 @@ from torchao.utils import fill_defaults
 
 from nvfp4_tensor._compat.exports import check_not_traced
 from nvfp4_tensor.dispatch.nested import is_nested, over_nested
-from nvfp4_tensor.dispatch.straight_through import autocasts, has_gradient, matmul, multiply, quantizes, transformed
+from nvfp4_tensor.dispatch.straight_through import autocasts, has_gradient, multiply, quantizes, recorded, transformed
 from nvfp4_tensor.dispatch.table import UnsupportedError, aten, dense, implements, unsupported
 from nvfp4_tensor.matmul.product import grouped_product, linear_product, product
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
@@ -64,13 +64,14 @@ def _functional_linear(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Te
 @NVFP4Tensor.implements_torch_function([
     torch.mm, torch.bmm, torch.matmul, Tensor.mm, Tensor.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
     torch.mv, torch.addmm, torch.baddbmm, Tensor.mv, Tensor.addmm, Tensor.baddbmm,
+    torch._grouped_mm, torch.nn.functional.grouped_mm,
 ])  # fmt: skip
 def _product(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         if is_transformed():
             return transformed(func, args, kwargs)
-        if len(args) == 2 and not kwargs and func is not Tensor.__rmatmul__ and has_gradient(*args):
-            return matmul(func, *args)
+        if has_gradient(*args, *kwargs.values()):
+            return recorded(func, args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -20,6 +20,8 @@ from nvfp4_tensor.tensor.fake_quantize import with_derivative_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs
 
+_GROUPED = (torch._grouped_mm, torch.nn.functional.grouped_mm)
+
 
 def quantizes(w: Any) -> bool:
     """Return whether products of w quantize their dense operand."""
@@ -27,11 +29,11 @@ def quantizes(w: Any) -> bool:
 
 
 def transformed(product: Callable[..., Tensor], args: Args, kwargs: Kwargs) -> Tensor:
-    """Return a product under a transform of torch.func or in forward mode: values of one, derivatives of the other."""
-    if not any(map(quantizes, args)):
+    """Return a product with the derivatives of the dense one, which it computes too; under any transform."""
+    if not any(map(quantizes, (*args, *kwargs.values()))):
         return product(*args, **kwargs)
     values = product(*tree_map(_constant, args), **tree_map(_constant, kwargs))
-    return with_derivative_of(values, product(*tree_map(_multiplied, args), **kwargs))
+    return with_derivative_of(values, product(*tree_map(_multiplied, args), **tree_map(_multiplied, kwargs)))
 
 
 def autocasts(x: Tensor) -> bool:
@@ -41,23 +43,39 @@ def autocasts(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def has_gradient(*tensors: Tensor | None) -> bool:
+def has_gradient(*tensors: Any) -> bool:
     """Return whether eager mode records these tensors. A compiled graph has no gradients of gradients."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return any([isinstance(t, Tensor) and t.requires_grad for t in tensors])
 
 
-def matmul(func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """Compute ``func``, a matrix product of a and b, by :func:`multiply` if it quantizes an operand."""
-    if quantizes(b) and not isinstance(a, NVFP4Tensor):
-        if b.dim() == 2 and a.dim() > 1:
-            return multiply(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[1])
-        if b.dim() == a.dim() == 3 and len(a) == len(b):
-            return multiply(a, b)
-    if quantizes(a) and not isinstance(b, NVFP4Tensor) and a.dim() == b.dim() == 2:
-        return multiply(b.mT, a.mT).mT.contiguous()
-    return func(a, b)
+def recorded(product: Callable[..., Tensor], args: Args, kwargs: Kwargs) -> Tensor:
+    """Return a product that autograd records, by :func:`multiply` if that has its form, else as :func:`transformed`."""
+    if not any(map(quantizes, (*args, *kwargs.values()))):
+        return product(*args, **kwargs)
+    y: Tensor | None = None
+    if product in _GROUPED:
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        if len(args) == 2 and given.keys() == {"offs"} and quantizes(args[1]):
+            y = _Product.apply(*args, None, given["offs"])
+    elif not kwargs and product is not Tensor.__rmatmul__ and all([isinstance(each, Tensor) for each in args]):
+        y = _multiplied_as(*args)
+    return transformed(product, args, kwargs) if y is None else y
+
+
+def _multiplied_as(*args: Tensor) -> Tensor | None:
+    """Return the product of the last two, plus the first of three, or None if that is no product of matrices."""
+    *bias, a, b = args
+    if isinstance(a, NVFP4Tensor) == isinstance(b, NVFP4Tensor):
+        return None
+    if bias:
+        return multiply(a, b, *bias) if quantizes(b) and a.dim() == b.dim() == 2 else None
+    if quantizes(a):
+        return multiply(b.mT, a.mT).mT.contiguous() if a.dim() == b.dim() == 2 else None
+    if b.dim() == 2 and a.dim() > 1:
+        return multiply(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[1])
+    return multiply(a, b) if b.dim() == a.dim() == 3 and len(a) == len(b) else None
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -65,34 +83,41 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if autocasts(a) and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
         a, b = a.to(dtype), b.to(dtype)
-    y: Tensor = _Product.apply(a, b, bias)
+    y: Tensor = _Product.apply(a, b, bias, None)
     return y
 
 
 class _Product(torch.autograd.Function):
-    """A product by b as torch computes it, with derivatives of all orders that round nothing."""
+    """A product by b as torch computes it, with derivatives of all orders that round nothing.
+
+    With ``offs`` it is a grouped product, of rows a by experts b.
+    """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: NVFP4Tensor, bias: Tensor | None) -> Tensor:
-        needs_a, needs_b, _ = ctx.needs_input_grad
-        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+    def forward(ctx: Any, a: Tensor, b: NVFP4Tensor, bias: Tensor | None, offs: Tensor | None) -> Tensor:
+        needs_a, needs_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offs)
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         if bias is not None:
             return torch.addmm(bias, a, b)
-        return torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+        return _matmul(a, b, offs)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (a, b), needs = ctx.saved_tensors, ctx.needs_input_grad
+        (a, b, offs), needs = ctx.saved_tensors, ctx.needs_input_grad
         da = db = dbias = None
         if needs[0]:  # only a sum along the blocks of b rounds
-            da = dy @ _multiplied(b.mT) if not b.transposed else _Product.apply(dy, b.mT, None)
+            da = _Product.apply(dy, b.mT, None, offs) if b.transposed else _matmul(dy, _multiplied(b.mT), offs)
         if needs[1]:
-            db = a.mT @ dy
+            db = _matmul(a.mT, dy, offs)
         if needs[2]:
             shape, dtype = ctx.bias
             dbias = dy.sum_to_size(shape).to(dtype)
-        return da, db, dbias
+        return da, db, dbias, None
+
+
+def _matmul(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    return a @ b if offs is None else torch._grouped_mm(a, b, offs=offs)
 
 
 def _constant(value: Any) -> Any:
@@ -108,4 +133,5 @@ def _multiplied(w: Any) -> Any:
         return w.dequantize()
     decoded = w._decode(torch.float32, w.row_scale(), ceil_to(w.columns, BLOCK))
     dense = inverse_hadamard(decoded, sign)[..., : w.columns].to(w.dtype)
-    return dense.mT if w.transposed else dense
+    dense = dense.mT if w.transposed else dense
+    return with_derivative_of(dense, w.dequantize()) if has_gradient(w) else dense

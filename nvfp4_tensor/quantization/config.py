@@ -149,8 +149,7 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
             (1 block in 10,000) do not determine the amax.
 
     Gradients pass the quantization of an activation unchanged (straight-through estimator). So derivatives of all
-    orders, in reverse and forward mode, are those of a product whose activations are not quantized. Exceptions are
-    second derivatives, in reverse mode, of torch.addmm, baddbmm, mv and grouped products: they round gradients again.
+    orders, in reverse and forward mode, are those of a product whose activations are not quantized.
 
     Raises:
         ValueError: an invalid value, an argument that would have no effect, or different Hadamard transforms.

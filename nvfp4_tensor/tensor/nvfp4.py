@@ -222,6 +222,7 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
         """Return the values as a dense tensor of ``dtype`` (``orig_dtype`` by default), rounded once.
 
         A Hadamard-transformed tensor returns the transformed values. The gradient of the values is that of the tensor.
+        torch.func hides the class of what it differentiates: there, ``w.to_dense()`` decodes w.
 
         Raises:
             TypeError: dtype is not bfloat16, float16 or float32.

@@ -6,7 +6,18 @@ from torch import nn
 from torch.autograd import forward_ad
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, quantize_experts
+from nvfp4_tensor import (
+    NVFP4Config,
+    NVFP4Tensor,
+    NVFP4WeightOnlyConfig,
+    ProductBackend,
+    QuantizeSpec,
+    calibrate,
+    quantize,
+    quantize_experts,
+)
+from nvfp4_tensor.dispatch.straight_through import _multiplied
+from nvfp4_tensor.matmul import backends
 
 K, N = 72, 32
 TRANSFORMED = QuantizeSpec(hadamard_sign=True)
@@ -98,17 +109,68 @@ def test_second_derivatives_round_nothing(config, product, dtype, trainable):
         close(found[id(linear.weight)], u.t() @ direction + pushed.t() @ x.float(), limit)
 
 
-def test_products_across_the_blocks_and_of_experts():
+def test_products_across_the_blocks():
     linear, dense, _, _ = case("static", torch.float32)
     a = torch.randn(8, N, requires_grad=True)
     (gradient,) = torch.autograd.grad(a @ linear.weight, a, 100 * torch.ones(8, K))
     close(gradient, 100 * torch.ones(8, K) @ dense.t(), 1e-5)  # a sum along the blocks, which would clip
-    experts = quantize_experts(torch.randn(3, 20, 64), activation_spec=QuantizeSpec())
-    decoded, x, u = experts.dequantize(), torch.randn(3, 7, 64, requires_grad=True), torch.randn(3, 7, 64)
-    y = x @ experts.mT
-    (gradient,) = torch.autograd.grad(y.square().sum() / 2, x, create_graph=True)
-    close(gradient.detach(), y.detach() @ decoded, 1e-5)
-    close(torch.autograd.grad((gradient * u).sum(), x)[0], u @ decoded.mT @ decoded, 1e-5)
+
+
+BIAS, OFFSETS = torch.randn(N, generator=torch.Generator().manual_seed(1)), torch.tensor([5, 9, 16], dtype=torch.int32)
+OTHERS = {
+    "addmm": (lambda x, w: torch.addmm(BIAS, x, w.t()), (16, K)),
+    "addmm, scaled": (lambda x, w: torch.addmm(BIAS, x, w.t(), beta=0.5, alpha=2), (16, K)),
+    "addmm, w first": (lambda x, w: BIAS.view(-1, 1).expand(N, 16).addmm(w, x.t()), (16, K)),
+    "by names": (lambda x, w: torch.addmm(input=BIAS, mat1=x, mat2=w.t()), (16, K)),
+    "mv": (lambda x, w: torch.mv(w, x), (K,)),
+    "a vector": (lambda x, w: x @ w.t(), (K,)),
+    "w times a batch": (lambda x, w: w @ x.mT, (3, 7, K)),
+    "baddbmm": (lambda x, w: torch.baddbmm(BIAS, x, w.mT, alpha=2), (3, 7, K)),
+    "bmm": (lambda x, w: torch.bmm(x, w.mT), (3, 7, K)),
+    "bmm, w first": (lambda x, w: torch.bmm(w, x.mT), (3, 7, K)),
+    "one matrix by experts": (lambda x, w: x @ w.mT, (7, K)),
+    "_grouped_mm": (lambda x, w: torch._grouped_mm(x, w.mT, offs=OFFSETS), (16, K)),
+    "grouped_mm": (lambda x, w: torch.nn.functional.grouped_mm(x, w.mT, offs=OFFSETS), (16, K)),
+}
+OF_EXPERTS = list(OTHERS)[-6:]
+
+
+@pytest.mark.parametrize("config", ["w4a4", "transformed", "fp8"])
+@pytest.mark.parametrize("product", OTHERS)
+def test_all_products_have_the_derivatives_of_the_dense_one(product, config, monkeypatch):
+    """A penalty of the gradient of y^2 / 2, whose values are rounded and whose derivatives are not."""
+    monkeypatch.setattr(backends, "FP8_ROWS", 1)
+    torch.manual_seed(0)
+    function, shape = OTHERS[product]
+    spec = TRANSFORMED if config == "transformed" else QuantizeSpec()
+    how = {"product_backend": ProductBackend.FP8} if config == "fp8" else {"activation_spec": spec}
+    values = torch.randn(3, N, K) if product in OF_EXPERTS else torch.randn(N, K)
+    w = (quantize_experts if product in OF_EXPERTS else quantize)(values, spec)._replace(**how)
+    x, u = torch.randn(shape), 100 * torch.randn(shape)
+    with torch.no_grad():
+        expected = function(x, w)
+    found = []
+    for weight in (w, _multiplied(w)):
+        leaf, weight = x.clone().requires_grad_(), weight.detach().requires_grad_()
+        y = function(leaf, weight)
+        assert torch.equal(y, expected) or not isinstance(weight, NVFP4Tensor)
+        y = expected + (y - y.detach())
+        (gradient,) = torch.autograd.grad(y.square().sum() / 2, leaf, create_graph=True)
+        found.append([gradient.detach(), *torch.autograd.grad((gradient * u).sum(), (leaf, weight))])
+    for got, wanted in zip(*found, strict=True):
+        close(got, wanted, 1e-5)
+
+
+def test_a_weight_under_torch_func():
+    """Its class is hidden there, so torch's own dequantize() raises an error, and to_dense() decodes."""
+    w = quantize(torch.randn(N, K))
+    assert torch.equal(w.to_dense(), w.dequantize())
+    for function in (torch.func.grad, lambda f: lambda w: torch.func.vjp(f, w)[1](torch.ones(()))[0]):
+        assert torch.equal(function(lambda w: w.to_dense().square().sum())(w), 2 * w.dequantize())
+        with pytest.raises(RuntimeError, match="dequantize is not implemented"):
+            function(lambda w: w.dequantize().sum())(w)
+    with pytest.raises(RuntimeError, match="not supported on an NVFP4Tensor"):
+        torch.func.jvp(lambda w: w.to_dense(), (w,), (torch.ones(N, K),))
 
 
 def test_autocast_and_what_is_saved():
