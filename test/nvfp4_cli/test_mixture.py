@@ -8,7 +8,6 @@ import torch
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, checkpoints
 from nvfp4_tensor.quantization import gptq
-from nvfp4_tensor.quantization.experts import is_experts
 
 pytestmark = pytest.mark.slow
 
@@ -43,12 +42,12 @@ def open_and_batches(folder, text, tokens=64):
     return model.eval(), [ids[:, :tokens]]
 
 
-def experts_in(folder):
+def experts_in(folder, part="experts"):
     with checkpoints.read(folder) as checkpoint:
         return {
             name: checkpoint.linear(name)
             for name, entry in checkpoint.entries.items()
-            if "experts" in name and entry.quantized
+            if part in name and entry.quantized
         }
 
 
@@ -77,20 +76,18 @@ def test_experts_are_fitted(how, mixture, text, tmp_path, run):
     said = run("quantize", mixture, tmp_path / "q", "--calibrate", text, "--tokens", 64, how, "--json")
     assert not said["w4a4"] and len(said["routed_tokens"]) == 2
     model, batches = open_and_batches(mixture, text)
-    chosen = lambda module, name: linears(module, name) or is_experts(module)  # noqa: E731
-    search = NVFP4WeightOnlyConfig(scale_search="mse", weighted=how == "--weighted", experts=True)
     if how == "--gptq":
-        gptq(model, batches, search, filter_fn=lambda m, n: chosen(m, n) and is_experts(m), layers=[], progress=False)
+        gptq(model, batches, progress=False)
     else:
+        search = NVFP4WeightOnlyConfig(scale_search="mse", weighted=True, experts=True)
         calibrate(model, batches, search, filter_fn=linears, progress=False)
-    checkpoints.save(model, tmp_path / "library", mismatched_scales="keep", progress=False)
-    own, expected = experts_in(tmp_path / "q"), experts_in(tmp_path / "library")
-    assert own.keys() == expected.keys() and len(own) == EXPERTS[mixture.name]
-    for name, parts in own.items():  # linears share scales, experts have their own
+    checkpoints.save(model, tmp_path / "library", mismatched_scales="refuse", progress=False)
+    own, expected = (experts_in(tmp_path / folder, "") for folder in ("q", "library"))
+    assert own.keys() == expected.keys() and len(experts_in(tmp_path / "q")) == EXPERTS[mixture.name]
+    for name, parts in own.items():
         torch.testing.assert_close(parts.per_tensor_scale, expected[name].per_tensor_scale, rtol=2e-7, atol=0)
-    equal = [own[name].qdata == expected[name].qdata for name in own if how == "--weighted" or ".0." in name]
-    # GPTQ quantizes the linears before the experts here, so that their inputs differ in the last steps
-    assert torch.cat([each.flatten() for each in equal]).float().mean() > (0.99 if how == "--weighted" else 0.5)
+    equal = torch.cat([(own[name].qdata == expected[name].qdata).flatten() for name in own]).float().mean()
+    assert equal == 1 if how == "--gptq" else equal > 0.99
 
 
 def test_experts_of_a_layer_stay_together_in_a_budget(mixture, text, tmp_path, run):

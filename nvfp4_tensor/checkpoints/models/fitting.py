@@ -100,8 +100,7 @@ def fit_by_gptq(
     model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, progress: bool = True
 ) -> None:
     """Quantize linears and experts in place by GPTQ. Scales are searched unless ``spec`` has a setting of its own."""
-    spec = spec if spec != QuantizeSpec() else QuantizeSpec(scale_search=ScaleSearch.MSE)
-    config = GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=spec), share_scales=True)
+    config = None if spec == QuantizeSpec() else GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=spec))
     inputs = [{"input_ids": batch, "use_cache": False} for batch in batches]
     gptq(model, inputs, config, filter_fn=chosen, progress=progress)
 

@@ -33,7 +33,6 @@ class GPTQConfig:
         sequential_within_layer: run a layer again for each of its inputs, so that ``o_proj`` is fitted to the outputs
             of the quantized ``q_proj``, ``k_proj`` and ``v_proj``. By default all inputs of a layer are recorded before
             its first weight changes.
-        share_scales: use one per-tensor scale for linears that share an input, as libraries that fuse them require.
 
     Raises:
         ValueError: a number out of range, or a spec other than 1x16 blocks rounded to nearest without a transform.
@@ -45,7 +44,6 @@ class GPTQConfig:
     act_order: bool = True
     dense_target_weight: float = 0.0
     sequential_within_layer: bool = False
-    share_scales: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.base_config, NVFP4WeightOnlyConfig):
@@ -61,8 +59,6 @@ class GPTQConfig:
                 raise ValueError(
                     f"GPTQ needs a {name} spec with round_mode 'rne' and without a Hadamard transform, got {spec}"
                 )
-        if self.share_scales and self.base_config.weight.row_scaled:
-            raise ValueError("share_scales needs one scale per weight: omit it if the weight has row_scaled")
         if self.base_config.weight.block_rows != 1:
             raise ValueError(f"GPTQ needs 1x16 blocks: give block_rows=1, not {self.base_config.weight.block_rows}")
         if any(getattr(self.base_config, name, None) for name in ("step", "weighted", "percentile", "headroom")):

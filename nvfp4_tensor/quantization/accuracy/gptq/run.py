@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from nvfp4_tensor.quantization.accuracy.gptq.stages import Call, call_model, in_
 from nvfp4_tensor.quantization.accuracy.gptq.statistics import Collected, Statistics, Streams
 from nvfp4_tensor.quantization.accuracy.gptq.targets import Fed, Filter, Watch, WeightRef, find_targets
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.model_plan import plan_matrices
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
 from nvfp4_tensor.quantization.trained import restored, to_dense
-from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model
+from nvfp4_tensor.quantization.whole_model import PlannedFilter, matrices_of, plan_model
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 REST = "rest"
@@ -43,7 +44,8 @@ def gptq(
 
     A model that trained is taken as :func:`training.to_dense` would leave it. Every expert of a transformers model gets
     statistics of all tokens of its layer, in which those that the router sent elsewhere count little: see
-    :func:`calibrate`.
+    :func:`calibrate`. Linears that servers join (q, k and v; gate and up) share the largest of their per-tensor scales,
+    as with ``quantize_model``.
 
     The model, the hidden states of all batches (two copies with ``dense_target_weight``), the statistics of one layer
     and, with ``dense_target_weight``, the dense inputs of one layer are kept in memory. The dense weights are kept
@@ -85,7 +87,7 @@ def gptq(
     bar = tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress)
     with torch.no_grad(), restored(model, only_on_error=True), in_eval_mode(model), bar:
         to_dense(model)
-        run = _Run(config, finished, bar.update)
+        run = _Run(config, _joined(model, targets), finished, bar.update)
         rest = run.quantize_layers(model, chain, targets, batches) if chain else targets
         run.quantize_rest(model, rest, batches)
         for module, tokens in run.routed.items():
@@ -114,11 +116,20 @@ def _chain(
     return [(names[layer], layer) for layer in layers]
 
 
+def _joined(model: nn.Module, targets: Sequence[WeightRef]) -> dict[WeightRef, list[WeightRef]]:
+    """Return the weights with which each linear that servers join shares a per-tensor scale, including itself."""
+    linears = {target.module: target for target in targets if target.experts == 1}
+    names = {target.name for target in linears.values()}
+    groups = PlannedFilter(model, plan_matrices(matrices_of(model), selected=names.__contains__)).groups
+    return {linears[module]: [linears[each] for each in group] for module, group in groups.items()}
+
+
 @dataclasses.dataclass
 class _Run:
     """The state of one call of gptq."""
 
     config: GPTQConfig
+    joined: Mapping[WeightRef, Sequence[WeightRef]]
     finished: Finished | None
     tick: Callable[[], object]
     routed: dict[nn.Module, Tensor] = dataclasses.field(default_factory=dict)
@@ -181,7 +192,7 @@ class _Run:
         streams: Streams,
         dense: list[Watch] | None,
     ) -> list[list[WeightRef]]:
-        """Return the weights per pass over the batches: those that share an input, or all weights of the layer."""
+        """Return the weights per pass over the batches: those that share an input or a scale, or all of the layer."""
         if not self.config.sequential_within_layer:
             return [list(targets)] if targets else []
         groups: list[list[WeightRef]] = []
@@ -195,16 +206,18 @@ class _Run:
                 with Watch(left) as watch:
                     call.run(layer, states)
             for group in watch.groups():
-                if new := [target for target in dict.fromkeys(target for target, _ in group) if target in left]:
+                reached = [other for target, _ in group for other in self.joined.get(target, [target])]
+                if new := [target for target in dict.fromkeys(reached) if target in left]:
                     groups.append(new)
                     left = [target for target in left if target not in new]
         return [*groups, left] if left else groups
 
     def _quantize(self, collected: Collected) -> None:
         made: dict[WeightRef, dict[int, NVFP4Tensor]] = {}
+        shared: dict[WeightRef, Tensor] = {}
         for each in collected.statistics():
             with torch.autocast(each.hessian.device.type, enabled=False):  # autocast would round the products
-                for (target, expert), weight in zip(each.fed, self._rounded(each), strict=True):
+                for (target, expert), weight in zip(each.fed, self._rounded(each, collected, shared), strict=True):
                     made.setdefault(target, {})[expert] = weight
         for target, rounded in made.items():
             target.put([rounded[expert] for expert in range(target.experts)])
@@ -212,23 +225,41 @@ class _Run:
         for module, tokens in collected.routed.items():
             self.routed.setdefault(module, tokens)  # a layer may run several times
 
-    def _rounded(self, each: Statistics) -> Iterator[NVFP4Tensor]:
-        """Yield the rounded weights of the statistics. Experts, which may be large, are rounded one at a time."""
-        config = self.config
-        names = ", ".join(dict.fromkeys(target.name for target, _ in each.fed))
-        try:
-            factor = Factor.of(each.hessian, config.damping, act_order=config.act_order)
-        except ValueError as error:
-            raise ValueError(f"{names}: {error}") from None
-        shared = [fed for fed in each.fed if config.share_scales and fed[0].experts == 1]
-        largest = (
-            torch.stack([self._amax(self._aimed_at(each, fed, factor)) for fed in shared]).amax() if shared else None
-        )
+    def _rounded(
+        self, each: Statistics, collected: Collected, shared: dict[WeightRef, Tensor]
+    ) -> Iterator[NVFP4Tensor]:
+        """Yield the rounded weights of the statistics. Experts, which may be large, are rounded one at a time.
+
+        shared: the amax of each linear that servers join with others. Those of the group are added here.
+        """
+        factor = self._factor(each)
         for fed in each.fed:
+            target = fed[0]
+            if target in self.joined and target not in shared and not self.config.weight.row_scaled:
+                shared |= self._joined_amax(target, each, factor, collected)
             weight = self._aimed_at(each, fed, factor)
-            amax = self._amax(weight) if largest is None or fed not in shared else largest
-            rounded = round_weight(weight, factor, config.weight, amax)
-            yield rounded._replace(orig_dtype=fed[0].dense.dtype, **config.fields)
+            amax = shared[target].to(weight.device) if target in shared else self._amax(weight)
+            rounded = round_weight(weight, factor, self.config.weight, amax)
+            yield rounded._replace(orig_dtype=target.dense.dtype, **self.config.fields)
+
+    def _joined_amax(
+        self, target: WeightRef, each: Statistics, factor: Factor, collected: Collected
+    ) -> dict[WeightRef, Tensor]:
+        """Return the largest amax of the linears that servers join with this one, by linear. ``each`` is of its input,
+        which the others may not have."""
+        every = {}
+        for other in self.joined[target]:
+            if own := collected.of.get((other, 0)):
+                weight = self._aimed_at(own, (other, 0), factor if own is each else self._factor(own))
+                every[other] = self._amax(weight).to(each.hessian.device)
+        return dict.fromkeys(every, torch.stack([*every.values()]).amax())
+
+    def _factor(self, each: Statistics) -> Factor:
+        try:
+            return Factor.of(each.hessian, self.config.damping, act_order=self.config.act_order)
+        except ValueError as error:
+            names = ", ".join(dict.fromkeys(target.name for target, _ in each.fed))
+            raise ValueError(f"{names}: {error}") from None
 
     def _amax(self, weight: Tensor) -> Tensor:
         row_scaled = self.config.weight.row_scaled

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
 from nvfp4_tensor.quantization import GPTQConfig, gptq
 
 pytestmark = pytest.mark.slow
@@ -128,18 +128,48 @@ def test_weights_with_row_scales():
     assert weight.per_tensor_scale.shape == (96,) and weight.spec == spec
     dense = plain.layers[0].up.weight
     assert ((weight.dequantize() - dense).norm(dim=1) < 0.35 * dense.norm(dim=1)).all()
-    with pytest.raises(ValueError, match="share_scales needs one scale per weight"):
-        GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=spec), share_scales=True)
 
 
-def test_linears_of_one_input_share_a_scale():
-    m = model()
-    gptq(m, batches(), GPTQConfig(share_scales=True), progress=False)
-    for layer in m.layers:
-        assert torch.equal(layer.up.weight.per_tensor_scale, layer.gate.weight.per_tensor_scale)
-        assert not torch.equal(layer.up.weight.per_tensor_scale, layer.down.weight.per_tensor_scale)
-    gptq(other := model(), batches(), progress=False)
-    assert not torch.equal(other.layers[0].up.weight.per_tensor_scale, other.layers[0].gate.weight.per_tensor_scale)
+class Attention(nn.Module):
+    """q, k and v with weights of other magnitudes; v has an input of its own, which comes after the output of q."""
+
+    def __init__(self):
+        super().__init__()
+        for i, name in enumerate(("q_proj", "k_proj", "v_proj", "o_proj")):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+            getattr(self, name).weight.data *= 2.0**i
+
+    def forward(self, x):
+        inner = self.q_proj(x) * self.k_proj(x).tanh()
+        return x + self.o_proj(inner * self.v_proj(inner.tanh()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sequential_within_layer": True}, {"dense_target_weight": 0.5}, {"base_config": NVFP4Config()}],
+    ids=str,
+)
+def test_linears_that_servers_join_share_a_scale(options, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    shared = nn.Sequential()
+    shared.layers = nn.ModuleList(Attention() for _ in range(2))
+    alone, config = copy.deepcopy(shared), GPTQConfig(**options)
+    for m in (shared, alone):
+        m.forward = lambda x, m=m: m.layers[1](m.layers[0](x))
+    gptq(shared, batches(), config, progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("nvfp4_tensor.quantization.accuracy.gptq.run._joined", lambda model, targets: {})
+        gptq(alone, batches(), config, progress=False)
+
+    def scales(layer):
+        return [getattr(layer, f"{each}_proj").weight.per_tensor_scale for each in "qkvo"]
+
+    assert scales(shared.layers[0])[0] == max(scales(alone.layers[0])[:3])
+    for layer in shared.layers:
+        q, k, v, o = scales(layer)
+        assert q == k == v != o
+    del shared.forward
+    checkpoints.save(shared, tmp_path / "q", mismatched_scales="refuse", weight_only=True, progress=False)
 
 
 def test_a_model_without_layers_is_taken_as_a_whole():
