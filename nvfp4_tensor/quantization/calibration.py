@@ -22,8 +22,9 @@ from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import nothing_matched
-from nvfp4_tensor.quantization.observed_experts import observed_weights, routed_tokens, summary_of
+from nvfp4_tensor.quantization.observed_experts import finish, observed_weights, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, is_observable
+from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model
 
@@ -52,8 +53,8 @@ def calibrate(
     A model that trained is taken as :func:`training.to_dense` would leave it. Weights that trained in NVFP4 keep their
     codes.
 
-    If the model, the batches or the calibration raise an exception, the model is restored. The dense weights therefore
-    stay in memory until all weights are quantized.
+    If the model or the batches raise an exception, or a weight is refused, the model is restored. Then weights are
+    quantized one at a time, and each dense one is freed. If that is interrupted, those left are dense linears again.
 
     Args:
         model: the model whose linears are replaced in place.
@@ -64,7 +65,8 @@ def calibrate(
         progress: show a progress bar over the batches.
 
     Raises:
-        TypeError: config or batches has another type, or the filter selects a module that is not an nn.Linear.
+        TypeError: config or batches has another type, the filter selects a module that is not an nn.Linear, or a weight
+            is sharded.
         ValueError: the filter selects no module.
         RuntimeError: a selected module received no input, or only NaN and infinities.
     """
@@ -79,11 +81,12 @@ def calibrate(
     convert = dataclasses.replace(config, step="convert")
     prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
     chosen = PlannedFilter(model, plan_model(model, filter_fn))
+    refuse_shards(model, chosen.linears | (chosen.experts if config.experts else set()))
     chosen.experts = set()  # config.experts has them observed
-    for module in chosen.linears:
-        as_linear(module)
-    linears = {module for module in model.modules() if is_observable(module)}
     with restored(model, only_on_error=True):  # also on an interrupt: a partly prepared model is useless
+        for module in chosen.linears:
+            as_linear(module)
+        linears = {module for module in model.modules() if is_observable(module)}
         to_dense(model)
         quantize_(model, prepare, filter_fn=chosen if filter_fn is None else filter_fn)
         if not any(isinstance(module, ObservedLinear) for module in linears):
@@ -92,8 +95,15 @@ def calibrate(
         own = {
             name: each for name, each in model.named_modules() if isinstance(each, ObservedLinear) and each in linears
         }
-        _check_all_observed(own | observed_weights(model))
+        _check_all_observed(own | observed_weights(model), config.weighted)
+    try:  # not within restored(), which keeps the dense weights
         quantize_(model, convert, filter_fn=chosen)
+    except BaseException:
+        for each in linears:
+            if isinstance(each, ObservedLinear):
+                each.stop_observing()
+        finish(model)
+        raise
     if progress and (routed := routed_tokens(model)):
         tqdm.write(summary_of(routed), file=sys.stderr)
     return model
@@ -110,8 +120,9 @@ def _run(model: nn.Module, batches: Iterable[Any], progress: bool) -> None:
             model(batch)
 
 
-def _check_all_observed(observed: Mapping[str, InputStatistics]) -> None:
-    """Raise an error for linears and experts without any finite input; warn of those with some nonfinite inputs."""
+def _check_all_observed(observed: Mapping[str, InputStatistics], weighted: bool) -> None:
+    """Raise an error for linears and experts without any finite input, or with inputs that are too large for a weighted
+    search; warn of those with some nonfinite inputs."""
     unseen = [name for name, each in observed.items() if each.activation_histogram.sum() == 0]
     nonfinite = [name for name, each in observed.items() if each.activation_nonfinite > 0]
     if broken := [name for name in unseen if name in nonfinite]:
@@ -124,6 +135,8 @@ def _check_all_observed(observed: Mapping[str, InputStatistics]) -> None:
             f"no batch reached {', '.join(unseen)}, and the model is unchanged: exclude them with filter_fn, or "
             "calibrate on batches that use them"
         )
+    for name, each in observed.items() if weighted else ():
+        each.check_squares(name)
     if nonfinite:
         warnings.warn(
             f"some inputs of {', '.join(nonfinite)} were NaN or infinite and were ignored in the calibration: check "

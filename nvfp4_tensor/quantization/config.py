@@ -31,6 +31,10 @@ _SHARED = ("round_mode", "scale_rounding", "four_over_six", "scale_search", "sca
 class NVFP4WeightOnlyConfig(AOBaseConfig):
     """NVFP4 weights and unquantized activations (W4A16), for nn.Linear of any size.
 
+    torchao's ``quantize_`` passes one module at a time. Where it has one config for all, every selected module is
+    checked before the first one changes; of configs by name (FqnToConfig), each is checked when it is its turn, so that
+    an error leaves the modules before it quantized. ``quantize_model`` sees the whole model.
+
     Args:
         round_mode, block_rows, scale_rounding, four_over_six, scale_search, scale_ceiling, random_bits: as in
             :class:`QuantizeSpec`, for the weight.

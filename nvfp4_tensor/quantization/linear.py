@@ -28,6 +28,7 @@ from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
 from nvfp4_tensor.quantization.observer import ObservedLinear, check_observable
 from nvfp4_tensor.quantization.plan import Plan, plan_of
+from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.quantization.trained import dense_linear, trained_in_nvfp4, warn_of_training
 from nvfp4_tensor.tensor.arguments import stored_spec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
@@ -77,11 +78,12 @@ def _quantize_module(module: nn.Module, config: NVFP4WeightOnlyConfig) -> nn.Mod
 
 def _start(model: nn.Module, chosen: list[nn.Module] | None, config: NVFP4WeightOnlyConfig) -> None:
     """Observe or quantize the experts of the model, or warn once that they stay dense, before its first linear."""
+    refuse_shards(model, _changed(model, chosen or [], config))
     if chosen is not None:
         warn_of_training(model, chosen, bool(config.experts))
         _warn_of_codes(chosen, config)
     if config.step == QuantizationStep.CONVERT and config.experts:
-        observed_experts.check_observed(model)
+        observed_experts.check_observed(model, config)
     if config.experts is None and config.step != QuantizationStep.PREPARE and (line := experts.left_dense(model)):
         warnings.warn(line, stacklevel=user_level())
     if config.experts:
@@ -92,6 +94,13 @@ def _start(model: nn.Module, chosen: list[nn.Module] | None, config: NVFP4Weight
         if config.experts:
             observed_experts.quantize_all(model, config)
         observed_experts.finish(model)
+
+
+def _changed(model: nn.Module, chosen: list[nn.Module], config: NVFP4WeightOnlyConfig) -> set[nn.Module]:
+    """Return the linears, and with ``experts=True`` the experts, that a call changes."""
+    converts = config.step == QuantizationStep.CONVERT
+    linears = {each for each in chosen if not converts or isinstance(each, ObservedLinear)}
+    return linears | {each for each in model.modules() if config.experts and experts.is_experts(each)}
 
 
 def _warn_of_codes(chosen: list[nn.Module], config: NVFP4WeightOnlyConfig) -> None:
@@ -134,9 +143,12 @@ def _is_observed(module: nn.Module, config: NVFP4WeightOnlyConfig) -> bool:
     """Return whether the convert step applies to the module; raise an error if it cannot convert it."""
     if not isinstance(module, ObservedLinear):
         return False
+    refuse_shards(module, [module])
     _check_same_transform(module, _observed_spec(config))
     _check_backend(module.weight, _backend(config))
     module.check_observed()
+    if config.weighted:
+        module.check_squares(module)
     return True
 
 
@@ -232,6 +244,7 @@ def quantizable(module: nn.Module) -> nn.Linear:
     """Return the module if it is a linear with a dense weight that can be quantized; otherwise raise an error."""
     if not is_linear(module):
         raise TypeError(f"NVFP4 configs quantize nn.Linear, not {module}: exclude it with quantize_'s filter_fn")
+    refuse_shards(module, [module])
     weight = module.weight
     if isinstance(module, ObservedLinear):
         raise ValueError(

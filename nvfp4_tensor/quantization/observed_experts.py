@@ -83,8 +83,9 @@ def observed_weights(model: nn.Module) -> dict[str, InputStatistics]:
     }
 
 
-def check_observed(model: nn.Module, names: Container[str] | None = None) -> None:
-    """Raise an error if a dense expert of a model, or of ``names``, cannot be converted: it observed nothing."""
+def check_observed(model: nn.Module, config: NVFP4WeightOnlyConfig, names: Container[str] | None = None) -> None:
+    """Raise an error if a dense expert of a model, or of ``names``, cannot be converted: it observed nothing, or too
+    large values."""
     own = observed_weights(model)
     dense = [name for name, _, _ in experts.dense_experts(model) if names is None or name in names]
     if missing := [name for name in dense if name not in own]:
@@ -96,6 +97,8 @@ def check_observed(model: nn.Module, names: Container[str] | None = None) -> Non
         raise RuntimeError(
             f"{unseen[0]} has observed no finite input, and nothing was converted: run the model on data that reach it"
         )
+    for name, each in own.items() if config.weighted else ():
+        each.check_squares(name)
 
 
 def stop_observing(module: nn.Module) -> None:

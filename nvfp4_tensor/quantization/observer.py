@@ -119,6 +119,14 @@ class InputStatistics(nn.Module):
                 "keep it dense with its stop_observing(), then convert"
             )
 
+    def check_squares(self, name: object) -> None:
+        """Raise a RuntimeError if a weighted search cannot use the sums of squares."""
+        if not self.activation_squares.isfinite().all():
+            raise RuntimeError(
+                f"the squares of the inputs of {name} are not finite, and nothing was converted: calibrate on other "
+                "data, or give a config without weighted"
+            )
+
     def amax_for(self, config: NVFP4Config) -> Tensor:
         """Return the static amax that a config chooses, float32 0-d."""
         return self.amax_with_headroom() if config.headroom else self.amax_at(config.percentile)

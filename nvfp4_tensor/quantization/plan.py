@@ -72,13 +72,13 @@ def plan_of(
         to_quantize = [each for each in chosen if check(each)]
         groups = getattr(filter_fn, "groups", {})
         plan = Plan(call_config, len(chosen), weakref.WeakSet(chosen), *_ties(model, to_quantize), groups)
-        _plans[model] = plan
         if filter_fn is not None:
             _warn_of_dense_attention(model, filter_fn)
             warn_of_adapters(model, to_quantize)
         warn_of_merge()
         if is_first and before is not None:
             before(model, None if filter_fn is None else chosen)
+        _plans[model] = plan  # not if ``before`` refused the call, so that another one asks it again
     plan.left -= 1
     if not plan.left:
         del _plans[model]

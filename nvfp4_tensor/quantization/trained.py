@@ -17,6 +17,7 @@ from torch import nn
 
 from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.quantization import experts
+from nvfp4_tensor.quantization.conv1d import is_conv1d
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -62,7 +63,10 @@ def warn_of_training(model: nn.Module, chosen: Iterable[nn.Module], with_experts
 
 @contextlib.contextmanager
 def restored(model: nn.Module, *, only_on_error: bool) -> Iterator[None]:
-    """Restore the classes and attributes of all modules of a model after the block; values of tensors stay."""
+    """Restore the classes and attributes of all modules of a model after the block; values of tensors stay.
+
+    Until then, all parameters that the block replaces stay in memory.
+    """
     before = [(module, type(module), _attributes(module)) for module in model.modules()]
     implementations = [(config, config._experts_implementation) for config in experts.experts_configs(model)]
     failed = True
@@ -72,9 +76,12 @@ def restored(model: nn.Module, *, only_on_error: bool) -> Iterator[None]:
     finally:
         if failed or not only_on_error:
             for module, kind, attributes in before:
+                was_converted = type(module) is not kind
                 module.__class__ = kind
                 module.__dict__.clear()
                 module.__dict__.update(attributes)
+                if was_converted and is_conv1d(module) and (weight := module._parameters["weight"]) is not None:
+                    weight.data = weight.data.t().contiguous()
             for config, implementation in implementations:
                 config._experts_implementation_internal = implementation
 

@@ -16,6 +16,8 @@ from nvfp4_tensor.quantization.conv1d import is_conv1d, is_linear
 from nvfp4_tensor.quantization.experts import expert_weights, is_transposed, stop_training
 from nvfp4_tensor.quantization.model_plan import Kind, Matrix, ModelPlan, plan_matrices
 from nvfp4_tensor.quantization.observed_experts import check_observed, observe, observed, quantize_all
+from nvfp4_tensor.quantization.shards import refuse_shards
+from nvfp4_tensor.quantization.trained import restored
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 Filter = Callable[[nn.Module, str], bool]
@@ -54,7 +56,8 @@ def quantize_model(
 
     Raises:
         ValueError: nothing would be quantized, or a pattern matches no weight. The message has the candidates.
-        TypeError: a weight of another tensor class. The model is unchanged.
+        TypeError: a weight of another tensor class, or a weight that is sharded (shard the quantized model instead).
+            If any weight is refused, the model is unchanged.
 
     Example::
 
@@ -70,15 +73,19 @@ def quantize_model(
         matrices = without_experts(matrices, "experts=False" if ours else f"{type(config).__name__} is for linears")
     plan = plan_model(model, filter_fn, exclude=exclude, include=include, matrices=matrices)
     chosen = PlannedFilter(model, plan)
+    if not isinstance(config, NVFP4WeightOnlyConfig):
+        with restored(model, only_on_error=True):  # other handlers check a linear when it is its turn
+            quantize_(model, config, filter_fn=chosen)
+        return plan
+    refuse_shards(model, chosen.linears | chosen.experts)
     experts, chosen.experts = chosen.experts, set()
     if not experts:
         quantize_(model, config, filter_fn=chosen)
         return plan
-    assert isinstance(config, NVFP4WeightOnlyConfig)
     names = {name for name in plan.quantized if model.get_submodule(_path(name)) in experts}
     statistics = {module: own for module, own in observed(model).values()}
     if config.step == QuantizationStep.CONVERT:
-        check_observed(model, names)
+        check_observed(model, config, names)
     quantize_(model, dataclasses.replace(config, experts=False), filter_fn=chosen)
     stop_training(model)
     if config.step == QuantizationStep.PREPARE:

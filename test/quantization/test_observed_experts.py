@@ -1,6 +1,7 @@
 """Calibration and GPTQ of experts: each sees all tokens, and the model's outputs flow on as routed."""
 
 import copy
+import dataclasses
 import io
 
 import pytest
@@ -231,10 +232,24 @@ def test_convert_changes_nothing_before_all_are_observed(prepared):
         if chosen(linear, name):
             linear(torch.ones(1, linear.in_features).bfloat16())
     error, match = (RuntimeError, "no finite input") if prepared else (ValueError, "not prepared.*experts=True")
-    with pytest.raises(error, match=rf"layers.0.mlp.experts.gate_up_proj .*{match}"):
-        quantize_(model, NVFP4Config(step="convert", experts=True))
+    convert = NVFP4Config(step="convert", experts=True)
+    for _ in range(2):  # also if it is asked again
+        with pytest.raises(error, match=rf"layers.0.mlp.experts.gate_up_proj .*{match}"):
+            quantize_(model, convert)
     assert not any(isinstance(parameter, NVFP4Tensor) for parameter in model.parameters())
     assert len(observed(model)) == (2 if prepared else 0)
+
+
+def test_squares_that_overflow_are_refused_before_any_change():
+    model = mixture("Mixtral").float()
+    config = NVFP4WeightOnlyConfig(scale_search="mse", weighted=True, experts=True)
+    quantize_(model, dataclasses.replace(config, step="prepare"), filter_fn=chosen)
+    model(IDS)
+    observed_weights(model)["model.layers.1.mlp.experts.down_proj"].activation_squares[1, 2] = float("inf")
+    for convert in (quantize_, quantize_model):
+        with pytest.raises(RuntimeError, match=r"layers.1.mlp.experts.down_proj are not finite, and nothing"):
+            convert(model, dataclasses.replace(config, step="convert"))
+        assert not any(isinstance(parameter, NVFP4Tensor) for parameter in model.parameters())
 
 
 def test_convert_without_experts_leaves_no_observer():

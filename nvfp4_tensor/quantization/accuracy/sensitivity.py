@@ -140,8 +140,8 @@ def sensitivity(
         raise ValueError("sensitivity compares outputs: give at least one batch")
     if by_layer and group_of is not None:
         raise ValueError("by_layer and group_of both choose what is quantized together: give only one of them")
-    groups = _groups(model, find_targets(model, filter_fn), by_layer, group_of)
     with restored(model, only_on_error=False), in_eval_mode(model):
+        groups = _groups(model, find_targets(model, filter_fn), by_layer, group_of)
         to_dense(model)
         with _calls(model) as called:
             exact = [_log_probabilities(model, batch) for batch in batches]

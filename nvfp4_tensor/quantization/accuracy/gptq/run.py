@@ -68,7 +68,7 @@ def gptq(
         The model.
 
     Raises:
-        TypeError: config or a selected module has another type.
+        TypeError: config or a selected module has another type, or a weight is sharded.
         ValueError: no batches, layers that do not form a chain, inputs that are not finite, or a folder of another run.
         RuntimeError: no batch reached a weight.
 
@@ -81,15 +81,15 @@ def gptq(
     batches = list(batches)
     if not batches:
         raise ValueError("GPTQ needs the inputs of weights: give at least one batch")
-    targets = find_targets(model, PlannedFilter(model, plan_model(model)) if filter_fn is None else filter_fn)
-    chain = _chain(model, targets, layers)
-    finished = None if folder is None else Finished(folder, config, model, targets, batches)
-    bar = tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress)
-    with torch.no_grad(), restored(model, only_on_error=True), in_eval_mode(model), bar:
+    with torch.no_grad(), restored(model, only_on_error=True):
+        targets = find_targets(model, PlannedFilter(model, plan_model(model)) if filter_fn is None else filter_fn)
+        chain = _chain(model, targets, layers)
+        finished = None if folder is None else Finished(folder, config, model, targets, batches)
         to_dense(model)
-        run = _Run(config, _joined(model, targets), finished, bar.update)
-        rest = run.quantize_layers(model, chain, targets, batches) if chain else targets
-        run.quantize_rest(model, rest, batches)
+        with in_eval_mode(model), tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress) as bar:
+            run = _Run(config, _joined(model, targets), finished, bar.update)
+            rest = run.quantize_layers(model, chain, targets, batches) if chain else targets
+            run.quantize_rest(model, rest, batches)
         for module, tokens in run.routed.items():
             setattr(module, ROUTED, tokens.tolist())
     if progress and run.routed:

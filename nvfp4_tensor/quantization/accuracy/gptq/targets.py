@@ -23,6 +23,7 @@ from nvfp4_tensor.quantization.experts import (
     tokens_of,
 )
 from nvfp4_tensor.quantization.linear import NVFP4Linear, quantizable, set_weight
+from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 Filter = Callable[[nn.Module, str], bool]
@@ -90,10 +91,13 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
     for module in model.modules():
         for parameter in module._parameters.values():
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    targets: list[WeightRef] = []
-    for name, module in model.named_modules():
-        if filter_fn(module, name) if filter_fn is not None else is_quantizable(module):
-            targets.extend(_of_module(name, as_linear(module)))
+    chosen = {
+        module: name
+        for name, module in model.named_modules()
+        if (filter_fn(module, name) if filter_fn is not None else is_quantizable(module))
+    }
+    refuse_shards(model, chosen)
+    targets = [target for module, name in chosen.items() for target in _of_module(name, as_linear(module))]
     if not targets:
         raise ValueError(nothing_matched(model, filter_fn))
     shared = [target.name for target in targets if holders[id(target.dense)] > 1]
