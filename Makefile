@@ -26,7 +26,7 @@ ARCHS_HERE = $(or $(NVFP4_CUDA_ARCHS),$(sort $(shell nvidia-smi --query-gpu=comp
 NATIVE := .ci/native $(BIN)
 PYTEST := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1) $(BIN)/python -m pytest
 
-.PHONY: help demo test exhaustive check smoke kernel sanitize emulated hub aarch64 lint format build docs sdist wheel clean
+.PHONY: help demo test exhaustive check smoke kernel faults sanitize emulated hub aarch64 lint format build docs sdist wheel clean
 .PHONY: native native-cpu native-here native-kernel
 .DELETE_ON_ERROR:
 
@@ -37,7 +37,9 @@ demo:  ## a real model in NVFP4 (demo_output/), the libraries built for this mac
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.demo native-here
 	TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 $(BIN)/python -m nvfp4_tensor demo
 
-test: $(VENV)/.dev $(VENV)/.demo native-here  ## all tests, the libraries built for this machine only
+test:  ## all tests, the libraries built for this machine only
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.dev native-here
+	@$(MAKE) --no-print-directory $(VENV)/.demo
 	$(PYTEST) -n $(WORKERS) --maxschedchunk 4
 
 exhaustive: $(VENV)/.dev $(VENV)/.demo native  ## the tests that `make test` leaves out, before a release
@@ -51,6 +53,9 @@ smoke: $(VENV)/.dev $(VENV)/.demo native-here  ## one test per room
 
 kernel: $(VENV)/.dev native-kernel  ## the kernels for one GPU, then one test: ARCH=90a TEST=test/matmul/test_cuda_matmul.py
 	$(PYTEST) -q -x $(or $(TEST),test/ops test/matmul)
+
+faults: $(VENV)/.dev $(VENV)/.demo  ## plant the faults of test/faults one at a time: each has to fail a test
+	$(BIN)/python test/faults -j 2
 
 sanitize: $(VENV)/.dev  ## the tests of the CPU ops over a library with address and undefined-behaviour sanitizers
 	.ci/sanitize $(BIN)

@@ -1,0 +1,169 @@
+"""Faults of the kinds that were found or feared, one at a time, and the tests that have to notice each.
+
+Text that occurs once in a file is replaced by other text. In C++ and CUDA, whose faults are all in one build, both are
+expressions, or statements. ``python test/faults`` plants them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """``old`` is replaced by ``new`` in a file below nvfp4_tensor; ``tests``: paths below test, and whether on a GPU."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    gpu: bool = False
+
+    @property
+    def is_native(self) -> bool:
+        return self.file.startswith("csrc/")
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {' '.join(self.old.split())[:60]} -> {' '.join(self.new.split())[:60]}"
+
+
+F = Fault
+
+FAULTS = [
+    # --- numerics: the reference decides every bit ---
+    F("numerics/reference.py", "for _ in range(7):", "for _ in range(6):", "numerics"),
+    F("numerics/reference.py", "bytes_.roll(-1, dims=-1) << 8", "bytes_.roll(1, dims=-1) << 8", "numerics"),
+    F("numerics/reference.py", "mode == RoundingMode.STOCHASTIC:\n        assert", "False:\n        assert", "numerics"),
+    F("numerics/reference.py", "below = (bits.view(torch.float8_e4m3fn).float() < v)",
+      "below = (bits.view(torch.float8_e4m3fn).float() <= v)", "numerics"),
+    F("numerics/reference.py", "return torch.where(s_b == 0, 0.0, enc)", "return enc", "numerics"),
+    F("numerics/random_state.py", "person=domain.encode()", "person=b''", "numerics"),
+    F("numerics/random_state.py", "_CALLS = 0xD1342543DE82EF95", "_CALLS = 0", "numerics training/linear"),
+    F("numerics/optimizer_step.py", "rng_state, row0, SECOND_MOMENT_STREAM) >> 1",
+      "rng_state, row0, MOMENT_STREAM) >> 1", "training/weights ops"),
+    F("numerics/optimizer_step.py", "UNBIASED = 0.87", "UNBIASED = 1.0", "training/weights ops"),
+    F("numerics/eden.py", "SIGN_STREAM, SCALE_STREAM = 256, 257", "SIGN_STREAM, SCALE_STREAM = 256, 256", "numerics"),
+    F("numerics/spec.py", "return self.replace(round_mode=mode, scale_rounding=ScaleRounding.UP)",
+      "return self.replace(round_mode=mode)", "numerics"),
+    # --- tensor and dispatch: aliasing, writes, what a product rounds ---
+    F("tensor/tiles.py", "return largest == smallest", "return largest == largest", "tensor training/weights"),
+    F("tensor/tiles.py", "scale = torch.where(mask, of_tiles, of_rows)", "scale = of_rows", "tensor"),
+    F("tensor/windows.py", "codes[..., self.columns :] = 0", "codes[..., self.columns :] = 8", "tensor dispatch"),
+    F("tensor/windows.py", "return self._replace(offset=self.offset - self.tiles()[0]", "return self._replace(offset=self.offset - 0",
+      "tensor dispatch"),
+    F("dispatch/writes.py", "source = source.clone()  # it may overlap the window", "pass", "dispatch"),
+    F("dispatch/writes.py", "window.stored.per_tensor_scale.copy_(new)", "pass", "dispatch"),
+    F("dispatch/writes.py", "setattr(storage, _WRITES, writes_of(storage) + 1)", "pass", "dispatch training/weights"),
+    F("dispatch/writes.py", "if not (~rounds | (new > old)).all():", "if False:", "dispatch"),
+    F("dispatch/straight_through.py", "return with_derivative_of(values, product(*tree_map(_multiplied, args), **tree_map(_multiplied, kwargs)))",
+      "return values", "dispatch tensor"),
+    F("dispatch/linears.py", "if w.activation_spec is not None:\n        return False", "if False:\n        return False",
+      "dispatch quantization/test_linear.py"),
+    F("dispatch/linears.py", "and x.dtype is w.orig_dtype", "", "dispatch quantization/test_linear.py"),
+    F("dispatch/views.py", "view.window.splits and t.spec.hadamard_sign is not None", "False", "dispatch"),
+    # --- matmul and ops ---
+    F("matmul/product.py", "if beta == 0:\n        bias = None", "if False:\n        bias = None", "matmul dispatch"),
+    F("matmul/product.py", "bias = bias.expand(*a.shape[:-1], b.shape[-1]).mT", "bias = bias.expand(*a.shape[:-1], b.shape[-1])",
+      "matmul dispatch"),
+    F("matmul/backends.py", "x.shape[0] < FP8_ROWS", "x.shape[0] <= FP8_ROWS", "matmul"),
+    F("matmul/backends.py", "return min(own, (int(digits[:-1]), int(digits[-1]))) if digits else own",
+      "return own", "matmul", gpu=True),
+    F("ops/composite/step.py", "wide.square().mean(-1, keepdim=True) + eps", "wide.square().mean(-1, keepdim=True)", "ops"),
+    # --- quantization ---
+    F("quantization/observer.py", "torch.maximum(self.activation_amax, torch.ops.nvfp4.amax(x))", "torch.ops.nvfp4.amax(x)",
+      "quantization"),
+    F("quantization/observer.py", "magnitude = torch.where(finite, magnitude, -1.0)", "pass", "quantization"),
+    F("quantization/model_plan.py", "if each.name in routers:", "if False:", "quantization"),
+    F("quantization/model_plan.py", "rows * ROWS_PER_COLUMN <= each.shape[-1]", "False", "quantization"),
+    F("quantization/model_plan.py", "not all(selected(name) for name in names)", "not any(selected(name) for name in names)",
+      "quantization"),
+    F("quantization/accuracy/gptq/rounding.py", "work[last:] -= factor.upper[first:last, last:].mT @ errors", "pass",
+      "quantization/accuracy"),
+    F("quantization/accuracy/gptq/rounding.py", "difference = cross.double()[:columns] - hessian.double()[:columns]",
+      "difference = hessian.double()[:columns] - cross.double()[:columns]", "quantization/accuracy"),
+    # --- checkpoints and the command line ---
+    F("checkpoints/formats/comfy.py", "return codes >> 4 | codes << 4", "return codes", "checkpoints/formats"),
+    F("checkpoints/formats/modelopt.py", "qdata, scale = _transposed_copy(qdata), _transposed_copy(scale)",
+      "qdata, scale = _transposed_copy(qdata), scale", "checkpoints/formats"),
+    F("checkpoints/formats/modelopt.py", "if missing := without_input_scale(entries):", "if missing := []:", "checkpoints"),
+    F("checkpoints/understood.py", "if foreign:\n        raise", "if False:\n        raise", "checkpoints"),
+    F("checkpoints/io/resumable_write.py", "if not _lock(lock) or not _is_at(lock, path):", "if not _is_at(lock, path):",
+      "checkpoints/io"),
+    F("checkpoints/io/resumable_write.py", "if temporary.exists() and any(", "if False and any(", "checkpoints nvfp4_cli"),
+    F("checkpoints/formats/mlx.py", "own and (missing := [name for name in quantized if name not in own])", "False",
+      "checkpoints/formats"),
+    # --- training ---
+    F("training/weights/coded_moments.py", "power = 2.0 ** math.ceil(", "power = 2.0 ** math.floor(", "training/weights"),
+    F("training/weights/coded_moments.py", "return offset[0] if offset else 0", "return 0", "distributed"),
+    F("training/weights/write_back.py", "chances = (need * (1 << 16)).ceil()", "chances = (need * (1 << 15)).ceil()",
+      "training/weights"),
+    F("training/weights/write_back.py", "torch.where(down.to(torch.float8_e4m3fn).float() == down, down, old)", "down",
+      "training/weights"),
+    F("training/weights/error_feedback.py", "if old < new:", "if old > new:", "training/weights"),
+    F("training/weights/error_feedback.py", "* (1 - 1 / beta1)", "* (1 - beta1)", "training/weights"),
+    F("training/linear/function.py", "x = apply_autocast(x)\n    check_operands", "check_operands", "training/linear"),
+    # --- generation ---
+    F("generation/cache.py", "append(keys, values, fresh[0][:, :, :older], fresh[1][:, :, :older], self.spec)",
+      "append(keys, values, fresh[0][:, :, :older], fresh[0][:, :, :older], self.spec)", "generation/test_cache.py"),
+    F("generation/cache.py", "self.length += key_states.shape[-2]", "self.length += 1", "generation/test_cache.py"),
+    F("generation/ring.py", "torch.arange(position - self.size + 1, position,", "torch.arange(position - self.size, position - 1,",
+      "generation"),
+    F("generation/choice.py", "torch.where(ends - mass < self._top_p, mass, 0.0)", "torch.where(ends < self._top_p, mass, 0.0)",
+      "generation/test_choice.py"),
+    F("generation/choice.py", "torch.where(largest.isnan(), -1, tokens)", "tokens", "generation"),
+    F("generation/model_state.py", "and self._current_addresses() == self._addresses", "", "generation"),
+    F("generation/model_state.py", "== self._child", "!= []", "generation/test_replaced_parts.py"),
+    # --- sharding and distributed ---
+    F("sharding/layout.py", "start -= count", "start -= length", "sharding distributed"),
+    F("distributed/gradients.py", 'f"rank {group.rank()}"', '"rank 0"', "distributed"),
+    F("distributed/gradients.py", "self.calls += 1", "pass", "distributed"),
+    F("distributed/agreement.py", "if expected != found:", "if False:", "distributed"),
+    # --- emulation, _compat, command line ---
+    F("emulation/scales.py", "element.mantissa + 1", "element.mantissa", "emulation"),
+    F("_compat/frames.py", "frame is None", "frame is not None", "_compat quantization/test_callers.py"),
+    F("_compat/frames.py", '("accelerate", "nvfp4_tensor", "peft",', '("accelerate", "peft",', "_compat dispatch quantization"),
+    F("integrations/loading.py", "None in found or len(found) >= parts", "True", "integrations/vllm integrations/sglang"),
+    F("integrations/loading.py", "sum(each[0] == shard for each in found) >= count", "bool(found)",
+      "integrations/vllm integrations/sglang"),
+    F("integrations/serving.py", "input_scale=_input_scale(loaded) if loaded.quantizes_activations else None", "input_scale=None",
+      "integrations"),
+    F("integrations/vllm/linears.py", ' and not prefix.endswith("kv_b_proj")', "", "integrations/vllm"),
+    F("testing/statistics.py", "(1 - spread)) / math.sqrt(spread)", "(1 - spread)) * math.sqrt(spread)", "testing"),
+    # --- native: the arithmetic that CPU and GPU share, planted in both ---
+    F("csrc/numerics/e2m1.h", "0x7FFFu + (inexact | (fixed >> 16 & 1u))", "0x8000u", "ops"),
+    F("csrc/numerics/e2m1.h", "(float_bits(v) >> 31) << 3", "0u", "ops"),
+    F("csrc/numerics/e4m3.h", "(bits == 0 && block_amax > 0.0f)", "false", "ops"),
+    F("csrc/numerics/philox.h", "(shift == 24 ? low >> 24 | high << 8 : low >> shift)", "(low >> shift)", "ops"),
+    F("csrc/numerics/block.h", "to_four ? mul(base, 1.5f) : base", "base", "ops"),
+    F("csrc/numerics/adamw.h", "static_cast<float>(growth()) < chances", "true", "ops/test_optimizer.py"),
+    F("csrc/numerics/adamw.h", "return {key.seed_low, key.seed_high, key.offset, stream};", "return key;", "ops/test_optimizer.py"),
+    # --- native, CPU ---
+    F("csrc/cpu/quantize/block_math.h", "less(error4, error6)", "less(error6, error4)", "ops"),
+    F("csrc/cpu/quantize/block_math.h", "min(div(set(1.0f), mul(s_b, set(tensor.decode))), set(kFloatMax))",
+      "div(set(1.0f), mul(s_b, set(tensor.decode)))", "ops"),
+    F("csrc/cpu/attention/attend.h", "begin > token ? begin - token : 0", "0", "ops generation"),
+    F("csrc/cpu/attention/attend.h", "sees_any ? 1.0f / divisor : 0.0f", "1.0f / divisor", "ops"),
+    F("csrc/cpu/attention/attend.h", "u.most[row] == top ? 1.0f : exp_of(u.most[row] - reference)", "1.0f", "ops"),
+    F("csrc/cpu/matmul/few.h", "first_row(p, group + 1) - first", "first_row(p, group) - first + 1", "matmul"),
+    F("csrc/cpu/generation/decode_step.cpp", "step_.kernel.pack(p, at, 0, step_.kernel.pack_units(p)) & step_.kernel.refuses",
+      "step_.kernel.pack(p, at, 0, step_.kernel.pack_units(p)) & 0u", "ops generation"),
+    # --- native, CUDA ---
+    F("csrc/cuda/block/block.cuh", "fabsf(*how.amax)", "*how.amax", "ops", gpu=True),
+    F("csrc/cuda/block/block.cuh", "amax_bits >= kInfinity<T> ? kE4M3Nan : s_bits", "s_bits", "ops", gpu=True),
+    F("csrc/cuda/block/block.cuh", "offset.first + static_cast<int64_t>(row) * offset.width + column",
+      "offset.first + static_cast<int64_t>(row * static_cast<uint32_t>(offset.width)) + column - (column > 63)", "ops", gpu=True),
+    F("csrc/cuda/matmul/few_rows/kernel.cuh", "stride * 4 + (next_band ? 96 : 0)", "stride * 4 + (next_band ? 92 : 0)",
+      "matmul", gpu=True),
+    F("csrc/cuda/matmul/few_rows/kernel.cuh", "kPlain || cursor.row + rows <= last ? cursor.elements : 0",
+      "cursor.elements",
+      "matmul", gpu=True),
+    F("csrc/cuda/attention/codes.cuh", "exp2_of(shared.left.most[warp][row] - most)", "1.0f", "ops generation", gpu=True),
+    F("csrc/cuda/attention/codes.cuh", "token < mask.seen.begin || token >= mask.seen.end", "token >= mask.seen.end",
+      "ops generation", gpu=True),
+    F("csrc/cuda/optimizer/adamw.cu", "max(least, top - min(top, uint32_t{kMostBelow} << 23))", "least",
+      "ops/test_optimizer.py", gpu=True),
+    F("csrc/cuda/optimizer/adamw.cu", "with_stream(key, kSecondMomentStream).block_words(number)", "key.block_words(number)",
+      "ops/test_optimizer.py", gpu=True),
+    F("csrc/cuda/generation/norm.cu", "block_sum(sum, warps) / p.columns + p.norm.eps", "block_sum(sum, warps) / p.columns",
+      "ops", gpu=True),
+]  # fmt: skip
