@@ -18,7 +18,7 @@ using Tensors = std::vector<Tensor>;
 constexpr int kCodesOfLayer = 6;  // codes, block scales and factors of keys, and of values
 constexpr int kAppendThreads = 128;
 // Of codes, for four queries of a head: with more room the kernels of a cache of codes are faster than one for all
-// layers (docs/design/cache_attention.md).
+// layers (docs/design/generation.md).
 constexpr int64_t kMostCodedTokens = 98304;
 constexpr int64_t kMostDenseTokens = 256;  // beside codes: one block of a head attends to all of them
 
