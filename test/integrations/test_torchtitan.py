@@ -123,10 +123,10 @@ def test_the_forward_alone_goes_back_to_dense():
 
 @pytest.mark.slow
 def test_trains_under_fsdp(tmp_path):
-    (losses, linears, halves), other = run_ranks(trained, 2, str(tmp_path), "nvidia", 8)
+    (losses, linears, halves), other = run_ranks(trained, 2, str(tmp_path), "nvidia", 8, keep=False)
     assert other[0] == losses
     assert linears == 30 and halves == {(True, False)}
-    (dense, none, _), _ = run_ranks(trained, 2, str(tmp_path), None)
+    (dense, none, _), _ = run_ranks(trained, 2, str(tmp_path), None, keep=False)
     assert none == 0
     assert losses != dense
     assert losses[0] > 7 and losses[-1] < losses[0] - 2
@@ -135,16 +135,16 @@ def test_trains_under_fsdp(tmp_path):
 
 @pytest.mark.slow
 def test_trains_under_tensor_parallelism(tmp_path):
-    (losses, linears, _), other = run_ranks(trained, 2, str(tmp_path), "nvidia", None, 2)
+    (losses, linears, _), other = run_ranks(trained, 2, str(tmp_path), "nvidia", None, 2, keep=False)
     assert other[0] == losses and linears == 30
-    ((alone, _, _),) = run_ranks(trained, 1, str(tmp_path), "nvidia")
+    ((alone, _, _),) = run_ranks(trained, 1, str(tmp_path), "nvidia", keep=False)
     assert losses[0] > 7 and losses[-1] < losses[0] - 2
     assert abs(losses[-1] - alone[-1]) < 0.1 * alone[-1]
 
 
 @pytest.mark.slow
 def test_full_dtensor_is_refused(tmp_path):
-    run_ranks(refused, 1, str(tmp_path))
+    run_ranks(refused, 1, str(tmp_path), keep=False)
 
 
 @pytest.mark.slow

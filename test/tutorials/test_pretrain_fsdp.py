@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.run_ranks import on_devices
+from helpers.run_ranks import TWO_GPUS
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def losses(folder, *arguments, device="cpu"):
 
 
 @pytest.mark.slow
-@on_devices
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 def test_two_ranks_and_one_have_the_same_losses_before_and_after_a_resumption(device, tmp_path):
     begun = losses(tmp_path / "a", "--steps", "4", "--ranks", "2", device=device)
     resumed = losses(tmp_path / "a", "--steps", "7", "--ranks", "1", "--resume", device=device)
