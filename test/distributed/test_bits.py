@@ -1,23 +1,20 @@
-"""Codes and random bits are independent of the number of ranks, for every recipe."""
+"""Codes and random bits are independent of the number of ranks, for every recipe and every way to share a step."""
 
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, run_ranks
+from helpers.product_operands import ProductOperands
+from helpers.run_ranks import here, of_all_ranks, on_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental._context_parallel import _load_balancer
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import distributed
-from nvfp4_tensor.numerics import layout
-from nvfp4_tensor.ops import composite
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig
 
 pytestmark = pytest.mark.slow
@@ -32,236 +29,172 @@ ALL = {
 }
 
 
-def linear(recipe, columns, rows):
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(columns, rows, bias=False)).bfloat16().to(here())
-    quantize_(model, NVFP4TrainingConfig(ALL[recipe]))
-    distributed.seed_rounding(model, seed=5, step=3)
-    return model
-
-
-def batch(tokens, columns, rows):
-    generator = torch.Generator().manual_seed(8)
-    x, dy = (torch.randn(tokens, size, generator=generator).bfloat16() for size in (columns, rows))
-    x[5, 7], dy[-1, 3] = 30.0, -40.0  # amaxes that one rank alone has
-    return x.to(here()), dy.to(here())
-
-
-class Quantized(TorchDispatchMode):
-    """What the ops that quantize give, in the order of the calls: per-tensor scales, and codes times block scales."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name.startswith("nvfp4::train_linear"):
-            with self:  # by the ops that it is made of
-                return getattr(composite, func._opname)(*args)
-        result = func(*args, **(kwargs or {}))
-        if name in ("nvfp4::quantize", "nvfp4::quantize_rows"):
-            self._codes(*result)
-        elif name == "nvfp4::quantize_pair":
-            self._codes(*result[:3])
-            self._codes(*result[3:])
-        elif name in ("nvfp4::fake_quantize", "nvfp4::quantize_activation"):
-            self.found.append((result[1], result[0]))
-        elif name == "nvfp4::quantize_pair_values":
-            values, factor, t, scale_t, factor_t = result
-            self.found.append((factor, values))
-            self._codes(t, scale_t, factor_t) if scale_t.numel() else self.found.append((factor_t, t))
-        return result
-
-    def _codes(self, qdata, scale, factor):
-        blocks = layout.unswizzle(scale, qdata.shape[0], qdata.shape[1] // 8).float().repeat_interleave(16, dim=1)
-        self.found.append((factor, layout.code_values(layout.unpack(qdata)) * blocks))
-
-
-def step(model, x, dy):
-    x = x.clone().requires_grad_()
-    with Quantized() as quantized:
-        y = model(x)
-        y.backward(dy)
-    grad = model[0].weight.grad
-    return quantized.found, y.detach(), x.grad, grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def piece(t, dim, rank, world):
-    return t.chunk(world, dim)[rank]
-
-
-def codes_are_those_of_one_rank(how):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(here().type, (world,))
-    sizes = {"tokens": 128, "inputs": 128, "outputs": 256}
-    sizes[how] = 128 * world  # whole rotations of 128 for each rank
-    tokens, columns, rows = sizes.values()
-    for name in ALL:
-        x, dy = batch(tokens, columns, rows)
-        alone = linear(name, columns, rows)
-        expected, y, dx, dw = step(alone, x, dy)
-        model = linear(name, columns, rows)
-        if how == "tokens":
-            distributed.set_token_sharding(model, mesh)
-            x, dy, y, dx = (piece(t, 0, rank, world) for t in (x, dy, y, dx))
-        else:
-            plan = distributed.NVFP4ColwiseParallel() if how == "outputs" else distributed.NVFP4RowwiseParallel()
-            parallelize_module(model, mesh, {"0": plan})
-            if how == "outputs":
-                dy, y, dw = piece(dy, 1, rank, world), piece(y, 1, rank, world), piece(dw, 0, rank, world)
-            else:
-                x, dx, dw = piece(x, 1, rank, world), piece(dx, 1, rank, world), piece(dw, 1, rank, world)
-        found, y_, dx_, dw_ = step(model, x, dy)
-        assert len(found) == len(expected) > 0, name
-        for i, ((factor, values), (whole_factor, whole)) in enumerate(zip(found, expected, strict=True)):
-            of_rows = factor.numel() < whole_factor.numel()
-            assert torch.equal(factor, piece(whole_factor, 0, rank, world) if of_rows else whole_factor), (name, i)
-            dim = next((d for d in (0, 1) if values.shape[d] != whole.shape[d]), None)
-            part = whole if dim is None else piece(whole, dim, rank, world)
-            assert torch.equal(values.float(), part.float()), (name, i, tuple(values.shape))
-        if how == "tokens":
-            dist.all_reduce(dw_)
-        for mine, theirs in ((y_, y), (dx_, dx), (dw_, dw)):
-            assert (mine.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm(), name
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), 8])
-@pytest.mark.parametrize("how", ["tokens", "outputs", "inputs"])
-def test_codes_equal_those_of_one_rank(how, world):
-    """Every operand of every product, bit for bit; y, dx and dw up to the order of sums."""
-    run_ranks(codes_are_those_of_one_rank, world, how)
-
-
 class Pair(nn.Module):
-    """Two linears of one input, computed in the graph: eager mode on one rank shares it."""
+    """Two linears of one input, computed in the graph: eager mode on one rank shares its operands."""
 
-    def __init__(self, columns, rows):
+    def __init__(self, inputs, outputs):
         super().__init__()
-        self.q, self.k = nn.Linear(columns, rows, bias=False), nn.Linear(columns, rows, bias=False)
+        self.q, self.k = (nn.Linear(inputs, outputs, bias=False) for _ in range(2))
 
     def forward(self, x):
         x = x * 1
-        return torch.cat([self.q(x), self.k(x)], -1)
+        return self.q(x) + self.k(x)
 
 
-def pair_of(recipe, seeded):
+def pair(recipe, sizes, seeded):
     torch.manual_seed(7)
-    model = Pair(256, 256)
-    quantize_(model, NVFP4TrainingConfig(ALL[recipe]))
+    model = Pair(sizes["inputs"], sizes["outputs"]).bfloat16().to(here())
+    quantize_(model, NVFP4TrainingConfig(recipe))
     if seeded:
         distributed.seed_rounding(model, seed=5, step=3)
     return model
 
 
-def gradients_of(model, x, dy):
-    torch.manual_seed(9)
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def step(model, x, dy):
     x = x.clone().requires_grad_()
-    model(x).backward(dy)
-    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-    return x.grad, *grads
+    torch.manual_seed(9)
+    with ProductOperands() as products:
+        y = model(x)
+        y.backward(dy)
+    return products.found, y.detach(), x.grad, *(local(p.grad) for p in model.parameters())
 
 
-def gradients_of_a_shared_input(how, seeded):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(here().type, (world,))
-    x, dy = torch.randn(256, 256), torch.randn(256, 512)
-    x, dy = (t.to(here()) for t in (x, dy))
-    dist.broadcast(x, 0)
-    dist.broadcast(dy, 0)
-    for name in ALL:
-        dx, *dw = gradients_of(pair_of(name, seeded), x, dy)
-        model = pair_of(name, seeded)
-        x_, dy_ = x, dy
-        if how == "tokens":
-            distributed.set_token_sharding(model, mesh)
-            x_, dy_, dx = (piece(t, 0, rank, world) for t in (x, dy, dx))
+def head_and_tail(sequence, rank, world):
+    """The tokens of a rank as torch's own load balancer has them, and their chunks."""
+    balancer = _load_balancer._HeadTailLoadBalancer(sequence, world, "cpu")
+    return balancer._generate_indices().view(world, -1)[rank].long(), (rank, 2 * world - 1 - rank)
+
+
+FEATURES = ("inputs", "outputs")
+
+
+class Share:
+    """What a rank has of x (2, S, K), dy (2, S, N) and w (N, K): rows, tokens of each, outputs and inputs."""
+
+    def __init__(self, how, world):
+        self.how, self.world, self.rank = how, world, dist.get_rank()
+        # Whole rotations of 128 in each rank's range, and no two sizes equal.
+        self.sizes = {"batch": 2, "tokens": 48, "inputs": 64, "outputs": 80}
+        if how in ("tokens", "sequence"):
+            self.sizes["tokens"] = 128 * world
+        elif how == "chunks":
+            self.sizes["tokens"] = 2 * 2 * 128
+        if how in ("outputs", "sequence"):
+            self.sizes["outputs"] = 128 * world
+        elif how == "inputs":
+            self.sizes["inputs"] = 128 * world
+        self.whole = {name: torch.arange(size, device=here()) for name, size in self.sizes.items()}
+        self.own = dict(self.whole)
+
+    def split(self, name):
+        self.own[name] = self.whole[name].chunk(self.world)[self.rank]
+
+    def apply(self, model):
+        mesh = init_device_mesh(here().type, (self.world,))
+        if self.how == "tokens":
+            self.split("batch") if self.world == 2 else self.split("tokens")
+            distributed.set_token_sharding(model, mesh, dim=0 if self.world == 2 else 1)
+        elif self.how == "chunks":
+            self.apply_chunks(model)
+        elif self.how == "inputs":
+            self.split("inputs")
+            parallelize_module(model, mesh, {"*": distributed.NVFP4RowwiseParallel()})
         else:
-            plan = distributed.NVFP4ColwiseParallel(output_layouts=Replicate())
-            plan = plan if how == "outputs" else distributed.NVFP4RowwiseParallel(input_layouts=Replicate())
-            parallelize_module(model, mesh, {"q": plan, "k": plan})
-            dw = [piece(t, 0 if how == "outputs" else 1, rank, world) for t in dw]
-        dx_, *dw_ = gradients_of(model, x_, dy_)
-        for t in dw_ if how == "tokens" else ():
-            dist.all_reduce(t)
-        for mine, theirs in zip((dx_, *dw_), (dx, *dw), strict=True):
-            assert (mine - theirs).norm() <= 0.01 * theirs.norm(), (name, how)
+            self.split("outputs")
+            sequence = {"input_layouts": Shard(1)} if self.how == "sequence" else {}
+            parallelize_module(model, mesh, {"*": distributed.NVFP4ColwiseParallel(**sequence)})
+
+    def apply_chunks(self, model):
+        """Chunks of the sequence over two ranks, and with four ranks the batch over two."""
+        mesh = init_device_mesh(here().type, (self.world // 2, 2), mesh_dim_names=("dp", "cp"))
+        tokens, chunks = head_and_tail(self.sizes["tokens"], mesh["cp"].get_local_rank(), 2)
+        self.own["tokens"] = tokens.to(here())
+        distributed.set_token_sharding(model, mesh["cp"], dim=1, chunks=chunks)
+        if self.world == 4:
+            self.own["batch"] = self.whole["batch"].chunk(2)[mesh["dp"].get_local_rank()]
+            distributed.set_token_sharding(model, mesh["dp"])
+
+    def of(self, t, features, is_input=False):
+        """This rank's part of x, y or their gradients."""
+        tokens = self.own["tokens"]
+        if self.how == "sequence" and is_input:
+            tokens = tokens.chunk(self.world)[self.rank]
+        return t[self.own["batch"]][:, tokens][..., self.own[features]].contiguous()
+
+    def of_operand(self, t, shape):
+        """The part of an operand's values or scales, in each dimension in which the rank's shape is another one."""
+        tokens = (self.own["batch"][:, None] * self.sizes["tokens"] + self.own["tokens"]).flatten()
+        for dim, (size, mine) in enumerate(zip(t.shape, shape, strict=True)):
+            if size != mine:
+                indices = {2 * self.sizes["tokens"]: tokens} | {self.sizes[of]: self.own[of] for of in FEATURES}
+                index = indices[size]
+                assert len(index) == mine
+                t = t.index_select(dim, index)
+        return t
 
 
-@pytest.mark.parametrize("how, seeded", [("outputs", True), ("outputs", False), ("inputs", True), ("tokens", True)])
-def test_linears_with_one_input_have_the_random_bits_of_one_rank(how, seeded):
-    run_ranks(gradients_of_a_shared_input, 2, how, seeded)
+def batch(sizes):
+    generator = torch.Generator().manual_seed(8)
+    x, dy = (torch.randn(2, sizes["tokens"], sizes[of], generator=generator).bfloat16() for of in FEATURES)
+    x[0, 5, 7], dy[-1, -1, 3] = 30.0, -40.0  # amaxes that one rank alone has
+    return x.to(here()), dy.to(here())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("how", ["tokens", "outputs", "inputs"])
-def test_codes_on_two_gpus_equal_those_of_one(how):
-    run_ranks(codes_are_those_of_one_rank, 2, how, device="cuda")
+def close(mine, theirs, name):
+    assert (mine.float() - theirs.float()).norm() <= 0.005 * theirs.float().norm(), name
 
 
-# --- a run -----------------------------------------------------------------------------------------------------------
+@on_ranks(2, cuda=True)
+@pytest.mark.parametrize("how", ["tokens", "chunks", "outputs", "outputs, unseeded", "inputs", "sequence"])
+def test_operands_equal_those_of_one_rank(how):
+    """Every operand of every product, bit for bit; y, dx and dw up to the order of sums."""
+    operands_of_every_recipe(how.removesuffix(", unseeded"), seeded=not how.endswith(", unseeded"))
 
 
-def model_of(recipe, seed=7):
-    torch.manual_seed(seed)
+@pytest.mark.parametrize(
+    ("how", "world"), [("tokens", 4), ("chunks", 4), ("outputs", 8), ("inputs", 3), ("sequence", 4)]
+)
+def test_operands_on_more_ranks(how, world):
+    run_ranks(operands_of_every_recipe, world, how)
+
+
+def operands_of_every_recipe(how, seeded=True):
+    for name, recipe in ALL.items():
+        share = Share(how, dist.get_world_size())
+        x, dy = batch(share.sizes)
+        alone, model = (pair(recipe, share.sizes, seeded) for _ in range(2))
+        expected, y, dx, *dw = step(alone, x, dy)
+        share.apply(model)
+        found, y_, dx_, *dw_ = step(model, share.of(x, "inputs", True), share.of(dy, "outputs"))
+        assert len(found) == len(expected) >= (2 if name in ("forward_only", "weight_only") else 4), name
+        for i, (mine, whole) in enumerate(zip(found, expected, strict=True)):
+            for (values, scale), (of_whole, its_scale) in zip(mine, whole, strict=True):
+                assert torch.equal(scale, share.of_operand(its_scale, scale.shape)), (name, i)
+                assert torch.equal(values, share.of_operand(of_whole, values.shape)), (name, i)
+        close(y_, share.of(y, "outputs"), name)
+        close(dx_, share.of(dx, "inputs", True), name)
+        for mine, whole in zip(dw_, dw, strict=True):
+            if how in ("tokens", "chunks"):
+                dist.all_reduce(mine)
+            close(mine, whole[share.own["outputs"]][:, share.own["inputs"]], name)
+
+
+# --- random bits, and errors -----------------------------------------------------------------------------------------
+
+
+def model_of(recipe):
+    torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).bfloat16()
     quantize_(model, NVFP4TrainingConfig(recipe))
     return model
 
 
-def losses(recipe, engine, total):
-    """Return the losses of a few steps, whose tokens are divided among the ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(here().type, (world,))
-    model = model_of(recipe).to(here())
-    if engine == "FSDP2":
-        distributed.enable_nvfp4_all_gather(model)
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        for module in (model[0], model[2], model):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
-    else:
-        model = DistributedDataParallel(model)
-        model.register_comm_hook(None, summed)
-    distributed.set_token_sharding(model, mesh)
-    distributed.seed_rounding(model, seed=11)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found = []
-    for step in range(4):
-        x = torch.randn(total, 64, generator=torch.Generator().manual_seed(step)).bfloat16().to(here())
-        distributed.set_step(model, step)
-        loss = model(piece(x, 0, rank, world)).float().square().sum() / (total * 64)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if engine == "FSDP2":
-            distributed.precompute_amaxes(model)
-        dist.all_reduce(loss)
-        found.append(loss.item())
-    return found
-
-
-def summed(state, bucket):
-    """DDP's gradients without the division by the ranks."""
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
-
-
-@pytest.mark.parametrize(
-    ("recipe", "engine"),
-    [("nvidia", "FSDP2"), pytest.param("accurate_eden", "FSDP2", marks=pytest.mark.slow), ("nvidia", "DDP")],
-)
-def test_losses_agree_on_any_number_of_ranks(recipe, engine):
-    """To the order of float32 sums, which moves weights by a bfloat16 step here and there."""
-    one, two, four = (run_ranks(losses, world, recipe, engine, 512)[0] for world in (1, 2, 4))
-    assert one[-1] < 0.7 * one[0]
-    for several in (two, four):
-        assert max(abs(a / b - 1) for a, b in zip(several, one, strict=True)) < 2e-3
-
-
-def a_draw_is_a_seed_a_name_and_a_step():
+@on_ranks(2)
+def test_random_bits_depend_on_seed_name_and_step():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     quantize_(model, NVFP4TrainingConfig())
     x = torch.randn(32, 64).bfloat16()
@@ -273,69 +206,61 @@ def a_draw_is_a_seed_a_name_and_a_step():
         model(x).float().sin().sum().backward()
         grads.append(model[0].weight.grad.clone())
     assert torch.equal(grads[0], grads[2]) and not torch.equal(grads[0], grads[1])
-    assert "rounding_state" not in model.state_dict() and not torch.equal(
-        model[0].rounding_state, model[1].rounding_state
-    )
-    return x, grads[0]
+    assert torch.equal(*of_all_ranks(grads[0]))
+    assert "rounding_state" not in model.state_dict()
+    assert not torch.equal(model[0].rounding_state, model[1].rounding_state)
 
 
-def test_random_bits_depend_on_seed_name_and_step():
-    (x, one), (_, other) = run_ranks(a_draw_is_a_seed_a_name_and_a_step, 2)
-    assert torch.equal(one, other) and x.shape == (32, 64)
+def raises(case):
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    recipes = {"recipes": "unbiased" if rank else "nvidia", "tokens": "accurate_eden", "blocks": "accurate_eden"}
+    model, plan = model_of(recipes.get(case, "nvidia")), {"0": distributed.NVFP4RowwiseParallel()}
+    x = torch.randn(2, 64, 64).bfloat16().requires_grad_()
+    if case == "mesh":
+        distributed.set_token_sharding(model, init_device_mesh("cpu", (1, 2)))
+    elif case == "twice":
+        both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+        for _ in range(2):  # the same ranks again
+            distributed.set_token_sharding(model, both["a"])
+        distributed.set_token_sharding(model, both["b"], dim=1)
+        distributed.set_token_sharding(model, both["b"])
+    elif case == "features":
+        model = nn.Sequential(nn.Linear(48, 64)).bfloat16()
+        quantize_(model, NVFP4TrainingConfig())
+        parallelize_module(model, mesh, plan)
+    elif case == "plan":
+        parallelize_module(nn.Sequential(nn.Linear(32, 32)), mesh, plan)
+    elif case == "step":
+        distributed.set_step(model, 1)
+    elif case in ("recipes", "tokens", "unequal", "negative"):
+        distributed.set_token_sharding(model, mesh, dim=-1 if case == "negative" else 0)
+        model(torch.randn(48 + 16 * rank if case == "unequal" else 40, 64).bfloat16()).sum().backward()
+    else:
+        chunks = (0, 3) if case == "chunks" else (rank, 3 - rank)
+        distributed.set_token_sharding(model, mesh, dim=1, chunks=chunks)
+        model(x[0] if case == "rows" else x[:, :63] if case == "odd" else x)
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
+ERRORS = {
+    "recipes": "ValueError: the recipe of '0' is nvidia.*on rank 0 and unbiased.*on rank 1",
+    "mesh": "ValueError: a mesh of one dimension",
+    "twice": r"ValueError: ranks \[0, 1\] share dimension 0 of 0's tokens already: give one mesh of all",
+    "tokens": r"ValueError: x\^T has 40 columns in a range of one of 2 ranks.* 128",
+    "unequal": "RuntimeError: .*ranks have unequal numbers of tokens",
+    "negative": "ValueError: dim counts from the first dimension of an input, 0 for its batch, got -1",
+    "features": "ValueError: NVFP4TrainingLinear.* has 48 inputs, which 2 ranks",
+    "plan": "TypeError: NVFP4RowwiseParallel supports linears that train in NVFP4 or have .*, not Linear",
+    "step": "RuntimeError: 0 has no seed: call distributed.seed_rounding",
+    "chunks": r"ValueError: the ranks have the chunks \[\(0, 3\), \(0, 3\)\], which do not contain each of the 4",
+    "rows": r"ValueError: .*dim=1, but an input has tokens of shape \(64,\)",
+    "odd": "ValueError: .*has 63 tokens on this rank, which is not a multiple of its 2 chunks",
+    "blocks": r"ValueError: x\^T has (32|64) columns in a range of one of 2 ranks.* 128",
+}
 
 
-def error_of(case):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    rank = dist.get_rank()
-    model = model_of(
-        "unbiased" if case == "recipes" and rank == 1 else "accurate_eden" if case == "tokens" else "nvidia"
-    )
-    try:
-        if case == "mesh":
-            distributed.set_token_sharding(model, init_device_mesh("cpu", (1, dist.get_world_size())))
-        elif case == "twice":
-            both = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
-            for _ in range(2):  # the same ranks again
-                distributed.set_token_sharding(model, both["a"])
-            distributed.set_token_sharding(model, both["b"], dim=1)
-            distributed.set_token_sharding(model, both["b"])
-        elif case == "features":
-            plan = {"2": distributed.NVFP4ColwiseParallel()}
-            model[2] = quantized_linear(64, 48)
-            parallelize_module(model, mesh, plan)
-        elif case == "plan":
-            parallelize_module(nn.Sequential(nn.Linear(32, 32)), mesh, {"0": distributed.NVFP4RowwiseParallel()})
-        elif case == "step":
-            distributed.set_step(model, 1)
-        else:
-            distributed.set_token_sharding(model, mesh)
-            model(torch.randn(48 + 16 * rank if case == "unequal" else 40, 64).bfloat16()).sum().backward()
-    except (ValueError, TypeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def quantized_linear(columns, rows):
-    model = nn.Sequential(nn.Linear(columns, rows)).bfloat16()
-    quantize_(model, NVFP4TrainingConfig())
-    return model[0]
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("recipes", "ValueError: the recipe of '0' is nvidia.*on rank 0 and unbiased.*on rank 1"),
-        ("mesh", "ValueError: a mesh of one dimension"),
-        ("twice", r"ValueError: ranks \[0, 1\] share dimension 0 of 0's tokens already: give one mesh of all"),
-        ("tokens", r"ValueError: x\^T has 40 columns in a range of one of 2 ranks.* 128"),
-        ("unequal", "RuntimeError: .*ranks have unequal numbers of tokens"),
-        ("features", "ValueError: NVFP4TrainingLinear.* has 48 outputs, which 2 ranks"),
-        ("plan", "TypeError: NVFP4RowwiseParallel supports linears that train in NVFP4 or have .*, not Linear"),
-        ("step", "RuntimeError: 0 has no seed: call distributed.seed_rounding"),
-    ],
-)
-def test_errors_are_raised_on_every_rank(case, message):
-    for error in run_ranks(error_of, 2, case):
-        assert re.match(message, error), error
+@on_ranks(2)
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_are_raised_on_every_rank(case):
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+        raises(case)
+    assert re.match(ERRORS[case], f"{raised.typename}: {raised.value}")

@@ -4,14 +4,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers.run_ranks import run_ranks
+from helpers.run_ranks import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, checkpoints, distributed, quantize, quantize_experts
+from nvfp4_tensor import (
+    NVFP4Config,
+    NVFP4WeightOnlyConfig,
+    QuantizeSpec,
+    checkpoints,
+    distributed,
+    quantize,
+    quantize_experts,
+)
 from nvfp4_tensor.training import NVFP4TrainingConfig
 
 pytestmark = pytest.mark.slow
@@ -19,8 +27,9 @@ pytestmark = pytest.mark.slow
 
 def make(seed):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 48), nn.Linear(48, 64)).bfloat16()
-    quantize_(model[:1], NVFP4WeightOnlyConfig(block_rows=16))
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 48), nn.Linear(48, 64), nn.Linear(64, 512))
+    quantize_(model.bfloat16()[:1], NVFP4WeightOnlyConfig(block_rows=16))
+    model[4].weight = model[0].weight
     quantize_(model[2:3], NVFP4Config())
     experts = quantize_experts(torch.randn(4, 32, 80).bfloat16() * torch.arange(1, 5).view(4, 1, 1))
     model[1].weight = nn.Parameter(experts, requires_grad=False)
@@ -29,56 +38,37 @@ def make(seed):
 
 def bits(t):
     t = t.clone()  # shards of unequal size join to a part of a larger tensor
-    return {name: getattr(t, name).cpu().reshape(-1).view(torch.uint8) for name in t.__tensor_flatten__()[0]}
+    return [getattr(t, name).cpu().reshape(-1).view(torch.uint8) for name in t.__tensor_flatten__()[0]]
 
 
 def assert_same(state, expected):
     for name, value in expected.items():
         found = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
-        assert torch.equal(
-            found.dequantize() if hasattr(found, "qdata") else found, getattr(value, "dequantize", lambda v=value: v)()
-        ), name
         if hasattr(value, "qdata"):
             assert found.spec == value.spec and found.activation_spec == value.activation_spec, name
-            assert all(torch.equal(a, b) for a, b in zip(bits(found).values(), bits(value).values(), strict=True)), name
+            assert torch.equal(found.dequantize(), value.dequantize()), name
+            assert all(torch.equal(a, b) for a, b in zip(bits(found), bits(value), strict=True)), name
+        else:
+            assert torch.equal(found, value), name
 
 
 def saves(folder, plain):
     model = fully_shard(make(seed=1))
-    state = distributed.to_plain(model.state_dict()) if plain else model.state_dict()
-    dcp.save(state, checkpoint_id=folder)
+    dcp.save(distributed.to_plain(model.state_dict()) if plain else model.state_dict(), checkpoint_id=folder)
 
 
 def loads_plain(folder):
-    expected = make(seed=1)
-    model = fully_shard(make(seed=2))
+    expected, model = make(seed=1), fully_shard(make(seed=2))
     plain = distributed.to_plain(model.state_dict())
     dcp.load(plain, checkpoint_id=folder)
     state = distributed.from_plain(plain)
     assert_same(state, expected.state_dict())
     model.load_state_dict(state)
     assert_same(model.state_dict(), expected.state_dict())
+    assert model[4].weight is model[0].weight
     model.unshard()
     x = torch.randn(3, 64).bfloat16()
-    assert torch.equal(model[0](x), expected[0](x))
-
-
-@pytest.mark.parametrize("ways", [(2, 1), (2, 4), (1, 2)], ids=str)
-def test_plain_tensors_load_on_any_number_of_ranks(ways, tmp_path):
-    saving, loading = ways
-    run_ranks(saves, saving, str(tmp_path), True)
-    run_ranks(loads_plain, loading, str(tmp_path))
-
-
-def test_one_process_reads_it_as_modelopt_names_it(tmp_path):
-    """Without any distributed state: three plain tensors a weight, whole."""
-    run_ranks(saves, 2, str(tmp_path), True)
-    expected = checkpoints.to_plain(make(seed=1).state_dict())
-    state = {name: torch.zeros_like(value) for name, value in expected.items()}
-    dcp.load(state, checkpoint_id=str(tmp_path))
-    assert state["0.weight"].dtype == torch.uint8 and "0.weight_scale" in state
-    for name, value in expected.items():
-        assert torch.equal(state[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+    assert torch.equal(model[0](x), expected[0](x)) and torch.equal(model[4](x), expected[4](x))
 
 
 def loads_itself(folder):
@@ -86,23 +76,15 @@ def loads_itself(folder):
     model, expected = fully_shard(make(seed=1)), make(seed=1)
     with torch.no_grad():
         for name in ("0.weight", "2.weight"):
-            local = model.get_parameter(name)._local_tensor
-            local.zero_()
+            model.get_parameter(name)._local_tensor.zero_()
     state = model.state_dict()
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state)
     assert_same(model.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize("ways", [(2, 2), (2, 4), (4, 1)], ids=str)
-def test_the_tensors_themselves(ways, tmp_path):
-    saving, loading = ways
-    run_ranks(saves, saving, str(tmp_path), False)
-    run_ranks(loads_itself, loading, str(tmp_path))
-
-
-def loads_without_scales(folder):
-    """Into weights that have none yet: memory that is made of the meta device's, over what was freed before."""
+def loads_into_empty_weights(folder):
+    """Into weights without scales: memory that is made of the meta device's, over what was freed before."""
     expected = make(seed=1).state_dict()
     if dist.get_world_size() == 3:  # shards that FSDP2 pads
         del expected["1.weight"]
@@ -121,36 +103,68 @@ def loads_without_scales(folder):
         assert_same(model.state_dict(), expected)
 
 
-@pytest.mark.parametrize("ways", [(2, 4), (4, 2), (1, 3)], ids=str)
-def test_the_tensors_themselves_into_empty_ones(ways, tmp_path):
+@pytest.mark.parametrize(
+    ("loads", "ways"),
+    [
+        *((loads_plain, ways) for ways in ((2, 1), (2, 4), (1, 2))),
+        *((loads_itself, ways) for ways in ((2, 2), (4, 1))),
+        *((loads_into_empty_weights, ways) for ways in ((2, 4), (1, 3))),
+    ],
+    ids=lambda value: str(value) if isinstance(value, tuple) else value.__name__,
+)
+def test_on_any_number_of_ranks(loads, ways, tmp_path):
     saving, loading = ways
-    run_ranks(saves, saving, str(tmp_path), False)
-    run_ranks(loads_without_scales, loading, str(tmp_path))
+    run_ranks(saves, saving, str(tmp_path), loads is loads_plain)
+    run_ranks(loads, loading, str(tmp_path))
 
 
-def reshards_columns(folder, save):
+def test_one_process_reads_it_as_modelopt_names_it(tmp_path):
+    """Without any distributed state: three plain tensors a weight, whole."""
+    run_ranks(saves, 2, str(tmp_path), True)
+    expected = checkpoints.to_plain(make(seed=1).state_dict())
+    state = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load(state, checkpoint_id=str(tmp_path))
+    assert state["0.weight"].dtype == torch.uint8 and "0.weight_scale" in state
+    for name, value in expected.items():
+        assert torch.equal(state[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+
+
+def reshards(folder, save):
+    """Columns, and rows with a scale each."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = quantize(torch.randn(40, 256, generator=torch.Generator().manual_seed(7)).bfloat16())
-    source = whole if save else quantize(torch.randn(40, 256).bfloat16())
-    state = distributed.to_plain({"w": distribute_tensor(source, mesh, [Shard(1)])})
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(7)).bfloat16()
+    whole = {"columns": quantize(x), "rows": quantize(x, QuantizeSpec(row_scaled=True))}
+    state = {
+        name: distribute_tensor(t if save else quantize(torch.randn_like(x), t.spec), mesh, [Shard(name == "columns")])
+        for name, t in whole.items()
+    }
+    plain = distributed.to_plain(state)
     if save:
-        return dcp.save(state, checkpoint_id=folder)
-    dcp.load(state, checkpoint_id=folder)
-    loaded = distributed.from_plain(state)["w"]
-    assert loaded.shape == whole.shape and loaded.placements == (Shard(1),)
-    assert_same({"w": loaded}, {"w": whole})
+        return dcp.save(plain, checkpoint_id=folder)
+    dcp.load(plain, checkpoint_id=folder)
+    loaded = distributed.from_plain(plain)
+    assert all(t.shape == x.shape and t.placements == state[name].placements for name, t in loaded.items())
+    assert_same(loaded, whole)
 
 
-def test_columns_over_ranks(tmp_path):
-    run_ranks(reshards_columns, 2, str(tmp_path), True)
-    run_ranks(reshards_columns, 4, str(tmp_path), False)
+def test_columns_and_scaled_rows_on_other_numbers_of_ranks(tmp_path):
+    run_ranks(reshards, 2, str(tmp_path), True)
+    run_ranks(reshards, 4, str(tmp_path), False)
 
 
-# --- saved during training -------------------------------------------------------------------------------------------
+@on_ranks(2)
+def test_columns_inside_blocks_raise():
+    w = distribute_tensor(quantize(torch.randn(8, 48)), init_device_mesh("cpu", (2,)), [Shard(0)])
+    w = DTensor.from_local(w._local_tensor, w.device_mesh, [Shard(1)], run_check=False, shape=w.shape, stride=(48, 1))
+    with pytest.raises(ValueError, match="w has 48 columns, which 2 ranks cannot share in complete blocks of 16"):
+        distributed.to_plain({"w": w})
 
 
-def saved_asynchronously(kind, folder):
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["plain", "itself", "trained"])
+def test_asynchronously(kind, tmp_path):
     """What the model had when the save began, whatever is written to it meanwhile."""
+    folder = str(tmp_path)
     if kind == "trained":
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
@@ -174,8 +188,3 @@ def saved_asynchronously(kind, folder):
     dcp.load(loaded, checkpoint_id=folder)
     model.load_state_dict(distributed.from_plain(loaded) if kind == "plain" else loaded)
     assert_same(model.state_dict(), before)
-
-
-@pytest.mark.parametrize("kind", ["plain", "itself", "trained"])
-def test_asynchronously(kind, tmp_path):
-    run_ranks(saved_asynchronously, 2, kind, str(tmp_path))

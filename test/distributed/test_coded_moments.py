@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, run_ranks
+from helpers.run_ranks import here, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,37 +68,35 @@ def everything(model, optimizer):
     return tensors
 
 
-def shards_have_the_codes_of_one_rank(codes):
+def assert_equal(mine, right):
+    """Of models and their optimizers: all parameters and moments."""
+    for ours, theirs in zip(everything(*mine), everything(*right), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@on_ranks(2, 3, cuda=True)
+@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "NVFP4"])
+def test_shards_have_the_codes_of_one_rank(codes):
     alone, sharded = make(False, codes), make(True, codes)
     optimizers = [NVFP4AdamW(model.parameters(), lr=1e-2) for model in (alone, sharded)]
     for model, optimizer in zip((alone, sharded), optimizers, strict=True):
         run(model, optimizer)
-    for mine, right in zip(everything(sharded, optimizers[1]), everything(alone, optimizers[0]), strict=True):
-        assert torch.equal(mine, right)
+    assert_equal((sharded, optimizers[1]), (alone, optimizers[0]))
     x = torch.ones(2, COLUMNS, dtype=torch.bfloat16, device=here())
     assert torch.equal(sharded(x), alone(x))  # what FSDP2 gathers is what was written
 
 
-@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "NVFP4"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_shards_have_the_codes_of_one_rank(ranks, codes):
-    run_ranks(shards_have_the_codes_of_one_rank, ranks, codes)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_shards_have_the_codes_of_one_gpu():
-    run_ranks(shards_have_the_codes_of_one_rank, 2, True, device="cuda")
-
-
-def nvfp4_shards_train(by_wrapper):
-    """Losses and codes of FSDP2 with NVFP4 weights are those of one rank with the whole batch of both."""
-    models = make(False, True), make(True, True)
-    optimizers = [
-        NVFP4Optimizer(m.parameters(), states="nvfp4", lr=1e-2) if by_wrapper else NVFP4AdamW(m.parameters(), lr=1e-2)
-        for m in models
-    ]
-    if not by_wrapper:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["wrapper of codes", "codes, inside the backward", "bfloat16, inside the backward"])
+def test_shards_train_as_one_rank_does(kind):
+    """Losses and codes of FSDP2 are those of one rank with the whole batch of both."""
+    models, optimizers = (make(False, "codes" in kind), make(True, "codes" in kind)), []
+    for model in models:
+        if "wrapper" in kind:
+            optimizers.append(NVFP4Optimizer(model.parameters(), states="nvfp4", lr=1e-2))
+        else:
+            optimizers.append(NVFP4AdamW(model.parameters(), lr=1e-2))
+    if "inside" in kind:
         optimizers[1].step_in_backward()
     for step in range(STEPS):
         x = torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(step)).bfloat16().to(here())
@@ -110,16 +108,12 @@ def nvfp4_shards_train(by_wrapper):
             optimizer.zero_grad()
             losses.append(loss.item())
         assert losses[0] == losses[1]
-    for mine, right in zip(everything(models[1], optimizers[1]), everything(models[0], optimizers[0]), strict=True):
-        assert torch.equal(mine, right)
+    assert_equal((models[1], optimizers[1]), (models[0], optimizers[0]))
 
 
-@pytest.mark.parametrize("by_wrapper", [True, False])
-def test_nvfp4_shards_train_as_one_rank_does(by_wrapper):
-    run_ranks(nvfp4_shards_train, 2, by_wrapper)
-
-
-def resumed_from_torchs_state_dict(codes):
+@on_ranks(2)
+@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "NVFP4"])
+def test_a_sharded_state_dict_resumes(codes):
     model, again = make(True, codes), make(True, codes)
     optimizer, its = (NVFP4AdamW(m.parameters(), lr=1e-2) for m in (model, again))
     run(model, optimizer)
@@ -128,30 +122,11 @@ def resumed_from_torchs_state_dict(codes):
     again.load_state_dict(model.state_dict())  # setting the state of a new optimizer makes a step of zeros
     run(model, optimizer, STEPS)
     run(again, its, STEPS)
-    for mine, right in zip(everything(again, its), everything(model, optimizer), strict=True):
-        assert torch.equal(mine, right)
+    assert_equal((again, its), (model, optimizer))
 
 
-@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "NVFP4"])
-def test_a_sharded_state_dict_resumes(codes):
-    run_ranks(resumed_from_torchs_state_dict, 2, codes)
-
-
-def steps_inside_the_backward():
-    models = make(True), make(True)
-    after, inside = (NVFP4AdamW(model.parameters(), lr=1e-2) for model in models)
-    inside.step_in_backward()
-    for step in range(STEPS):
-        x = torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(step)).bfloat16().to(here())
-        for model, optimizer in zip(models, (after, inside), strict=True):
-            model(x).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for mine, right in zip(everything(models[1], inside), everything(models[0], after), strict=True):
-        assert torch.equal(mine, right)
-
-
-def steps_inside_ddps_backward():
+@on_ranks(2)
+def test_a_step_inside_ddps_backward_is_refused():
     model = nn.Linear(COLUMNS, 8)
     before = model.weight.detach().clone()
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -161,11 +136,3 @@ def steps_inside_ddps_backward():
         with pytest.raises(RuntimeError, match="before DistributedDataParallel averages them"):
             wrapped(torch.ones(2, COLUMNS)).sum().backward()
     assert torch.equal(model.weight, before)
-
-
-def test_a_step_inside_ddps_backward_is_refused():
-    run_ranks(steps_inside_ddps_backward, 2)
-
-
-def test_a_step_inside_fsdps_backward_is_one_after_it():
-    run_ranks(steps_inside_the_backward, 2)

@@ -1,11 +1,9 @@
 """DistributedDataParallel with frozen NVFP4 weights, and with linears that train in NVFP4."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_devices, run_ranks
+from helpers.run_ranks import here, of_all_ranks, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
@@ -25,7 +23,8 @@ def make(seed, block_rows=1):
     return model
 
 
-def frozen():
+@on_ranks(2, cuda=True)
+def test_frozen_weights_and_a_trained_head():
     rank = dist.get_rank()
     model = DistributedDataParallel(prepare_ddp(make(seed=rank)))  # rank 0's weights count
     alone = make(seed=0)
@@ -38,19 +37,14 @@ def frozen():
         gradients.append(alone[3].weight.grad.clone())
     assert isinstance(model.module[0].weight, NVFP4Tensor)
     assert torch.equal(model.module[0].weight.dequantize(), alone[0].weight.dequantize())
-    torch.testing.assert_close(model.module[3].weight.grad, sum(gradients) / 2)
-    return model.module[3].weight.grad.cpu()
+    grad = model.module[3].weight.grad
+    torch.testing.assert_close(grad, sum(gradients) / 2)
+    assert torch.equal(*of_all_ranks(grad.cpu())) and grad.any()
 
 
-@on_devices
-def test_frozen_weights_and_a_trained_head(device):
-    one, other = run_ranks(frozen, 2, device=device)
-    assert torch.equal(one, other) and one.count_nonzero() > 0
-
-
-def trained():
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
+@on_ranks(2, cuda=True)
+def test_trained_linears_stay_equal_on_all_ranks():
+    torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16().to(here())
     quantize_(model, NVFP4TrainingConfig())
     model = DistributedDataParallel(model)
@@ -59,36 +53,25 @@ def trained():
         model(torch.randn(32, 48).bfloat16().to(here())).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [p.detach().cpu() for p in model.module.parameters()]
-
-
-@on_devices
-def test_trained_linears_stay_equal_on_all_ranks(device):
-    one, other = run_ranks(trained, 2, device=device)
+    one, other = of_all_ranks([p.detach().cpu() for p in model.parameters()])
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, other, strict=True))
 
 
-def error_of(case):
-    model = make(0, block_rows=16 if case == "specs" and dist.get_rank() else 1)
-    if case == "trained":
-        model[0].weight.requires_grad_()
-    try:
-        check_ranks(model) if case == "specs" else prepare_ddp(model)
-    except ValueError as error:
-        return str(error)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("case", "message"),
     [("specs", "weight of '0.weight' is .*1x16.* on rank 0 and .*16x16"), ("trained", "'0.weight'")],
 )
 def test_errors_are_raised_on_every_rank(case, message):
-    for error in run_ranks(error_of, 2, case):
-        assert re.search(message, error), error
+    model = make(0, block_rows=16 if case == "specs" and dist.get_rank() else 1)
+    if case == "trained":
+        model[0].weight.requires_grad_()
+    with pytest.raises(ValueError, match=message):
+        check_ranks(model) if case == "specs" else prepare_ddp(model)
 
 
-def errors_without_preparation():
-    torch.manual_seed(0)
+@on_ranks(2, cuda=True)
+def test_ddp_alone_says_prepare_ddp():
     for columns in (48, 40):
         frozen = nn.Linear(columns, 32, bias=False).bfloat16().to(here()).requires_grad_(False)
         quantize_(frozen, NVFP4WeightOnlyConfig())
@@ -98,10 +81,4 @@ def errors_without_preparation():
         for head in (nn.Linear(32, 8).to(here()), nn.Linear(32, 8).bfloat16().to(here())):
             with pytest.raises(RuntimeError, match=r"DistributedDataParallel\(.*prepare_ddp\(model\)\)"):
                 DistributedDataParallel(nn.Sequential(frozen, head))
-    return frozen.weight.dequantize().cpu()
-
-
-@on_devices
-def test_ddp_alone_says_prepare_ddp(device):
-    one, other = run_ranks(errors_without_preparation, 2, device=device)
-    assert torch.equal(one, other)
+    assert torch.equal(*of_all_ranks(frozen.weight.dequantize().cpu()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_ranks
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,7 +52,12 @@ def over_ranks(x, chosen, product, group):
     return torch.empty_like(back).index_copy(0, order, back)
 
 
-def frozen_experts(activation):
+ACTIVATIONS = {"W4A16": None, "W4A4, row-scaled": QuantizeSpec(row_scaled=True), "W4A4": QuantizeSpec()}
+
+
+@on_ranks(2, 3, cuda=True)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_each_rank_has_some_experts(activation):
     mesh = init_device_mesh(here().type, (dist.get_world_size(),))
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
@@ -73,52 +78,32 @@ def frozen_experts(activation):
     assert torch.equal(y, expected.chunk(world)[rank])
 
 
-@on_devices
-@pytest.mark.parametrize(
-    "activation", [None, QuantizeSpec(row_scaled=True), QuantizeSpec()], ids=["W4A16", "W4A4, row-scaled", "W4A4"]
-)
-def test_each_rank_has_some_experts(activation, device):
-    run_ranks(frozen_experts, 2, activation, device=device)
-
-
-@pytest.mark.parametrize("activation", [None, QuantizeSpec()], ids=["W4A16", "W4A4"])
-def test_three_ranks(activation):
-    run_ranks(frozen_experts, 3, activation)
-
-
-def amax_refused(activation, calibrated):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    experts = quantize_experts(torch.randn(2, N, K), activation_spec=activation)
-    if calibrated:
-        experts = experts._replace(activation_amax=torch.tensor(3.0))
-    with pytest.raises(ValueError) as raised:
-        share_amax(experts, torch.randn(4, K), ends(torch.tensor([2, 2])), mesh)
-    return str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("activation", "calibrated", "message"),
     [(None, False, "are dense"), (QuantizeSpec(row_scaled=True), False, "per row"), (QuantizeSpec(), True, "calibr")],
 )
+@on_ranks(1)
 def test_experts_that_do_not_need_share_amax_raise(activation, calibrated, message):
-    (said,) = run_ranks(amax_refused, 1, activation, calibrated)
-    assert message in said
+    experts = quantize_experts(torch.randn(2, N, K), activation_spec=activation)
+    if calibrated:
+        experts = experts._replace(activation_amax=torch.tensor(3.0))
+    with pytest.raises(ValueError, match=message):
+        share_amax(experts, torch.randn(4, K), ends(torch.tensor([2, 2])), init_device_mesh("cpu", (1,)))
 
 
-def rows_behind_the_last():
-    """Of another magnitude, on one rank: they decide nothing."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+@on_ranks(2)
+def test_the_amax_covers_the_rows_of_all_ranks():
+    """Rows behind the last group, of another magnitude, decide nothing."""
     experts = quantize_experts(torch.randn(2, N, K), activation_spec=QuantizeSpec())
     rows = torch.full((6, K), 1.0 + dist.get_rank())
     rows[4:] = 100.0
-    return share_amax(experts, rows, ends(torch.tensor([2, 2])), mesh).activation_amax.item()
+    shared = share_amax(experts, rows, ends(torch.tensor([2, 2])), init_device_mesh("cpu", (2,)))
+    assert shared.activation_amax.item() == 2.0
 
 
-def test_the_amax_covers_the_rows_of_all_ranks():
-    assert run_ranks(rows_behind_the_last, 2) == [2.0, 2.0]
-
-
-def trained_experts(recipe):
+@on_ranks(2, cuda=True)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_that_train(recipe):
     """y, dx and dw in all bits, random ones included."""
     mesh = init_device_mesh(here().type, (dist.get_world_size(),))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -146,17 +131,8 @@ def trained_experts(recipe):
     assert not torch.equal(whole.grad[0], whole.grad[1]) and bool((whole.grad[-1] == 0).all())
 
 
-def every_recipe():
-    for recipe in RECIPES:
-        trained_experts(recipe)
-
-
-@on_devices
-def test_experts_that_train(device):
-    run_ranks(every_recipe, 2, device=device)
-
-
-def pieces_of_experts():
+@on_ranks(2, cuda=True)
+def test_every_expert_is_sharded_over_the_ranks():
     """Tensor parallelism: outputs of the first matrix, inputs of the second."""
     mesh = init_device_mesh(here().type, (dist.get_world_size(),))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -173,11 +149,6 @@ def pieces_of_experts():
     y = torch._grouped_mm(part.relu(), mine[1].mT, offs=offs)
     dist.all_reduce(y)
     assert (y - expected).norm() < 1e-6 * expected.norm()
-
-
-@on_devices
-def test_every_expert_is_sharded_over_the_ranks(device):
-    run_ranks(pieces_of_experts, 2, device=device)
 
 
 def test_each_expert_has_its_own_random_bits():

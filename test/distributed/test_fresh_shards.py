@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers.run_ranks import run_ranks
+from helpers.run_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +15,8 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4WeightOnlyConfig, distributed, quantize
 from nvfp4_tensor.training import NVFP4TrainingConfig
+
+pytestmark = pytest.mark.slow
 
 
 def by_optimizer(weight, new):
@@ -32,43 +34,37 @@ def raw_copy(weight, new):
     ctypes.memmove(mine.data_ptr(), piece.contiguous().data_ptr(), mine.numel() * mine.element_size())
 
 
-SEEN = {
+WRITES = {
     "copy_": torch.no_grad()(lambda w, new: w.copy_(distribute_tensor(new, w.device_mesh, w.placements))),
     "data.copy_": lambda w, new: w.data.copy_(distribute_tensor(new, w.device_mesh, w.placements)),
     "local": torch.no_grad()(lambda w, new: w.to_local().copy_(local(w, new)[1])),
     "local.data": lambda w, new: w.to_local().data.copy_(local(w, new)[1]),
     "SGD": by_optimizer,
+    "raw": raw_copy,
 }
 
 
-def writes_between_forwards(codes):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)
+@on_ranks(2)
+@pytest.mark.parametrize("codes", [False, True])
+def test_what_is_multiplied_is_what_the_shards_are_now(codes):
     model, x = nn.Sequential(nn.Linear(64, 64, bias=False)), torch.randn(16, 64)
     quantize_(model, NVFP4TrainingConfig())
     if codes:
         distributed.enable_nvfp4_all_gather(model)
-    fully_shard(model, mesh=mesh)
-    for name, write in (SEEN if codes else SEEN | {"raw": raw_copy}).items():
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    for name in WRITES.keys() - ({"raw"} if codes else set()):
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
                 model(x)
                 model.reshard()
                 new = torch.randn(64, 64)
-                write(model[0].weight, new)
+                dist.broadcast(new, 0)
+                WRITES[name](model[0].weight, new)
                 fresh = nn.Linear(64, 64, bias=False)
                 fresh.weight = nn.Parameter(new)
                 quantize_(fresh, NVFP4TrainingConfig())
                 assert torch.allclose(model(x), fresh(x), rtol=0, atol=1e-5), (name, grad)
                 model.reshard()
-
-
-def test_dense_gather_of_changed_shards():
-    run_ranks(writes_between_forwards, 2, False)
-
-
-def test_codes_gather_of_changed_shards():
-    run_ranks(writes_between_forwards, 2, True)
 
 
 # --- codes in windows of sharded NVFP4 weights -----------------------------------------------------------------------
@@ -108,7 +104,8 @@ WINDOWS = {
 }
 
 
-def windows_between_forwards(folder):
+@on_ranks(2)
+def test_windows_of_sharded_codes(tmp_path):
     sharded, alone = (nn.Sequential(nn.Linear(64, 2 * ROWS, bias=False)).requires_grad_(False) for _ in range(2))
     for model in (sharded, alone):
         quantize_(model, NVFP4WeightOnlyConfig())
@@ -124,17 +121,14 @@ def windows_between_forwards(folder):
         sharded.reshard()
         assert torch.equal(sharded[0].weight.full_tensor().dequantize(), expected), name
         assert torch.equal(held.dequantize(), expected.chunk(2)[dist.get_rank()][7:90]), name
-        dcp.save(distributed.to_plain(sharded.state_dict()), checkpoint_id=f"{folder}/{name}")
+        dcp.save(distributed.to_plain(sharded.state_dict()), checkpoint_id=f"{tmp_path}/{name}")
         plain = distributed.to_plain({"0.weight": codes(7).float()})
-        dcp.load(plain, checkpoint_id=f"{folder}/{name}")
+        dcp.load(plain, checkpoint_id=f"{tmp_path}/{name}")
         assert torch.equal(distributed.from_plain(plain)["0.weight"].dequantize(), expected), name
 
 
-def test_windows_of_sharded_codes(tmp_path):
-    run_ranks(windows_between_forwards, 2, str(tmp_path))
-
-
-def refused_writes():
+@on_ranks(2)
+def test_writes_that_shards_do_not_support():
     """A dense write to a part of a shard, and values of which each rank quantizes its own."""
     linear = nn.Linear(64, 2 * ROWS, bias=False).requires_grad_(False)
     quantize_(linear, NVFP4WeightOnlyConfig())
@@ -150,7 +144,3 @@ def refused_writes():
     linear.reshard()
     w.copy_(sharded_like(w, quantize(dense)))  # as the message says
     assert torch.equal(w.full_tensor().dequantize(), quantize(dense).dequantize())
-
-
-def test_writes_that_shards_do_not_support():
-    run_ranks(refused_writes, 2)

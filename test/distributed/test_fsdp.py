@@ -1,12 +1,11 @@
 """FSDP2 with frozen NVFP4 weights: results equal those of one rank, bit for bit; bytes sent are counted."""
 
 import copy
-import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_ranks, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -45,8 +44,10 @@ def make(config="weight only", columns=64, hidden=512, out=48, dtype=torch.bfloa
     return model
 
 
-def shard(model, **options):
+def shard(model, compiles=False, **options):
     for layer in (model[0], model[2]):
+        if compiles:
+            layer.compile(backend="aot_eager", fullgraph=True)
         fully_shard(layer, **options)
     return fully_shard(model, **options)
 
@@ -63,9 +64,9 @@ def same_codes(a, b):
 # --- the step --------------------------------------------------------------------------------------------------------
 
 
-def steps_are_those_of_one_rank(config, sizes, reshard):
+def steps_are_those_of_one_rank(config, sizes, reshard, compiles=False):
     alone, model = make(config, *sizes), make(config, *sizes)
-    shard(model, reshard_after_forward=reshard)
+    shard(model, compiles, reshard_after_forward=reshard)
     assert isinstance(model[0].base.weight, DTensor) and isinstance(model[0].base.weight._local_tensor, NVFP4Tensor)
     x = batch(alone)
     for _ in range(3):
@@ -85,7 +86,7 @@ def steps_are_those_of_one_rank(config, sizes, reshard):
         assert not isinstance(full, NVFP4Tensor) or same_codes(full, trained[name])
 
 
-@on_devices
+@on_ranks(2, cuda=True)
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
@@ -95,46 +96,41 @@ def steps_are_those_of_one_rank(config, sizes, reshard):
         ("w4a4", (64, 96, 512)),
     ],
 )
-def test_steps_equal_those_of_one_rank(config, sizes, device):
+def test_steps_equal_those_of_one_rank(config, sizes):
     """Forward and gradients equal in all bits, and after training the codes are what they were."""
-    run_ranks(steps_are_those_of_one_rank, 2, config, sizes, True, device=device)
+    steps_are_those_of_one_rank(config, sizes, True)
 
 
-def test_steps_on_four_ranks_without_resharding():
-    run_ranks(steps_are_those_of_one_rank, 4, "weight only", (64, 512, 48), False)
+@on_ranks(4)
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_steps_on_four_ranks_without_resharding(compiles):
+    steps_are_those_of_one_rank("weight only", (64, 512, 48), False, compiles)
 
 
-def bytes_sent():
-    sent = []
-    real = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+@on_ranks(2, 8, cuda=True)
+def test_bytes_sent():
+    """4.5 bits per element, whether scales are sent in tiles (2 ranks) or in rows (8): 0.28125 of bfloat16's.
+
+    And the per-tensor scale, to be compared.
+    """
+    sent, name = [], "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    real = getattr(dist, name)
 
     def counted(output_tensor, input_tensor, **how):
         sent.append(input_tensor.numel() * input_tensor.element_size())
         return real(output_tensor, input_tensor, **how)
 
-    setattr(dist, real.__name__, counted)
     linear = nn.Linear(256, 512, bias=False).bfloat16().requires_grad_(False).to(here())
     quantize_(linear, NVFP4WeightOnlyConfig())
-    fully_shard(linear)(torch.randn(2, 256).bfloat16().to(here()))
-    return sent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, counted)
+        fully_shard(linear)(torch.randn(2, 256).bfloat16().to(here()))
+    assert sent == [512 // dist.get_world_size() * 256 * 9 // 16 + 4]
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_bytes_sent(world):
-    """4.5 bits per element, whether scales are sent in tiles (2 ranks) or in rows (8): 0.28125 of bfloat16's.
-
-    And the per-tensor scale, to be compared.
-    """
-    assert run_ranks(bytes_sent, world) == [[512 // world * 256 * 9 // 16 + 4]] * world
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_bytes_sent_between_gpus():
-    assert run_ranks(bytes_sent, 2, device="cuda") == [[256 * 256 * 9 // 16 + 4]] * 2
-
-
-def holds_its_shard_once():
+@on_ranks(2)
+def test_a_shard_is_stored_once_and_the_full_weight_is_freed():
+    """A root keeps the full weight after the forward; then its codes and its swizzled scales are freed."""
     linear = nn.Linear(256, 96, bias=False).bfloat16().requires_grad_(False)
     quantize_(linear, NVFP4WeightOnlyConfig())
     fully_shard(linear)
@@ -142,47 +138,36 @@ def holds_its_shard_once():
     assert param._sharded_param_data.window.stored.qdata.data_ptr() == linear.weight._local_tensor.qdata.data_ptr()
     linear(torch.randn(2, 256).bfloat16())
     gathered = param._unsharded_param
-    sizes = [part.untyped_storage().size() for part in (gathered.qdata, gathered.scale)]
+    storages = [part.untyped_storage() for part in (gathered.qdata, gathered.scale)]
+    assert [storage.size() for storage in storages] == [96 * 128, 128 * 16]
     linear.reshard()
-    return sizes, [part.untyped_storage().size() for part in (gathered.qdata, gathered.scale)]
+    assert [storage.size() for storage in storages] == [0, 0]
 
 
-def test_a_shard_is_stored_once_and_the_full_weight_is_freed():
-    """A root keeps the full weight after the forward; then its codes and its swizzled scales are freed."""
-    assert run_ranks(holds_its_shard_once, 2) == [([96 * 128, 128 * 16], [0, 0])] * 2
-
-
-def experts_are_sharded():
+@on_ranks(2)
+def test_experts_are_sharded_with_their_scales():
     experts = nn.Module()
     whole = quantize_experts(torch.randn(4, 48, 64).bfloat16())
     experts.w = nn.Parameter(whole.clone(), requires_grad=False)
     fully_shard(experts)
-    local = experts.w._local_tensor
-    assert local.per_tensor_scale.shape == (4 // dist.get_world_size(), 1)
+    assert experts.w._local_tensor.per_tensor_scale.shape == (2, 1)
     experts.unshard()
     assert same_codes(experts.w, whole)
-
-
-def test_experts_are_sharded_with_their_scales():
-    run_ranks(experts_are_sharded, 2)
 
 
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
-def offloads_to_the_cpu():
+@on_ranks(2, cuda=True)
+def test_cpu_offload():
     alone, model = make(), make()
     shard(model, offload_policy=CPUOffloadPolicy(pin_memory=here().type == "cuda"))
     x = batch(alone)
     assert torch.equal(model(x), alone(x)) and torch.equal(model(x), alone(x))
 
 
-@on_devices
-def test_cpu_offload(device):
-    run_ranks(offloads_to_the_cpu, 2, device=device)
-
-
-def mixes_precisions():
+@on_ranks(2, cuda=True)
+def test_mixed_precision():
     """float32 parameters and norms together with codes: the gathered weight decodes to the dtype of the products."""
     model = nn.Sequential(LoRA(64, 96), nn.LayerNorm(96), LoRA(96, 32)).to(here())
     quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith("base"))
@@ -195,11 +180,6 @@ def mixes_precisions():
     assert model[0].up.weight.grad.dtype == torch.float32
 
 
-@on_devices
-def test_mixed_precision(device):
-    run_ranks(mixes_precisions, 2, device=device)
-
-
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
@@ -209,9 +189,10 @@ def on_meta():
     return shard(model).to_empty(device=here().type)
 
 
-def starts_on_meta(how):
-    source = make()
-    model = on_meta()
+@on_ranks(2, cuda=True)
+@pytest.mark.parametrize("how", ["full", "sharded", "assign"])
+def test_meta_device_and_state_dicts(how):
+    source, model = make(), on_meta()
     full = StateDictOptions(full_state_dict=True)
     if how == "full":
         set_model_state_dict(model, source.state_dict(), options=full)
@@ -230,44 +211,27 @@ def starts_on_meta(how):
     assert all(same_codes(state[f"{i}.base.weight"], source[i].base.weight) for i in (0, 2))
 
 
-@on_devices
-@pytest.mark.parametrize("how", ["full", "sharded", "assign"])
-def test_meta_device_and_state_dicts(how, device):
-    run_ranks(starts_on_meta, 2, how, device=device)
-
-
-def differ_in_scale():
-    """A write into one rank's shard, as an optimizer that knows nothing of shards makes."""
-    linear = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False)
-    quantize_(linear, NVFP4WeightOnlyConfig())
-    fully_shard(linear)
-    said = []
-    for _ in range(2):
-        try:
-            linear(torch.randn(2, 64).bfloat16())
-        except RuntimeError as error:
-            said.append(str(error))
-        linear.reshard()
-        if dist.get_rank() == 1:
-            linear.weight._local_tensor.mul_(3)
-    try:
-        NVFP4Optimizer(linear.parameters(), lr=1.0)
-    except ValueError as error:
-        said.append(str(error))
-    return said
-
-
-def test_shards_of_different_scales_are_an_error():
-    for first, second in run_ranks(differ_in_scale, 2):
-        assert "different per-tensor scales" in first and "is a shard of an NVFP4 weight" in second
-
-
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def error_of(case):
-    rows = {"rows": 49}.get(case, 64)
-    linear = nn.Linear(64, rows, bias=False).bfloat16().requires_grad_(False)
+@on_ranks(2)
+def test_shards_of_different_scales_are_an_error():
+    """After a write into one rank's shard, as an optimizer that knows nothing of shards makes."""
+    linear, x = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False), torch.randn(2, 64).bfloat16()
+    quantize_(linear, NVFP4WeightOnlyConfig())
+    fully_shard(linear)
+    linear(x)
+    linear.reshard()
+    if dist.get_rank() == 1:
+        linear.weight._local_tensor.mul_(3)
+    with pytest.raises(RuntimeError, match="different per-tensor scales"):
+        linear(x)
+    with pytest.raises(ValueError, match="is a shard of an NVFP4 weight"):
+        NVFP4Optimizer(linear.parameters(), lr=1.0)
+
+
+def shards_that_do_not_fit_raise(case, message):
+    linear = nn.Linear(64, 49 if case == "rows" else 64, bias=False).bfloat16().requires_grad_(False)
     if case.startswith("trained"):
         linear = nn.Sequential(linear.requires_grad_(True))
         quantize_(linear, NVFP4TrainingConfig())
@@ -276,10 +240,8 @@ def error_of(case):
         quantize_(linear, NVFP4WeightOnlyConfig())
     placement = (lambda p: Shard(1)) if case == "columns" else None
     fully_shard(linear, shard_placement_fn=placement, reshard_after_forward=2 if "groups" in case else True)
-    try:
+    with pytest.raises(ValueError, match=message):
         linear(torch.randn(2, 64).bfloat16())
-    except ValueError as error:
-        return str(error)
 
 
 @pytest.mark.parametrize(
@@ -294,19 +256,13 @@ def error_of(case):
     ],
 )
 def test_errors_are_raised_on_every_rank_before_communication(case, world, message):
-    for said in run_ranks(error_of, world, case):
-        assert re.search(message, said), said
+    run_ranks(shards_that_do_not_fit_raise, world, case, message)
 
 
 def broadcasts_from_rank_0():
     model = on_meta()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    try:
-        set_model_state_dict(model, make().state_dict() if dist.get_rank() == 0 else {}, options=options)
-    except RuntimeError as error:
-        if dist.get_rank() == 0:
-            raise
-        return str(error)
+    set_model_state_dict(model, make().state_dict() if dist.get_rank() == 0 else {}, options=options)
 
 
 def test_a_state_dict_only_on_rank_0_raises():

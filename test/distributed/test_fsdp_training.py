@@ -1,4 +1,4 @@
-"""FSDP2 of weights that train: it gathers codes, which equal those of the full weight on one rank."""
+"""FSDP2 of weights that train, gathered as codes: each run has the bits of the dense gather, and fewer bytes."""
 
 import copy
 import io
@@ -7,23 +7,161 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Tensor, distributed
+from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, distributed, quantize
 from nvfp4_tensor.distributed.fsdp import MasterShard
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, set_recipe
-from nvfp4_tensor.training.linear import operands
 
 pytestmark = pytest.mark.slow
 
+WIDTH, HIDDEN, ROWS = 192, 384, 32
 
-def make(recipe="nvidia", columns=64, hidden=512, dtype=torch.bfloat16):
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def blocks(case, codes):
+    """Two blocks, sharded one by one as the case has it."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(columns, hidden), nn.ReLU(), nn.Linear(hidden, columns)).to(dtype)
+    model = nn.Sequential(Block(), Block()).to(here(), torch.float32 if case == "float32" else torch.bfloat16)
+    if case == "tied":
+        model[0].down.weight = nn.Parameter(model[0].down.weight.detach())
+        model[0].again = nn.Linear(HIDDEN, WIDTH, bias=False, device=here(), dtype=torch.bfloat16)
+        model[0].again.weight = model[0].down.weight
+        model[0].forward = lambda x, b=model[0]: Block.forward(b, x) + b.again(nn.functional.gelu(b.up(-x)))
+    if case == "frozen NVFP4 beside":
+        quantize_(model[0].down.requires_grad_(False), NVFP4WeightOnlyConfig())
+    quantize_(model, NVFP4TrainingConfig(), filter_fn=lambda m, _: type(m) is nn.Linear)
+    if case == "one frozen":
+        model[1].up.weight.requires_grad_(False)
+    distributed.seed_rounding(model, seed=7)
+    if codes:
+        distributed.enable_nvfp4_all_gather(model)
+    if case in ("checkpoint", "reentrant"):
+        kind = CheckpointImpl.REENTRANT if case == "reentrant" else CheckpointImpl.NO_REENTRANT
+        model = nn.Sequential(*(checkpoint_wrapper(block, checkpoint_impl=kind) for block in model))
+    how = {"reshard_after_forward": case != "kept"}
+    if case == "offload":
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=here().type == "cuda")
+    if case == "float32":
+        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        if case == "compiled" and (codes or here().type == "cuda"):  # on CPUs, its bits are those of an eager dense run
+            block.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(block, **how)
+    return fully_shard(model, **how)
+
+
+def batch(generator=None):
+    generator = generator or torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(ROWS, WIDTH, generator=generator).bfloat16().to(here())
+
+
+OPTIMIZERS = {
+    "one by one": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "fused Adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+}
+
+
+def trained(case, codes):
+    """The parameters after some steps, whole."""
+    model = blocks(case, codes)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = OPTIMIZERS.get(case, OPTIMIZERS["foreach"])(parameters)
+    average = [p.detach().clone() for p in parameters]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(3):
+        distributed.set_step(model, step)
+        x = batch(generator).requires_grad_()
+        y = model(x)
+        if case == "two forwards":
+            y = y - model(x.flip(0))
+        loss = y.float().square().mean()
+        if case == "two backwards":
+            loss.backward(retain_graph=True)
+        loss.backward()
+        if case == "clipped":
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.01).full_tensor() > 0.01
+        optimizer.step()
+        optimizer.zero_grad()
+        if codes and case != "not told":
+            distributed.precompute_amaxes(model)
+        changed(case, model, parameters, average)
+    return [whole(p) for p in parameters]
+
+
+def whole(p):
+    """On the CPU; gathered from the mesh's devices, which CPU offload keeps no shards on."""
+    here_too = DTensor.from_local(p.detach().to_local().to(here()), p.device_mesh, p.placements)
+    return here_too.full_tensor().cpu()
+
+
+@torch.no_grad()
+def changed(case, model, parameters, average):
+    """After an optimizer's step, and after the amaxes of its weights were found."""
+    if case == "evaluated":
+        model(torch.ones(ROWS, WIDTH, device=here(), dtype=torch.bfloat16))
+    elif case == ".data":
+        for p in parameters:
+            p.data.mul_(1.5)
+    elif case == "averaged":
+        torch._foreach_lerp_(average, parameters, 0.5)
+        for p, mean in zip(parameters, average, strict=True):
+            p.copy_(mean)
+    elif case == "loaded":
+        state = copy.deepcopy(model.state_dict())
+        model.load_state_dict({name: value * 0.5 for name, value in state.items()})
+    elif case == "drawn anew":
+        for p in parameters:
+            torch.manual_seed(3)
+            nn.init.normal_(p._local_tensor, std=0.1)
+
+
+CASES = [
+    *OPTIMIZERS, "checkpoint", "reentrant", "kept", "tied", "frozen NVFP4 beside", "one frozen", "clipped", "offload",
+    "two forwards", "two backwards", "not told", "evaluated", ".data", "averaged", "loaded", "drawn anew", "float32",
+    "compiled",
+]  # fmt: skip
+
+
+@on_ranks(2, cuda=True)
+@pytest.mark.parametrize("case", CASES)
+def test_runs_equal_those_with_a_dense_gather(case):
+    equal_runs(case)
+
+
+@on_ranks(1, 3, 4)
+@pytest.mark.parametrize("case", ["foreach", "checkpoint", "tied"])
+def test_runs_on_other_numbers_of_ranks(case):
+    equal_runs(case)
+
+
+def equal_runs(case):
+    dense, gathered = trained(case, False), trained(case, True)
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(dense, gathered, strict=True))
+
+
+# --- codes -----------------------------------------------------------------------------------------------------------
+
+
+def make(recipe="nvidia", hidden=512):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 64)).bfloat16()
     quantize_(model, NVFP4TrainingConfig(recipe))
     return model.to(here())
 
@@ -34,109 +172,72 @@ def shard(model, **options):
     return fully_shard(model, **options)
 
 
-def gathered_codes_are_those_of_the_whole(recipe):
-    for hidden in (512, 192):
-        model, alone = (
-            shard(distributed.enable_nvfp4_all_gather(make(recipe, hidden=hidden))),
-            make(recipe, hidden=hidden),
-        )
-        for i in (0, 2):
-            model[i].unshard()
-            weight, linear = model[i].weight, alone[i]
-            assert isinstance(weight, NVFP4Tensor) and weight.requires_grad
-            whole = operands.quantize_operand(linear.weight.detach(), linear.active_recipe.w)
-            for mine, theirs in zip((weight.qdata, weight.scale, weight.per_tensor_scale), whole, strict=True):
-                assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
-
-
-def every_recipe():
+@on_ranks(2, 4, cuda=True)
+def test_gathered_codes_equal_those_of_the_full_weight():
     for recipe in RECIPES:
-        gathered_codes_are_those_of_the_whole(recipe)
+        for hidden in (512, 192):
+            model, alone = (make(recipe, hidden) for _ in range(2))
+            shard(distributed.enable_nvfp4_all_gather(model))
+            for i in (0, 2):
+                model[i].unshard()
+                mine, theirs = model[i].weight, quantize(alone[i].weight.detach(), RECIPES[recipe].w)
+                assert isinstance(mine, NVFP4Tensor) and mine.requires_grad
+                for part in ("qdata", "scale", "per_tensor_scale"):
+                    pair = [getattr(t, part).reshape(-1).view(torch.uint8) for t in (mine, theirs)]
+                    assert torch.equal(*pair), (recipe, hidden, i, part)
 
 
-@on_devices
-def test_gathered_codes_equal_those_of_the_full_weight(device):
-    run_ranks(every_recipe, 2, device=device)
-
-
-def test_gathered_codes_on_four_ranks():
-    run_ranks(every_recipe, 4)
-
-
-def trains(codes, precompute, dtype, reshard=True):
-    """The losses, gradients and weights of a few steps."""
-    torch.manual_seed(3)
-    model = make(dtype=dtype)
-    if codes:
-        distributed.enable_nvfp4_all_gather(model)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    shard(model, mp_policy=policy, reshard_after_forward=reshard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sent = count_all_gathers()
-    torch.manual_seed(4)
-    for _ in range(3):
-        x = torch.randn(2, 32, 64).bfloat16()[dist.get_rank() % 2].to(here())
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        if precompute:
-            distributed.precompute_amaxes(model)
-        grads = [p.grad.full_tensor() for p in model.parameters()]
-        optimizer.zero_grad()
-    return [p.full_tensor().detach().cpu() for p in model.parameters()], [g.cpu() for g in grads], sum(sent)
-
-
-def count_all_gathers():
-    sent = []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+def bytes_of_all_gathers(monkeypatch, codes, precompute):
+    sent, name = [], "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     real = getattr(dist, name)
 
     def counted(output_tensor, input_tensor, **how):
         sent.append(input_tensor.numel() * input_tensor.element_size())
         return real(output_tensor, input_tensor, **how)
 
-    setattr(dist, name, counted)
-    return sent
+    model = shard(distributed.enable_nvfp4_all_gather(make()) if codes else make())
+    if precompute:
+        distributed.precompute_amaxes(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, name, counted)
+        model(torch.randn(32, 64).bfloat16().to(here())).sum().backward()
+    return sum(sent)
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_run_equals_one_with_a_dense_gather(dtype, device):
-    """Weights and gradients are equal bit for bit, with 0.28 of the bytes (biases are gathered dense)."""
-    dense, by_weight, batched = (
-        run_ranks(trains, 2, codes, precompute, dtype, device=device)[0]
-        for codes, precompute in ((False, False), (True, False), (True, True))
-    )
-    for run in (by_weight, batched):
-        assert all(torch.equal(a, b) for part in (0, 1) for a, b in zip(run[part], dense[part], strict=True))
-    biases = (512 + 64) * 2
-    gathers, weights = 6, 2 * 64 * 512 * 2
-    assert dense[2] == gathers * (weights + biases) / 2
-    assert batched[2] == by_weight[2] == gathers * ((weights * 0.28125 + biases) / 2 + 2 * 4)
+@on_ranks(2, cuda=True)
+def test_bytes_sent():
+    """0.28 of bfloat16's for weights, which are gathered twice, and their per-tensor scales; biases are dense."""
+    patch = pytest.MonkeyPatch()
+    dense, by_weight, batched = (bytes_of_all_gathers(patch, *how) for how in ((0, 0), (1, 0), (1, 1)))
+    biases, weights = (512 + 64) * 2, 2 * 64 * 512 * 2
+    assert dense == 2 * (weights + biases) / 2
+    assert batched == by_weight == 2 * ((weights * 0.28125 + biases) / 2 + 2 * 4)
 
 
-def quantizes_once_a_step():
-    """How often shards are quantized in each of some steps, and what stays of their codes after the optimizer's."""
+@on_ranks(2)
+def test_shards_are_quantized_once_for_forward_and_backward():
+    """Twice two weights a step, and two each for a second micro-batch; nothing is held beyond the optimizer's step."""
     model = shard(distributed.enable_nvfp4_all_gather(make()))
     shards = [model[i].weight._local_tensor for i in (0, 2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     real, calls, kept = MasterShard._quantize, [], []
-    MasterShard._quantize = lambda self, *args: calls.append(1) or real(self, *args)
-    for accumulates in (False, True):
-        start = len(calls)
-        for _ in range(1 + accumulates):
-            model(torch.randn(32, 64).bfloat16().to(here())).sum().backward()
-        kept.append(len(calls) - start)
-        optimizer.step()
-        kept.append(sum(shard._codes is not None for shard in shards))
-    return kept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MasterShard, "_quantize", lambda self, *args: calls.append(1) or real(self, *args))
+        for accumulates in (False, True):
+            start = len(calls)
+            for _ in range(1 + accumulates):
+                model(torch.randn(32, 64).bfloat16().to(here())).sum().backward()
+            kept.append(len(calls) - start)
+            optimizer.step()
+            kept.append(sum(shard._codes is not None for shard in shards))
+    assert kept == [2, 0, 4, 0]
 
 
-def test_shards_are_quantized_once_for_forward_and_backward():
-    """Twice two weights a step, and two each for a second micro-batch; nothing is held beyond the optimizer's step."""
-    assert run_ranks(quantizes_once_a_step, 2) == [[2, 0, 4, 0]] * 2
+# --- shards as parameters --------------------------------------------------------------------------------------------
 
 
-def behaves_as_a_parameter():
+@on_ranks(2)
+def test_shards_behave_as_parameters():
     model = distributed.enable_nvfp4_all_gather(make())
     before = make().state_dict()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -154,33 +255,9 @@ def behaves_as_a_parameter():
     assert all(type(full[name]) is torch.Tensor and torch.equal(full[name], before[name]) for name in before)
 
 
-def test_it_behaves_as_a_parameter():
-    run_ranks(behaves_as_a_parameter, 2)
-
-
-def a_changed_weight_is_seen():
-    model = shard(distributed.enable_nvfp4_all_gather(make()))
-    x = torch.randn(32, 64).bfloat16()
-    distributed.precompute_amaxes(model)
-    model(x)
-    model.reshard()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(3)
-    y = model(x)
-    alone = make()
-    with torch.no_grad():
-        for p in alone.parameters():
-            p.mul_(3)
-    assert torch.equal(y, alone(x))
-
-
-def test_an_outdated_amax_is_not_used():
-    run_ranks(a_changed_weight_is_seen, 2)
-
-
-def a_copy_has_the_amax():
-    """Of the shard that it is one of, as long as this does not change: CPU offload makes one for each gather."""
+@on_ranks(2)
+def test_a_copy_has_the_amax_of_its_shard():
+    """As long as the shard does not change: CPU offload makes a copy for each gather."""
     model = shard(distributed.enable_nvfp4_all_gather(make()))
     distributed.precompute_amaxes(model)
     for i in (0, 2):
@@ -192,16 +269,61 @@ def a_copy_has_the_amax():
         assert mine.to("cpu", copy=True)._amax is None
 
 
-def test_a_copy_has_the_amax_of_its_shard():
-    run_ranks(a_copy_has_the_amax, 2)
+@on_ranks(2, cuda=True)
+def test_parameters_are_dense_while_codes_are_kept():
+    """After a forward without gradients, whose codes reshard_after_forward=False keeps, and between two halves."""
+    dense, model = blocks("kept", False), blocks("kept", True)
+    x = batch()
+    weights = [name for name, p in model.named_parameters() if "weight" in name]
+    before = {name: whole(p) for name, p in model.named_parameters()}
+
+    def check(factor):
+        own = dict(model.named_parameters())
+        for name in weights:
+            assert isinstance(own[name], DTensor) and torch.equal(whole(own[name]), before[name] * factor)
+
+    with torch.no_grad():
+        model(x)
+        assert isinstance(model[0].up.weight, NVFP4Tensor)
+        check(1)
+        copy.deepcopy(model[0].up)
+        for p in (*model.parameters(), *dense.parameters()):
+            if p.dim() == 2:
+                p.mul_(2)
+        check(2)
+        for block in model:
+            block.reshard()
+        assert torch.equal(model(x), dense(x))
+    loss = model(x).float().square().mean()
+    check(2)
+    loss.backward()
+    check(2)
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.no_grad():
+        model(x)
+        dict(model.named_parameters())[weights[0]].mul_(2)
+        with pytest.raises(RuntimeError, match=r"written to after FSDP2 had gathered its codes.*reshard"):
+            model(x)
 
 
-def error_of(case):
-    other = case == "ranks" and dist.get_rank() == 1
-    model = make("unbiased" if other else "nvidia", hidden=72 if case == "blocks" else 64)
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+ERRORS = {
+    "twice": "enable_nvfp4_all_gather was called after fully_shard",
+    "recipe": "^the recipe of 0 does not quantize its weight",
+    "later": r"the recipe of .*NVFP4TrainingLinear\(.* does not quantize its weight",
+    "ranks": r"the recipe of 'a linear of 64 inputs and 64 outputs' is .*nvidia.* on rank 0 and .*unbiased",
+    "blocks": r"the weight of \w*NVFP4TrainingLinear\(.*\) has 36 rows .* 2 ranks, .* not a multiple of the 16",
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_are_raised_on_every_rank(case):
+    model = make("unbiased" if case == "ranks" and dist.get_rank() else "nvidia", hidden=72 if case == "blocks" else 64)
     if case == "recipe":
         set_recipe(model, forward="bf16")
-    try:
+    with pytest.raises(ValueError, match=ERRORS[case]):
         distributed.enable_nvfp4_all_gather(model)
         shard(model)
         if case == "twice":
@@ -209,20 +331,22 @@ def error_of(case):
         if case == "later":
             set_recipe(model, forward="bf16")
         model(torch.randn(32, 64).bfloat16())
-    except ValueError as error:
-        return str(error)
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("twice", "enable_nvfp4_all_gather was called after fully_shard"),
-        ("recipe", "^the recipe of 0 does not quantize its weight"),
-        ("later", r"the recipe of .*NVFP4TrainingLinear\(.* does not quantize its weight"),
-        ("ranks", r"the recipe of 'a linear of 64 inputs and 64 outputs' is .*nvidia.* on rank 0 and .*unbiased"),
-        ("blocks", r"the weight of \w*NVFP4TrainingLinear\(.*\) has 36 rows .* 2 ranks, .* not a multiple of the 16"),
+        ("embedding", r"the weight of a is tied to embed \(Embedding\)"),
+        ("recipes", "the weights of a and b are tied, but their recipes"),
     ],
 )
-def test_errors_are_raised_on_every_rank(case, message):
-    for error in run_ranks(error_of, 2, case):
-        assert re.search(message, error), error
+def test_weights_tied_to_modules_without_codes_raise(case, message):
+    model = nn.ModuleDict({"embed": nn.Embedding(96, 64), "a": nn.Linear(64, 96), "b": nn.Linear(64, 96)})
+    model["a"].weight = model["embed" if case == "embedding" else "b"].weight
+    quantize_(model["a"], NVFP4TrainingConfig("nvidia"))
+    quantize_(model["b"], NVFP4TrainingConfig("accurate" if case == "recipes" else "nvidia"))
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError) as raised:
+        distributed.enable_nvfp4_all_gather(model)
+    assert re.search(message, str(raised.value))
+    assert all(p is before[name] for name, p in model.named_parameters())  # nothing is half-changed

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_devices, run_ranks
+from helpers.run_ranks import here, of_all_ranks, on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +23,10 @@ UNCLIPPED = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunks, columns", [(1, 1), (2, 8192), (2, 8193), (3, 100), (4, 24_592)])
+@pytest.mark.parametrize(
+    "chunks, columns, dtype",
+    [(1, 1, torch.float32), (2, 8192, torch.bfloat16), (2, 8193, torch.float32), (3, 24_592, torch.bfloat16)],
+)
 def test_a_message_has_the_codes_of_the_contract(chunks, columns, dtype):
     x = torch.randn(chunks, columns).to(dtype) * 1e-3
     state = torch.tensor([7, 3])
@@ -89,50 +91,38 @@ def dense_gradients():
     return [sum(g) / len(g) for g in zip(*gradients, strict=True)]
 
 
-def by_fsdp():
-    model = make()
-    fully_shard(model)
+@on_ranks(2, cuda=True)
+@pytest.mark.parametrize("engine", ["FSDP2", "DDP"])
+def test_both_ranks_have_the_same_mean(engine):
+    model = make() if engine == "FSDP2" else DistributedDataParallel(make())
+    if engine == "FSDP2":
+        fully_shard(model)
     reduction = reduce_gradients_in_nvfp4(model, seed=5)
-    means, previous = dense_gradients(), None
-    for call in range(2):
+    messages = 1 if engine == "FSDP2" else 2  # DDP's mean is sent back
+
+    def step():
         model.zero_grad()
         model(inputs(dist.get_rank())).square().mean().backward()
-        got = [p.grad.full_tensor() for p in model.parameters()]
-        for g, mean in zip(got, means, strict=True):
-            assert 0 < (g - mean).norm() < 0.2 * mean.norm()
-        assert reduction.calls == call + 1
-        assert previous is None or not torch.equal(previous, got[0])  # other bits in each step
-        previous = got[0]
-    elements = sum(-(-p.shape[0] // 2) * p[0].numel() for p in make().parameters())
-    tiles = -(-elements // 8192)
-    assert reduction.sent_bytes == 2 * (tiles * 8192 * 9 // 16 + 16)
-    reduction.calls = 1
-    model.zero_grad()
-    model(inputs(dist.get_rank())).square().mean().backward()
-    assert torch.equal(next(model.parameters()).grad.full_tensor(), previous)  # resumed
-    return previous.cpu()
+        return [p.grad.full_tensor() if engine == "FSDP2" else p.grad.clone() for p in model.parameters()]
+
+    seen = []
+    for call in range(2):
+        seen.append(step())
+        for g, mean in zip(seen[-1], dense_gradients(), strict=True):
+            assert 0 < (g - mean).norm() < (0.2 if engine == "FSDP2" else 0.3) * mean.norm()
+        assert reduction.calls == messages * (call + 1)
+    assert not torch.equal(seen[0][0], seen[1][0])  # other bits in each step
+    sizes = [-(-p.shape[0] // 2) * p[0].numel() if engine == "FSDP2" else p.numel() for p in make().parameters()]
+    elements = sum(sizes) if engine == "FSDP2" else -(-sum(sizes) // 2)
+    assert reduction.sent_bytes == 2 * messages * (-(-elements // 8192) * 8192 * 9 // 16 + 16)
+    reduction.calls = messages
+    assert torch.equal(step()[0], seen[1][0])  # resumed
+    one, other = of_all_ranks([g.cpu() for g in seen[1]])
+    assert all(map(torch.equal, one, other))
 
 
-def by_ddp():
-    model = DistributedDataParallel(make())
-    reduction = reduce_gradients_in_nvfp4(model, seed=5)
-    model(inputs(dist.get_rank())).square().mean().backward()
-    for p, mean in zip(model.parameters(), dense_gradients(), strict=True):
-        assert 0 < (p.grad - mean).norm() < 0.3 * mean.norm()
-    elements = sum(p.numel() for p in model.parameters())
-    tiles = -(-elements // 2 // 8192)
-    assert reduction.sent_bytes == 2 * (tiles * 8192 * 9 // 16 + 16)
-    return torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
-
-
-@on_devices
-@pytest.mark.parametrize("body", [by_fsdp, by_ddp])
-def test_both_ranks_have_the_same_mean(body, device):
-    one, other = run_ranks(body, 2, device=device)
-    assert torch.equal(one, other)
-
-
-def raises_errors():
+@on_ranks(2)
+def test_unsupported_reductions_raise():
     model = make()
     with pytest.raises(ValueError, match="neither sharded by fully_shard nor a DistributedDataParallel"):
         reduce_gradients_in_nvfp4(model)
@@ -140,14 +130,11 @@ def raises_errors():
     flat = torch.ones(64)
     with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
         reduction(flat[:32], flat, dist.group.WORLD, dist.ReduceOp.MAX)
-    return True
 
 
-def test_unsupported_reductions_raise():
-    assert all(run_ranks(raises_errors, 2))
-
-
-def reduced_alone(dtype, columns):
+@on_ranks(1, 3)
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 8192), (torch.float32, 8193)])
+def test_a_chunk_is_summed_divided_and_cast(dtype, columns):
     """The reduction itself, of whole tiles and of others: its message, decoded, summed, divided and cast."""
     world, rank = dist.get_world_size(), dist.get_rank()
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -164,9 +151,3 @@ def reduced_alone(dtype, columns):
         assert torch.equal(out, (total / divisor).to(dtype))
         exact = sum(x[rank].float() for x in everyone) / divisor
         assert 0 < (out.float() - exact).norm() < 0.2 * exact.norm()
-
-
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 8192), (torch.float32, 8193)])
-def test_a_chunk_is_summed_divided_and_cast(dtype, columns, world):
-    run_ranks(reduced_alone, world, dtype, columns)

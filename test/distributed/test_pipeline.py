@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_devices, run_ranks
+from helpers.run_ranks import here, on_ranks
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torchao.quantization import quantize_
@@ -75,11 +75,12 @@ def staged(schedule, recipe):
     assert alone(recipe, numbered=False)[0] != expected
 
 
-@on_devices
+@on_ranks(2, cuda=True)
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-def test_stages_are_one_process(schedule, device):
-    run_ranks(staged, 2, schedule, "unbiased", device=device)
+def test_stages_are_one_process(schedule):
+    staged(schedule, "unbiased")
 
 
+@on_ranks(3)
 def test_three_stages():
-    run_ranks(staged, 3, Schedule1F1B, "nvidia")
+    staged(Schedule1F1B, "nvidia")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.run_ranks import run_ranks
+from helpers.run_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -75,7 +75,9 @@ def refused(model, call):
     return str(raised.value).split(" is sharded")[0]
 
 
-def refusals():
+@on_ranks(2)
+def test_sharded_models_are_refused_by_name():
+    pytest.importorskip("transformers")
     for how, named in NAMED.items():
         model, prepared = mixture(), mixture()
         quantize_(prepared, NVFP4Config(step="prepare", experts=True))
@@ -86,8 +88,3 @@ def refusals():
             said = refused(model, call)
             assert said == named or name in ("quantize_", "prepare"), (how, name, said)  # which see single modules
         refused(prepared, lambda model: quantize_(model, NVFP4Config(step="convert", experts=True)))
-
-
-def test_sharded_models_are_refused_by_name():
-    pytest.importorskip("transformers")
-    run_ranks(refusals, 2)
