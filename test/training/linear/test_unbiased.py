@@ -4,6 +4,8 @@ N draws give each element's mean and its standard error. An unbiased element lie
 expected; with z = 6.5 and 1,536 elements the chance of one outside is below 1536 * 8e-11 = 1.3e-7 a test.
 """
 
+import functools
+
 import pytest
 import torch
 from helpers.reference_operands import quantized
@@ -20,6 +22,7 @@ DRAWS = 1024
 Z = 6.5
 
 
+@functools.cache
 def gradients(recipe, draws=DRAWS):
     """(draws, ...) of dx and of dw in float64, and both as they are with dy unquantized."""
     generator = torch.Generator().manual_seed(5)
@@ -70,25 +73,6 @@ def test_a_planted_bias_is_caught(which):
     drawn, mean = gradients(RECIPES["unbiased"])
     planted = drawn[which] + 0.3 * drawn[which].std(dim=0)
     assert (standard_errors(planted, mean[which]) > Z).double().mean() > 0.9
-
-
-def test_rounding_to_nearest_is_caught():
-    unbiased = RECIPES["unbiased"]
-    nearest = unbiased.replace(dy=unbiased.dy.replace(round_mode="rne"))
-    (dx, _), (mean, _) = gradients(nearest, draws=8)
-    assert (dx == dx[0]).all() and (dx[0] - mean).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["dx", "dw"])
-def test_the_error_falls_with_the_root_of_the_number_of_samples(which):
-    drawn, mean = gradients(RECIPES["unbiased"])
-
-    def error(draws):
-        means = drawn[which].reshape(-1, draws, *drawn[which].shape[1:]).mean(dim=1)
-        return (means - mean[which]).square().mean().sqrt()
-
-    for few, many in ((1, 16), (16, 256)):
-        assert error(few) / error(many) == pytest.approx((many / few) ** 0.5, rel=0.2)
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["dx", "dw"])
