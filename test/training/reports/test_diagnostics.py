@@ -96,8 +96,8 @@ def test_training_gives_the_same_bits():
     assert not model[0]._forward_hooks
 
 
-@pytest.mark.parametrize("recipe", [*training.RECIPES])
-def test_every_recipe(recipe):
+@pytest.mark.parametrize("recipe", ["nvidia", "accurate_eden", "forward_only", "weight_only"])
+def test_every_kind_of_recipe(recipe):
     model = model_of(recipe)
     with training.diagnose(model) as report:
         for _ in range(2):

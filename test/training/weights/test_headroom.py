@@ -15,38 +15,24 @@ from nvfp4_tensor.training.weights import coded_moments
 pytestmark = pytest.mark.slow
 
 
-def test_a_weight_may_grow():
-    """A weight of codes grows eightfold, which the headroom of its block scales allows."""
-    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
-    start = net.weight.dequantize().abs().max()
-    optimizer = NVFP4AdamW(net.parameters(), lr=start.item() / 4, weight_decay=0.0)
+def small():
+    return to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+
+
+def grow(net, optimizer):
+    """By a quarter of the largest of the start in each step."""
     for _ in range(40):
         net.weight.grad = -net.weight.detach().dequantize().sign()
         optimizer.step()
-    assert 6 * start < net.weight.dequantize().abs().max() < 16 * start
 
 
-def test_a_weight_that_was_loaded_may_grow_as_well():
-    """What is loaded into a weight that trains has no headroom; what an optimizer's state belongs to keeps its own."""
-    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
-    saved, start = copy.deepcopy(net.state_dict()), net.weight.dequantize().abs().max()
-    optimizer = NVFP4AdamW(net.parameters(), lr=start.item() / 4, weight_decay=0.0)
-    net.weight.grad = torch.zeros(32, 32)
-    optimizer.step()
-    net.load_state_dict(saved)
-    for _ in range(40):
-        net.weight.grad = -net.weight.detach().dequantize().sign()
-        optimizer.step()
-    assert 6 * start < net.weight.dequantize().abs().max() < 16 * start
-    grown = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-    assert net.weight.scale.float().max() > 56
-    scale = net.weight.per_tensor_scale.clone()
-    for first in (0, 1):
-        for which in (first, 1 - first):
-            (net, optimizer)[which].load_state_dict(copy.deepcopy(grown[which]))
-        net.weight.grad = torch.zeros(32, 32)
-        optimizer.step()
-        assert torch.equal(net.weight.per_tensor_scale, scale)
+def test_headroom_keeps_the_values_and_lets_a_weight_grow_eightfold():
+    net = small()
+    before = net.weight.dequantize(torch.float32)
+    coded_moments.make_headroom(net.weight)
+    assert torch.equal(net.weight.dequantize(torch.float32), before) and net.weight.scale.float().max() <= 56
+    grow(net, NVFP4AdamW(net.parameters(), lr=before.abs().max().item() / 4, weight_decay=0.0))
+    assert 6 < net.weight.dequantize().abs().max() / before.abs().max() < 16
 
 
 def write(net, new):
@@ -62,44 +48,29 @@ def swap(net, new):
     torch.utils.swap_tensors(net.weight, nn.Parameter(NVFP4Tensor.to_nvfp4(new)))
 
 
-@pytest.mark.parametrize("change", [write, set_data, swap])
-@pytest.mark.parametrize("copied", ["not", "loaded", "deep"])
+def load(net, new):
+    dense = nn.Linear(32, 32, bias=False)
+    dense.weight = nn.Parameter(NVFP4Tensor.to_nvfp4(new))
+    net.load_state_dict(dense.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "copied"), [(write, "not"), (set_data, "deep"), (swap, "file"), (load, "not"), (load, "file")]
+)
 def test_a_weight_that_was_replaced_may_grow_as_well(change, copied):
     """The first step after a write makes room, also in copies of weight and optimizer; copying alone does not."""
-    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
-    new = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 8
+    net, new = small(), torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 8
     optimizer = NVFP4AdamW(net.parameters(), lr=new.abs().max().item() / 4, weight_decay=0.0)
-    for _ in range(40):
-        net.weight.grad = -net.weight.detach().dequantize().sign()
+    grow(net, optimizer)
+    if copied != "not":
+        grown = net.weight.per_tensor_scale.clone()
+        net, optimizer = copy.deepcopy((net, optimizer)) if copied == "deep" else through_a_file(net, optimizer, (0, 1))
+        net.weight.grad = torch.zeros(32, 32)
         optimizer.step()
-    if copied == "deep":
-        net, optimizer = copy.deepcopy((net, optimizer))
-    elif copied == "loaded":
-        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-        net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
-        optimizer = NVFP4AdamW(net.parameters(), lr=1.0)
-        net.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-    grown = net.weight.per_tensor_scale.clone()
-    net.weight.grad = torch.zeros(32, 32)
-    if copied != "not":  # a step of the copy is as one of the original
-        twin, steps = copy.deepcopy((net, optimizer))
-        steps.step()
-        assert torch.equal(twin.weight.per_tensor_scale, grown)
+        assert torch.equal(net.weight.per_tensor_scale, grown)
     change(net, new)
-    for _ in range(40):
-        net.weight.grad = -net.weight.detach().dequantize().sign()
-        optimizer.step()
+    grow(net, optimizer)
     assert 6 * new.abs().max() < net.weight.dequantize().abs().max() < 16 * new.abs().max()
-
-
-def test_headroom_keeps_the_values():
-    torch.manual_seed(0)
-    net = to_nvfp4_parameters(nn.Linear(256, 256, bias=False))
-    before = net.weight.dequantize(torch.float32)
-    coded_moments.make_headroom(net.weight)
-    assert torch.equal(net.weight.dequantize(torch.float32), before)
-    assert net.weight.scale.float().max() <= 56
 
 
 def through_a_file(net, optimizer, order):
@@ -108,7 +79,7 @@ def through_a_file(net, optimizer, order):
     torch.save((net.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+    net = small()
     optimizer = NVFP4AdamW(net.parameters(), lr=1.0)
     for which in order:
         (net, optimizer)[which].load_state_dict(saved[which])
@@ -120,7 +91,7 @@ def test_random_copies_between_writes_and_steps_change_no_bit(seed):
     """A run that is copied, saved and loaded at random beside one that is not, with the same writes and steps."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    net = to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+    net = small()
     runs = [(net, NVFP4AdamW(net.parameters(), lr=0.05, weight_decay=0.0))]
     runs.append(copy.deepcopy(runs[0]))
     for _ in range(60):

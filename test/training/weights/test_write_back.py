@@ -38,9 +38,8 @@ def values(w):
     return w.dequantize(torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["stochastic", "rne"])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec, dtype", [*zip(SPECS, [torch.float32, torch.bfloat16] * 2, strict=True)])
 def test_elements_without_an_update_do_not_change(spec, mode, dtype):
     """Quantizing again does change them, which is why write_back keeps the grid."""
     w, update = case(SPECS[spec], dtype)
@@ -48,10 +47,6 @@ def test_elements_without_an_update_do_not_change(spec, mode, dtype):
     for i in range(4):
         again = write_back(w, torch.zeros(SHAPE), round_mode=mode, rng_state=rng(i))
         assert torch.equal(values(again), values(w))
-
-
-def test_quantizing_again_changes_elements_without_an_update():
-    w = write_back(*case(QuantizeSpec()), rng_state=rng(1))
     again = quantize(values(w), QuantizeSpec(round_mode="stochastic", scale_rounding="up"), rng_state=rng(2))
     assert (values(again) != values(w)).float().mean() > 0.1
 
@@ -62,7 +57,7 @@ def units(w):
     return scale.repeat_interleave(16, dim=1)[:, : SHAPE[1]]
 
 
-DRAWS = 800
+DRAWS = 400
 LIMIT = 5.5
 """Standard errors: of 1,650 elements and four specs, a normal deviate beyond it comes once in 4,000 runs."""
 
@@ -102,7 +97,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_planted_bias_is_caught(fault):
+def test_a_planted_bias_is_caught(fault):
     largest, _ = bias_in_errors(*case(QuantizeSpec()), PLANTED[fault])
     assert largest > 2 * LIMIT
 
@@ -128,7 +123,7 @@ def means_where_one_element_dominates(largest, rows=20_000):
     return bool((error.mean(dim=0).abs() < 6.8 * error.std(dim=0) / rows**0.5 + 1e-6).all())
 
 
-@pytest.mark.parametrize("largest", range(16))
+@pytest.mark.parametrize("largest", [0, 5, 15])
 def test_where_one_element_dominates_the_others_keep_their_mean(largest, monkeypatch):
     assert means_where_one_element_dominates(largest)
     if largest == 5:
@@ -137,8 +132,7 @@ def test_where_one_element_dominates_the_others_keep_their_mean(largest, monkeyp
         assert not means_where_one_element_dominates(largest)  # growth by the bits of element 0
 
 
-@pytest.mark.parametrize("cells", [0.25, 0.5])
-@pytest.mark.parametrize("direction", [1, -1], ids=["outward", "inward"])
+@pytest.mark.parametrize("direction, cells", [(1, 0.25), (-1, 0.5)], ids=["outward", "inward"])
 def test_updates_below_2_to_the_minus_16_of_a_step_keep_their_mean(direction, cells):
     """Codes move with the probability cells * 2^-16, which 16 random bits can only make a multiple of 2^-16.
 
@@ -174,8 +168,7 @@ def test_to_nearest_is_within_half_a_step(spec):
     assert ((values(new) - target).abs() <= units(new) * 1.001).all()
 
 
-@pytest.mark.parametrize("mode", ["stochastic", "rne"])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec, mode", [*zip(SPECS, ["stochastic", "rne"] * 2, strict=True)])
 def test_updates_of_extreme_size(spec, mode):
     """Quotients of scales would overflow, and the exponent that frexp gives of infinity depends on the device."""
     options = {"round_mode": mode, "rng_state": rng(1)}
