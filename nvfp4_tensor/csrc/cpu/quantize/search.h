@@ -71,8 +71,8 @@ inline I base_scales(I magnitudes, const Plan& plan) {
 }
 
 inline BlockScales finish_search(I best, I base, I magnitudes, const TensorScale& tensor) {
-  best = select(equal(magnitudes, set(0)), set(0), best);
-  return finish_scales(select(equal(base, set(kE4M3Nan)), base, best), magnitudes, tensor);
+  best = select(equal(base, set(kE4M3Nan)), base, best);
+  return finish_scales(select(equal(magnitudes, set(0)), set(0), best), magnitudes, tensor);
 }
 
 template <typename T>
