@@ -55,6 +55,14 @@ def device(request):
 
 
 @pytest.fixture
+def kernels(device):
+    """A device whose native kernels are in use: without them, plain torch would be compared with itself."""
+    if (serves := getattr(info(), device)) != "native":
+        pytest.skip(f"the {device} library is not in use: {serves}")
+    return device
+
+
+@pytest.fixture
 def cuda_library():
     """Skip tests of the CUDA kernels if these are not in use."""
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from helpers import instruction_sets
+
 MODES = [
     {"round_mode": "rne"},
     {"round_mode": "away"},
@@ -9,15 +11,18 @@ MODES = [
     {"round_mode": "stochastic"},
     {"round_mode": "stochastic", "random_bits": 8},
 ]
-SHAPES = [(128, 256), (1, 16), (33, 50), (7, 1), (129, 272), (3, 5, 48), (40,), (100, 1040)]
+SHAPES = [
+    (128, 256), (1, 16), (33, 50), (7, 1), (129, 272), (3, 5, 48), (40,), (1, 4112), (300, 37), (64, 512), (9, 1000),
+]  # fmt: skip
 EMPTY_SHAPES = [(0, 64), (32, 0), (2, 0, 16), (0,)]
 MAGNITUDES = {torch.bfloat16: (1e-38, 1e-30, 1.0, 3e38), torch.float32: (1e-38, 1e-6, 1e4, 3e38)}
 MAGNITUDES[torch.float16] = (1e-6, 1.0, 100.0, 6e4)
 
 
 def inputs(shape, dtype, magnitude, poison=True):
-    """Return Gaussian values of a magnitude, including zeros, -0.0 and (poison) a NaN and an infinity."""
-    x = torch.randn(shape).clamp(-1, 1).mul(magnitude).to(dtype)
+    """Return values of a magnitude, some on and near ties, including zeros, -0.0 and (poison) a NaN and an infinity."""
+    grid = torch.randint(-24, 25, shape) / 24  # times 6, multiples of 1/4
+    x = torch.where(torch.rand(shape) < 0.3, grid, torch.randn(shape).clamp(-1, 1)).mul(magnitude).to(dtype)
     flat = x.view(-1)
     if flat.numel() > 40:
         flat[3], flat[17], flat[20:24] = -0.0, 0.0, -magnitude
@@ -26,19 +31,22 @@ def inputs(shape, dtype, magnitude, poison=True):
     return x
 
 
+def of_all_sizes(dtype):
+    """Return blocks of which some saturate and others vanish, whatever the amax; ties, whatever the scale; zeros."""
+    x = torch.randn(256, 256) * torch.logspace(-7, 4, 256).unsqueeze(1).clamp(max=6e4)
+    x[64:128] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(64, 32)
+    x[128:136, :64], x[:, 80] = 0.0, -0.0
+    x[140] = x[140].sign() * min(3e38, torch.finfo(dtype).max)  # sums of its rotation overflow
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+
+
 def rng_state():
     return torch.randint(-(2**63), 2**63 - 1, (2,))
 
 
 def assert_same_bits(actual, expected, what=""):
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        a = a.cpu()
-        assert a.shape == b.shape and a.dtype == b.dtype, (what, i, a.shape, b.shape, a.dtype, b.dtype)
-        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-        same = a.view(integer) == b.view(integer)
-        if a.element_size() > 1 and a.dtype.is_floating_point:
-            same |= a.isnan() & b.isnan()
-        assert same.all(), f"{what}: result {i} differs in {int((~same).sum())} of {same.numel()} elements"
+        instruction_sets.assert_same_bits(a.cpu(), b.cpu(), f"{what}: result {i}")
 
 
 def equal_bits(actual, expected):

@@ -39,10 +39,10 @@ def summary():
     return f"CPU instruction sets: {', '.join(OF_PRODUCTS) or 'none'}; not here, so not tested: {', '.join(missing)}"
 
 
-def each_instruction_set():
+def each_instruction_set(names=tuple(INSTRUCTION_SETS)):
     """Select each instruction set and yield its name, so that the slow reference runs only once for all of them."""
     try:
-        for name in INSTRUCTION_SETS:
+        for name in names:
             native.set_instruction_set(name)
             yield name
     finally:
@@ -50,13 +50,14 @@ def each_instruction_set():
             native.set_instruction_set("")
 
 
-def assert_op(op, args, expected):
-    """Check an op's results with each instruction set against those of the reference."""
-    for name in each_instruction_set():
+def assert_op(op, args, expected, device="cpu"):
+    """Check an op's results with each instruction set, or on a GPU, against those of the reference."""
+    args = [t.to(device) if isinstance(t, torch.Tensor) else t for t in args]
+    for name in each_instruction_set() if device == "cpu" else (device,):
         results = op(*args)
         results = results if isinstance(results, (tuple, list)) else (results,)
         for i, (result, right) in enumerate(zip(results, expected, strict=True)):
-            assert_same_bits(result, right, f"output {i} of {op} on {name}")
+            assert_same_bits(result.cpu(), right, f"output {i} of {op} on {name}")
 
 
 def assert_same_bits(actual, expected, what=""):
@@ -81,13 +82,17 @@ def sample(shape, dtype, seed=0):
 
 
 def reference_amax(x, spec, rng_state=None, col0=0):
+    if spec.row_scaled:
+        return reference.row_amax(x, spec.hadamard_sign)
     if spec.is_eden:
         return eden.amax(x, rng_state, col0)
     return reference.amax(x if spec.hadamard_sign is None else reference.hadamard(x, spec.hadamard_sign))
 
 
-def at_byte(x, offset):
-    """Return a contiguous copy of x that begins at this byte offset in its allocation."""
+def displaced(x, offset, device="cpu"):
+    """Return a contiguous copy of x that begins ``offset`` bytes, or on a GPU elements, after its allocation."""
+    if device != "cpu":
+        return torch.empty(offset + x.numel(), dtype=x.dtype, device=device)[offset:].view(x.shape).copy_(x)
     memory = torch.empty(x.numel() * x.element_size() + offset, dtype=torch.uint8).numpy()
     if not x.numel():
         return x.contiguous()

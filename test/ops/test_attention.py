@@ -1,132 +1,139 @@
-"""Attention to codes and appending to them: each instruction set against plain torch, over random problems."""
+"""Attention to codes and appending to them against plain torch: on each instruction set, and on a GPU."""
+
+import itertools
 
 import pytest
 import torch
 from helpers.cached_attention import LENGTHS, SPEC, append_with, assert_close, capacity_of, problem
-from helpers.instruction_sets import assert_same_bits, each_instruction_set, needs_library
-from hypothesis import given, settings
+from helpers.instruction_sets import assert_same_bits, each_instruction_set
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.library import opcheck
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics.hadamard import rotate_heads_back
 from nvfp4_tensor.ops import composite
 
 nvfp4 = torch.ops.nvfp4
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = [64, 96, 128, 256]
+random = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def check(arguments, **options):
-    expected = composite.attend_codes(*arguments, **options)
-    for _ in each_instruction_set():
-        assert_close(nvfp4.attend_codes(*arguments, **options), expected, arguments[0].dtype)
-    return expected
+def on(device, arguments):
+    return [t.to(device) if isinstance(t, torch.Tensor) else t for t in arguments]
 
 
-@needs_library
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("size", [64, 96, 128, 256])
-def test_lengths_and_sizes(length, size):
-    check(problem(lengths=(length, max(length - 1, 0)), size=size))
+def check(device, arguments, **options):
+    expected, moved = composite.attend_codes(*arguments, **options), on(device, arguments)
+    for _ in each_instruction_set() if device == "cpu" else (device,):
+        out = nvfp4.attend_codes(*moved, **options).cpu()
+        assert_close(out, expected, arguments[0].dtype)
+    return out
 
 
-@needs_library
+@pytest.mark.parametrize("size", SIZES)
+def test_lengths(kernels, size):
+    for i, (length, dtype) in enumerate(itertools.product(LENGTHS, DTYPES)):
+        arguments = problem(lengths=(length, max(length - 1, 0)), size=size, dtype=dtype, front=i % 2 * 4)
+        check(kernels, arguments, rotated=i % 4 < 2, softcap=30.0 * (i % 5 == 0))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_groups_and_new_tokens(kernels, size):
+    """Where nothing is dense, the causal mask cuts codes."""
+    for i, (tokens, group) in enumerate(itertools.product((1, 2, 5, 16, 17, 40), (1, 2, 3, 4, 7, 8))):
+        latest = 0 if i % 4 == 3 and tokens <= 16 else 45
+        arguments = problem(tokens=tokens, group=group, latest=latest, lengths=(600, 90), size=size)
+        check(kernels, arguments, softcap=20.0, rotated=latest == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size, value_size", [(16, 16), (24, 40), (48, 32), (80, 80), (112, 112), (192, 128), (512, 8)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_odd_sizes_and_dtypes(size, value_size, dtype):
+def test_odd_sizes(kernels, size, value_size, dtype):
     arguments = problem(size=size, value_size=value_size, lengths=(70, 33), dtype=dtype)
-    expected = check(arguments)
-    assert not torch.equal(check(arguments, rotated=True), expected)
+    assert not torch.equal(check(kernels, arguments, rotated=True), check(kernels, arguments))
 
 
-@needs_library
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17, 40])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
-def test_groups_and_new_tokens(tokens, group):
-    check(problem(tokens=tokens, group=group, latest=45, lengths=(600, 90)), softcap=20.0)
-
-
-@needs_library
-@settings(max_examples=60, deadline=None)
+@random
 @given(
     batch=st.integers(1, 3), kv_heads=st.integers(1, 3), group=st.integers(1, 5), tokens=st.integers(1, 20),
-    size=st.sampled_from([32, 64, 80, 96, 128]), latest=st.integers(0, 70), front=st.integers(0, 40),
+    size=st.sampled_from([32, 64, 80, 96, 128, 256]), latest=st.integers(0, 70), front=st.integers(0, 40),
     lengths=st.lists(st.sampled_from(LENGTHS), min_size=3, max_size=3), window=st.integers(0, 800),
-    softcap=st.sampled_from([0.0, 3.0, 50.0]), dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    softcap=st.sampled_from([0.0, 3.0, 50.0]), dtype=st.sampled_from(DTYPES),
     first=st.lists(st.integers(0, 700), min_size=3, max_size=3) | st.none(), slack=st.integers(0, 100),
     seed=st.integers(0, 1000), rotated=st.booleans(),
 )  # fmt: skip
 def test_random_problems(
-    batch, kv_heads, group, tokens, size, latest, front, lengths, window, softcap, dtype, first, slack, seed, rotated
-):
+    kernels, batch, kv_heads, group, tokens, size, latest, front, lengths, window, softcap, dtype, first, slack, seed,
+    rotated,
+):  # fmt: skip
     arguments = problem(
         batch, kv_heads, group, tokens, size, None, lengths[:batch], latest + tokens, front, dtype, seed,
         first and first[:batch], slack,
     )  # fmt: skip
-    check(arguments, softcap=softcap, window=window, rotated=rotated)
+    check(kernels, arguments, softcap=softcap, window=window, rotated=rotated)
 
 
-@needs_library
-def test_nothing_to_see_is_zero():
-    out = check(problem(tokens=3, lengths=(40, 40), latest=3, first=(0, 42)))
+def test_nothing_to_see_is_zero(kernels):
+    out = check(kernels, problem(tokens=3, lengths=(40, 40), latest=3, first=(0, 42)))
     assert torch.equal(out[1, :, :2], torch.zeros_like(out[1, :, :2])) and out[1, :, 2].any()
 
 
-@needs_library
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", ["q", "latest key", "latest value", "front key", "key scale", "value scale"])
-def test_what_is_not_finite_reaches_its_queries_only(value, where):
-    arguments = problem(front=4, lengths=(50, 600))
-    index = {
-        "q": 0, "latest key": 11, "latest value": 12, "front key": 9, "key scale": 2, "value scale": 5,
-    }[where]  # fmt: skip
-    arguments[index][1, 0, 3 if index else 0, 1] = 0x7F if "scale" in where else value
-    out = check(arguments)
-    assert out[0].isfinite().all() and not out[1].isfinite().all()
-    assert out[1, 3:].isfinite().all()  # of the other head of keys
+PLACES = {"q": 0, "latest key": 11, "latest value": 12, "front key": 9, "key scale": 2, "value scale": 5}
 
 
-@needs_library
-def test_large_scores_saturate():
-    arguments = problem(dtype=torch.float32)
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("size", [64, 80, 96, 128])
+def test_what_is_not_finite_reaches_its_queries_only(kernels, where, size):
+    for value in (torch.nan, torch.inf, -torch.inf):
+        arguments, index = problem(front=4, lengths=(50, 600), size=size), PLACES[where]
+        arguments[index][1, 0, 3 if index else 0, 1] = 0x7F if "scale" in where else value
+        out = check(kernels, arguments)
+        assert out[0].isfinite().all() and not out[1].isfinite().all()
+        assert out[1, 3:].isfinite().all()  # of the other head of keys
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_scores_saturate(kernels, dtype):
+    """Of a few thousand, where one weight has nearly everything."""
+    arguments = problem(dtype=dtype)
     arguments[0] = arguments[0] * 1e4
-    check(arguments)
-    check(arguments, softcap=30.0)
+    check(kernels, arguments)
+    check(kernels, arguments, softcap=30.0)
 
 
-@needs_library
-@pytest.mark.parametrize("tokens", [1, 4, 30])
-def test_thread_counts_give_the_same_bits(tokens):
-    arguments = problem(batch=3, lengths=(5000, 700, 1), tokens=tokens, latest=33)
+@pytest.mark.parametrize("tokens, size", [(1, 128), (4, 64), (30, 128), (1, 96)])
+def test_bits_repeat_on_any_number_of_threads(kernels, tokens, size):
+    arguments = on(kernels, problem(batch=3, lengths=(5000, 700, 1), tokens=tokens, latest=33, size=size))
     before = torch.get_num_threads()
     try:
-        for _ in each_instruction_set():
-            results = []
-            for threads in (1, 2, 3, 5):
+        for _ in each_instruction_set() if kernels == "cpu" else (kernels,):
+            first = nvfp4.attend_codes(*arguments)
+            for threads in (2, 3, 5):
                 torch.set_num_threads(threads)
-                results.append(nvfp4.attend_codes(*arguments))
-            for other in results[1:]:
-                assert_same_bits(other, results[0])
+                assert_same_bits(nvfp4.attend_codes(*arguments), first)
     finally:
         torch.set_num_threads(before)
 
 
-@needs_library
-def test_a_sequence_does_not_depend_on_others():
-    arguments = problem(batch=3, lengths=(900, 40, 17), first=(3, 0, 5), front=2)
+def test_a_sequence_does_not_depend_on_others(device):
+    arguments = on(device, problem(batch=3, lengths=(900, 40, 17), first=(3, 0, 5), front=2))
     together = nvfp4.attend_codes(*arguments)
     for b in range(3):
         alone = [t[b : b + 1] if isinstance(t, torch.Tensor) else t for t in arguments]
-        assert_same_bits(nvfp4.attend_codes(*alone), together[b : b + 1])
+        out = nvfp4.attend_codes(*alone)
+        if device == "cpu":
+            assert_same_bits(out, together[b : b + 1])
+        else:  # which divides one sequence's work among more blocks
+            assert_close(out, together[b : b + 1], out.dtype)
 
 
-@needs_library
-def test_views_of_larger_buffers():
-    arguments = problem(front=6, lengths=(40, 30))
+def test_views_of_larger_buffers(device):
+    arguments = on(device, problem(front=6, lengths=(40, 30)))
     expected = nvfp4.attend_codes(*arguments)
     for i in (9, 10, 11, 12):
-        buffer = torch.full((*arguments[i].shape[:2], 64, 64 + 8), torch.nan, dtype=torch.bfloat16)
-        view = buffer[:, :, 5 : 5 + arguments[i].shape[2], :64]
-        arguments[i] = view.copy_(arguments[i])
+        buffer = torch.full((*arguments[i].shape[:2], 64, 64 + 8), torch.nan, dtype=torch.bfloat16, device=device)
+        arguments[i] = buffer[:, :, 5 : 5 + arguments[i].shape[2], :64].copy_(arguments[i])
     arguments[0] = arguments[0].transpose(1, 2).contiguous().transpose(1, 2)
     assert_same_bits(nvfp4.attend_codes(*arguments), expected)
 
@@ -139,11 +146,11 @@ def test_it_is_attention_to_the_decoded_cache():
     keys = torch.cat((arguments[9], keys[:, :, :100], arguments[11]), dim=2)
     values = torch.cat((arguments[10], values[:, :, :100], arguments[12]), dim=2)
     expected = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-    assert torch.allclose(nvfp4.attend_codes(*arguments), expected, rtol=1e-5, atol=1e-6)
-    assert torch.allclose(composite.attend_codes(*arguments), expected, rtol=1e-5, atol=1e-6)
+    for attend in (nvfp4.attend_codes, composite.attend_codes):
+        assert torch.allclose(attend(*arguments), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [24, 32, 64, 80, 96, 128])
+@pytest.mark.parametrize("size", [24, 64, 80, 128])
 def test_attention_to_rotated_keys_is_attention_to_the_keys(size):
     """The codes are of keys times H, as of queries: their products are those of the keys, up to what was rounded."""
     keys = torch.randn(1, 2, 100, size, generator=torch.Generator().manual_seed(3))
@@ -165,21 +172,94 @@ def test_attention_to_rotated_keys_is_attention_to_the_keys(size):
     assert size == 24 or found[True] < found[False]  # of 24 elements, 8 are rotated: half a block
 
 
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_long_contexts_in_many_splits():
+    check("cuda", problem(batch=1, kv_heads=1, group=4, lengths=(30000,), size=128, slack=999), rotated=True)
+    check("cuda", problem(batch=12, kv_heads=6, group=2, lengths=(1900,) * 12, size=128), rotated=True)
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_lengths_on_the_device():
+    """What was captured for one length serves others."""
+    arguments = on("cuda", problem(lengths=(1100, 900), size=128))
+    lengths = arguments[7] = arguments[7].clone()
+    nvfp4.attend_codes(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nvfp4.attend_codes(*arguments)
+    for new in ((0, 1), (17, 900), (1100, 512)):
+        lengths.copy_(torch.tensor(new))
+        graph.replay()
+        assert_same_bits(out, nvfp4.attend_codes(*arguments))
+        assert_close(out.cpu(), composite.attend_codes(*on("cpu", arguments)), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_settled_codes_are_read_while_the_kernel_before_writes_others(size, dtype):
+    """Behind ``lengths``, as a step's graph does, which also writes what is dense."""
+    arguments = on("cuda", problem(batch=1, group=4, lengths=(1100,), size=size, slack=40, dtype=dtype, latest=65))
+    expected = nvfp4.attend_codes(*arguments)
+    ring, starts = arguments[11].clone(), arguments[7].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            arguments[11].copy_(ring)  # no kernel of ours, so what follows begins when it has ended
+            nvfp4.append_codes(ring[:, :, :9], ring[:, :, :9], SPEC.pack(), *arguments[1:7], starts)
+            out = nvfp4.attend_codes(*arguments, settled=True)
+    for _ in range(20):
+        graph.replay()
+        assert_same_bits(out, expected)
+
+
+@pytest.mark.gpu
+def test_lengths_beyond_the_capacity_are_cut():
+    """The host cannot look at them."""
+    arguments = on("cuda", problem(lengths=(160, 160)))
+    expected = nvfp4.attend_codes(*arguments)
+    arguments[7] = torch.tensor([10**12, 161], device="cuda")
+    assert_same_bits(nvfp4.attend_codes(*arguments), expected)
+
+
 # --- append ----------------------------------------------------------------------------------------------------------
 
 
-SPECS = [QuantizeSpec(), QuantizeSpec(four_over_six="mse"), SPEC, QuantizeSpec(round_mode="away")]
+def appended_on(device):
+    """Return append_codes for tensors on the CPU, which another device computes."""
+
+    def append(keys, values, spec, *stored_starts_rotates):
+        *stored, starts, rotates = stored_starts_rotates
+        there = on(device, stored)
+        nvfp4.append_codes(keys.to(device), values.to(device), spec, *there, starts.to(device), rotates)
+        for t, new in zip(stored, there, strict=True):
+            t.copy_(new)
+
+    return append
 
 
-@needs_library
-@settings(max_examples=40, deadline=None)
+def check_append(device, *arguments):
+    expected = append_with(composite.append_codes, *arguments)
+    for _ in each_instruction_set() if device == "cpu" else (device,):
+        for got, right in zip(append_with(appended_on(device), *arguments), expected, strict=True):
+            assert torch.equal(got, right)
+
+
+@random
 @given(
-    spec=st.sampled_from(SPECS), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    tokens=st.sampled_from([0, 1, 2, 15, 16, 63, 64, 65, 130]), size=st.sampled_from([16, 24, 64, 80, 128, 256]),
-    value_size=st.sampled_from([16, 40, 64]), starts=st.lists(st.integers(0, 30), min_size=2, max_size=2),
-    rotates=st.booleans(), seed=st.integers(0, 100),
+    spec=st.sampled_from([
+        QuantizeSpec(), QuantizeSpec(four_over_six="mse"), SPEC, QuantizeSpec(round_mode="away"),
+        QuantizeSpec(scale_search="mse", scale_rounding="up"),
+    ]),
+    dtype=st.sampled_from(DTYPES), tokens=st.sampled_from([0, 1, 2, 15, 16, 63, 64, 65, 130]),
+    size=st.sampled_from([16, 24, 64, 80, 128, 256, 512]), value_size=st.sampled_from([16, 40, 64]),
+    starts=st.lists(st.integers(0, 30), min_size=2, max_size=2), rotates=st.booleans(), seed=st.integers(0, 100),
 )  # fmt: skip
-def test_append_has_the_bits_of_plain_torch(spec, dtype, tokens, size, value_size, starts, rotates, seed):
+def test_append_has_the_bits_of_plain_torch(kernels, spec, dtype, tokens, size, value_size, starts, rotates, seed):
     generator = torch.Generator().manual_seed(seed)
     keys, values = (
         (torch.randn((2, 3, tokens, n), generator=generator)
@@ -189,36 +269,40 @@ def test_append_has_the_bits_of_plain_torch(spec, dtype, tokens, size, value_siz
     if tokens:
         keys[1, 2, 0] = 0
         keys[0, 1, -1, 3], values[1, 0, 0, 5], values[0, 2, 0, 0] = torch.nan, torch.inf, -torch.inf
-    arguments = keys, values, spec, starts, capacity_of(tokens + 30), rotates
-    expected = append_with(composite.append_codes, *arguments)
-    for _ in each_instruction_set():
-        for got, right in zip(append_with(nvfp4.append_codes, *arguments), expected, strict=True):
-            assert torch.equal(got, right)
+    check_append(kernels, keys, values, spec, starts, capacity_of(tokens + 30), rotates)
 
 
-@needs_library
-@pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_append_of_any_magnitude(dtype, rotates):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_append_of_any_magnitude(kernels, dtype):
     tiny, most = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
     sizes = torch.tensor([0.0, tiny / 4, tiny, 1e-4, 1.0, most / 4]).view(1, 1, -1, 1)
-    keys = (torch.randn(1, 2, 6, 64, generator=torch.Generator().manual_seed(0)).clamp(-3.9, 3.9) * sizes).to(dtype)
-    arguments = keys, keys, QuantizeSpec(), [3], 16, rotates
-    for got, right in zip(
-        append_with(nvfp4.append_codes, *arguments), append_with(composite.append_codes, *arguments), strict=True
-    ):
+    keys = (torch.randn(1, 2, 6, 64).clamp(-3.9, 3.9) * sizes).to(dtype)
+    for rotates in (False, True):
+        check_append(kernels, keys, keys, QuantizeSpec(), [3], 16, rotates)
+
+
+def test_append_of_views_of_a_projection(kernels):
+    """Keys and values as transformers has them: heads within rows of tokens."""
+    states = torch.randn(2, 33, 4, 128).bfloat16()
+    for skip in (0, 1):
+        heads = states.flatten(2)[..., skip : skip + 3 * 128].unflatten(-1, (3, 128)).transpose(1, 2)
+        check_append(kernels, heads, heads, SPEC, [0, 5], 48, True)
+
+
+@pytest.mark.gpu
+def test_append_writes_nothing_beyond_the_capacity():
+    keys = torch.randn(2, 3, 5, 64).bfloat16()
+    within = append_with(appended_on("cuda"), keys[:, :, :2], keys[:, :, :2], SPEC, [14, 14], 16)
+    beyond = append_with(appended_on("cuda"), keys, keys, SPEC, [14, 14], 16)
+    for got, right in zip(beyond, within, strict=True):
         assert torch.equal(got, right)
 
 
-def test_opcheck():
-    opcheck(nvfp4.attend_codes.default, tuple(problem(front=3, first=(1, 0))), {"softcap": 20.0, "window": 50})
-    opcheck(nvfp4.attend_codes.default, tuple(problem(value_size=32)))
-    keys, values = torch.randn(2, 3, 5, 64), torch.randn(2, 3, 5, 32)
-    stored = append_with(nvfp4.append_codes, keys, values, SPEC, [0, 1], 32)
-    opcheck(nvfp4.append_codes.default, (keys, values, SPEC.pack(), *stored, torch.tensor([1, 2])))
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+ONLY_ON_CPU = {"lengths must be from 0 to the capacity", "first must not be negative"}  # a GPU cuts them
 
 
-@needs_library
 @pytest.mark.parametrize(
     "index, change, message",
     [
@@ -240,21 +324,31 @@ def test_opcheck():
         (12, lambda t: t[:, :1], "latest_values must be"),
     ],
 )
-def test_wrong_arguments_raise(index, change, message):
+def test_wrong_arguments_raise(kernels, index, change, message):
+    if kernels == "cuda" and message in ONLY_ON_CPU:
+        pytest.skip("the host does not wait for a GPU to look at them")
     arguments = problem()
     arguments[index] = change(arguments[index])
     with pytest.raises(RuntimeError, match=message):
+        nvfp4.attend_codes(*on(kernels, arguments))
+
+
+@pytest.mark.gpu
+def test_an_argument_on_another_device_raises():
+    arguments = on("cuda", problem())
+    arguments[7] = arguments[7].cpu()
+    with pytest.raises(RuntimeError, match="lengths is not on the device of q"):
         nvfp4.attend_codes(*arguments)
 
 
-@needs_library
-def test_append_refuses_what_does_not_fit():
+@pytest.mark.parametrize("device", ["cpu"])
+def test_append_refuses_what_does_not_fit(kernels):
     keys = torch.randn(2, 3, 5, 64)
-    with pytest.raises(RuntimeError, match="do not fit into a capacity of 16"):
-        append_with(nvfp4.append_codes, keys, keys, SPEC, [0, 12], 16)
-    with pytest.raises(RuntimeError, match="do not fit into a capacity of 16"):
-        append_with(nvfp4.append_codes, keys, keys, SPEC, [0, -1], 16)
-    with pytest.raises(RuntimeError, match="rounds to nearest"):
-        append_with(nvfp4.append_codes, keys, keys, QuantizeSpec(round_mode="stochastic"), [0, 0], 16)
-    with pytest.raises(RuntimeError, match="values must be"):
-        append_with(nvfp4.append_codes, keys, keys[:, :2], SPEC, [0, 0], 16)
+    for values, spec, starts, message in (
+        (keys, SPEC, [0, 12], "do not fit into a capacity of 16"),
+        (keys, SPEC, [0, -1], "do not fit into a capacity of 16"),
+        (keys, QuantizeSpec(round_mode="stochastic"), [0, 0], "rounds to nearest"),
+        (keys[:, :2], SPEC, [0, 0], "values must be"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            append_with(nvfp4.append_codes, keys, values, spec, starts, 16)

@@ -1,8 +1,7 @@
-"""train_linear_forward, its parts, the backward, and amaxes of a pair: the bits of the ops that they are made of."""
+"""train_linear, its forward and its backward: the bits of the ops that they are made of."""
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.ops import composite
@@ -18,11 +17,10 @@ def transformed(spec):
     return spec.replace(hadamard_sign=True)
 
 
-def equal_bits(got, expected):
+def assert_equal(got, expected):
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
         assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-    return True
 
 
 def case(shape, dtype, device):
@@ -42,16 +40,17 @@ def backward_arguments(shape, dtype, device, spec, spec_t, spec_w, x_t=None, kee
     return dy, state, *codes_x, dense, *codes, *packed, transposes, dtype, torch.float32
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("spec", [NEAREST, TILES, STOCHASTIC, SEARCHED], ids=str)
-@pytest.mark.parametrize("quantized", [True, False])
-def test_train_linear_is_a_quantization_and_a_product(device, shape, dtype, spec, quantized):
+@pytest.mark.parametrize("shape, dtype, quantized", [
+    (SHAPES[0], torch.bfloat16, True), (SHAPES[1], torch.float32, True), (SHAPES[2], torch.bfloat16, False),
+    (SHAPES[1], torch.bfloat16, False), (SHAPES[2], torch.float32, True),
+], ids=str)  # fmt: skip
+def test_train_linear_is_a_quantization_and_a_product(device, shape, dtype, quantized, spec):
     x, w, _, state = case(shape, dtype, device)
     bias = torch.randn(shape[1], device=device).to(dtype)
     x, factor = N.quantize_activation(x, None, NEAREST.pack(), torch.bfloat16) if quantized else (x, None)
     arguments = x, factor, w, bias, state, spec.pack(), dtype
-    assert equal_bits(N.train_linear(*arguments), composite.train_linear(*arguments))
+    assert_equal(N.train_linear(*arguments), composite.train_linear(*arguments))
 
 
 FORWARDS = {
@@ -63,11 +62,10 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("leading", [(40,), (37,), (3, 5), (2, 0), (2, 3, 4), ()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORWARDS)
 @pytest.mark.parametrize("how", ["contiguous", "strided", "bias, drawn"])
-def test_train_linear_forward_is_its_parts(device, leading, dtype, name, how):
-    torch.manual_seed(4)
+def test_train_linear_forward_is_its_parts(device, leading, name, how):
+    dtype = (torch.bfloat16, torch.float16, torch.float32)[(len(leading) + list(FORWARDS).index(name)) % 3]
     x = torch.randn(*leading, 96, device=device).to(dtype)
     x = x[..., ::2] if how == "strided" else x[..., :48].contiguous()
     w, bias, state = torch.randn(32, 48, device=device).to(dtype), None, torch.tensor([7, 9], device=device)
@@ -78,7 +76,7 @@ def test_train_linear_forward_is_its_parts(device, leading, dtype, name, how):
     for forward in (N.train_linear_forward, composite.train_linear_forward):
         torch.manual_seed(5)
         results.append(forward(*arguments))
-    assert equal_bits(*results)
+    assert_equal(*results)
     assert results[0][0].shape == (*leading, 32) and not results[0][0]._is_view()
     assert state is None or (torch.equal(results[0][1], state) and results[0][1].data_ptr() != state.data_ptr())
 
@@ -97,69 +95,14 @@ BACKWARDS = {
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_train_linear_backward_is_its_parts(device, shape, dtype, name):
     arguments = backward_arguments(shape, dtype, device, *BACKWARDS[name])
-    assert equal_bits(N.train_linear_backward(*arguments), composite.train_linear_backward(*arguments))
-
-
-def as_bytes(arguments):
-    """Opcheck compares its inputs with allclose, which torch does not have for float8."""
-    is_scale = [isinstance(t, torch.Tensor) and t.dtype == torch.float8_e4m3fn for t in arguments]
-    return tuple(t.view(torch.uint8) if scale else t for t, scale in zip(arguments, is_scale, strict=True))
-
-
-def test_opcheck(device):
-    x, w, dy, state = case(SHAPES[1], torch.bfloat16, device)
-    opcheck(N.train_linear.default, (x, None, w, None, state, TILES.pack(), torch.float32))
-    packed = [spec.pack() for spec in FORWARDS["nvidia"]]
-    opcheck(N.train_linear_forward.default, (x.view(1, *x.shape), w, None, state, *packed, torch.float32))
-    for name in ("nvidia", "w quantized again", "EDEN"):
-        arguments = backward_arguments(SHAPES[1], torch.bfloat16, device, *BACKWARDS[name])
-        opcheck(N.train_linear_backward.default, as_bytes(arguments))
-    packed = STOCHASTIC.pack(), transformed(STOCHASTIC).pack()
-    opcheck(N.quantize_pair.default, (dy, None, None, state, *packed))
-    opcheck(N.quantize_pair_values.default, (dy, None, None, state, *packed, False))
-
-
-PAIRS = [
-    (NEAREST, NEAREST),
-    (STOCHASTIC, transformed(STOCHASTIC)),
-    (EDEN, EDEN),
-    (SEARCHED, EDEN),
-    (transformed(NEAREST), transformed(NEAREST)),
-]
-
-
-@pytest.mark.parametrize("specs", PAIRS, ids=str)
-@pytest.mark.parametrize("shape", [(40, 48), (37, 70), (256, 300), (0, 16), (16, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_pair_finds_its_own_amaxes(device, specs, shape, dtype):
-    x = torch.randn(shape, device=device).to(dtype)
-    state, packed = torch.tensor([7, 9], device=device), [spec.pack() for spec in specs]
-    amaxes = [composite.own_amax(t.contiguous(), spec, state) for t, spec in zip((x, x.t()), specs, strict=True)]
-    assert equal_bits(N.quantize_pair(x, None, None, state, *packed), N.quantize_pair(x, *amaxes, state, *packed))
-    for codes_t in (True, False):
-        got = N.quantize_pair_values(x, None, None, state, *packed, codes_t)
-        assert equal_bits(got, N.quantize_pair_values(x, *amaxes, state, *packed, codes_t))
+    assert_equal(N.train_linear_backward(*arguments), composite.train_linear_backward(*arguments))
 
 
 def test_errors(device):
     x, _, _, state = case(SHAPES[0], torch.bfloat16, device)
-    amax = torch.ones((), device=device)
-    for op in (N.quantize_pair, N.quantize_pair_values):
-        more = (False,) if op is N.quantize_pair_values else ()
-        with pytest.raises((ValueError, RuntimeError), match="are given together"):
-            op(x, amax, None, state, NEAREST.pack(), NEAREST.pack(), *more)
-        with pytest.raises((ValueError, RuntimeError), match="rng_state"):
-            op(x, None, None, None, NEAREST.pack(), EDEN.pack(), *more)
     with pytest.raises((IndexError, RuntimeError)):
         N.train_linear_forward(x[0, 0], x, None, state, *[spec.pack() for spec in FORWARDS["nvidia"]], x.dtype)
     given = list(backward_arguments(SHAPES[0], torch.bfloat16, device, *BACKWARDS["nvidia"]))
     given[5:9] = [None] * 4
     with pytest.raises((ValueError, RuntimeError), match="needs w or its codes"):
         N.train_linear_backward(*given)
-
-
-def test_random_states_are_those_of_randint(device):
-    torch.manual_seed(3)
-    expected = [torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device) for _ in range(3)]
-    torch.manual_seed(3)
-    assert all(torch.equal(N.draw_rng_state(torch.empty(0, device=device)), state) for state in expected)
