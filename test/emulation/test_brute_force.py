@@ -156,12 +156,12 @@ def nasty(dtype, element):
     tops = torch.tensor([1.0, 1.5, 1.75, 1.875, 1.9375, ratio, (ratio + 2) / 2], dtype=dtype)
     tops = torch.cat((tops, torch.nextafter(tops, tops * 0), torch.nextafter(tops, tops * 4)))
     rows = []
-    powers = (0, int(np.log2(info.tiny)), int(np.log2(info.tiny)) - 3, 100 if dtype == torch.float32 else 10)
+    powers = (0, int(np.log2(info.tiny)) - 3, 100 if dtype == torch.float32 else 10)
     for power in powers:
         row = torch.randn(len(tops), 2 * BLOCK + 3, generator=generator).clamp(-0.99, 0.99).to(dtype)
         row[:, ::BLOCK] = tops.unsqueeze(1) * torch.tensor([1, -1, 1], dtype=dtype)
         rows.append((row.double() * 2.0**power).to(dtype))
-    ties = torch.tensor([float((a + b) / 2) for (a, _), (b, _) in itertools.pairwise(numbers[:18])])
+    ties = torch.tensor([float((a + b) / 2) for (a, _), (b, _) in itertools.pairwise(numbers)])
     ties = torch.cat((ties, ties[: -len(ties) % BLOCK])).view(-1, BLOCK)
     ties = torch.nn.functional.pad(ties, (0, BLOCK + 3))
     ties[:, BLOCK] = ratio * 2.0**emax
@@ -174,34 +174,29 @@ def nasty(dtype, element):
     return torch.cat((*rows, ends.to(dtype)))
 
 
-def combinations():
-    for element, scale, two_level in itertools.product(ELEMENTS, ["e8m0", *SCALES], [False, True]):
-        modes = ["nearest", "up"] if scale != "e8m0" else ["floor"] if element.startswith("int") else POWERS
-        yield from ((element, scale, two_level, mode) for mode in modes)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", ["e8m0", *SCALES])
 @pytest.mark.parametrize("element", ELEMENTS)
 @np.errstate(over="ignore", divide="ignore")
-def test_every_combination(element, dtype):
-    x = nasty(dtype, element)
-    rounds = itertools.cycle(["even", "away", "zero"])
-    for _, scale, two_level, scale_mode in (each for each in combinations() if each[0] == element):
-        for round_mode in [next(rounds)] if scale != "e8m0" or dtype != torch.float32 else ["even", "away", "zero"]:
-            codes, scales, decoded = brute(x, element, scale, two_level, scale_mode, round_mode)
-            format = BlockFormat(name="own", element=element, scale=scale, block_size=BLOCK, two_level=two_level)
-            how = {"scale_mode": scale_mode, "round_mode": round_mode}
-            t = emulation.cast(x, format, cast_mode="actual", **how)
-            said = (scale, two_level, scale_mode, round_mode)
-            got = [None if np.isnan(s) else Fraction(s) for s in t.scale.double().flatten().tolist()]
-            assert got == scales, said
-            assert [c for c, want in zip(t.data.flatten().tolist(), codes, strict=True) if want is not None] == [
-                want for want in codes if want is not None
-            ], said
-            packed = emulation.cast(x, format, cast_mode="compressed", **how)
-            for values in (emulation.cast(x, format, **how), t.dequantize(), packed.dequantize()):
-                values = values.flatten()
-                assert torch.equal(values.isnan(), decoded.isnan()), said
-                kept = ~decoded.isnan()
-                assert torch.equal(values[kept], decoded[kept]), said
-                assert torch.equal(values[kept].signbit(), decoded[kept].signbit()), said
+def test_every_combination(element, scale):
+    """Each mode of the scale, under a tensor scale and without, with each rounding, and in another dtype each time."""
+    modes = ["nearest", "up"] if scale != "e8m0" else ["floor"] if element.startswith("int") else POWERS
+    inputs = {dtype: nasty(dtype, element) for dtype in DTYPES}
+    kinds = itertools.product([False, True], modes, ["even", "away", "zero"])
+    for i, (two_level, scale_mode, round_mode) in enumerate(kinds):
+        if scale != "e8m0" and i % 3 != i // 3 % 3:
+            continue  # each mode of the scale with one rounding: what is rounded knows no scale
+        x = inputs[DTYPES[(i + i // 3) % 3]]
+        codes, scales, decoded = brute(x, element, scale, two_level, scale_mode, round_mode)
+        format = BlockFormat(name="own", element=element, scale=scale, block_size=BLOCK, two_level=two_level)
+        how = {"scale_mode": scale_mode, "round_mode": round_mode}
+        t, said = emulation.cast(x, format, cast_mode="actual", **how), (x.dtype, two_level, scale_mode, round_mode)
+        got = [None if np.isnan(s) else Fraction(s) for s in t.scale.double().flatten().tolist()]
+        assert got == scales, said
+        kept = ~decoded.isnan()
+        assert t.data.flatten()[kept].tolist() == [code for code in codes if code is not None], said
+        packed = emulation.cast(x, format, cast_mode="compressed", **how)
+        for values in (emulation.cast(x, format, **how), t.dequantize(), packed.dequantize()):
+            values = values.flatten()
+            assert torch.equal(values.isnan(), ~kept), said
+            assert torch.equal(values[kept], decoded[kept]), said
+            assert torch.equal(values[kept].signbit(), decoded[kept].signbit()), said

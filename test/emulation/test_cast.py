@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvfp4_tensor import QuantizeSpec, emulation, fake_quantize, quantize
-from nvfp4_tensor.emulation import FORMATS, BlockFormat, BlockTensor, ScaleMode
+from nvfp4_tensor.emulation import FORMATS, BlockFormat, ScaleMode
 from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.choices import RoundingMode
 
@@ -44,21 +44,6 @@ def same(a, b):
     return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
 
 
-@pytest.mark.parametrize("compute_mode", ["torch", "native"])
-@pytest.mark.parametrize("scale_mode", ["nearest", "up"])
-@pytest.mark.parametrize("round_mode", ROUNDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nvfp4_is_the_reference_bit_for_bit(dtype, round_mode, scale_mode, compute_mode):
-    x = sample((67, 100), dtype)
-    x[0, :16], x[1, 3], x[2, 40], x[3] = 0, torch.inf, torch.nan, -0.0
-    qdata, scale, tensor_scale, values = reference_nvfp4(x, round_mode, scale_mode)
-    how = {"scale_mode": scale_mode, "round_mode": round_mode, "compute_mode": compute_mode}
-    t = emulation.cast(x, "nvfp4", cast_mode="compressed", rng_state=STATE, **how)
-    assert torch.equal(t.data, qdata) and torch.equal(t.scale.view(torch.uint8), scale)
-    assert torch.equal(t.tensor_scale, tensor_scale)
-    assert same(emulation.cast(x, "nvfp4", rng_state=STATE, **how), values)
-
-
 @given(data=st.data(), rows=st.integers(0, 5), columns=st.integers(0, 70), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=60, deadline=None)
 def test_nvfp4_is_the_reference_for_any_values(data, rows, columns, dtype):
@@ -68,11 +53,14 @@ def test_nvfp4_is_the_reference_for_any_values(data, rows, columns, dtype):
     x = torch.tensor(values, dtype=torch.float32).reshape(rows, columns).to(dtype)
     round_mode, scale_mode = data.draw(st.sampled_from(ROUNDS)), data.draw(st.sampled_from(["nearest", "up"]))
     amax = data.draw(st.sampled_from([None, torch.tensor(0.0), torch.tensor(1.5), torch.tensor(1e30)]))
-    qdata, scale, _, values = reference_nvfp4(x, round_mode, scale_mode, amax)
-    how = {"scale_mode": scale_mode, "round_mode": round_mode, "amax": amax}
-    t = emulation.cast(x, "nvfp4", cast_mode="compressed", rng_state=STATE, **how)
-    assert torch.equal(t.data, qdata) and torch.equal(t.scale.view(torch.uint8).reshape(scale.shape), scale)
-    assert same(t.dequantize(), values)
+    qdata, scale, tensor_scale, values = reference_nvfp4(x, round_mode, scale_mode, amax)
+    how = {"scale_mode": scale_mode, "round_mode": round_mode, "amax": amax, "rng_state": STATE}
+    for compute_mode in ("torch", "native"):
+        t = emulation.cast(x, "nvfp4", cast_mode="compressed", compute_mode=compute_mode, **how)
+        assert torch.equal(t.data, qdata) and torch.equal(t.scale.view(torch.uint8).reshape(scale.shape), scale)
+        assert torch.equal(t.tensor_scale, tensor_scale)
+        assert same(t.dequantize(), values)
+        assert same(emulation.cast(x, "nvfp4", compute_mode=compute_mode, **how), values)
 
 
 @pytest.mark.smoke
@@ -90,63 +78,6 @@ def test_nvfp4_is_quantize_and_fake_quantize():
 
 
 # --- every format, by the definition ---------------------------------------------------------------------------------
-
-
-def by_definition(x, t: BlockTensor):
-    """Return the expected values of x with the scales of t: the nearest number of the block's grid, in float64.
-
-    Where two are as near, or the quotient by the scale was rounded, either will do: (lower, upper) both.
-    """
-    format = t.format
-    codes = torch.arange(1 << format.element.bits, dtype=torch.int32).to(torch.uint8)
-    grid = format.element.values(codes)
-    grid = grid[grid.abs() <= format.element.largest].double().unique()
-    scale = t.scale.double() * (1.0 if t.tensor_scale is None else t.tensor_scale.double())
-    scale = scale.repeat_interleave(format.block_size, dim=-1)[..., : x.shape[-1]].unsqueeze(-1)
-    return (x.double().unsqueeze(-1) - grid * scale).abs().min(dim=-1).values, scale.squeeze(-1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("round_mode", ["even", "away", "zero"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_each_element_is_the_nearest_number_of_its_block(name, round_mode, dtype):
-    x = sample((9, 3, 71), dtype)
-    t = emulation.cast(x, name, round_mode=round_mode, cast_mode="actual")
-    least, scale = by_definition(x, t)
-    error = (t.dequantize(torch.float32).double() - x.double()).abs()
-    # The reciprocal of a scale with a mantissa is rounded, and so are quotient and decoded value: 2^-23 of it each.
-    slack = 0 if FORMATS[name].scale.is_power_of_two else 2.0**-21
-    assert (error <= least + slack * (x.double().abs() + scale)).all()
-
-
-@pytest.mark.parametrize("scale_mode", ["floor", "ceil", "midmax", "option3", "topbinade"])
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2"])
-def test_what_clips_is_what_the_mode_says(name, scale_mode):
-    x = sample((64, 96))
-    t = emulation.cast(x, name, scale_mode=scale_mode, cast_mode="actual")
-    largest = x.reshape(64, 3, 32).abs().amax(dim=-1) / t.scale.float()
-    element = FORMATS[name].element
-    clips = (largest > element.largest).any().item()
-    assert clips == (scale_mode not in ("ceil", "topbinade"))
-    assert largest.max() < 2.0 ** (element.emax + 1) and largest.min() >= 2.0 ** (element.emax - 1)
-
-
-def test_two_levels_with_other_scales():
-    """With a tensor scale, the largest block's e5m2 or e8m0 scale is at the ceiling."""
-    x = sample((32, 64))
-    for scale, ceiling in (("e4m3", 448), ("e5m2", 57344), ("e8m0", 1)):
-        format = BlockFormat(name=f"e2m1 {scale}", element="e2m1", scale=scale, block_size=16, two_level=True)
-        mode = "topbinade" if scale == "e8m0" else None
-        t = emulation.cast(x, format, cast_mode="actual", scale_mode=mode)
-        assert t.scale.float().max() == ceiling
-        assert t.tensor_scale.item() == pytest.approx(x.abs().max().item() / (6 * ceiling), rel=1e-6)
-        single = emulation.cast(x, format.replace(two_level=False), cast_mode="actual", scale_mode=mode)
-        assert single.tensor_scale is None
-        for cast in (t, single):
-            assert (cast.dequantize() - x).norm() < 0.15 * x.norm()
-            least, size = by_definition(x, cast)
-            error = (cast.dequantize().double() - x.double()).abs()
-            assert (error <= least + 2.0**-21 * (x.double().abs() + size)).all()
 
 
 @given(data=st.data(), name=st.sampled_from(list(FORMATS)), rows=st.integers(0, 3), columns=st.integers(0, 40))
@@ -183,25 +114,6 @@ def _allowed(format, mode):
         return False
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_block_that_is_not_finite_leaves_the_others(name):
-    x = sample((2, 4 * FORMATS[name].block_size))
-    y, size = x.clone(), FORMATS[name].block_size
-    y[0, 1], y[1, -1] = torch.nan, -torch.inf
-    clean, got = (emulation.cast(t, name, amax=8.0 if FORMATS[name].two_level else None) for t in (x, y))
-    assert got[0, :size].isnan().all() and got[1, -size:].isnan().all()
-    assert torch.equal(got[0, size:], clean[0, size:]) and torch.equal(got[1, :-size], clean[1, :-size])
-
-
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.scale.is_power_of_two])
-def test_scaling_by_a_power_of_two_changes_no_code(name):
-    """From the largest magnitudes of float32 to the smallest scale."""
-    x = sample((16, 64)).clamp(min=-4, max=4)
-    codes = emulation.cast(x, name, cast_mode="actual").data
-    for power in (-60, -1, 1, 120):
-        assert torch.equal(emulation.cast(x * 2.0**power, name, cast_mode="actual").data, codes)
-
-
 # --- stochastic rounding ---------------------------------------------------------------------------------------------
 
 
@@ -223,20 +135,6 @@ def test_seeds_repeat_and_a_shard_of_the_rows_keeps_its_bits(name):
     drawn = emulation.cast(x, name, round_mode="stochastic")
     torch.manual_seed(6)
     assert torch.equal(drawn, emulation.cast(x, name, round_mode="stochastic"))
-
-
-@pytest.mark.parametrize("name, scale_mode", [("mxfp4", "topbinade"), ("mxfp8_e5m2", "topbinade"), ("nvfp4", "up")])
-def test_the_mean_of_many_draws_is_the_value(name, scale_mode):
-    x, draws = sample((8, 64)), 400
-    how = {"round_mode": "stochastic", "scale_mode": scale_mode}
-    total = torch.zeros_like(x, dtype=torch.float64)
-    for i in range(draws):
-        total += emulation.cast(x, name, rng_state=torch.tensor([1, i]), **how)
-    scale = emulation.cast(x, name, scale_mode=scale_mode, cast_mode="actual")
-    step = scale.scale.double().repeat_interleave(scale.format.block_size, dim=-1) * scale.format.element.largest / 2
-    step = step * (1.0 if scale.tensor_scale is None else scale.tensor_scale.double())
-    # A draw deviates by at most half a step in the standard; 5.5 of the mean's deviations for 512 elements.
-    assert ((total / draws - x).abs() <= 5.5 * step / 2 / draws**0.5).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)

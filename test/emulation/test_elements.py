@@ -1,6 +1,5 @@
-"""Element formats against a search over all of their numbers, in exact arithmetic."""
+"""Element formats: their numbers, chances, and torch's and torchao's; ties and signs: test_brute_force.py."""
 
-import bisect
 from fractions import Fraction
 
 import pytest
@@ -23,16 +22,6 @@ def grid(element):
     return [(v, code) for code, v in enumerate(values) if v <= element.largest]
 
 
-def searched(v: float, numbers: list, mode: RoundingMode) -> float:
-    """Return the nearest number of a format as an exact fraction, with ties resolved by the mode."""
-    a = min(Fraction(abs(v)), numbers[-1][0])
-    place = max(bisect.bisect_left(numbers, (a, -1)), 1)
-    (below, _), (above, code) = numbers[place - 1], numbers[place]
-    up = {RoundingMode.RNE: code % 2 == 0, RoundingMode.AWAY: True, RoundingMode.ZERO: False}[mode]
-    nearest = above if above - a < a - below or (above - a == a - below and up) else below
-    return float(-nearest if v < 0 else nearest)
-
-
 def interesting(element) -> torch.Tensor:
     """Return every number of the format, every midpoint, their float32 neighbours, large values and noise."""
     numbers = torch.tensor([value for value, _ in grid(element)])
@@ -42,15 +31,6 @@ def interesting(element) -> torch.Tensor:
     noise = torch.randn(500, generator=torch.Generator().manual_seed(1)) * element.largest
     around = torch.cat((around[around.isfinite()], noise))
     return torch.cat((around, -around))
-
-
-@pytest.mark.parametrize("mode", NEAREST, ids=lambda mode: mode.name)
-@pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))
-def test_nearest_is_what_a_search_finds(element, mode):
-    v = interesting(element)
-    got = element.values(element.round(v, mode)).tolist()
-    numbers = [(Fraction(value), code) for value, code in grid(element)]
-    assert got == [searched(value, numbers, mode) for value in v.tolist()]
 
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))
