@@ -2,24 +2,17 @@
 
 import pytest
 import torch
+from helpers.products import ROUNDING, random_weight
 
 from nvfp4_tensor import QuantizeSpec, quantize_experts
 from nvfp4_tensor.numerics import reference
-from nvfp4_tensor.numerics.layout import BLOCK, ceil_to, scale_tiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_library")]
 
 
 def random_experts(experts, rows, columns):
-    """Random codes (E, N, K/2) and swizzled scales: every weight that the format can hold."""
-    half = ceil_to(columns, BLOCK) // 2
-    codes = torch.randint(0, 256, (experts, rows, half), dtype=torch.uint8, device="cuda")
-    codes[..., (columns + 1) // 2 :] = 0
-    if columns % 2:
-        codes[..., columns // 2] &= 0x0F
-    tiles = scale_tiles(experts * rows, half * 2)
-    scale = torch.randint(0x28, 0x58, (*tiles, 32, 16), dtype=torch.uint8, device="cuda")
-    return codes, scale.view(torch.float8_e4m3fn)
+    """Random codes (E, N, K/2) and swizzled scales, of which float16 holds the sums."""
+    return random_weight(experts, rows, columns, low=0x28, high=0x58)
 
 
 def factors(kind, experts, rows):
@@ -47,8 +40,7 @@ def check(x, codes, scale, factor, offs, x_scale=None, out_dtype=None):
         if x_scale is not None:
             own = own * (x_scale[start:end, None] if x_scale.dim() else x_scale).double()
         expected, magnitude = own @ w[expert].T * alpha[expert], own.abs() @ w[expert].abs().T * alpha[expert]
-        rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}[out_dtype]
-        bound = magnitude * (2.0**-22 * (x.shape[1] ** 0.5 + 4)) + expected.abs() * rounding + 2.0**-24
+        bound = magnitude * (2.0**-22 * (x.shape[1] ** 0.5 + 4)) + expected.abs() * ROUNDING[out_dtype] + 2.0**-24
         excess = (y[start:end].double() - expected).abs() - bound
         assert not (excess > 0).any(), f"expert {expert}, rows {start} to {end}: {excess.max()} beyond the bound"
         start = end
@@ -67,14 +59,13 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("beyond", [0, 9])
 @pytest.mark.parametrize("shape", [(256, 512), (384, 4096), (128, 2304), (200, 272), (77, 50)])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
-def test_groups(sizes, shape, beyond, dtype):
+def test_groups(sizes, shape):
     codes, scale = random_experts(len(sizes), *shape)
-    x = torch.randn(sum(sizes) + beyond, shape[1], device="cuda").to(dtype)
-    check(x, codes, scale, factors("expert", len(sizes), shape[0]), group_ends(sizes))
+    for dtype, beyond in ((torch.bfloat16, 0), (torch.bfloat16, 9), (torch.float16, 0), (torch.float16, 9)):
+        x = torch.randn(sum(sizes) + beyond, shape[1], device="cuda").to(dtype)
+        check(x, codes, scale, factors("expert", len(sizes), shape[0]), group_ends(sizes))
 
 
 @pytest.mark.parametrize(

@@ -72,33 +72,34 @@ def no_fbgemm():
     fbgemm.product.cache_clear()
 
 
-@pytest.mark.parametrize("shape", [(1, 16, 16), (128, 128, 64), (37, 40, 48), (5, 33, 100), (300, 200, 272)])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_fbgemm_computes_the_product(fbgemm_op, blackwell, shape, with_bias):
-    m, n, k = shape
-    x, bias = torch.randn(m, k).bfloat16(), torch.randn(n).bfloat16() if with_bias else None
-    w = quantize(torch.randn(n, k).bfloat16() * 3)._replace(
+def w4a4(n, k):
+    return quantize(torch.randn(n, k).bfloat16() * 3)._replace(
         activation_spec=QuantizeSpec(), product_backend=ProductBackend.FBGEMM
     )
-    y, a = F.linear(x, w, bias), wide(quantize(x))
-    assert y.is_contiguous()
-    expected, magnitude = a @ wide(w).T, a.abs() @ wide(w).abs().T
-    if with_bias:  # the op's bfloat16 and the sum's: rounded twice
-        expected, magnitude = expected + bias.double(), magnitude + expected.abs() * 2**12
-    in_bfloat16(y, expected, magnitude)
-    if with_bias:
-        in_bfloat16(torch.addmm(bias, x, w.t(), beta=0, alpha=-2), -2 * a @ wide(w).T, a.abs() @ wide(w).abs().T)
 
 
-@pytest.mark.parametrize("fbgemm_op", ["fbgemm"], indirect=True)
+def test_fbgemm_computes_the_product(fbgemm_op, blackwell):
+    for m, n, k in [(1, 16, 16), (128, 128, 64), (37, 40, 48), (5, 33, 100), (300, 200, 272)]:
+        x, w, bias = torch.randn(m, k).bfloat16(), w4a4(n, k), torch.randn(n).bfloat16()
+        a, y = wide(quantize(x)), F.linear(x, w)
+        assert y.is_contiguous()
+        expected, magnitude = a @ wide(w).T, a.abs() @ wide(w).abs().T
+        in_bfloat16(y, expected, magnitude)
+        in_bfloat16(torch.addmm(bias, x, w.t(), beta=0, alpha=-2), -2 * expected, magnitude)
+        # with a bias the op's bfloat16 and the sum's: rounded twice
+        in_bfloat16(F.linear(x, w, bias), expected + bias.double(), magnitude + expected.abs() * 2**12)
+
+
+only_fbgemm = pytest.mark.parametrize("fbgemm_op", ["fbgemm"], indirect=True)
+
+
+@only_fbgemm
 def test_fbgemm_compiles(fbgemm_op, blackwell):
-    w = quantize(torch.randn(40, 48).bfloat16())._replace(
-        activation_spec=QuantizeSpec(), product_backend=ProductBackend.FBGEMM
-    )
-    x = torch.randn(5, 48).bfloat16()
+    w, x = w4a4(40, 48), torch.randn(5, 48).bfloat16()
     assert torch.equal(torch.compile(lambda x: F.linear(x, w), fullgraph=True)(x), F.linear(x, w))
 
 
+@only_fbgemm
 def test_the_backend_is_carried(fbgemm_op, blackwell):
     linear = nn.Linear(64, 32, dtype=torch.bfloat16)
     quantize_(linear, NVFP4Config(product_backend="fbgemm"))
@@ -132,14 +133,16 @@ def test_where_fbgemm_is_missing(no_fbgemm, blackwell):
         F.linear(torch.randn(2, 64).bfloat16(), linear.weight._replace(product_backend=ProductBackend.FBGEMM))
 
 
-@pytest.mark.parametrize("backend", ["fbgemm", "scaled_mm"])
-def test_where_the_device_has_no_fp4_tensor_cores(fbgemm_op, backend):
-    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
-    quantize_(linear, NVFP4Config(product_backend=backend))  # a CPU's weight may yet move
-    with pytest.raises(RuntimeError, match=r"cpu does not have: use ProductBackend\.AUTO"):
-        linear(torch.randn(2, 64).bfloat16())
+@only_fbgemm
+def test_where_the_device_has_no_fp4_tensor_cores(fbgemm_op):
+    for backend in ("fbgemm", "scaled_mm"):
+        linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+        quantize_(linear, NVFP4Config(product_backend=backend))  # a CPU's weight may yet move
+        with pytest.raises(RuntimeError, match=r"cpu does not have: use ProductBackend\.AUTO"):
+            linear(torch.randn(2, 64).bfloat16())
 
 
+@only_fbgemm
 def test_fbgemm_gives_bfloat16_only(fbgemm_op, blackwell):
     linear = nn.Linear(64, 32)
     quantize_(linear, NVFP4Config(product_backend="fbgemm"))

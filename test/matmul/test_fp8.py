@@ -1,10 +1,12 @@
 """Products of rows of activations and a weight rounded to e4m3 (numerics contract, section 13)."""
 
+import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.bits import assert_same_bits
 from helpers.repeats import times
 from torch import nn
 from torchao.quantization import quantize_
@@ -26,10 +28,6 @@ def fp8(w, **options):
     return quantize(w, **options)._replace(product_backend=ProductBackend.FP8)
 
 
-def same_bytes(got, expected):
-    return got.shape == expected.shape and torch.equal(got.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
-
-
 # --- operands --------------------------------------------------------------------------------------------------------
 
 
@@ -49,50 +47,24 @@ def exponent_by_hand(a: float) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_x_by_the_definition(dtype):
-    x = (torch.randn(40, 50) * torch.randn(40, 1).mul(5).exp2()).to(dtype)
+    """From the least to the largest of the dtype; an element that is not finite is NaN and affects no other."""
+    x = (torch.randn(48, 50) * torch.randn(48, 1).mul(5).exp2()).to(dtype)
     x[0] = 0
     x[1] = 1.75 * 2.0**3  # just 448 * 2^-5
     x[2, 0] = x[2].float().abs().max() * 2
+    info = torch.finfo(dtype)
+    for row, largest in enumerate((info.smallest_normal * info.eps, info.smallest_normal, 1.0, info.max), 3):
+        x[row], x[row, 7], x[row, 8], x[row, 9] = 0.0, largest, -largest / 2, -0.0
+    x[8, 5], x[9, 5], x[10, 5] = torch.nan, torch.inf, -torch.inf
     values, scale = reference.quantize_rows(x)
-    assert values.dtype == torch.float8_e4m3fn and values.shape == (40, 64) and scale.shape == (40,)
+    assert values.dtype == torch.float8_e4m3fn and values.shape == (48, 64) and scale.shape == (48,)
     for row, got, s in zip(x.tolist(), values.float().tolist(), scale.tolist(), strict=True):
-        p = exponent_by_hand(max(map(abs, row)))
-        assert s == 2.0**p
-        assert got == [by_hand(v, p) for v in row] + [0.0] * 14
-
-
-def test_the_largest_element_of_a_row_lies_in_the_upper_half_of_the_range():
-    x = torch.randn(1000, 64) * torch.randn(1000, 1).mul(20).exp2()
-    values, scale = reference.quantize_rows(x)
-    largest = values.float().abs().amax(dim=1)
-    assert ((largest > 223) & (largest <= 448)).all()
-    assert torch.equal(scale.log2(), scale.log2().round())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_is_nan_and_affects_no_other_element(dtype):
-    x = torch.randn(4, 48).to(dtype)
-    plain, scale = reference.quantize_rows(x)
-    for i, bad in enumerate((torch.nan, torch.inf, -torch.inf)):
-        x[i, 5] = bad
-    values, _ = reference.quantize_rows(x)
-    assert values[:3, 5].view(torch.uint8).tolist() == [0x7F] * 3
-    others = torch.ones_like(values, dtype=torch.bool)
-    others[:, 5] = False
-    x[:3, 5] = 0  # it may have been the largest
-    zeroed, _ = reference.quantize_rows(x)
-    assert torch.equal(values.view(torch.uint8)[others], zeroed.view(torch.uint8)[others])
-    assert torch.equal(values[3].view(torch.uint8), plain[3].view(torch.uint8)) and scale.isfinite().all()
-
-
-@pytest.mark.parametrize("largest", [2.0**-149, 2.0**-126, 1e-38, 1.0, 3.4028234e38])
-def test_the_ends_of_float32(largest):
-    x = torch.tensor([[largest, -largest / 2, 0.0, -0.0]])
-    values, scale = reference.quantize_rows(x)
-    p = exponent_by_hand(largest)
-    assert scale.item() == 2.0**p and values.float().isfinite().all()
-    assert values[0, :2].float().tolist() == [by_hand(largest, p), by_hand(-largest / 2, p)]
-    assert values.view(torch.uint8)[0, 2:4].tolist() == [0x00, 0x80]
+        p = exponent_by_hand(max(abs(v) for v in row if math.isfinite(v)))
+        assert s == 2.0**p and (not any(row) or max(abs(v) for v in got if v == v) > 223 or p == -126)
+        expected = [by_hand(v, p) if math.isfinite(v) else math.nan for v in row] + [0.0] * 14
+        assert [v if v == v else "nan" for v in got] == [v if v == v else "nan" for v in expected]
+    assert values.view(torch.uint8)[8:11, 5].tolist() == [0x7F] * 3
+    assert values.view(torch.uint8)[3, 9:11].tolist() == [0x80, 0x00]
 
 
 def all_scales():
@@ -138,50 +110,36 @@ def weight_of(columns, rows=7):
     return qdata, swizzle(torch.randint(0, 256, (rows, blocks), dtype=torch.uint8)).view(torch.float8_e4m3fn)
 
 
-def check_on_cuda(x, x_cuda, qdata, scale, per_tensor_scale):
-    values, x_scale, w, factor = nvfp4.fp8_operands(x_cuda, qdata.cuda(), scale.cuda(), per_tensor_scale.cuda())
-    expected, expected_scale = reference.quantize_rows(x)
-    assert same_bytes(values, expected) and torch.equal(x_scale.cpu(), expected_scale)
-    expected, expected_factor = reference.of_codes(qdata, scale, per_tensor_scale)
-    assert same_bytes(w, expected) and torch.equal(factor.cpu(), expected_factor)
-
-
 SHAPES = [(1, 16), (3, 1), (5, 33), (9, 4104), (64, 4096), (7, 8192), (3, 16384), (2, 28672), (0, 32), (3, 0)]
+VIEWS = [
+    lambda t: t[:, 1:70], lambda t: t.t(), lambda t: t[::2, :64], lambda t: t[:, 8:72], lambda t: t.view(2, 3, 80),
+    lambda t: t[0],
+]  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_operands_on_cuda(cuda_library, dtype, shape):
-    x = torch.randn(shape).to(dtype) * torch.randn(shape[0], 1).mul(6).exp2().to(dtype)
-    if shape[0] > 4 and shape[1] > 5:
-        x[0], x[1, 3], x[2, 4], x[3, 5] = 0, torch.nan, torch.inf, -torch.inf
-    check_on_cuda(x, x.cuda(), *weight_of(shape[1]), torch.tensor(0.0123))
+def test_operands_on_cuda(cuda_library, dtype):
+    """Of x of any shape and view, and of weights of any rows and scales, with a factor per tensor and per row."""
 
+    def check(x, x_cuda, qdata, scale, per_tensor_scale):
+        got = nvfp4.fp8_operands(x_cuda, qdata.cuda(), scale.cuda(), per_tensor_scale.cuda())
+        expected = *reference.quantize_rows(x), *reference.of_codes(qdata, scale, per_tensor_scale)
+        assert_same_bits(got, expected, f"{tuple(x.shape)}, {tuple(qdata.shape)}")
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_views_of_x_on_cuda(cuda_library, dtype):
+    for shape in SHAPES:
+        x = torch.randn(shape).to(dtype) * torch.randn(shape[0], 1).mul(6).exp2().to(dtype)
+        if shape[0] > 4 and shape[1] > 5:
+            x[0], x[1, 3], x[2, 4], x[3, 5] = 0, torch.nan, torch.inf, -torch.inf
+        check(x, x.cuda(), *weight_of(shape[1]), torch.tensor(0.0123))
     x = torch.randn(6, 80).to(dtype)
-    for view in (
-        lambda t: t[:, 1:70], lambda t: t.t(), lambda t: t[::2, :64], lambda t: t[:, 8:72], lambda t: t.view(2, 3, 80),
-        lambda t: t[0],
-    ):  # fmt: skip
-        check_on_cuda(view(x), view(x.cuda()), *weight_of(view(x).shape[-1]), torch.tensor(0.5))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [0, 1, 2, 127, 130, 300])
-@pytest.mark.parametrize("columns", [16, 48, 8192, 14336])
-def test_a_weight_on_cuda(cuda_library, rows, columns):
-    x = torch.randn(5, columns)
-    check_on_cuda(x, x.cuda(), *weight_of(columns, rows), torch.rand(rows))
-
-
-@pytest.mark.gpu
-def test_every_scale_on_cuda(cuda_library):
-    x = torch.randn(1, 512)
-    check_on_cuda(x, x.cuda(), *all_scales(), torch.tensor(1.0))
+    for view in VIEWS:
+        check(view(x), view(x.cuda()), *weight_of(view(x).shape[-1]), torch.tensor(0.5))
+    for rows, columns in itertools.product((0, 1, 2, 127, 130, 300), (16, 48, 8192, 14336)):
+        x = torch.randn(5, columns).to(dtype)
+        check(x, x.cuda(), *weight_of(columns, rows), torch.rand(rows))
+    x = torch.randn(1, 512).to(dtype)
+    check(x, x.cuda(), *all_scales(), torch.tensor(1.0))
 
 
 def test_refused_arguments(device):
@@ -217,18 +175,23 @@ SUM_ON_TENSOR_CORES = 2.0**-10  # of random summands of either sign; of any: 2^-
 PRODUCTS = [(ROWS, 48, 64), (FP8_ROWS, 33, 50), (900, 256, 1024), (FP8_ROWS, 7, 4096), (1024, 1536, 2048)]
 
 
-@pytest.mark.parametrize("with_bias", [None, "row", "column", "float32"])
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", PRODUCTS, ids=str)
-def test_products(device, shape, dtype, with_bias):
-    m, n, k = shape
-    x, w = torch.randn(m, k, device=device).to(dtype), fp8(torch.randn(n, k, device=device).to(dtype))
-    bias = {
-        None: None,
-        "row": torch.randn(n, device=device).to(dtype),
-        "column": torch.randn(m, 1, device=device).to(dtype),
-        "float32": torch.randn(n, device=device),
-    }[with_bias]
+@pytest.mark.parametrize("with_bias", [None, "row", "column", "float32"])
+def test_products(device, shape, with_bias):
+    """Two dtypes with each bias."""
+    m, n, k = shape if device == "cuda" else (shape[0], min(shape[1], 256), min(shape[2], 1024))
+    for dtype in DTYPES[1:] if with_bias in (None, "column") else DTYPES[::2]:
+        bias = {
+            None: None,
+            "row": torch.randn(n, device=device).to(dtype),
+            "column": torch.randn(m, 1, device=device).to(dtype),
+            "float32": torch.randn(n, device=device),
+        }[with_bias]
+        check_product(torch.randn(m, k, device=device).to(dtype), fp8(torch.randn(n, k, device=device).to(dtype)), bias)
+
+
+def check_product(x, w, bias):
+    (m, n), dtype, device = (x.shape[0], w.shape[0]), x.dtype, x.device.type
     y = F.linear(x, w) if bias is None else torch.addmm(bias, x, w.t())
     on_tensor_cores = backends.choose(x, w, True) == Backend.FP8_SCALED_MM
     assert on_tensor_cores == (backends.capability(torch.device(device, 0) if device == "cuda" else x.device) == (9, 0))
@@ -262,25 +225,25 @@ def test_sums_on_tensor_cores(cuda_library, small, least, most):
     assert least <= error <= most, error
 
 
+def test_few_rows_are_w4a16_and_leading_dimensions_are_rows(device):
+    w = quantize(torch.randn(48, 64, device=device))
+    w8 = w._replace(product_backend=ProductBackend.FP8)
+    for rows in (1, 7, FP8_ROWS - 1):
+        x = torch.randn(rows, 64, device=device)
+        assert torch.equal(F.linear(x, w8), F.linear(x, w))
+    x = torch.randn(3, FP8_ROWS // 2, 64, device=device)
+    y, bias = F.linear(x.flatten(0, 1), w8), torch.randn(48, device=device)
+    assert torch.equal(F.linear(x, w8), y.view(3, -1, 48)) and not torch.equal(y.view(3, -1, 48), F.linear(x, w))
+    scaled = torch.addmm(bias, x.flatten(0, 1), w8.t(), alpha=0.5, beta=3)
+    torch.testing.assert_close(scaled, 0.5 * y + 3 * bias, rtol=1e-5, atol=1e-5)
+
+
 def test_a_product_is_nearer_to_w4a16_than_nvfp4_is_to_the_weight(device):
     x, dense = torch.randn(ROWS, 512, device=device), torch.randn(256, 512, device=device)
     w = quantize(dense)
     exact, w4a16 = x @ dense.t(), F.linear(x, w)
     got = F.linear(x, w._replace(product_backend=ProductBackend.FP8))
     assert 0.02 < (got - w4a16).norm() / w4a16.norm() < 0.036 < (w4a16 - exact).norm() / exact.norm()
-
-
-@pytest.mark.parametrize("rows", [1, 7, FP8_ROWS - 1])
-def test_few_rows_are_w4a16(device, rows):
-    x, w = torch.randn(rows, 64, device=device), quantize(torch.randn(48, 64, device=device))
-    assert torch.equal(F.linear(x, w._replace(product_backend=ProductBackend.FP8)), F.linear(x, w))
-
-
-def test_leading_dimensions_are_rows(device):
-    w = fp8(torch.randn(48, 64, device=device))
-    x = torch.randn(3, FP8_ROWS // 2, 64, device=device)
-    assert torch.equal(F.linear(x, w), F.linear(x.flatten(0, 1), w).view(3, -1, 48))
-    assert not torch.equal(F.linear(x, w), F.linear(x, w._replace(product_backend=ProductBackend.AUTO)))
 
 
 def test_a_row_with_a_nan_or_a_zero_row(device):
@@ -290,16 +253,6 @@ def test_a_row_with_a_nan_or_a_zero_row(device):
     y = F.linear(x, w)
     assert y[3].isnan().all() and not y[7].any()
     assert torch.equal(y[8:], plain[8:]) and torch.equal(y[:3], plain[:3])
-
-
-def test_alpha_and_beta(device):
-    x, w, bias = (
-        torch.randn(ROWS, 64, device=device),
-        fp8(torch.randn(48, 64, device=device)),
-        torch.randn(48, device=device),
-    )
-    y = torch.addmm(bias, x, w.t(), alpha=0.5, beta=3)
-    torch.testing.assert_close(y, 0.5 * F.linear(x, w) + 3 * bias, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_are_those_of_w4a16(device):
@@ -343,14 +296,20 @@ def model(device, config=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grad", [False, True])
-def test_compiled(device, grad):
+def test_compiled(device):
     m = model(device)
     compiled = torch.compile(m, fullgraph=True)
-    with torch.set_grad_enabled(grad):
-        for rows in (3, ROWS, ROWS + 100):
-            x = torch.randn(rows, 64, device=device)
-            torch.testing.assert_close(compiled(x), m(x), rtol=1e-5, atol=1e-5)
+    for rows in (3, ROWS, ROWS + 100):
+        x = torch.randn(rows, 64, device=device)
+        torch.testing.assert_close(compiled(x), m(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_config():
+    for activations in ("fp8", "FP8", Activations.FP8, 1):
+        config = NVFP4WeightOnlyConfig(activations=activations)
+        assert config.activations is Activations.FP8 and config.weight == QuantizeSpec()
+        assert model("cpu", config)[2].weight.product_backend is ProductBackend.FP8
+    assert model("cpu", NVFP4WeightOnlyConfig())[2].weight.product_backend is ProductBackend.AUTO
 
 
 @pytest.mark.gpu
@@ -364,11 +323,3 @@ def test_captured_in_a_cuda_graph(cuda_library):
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(y, m(x))
-
-
-@pytest.mark.parametrize("activations", ["fp8", "FP8", Activations.FP8, 1])
-def test_the_config(activations):
-    config = NVFP4WeightOnlyConfig(activations=activations)
-    assert config.activations is Activations.FP8 and config.weight == QuantizeSpec()
-    assert model("cpu", config)[2].weight.product_backend is ProductBackend.FP8
-    assert model("cpu", NVFP4WeightOnlyConfig())[2].weight.product_backend is ProductBackend.AUTO

@@ -46,10 +46,9 @@ KINDS = [kinds for kinds in itertools.product(("dense", "along", "across"), repe
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64, 48), (7, 33, 41), (130, 80, 17), (0, 16, 16), (3, 0, 5), (3, 16, 0)])
-def test_mm_and_addmm(device, shape, dtype, kinds):
-    m, k, n = shape
+def test_mm_and_addmm(device, shape, kinds):
+    (m, k, n), dtype = shape, DTYPES[(KINDS.index(kinds) + sum(shape)) % 3]
     a, b = operands(m, k, n, dtype, device, kinds)
     y = a @ b
     assert y.shape == (m, n) and y.dtype == dtype and not isinstance(y, NVFP4Tensor)
@@ -63,16 +62,25 @@ def test_mm_and_addmm(device, shape, dtype, kinds):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("leading", [(), (6,), (2, 3), (2, 1, 4), (0,)])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_linear_of_any_leading_shape(device, leading, dtype, with_bias):
+def test_linear_of_any_leading_shape_and_bias(device, leading, dtype):
+    """A bias broadcasts as a dense one does, or raises where that does."""
     x, w = torch.randn(*leading, 72, device=device).to(dtype), quantize(torch.randn(40, 72, device=device).to(dtype))
-    bias = torch.randn(40, device=device).to(dtype) if with_bias else None
-    y = F.linear(x, w, bias)
-    assert y.shape == (*leading, 40) and y.dtype == dtype
-    check(y.reshape(-1, 40), x.reshape(-1, 72), w.t(), bias)
-    if leading:
-        swapped = x.transpose(0, -2).contiguous().transpose(0, -2)
-        assert torch.equal(F.linear(swapped, w, bias), y)
+    for shape in (None, (40,), (1, 40), (3, 40), (4, 40), (2, 1, 40), (1,), (1, 1)):
+        bias = None if shape is None else torch.randn(shape, device=device).to(dtype)
+        try:
+            expected = F.linear(x.float(), w.dequantize(torch.float32), None if bias is None else bias.float())
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                F.linear(x, w, bias)
+            continue
+        y = F.linear(x, w, bias)
+        assert y.shape == expected.shape and y.dtype == dtype
+        torch.testing.assert_close(y.float(), expected, rtol=2**-7, atol=1e-3)
+        if bias is None or bias.shape == (40,):
+            check(y.reshape(-1, 40), x.reshape(-1, 72), w.t(), bias)
+        if leading:
+            swapped = x.transpose(0, -2).contiguous().transpose(0, -2)
+            assert torch.equal(F.linear(swapped, w, bias), y)
     check(torch.matmul(x, w.t()).reshape(-1, 40), x.reshape(-1, 72), w.t())
 
 
@@ -94,12 +102,9 @@ def test_matrix_times_vector():
     check((x @ w.t()).unsqueeze(0), x.unsqueeze(0), w.t())
 
 
-@pytest.mark.parametrize(
-    "activation",
-    [QuantizeSpec(), QuantizeSpec(four_over_six=True), QuantizeSpec(block_rows=1, scale_rounding="up")],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation, dtype", zip(
+    [QuantizeSpec(), QuantizeSpec(four_over_six=True), QuantizeSpec(scale_rounding="up")], DTYPES, strict=True
+), ids=str)  # fmt: skip
 def test_w4a4_is_the_product_of_both_quantized(device, dtype, activation):
     x, w = torch.randn(9, 70, device=device).to(dtype), quantize(torch.randn(33, 70, device=device).to(dtype))
     bias = torch.randn(33, device=device).to(dtype)
@@ -107,6 +112,18 @@ def test_w4a4_is_the_product_of_both_quantized(device, dtype, activation):
     check(F.linear(x, both, bias), quantize(x, activation), w.t(), bias)
     assert torch.equal(F.linear(x, both), F.linear(quantize(x, activation), w))
     check(torch.mm(x[:, :33], both), x[:, :33], w)  # across the blocks, as its gradient goes: not quantized
+
+
+@pytest.mark.parametrize("columns", [64, 50])
+def test_hadamard_transforms_cancel(columns):
+    """The product is that of the transformed values, whose own transform is taken back by the other's."""
+    spec = QuantizeSpec(hadamard_sign=True)
+    x, w = torch.randn(20, columns), torch.randn(24, columns)
+    exact, expected = x @ w.t(), quantize(x, spec) @ quantize(w, spec).t()
+    y = F.linear(x, quantize(w, spec)._replace(activation_spec=spec))
+    assert torch.equal(y, expected) and (y - exact).norm() / exact.norm() < 0.2
+    decoded = quantize(w, spec).dequantize(torch.float32)
+    check(F.linear(x, quantize(w, spec)), x, decoded.t())
 
 
 def test_w4a4_draws_afresh_and_repeats_under_a_seed():
@@ -118,18 +135,6 @@ def test_w4a4_draws_afresh_and_repeats_under_a_seed():
     first, second = F.linear(x, w), F.linear(x, w)
     torch.manual_seed(1)
     assert torch.equal(F.linear(x, w), first) and not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("columns", [64, 50])
-def test_hadamard_transforms_cancel(columns):
-    spec = QuantizeSpec(hadamard_sign=True)
-    x, w = torch.randn(20, columns), torch.randn(24, columns)
-    exact = x @ w.t()
-    both = quantize(w, spec)._replace(activation_spec=spec)
-    for y in (F.linear(x, both), quantize(x, spec) @ quantize(w, spec).t()):
-        assert (y - exact).norm() / exact.norm() < 0.2
-    plain = F.linear(x, quantize(w)._replace(activation_spec=QuantizeSpec()))
-    assert (plain - exact).norm() / exact.norm() < 0.2
 
 
 def test_gradients_are_those_of_the_decoded_weight(device):
@@ -173,20 +178,10 @@ def test_one_rounding_only():
     check(F.linear(x, w, torch.randn(64).bfloat16() * 0), x, w.t())
 
 
-def test_alpha_is_not_ignored():
-    a, w = torch.randn(4, 32), quantize(torch.randn(8, 32))
-    assert torch.equal(torch.addmm(torch.zeros(8), a, w.t(), alpha=2), 2 * (a @ w.t()))
-
-
-def test_all_zero_weight_gives_zeros():
-    """torchao: NaN everywhere."""
-    w = quantize(torch.zeros(32, 64))
+def test_zeros_and_small_blocks_survive():
+    """torchao: NaN everywhere for a weight of zeros, and a floor of 2^-6 under the block scales."""
+    w, x = quantize(torch.zeros(32, 64)), torch.ones(1, 32)
     assert (w.dequantize() == 0).all() and (F.linear(torch.randn(3, 64), w) == 0).all()
-
-
-def test_small_blocks_survive():
-    """torchao: a floor of 2^-6 under the block scales loses them."""
-    x = torch.ones(1, 32)
     x[0, 16:] = 2.0**-15
     assert torch.allclose(quantize(x).dequantize()[0, 16:], x[0, 16:], rtol=0.1)
 
@@ -218,6 +213,10 @@ def test_per_row_scales_multiply_in_float32(device):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        # An op with one argument on the meta device infers a shape: its result is memory that nothing has written.
+        (lambda x, w: F.linear(x, w, torch.ones(8, device="meta")), "torch.float32 on meta: move it"),
+        (lambda x, w: torch.addmm(torch.ones(8, device="meta"), x, w.t()), "torch.float32 on meta: move it"),
+        (lambda x, w: F.linear(x, w, torch.ones(8, dtype=torch.complex64)), "got torch.complex64 on cpu"),
         (lambda x, w: x[:, :47] @ w.t(), "cannot be multiplied"),
         (lambda x, w: x.bfloat16() @ w.t(), "the same dtype"),
         (lambda x, w: F.linear(x.double(), w), "the same dtype"),
@@ -225,23 +224,21 @@ def test_per_row_scales_multiply_in_float32(device):
     ],
 )
 def test_invalid_operands_of_a_product_raise(call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call(torch.randn(3, 48), quantize(torch.randn(8, 48)))
+    w = quantize(torch.randn(8, 48))
+    for weight in (w, w._replace(activation_spec=QuantizeSpec())):
+        with pytest.raises(RuntimeError, match=message):
+            call(torch.randn(3, 48), weight)
 
 
-@pytest.mark.parametrize("rows", [128, 40])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, dtype", [(128, torch.bfloat16), (40, torch.float16), (40, torch.float32)], ids=str)
 @pytest.mark.parametrize("activation", [None, QuantizeSpec()], ids=["weight only", "w4a4"])
 def test_experts(device, rows, dtype, activation):
-    experts = torch.randn(4, rows, 64, device=device).to(dtype) * torch.tensor([1.0, 30, 0.01, 5]).view(4, 1, 1).to(
-        device, dtype
-    )
+    sizes = torch.tensor([1.0, 30, 0.01, 5], device=device).view(4, 1, 1)
+    experts = (torch.randn(4, rows, 64, device=device) * sizes).to(dtype)
     w = quantize_experts(experts, activation_spec=activation)
     assert torch.equal(w[1].dequantize(), quantize(experts[1]).dequantize())
-    x, offs = (
-        torch.randn(20, 64, device=device).to(dtype),
-        torch.tensor([3, 3, 11, 18], dtype=torch.int32, device=device),
-    )
+    x = torch.randn(20, 64, device=device).to(dtype)
+    offs = torch.tensor([3, 3, 11, 18], dtype=torch.int32, device=device)
     x[18:] = 1000  # behind the last group: in no product, and not in the amax of those
     y = torch._grouped_mm(x, w.mT, offs=offs)
     assert y.shape == (20, rows) and y.dtype == dtype and (y[18:] == 0).all()
@@ -252,37 +249,6 @@ def test_experts(device, rows, dtype, activation):
     check(back[11:18], y[11:18], w[3])
     with pytest.raises(RuntimeError, match="to one device"):
         torch._grouped_mm(x, w.mT, offs=offs.to("meta"))
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 48), (4, 1, 48), (2, 3, 5, 48)])
-@pytest.mark.parametrize("bias_shape", [(32,), (1, 32), (2, 32), (4, 32), (2, 1, 32), (1,), (1, 1)])
-def test_a_bias_broadcasts_as_a_dense_one_does(device, shape, bias_shape):
-    x, w = torch.randn(shape, device=device), quantize(torch.randn(32, 48, device=device))
-    bias = torch.randn(bias_shape, device=device)
-    try:
-        expected = F.linear(x, w.dequantize(), bias)
-    except RuntimeError:
-        with pytest.raises(RuntimeError):
-            F.linear(x, w, bias)
-    else:
-        torch.testing.assert_close(F.linear(x, w, bias), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "bias, message",
-    [
-        (torch.ones(32, device="meta"), "torch.float32 on meta: move it"),
-        (torch.ones(32, dtype=torch.complex64), "got torch.complex64 on cpu"),
-    ],
-)
-def test_a_bias_without_a_value(bias, message):
-    """An op with one argument on the meta device infers a shape: its result is memory that nothing has written."""
-    x, w = torch.randn(4, 48), quantize(torch.randn(32, 48))
-    for weight in (w, w._replace(activation_spec=QuantizeSpec())):
-        with pytest.raises(RuntimeError, match=message):
-            F.linear(x, weight, bias)
-        with pytest.raises(RuntimeError, match=message):
-            torch.addmm(bias, x, weight.t())
 
 
 @pytest.mark.slow

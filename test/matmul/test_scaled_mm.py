@@ -26,21 +26,20 @@ FP4 = torch.float4_e2m1fn_x2
 
 
 def fp4_operands(m, n, k, device):
-    return (quantize(torch.empty(rows, k, dtype=torch.bfloat16, device=device)) for rows in (m, n))
+    return [quantize(torch.empty(rows, k, dtype=torch.bfloat16, device=device)) for rows in (m, n)]
 
 
 @pytest.mark.parametrize(
     "shape", [(1, 16, 16), (128, 128, 64), (37, 40, 48), (5, 33, 100), (1000, 2000, 4096), (300, 8, 30)]
 )
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_scaled_mm_passes_torchs_validation(shape, dtype, with_bias):
+def test_scaled_mm_passes_torchs_validation(shape):
     """torch's meta function checks dtypes, strides, sizes of scales, recipes, swizzles and alignments of the call."""
     m, n, k = shape
     a, b = fp4_operands(m, n, k, "meta")
-    bias = torch.empty(n, dtype=dtype, device="meta") if with_bias else None
-    y = scaled_mm.scaled_mm_product(a, b, bias, 1, dtype)
-    assert y.shape == (m, n) and y.dtype == dtype and y.is_contiguous()
+    for dtype in DTYPES:
+        for bias in (None, torch.empty(n, dtype=dtype, device="meta")):
+            y = scaled_mm.scaled_mm_product(a, b, bias, 1, dtype)
+            assert y.shape == (m, n) and y.dtype == dtype and y.is_contiguous()
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="since 2.14 it looks at no sizes of tensors on meta")
@@ -134,22 +133,23 @@ GROUPS = [(3, 3, 11, 18), (0, 0, 0, 0), (300, 300, 300, 300), (0, 130, 131, 300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offs", GROUPS)
 @pytest.mark.parametrize("shape", [(128, 64), (256, 272), (40, 48), (200, 100)])
-def test_grouped_product_by_tensor_cores(grouped, offs, shape):
+def test_grouped_product_by_tensor_cores(grouped, shape):
     weight = torch.randn(4, *shape).bfloat16() * torch.tensor([1.0, 30, 0.01, 5]).view(4, 1, 1).bfloat16()
     w = make_experts(weight, activation_spec=QuantizeSpec())
-    x, offs = torch.randn(300, shape[1]).bfloat16(), torch.tensor(offs, dtype=torch.int32)
-    of_groups = torch.where(torch.arange(300)[:, None] < offs[-1], x, 0)
-    y, a = torch._grouped_mm(x, w.mT, offs=offs), wide(quantize(of_groups))
-    assert y.shape == (300, shape[0])
-    start = 0
-    for expert, end in enumerate(offs.tolist()):
-        b = wide(w[expert])
-        in_bfloat16(y[start:end], a[start:end] @ b.T, a[start:end].abs() @ b.abs().T)
-        start = end
-    compiled = torch.compile(lambda x, offs: torch._grouped_mm(x, w.mT, offs=offs), fullgraph=True)
-    assert torch.equal(compiled(x, offs)[: offs[-1]], y[: offs[-1]])
+    for groups in GROUPS:
+        x, offs = torch.randn(300, shape[1]).bfloat16(), torch.tensor(groups, dtype=torch.int32)
+        of_groups = torch.where(torch.arange(300)[:, None] < offs[-1], x, 0)
+        y, a = torch._grouped_mm(x, w.mT, offs=offs), wide(quantize(of_groups))
+        assert y.shape == (300, shape[0])
+        start = 0
+        for expert, end in enumerate(groups):
+            b = wide(w[expert])
+            in_bfloat16(y[start:end], a[start:end] @ b.T, a[start:end].abs() @ b.abs().T)
+            start = end
+    if shape == (128, 64):
+        compiled = torch.compile(lambda x, offs: torch._grouped_mm(x, w.mT, offs=offs), fullgraph=True)
+        assert torch.equal(compiled(x, offs)[: offs[-1]], y[: offs[-1]])
 
 
 ON_HOPPER = """

@@ -42,8 +42,7 @@ def in_groups(x):
 # --- the rotation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, dtype", zip(SHAPES, HIGH_PRECISION_DTYPES * 2, strict=True), ids=str)
 def test_rotation_is_signs_and_a_hadamard_matrix(shape, dtype):
     x = sample(shape, dtype)
     y = eden.rotate(x, STATE, col0=256)
@@ -77,12 +76,13 @@ def parts(x, amax, spec=EDEN, state=STATE, *offsets):
     return codes, layout.unswizzle(scale, rows, codes.shape[1] // 16).view(torch.uint8), factor
 
 
-@pytest.mark.parametrize("ceiling", [256, 448])
-@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
-def test_codes_and_corrections_are_those_of_float64(dtype, ceiling):
+@pytest.mark.parametrize("dtype, magnitude, ceiling", [
+    (torch.bfloat16, 1.0, 256), (torch.float16, 1.0, 448), (torch.float32, 1e-30, 448), (torch.float32, 1e30, 256),
+], ids=str)  # fmt: skip
+def test_codes_and_corrections_are_those_of_float64(dtype, magnitude, ceiling):
     """The codes are exact; of the scale, the two neighbours of t in float64, but where t lies at a number of e4m3."""
     spec = EDEN.replace(scale_ceiling=ceiling)
-    x = sample((16, 300), dtype)
+    x = sample((16, 300), dtype) * magnitude
     y, amax = eden.rotate(x, STATE), eden.amax(x, STATE)
     codes, bits, factor = parts(x, amax, spec)
     s_enc = reference.encode_scale(amax, spec)
@@ -152,32 +152,6 @@ def test_a_rotation_that_is_not_finite_is_nan_and_the_others_as_without_it():
     assert (parts(x, torch.tensor(math.nan))[1] == layout.E4M3_NAN).all()
 
 
-def test_zeros_stay_zeros():
-    values = fake_quantize(torch.zeros(3, 200), EDEN)
-    assert values.shape == (3, 200) and (values == 0).all()
-    assert quantize_op(torch.empty(0, 200))[0].shape == (0, 128) and quantize_op(torch.empty(3, 0))[0].shape == (3, 0)
-
-
-def quantize_op(x):
-    return torch.ops.nvfp4.quantize(x, None, STATE, EDEN.pack())
-
-
-@pytest.mark.parametrize("magnitude", [1e-42, 1e-38, 1e-30, 1e30, 2e37])
-def test_extreme_magnitudes(magnitude):
-    x = sample((8, 128), torch.float32).clamp(-4, 4) * magnitude
-    y, amax = eden.rotate(x, STATE), eden.amax(x, STATE)
-    qdata, scale, factor = reference.quantize(x, amax, STATE, EDEN)
-    values = reference.dequantize(qdata, scale, factor, 128, torch.float32)
-    assert values.isfinite().all()
-    if magnitude > 1e-35:
-        assert (values - y).double().square().sum() < 0.02 * y.double().square().sum()
-
-
-def test_an_amax_too_small_saturates():
-    values = fake_quantize(torch.randn(4, 128, generator=torch.Generator().manual_seed(0)), EDEN, amax=1e-3)
-    assert values.isfinite().all() and eden.rotate(values, STATE).abs().max() <= 128
-
-
 # --- the public ways -------------------------------------------------------------------------------------------------
 
 
@@ -191,27 +165,12 @@ def test_fake_quantize_takes_the_rotation_back_and_passes_gradients_through():
     gradient = torch.randn(5, 200, dtype=torch.bfloat16)
     y.backward(gradient)
     assert torch.equal(x.grad, gradient)
-
-
-def test_invalid_arguments_raise():
-    x = torch.randn(4, 128)
     with pytest.raises(ValueError, match="EDEN cannot create an NVFP4Tensor"):
-        quantize(x, EDEN)
-    with pytest.raises(ValueError, match="EDEN needs rng_state"):
-        reference.quantize(x, x.abs().max(), None, EDEN)
-    with pytest.raises((ValueError, RuntimeError), match="multiple of 128, where a rotation begins"):
-        torch.ops.nvfp4.rotate(x, STATE, False, 16)
-    with pytest.raises((ValueError, RuntimeError), match="multiple of 128 columns"):
-        torch.ops.nvfp4.rotate(x[:, :100], STATE, True)
+        quantize(x.detach(), EDEN)
     with pytest.raises(ValueError, match="multiple of 128"):
         fake_quantize(x, EDEN, origin=(0, 16), full_width=512)
-
-
-def test_rotations_of_one_rng_state_cancel_in_a_product():
-    a, b = sample((6, 300), torch.float32), sample((9, 300), torch.float32, seed=1)
-    rotated = eden.rotate(a, STATE).double() @ eden.rotate(b, STATE).double().t()
-    exact = a.double() @ b.double().t()
-    assert ((rotated - exact).abs() <= 2e-6 * a.double().norm(dim=1)[:, None] * b.double().norm(dim=1)).all()
+    with pytest.raises(ValueError, match="EDEN needs rng_state"):
+        reference.quantize(x.detach(), x.detach().abs().max(), None, EDEN)
 
 
 def test_streams_draw_apart_and_share_the_rotation():
@@ -220,21 +179,6 @@ def test_streams_draw_apart_and_share_the_rotation():
     (codes0, bits0, _), (codes1, bits1, _) = (parts(x, amax, EDEN, STATE, 0, 0, 0, stream) for stream in (0, 2))
     assert torch.equal(codes0, codes1)
     assert (bits0 != bits1).float().mean() > 0.1
-
-
-def test_quantize_pair_takes_the_stream_of_the_transpose():
-    x = sample((40, 150), torch.float32)
-    amaxes = eden.amax(x, STATE), eden.amax(x.t(), STATE)
-    for stream in (1, 3):
-        pair = ops.quantize_pair(x, *amaxes, STATE, EDEN.pack(), EDEN.pack(), stream_t=stream)
-        expected = (*ops.quantize(x, amaxes[0], STATE, EDEN.pack()),)
-        expected += ops.quantize(x.t(), amaxes[1], STATE, EDEN.pack(), stream=stream)
-        for actual, right in zip(pair, expected, strict=True):
-            assert_same_bits(actual, right)
-        shapes = torch.ops.nvfp4.quantize_pair(
-            *(t.to("meta") for t in (x, *amaxes, STATE)), EDEN.pack(), EDEN.pack(), stream_t=stream
-        )
-        assert [t.shape for t in shapes] == [t.shape for t in pair]
 
 
 # --- how unbiased ----------------------------------------------------------------------------------------------------
@@ -322,17 +266,6 @@ def bias(row):
 def test_what_bias_is_left_where_a_few_elements_outweigh_the_rest(row, low, high):
     """Their rotation has a few magnitudes, the same for all signs: what moves them by less than a step is lost."""
     assert low <= bias(row) < high
-
-
-def test_the_error_of_a_mean_falls_as_the_root_of_the_draws():
-    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(6))
-    total, errors = torch.zeros_like(x, dtype=torch.float64), []
-    for i in range(1024):
-        total += eden_draw(x, torch.tensor([i, 3])).double()
-        if i + 1 in (1, 32, 1024):
-            errors.append((total / (i + 1) - x.double()).square().mean().sqrt().item())
-    assert errors[0] / errors[1] == pytest.approx(math.sqrt(32), rel=0.06)
-    assert errors[1] / errors[2] == pytest.approx(math.sqrt(32), rel=0.06)
 
 
 def test_the_error_is_six_tenths_of_stochastic_roundings():

@@ -122,9 +122,7 @@ def test_rounding_by_exact_arithmetic(value, draw):
 
 @pytest.mark.parametrize("rounding", ["nearest", "up"])
 def test_e4m3_by_search(rounding):
-    v = torch.cat(
-        [torch.rand(2000) * 500, torch.rand(2000) * 0.05, torch.tensor(E4M3), torch.tensor([0.0, 1e-9, 1e30])]
-    )
+    v = torch.cat([torch.rand(500) * 500, torch.rand(500) * 0.05, torch.tensor(E4M3), torch.tensor([0.0, 1e-9, 1e30])])
     spec = QuantizeSpec(scale_rounding=rounding)
     got = reference.to_e4m3(v, spec.scale_rounding, v).view(torch.float8_e4m3fn).float()
     for value, result in zip(v.clamp(max=448).tolist(), got.tolist(), strict=True):
@@ -223,17 +221,6 @@ def test_hadamard_is_orthogonal_and_is_the_matrix_of_the_contract():
     torch.testing.assert_close(got.double().norm(), x.double().norm(), rtol=2e-3, atol=0)
 
 
-def test_shards_get_the_bits_of_the_full_tensor():
-    x, state = torch.randn(64, 160), torch.tensor([3, 4])
-    spec = QuantizeSpec(round_mode="stochastic")
-    amax = reference.amax(x)
-    whole = reference.dequantize(*reference.quantize(x, amax, state, spec), 160, torch.float32)
-    for row0, row1, col0, col1 in ((0, 64, 0, 160), (5, 33, 48, 96), (63, 64, 144, 160)):
-        shard = reference.quantize(x[row0:row1, col0:col1], amax, state, spec, row0, col0, 160)
-        decoded = reference.dequantize(*shard, col1 - col0, torch.float32)
-        assert torch.equal(decoded, whole[row0:row1, col0:col1])
-
-
 def test_rows_are_quantized_alike_whatever_the_chunk(monkeypatch):
     x, state = torch.randn(50, 40), torch.tensor([3, 4])
     spec = QuantizeSpec(round_mode="stochastic", block_rows=16)
@@ -242,13 +229,6 @@ def test_rows_are_quantized_alike_whatever_the_chunk(monkeypatch):
     pieces = reference.quantize(x, reference.amax(x), state, spec)
     for a, b in zip(whole, pieces, strict=True):
         assert torch.equal(a.view(torch.uint8) if a.dim() == 4 else a, b.view(torch.uint8) if b.dim() == 4 else b)
-
-
-@pytest.mark.parametrize("shape", [(0, 64), (32, 0), (0,), (2, 0, 16), (0, 0)])
-def test_empty(shape):
-    x = torch.empty(shape)
-    decoded = reference.dequantize(*reference.quantize(x, reference.amax(x), None, QuantizeSpec()), shape[-1], x.dtype)
-    assert decoded.shape == shape
 
 
 def test_matmul_applies_every_scale_once():
@@ -264,13 +244,10 @@ def test_matmul_applies_every_scale_once():
         back = reference.matmul(y, x_scale, qdata, scale, w_scale, None, 40, True, torch.float32)
         left = y.double() * (1 if x_scale is None else x_scale.double().reshape(-1, 1))
         torch.testing.assert_close(back.double(), left @ weight, rtol=1e-5, atol=1e-4)
-
-
-def test_a_vector_times_rows_of_scales_of_their_own():
-    qdata, scale, _ = reference.quantize(torch.randn(24, 48), torch.tensor(4.0), None, QuantizeSpec(), 0, 0, 0, 0)
-    factors, x = torch.rand(24), torch.randn(48)
-    y = reference.matmul(x, None, qdata, scale, factors, None, 48, False, torch.float32)
-    assert torch.equal(y, reference.matmul(x[None], None, qdata, scale, factors, None, 48, False, torch.float32)[0])
+    one = reference.matmul(x[0], None, qdata, scale, factor * ones, bias, 40, False, torch.float32)  # a vector
+    assert torch.equal(
+        one, reference.matmul(x[:1], None, qdata, scale, factor * ones, bias, 40, False, torch.float32)[0]
+    )
 
 
 def test_invalid_arguments_of_decoding_raise():

@@ -53,51 +53,31 @@ def bits_of_random_floats(count, seed):
     return torch.where(values.isfinite(), values, 1.0)
 
 
-def test_fma_is_exact_for_random_bits():
-    a, b, c = (bits_of_random_floats(20_000, seed) for seed in range(3))
+def test_fma_is_exact():
+    """For random bits; sums that cancel or are subnormal; ties, and a hair beside them: what rounds twice is wrong."""
+    a, b, c = (bits_of_random_floats(3_000, seed) for seed in range(3))
     check_fma(a, b, c)
     a = torch.where(a.abs() < 2.0**-126, 1.0, a)
     check_fma(a, 1 / a, c.sign())  # sums of like size
-
-
-def test_fma_is_exact_where_sums_cancel_or_tie():
-    generator = torch.Generator().manual_seed(3)
-    a = torch.randn(20_000, generator=generator)
-    b = torch.randn(20_000, generator=generator)
+    a, b = torch.randn(3_000), torch.randn(3_000)
     check_fma(a, b, -(a * b))
-    # Halfway between two float32 and a hair beside it: what a second rounding gets wrong.
-    whole = torch.randint(1 << 23, 1 << 24, (5_000,), generator=generator).float()
-    for hair in (0.0, 2.0**-40, -(2.0**-40), 2.0**-80, -(2.0**-80), 2.0**-140, -(2.0**-140)):
-        factor = torch.full_like(whole, 0.5 + hair if abs(hair) > 2.0**-24 else 0.5)
-        check_fma(torch.ones_like(whole), factor, whole)
+    whole = torch.randint(1 << 23, 1 << 24, (500,)).float()
+    for hair in (0.0, 2.0**-40, -(2.0**-40), 2.0**-140, -(2.0**-140)):
+        check_fma(torch.ones_like(whole), torch.full_like(whole, 0.5), whole)
         check_fma(torch.full_like(whole, hair), torch.ones_like(whole), whole + 0.5)
     tie = whole * 2**-100
     for hair in (2.0**-149, -(2.0**-149)):
         check_fma(torch.full_like(tie, 2.0**-101), torch.ones_like(tie), tie)
         check_fma(torch.full_like(tie, hair), torch.ones_like(tie), tie)
-
-
-def test_fma_meets_a_tie_in_the_product():
-    """a * b lies halfway between two float32 once c, which is tiny, is left out: only c decides."""
-    a = torch.tensor([1 + 2.0**-12, 1 + 2.0**-12, 1 + 2.0**-12, 3.0])
-    c = torch.tensor([2.0**-60, -(2.0**-60), 0.0, 2.0**-100])
-    check_fma(a, a, c)
-    assert len(set(fma(a[:2], a[:2], c[:2]).tolist())) == 2
-
-
-def test_fma_of_subnormals_and_of_the_largest():
-    tiny, largest = 2.0**-149, torch.finfo(torch.float32).max
-    a = torch.tensor([tiny, 2.0**-75, 2.0**-75, largest, largest, -largest, 2.0**-126])
-    b = torch.tensor([0.5, 2.0**-75, 1.5 * 2.0**-75, 2.0, 1.0, 1.0, 0.75])
-    c = torch.tensor([0.0, 0.0, tiny, 0.0, 2.0**103, -(2.0**102), tiny])
+    # a * b lies halfway between two float32 once c, which is tiny, is left out: only c decides.
+    near, tiny, largest = 1 + 2.0**-12, 2.0**-149, torch.finfo(torch.float32).max
+    a = torch.tensor([near, near, near, 3.0, tiny, 2.0**-75, 2.0**-75, largest, largest, -largest, 2.0**-126])
+    b = torch.tensor([near, near, near, 3.0, 0.5, 2.0**-75, 1.5 * 2.0**-75, 2.0, 1.0, 1.0, 0.75])
+    c = torch.tensor([2.0**-60, -(2.0**-60), 0.0, 2.0**-100, 0.0, 0.0, tiny, 0.0, 2.0**103, -(2.0**102), tiny])
     check_fma(a, b, c)
-
-
-def test_fma_of_what_is_not_finite():
     inf, nan = math.inf, math.nan
     a, b, c = torch.tensor([[inf, 1.0, inf, 0.0, nan], [2.0, 2.0, 1.0, inf, 1.0], [1.0, inf, -inf, 1.0, 1.0]])
-    assert fma(a, b, c)[:2].tolist() == [inf, inf]
-    assert fma(a, b, c)[2:].isnan().all()
+    assert fma(a, b, c)[:2].tolist() == [inf, inf] and fma(a, b, c)[2:].isnan().all()
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -134,12 +114,13 @@ def nearest_base(x, spec, amax):
     return scales_of(x, spec.replace(scale_search=None, scale_ceiling=spec.scale_ceiling), amax)[0]
 
 
-@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_scale_is_the_best_of_the_seven(shape, dtype):
-    for block_rows, rounding, ceiling in itertools.product((1, 16), ("nearest", "up"), (256, 448)):
+def test_the_scale_is_the_best_of_the_seven(shape):
+    kinds = itertools.product((1, 16), ("nearest", "up"), (256, 448))
+    for i, (block_rows, rounding, ceiling) in enumerate(kinds):
         spec = QuantizeSpec(scale_search="mse", block_rows=block_rows, scale_rounding=rounding, scale_ceiling=ceiling)
-        x = sample(shape, dtype)
+        dtype = HIGH_PRECISION_DTYPES[(i + shape[0]) % 3]
+        x = sample(shape, dtype) * (1e-30, 1.0, 1e30)[i // 2 % 3 if dtype == torch.float32 else 1]
         bits, amax = scales_of(x, spec)
         base = nearest_base(x, spec, amax).long()
         errors = errors_in_float64(x, spec, amax)
@@ -162,6 +143,7 @@ def test_zeros_keep_a_scale_of_zero_and_ties_take_the_smaller():
     exact = errors_in_float64(x, SEARCH, amax)[:, 0, 1] == 0
     base = nearest_base(x, SEARCH, amax)[0, 1].item()
     assert bits[0, 1].item() == min(b for b in range(base - 1, base + 6) if exact[b - 1])
+    assert scales_of(torch.full((1, 16), 100.0), SEARCH, torch.tensor(1.0))[0].item() == 126  # a given amax saturates
 
 
 def test_blocks_that_are_not_finite_are_nan_and_the_others_as_without_them():
@@ -172,25 +154,8 @@ def test_blocks_that_are_not_finite_are_nan_and_the_others_as_without_them():
     bits, _ = scales_of(x, SEARCH, amax)
     alone[1, 0] = alone[2, 2] = layout.E4M3_NAN
     assert torch.equal(bits, alone)
-    assert (scales_of(x, SEARCH, torch.tensor(math.nan))[0] == layout.E4M3_NAN).sum() == 16
-
-
-@pytest.mark.parametrize("magnitude", [1e-42, 1e-38, 1e-30, 1.0, 1e30, 3e38])
-def test_extreme_magnitudes(magnitude):
-    x = (sample((8, 64), torch.float32).clamp(-1, 1) * magnitude).clamp(-3.4e38, 3.4e38)
-    bits, amax = scales_of(x, SEARCH)
-    assert (bits <= 126).all()
-    searched, plain = (
-        torch.ops.nvfp4.dequantize(*reference.quantize(x, amax, None, spec), 64, torch.float32).double()
-        for spec in (SEARCH, QuantizeSpec(scale_ceiling=256))
-    )
-    error, plain_error = ((y - x.double()).square().sum() for y in (searched, plain))
-    assert error <= plain_error * 1.000001 or magnitude < 1e-35  # where S_enc saturates and the factor does not follow
-
-
-def test_a_given_amax_saturates():
-    bits, _ = scales_of(torch.full((1, 16), 100.0), SEARCH, torch.tensor(1.0))
-    assert bits.item() == 126
+    x[3, 48:] = 0  # zeros have a scale of zero, whatever the amax
+    assert (scales_of(x, SEARCH, torch.tensor(math.nan))[0] == layout.E4M3_NAN).sum() == 15
 
 
 def relative_rms(x, spec):
