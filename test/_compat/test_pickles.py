@@ -53,14 +53,24 @@ def test_models_of_earlier_versions(release):
     assert config == NVFP4Config(round_mode="stochastic", percentile=99.9, step="convert")
 
 
-@pytest.mark.parametrize("name", ["tensors.pt", "model.pt"])
-def test_a_fresh_interpreter_loads_them(name):
-    """Importing the package is enough, without accessing any name in it."""
-    path = RELEASES[0] / name
-    weights_only = name == "tensors.pt"
-    code = f"import torch, nvfp4_tensor; print(len(torch.load({str(path)!r}, weights_only={weights_only})))"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert int(printed) == (12 if weights_only else 2)
+def test_a_fresh_interpreter_loads_them():
+    """Importing the package is enough, without accessing any name in it; each file in a process of its own."""
+    code = (
+        "import os, sys, torch, nvfp4_tensor; child = os.fork(); name = 'model.pt' if child else 'tensors.pt';"
+        "print(name, len(torch.load(f'{sys.argv[1]}/{name}', weights_only=not child)), flush=True);"
+        "child and os.waitpid(child, 0)"
+    )
+    command = [sys.executable, "-c", code, str(RELEASES[0])]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert sorted(printed.splitlines()) == ["model.pt 2", "tensors.pt 12"]
+
+
+def test_names_of_earlier_modules_and_no_others():
+    earlier = sys.modules["nvfp4_tensor.format"]
+    assert earlier.ProductBackend is ProductBackend
+    for name in ("QuantizeSpec", "__path__"):
+        with pytest.raises(AttributeError, match=f"'nvfp4_tensor.format' has no attribute '{name}': use nvfp4_tensor"):
+            getattr(earlier, name)
 
 
 @pytest.mark.parametrize("what", ["tensor", "config", "model"])

@@ -42,7 +42,7 @@ def in_groups(x):
 # --- the rotation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape, dtype", zip(SHAPES, HIGH_PRECISION_DTYPES * 2, strict=True), ids=str)
+@pytest.mark.parametrize("shape, dtype", [*zip(SHAPES, HIGH_PRECISION_DTYPES * 2, strict=True)], ids=str)
 def test_rotation_is_signs_and_a_hadamard_matrix(shape, dtype):
     x = sample(shape, dtype)
     y = eden.rotate(x, STATE, col0=256)
