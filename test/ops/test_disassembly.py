@@ -35,10 +35,10 @@ class Disassembly:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         self.archs = set(re.findall(r"\.(sm_\w+)\.cubin", listed)) - {"sm_80"}
 
-    def __contains__(self, arch: str) -> bool:
-        return arch in self.archs
-
-    def __getitem__(self, arch: str) -> str:
+    def of(self, arch: str) -> str:
+        """Return the machine code for an architecture, or skip the test where it was not built."""
+        if arch not in self.archs:
+            pytest.skip(f"the library was built without {arch}")
         path = self.folder / f"{arch}.gz"
         with filelock.FileLock(self.folder / f"{arch}.lock"):
             if path.exists():
@@ -47,6 +47,11 @@ class Disassembly:
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             path.write_bytes(gzip.compress(text.encode(), 1))
             return text
+
+    def functions(self, arch: str, names: str = "") -> list[tuple[str, str]]:
+        """Return (first line, machine code) of the functions whose names contain a pattern."""
+        found = [(f.split("\n")[0], f) for f in self.of(arch).split("Function : ")]
+        return [(name, code) for name, code in found if re.search(names, name)]
 
 
 @pytest.fixture(scope="module")
@@ -70,33 +75,19 @@ def archs(*names):
 
 
 @pytest.mark.parametrize("arch", archs("sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"))
-def test_blackwell_rounds_to_nearest_in_hardware(disassembly, arch):
-    if arch not in disassembly:
-        pytest.skip(f"the library was built without {arch}")
-    assert re.search(r"E2M1\.F32\.PACK_AB_MERGE_C\b(?!\.RS)", disassembly[arch])
-
-
-@pytest.mark.parametrize("arch", archs("sm_100a", "sm_103a"))
-def test_blackwell_rounds_stochastically_in_hardware(disassembly, arch):
-    if arch not in disassembly:
-        pytest.skip(f"the library was built without {arch}")
-    assert re.search(r"E2M1\.F32\.PACK_AB_MERGE_C\.RS", disassembly[arch])
-
-
-def test_hopper_has_no_such_instruction(disassembly):
-    if "sm_90a" not in disassembly:
-        pytest.skip("the library was built without sm_90a")
-    assert "E2M1" not in disassembly["sm_90a"]
+def test_blackwell_rounds_in_hardware(disassembly, arch):
+    """To nearest; stochastically on two of them."""
+    assert re.search(r"E2M1\.F32\.PACK_AB_MERGE_C\b(?!\.RS)", disassembly.of(arch))
+    if arch in ("sm_100a", "sm_103a"):
+        assert re.search(r"E2M1\.F32\.PACK_AB_MERGE_C\.RS", disassembly.of(arch))
 
 
 def test_products_on_hopper_keep_their_registers(disassembly):
     """Sums, fragments and codes fill them; what is spilled would be read again in each stage."""
-    if "sm_90a" not in disassembly:
-        pytest.skip("the library was built without sm_90a")
-    functions = disassembly["sm_90a"].split("Function : ")
-    products = [f for f in functions if re.search("many_rows6kernel|few_rows_sm906kernel", f.split("\n")[0])]
+    assert "E2M1" not in disassembly.of("sm_90a")  # an instruction that Hopper does not have
+    products = disassembly.functions("sm_90a", "many_rows6kernel|few_rows_sm906kernel")
     assert len(products) == 50 + FEW_ROWS_SM90
-    spilling = [f.split("\n")[0] for f in products if re.search(r"\b(LDL|STL)\b", f)]
+    spilling = [name for name, code in products if re.search(r"\b(LDL|STL)\b", code)]
     # a few registers of those that norm x, before the products, or combine gate and up, where sums are added
     assert all("InputE1E" in name or "OutputE1E" in name for name in spilling)
 
@@ -134,13 +125,10 @@ def arrivals_past_loads(function):
 
 @pytest.mark.parametrize("arch", archs("sm_120a", "sm_121a"))
 def test_chips_of_99_kb_have_no_code_that_fills_227(disassembly, arch):
-    if arch not in disassembly:
-        pytest.skip(f"the library was built without {arch}")
-    functions = disassembly[arch].split("Function : ")
-    empty = [f for f in functions if re.search("few_rows_sm906kernel|layers_sm90", f.split("\n")[0])]
+    empty = disassembly.functions(arch, "few_rows_sm906kernel|layers_sm90")
     assert len(empty) > FEW_ROWS_SM90
-    for function in empty:
-        assert len([text for text, _, _ in instructions(function) if not re.match("NOP|BRA", text)]) <= 2
+    for _, code in empty:
+        assert len([text for text, _, _ in instructions(code) if not re.match("NOP|BRA", text)]) <= 2
 
 
 @pytest.mark.parametrize("arch", archs("sm_90a", "sm_100a", "sm_103a", "sm_110a"))
@@ -149,15 +137,13 @@ def test_few_rows_arrive_with_what_they_loaded(disassembly, arch):
 
     On an H200 an arrival behind the last load was never seen to fail by itself, only under memcheck.
     """
-    if arch not in disassembly:
-        pytest.skip(f"the library was built without {arch}")
-    functions = [f for f in disassembly[arch].split("Function : ") if "few_rows_sm906kernel" in f.split("\n")[0]]
+    functions = disassembly.functions(arch, "few_rows_sm906kernel")
     assert len(functions) == FEW_ROWS_SM90
-    for function in functions:
-        arrivals = [text for text, _, _ in instructions(function) if "SYNCS.ARRIVE" in text]
-        loads = [text for text, _, _ in instructions(function) if re.search(r"\bLDS\b", text)]
-        assert len(arrivals) >= 8 and len(loads) >= 50
-        assert arrivals_past_loads(function) == []
+    for _, code in functions:
+        texts = [text for text, _, _ in instructions(code)]
+        assert sum("SYNCS.ARRIVE" in text for text in texts) >= 8
+        assert sum(re.search(r"\bLDS\b", text) is not None for text in texts) >= 50
+        assert arrivals_past_loads(code) == []
 
 
 def test_an_arrival_past_a_load_is_found():
@@ -179,16 +165,12 @@ def test_kernels_that_begin_early_read_nothing_before_they_wait(disassembly, arc
     Only products of few rows may copy weights before, and attention to codes may read lengths and copy codes, where a
     caller says that no kernel under way writes them.
     """
-    if arch not in disassembly:
-        pytest.skip(f"the library was built without {arch}")
-    waiting = [f for f in disassembly[arch].split("Function : ") if "ACQBULK" in f]
+    waiting = [(name, code) for name, code in disassembly.functions(arch) if "ACQBULK" in code]
     assert len(waiting) >= 20
-    for function in waiting:
-        name = function.split("\n")[0]
-        may = (
-            "UTMALDG" if "few_rows_sm906kernel" in name else "LDGSTS|LDG.E.64" if "attend_codes_kernel" in name else "-"
-        )
-        assert [access for access in early_accesses(function) if not re.match(f"(@!?U?P\\d )?({may})", access)] == []
+    for name, code in waiting:
+        may = "LDGSTS|LDG.E.64" if "attend_codes_kernel" in name else "-"
+        may = "UTMALDG" if "few_rows_sm906kernel" in name else may
+        assert [access for access in early_accesses(code) if not re.match(f"(@!?U?P\\d )?({may})", access)] == []
 
 
 def early_accesses(function):

@@ -114,14 +114,15 @@ def random_step(
 
 def assert_same(step, position, rtol=0.02):
     """Within what sums in another order change: a bfloat16 that falls to the other side now and then."""
-    y, *caches = step.run(torch.ops.nvfp4.decode_step, position)
     expected, *expected_caches = step.run(composite.decode_step, position)
     assert torch.isfinite(expected).all()
-    torch.testing.assert_close(y, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
-    for ours, others in zip(itertools.chain(*caches), itertools.chain(*expected_caches), strict=True):
-        torch.testing.assert_close(ours, others, rtol=rtol, atol=rtol * float(others.abs().max()))
-        behind = slice(position + 1, None)
-        assert torch.equal(ours[:, :, behind], others[:, :, behind])
+    for _ in instruction_sets():
+        y, *caches = step.run(torch.ops.nvfp4.decode_step, position)
+        torch.testing.assert_close(y, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
+        for ours, others in zip(itertools.chain(*caches), itertools.chain(*expected_caches), strict=True):
+            torch.testing.assert_close(ours, others, rtol=rtol, atol=rtol * float(others.abs().max()))
+            behind = slice(position + 1, None)
+            assert torch.equal(ours[:, :, behind], others[:, :, behind])
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -132,9 +133,8 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("position", [0, 1, 15, 16, 47])
-def test_decodes_as_torch_does(position, threads):
-    for _ in instruction_sets():
+def test_decodes_as_torch_does(threads):
+    for position in (0, 1, 15, 16, 47):
         assert_same(random_step(), position)
 
 
@@ -159,9 +159,8 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
-@pytest.mark.parametrize("position", [3, 20])
-def test_families(family, position):
-    for _ in instruction_sets():
+def test_families(family):
+    for position in (3, 20):
         assert_same(random_step(**family), position)
 
 
@@ -178,18 +177,16 @@ MIXTURES = {
 
 @pytest.mark.parametrize("family", MIXTURES.values(), ids=MIXTURES.keys())
 def test_mixtures(family, threads):
-    for _ in instruction_sets():
-        assert_same(random_step(**family), 20)
+    assert_same(random_step(**family), 20)
 
 
-@pytest.mark.parametrize("sizes", [
-    {"hidden": 576, "inner": 1536, "heads": 9, "kv_heads": 3, "dim": 64},
-    {"hidden": 64, "inner": 48, "heads": 4, "kv_heads": 4, "dim": 128},
-    {"hidden": 32, "inner": 16, "heads": 1, "kv_heads": 1, "layers": 1},
-    {"per_row": True},
-], ids=str)  # fmt: skip
-def test_sizes(sizes):
-    for _ in instruction_sets():
+def test_sizes():
+    for sizes in (
+        {"hidden": 576, "inner": 1536, "heads": 9, "kv_heads": 3, "dim": 64},
+        {"hidden": 64, "inner": 48, "heads": 4, "kv_heads": 4, "dim": 128},
+        {"hidden": 32, "inner": 16, "heads": 1, "kv_heads": 1, "layers": 1},
+        {"per_row": True},
+    ):
         assert_same(random_step(**sizes), 20)
 
 
@@ -217,8 +214,7 @@ def test_numbers_beyond_bfloat16_products(full):
             step.weights[norm] = step.weights[norm] * scale
             for at in (norm + 3, norm + 6):
                 step.weights[at] = step.weights[at] / scale
-        for _ in instruction_sets():
-            assert_same(step, 3)
+        assert_same(step, 3)
 
 
 @pytest.mark.gpu
@@ -229,10 +225,10 @@ def test_on_a_gpu(family):
     y, *caches = step.run(composite.decode_step, 20)
 
     def run(x, weights, kinds, numbers, *others):
-        *moved, position = [t.cuda() for t in weights], *([t.cuda() for t in each] for each in others[:-1]), others[-1]
-        weights, keys, values, cos, sin = moved
+        *lists, position = others
+        weights, keys, values, cos, sin = ([t.cuda() for t in each] for each in (weights, *lists))
         z = torch.ops.nvfp4.decode_step(x.cuda(), weights, kinds, numbers, keys, values, cos, sin, position)
-        for mine, theirs in zip([*keys, *values], [*others[0], *others[1]], strict=True):
+        for mine, theirs in zip([*keys, *values], [*lists[0], *lists[1]], strict=True):
             theirs.copy_(mine)
         return z.cpu()
 
@@ -284,20 +280,17 @@ def test_what_is_refused(change, message):
         step.run(torch.ops.nvfp4.decode_step, 3)
 
 
-@pytest.mark.parametrize("function", ["decode_step", "composite"])
 @pytest.mark.parametrize("window", [0, LENGTH - 1])
-def test_a_position_outside_of_the_cache(function, window):
-    run = composite.decode_step if function == "composite" else torch.ops.nvfp4.decode_step
-    with pytest.raises((RuntimeError, ValueError), match=f"outside of a cache of {LENGTH}"):
-        random_step(window=window).run(run, LENGTH)
+def test_a_position_outside_of_the_cache(window):
+    for run in (torch.ops.nvfp4.decode_step, composite.decode_step):
+        with pytest.raises((RuntimeError, ValueError), match=f"outside of a cache of {LENGTH}"):
+            random_step(window=window).run(run, LENGTH)
 
 
-@pytest.mark.parametrize("rows, columns", [(1, 32), (100, 96), (1000, 576)])
-def test_a_dense_row(rows, columns, threads):
-    x, w = torch.randn(1, columns).bfloat16(), torch.randn(rows, columns).bfloat16()
-    expected = (x.double() @ w.double().mT).bfloat16()
-    assert torch.equal(composite.linear_row(x, w), (x.float() @ w.float().mT).bfloat16())
-    for _ in instruction_sets():
-        y = torch.ops.nvfp4.linear_row(x, w)
-        assert y.shape == (1, rows)
-        torch.testing.assert_close(y, expected, rtol=2**-8, atol=1e-4)
+def test_a_dense_row(threads):
+    for rows, columns in ((1, 32), (100, 96), (1000, 576)):
+        x, w = torch.randn(1, columns).bfloat16(), torch.randn(rows, columns).bfloat16()
+        expected = (x.double() @ w.double().mT).bfloat16()
+        assert torch.equal(composite.linear_row(x, w), (x.float() @ w.float().mT).bfloat16())
+        for _ in instruction_sets():
+            torch.testing.assert_close(torch.ops.nvfp4.linear_row(x, w), expected, rtol=2**-8, atol=1e-4)
