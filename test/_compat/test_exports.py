@@ -27,10 +27,6 @@ def model(request):
     return m
 
 
-def traced(model):
-    torch.jit.trace(model, X)
-
-
 def traced_in_inference(model):
     with torch.no_grad():
         torch.jit.trace(model.requires_grad_(False), X, check_trace=False)
@@ -41,29 +37,23 @@ def traced_after_a_step(model):
     torch.jit.trace(model, X)
 
 
-def traced_as_function(model):
-    torch.jit.trace(lambda x: model(x), X)
-
-
-def scripted(model):
-    torch.jit.script(model)
-
-
-def to_onnx_by_torchscript(model):
-    torch.onnx.export(model, (X,), io.BytesIO(), dynamo=False)
-
-
 def to_onnx(model):
     pytest.importorskip("onnxscript")
     torch.onnx.export(model, (X,), io.BytesIO(), dynamo=True, verbose=False)
 
 
-EXPORTS = [
-    traced, traced_in_inference, traced_after_a_step, traced_as_function, scripted, to_onnx_by_torchscript, to_onnx,
-]  # fmt: skip
+EXPORTS = {
+    "traced": lambda model: torch.jit.trace(model, X),
+    "traced in inference": traced_in_inference,
+    "traced after a step": traced_after_a_step,
+    "traced as function": lambda model: torch.jit.trace(lambda x: model(x), X),
+    "scripted": torch.jit.script,
+    "to ONNX by TorchScript": lambda model: torch.onnx.export(model, (X,), io.BytesIO(), dynamo=False),
+    "to ONNX": to_onnx,
+}
 
 
-@pytest.mark.parametrize("export", EXPORTS, ids=lambda export: export.__name__)
+@pytest.mark.parametrize("export", EXPORTS.values(), ids=EXPORTS.keys())
 def test_an_export_without_nvfp4_names_the_one_with_it(export, model):
     with pytest.raises(Exception, match=r"torch\.export\.export\(model, args\)"):
         export(model)

@@ -32,38 +32,54 @@ def test_every_spec_survives_packing_and_packs_differently():
     assert len(set(packed)) == len(ALL_SPECS) == len(set(ALL_SPECS))
 
 
-@pytest.mark.parametrize(
-    "bits", [3 << 4, 2 << 10, 3 << 10, 1 << 10 | 1 << 4, 1 << 12 | 3, 1 << 12 | 1 << 2, 1 << 16, 1 << 8, 1 << 40, -1]
-)
-def test_unpack_raises_for_other_integers(bits):
-    with pytest.raises(
-        ValueError, match=r"QuantizeSpec.pack\(\)|hardware_rounding needs|mutually exclusive|row_scaled|eden"
+def test_unpack_raises_for_other_integers():
+    refused = r"QuantizeSpec.pack\(\)|hardware_rounding needs|mutually exclusive|row_scaled|eden"
+    for bits in (
+        3 << 4,
+        2 << 10,
+        3 << 10,
+        1 << 10 | 1 << 4,
+        1 << 12 | 3,
+        1 << 12 | 1 << 2,
+        1 << 16,
+        1 << 8,
+        1 << 40,
+        -1,
     ):
-        QuantizeSpec.unpack(bits)
+        with pytest.raises(ValueError, match=refused):
+            QuantizeSpec.unpack(bits)
 
 
-def test_defaults_and_conversions():
-    assert QuantizeSpec() == QuantizeSpec(round_mode="rne", block_rows=1, scale_ceiling=448, random_bits=16)
+def test_defaults_conversions_and_what_replace_resets():
+    """Four-over-six, a search and EDEN have a ceiling of 256 by default, and replace() gives each its own."""
+    plain, searched, eden = QuantizeSpec(), QuantizeSpec(scale_search="mse"), QuantizeSpec(round_mode="eden")
+    assert plain == QuantizeSpec(round_mode="rne", block_rows=1, scale_ceiling=448, random_bits=16)
     assert QuantizeSpec(four_over_six=True).four_over_six is FourOverSix.MSE
-    assert QuantizeSpec(four_over_six="mae").scale_ceiling == 256
     assert QuantizeSpec(four_over_six=False).four_over_six is None
     assert QuantizeSpec(hadamard_sign=True).hadamard_sign == 0xD7E8
     assert QuantizeSpec(scale_rounding="up").scale_rounding is ScaleRounding.UP
-
-
-def test_replace_gives_four_over_six_its_own_ceiling():
-    assert QuantizeSpec().replace(four_over_six="mse").scale_ceiling == 256
-    assert QuantizeSpec(four_over_six="mse").replace(four_over_six=None).scale_ceiling == 448
+    assert searched == QuantizeSpec(scale_search=True) == QuantizeSpec(scale_search=ScaleSearch.MSE)
+    assert QuantizeSpec(four_over_six="mae").scale_ceiling == searched.scale_ceiling == eden.scale_ceiling == 256
+    assert plain.replace(four_over_six="mse").scale_ceiling == 256
+    assert QuantizeSpec(four_over_six="mse").replace(four_over_six=None) == plain
+    assert plain.replace(scale_search="mse") == searched and searched.replace(scale_search=None) == plain
+    assert plain.replace(round_mode="eden").replace(round_mode="away") == QuantizeSpec(round_mode="away")
+    assert searched.replace(round_mode="stochastic").scale_ceiling == 256
     assert QuantizeSpec(scale_ceiling=256).replace(round_mode="away").scale_ceiling == 256
+    stochastic = plain.with_round_mode("stochastic")
+    assert stochastic == QuantizeSpec(round_mode="stochastic", scale_rounding="up")
+    assert plain.with_round_mode("zero") == QuantizeSpec(round_mode="zero")
+    assert [spec.largest_value for spec in (plain, eden)] == [2688.0, 1536.0]
 
 
-def test_a_search_and_eden_have_a_ceiling_of_256():
-    assert QuantizeSpec(scale_search=True).scale_search is ScaleSearch.MSE
-    assert QuantizeSpec(scale_search=ScaleSearch.MSE) == QuantizeSpec(scale_search="mse")
-    assert QuantizeSpec(scale_search="mse").scale_ceiling == QuantizeSpec(round_mode="eden").scale_ceiling == 256
-    assert QuantizeSpec().replace(scale_search="mse").replace(scale_search=None) == QuantizeSpec()
-    assert QuantizeSpec().replace(round_mode="eden").replace(round_mode="away") == QuantizeSpec(round_mode="away")
-    assert QuantizeSpec(scale_search="mse").replace(round_mode="stochastic").scale_ceiling == 256
+def test_copies_and_pickles_are_equal():
+    spec = QuantizeSpec(round_mode="stochastic", hadamard_sign=True, random_bits=8, hardware_rounding=True)
+    assert copy.deepcopy(spec) is spec and spec == pickle.loads(pickle.dumps(spec)) == QuantizeSpec.unpack(spec.pack())
+    older = object.__new__(QuantizeSpec)  # of a pickle without the newer fields
+    vars(older).update(
+        {name: value for name, value in vars(spec).items() if name not in ("scale_search", "row_scaled")}
+    )
+    assert older == spec and hash(older) == hash(spec) and older.pack() == spec.pack()
 
 
 def test_which_columns_stand_together():
@@ -71,13 +87,6 @@ def test_which_columns_stand_together():
     assert [spec.rotation for spec in specs] == [None, 16, 128]
     assert [spec.column_multiple for spec in specs] == [16, 16, 128]
     assert [spec.is_stochastic for spec in specs] == [False, False, True]
-
-
-def test_hardware_rounding_needs_its_companions():
-    spec = QuantizeSpec(round_mode="stochastic", random_bits=8, hardware_rounding=True)
-    assert QuantizeSpec.unpack(spec.pack()) == spec
-    with pytest.raises(ValueError, match="random_bits=8"):
-        QuantizeSpec(round_mode="stochastic", hardware_rounding=True)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +112,14 @@ def test_hardware_rounding_needs_its_companions():
         {"hadamard_sign": False},
         {"hadamard_sign": 1.5},
         {"random_bits": 32},
+        {"hardware_rounding": True, "round_mode": "stochastic"},
+        {"row_scaled": True, "block_rows": 16},
+        {"row_scaled": 1},
     ],
 )
 def test_invalid_options_raise(argument):
     with pytest.raises(ValueError, match=next(iter(argument))):
         QuantizeSpec(**argument)
-
-
-def test_copies_are_equal():
-    spec = QuantizeSpec(round_mode="stochastic", hadamard_sign=True)
-    assert copy.deepcopy(spec) == spec == pickle.loads(pickle.dumps(spec))
 
 
 def test_str_names_what_is_not_plain():
@@ -134,11 +141,3 @@ def test_str_names_what_is_not_plain():
     )
     assert_expected_inline(str(QuantizeSpec(scale_search="mse")), """rne, 1x16, search mse""")
     assert_expected_inline(str(QuantizeSpec(round_mode="eden", scale_ceiling=448)), """eden, 1x16, ceiling 448""")
-
-
-def test_a_pickle_without_the_newer_fields_is_of_a_spec_without_them():
-    spec = QuantizeSpec(four_over_six="mse")
-    fields = {name: value for name, value in vars(spec).items() if name != "scale_search"}
-    older = object.__new__(QuantizeSpec)
-    vars(older).update(fields)
-    assert older == spec and hash(older) == hash(spec) and older.pack() == spec.pack()
