@@ -48,10 +48,15 @@ def test_groups_and_new_tokens(kernels, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size, value_size", [(16, 16), (24, 40), (48, 32), (80, 80), (112, 112), (192, 128), (512, 8)])
-def test_odd_sizes(kernels, size, value_size, dtype):
-    arguments = problem(size=size, value_size=value_size, lengths=(70, 33), dtype=dtype)
-    assert not torch.equal(check(kernels, arguments, rotated=True), check(kernels, arguments))
+def test_odd_sizes_and_large_scores(kernels, dtype):
+    """Scores of a few thousand, where one weight has nearly everything."""
+    for size, value_size in [(16, 16), (24, 40), (48, 32), (80, 80), (112, 112), (192, 128), (512, 8)]:
+        arguments = problem(size=size, value_size=value_size, lengths=(70, 33), dtype=dtype)
+        assert not torch.equal(check(kernels, arguments, rotated=True), check(kernels, arguments))
+    for softcap in (0.0, 30.0):
+        arguments = problem(dtype=dtype)
+        arguments[0] = arguments[0] * 1e4
+        check(kernels, arguments, softcap=softcap)
 
 
 @random
@@ -91,15 +96,6 @@ def test_what_is_not_finite_reaches_its_queries_only(kernels, where, size):
         out = check(kernels, arguments)
         assert out[0].isfinite().all() and not out[1].isfinite().all()
         assert out[1, 3:].isfinite().all()  # of the other head of keys
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_large_scores_saturate(kernels, dtype):
-    """Of a few thousand, where one weight has nearly everything."""
-    arguments = problem(dtype=dtype)
-    arguments[0] = arguments[0] * 1e4
-    check(kernels, arguments)
-    check(kernels, arguments, softcap=30.0)
 
 
 @pytest.mark.parametrize("tokens, size", [(1, 128), (4, 64), (30, 128), (1, 96)])
@@ -218,12 +214,15 @@ def test_settled_codes_are_read_while_the_kernel_before_writes_others(size, dtyp
 
 
 @pytest.mark.gpu
-def test_lengths_beyond_the_capacity_are_cut():
-    """The host cannot look at them."""
+def test_lengths_that_the_host_cannot_look_at():
+    """Those beyond the capacity are cut; those on the host are refused."""
     arguments = on("cuda", problem(lengths=(160, 160)))
     expected = nvfp4.attend_codes(*arguments)
     arguments[7] = torch.tensor([10**12, 161], device="cuda")
     assert_same_bits(nvfp4.attend_codes(*arguments), expected)
+    arguments[7] = arguments[7].cpu()
+    with pytest.raises(RuntimeError, match="lengths is not on the device of q"):
+        nvfp4.attend_codes(*arguments)
 
 
 # --- append ----------------------------------------------------------------------------------------------------------
@@ -273,20 +272,17 @@ def test_append_has_the_bits_of_plain_torch(kernels, spec, dtype, tokens, size, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_append_of_any_magnitude(kernels, dtype):
+@pytest.mark.parametrize("rotates", [False, True])
+def test_append_of_any_magnitude_and_of_views(kernels, dtype, rotates):
+    """Keys and values as transformers has them: heads within rows of tokens."""
     tiny, most = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
     sizes = torch.tensor([0.0, tiny / 4, tiny, 1e-4, 1.0, most / 4]).view(1, 1, -1, 1)
     keys = (torch.randn(1, 2, 6, 64).clamp(-3.9, 3.9) * sizes).to(dtype)
-    for rotates in (False, True):
-        check_append(kernels, keys, keys, QuantizeSpec(), [3], 16, rotates)
-
-
-def test_append_of_views_of_a_projection(kernels):
-    """Keys and values as transformers has them: heads within rows of tokens."""
-    states = torch.randn(2, 33, 4, 128).bfloat16()
+    check_append(kernels, keys, keys, QuantizeSpec(), [3], 16, rotates)
+    states = torch.randn(2, 33, 4 * 128).to(dtype)
     for skip in (0, 1):
-        heads = states.flatten(2)[..., skip : skip + 3 * 128].unflatten(-1, (3, 128)).transpose(1, 2)
-        check_append(kernels, heads, heads, SPEC, [0, 5], 48, True)
+        heads = states[..., skip : skip + 3 * 128].unflatten(-1, (3, 128)).transpose(1, 2)
+        check_append(kernels, heads, heads, SPEC, [0, 5], 48, rotates)
 
 
 @pytest.mark.gpu
@@ -331,14 +327,6 @@ def test_wrong_arguments_raise(kernels, index, change, message):
     arguments[index] = change(arguments[index])
     with pytest.raises(RuntimeError, match=message):
         nvfp4.attend_codes(*on(kernels, arguments))
-
-
-@pytest.mark.gpu
-def test_an_argument_on_another_device_raises():
-    arguments = on("cuda", problem())
-    arguments[7] = arguments[7].cpu()
-    with pytest.raises(RuntimeError, match="lengths is not on the device of q"):
-        nvfp4.attend_codes(*arguments)
 
 
 @pytest.mark.parametrize("device", ["cpu"])
