@@ -1,10 +1,12 @@
-"""Which caller a hook finds, and the line at which a warning is the user's."""
+"""Which caller a hook finds, the line at which a warning is the user's, and what torch's caches are told of us."""
 
 import functools
 
 import pytest
+import torch
 
 from nvfp4_tensor._compat import frames
+from nvfp4_tensor._compat.source_digest import source_digest
 
 
 def caller_in(module):
@@ -35,3 +37,8 @@ def test_a_warning_names_the_first_line_outside_of_these_packages(package, level
     """Of three frames: ours, which warns, its caller, and this test."""
     ours = functools.partial(caller_in("nvfp4_tensor.tensor"), frames.user_level)
     assert caller_in(package)(ours) == level
+
+
+def test_older_versions_of_torch_have_a_digest_of_our_code_in_their_cache_keys():
+    assert len(source_digest()) == 128
+    assert (source_digest() in torch.compiler.config.cache_key_tag) == (torch.__version__ < "2.13")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvfp4_tensor import QuantizeSpec, RoundingMode
-from nvfp4_tensor.numerics import layout, reference
+from nvfp4_tensor.numerics import hadamard, layout, reference
 
 DATA = Path(__file__).parents[1] / "data"
 GOLDEN = json.loads((DATA / "transformer_engine.json").read_text())
@@ -219,6 +219,16 @@ def test_hadamard_is_orthogonal_and_is_the_matrix_of_the_contract():
     assert got.dtype == torch.bfloat16
     assert (got.double() - expected).abs().max() <= expected.abs().max() * 2**-8
     torch.testing.assert_close(got.double().norm(), x.double().norm(), rtol=2e-3, atol=0)
+    back = hadamard.inverse_hadamard(hadamard.float_hadamard(x, sign), sign)
+    torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
+    for size in (24, 64):  # of 24 elements of a head, 8 together
+        keys = torch.randn(3, 2 * size)[:, :size]
+        n = hadamard.rotation_size(size)
+        signs = torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(n)] for i in range(n)])
+        turned = hadamard.rotate_heads(keys)
+        right = (keys.unflatten(-1, (-1, n)) @ signs / n).flatten(-2)
+        torch.testing.assert_close(turned, right, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(hadamard.rotate_heads_back(turned), keys, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_are_quantized_alike_whatever_the_chunk(monkeypatch):

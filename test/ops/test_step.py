@@ -127,7 +127,7 @@ class Token:
         expected_keys[:, :, position] = keys[:, :, position]
         assert torch.equal(keys, expected_keys)
         tolerance = 4 * torch.finfo(y.dtype).eps
-        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
 
 
 def empty_codes(like, capacity=16):

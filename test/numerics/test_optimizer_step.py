@@ -1,0 +1,239 @@
+"""What a step of AdamW rounds keeps its mean, is bounded, and has one set of bits (numerics contract, section 12)."""
+
+import math
+
+import pytest
+import torch
+from helpers.instruction_sets import needs_library
+from helpers.optimizer_steps import SEED, assert_same, hyper, moments, run, same, vector_step, weight_of
+
+from nvfp4_tensor import QuantizeSpec, quantize
+from nvfp4_tensor.numerics import layout, optimizer_step
+from nvfp4_tensor.numerics.optimizer_step import Moments
+from nvfp4_tensor.ops import composite
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["codes", torch.bfloat16, torch.float32, "vector"])
+def test_plain_torch_has_the_bits_of_the_kernels(kind):
+    """Of all shapes, dtypes and odd gradients: test/ops/test_optimizer.py."""
+    if kind == "vector":
+        old = [torch.randn(130) * 0.05], [torch.zeros(130), torch.zeros(130)]
+    else:
+        old = weight_of(kind, 33, 40), moments(33, 40)
+    for step in range(1, 6):
+        grad = torch.randn(old[0][0].shape if kind != "codes" else (33, 40)) * 0.01 * 100.0 ** (step % 3)
+        new = [one_step(kind, old, grad, step, 10.0**-step, ops) for ops in (torch.ops.nvfp4, composite)]
+        assert_same(*new)
+        old = new[1]
+
+
+def decoded(state):
+    m = Moments(*state)
+    return optimizer_step.first_moment(m), optimizer_step.second_moment(m)
+
+
+def test_moments_are_unbiased():
+    """Means of m and v after five steps, over 4,000 rows: within five standard errors of float32's.
+
+    Of 32 means, one would be outside in one of 50,000 seeds. Standard errors are below 2 %, so a bias of 10 % is found.
+    """
+    repeats = 4000
+    signs = torch.randn(16).sign()
+    grad = (signs * torch.logspace(-1.5, 0, 16)).expand(repeats, 16).contiguous()
+    state, beta1, beta2 = moments(repeats, 16), 0.9, 0.95
+    weight = [torch.zeros(repeats, 16)]
+    expected_m, expected_v = torch.zeros(16), torch.zeros(16)
+    for step in range(1, 6):
+        weight, state = run(torch.ops.nvfp4, weight, grad, state, step, grad_scale=1.0)
+        expected_m = beta1 * expected_m + (1 - beta1) * grad[0]
+        expected_v = beta2 * expected_v + (1 - beta2) * grad[0] ** 2
+    for values, expected in zip(decoded(state), (expected_m, expected_v), strict=True):
+        values = values.flatten(1)
+        error = values.std(dim=0) / math.sqrt(repeats) + 1e-9
+        assert ((values.mean(dim=0) - expected).abs() < 5 * error).all()
+        assert (error < 0.02 * expected.abs() + 1e-3 * expected.abs().max()).all()
+
+
+def means_by_position(ops, kind, largest, other, rows=12_000, device="cpu"):
+    """Two steps, in the second of which one element dominates: means over rows of m, v and w at each position.
+
+    The second step is compared with the state before it: m' and v' are exact then, and of w' the mean over v's two
+    powers of two. Of 48 means, none is outside of 6.8 standard errors in all but one of 2 billion seeds.
+    """
+    grad = torch.full((rows, 16), other)
+    grad[:, largest] = 1.4
+    weight, state = [torch.ones(rows, 16, dtype=kind)], moments(rows, 16)
+    numbers = dict(lr=2e-3, betas=(0.9, 0.999), weight_decay=0.0, grad_scale=1.0)
+    weight, state = run(ops, weight, torch.ones(rows, 16), state, 1, device, **numbers)
+    before_w, before_m, before_v = weight[0].double(), *(t.flatten(1).double() for t in decoded(state))
+    weight, state = run(ops, weight, grad, state, 2, device, **numbers)
+    h, g = hyper(2, **numbers)[5].item(), grad.double()
+    m, v = 0.9 * before_m + 0.1 * g, 0.999 * before_v + 0.001 * g * g
+    low = 2.0 ** v.log2().floor()
+    w = before_w - h * m * low.rsqrt() * (1 - (v / low - 1) * (1 - 0.5**0.5))
+    found_m, found_v = (t.flatten(1).double() for t in decoded(state))
+    for found, expected in ((found_m, m), (found_v, v), (weight[0].double(), w)):
+        error = found - expected
+        deviation = error.std(dim=0) / rows**0.5 + 1e-6 * expected.abs().mean(dim=0)  # and of float32
+        assert (error.mean(dim=0).abs() < 6.8 * deviation).all()
+        assert (deviation < 0.02 * expected.abs().mean(dim=0)).all()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_where_one_element_dominates_the_others_keep_their_mean(kind, device):
+    """Every pair of positions, and three values of the others: 16 calls, so one false alarm in 120 million seeds."""
+    for largest in range(16):
+        other = (-0.45, -0.65, 0.7)[largest % 3]
+        means_by_position(torch.ops.nvfp4, kind, largest, other, device=device)
+
+
+def blocks_that_grow_keep_their_mean(largest=0, beta2=1.0):
+    """One element outgrows the scale: means of the other 15 over 160,000 blocks, within six standard errors.
+
+    Of 15 means, one would be outside in one of 30 million seeds. With a beta2 of 1.5, v becomes 1 or 2 by chance, and
+    with it how far the element outgrows the scale.
+    """
+    rows = 160_000
+    values = torch.full((rows, 16), 0.5)
+    values[:, largest] = 6.0
+    w, grad, state = quantize(values, amax=48.0), torch.zeros(rows, 16), moments(rows, 16)
+    state[3][:] = 127  # v = 1: r is the gradient
+    grad[:, largest] = -1.0
+    numbers = torch.tensor([1.0, 0.0, 1.0, beta2, 0.0, 0.2, 1.0, 16.0])
+    qdata, scale = w.qdata.clone(), w.scale.clone()
+    torch.ops.nvfp4.adamw_step_codes(qdata, scale, w.per_tensor_scale, grad, *state, numbers, torch.tensor([1, 1]))
+    after = w._replace(qdata=qdata, scale=scale).dequantize()
+    grown = (after[:, largest] > 7.0).double().mean()
+    assert 0.06 < grown < 0.12
+    error = (after - values).double()
+    outside = error.mean(dim=0).abs() > 6 * error.std(dim=0) / math.sqrt(rows)
+    outside[largest] = beta2 == 1.0 and abs(error[:, largest].mean() - 0.2) > 6 * error[:, largest].std() / rows**0.5
+    assert outside.nonzero().flatten().tolist() == []
+
+
+@pytest.mark.parametrize("largest", [0, 5, 10, 15])
+def test_blocks_that_grow_keep_their_mean(largest):
+    blocks_that_grow_keep_their_mean(largest)
+    blocks_that_grow_keep_their_mean(largest, beta2=1.5)
+
+
+def test_small_updates_accumulate():
+    """Updates of 1e-4 of a step move codes by their mean: 2^22 elements, 1e-4 within 5 standard errors (3 %)."""
+    rows, columns = 1024, 4096
+    w, state = quantize(torch.full((rows, columns), 1.0), QuantizeSpec()), moments(rows, columns)
+    state[3][:] = 127  # v = 1: r is 1 - beta1 times the gradient
+    size = 2 * 1e-4 / 6  # the step is of codes 4 and 6, in units of the block's scale, times that: 6 is 1.0
+    numbers = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, size, 1.0, 16.0])
+    qdata, grad = w.qdata.clone(), torch.ones(rows, columns)
+    arguments = qdata, w.scale.clone(), w.per_tensor_scale, grad, *state, numbers, torch.tensor([1, 1])
+    torch.ops.nvfp4.adamw_step_codes(*arguments)
+    moved = (layout.unpack(qdata) != layout.unpack(w.qdata)).double().mean().item()
+    assert abs(moved - 1e-4) < 5 * math.sqrt(1e-4 / (rows * columns))
+
+
+def test_vectors_of_bfloat16_keep_the_mean_of_their_updates(device):
+    """Updates of 1/32 of a bfloat16's last place: the mean of 32,768 roundings has a standard deviation of 0.031 of its
+    value, and 0.25 is 8 of them (false alarms: 1e-15). Rounding to nearest would lose all of it."""
+    count = 1 << 15
+    weight = torch.ones(count, dtype=torch.bfloat16)
+    moments = [torch.full((count,), 1.0), torch.full((count,), 1.0)]
+    numbers = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, optimizer_step.UNBIASED * 2.0**-13, 1.0, 74.0])
+    numbers, moments, moved = numbers.to(device), [m.to(device) for m in moments], weight.to(device)
+    rng_state = torch.tensor([SEED, 1], device=device)
+    torch.ops.nvfp4.adamw_step_vector(moved, torch.zeros_like(moved), *moments, numbers, rng_state)
+    assert ((1 - moved.float()).mean() * 2.0**13).item() == pytest.approx(1.0, abs=0.25)
+
+
+def test_a_slow_second_moment_keeps_its_mean(device):
+    """beta2 of 0.99999: a v of 1 is halved with a chance of 2.0e-5, in 336 of 16.8 million elements, with a standard
+    deviation of 18: 6 of them are a false alarm of 2e-9. With 16 random bits there would be 512, 9.6 of them more."""
+    rows = columns = 4096
+    weight = torch.zeros(rows, columns, dtype=torch.bfloat16, device=device)
+    state = [t.to(device) for t in moments(rows, columns)]
+    state[3].fill_(127)
+    numbers = hyper(1, betas=(0.9, 0.99999)).to(device)
+    rng_state = torch.tensor([SEED, 1], device=device)
+    torch.ops.nvfp4.adamw_step(weight, torch.zeros_like(weight), *state, numbers, rng_state)
+    v = optimizer_step.second_moment(Moments(*(t.cpu() for t in state)))
+    halved, expected = (v == 0.5).sum().item(), v.numel() * 2 * (1 - numbers[3].item())
+    assert ((v == 0.5) | (v == 1.0)).all() and abs(halved - expected) < 6 * expected**0.5
+
+
+FAULTS = ["first moment", "second moment", "weight", "growth", "codes", "shared by r and v", "shared by w and v"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_bias_is_found(fault, monkeypatch):
+    """These tests fail if random bits are half of what they should be, or decide two quantities that must not share."""
+    whole, own, others = optimizer_step.rotated_bits, optimizer_step.MOMENT_STREAM, optimizer_step.SECOND_MOMENT_STREAM
+    halved = {"second moment": others, "weight": own}.get(fault)
+
+    def changed(rows, columns, rng_state, row0, stream, further=0):
+        if stream == own and fault in ("codes", "shared by w and v"):
+            stream, further = others, 3 if fault == "codes" else 0
+        bits = whole(rows, columns, rng_state, row0, stream, further)
+        return bits >> 1 if stream == halved else bits
+
+    monkeypatch.setattr(optimizer_step, "rotated_bits", changed)
+    if fault == "growth":
+        monkeypatch.setattr(optimizer_step, "GROWTH_STREAM", own)
+        monkeypatch.setattr(optimizer_step, "WEIGHT_WORD", 0)
+    if fault == "shared by r and v":
+        monkeypatch.setattr(optimizer_step, "SECOND_MOMENT_STREAM", own)
+    if fault == "first moment":
+        monkeypatch.setattr(optimizer_step, "RATIO_SPEC", QuantizeSpec(scale_rounding="up"))
+    for name in ("adamw_step", "adamw_step_codes"):
+        monkeypatch.setattr(torch.ops.nvfp4, name, getattr(composite, name))
+    with pytest.raises(AssertionError):
+        if fault in ("growth", "codes"):
+            blocks_that_grow_keep_their_mean(beta2=1.5 if fault == "codes" else 1.0)
+        elif fault == "weight":
+            test_small_updates_accumulate()
+        elif fault.startswith("shared"):
+            for largest in range(4):
+                means_by_position(composite, torch.bfloat16, largest, -0.65)
+        else:
+            test_moments_are_unbiased()
+
+
+def test_updates_are_bounded():
+    """Nothing moves without gradients and decay; after a silence, a million times larger ones by 21 step sizes."""
+    for kind in ("codes", torch.bfloat16, torch.float32):
+        weight, state = weight_of(kind, 64, 64), moments(64, 64)
+        moved, _ = run(torch.ops.nvfp4, weight, torch.zeros(64, 64), state, 1, weight_decay=0.0)
+        assert same(moved[0], weight[0])
+    for step in range(1, 30):
+        size, before = 1e-6 if step < 28 else 1.0, weight[0]
+        weight, state = run(torch.ops.nvfp4, weight, torch.randn(64, 64) * size, state, step, weight_decay=0.0)
+        assert (weight[0] - before).abs().max() / hyper(step)[5] <= 21
+
+
+def one_step(kind, old, grad, step, lr, ops=torch.ops.nvfp4):
+    if kind == "vector":
+        return vector_step(ops, *old[0], grad.flatten(), old[1], step, "cpu", lr=lr)
+    return run(ops, old[0], grad, old[1], step, lr=lr)
+
+
+@pytest.mark.parametrize("spike", [1e17, 1e21, -3e38])
+@pytest.mark.parametrize("kind", ["codes", torch.bfloat16, torch.float32, "vector"])
+def test_a_finite_spike_leaves_everything_finite(kind, spike):
+    """No update is above the bound, 31 step sizes, at the spike or after it; the other rows step as without it."""
+    rows, size = 4, 1e-3
+    if kind == "vector":
+        spiked = calm = [torch.randn(rows * 32) * 0.05], [torch.zeros(rows * 32), torch.zeros(rows * 32)]
+    else:
+        spiked = calm = weight_of(kind, rows, 32), moments(rows, 32)
+    for step in range(1, 6):
+        grad, before = torch.randn(rows, 32), spiked[0][0]
+        with_spike = grad.clone()
+        if step == 2:
+            with_spike[0, 3] = spike
+        spiked, calm = (one_step(kind, *each, step, size) for each in ((spiked, with_spike), (calm, grad)))
+        if kind == "codes":
+            assert not (spiked[0][1].view(torch.uint8) & 0x7F == 0x7F).any()
+        else:
+            moved = (spiked[0][0].float() - before.float()).abs().max()
+            assert moved < 31 * size * 4 + 0.01 * before.float().abs().max()  # the step size is below 4, and a decay
+    others = slice(32 if kind == "vector" else 1, None)
+    assert same(spiked[0][0][others], calm[0][0][others]) and torch.isfinite(spiked[1][0].float()).all()
