@@ -12,9 +12,6 @@ import torch
 from helpers.products import check, factor, random_weight, zero_padding
 from helpers.repeats import times
 
-from nvfp4_tensor import QuantizeSpec
-from nvfp4_tensor.numerics import reference
-
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_library")]
 matmul = torch.ops.nvfp4.matmul
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -278,60 +275,6 @@ def test_weights_that_the_kernel_before_writes(rows):
     x.copy_(torch.randn_like(x))
     graph.replay()
     assert all(map(torch.equal, together, [multiply(*weight) for weight in given]))
-
-
-# --- activations -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 16),
-        (1, 4096),
-        (2, 8192),  # a cluster of two thread blocks
-        (3, 8192),  # of four
-        (8, 8192),  # of eight, which it fills
-        (9, 8192),  # two kernels
-        (5, 7, 48),
-        (63, 14336),
-        (512, 8192),
-        (513, 8192),  # too many for these
-        (4, 50),
-    ],
-)
-def test_activation_is_fake_quantize_by_its_own_amax(shape, dtype):
-    x = torch.randn(shape, device="cuda").to(dtype) * torch.rand(shape[-1], device="cuda").to(dtype)
-    for spec in (QuantizeSpec(), QuantizeSpec(scale_rounding="up", scale_ceiling=256)):
-        for special in (None, float("nan"), float("inf"), 0.0):
-            if special is not None:
-                x[..., -5] = special
-            if special == 0.0:
-                x.zero_()
-            values, scale = torch.ops.nvfp4.quantize_activation(x, None, spec.pack(), dtype)
-            qdata, s, expected = reference.quantize(x, reference.amax(x), None, spec)
-            decoded = reference.dequantize(qdata, s, None, x.shape[-1], dtype)
-            assert torch.equal(scale, expected)
-            assert torch.equal(values.nan_to_num(7.0), decoded.nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("rows", [1, 9, 63, 300])
-def test_largest_of_an_activation_anywhere(rows):
-    """In strided rows; at positions that all warps, loads and thread blocks of the search read."""
-    wide = torch.randn(rows, 8192 + 16, device="cuda").bfloat16()
-    x, spec = wide[:, :8192], QuantizeSpec()
-    wide[:, 8192:] = 1e30  # not of x
-    blocks = rows * 512  # of 16
-    places = {0, blocks - 1, *range(blocks - 9 * 32, blocks, 32), *range(77, blocks, blocks // 40)}
-    for n, block in enumerate(sorted(place for place in places if place >= 0)):
-        at = block // 512, block % 512 * 16 + n % 16
-        kept = x[at].clone()
-        x[at] = -100 - n
-        values, scale = torch.ops.nvfp4.quantize_activation(x, None, spec.pack(), torch.bfloat16)
-        expected = reference.quantize(x, reference.amax(x), None, spec)
-        assert torch.equal(scale, expected[2])
-        assert torch.equal(values, reference.dequantize(*expected[:2], None, 8192, torch.bfloat16))
-        x[at] = kept
 
 
 # --- decoded first, then by cuBLASLt: small weights and many rows, and gradients -------------------------------------

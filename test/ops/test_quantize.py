@@ -303,12 +303,49 @@ def test_rows_of_any_width(cuda_library, shape):
         assert_same_bits((values, factor), (decoded, expected[2]))
 
 
+# Among them a cluster of 2, 4 and 8 thread blocks, one that it fills, two kernels, and too many for these.
+OF_ACTIVATIONS = [(1, 16), (1, 4096), (2, 8192), (3, 8192), (8, 8192), (9, 8192), (63, 14336), (512, 8192), (513, 8192)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 128), (8, 4096), (300, 512)], ids=str)
-def test_small_activations_have_a_kernel_of_their_own(cuda_library, shape):
+def test_small_activations_have_a_kernel_of_their_own(cuda_library):
     """It supports some specs: the others must not reach it."""
-    for layout_choices, mode, scale in itertools.product(LAYOUTS[:4], MODES[::3], SCALES[::2]):
-        check("cuda", inputs(shape, torch.bfloat16, 1.0), QuantizeSpec(**layout_choices, **mode, **scale))
+    for shape in ((1, 128), (8, 4096), (300, 512)):
+        for choices, mode, scale in itertools.product(LAYOUTS[:4], MODES[::3], SCALES[::2]):
+            check("cuda", inputs(shape, torch.bfloat16, 1.0), QuantizeSpec(**choices, **mode, **scale))
+    for shape, dtype in itertools.product((*OF_ACTIVATIONS, (5, 7, 48), (4, 50)), HIGH_PRECISION_DTYPES):
+        x = torch.randn(shape, device="cuda").to(dtype) * torch.rand(shape[-1], device="cuda").to(dtype)
+        for spec, special in (
+            (PLAIN, 1.0),
+            (PLAIN, torch.nan),
+            (QuantizeSpec(scale_rounding="up"), torch.inf),
+            (PLAIN, 0),
+        ):
+            x[..., -5] = special
+            if special == 0:
+                x.zero_()
+            qdata, scale, factor = reference.quantize(x, reference.amax(x), None, spec)
+            expected = reference.dequantize(qdata, scale, None, shape[-1], dtype), factor
+            assert_same_bits(N.quantize_activation(x, None, spec.pack(), dtype), expected, f"{spec}, {shape}, {dtype}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 9, 63, 300])
+def test_largest_of_an_activation_anywhere(cuda_library, rows):
+    """In strided rows; at positions that all warps, loads and thread blocks of the search read."""
+    wide = torch.randn(rows, 8192 + 16, device="cuda").bfloat16()
+    x = wide[:, :8192]
+    wide[:, 8192:] = 1e30  # not of x
+    blocks = rows * 512  # of 16
+    places = {0, blocks - 1, *range(blocks - 9 * 32, blocks, 32), *range(77, blocks, blocks // 40)}
+    for n, block in enumerate(sorted(place for place in places if place >= 0)):
+        at = block // 512, block % 512 * 16 + n % 16
+        kept = x[at].clone()
+        x[at] = -100 - n
+        values, scale = N.quantize_activation(x, None, PLAIN.pack(), torch.bfloat16)
+        qdata, s, factor = reference.quantize(x, reference.amax(x), None, PLAIN)
+        assert equal_bits((values, scale), (reference.dequantize(qdata, s, None, 8192, torch.bfloat16), factor))
+        x[at] = kept
 
 
 @pytest.mark.gpu
@@ -316,18 +353,17 @@ def test_small_activations_have_a_kernel_of_their_own(cuda_library, shape):
 def test_a_gpu_leaves_out_the_sign_of_amax(cuda_library, bits):
     """It would make block scales of 0x80 and more, beyond the kernels' tables of 128."""
     amax = torch.tensor(bits - (1 << 32), dtype=torch.int32).view(torch.float32)
-    for dtype, shape in itertools.product(HIGH_PRECISION_DTYPES, ((200, 320), (33, 50))):
-        x, state = inputs(shape, dtype, 1.0), rng_state()
-        for spec in (*FEW_SPECS[:6], *(QuantizeSpec(**mode, **SCALES[5]) for mode in MODES)):
-            expected = reference.quantize(x, amax.abs(), state, spec)
-            assert_op(N.quantize, (x, amax, state, spec.pack()), expected, "cuda")
-            columns = composite.columns_of_values(shape[-1], spec.pack())
-            values = reference.dequantize(*expected, columns, dtype)
-            assert_op(N.fake_quantize, (x, amax, state, spec.pack(), dtype), (values, expected[2]), "cuda")
-        on_gpu = reference.quantize(x.cuda(), amax.cuda(), None, PLAIN)
-        assert_same_bits(on_gpu, reference.quantize(x, amax.abs(), None, PLAIN))
-        pair = N.quantize_pair(x.cuda(), amax.cuda(), amax.cuda(), None, PLAIN.pack(), PLAIN.pack())
-        assert_same_bits(pair, composite.quantize_pair(x, amax.abs(), amax.abs(), None, PLAIN.pack(), PLAIN.pack()))
+    specs = *FEW_SPECS[:6], *(QuantizeSpec(**mode, **SCALES[5]) for mode in MODES)
+    for dtype, shape, spec in itertools.product(HIGH_PRECISION_DTYPES, ((200, 320), (33, 50)), specs):
+        x, state, packed = inputs(shape, dtype, 1.0), rng_state(), spec.pack()
+        expected = reference.quantize(x, amax.abs(), state, spec)
+        assert_op(N.quantize, (x, amax, state, packed), expected, "cuda")
+        values = reference.dequantize(*expected, composite.columns_of_values(shape[-1], packed), dtype)
+        assert_op(N.fake_quantize, (x, amax, state, packed, dtype), (values, expected[2]), "cuda")
+    on_gpu = [t.cuda() for t in (x, amax, amax)]
+    assert_same_bits(reference.quantize(*on_gpu[:2], None, PLAIN), reference.quantize(x, amax.abs(), None, PLAIN))
+    pair = composite.quantize_pair(x, amax.abs(), amax.abs(), None, PLAIN.pack(), PLAIN.pack())
+    assert_same_bits(N.quantize_pair(*on_gpu, None, PLAIN.pack(), PLAIN.pack()), pair)
 
 
 @pytest.mark.gpu
@@ -423,18 +459,6 @@ def test_an_integer_that_is_no_packed_spec_raises(kernels, bits):
             call()
 
 
-@needs_library
-def test_a_negative_amax_raises():
-    x, amax, below, plain = torch.ones(16, 16), torch.ones(()), torch.tensor(-3.0), PLAIN.pack()
-    for call in (
-        lambda: N.quantize(x, below, None, plain),
-        lambda: N.quantize_pair(x, amax, below, None, plain, plain),
-        lambda: N.fake_quantize(x, below, None, plain, torch.float32),
-    ):
-        with pytest.raises(RuntimeError, match=r"magnitude, not -3: give amax.abs\(\)"):
-            call()
-
-
 def test_codes_and_scales_that_do_not_fit_raise(kernels):
     codes = torch.zeros(256, 64, dtype=torch.uint8, device=kernels)
     scale = torch.zeros(2, 2, 32, 16, dtype=torch.uint8, device=kernels)
@@ -462,8 +486,15 @@ def test_codes_and_scales_that_do_not_fit_raise(kernels):
 
 
 @needs_library
-def test_a_message_names_no_source_file():
-    codes, scale, factor = N.quantize(torch.ones(16, 64), None, None, PLAIN.pack())
+def test_messages_have_the_fix_and_name_no_source_file():
+    x, amax, below, plain = torch.ones(16, 16), torch.ones(()), torch.tensor(-3.0), PLAIN.pack()
+    for call in (
+        lambda: N.quantize(x, below, None, plain),
+        lambda: N.quantize_pair(x, amax, below, None, plain, plain),
+        lambda: N.fake_quantize(x, below, None, plain, torch.float32),
+    ):
+        with pytest.raises(RuntimeError, match=r"magnitude, not -3: give amax.abs\(\)"):
+            call()
     with pytest.raises(RuntimeError) as caught:
-        N.matmul(torch.ones(2, 32), None, codes, scale, factor, None, 64, False, torch.float32)
-    assert str(caught.value) == "x must have 64 columns to be multiplied with this weight"
+        N.matmul(torch.ones(2, 32), None, *N.quantize(x, None, None, plain), None, 16, False, torch.float32)
+    assert str(caught.value) == "x must have 16 columns to be multiplied with this weight"
