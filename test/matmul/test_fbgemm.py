@@ -148,9 +148,3 @@ def test_fbgemm_gives_bfloat16_only(fbgemm_op, blackwell):
     quantize_(linear, NVFP4Config(product_backend="fbgemm"))
     with pytest.raises(RuntimeError, match="cast the model"):
         linear(torch.randn(2, 64))
-
-
-def test_names_of_backends():
-    assert NVFP4Config(product_backend="scaled_mm").product_backend == ProductBackend.SCALED_MM
-    with pytest.raises(ValueError, match="'auto', 'scaled_mm', 'fbgemm'"):
-        NVFP4Config(product_backend="cublas")

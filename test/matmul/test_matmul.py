@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
-from nvfp4_tensor.matmul import backends
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -304,25 +303,3 @@ def test_alpha_and_beta_of_zero_leave_out_what_they_multiply(device, dtype):
     assert torch.equal(batch, bias.expand(1, 3, 40))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.addmm(bias, nan[:, :8], w.t(), alpha=0)
-
-
-@pytest.mark.parametrize(
-    "pretended, expected",
-    [
-        ("", (9, 0)),
-        ("capability=86,shared_bytes=101376", (8, 6)),
-        ("multiprocessors=82", (9, 0)),
-        ("capability=120", (9, 0)),
-    ],
-)
-def test_a_pretended_capability_is_never_above_the_devices(pretended, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setenv("NVFP4_TENSOR_PRETEND", pretended)
-    assert backends._cuda_capability.__wrapped__(torch.device("cuda")) == expected
-
-    def is_hopper(x):
-        return x + (backends._cuda_capability.__wrapped__(torch.device("cuda")) == (9, 0))
-
-    torch.compiler.reset()
-    traced = torch.compile(is_hopper, fullgraph=True, backend="eager")
-    assert traced(torch.zeros(())).item() == (expected == (9, 0))
