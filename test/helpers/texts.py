@@ -38,3 +38,17 @@ def own_logits(model, ids):
 def relative_error(logits, expected):
     """Return the norm of the error of each token's logits (B, T, V) by the norm of the expected ones: (B, T)."""
     return (logits - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+
+
+def assert_writes_its_own(model, ids, bound=0.02, count=12, **arguments):
+    """Check a text that the model writes against its own forward over it: logits, and each choice up to ties.
+
+    Returns the text (B, T) and the errors (B, count), of which the median has the bound.
+    """
+    tokens, logits = written(model, ids, count, **arguments)
+    expected = own_logits(model, tokens[:, :-1])[:, ids.shape[1] - 1 :]
+    error = relative_error(logits, expected)
+    chosen = expected.gather(-1, tokens[:, ids.shape[1] :, None])[..., 0]
+    gap = (expected.amax(-1) - chosen) / expected.std(-1)
+    assert error.median() < bound and gap.median() == 0 and (gap < 10 * bound + 20 * error).all()
+    return tokens, error

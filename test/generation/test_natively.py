@@ -1,0 +1,317 @@
+"""Test decode_natively: what generate writes, what is left to transformers, copies, and refusals."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torchao.quantization import quantize_
+
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig
+
+transformers = pytest.importorskip("transformers")
+from helpers.texts import assert_writes_its_own, relative_error, written  # noqa: E402
+from helpers.tiny_models import MIXTURES, WINDOW, tiny_model  # noqa: E402
+
+from nvfp4_tensor.generation import decode_natively, nvfp4_cache  # noqa: E402
+from nvfp4_tensor.generation.cache_argument import CACHE, NAMES, cache_argument, cache_in  # noqa: E402
+from nvfp4_tensor.generation.families import FAMILIES, describe, family_of  # noqa: E402
+from nvfp4_tensor.generation.fixed_cache import FixedCache  # noqa: E402
+
+FAMILY_NAMES = [family.name for family in FAMILIES.values()]
+OPTIONS = {"max_new_tokens": 4, "do_sample": False}
+
+
+def prompt(model, batch=1, length=8):
+    return torch.randint(3, 300, (batch, length), generator=torch.Generator().manual_seed(5)).to(model.device)
+
+
+def restored(model):
+    """Return a copy that transformers decodes."""
+    return decode_natively(copy.deepcopy(model), False)
+
+
+def assert_as_restored(model, count=12, bound=0.04, **arguments):
+    """Check a text against the one of a copy without native decoding, token by token."""
+    tokens, logits = written(model, prompt(model), count, **arguments)
+    expected = written(restored(model), prompt(model), count, along=tokens, **arguments)[1]
+    assert relative_error(logits, expected).max() < bound
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_family(family, way, natively, steps):
+    """The text is longer than a window."""
+    model = natively(tiny_model(family))
+    ids = prompt(model, 1 if way == "step" else 3)
+    _, error = assert_writes_its_own(model, ids, 0.1 if family in MIXTURES else 0.02)
+    assert steps == list(range(8, 19))  # of 12 tokens the prompt gives the first
+    assert error.max() < 0.03 or family in MIXTURES
+
+
+VARIANTS = {
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}}),
+    "dynamic": ("Llama", {"max_position_embeddings": 12, "rope_parameters": {
+        "rope_type": "dynamic", "factor": 4.0, "rope_theta": 1000.0}}),
+    "longrope": ("Llama", {"max_position_embeddings": 48, "rope_parameters": {
+        "rope_type": "longrope", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 12,
+        "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}}),
+    "eps and head_dim": ("Llama", {"tie_word_embeddings": False, "rms_norm_eps": 1e-2, "head_dim": 16}),
+    "tied": ("Llama", {"tie_word_embeddings": True, "hidden_size": 96, "attention_bias": False}),
+    "without a window": ("Mistral", {"sliding_window": None}),
+    "halves of a fused weight": ("Phi3", {"intermediate_size": 256}),
+    "no mixture in any layer": ("Qwen3Moe", {"mlp_only_layers": [0, 1, 2, 3]}),
+    "NVFP4 output layer": ("Qwen3", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant, natively, steps):
+    family, changes = VARIANTS[variant]
+    model = tiny_model(family, **changes)
+    if "output" in variant:
+        quantize_(model.lm_head, NVFP4WeightOnlyConfig())
+    assert_as_restored(natively(model))
+    assert steps == list(range(8, 19))
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_windows_are_those_of_the_model(cache, natively, steps):
+    """A prompt and a text longer than the windows; and a static cache, whose windows slide."""
+    model = natively(tiny_model("Mistral"))
+    if cache is None:
+        assert_writes_its_own(model, prompt(model, 1, 2 * WINDOW + 1), count=WINDOW + 5)
+        assert len(steps) == WINDOW + 4
+    else:
+        assert_as_restored(model, cache_implementation="static")
+        assert steps == list(range(8, 19))
+
+
+def test_what_it_leaves_to_transformers(way, natively, steps):
+    """The same tokens as without native decoding; and what was asked for before leaves no trace."""
+    model = tiny_model("Llama")
+    model.set_attn_implementation("eager")
+    model = natively(model)
+    plain, ids = restored(model), prompt(model, 2)
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    sampled = {"do_sample": True, "num_return_sequences": 2} if way == "step" else {"num_beams": 2}
+    for arguments in (
+        {"attention_mask": padded}, {"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}, sampled,
+        {"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny_model("Llama", num_hidden_layers=1).to(ids.device)},
+        {"output_hidden_states": True}, {"output_attentions": True}, {"cache_implementation": "dynamic"},
+        {"use_cache": False}, {CACHE: lambda: transformers.DynamicCache(config=model.config)},
+        {CACHE: lambda: nvfp4_cache(model.config)},
+    ):  # fmt: skip
+        is_one = arguments.keys() & {"prompt_lookup_num_tokens", "assistant_model"}
+        got = []
+        for each in (model, plain):
+            torch.manual_seed(3)
+            given = {k: v() if k == CACHE else v for k, v in arguments.items()}
+            got.append(each.generate(ids[:1] if is_one else ids, **OPTIONS | given))
+        assert torch.equal(*got), arguments
+    with torch.autocast(model.device.type, torch.float16):
+        assert torch.isfinite(written(model, ids[:1], 3)[1]).all()
+    model.generate(prompt(model, 17 if way != "step" else 2), **OPTIONS)
+    assert not steps
+    model.generate(ids[:1], **OPTIONS)
+    assert steps == [8, 9, 10]
+
+
+def test_other_calls(way, natively, steps, tmp_path):
+    """Embeddings, the stop strings' tokenizer, labels, positional arguments, compilation, and a saved model."""
+    model = natively(tiny_model("Llama"))
+    plain, ids = restored(model), prompt(model)
+    embeds = model.model.embed_tokens(ids).detach()
+    tokens = [each.generate(inputs_embeds=embeds, **OPTIONS) for each in (model, plain)]
+    assert torch.equal(*tokens) and steps == [8, 9, 10]
+    assert torch.equal(model.generate(ids, **OPTIONS, tokenizer=object())[:, 8:], tokens[0]) and steps[3:] == [8, 9, 10]
+    steps.clear()
+    cache = FixedCache(4, 20)
+    with torch.no_grad():
+        hidden = [each.model(ids, torch.ones_like(ids)).last_hidden_state for each in (model, plain)]
+        compiled = torch.compile(model, backend="eager")(ids, use_cache=False).logits
+        assert torch.equal(*hidden) and torch.equal(compiled, plain(ids, use_cache=False).logits)
+        model(ids, **{CACHE: cache})
+        if way != "step":  # whose op gives the hidden state that a loss needs
+            output = model(ids[:, :1], **{CACHE: cache}, labels=ids[:, :1])
+            assert output.loss is not None and cache.get_seq_length() == 9
+    assert not steps
+    model.generation_config.save_pretrained(tmp_path)
+    assert "static" not in (tmp_path / "generation_config.json").read_text()
+
+
+@pytest.mark.smoke
+def test_a_padded_prompt_gives_what_it_gave():
+    model, ids = tiny_model("Llama"), torch.arange(3, 11)[None]
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    tokens, expected = written(model, ids, attention_mask=mask)
+    logits = written(decode_natively(model), ids, attention_mask=mask, along=tokens)[1]
+    assert relative_error(logits, expected).max() < 0.01  # the output layer has a kernel of its own
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cache_under_both_names(name, natively, steps):
+    """``past_key_values``, and ``cache`` of transformers 5.24 and later: calls, and generate."""
+    if name == "cache" != CACHE:
+        pytest.skip("transformers 5.24 renames it")
+    model = natively(tiny_model("Llama"))
+    ids, cache = prompt(model), FixedCache(4, 64)
+    tokens, expected = written(model, ids, 6)
+    with torch.no_grad():
+        model(ids, **{name: cache})
+        outputs = [model(token, **{name: cache}) for token in tokens[:, 8:13].split(1, 1)]
+    assert steps == [8, 9, 10, 11, 12] * 2 and all(getattr(each, CACHE) is cache for each in outputs)
+    assert torch.equal(torch.cat([each.logits for each in outputs], 1).float(), expected[:, 1:])
+    coded = nvfp4_cache(model.config)
+    assert model.generate(ids, **{name: coded}, **OPTIONS).shape[1] == 12 and coded.get_seq_length() == 11
+
+
+def test_names_of_the_cache():
+    class Remote(torch.nn.Module):
+        def forward(self, input_ids, past_key_values=None):
+            return input_ids
+
+    assert cache_in({"cache": 1}) == cache_in({"past_key_values": 1}) == 1 and cache_in({"cache": None}) is None
+    assert cache_argument(tiny_model("Llama")) == CACHE and cache_argument(Remote()) == "past_key_values"
+    assert hasattr(transformers.modeling_outputs.CausalLMOutputWithPast(), CACHE)
+
+
+def test_undone(natively, steps):
+    model = natively(tiny_model("Llama"))  # on its device
+    decode_natively(model, False)
+    parts = model, model.model, model.lm_head
+    attributes, parameters = [set(vars(each)) for each in parts], dict(model.named_parameters())
+    natively(natively(model))
+    written(model, prompt(model), 3)
+    assert steps == [8, 9]
+    decode_natively(model, False)
+    assert [set(vars(each)) for each in parts] == attributes
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys() and all(after[name] is each for name, each in parameters.items())
+    written(model, prompt(model), 3)
+    assert steps == [8, 9]
+
+
+def test_a_change_is_named_once_and_may_be_undone(natively, steps):
+    model = natively(tiny_model("Llama"))
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="tokens are decoded by transformers, not .*layers.1.mlp has hooks"):
+        written(model, prompt(model), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        written(model, prompt(model), 20)
+    assert not steps
+    handle.remove()
+    assert_writes_its_own(model, prompt(model), count=4)
+    assert steps == [8, 9, 10]
+
+
+@pytest.mark.parametrize("copied", [
+    copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)),
+], ids=["deepcopy", "pickle"])  # fmt: skip
+def test_a_copy_has_its_own_weights(copied, natively, steps):
+    model = natively(tiny_model("Llama"))
+    expected = written(model, prompt(model), 6)[1]
+    steps.clear()
+    other = copied(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(written(other, prompt(model), 6)[1], expected) and len(steps) == 5
+    other.model.norm.weight.data = torch.linspace(-2, 2, 128).to(other.model.norm.weight)
+    assert_writes_its_own(other, prompt(other))
+
+
+@pytest.mark.parametrize("config", [
+    ("LoraConfig", {"r": 4, "init_lora_weights": False}), ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
+    ("PromptTuningConfig", {"num_virtual_tokens": 3}), ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
+], ids=lambda v: v[0])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:tokens are decoded by transformers")
+def test_peft(config, steps):
+    peft = pytest.importorskip("peft")
+    kind, arguments = config
+    torch.manual_seed(5)
+    model = decode_natively(tiny_model("Llama"))
+    tuned = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **arguments)).eval()
+    own = copy.deepcopy(tuned)
+    decode_natively(own.get_base_model(), False)
+    got = [each.generate(input_ids=prompt(model), **OPTIONS) for each in (tuned, own)]
+    assert torch.equal(*got) and not steps
+    with pytest.raises(TypeError, match="not a PeftModelForCausalLM of peft: merge its adapters"):
+        decode_natively(tuned)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def set_(path, value):
+    def change(model):
+        holder, _, name = path.rpartition(".")
+        setattr(model.get_submodule(holder), name, value)
+
+    return change
+
+
+def make_dense(model):
+    linear = model.model.layers[1].mlp.down_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().dequantize())
+
+
+def drop_out(model):
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    model.train()
+
+
+LAYER = "model.layers.1"
+
+
+@pytest.mark.parametrize("family, sizes, change, message", [
+    ("Llama", {}, make_dense, "model.layers.1.mlp.down_proj is dense: call quantize_"),
+    ("Llama", {"quantized": False}, lambda m: quantize_(m.model, NVFP4Config()), r"q_proj quantizes its .* \(W4A4\)"),
+    ("Llama", {}, torch.nn.Module.half, "is torch.float16 on cpu: decode_natively needs bfloat16"),
+    ("Llama", {}, set_(f"{LAYER}.input_layernorm.variance_epsilon", 1.0), "equal norms .* model.layers.1.input_layern"),
+    ("Llama", {"head_dim": 24}, None, "head_dim is 24"),
+    ("Llama", {"hidden_act": "gelu"}, None, "has GELUActivation"),
+    ("Mixtral", {"intermediate_size": 96}, None, "192 rows per expert: .* a multiple of 128"),
+    ("Mixtral", {"quantized": False}, lambda m: quantize_(m.model, NVFP4WeightOnlyConfig(experts=False)),
+     r"experts.gate_up_proj is dense: .*experts=True"),
+    ("Llama", {}, set_(f"{LAYER}.mlp", torch.nn.Identity()), "layers.1.mlp is a Identity, not transformers' own Llama"),
+    ("Qwen3", {}, set_("model.embed_tokens", torch.nn.Sequential()), "embed_tokens is a Sequential"),
+    ("Gemma2", {}, set_(f"{LAYER}.self_attn.layer_idx", 3), "layers.1.self_attn has layer_idx 3"),
+    ("Phi3", {}, drop_out, "attention dropout in training mode"),
+    ("Mistral", {}, set_(f"{LAYER}.self_attn.is_causal", False), "layers.1.self_attn is not causal"),
+    ("Gemma2", {}, lambda m: setattr(m.config, "_attn_implementation_internal", "sdpa"), "soft cap"),
+    ("Llama", {}, set_(f"{LAYER}.mlp.act_fn", torch.nn.ReLU()), "activations silu"),
+])  # fmt: skip
+def test_models_that_the_op_refuses(family, sizes, change, message):
+    model = tiny_model(family, **sizes)
+    if change is not None:
+        change(model)
+    with pytest.raises(ValueError, match=message):
+        decode_natively(model)
+    assert "forward" not in vars(model.model)
+
+
+@pytest.mark.parametrize("way", ["graph", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_models_that_graphs_refuse(way, natively):
+    model = tiny_model("Llama")
+    model.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has hooks, which decode_natively would not call"):
+        natively(model)
+    config = transformers.MambaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=50)
+    with pytest.raises(ValueError, match="layers other than attention"):
+        natively(transformers.MambaForCausalLM(config).eval())
+    if way == "cuda":
+        with pytest.raises(TypeError, match="models of transformers that generate text"):
+            decode_natively(transformers.LlamaModel(model.config).cuda())
+
+
+def test_other_modules_raise():
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"supports a Llama, Mistral, .* or GptOss of transformers"):
+        decode_natively(linear)
+    with pytest.raises(TypeError, match="Linear is none of the described models of transformers: Llama, Mistral"):
+        describe(linear)
+    assert family_of(linear) is None
