@@ -25,77 +25,58 @@ FUSED = {
 """Families, and what their tiny models do without."""
 
 
-def step_arguments(model, length, position):
-    """Return position, rotations and filled caches for one token of a described model."""
-    generator = torch.Generator().manual_seed(position)
-    shapes = [(1, block.attention.kv_heads, length, block.attention.head_dim) for block in model.blocks]
-    caches = [[torch.randn(shape, generator=generator).bfloat16() for shape in shapes] for _ in range(2)]
-    at = torch.tensor([position])
-    rotations = [tuple(t[0] for t in each.cos_sin(caches[0][0], at[None])) for each in model.rotaries]
-    return at, rotations, *caches
+def set_eps(tiny):
+    tiny.model.layers[1].input_layernorm.variance_epsilon = 0.25
 
 
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES.values()])
-def test_which_models_are_one_kernel(family):
-    assert fits(describe(tiny_model(family, **FUSED.get(family, {})))) == (family in FUSED)
+def make_dense(tiny):
+    linear = tiny.model.layers[0].mlp.up_proj
+    linear.weight = torch.nn.Parameter(linear.weight.dequantize(), requires_grad=False)
 
 
-@pytest.mark.parametrize("changes", [
-    {"hidden_act": "gelu_pytorch_tanh"}, {"mlp_bias": True}, {"rms_norm_eps": None}, {"dense": True},
-], ids=str)  # fmt: skip
-def test_variants_that_are_not(changes):
-    tiny = tiny_model("Llama", **FUSED["Llama"] | {k: v for k, v in changes.items() if k in ("hidden_act", "mlp_bias")})
-    if "rms_norm_eps" in changes:
-        tiny.model.layers[1].input_layernorm.variance_epsilon = 0.25
-    if "dense" in changes:
-        linear = tiny.model.layers[0].mlp.up_proj
-        linear.weight = torch.nn.Parameter(linear.weight.dequantize(), requires_grad=False)
-    assert not fits(describe(tiny))
+def test_which_models_are_one_kernel():
+    for family in FAMILIES.values():
+        assert fits(describe(tiny_model(family.name, **FUSED.get(family.name, {})))) == (family.name in FUSED)
+    for changes, change in (
+        ({"hidden_act": "gelu_pytorch_tanh"}, None), ({"mlp_bias": True}, None), ({}, set_eps), ({}, make_dense),
+    ):  # fmt: skip
+        tiny = tiny_model("Llama", **FUSED["Llama"] | changes)
+        if change is not None:
+            change(tiny)
+        assert not fits(describe(tiny))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("position", [0, 7, 31])
+@pytest.mark.parametrize("has_codes", [False, True])
 @pytest.mark.parametrize("family", FUSED)
-def test_values_are_those_of_the_step(family, position):
-    model = describe(tiny_model(family, **FUSED[family]))
-    step, token = TokenStep(model), torch.tensor([5])
-    at, rotations, keys, values = step_arguments(model, 32, position)
-    own_keys, own_values = ([each.clone() for each in caches] for caches in (keys, values))
-    expected = step(token, at, rotations, keys, values)
-    fused = FusedLayers(model, own_keys, own_values)
-    assert FusedLayers.of(model, own_keys, own_values) is None  # no kernel on a CPU
-    got = step(token, at, rotations, own_keys, own_values, fused)
-    assert (got.float() - expected.float()).norm() < 0.01 * expected.float().norm()
-    for mine, its in zip((*own_keys, *own_values), (*keys, *values), strict=True):
-        assert (mine.float() - its.float()).norm() < 0.002 * its.float().norm()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("tokens", [5, 9, 40])
-@pytest.mark.parametrize("family", FUSED)
-def test_values_with_a_cache_of_codes(family, tokens):
+def test_values_are_those_of_the_step(family, has_codes):
     tiny = tiny_model(family, **FUSED[family])
-    model, cache = describe(tiny), nvfp4_cache(tiny.config, recent=4, sink=1, max_tokens=64)
-    tiny(torch.arange(tokens)[None] % 50, **{cache_argument(tiny): cache})
-    buffers = graph_buffers_of(cache)
-    place = buffers[0].place_of(torch.tensor([tokens]))
-    rotations = [
-        tuple(t[0] for t in each.cos_sin(model.norm.weight, torch.tensor([[tokens]]))) for each in model.rotaries
-    ]
-    step, token = TokenStep(model), torch.tensor([5])
-    written = [t for each in buffers for t in (*each.coded, each.ring.keys, each.ring.values)]
-    before = [t.clone() for t in written]
-    expected = step(token, place, rotations, buffers, buffers)
+    model, tokens = describe(tiny), 40
+    if has_codes:
+        cache = nvfp4_cache(tiny.config, recent=4, sink=1, max_tokens=64)
+        tiny(torch.arange(tokens)[None] % 50, **{cache_argument(tiny): cache})
+        keys = values = graph_buffers_of(cache)
+        place = keys[0].place_of(torch.tensor([tokens]))
+        written = [t for each in keys for t in (*each.coded, each.ring.keys, each.ring.values)]
+    else:
+        shapes = [(1, block.attention.kv_heads, tokens + 1, block.attention.head_dim) for block in model.blocks]
+        keys, values = ([torch.randn(shape).bfloat16() for shape in shapes] for _ in range(2))
+        place, written = torch.tensor([tokens]), [*keys, *values]
+    at = torch.tensor([[tokens]])
+    rotations = [tuple(t[0] for t in each.cos_sin(model.norm.weight, at)) for each in model.rotaries]
+    step, token, before = TokenStep(model), torch.tensor([5]), [t.clone() for t in written]
+    expected = step(token, place, rotations, keys, values)
     after = [t.clone() for t in written]
     for t, old in zip(written, before, strict=True):
         t.copy_(old)
-    got = step(token, place, rotations, buffers, buffers, FusedLayers(model, buffers, buffers))
+    assert FusedLayers.of(model, keys, values) is None  # no kernel on a CPU
+    got = step(token, place, rotations, keys, values, FusedLayers(model, keys, values))
     assert (got.float() - expected.float()).norm() < 0.01 * expected.float().norm()
     for i, (mine, its) in enumerate(zip(written, after, strict=True)):
-        if mine.dtype == torch.uint8 and i < 6:  # the first layer's are of tokens that both have
-            assert torch.equal(mine, its)
-        elif mine.dtype != torch.uint8:
+        if mine.dtype != torch.uint8:
             assert (mine.float() - its.float()).norm() < 0.002 * its.float().norm()
+        elif i < 6:  # the first layer's are of tokens that both have
+            assert torch.equal(mine, its)
 
 
 def random_layers(layers, columns, heads, kv_heads, dim, inner, length, biases=False, head_norms=False):
@@ -118,7 +99,7 @@ def random_layers(layers, columns, heads, kv_heads, dim, inner, length, biases=F
         *([getattr(each, name) for each in weights] for name in ("qdata", "scale", "per_tensor_scale")),
         [uniform(n) - 1 for _ in range(layers) for n, _ in shapes[:3]] if biases else [],
         [uniform(dim) for _ in range(2 * layers)] if head_norms else [],
-        *caches, [], [],
+        *caches,
     )  # fmt: skip
 
 
@@ -128,6 +109,36 @@ def neighbours(x, count):
         moved = x.clone()
         moved.view(torch.int16)[0, column] += 1
         yield moved
+
+
+def compare(layers, codes, dense, plan, position, how):
+    """Compare a kernel with the op in plain torch: its result, and what it writes.
+
+    They are equal, until a sum in attention rounds to another last bit, which spreads through the layers. So the kernel
+    may be as far from plain torch as plain torch is from itself where one element of x has another last bit. Launched
+    again, in a stream of launches, it gives the same bits.
+    """
+    columns, dim, count = layers[0][0].numel(), layers[-1][0].shape[-1], len(layers[-1])
+    x = torch.randn(1, columns, device="cuda").bfloat16()
+    angles = position * 10000.0 ** (-torch.arange(0, dim, 2, device="cuda") / dim)
+    cos, sin = (f(torch.cat((angles, angles))).bfloat16() for f in (torch.cos, torch.sin))
+    last = (cos, sin, torch.tensor([position], device="cuda"), 1e-5, dim**-0.5, *how)
+    caches = *layers[-2:], codes
+
+    def in_torch(x):
+        own = [[t.clone() for t in each] for each in caches]
+        return decode_layers(x, plan, *layers[:-2], *own, dense, *last).float(), own
+
+    expected, own = in_torch(x)
+    apart = max((in_torch(moved)[0] - expected).norm() for moved in neighbours(x, 8))
+    got = [torch.ops.nvfp4.decode_layers(x, plan, *layers, codes, dense, *last) for _ in range(20)]
+    assert (got[0].float() - expected).norm() <= apart
+    assert apart < 0.02 * count * expected.norm()
+    assert all(torch.equal(each, got[0]) for each in got)
+    for mine, its in zip((*caches[0], *caches[1]), (*own[0], *own[1]), strict=True):
+        assert (mine.float() - its.float()).norm() < 1e-3 * its.float().norm()
+    for mine, its in zip(codes, own[2], strict=True):  # of tokens that both have
+        assert torch.equal(mine, its)
 
 
 @pytest.mark.gpu
@@ -143,33 +154,13 @@ def neighbours(x, count):
     ((2, 3072, 24, 8, 128, 8192, 8192), {}, [31, 32, 33, 8191]),
 ], ids=str)  # fmt: skip
 def test_the_kernel(sizes, options, positions):
-    """Against the op in plain torch: equal, until a sum in attention rounds to another last bit, which spreads through
-    the layers. So the kernel may be as far from plain torch as plain torch is from itself where one element of x has
-    another last bit. Launched again, in a stream of launches, it gives the same bits."""
     torch.manual_seed(0)
     layers = random_layers(*sizes, **options)
-    columns, dim, (keys, values) = sizes[1], sizes[4], layers[-4:-2]
-    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers)
+    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, [], [])
     if not plan.numel():
         pytest.skip("no such kernel for this GPU")
     for position in positions:
-        x = torch.randn(1, columns, device="cuda").bfloat16()
-        angles = position * 10000.0 ** (-torch.arange(0, dim, 2, device="cuda") / dim)
-        cos, sin = (f(torch.cat((angles, angles))).bfloat16() for f in (torch.cos, torch.sin))
-        last = (cos, sin, torch.tensor([position], device="cuda"), 1e-5, dim**-0.5, 0, False)
-
-        def in_torch(x, plan=plan, last=last):
-            own = [each.clone() for each in keys], [each.clone() for each in values]
-            return decode_layers(x, plan, *layers[:-4], *own, [], [], *last).float(), own
-
-        expected, own = in_torch(x)
-        apart = max((in_torch(moved)[0] - expected).norm() for moved in neighbours(x, 8))
-        got = [torch.ops.nvfp4.decode_layers(x, plan, *layers, *last) for _ in range(20)]
-        assert (got[0].float() - expected).norm() <= apart
-        assert apart < 0.02 * sizes[0] * expected.norm()
-        assert all(torch.equal(each, got[0]) for each in got)
-        for mine, its in zip((*keys, *values), (*own[0], *own[1]), strict=True):
-            assert (mine.float() - its.float()).norm() < 1e-3 * its.float().norm()
+        compare(layers, [], [], plan, position, (0, False))
 
 
 @pytest.mark.gpu
@@ -177,12 +168,12 @@ def test_the_kernel(sizes, options, positions):
 def test_sizes_without_a_kernel(sizes):
     """Rows that are no multiple of 128, and other head dimensions: no plan, and an error instead of a wrong number."""
     layers = random_layers(*sizes)
-    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers)
+    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, [], [])
     assert plan.numel() == 0
     x, cos = layers[0][0][None], torch.ones(sizes[4], device="cuda", dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="does not take this model"):
         torch.ops.nvfp4.decode_layers(
-            x, plan, *layers, cos, cos, torch.zeros(1, dtype=torch.int64, device="cuda"), 1e-5, 0.1, 0, False
+            x, plan, *layers, [], [], cos, cos, torch.zeros(1, dtype=torch.int64, device="cuda"), 1e-5, 0.1, 0, False
         )
 
 
@@ -206,7 +197,7 @@ def random_codes(layers, kv_heads, dim, capacity, front):
 @pytest.mark.parametrize(("ring", "front", "capacity"), [(254, 3, 1024), (65, 192, 1024), (65, 0, 98432)])
 def test_caches_of_codes_without_a_kernel(ring, front, capacity):
     """Where one block would attend to too many dense tokens, or all to too many codes."""
-    layers = random_layers(1, 512, 4, 2, 128, 1024, ring)[:-2]
+    layers = random_layers(1, 512, 4, 2, 128, 1024, ring)
     codes, dense = random_codes(1, 2, 128, capacity, front)
     assert torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, codes, dense).numel() == 0
 
@@ -228,36 +219,17 @@ def test_caches_of_codes_without_a_kernel(ring, front, capacity):
 def test_the_kernel_with_codes(sizes, options, capacity, front, counts, rotated):
     """As above, of a cache of codes. What lies behind its tokens is never read: it has NaN for scales."""
     torch.manual_seed(0)
-    layers = random_layers(*sizes, **options)[:-2]
-    columns, kv_heads, dim, ring = sizes[1], sizes[3], sizes[4], sizes[6]
+    layers = random_layers(*sizes, **options)
+    kv_heads, dim, ring = sizes[3], sizes[4], sizes[6]
     codes, dense = random_codes(sizes[0], kv_heads, dim, capacity, front)
     plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, codes, dense)
     if not plan.numel():
         pytest.skip("no such kernel for this GPU")
     for count in counts:
         position = count + ring - 1
-        x = torch.randn(1, columns, device="cuda").bfloat16()
-        angles = position * 10000.0 ** (-torch.arange(0, dim, 2, device="cuda") / dim)
-        cos, sin = (f(torch.cat((angles, angles))).bfloat16() for f in (torch.cos, torch.sin))
-        place = torch.tensor([position], device="cuda")
-        last = (cos, sin, place, 1e-5, dim**-0.5, CACHE_SPEC.pack(), rotated)
         kept = [t[:, :, count + 1 :].clone() for t in codes]
         for i, t in enumerate(codes):
             t[:, :, count + 1 :] = 0x7F if i % 3 == 1 else 0xFF
-
-        def in_torch(x, plan=plan, last=last):
-            own = [[t.clone() for t in each] for each in (*layers[-2:], codes)]
-            return decode_layers(x, plan, *layers[:-2], *own, dense, *last).float(), own
-
-        expected, own = in_torch(x)
-        apart = max((in_torch(moved)[0] - expected).norm() for moved in neighbours(x, 8))
-        got = [torch.ops.nvfp4.decode_layers(x, plan, *layers, codes, dense, *last) for _ in range(20)]
-        assert (got[0].float() - expected).norm() <= apart
-        assert apart < 0.02 * sizes[0] * expected.norm()
-        assert all(torch.equal(each, got[0]) for each in got)
-        for mine, its in zip((*layers[-2], *layers[-1]), (*own[0], *own[1]), strict=True):
-            assert (mine.float() - its.float()).norm() < 1e-3 * its.float().norm()
-        for mine, its in zip(codes, own[2], strict=True):  # of tokens that both have
-            assert torch.equal(mine, its)
+        compare(layers, codes, dense, plan, position, (CACHE_SPEC.pack(), rotated))
         for t, old in zip(codes, kept, strict=True):
             t[:, :, count + 1 :] = old
