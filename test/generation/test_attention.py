@@ -62,22 +62,24 @@ def decoded_cache(model, **options):
     return transformers.Cache(layers=[Decoded(**options) for _ in range(model.config.num_hidden_layers)])
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "nvfp4"])
-@pytest.mark.parametrize("options", [{}, {"recent": 0}, {"recent": 16, "sink": 5}], ids=str)
+@pytest.mark.parametrize("implementation, options", [
+    ("sdpa", {}), ("sdpa", {"recent": 0}), ("nvfp4", {"recent": 0}), ("nvfp4", {"recent": 16, "sink": 5}),
+], ids=str)  # fmt: skip
 def test_text_of_a_long_prompt_is_that_of_the_decoded_cache(implementation, options, calls):
     model = tiny_model()
-    ids = torch.randint(1, 128, (1, 900), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(1, 128, (1, 300), generator=torch.Generator().manual_seed(1))
     expected = model.generate(ids, past_key_values=decoded_cache(model, **options), max_new_tokens=15, **GREEDY)
     calls["in place"], calls["decoded"] = [], 0
     model.set_attn_implementation(implementation)
     cache = nvfp4_cache(model.config, **options)
     assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=15, **GREEDY), expected)
-    assert calls["in place"][-28:] == [1] * 28 and cache.get_seq_length() == 914
+    assert calls["in place"][-28:] == [1] * 28 and cache.get_seq_length() == 314
     assert calls["decoded"] == (4 if options.get("recent") == 0 and implementation == "sdpa" else 0)
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
+@pytest.mark.parametrize("kind, how", [
+    ("Llama", {"num_beams": 3}), ("Qwen3", {"do_sample": True, "num_return_sequences": 2}), ("Gemma2", {}),
+], ids=str)  # fmt: skip
 def test_padded_batches_beams_and_samples(how, kind, calls):
     """Padding on the left, grouped heads, and Gemma 2's soft cap; chunks of the prompt read codes in place too."""
     more = {"sliding_window": 4096, "layer_types": ["full_attention"] * 2} if kind == "Gemma2" else {}
@@ -95,8 +97,7 @@ def test_padded_batches_beams_and_samples(how, kind, calls):
     assert calls["in place"] == [1] * 38 and not calls["decoded"]
 
 
-@pytest.mark.parametrize("size", [1, 7, 16, 60])
-@pytest.mark.parametrize("recent", [0, 40])
+@pytest.mark.parametrize("size, recent", [(1, 0), (7, 40), (16, 0), (60, 40)])
 def test_a_prompt_in_chunks(size, recent, calls):
     """A chunk attends to the codes before it, and to itself dense, or, without dense tokens, rounded."""
     model = tiny_model()
@@ -116,12 +117,12 @@ def test_a_prompt_in_chunks(size, recent, calls):
 
 def test_in_bfloat16_logits_are_those_of_the_decoded_cache_within_rounding():
     model = tiny_model(dtype=torch.bfloat16)
-    ids = torch.randint(128, (1, 700), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(128, (1, 330), generator=torch.Generator().manual_seed(1))
     logits = []
     for cache in (decoded_cache(model), nvfp4_cache(model.config)):
         with torch.no_grad():
-            model(ids[:, :600], past_key_values=cache)
-            logits.append(torch.cat([model(t, past_key_values=cache).logits for t in ids[:, 600:].split(1, 1)], 1))
+            model(ids[:, :300], past_key_values=cache)
+            logits.append(torch.cat([model(t, past_key_values=cache).logits for t in ids[:, 300:].split(1, 1)], 1))
     assert (logits[0] - logits[1]).float().norm() < 0.02 * logits[0].float().norm()
 
 
@@ -234,6 +235,7 @@ CHANGES = st.one_of(
     st.tuples(st.just("crop"), st.integers(1, 200)),
     st.tuples(st.just("reorder"), st.integers(0, 1000)),
     st.tuples(st.just("select"), st.integers(0, 1000)),
+    st.tuples(st.just("mask"), st.integers(0, 1000)),
     st.tuples(st.just("repeat"), st.integers(1, 2)),
     st.tuples(st.just("copy"), st.integers(0, 1)),
     st.tuples(st.just("offload"), st.just(0)),
@@ -277,7 +279,7 @@ class Mirror:
         self.rounded = min(self.rounded, kept - self.front)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     changes=st.lists(CHANGES, min_size=1, max_size=14), recent=st.sampled_from([0, 1, 20, 128]),
     sink=st.sampled_from([0, 0, 3, 40]), seed=st.integers(0, 1000),
@@ -300,9 +302,14 @@ def test_fuzz_against_a_dense_mirror(changes, recent, sink, seed):
         elif kind == "crop" and layer.length > number:
             layer.crop(-number)
             mirror.crop(mirror.x.shape[3] - number)
-        elif kind in ("reorder", "select", "repeat"):
+        elif kind in ("reorder", "select", "mask", "repeat"):
             chooser = torch.Generator().manual_seed(number)
-            if kind == "repeat":
+            if kind == "mask":
+                mask = torch.rand(batch, generator=chooser) < 0.7
+                mask[number % batch] = True
+                entries = mask.nonzero()[:, 0]
+                layer.batch_select_indices(mask)
+            elif kind == "repeat":
                 entries = torch.arange(batch).repeat_interleave(number)
                 layer.batch_repeat_interleave(number)
             else:
@@ -317,6 +324,7 @@ def test_fuzz_against_a_dense_mirror(changes, recent, sink, seed):
             layer.prefetch()
         assert layer.get_seq_length() == mirror.x.shape[3] == layer._states[0].tokens
         assert [each.stored for each in layer._states] == [mirror.rounded] * 2
+        assert layer.get_mask_sizes(3) == (mirror.x.shape[3] + 3, 0)
         if batch > 6:
             layer.batch_select_indices(torch.arange(2))
             mirror.x, batch = mirror.x[:, :2], 2
@@ -348,8 +356,7 @@ def test_a_pickle_of_the_earlier_layout():
     assert torch.equal(layer.update(*new)[0][:, :, :22] + 0, keys[[1, 0], :, :22])
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("window", [12, 4096])
+@pytest.mark.parametrize("window, padded", [(12, True), (12, False), (4096, True)])
 def test_soft_caps_in_sliding_layers(window, padded):
     """Gemma 2 as it is, every other layer with a window: chunks of a prompt, tokens, and padding on the left."""
     model = tiny_model("Gemma2", sliding_window=window)
@@ -369,9 +376,8 @@ def test_soft_caps_in_sliding_layers(window, padded):
     torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("window", [12, 4096])
-def test_gradients_of_capped_scores(window):
-    model = tiny_model("Gemma2", sliding_window=window)
+def test_gradients_of_capped_scores():
+    model = tiny_model("Gemma2", sliding_window=12)
     ids = torch.randint(1, 128, (2, 30), generator=torch.Generator().manual_seed(1))
     gradients = []
     for implementation in ("eager", "nvfp4"):
@@ -409,8 +415,9 @@ def test_capped_scores_of_an_encoder(grad):
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "nvfp4"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("implementation, dtype", [
+    ("eager", torch.bfloat16), ("sdpa", torch.float16), ("nvfp4", torch.bfloat16),
+])  # fmt: skip
 def test_a_cache_under_autocast(implementation, dtype):
     """Keys are float32 and values 16 bits: both are stored, and attention is that of the decoded cache."""
     model = tiny_model()

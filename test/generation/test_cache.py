@@ -9,14 +9,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
+from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from nvfp4_tensor import QuantizeSpec, quantize  # noqa: E402
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer, nvfp4_cache  # noqa: E402
 from nvfp4_tensor.generation.cache_argument import CACHE, cache_argument  # noqa: E402
 from nvfp4_tensor.generation.coded_states import CodedStates, append  # noqa: E402
-
-RECENTS = [0, 20, 128]
 
 SPECS = [QuantizeSpec(), QuantizeSpec(four_over_six="mse"), QuantizeSpec(scale_search="mse")]
 
@@ -53,10 +51,14 @@ def used(states):
     return [t[:, :, : states.stored] for t in states.coded]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "spec, dtype", zip(SPECS, [torch.bfloat16, torch.float16, torch.float32], strict=True), ids=str
+)
 def test_a_row_is_quantized_by_itself(spec, dtype):
-    """Each row equals quantize() of it times a power of two, with the amax that makes the per-tensor scale 1."""
+    """Each row equals quantize() of it times a power of two, with the amax that makes the per-tensor scale 1.
+
+    So the error does not depend on the size of a token.
+    """
     x = states(dtype=dtype)[0].reshape(-1, 64)
     x[3] = 0
     got, factors = rows_of(x, spec)
@@ -65,12 +67,8 @@ def test_a_row_is_quantized_by_itself(spec, dtype):
         assert torch.equal(value, alone.dequantize() * factor)
     scaled = x.float().abs().amax(-1) / factors
     assert ((scaled < spec.largest_value) & ((scaled > spec.largest_value / 4) | (scaled == 0))).all()
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_the_error_does_not_depend_on_the_size_of_a_token(spec):
-    x = states(tokens=400)[0].float()
-    error = (rows_of(x.reshape(-1, 64), spec)[0].view_as(x) - x).norm(dim=-1) / x.norm(dim=-1)
+    x, got = x.float()[4:], got[4:]
+    error = (got - x).norm(dim=-1) / x.norm(dim=-1)
     assert error.max() < 0.15 and error.mean() < 0.1
 
 
@@ -99,31 +97,8 @@ def test_one_token_at_a_time_or_all_at_once(head_dim):
     assert (all_keys.float() - keys.float()).norm() < 0.1 * keys.float().norm()
 
 
-@pytest.mark.parametrize("sizes", [(200,), (1,) * 60, (30, 1, 1, 50, 7)], ids=str)
-@pytest.mark.parametrize("recent", RECENTS[1:])
-def test_the_latest_tokens_stay_dense(recent, sizes):
-    """Older tokens equal those of a cache without recent ones; a chunk is read before it is rounded."""
-    keys, values = states(tokens=sum(sizes))
-    layer, rounded, start = NVFP4CacheLayer(recent=recent), NVFP4CacheLayer(recent=0), 0
-    all_keys, all_values = rounded.update(keys, values)
-    for size in sizes:
-        end, dense_from = start + size, max(start - recent, 0)
-        got = layer.update(keys[..., start:end, :], values[..., start:end, :])
-        for x, dense, stored in zip(got, (keys, values), (all_keys, all_values), strict=True):
-            assert torch.equal(x[..., :dense_from, :], stored[..., :dense_from, :])
-            assert torch.equal(x[..., dense_from:, :], dense[..., dense_from:end, :])
-        start = end
-    assert layer._states[0].latest.shape[-2] == min(recent, start)
-    dense_bytes = 2 * 2 * 2 * 3 * min(recent, start) * 64
-    older = NVFP4CacheLayer(recent=0)
-    if start > recent:
-        older.update(keys[..., : start - recent, :], values[..., : start - recent, :])
-    assert layer.nbytes == dense_bytes + older.nbytes
-
-
-@pytest.mark.parametrize(("recent", "sink"), [(0, 0), (20, 3), (128, 0)])
-def test_keys_and_values_are_decoded_when_they_are_read(recent, sink):
-    layer, (keys, values) = NVFP4CacheLayer(recent=recent, sink=sink), states()
+def test_keys_and_values_are_decoded_when_they_are_read():
+    layer, (keys, values) = NVFP4CacheLayer(recent=20, sink=3), states()
     assert layer.keys is None and layer.values is None
     layer.update(keys, values)
     for kept in (50, 40):
@@ -169,43 +144,6 @@ def test_a_value_that_is_not_finite_stays_in_its_block(rotate_keys):
 # --- what a cache must be able to do ---------------------------------------------------------------------------------
 
 
-def both(recent=0):
-    """Return our layer, and transformers' own layer with the decoded states."""
-    keys, values = states(batch=3)
-    ours, dense = NVFP4CacheLayer(recent=recent), DynamicLayer()
-    ours.update(keys, values)
-    dense.update(*(torch.cat((each.decode(keys.dtype, each.stored), each.latest), dim=-2) for each in ours._states))
-    return ours, dense
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda layer: layer.crop(-13),
-        lambda layer: layer.crop(-37),
-        lambda layer: (layer.crop(-1), layer.reorder_cache(torch.tensor([1, 0, 2])), layer.crop(-22)),
-        lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])),
-        lambda layer: layer.batch_repeat_interleave(2),
-        lambda layer: layer.batch_select_indices(torch.tensor([0, 2])),
-        lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])),
-        lambda layer: (layer.offload(), layer.prefetch()),
-    ],
-    ids=["crop", "crop more", "crop and reorder", "reorder", "repeat", "select", "select by a mask", "offload"],
-)
-@pytest.mark.parametrize("recent", RECENTS)
-def test_it_changes_as_transformers_own_layer_does(change, recent):
-    ours, dense = both(recent)
-    change(ours)
-    change(dense)
-    assert ours.get_seq_length() == dense.get_seq_length()
-    assert ours.get_mask_sizes(4) == dense.get_mask_sizes(4)
-    keys, values = states(batch=dense.keys.shape[0], tokens=4, seed=9)
-    got, expected = ours.update(keys, values), dense.update(keys, values)
-    for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a[..., :-4, :], b[..., :-4, :])
-        assert (a[..., -4:, :].float() - b[..., -4:, :].float()).norm() < 0.1 * b[..., -4:, :].float().norm()
-
-
 def stored(recent=20):
     """Return a layer after appending, cropping and reordering."""
     keys, values = states()
@@ -241,14 +179,13 @@ def test_autocast_changes_nothing(with_usual_defaults):
         assert_same_bytes(stored(), with_usual_defaults)
 
 
-@pytest.mark.parametrize("recent", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
-def test_compiled_it_stores_the_same_bytes(recent):
+def test_compiled_it_stores_the_same_bytes():
     """Chunks of one token write to existing tiles of block scales."""
-    keys, values = states(tokens=140)
-    plain, compiled = NVFP4CacheLayer(recent=recent), NVFP4CacheLayer(recent=recent)
+    keys, values = states(tokens=8)
+    plain, compiled = NVFP4CacheLayer(recent=3), NVFP4CacheLayer(recent=3)
     update = torch.compile(lambda layer, k, v: layer.update(k, v), backend="aot_eager")
     start = 0
-    for size in (6, 1, 1, 1, 130, 1):
+    for size in (6, 1, 1):
         k, v = (x[..., start : start + size, :] for x in (keys, values))
         start += size
         for a, b in zip(plain.update(k, v), update(compiled, k, v), strict=True):
@@ -257,7 +194,8 @@ def test_compiled_it_stores_the_same_bytes(recent):
 
 
 def test_reset_and_another_batch():
-    ours, _ = both()
+    ours = NVFP4CacheLayer(recent=0)
+    ours.update(*states(batch=3))
     with pytest.raises(ValueError, match=r"the cache has \(batch, heads\) \(3, 3\)"):
         ours.update(*states(batch=2))
     ours.reset()
@@ -290,63 +228,32 @@ def test_only_layers_that_grow_are_quantized():
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def test_logits_do_not_depend_on_the_pieces_of_a_prompt():
+def test_logits_are_near_those_without_a_quantized_cache():
     model, ids = tiny_model(), torch.arange(40).unsqueeze(0) * 3 % 128
     with torch.no_grad():
-        whole = model(ids, past_key_values=nvfp4_cache(model.config, recent=0)).logits
-        cache = nvfp4_cache(model.config, recent=0)
-        pieces = torch.cat([model(part, past_key_values=cache).logits for part in ids.split(9, dim=1)], dim=1)
+        cached = model(ids, **{CACHE: nvfp4_cache(model.config, recent=0)}).logits
         dense = model(ids).logits
-    assert torch.allclose(whole, pieces, atol=1e-5)
-    assert 1e-4 < (whole - dense).norm() / dense.norm() < 0.1
-
-
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
-def test_generate(how):
-    """Greedy search, beam search and sampling equal those with a dense cache of the decoded states."""
-    model, ids = tiny_model(), torch.arange(24).view(2, 12)
-
-    class Dense(NVFP4CacheLayer):
-        """Store the decoded states in torch tensors, with transformers' own methods."""
-
-        keys = values = None  # attributes again, not what codes decode to
-
-        def __init__(self):
-            DynamicLayer.__init__(self)
-
-        lazy_initialization = DynamicLayer.lazy_initialization
-        get_seq_length, reset, crop = DynamicLayer.get_seq_length, DynamicLayer.reset, DynamicLayer.crop
-        reorder_cache, batch_select_indices = DynamicLayer.reorder_cache, DynamicLayer.batch_select_indices
-        batch_repeat_interleave = DynamicLayer.batch_repeat_interleave
-
-        def update(self, keys, values, *args, **kwargs):
-            return DynamicLayer.update(self, *NVFP4CacheLayer(recent=0).update(keys, values))
-
-    outputs = []
-    for cache in (nvfp4_cache(model.config, recent=0), transformers.Cache(layers=[Dense(), Dense()])):
-        torch.manual_seed(1)
-        options = {"past_key_values": cache, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
-        outputs.append(model.generate(ids, **{"do_sample": False, **how}, **options))
-    assert outputs[0].shape[1] == 32 and torch.equal(*outputs)
+    assert 1e-4 < (cached - dense).norm() / dense.norm() < 0.1
 
 
 GREEDY = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
 
 
-@pytest.mark.parametrize("recent", [0, 8])
-def test_prompts_of_other_lengths_and_their_padding_change_nothing(recent):
+def test_prompts_of_other_lengths_and_their_padding_change_nothing():
     model, short, long = tiny_model(), torch.arange(60, 72).view(1, 12), torch.arange(90, 107).view(1, 17)
 
     def written(ids, **options):
-        return model.generate(ids, past_key_values=nvfp4_cache(model.config, recent=recent), **GREEDY, **options)
+        return model.generate(ids, past_key_values=nvfp4_cache(model.config, recent=8), **GREEDY, **options)
 
     padded = torch.nn.functional.pad(short, (5, 0))
     both = written(torch.cat((padded, long)), attention_mask=torch.cat((padded, long)).ne(0).long())
     assert torch.equal(both[0, 5:], written(short)[0]) and torch.equal(both[1], written(long)[0])
 
 
-@pytest.mark.parametrize("recent", [0, 64])  # with fewer dense tokens, a chunk reads more of them than single tokens
-@pytest.mark.parametrize("how", ["assistant_model", "prompt_lookup_num_tokens"])
+@pytest.mark.parametrize("how, recent", [
+    ("assistant_model", 0), ("prompt_lookup_num_tokens", 0),
+    ("assistant_model", 64),  # with fewer dense tokens, a chunk reads more of them than single tokens
+])  # fmt: skip
 def test_what_an_assistant_proposed_in_vain_is_forgotten(how, recent):
     model, ids = tiny_model(), torch.arange(60, 72).view(1, 12)
     option = {how: tiny_model(layers=1) if how == "assistant_model" else 3}
@@ -371,16 +278,6 @@ def test_a_prefix_is_used_again():
     assert pickle.loads(pickle.dumps(cache)).get_seq_length() == 12
 
 
-def test_the_cache_of_a_model_is_as_small_as_it_says():
-    model, ids = tiny_model(), torch.arange(128).view(1, 128)
-    cache, dense = nvfp4_cache(model.config, recent=0), DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        model(ids, past_key_values=dense)
-    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in dense.layers)
-    assert sum(layer.nbytes for layer in cache.layers) == numbers * (4 + 8 / 16 + 8 / 32) / 8
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_with_the_same_bytes():
     keys, values = states(tokens=300)
@@ -400,10 +297,9 @@ def test_on_a_gpu_with_the_same_bytes():
     assert all(torch.equal(x, y.cpu()) for x, y in zip(used(a), used(b), strict=True))
 
 
-@pytest.mark.parametrize("recent, sink", [(0, 0), (20, 0), (20, 4)])
-def test_a_prompt_is_not_kept(recent, sink):
+def test_a_prompt_is_not_kept():
     """The memory that keys and values of a layer refer to is what ``nbytes`` says, but for a slice of latest tokens."""
-    layer = NVFP4CacheLayer(recent=recent, sink=sink)
+    layer = NVFP4CacheLayer(recent=20, sink=4)
     layer.update(*states(tokens=2000))
     found = {}
     for each in layer._states:
@@ -431,7 +327,7 @@ def test_gradients_that_end_in_codes_warn():
         model(ids[:, 60:], **{cache_argument(model): cache})
 
 
-@pytest.mark.parametrize("how", ["assistant_model", "prompt_lookup_num_tokens", "num_beams"])
+@pytest.mark.parametrize("how", ["assistant_model", "num_beams"])
 def test_an_encoder_and_a_decoder(how):
     """transformers takes tokens back from the caches of encoder-decoder models, if these are a DynamicCache."""
     torch.manual_seed(0)
