@@ -7,32 +7,26 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+from helpers.texts import relative_error, written  # noqa: E402
 
 from nvfp4_tensor.generation import decode_natively  # noqa: E402
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer, nvfp4_cache  # noqa: E402
-from nvfp4_tensor.generation.cache_argument import cache_argument  # noqa: E402
+from nvfp4_tensor.generation.cache_argument import CACHE  # noqa: E402
 from nvfp4_tensor.generation.coded_states import StoredStates  # noqa: E402
-from nvfp4_tensor.generation.graph_decoder import GraphDecoder  # noqa: E402
-from nvfp4_tensor.generation.runner import Runner  # noqa: E402
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def tiny_model(device="cpu", seed=0, **changes):
-    torch.manual_seed(seed)
+def tiny_model():
+    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, **changes,
+        num_key_value_heads=2, max_position_embeddings=512,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).bfloat16().eval().to(device)
+    return transformers.LlamaForCausalLM(config).bfloat16().eval()
 
 
-def natively(model):
-    """decode_natively, on a CPU too: the operators of the graph one by one."""
-    if model.device.type == "cuda":
-        return decode_natively(model)
-    GraphDecoder(model).install()
-    return model
+@pytest.fixture(params=["graph", pytest.param("cuda", marks=pytest.mark.gpu)])
+def way(request):
+    return request.param
 
 
 def write_as_a_graph(layer, keys, values):
@@ -53,9 +47,7 @@ def random_tokens(count, device, seed=0):
     return torch.randn((2, 2, 3, count, 64), generator=generator).bfloat16().to(device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sink", [0, 3])
-@pytest.mark.parametrize("recent", [1, 20, 64])
+@pytest.mark.parametrize("recent, sink", [(1, 3), (20, 0), (64, 3)])
 def test_a_ring_is_the_cache_that_it_replaces(recent, sink, device):
     """Attention and, after tokens leave the ring, all bytes are those of a cache that grows."""
     fixed = NVFP4CacheLayer(recent=recent, sink=sink, max_tokens=300)
@@ -146,70 +138,37 @@ def test_max_tokens_is_checked(max_tokens):
         NVFP4CacheLayer(max_tokens=max_tokens)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_native_steps_write_the_text_of_the_growing_cache(batch, device, monkeypatch):
-    prompt = torch.randint(1, 128, (batch, 90), generator=torch.Generator().manual_seed(1)).to(device)
-    how = dict(max_new_tokens=40, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
-    model = tiny_model(device)
-    expected = model.generate(prompt, past_key_values=nvfp4_cache(model.config), **how)
-    model = natively(model)
-    cache = nvfp4_cache(model.config, max_tokens=200)
-    steps = []
-    count = NVFP4CacheLayer.count_one
-    monkeypatch.setattr(NVFP4CacheLayer, "count_one", lambda self: (steps.append(1), count(self)))
-    got = model.generate(prompt, past_key_values=cache, **how)
-    assert len(steps) == 39 * 2 and cache.get_seq_length() == 129
-    for i, (a, b) in enumerate(zip(got.logits, expected.logits, strict=True)):
-        if not torch.equal(got.sequences[:, : 90 + i], expected.sequences[:, : 90 + i]):
-            break
-        assert (a - b).float().norm() < 0.03 * b.float().norm()
-    assert i > 3
-    cache.reset()
-    again = model.generate(prompt, past_key_values=cache, **how)
-    assert torch.equal(again.sequences, got.sequences) and len(steps) == 2 * 39 * 2
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("other", [{"rotate_keys": False}, {"recent": 5}, {"sink": 2}])
-def test_layers_of_two_kinds_are_decoded_by_transformers(other, device, monkeypatch):
-    """A step takes one kind of codes and one place of the ring for all layers."""
-    model = tiny_model(device)
-    options = {"recent": 8, "sink": 1, "max_tokens": 100}
-
-    def mixed():
-        return transformers.Cache(layers=[NVFP4CacheLayer(**options), NVFP4CacheLayer(**options | other)])
-
-    ids = torch.arange(30, device=device)[None]
-    how = {"max_new_tokens": 12, "do_sample": False}
-    expected = model.generate(ids, **{cache_argument(model): mixed()}, **how)
-    launched = []
-    monkeypatch.setattr(Runner, "launch", lambda *arguments: launched.append(arguments))
-    assert torch.equal(natively(model).generate(ids, **{cache_argument(model): mixed()}, **how), expected)
-    assert not launched
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_text_that_outgrows_its_room_is_decoded_natively_on(device, monkeypatch):
-    """The token for which there is no room takes the model's own forward, which moves the codes."""
-    prompt = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(2)).to(device)
-    how = dict(max_new_tokens=60, do_sample=False, pad_token_id=0)
-    model = natively(tiny_model(device))
-    steps = []
-    count = NVFP4CacheLayer.count_one
-    monkeypatch.setattr(NVFP4CacheLayer, "count_one", lambda self: (steps.append(1), count(self)))
-    expected = model.generate(prompt, past_key_values=nvfp4_cache(model.config, max_tokens=200), **how)
-    assert len(steps) == 59 * 2
-    cache = nvfp4_cache(model.config, max_tokens=100)
-    got = model.generate(prompt, past_key_values=cache, **how)
-    assert len(steps) == (59 + 58) * 2 and all(layer.room == 200 for layer in cache.layers)
-    assert torch.equal(got[:, :100], expected[:, :100])  # one token's attention was computed by another operator
-
-
-def test_a_short_prompt_is_decoded_by_transformers_until_dense_tokens_are_complete():
+def test_native_steps_write_the_text_of_the_growing_cache(natively, steps):
     model = natively(tiny_model())
-    cache = nvfp4_cache(model.config, max_tokens=100, recent=16)
-    how = dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
-    text = model.generate(torch.arange(1, 6)[None], past_key_values=cache, **how)
-    plain = tiny_model().generate(torch.arange(1, 6)[None], past_key_values=nvfp4_cache(model.config, recent=16), **how)
-    assert torch.equal(text[:, :20], plain[:, :20]) and cache.get_seq_length() == 34
+    own = decode_natively(copy.deepcopy(model), False)
+    prompt = torch.randint(1, 128, (3, 90), generator=torch.Generator().manual_seed(1)).to(model.device)
+    tokens, expected = written(own, prompt, 24, **{CACHE: nvfp4_cache(model.config)})
+    cache = nvfp4_cache(model.config, max_tokens=200)
+    logits = written(model, prompt, 24, along=tokens, **{CACHE: cache})[1]
+    assert steps == list(range(90, 113)) and cache.get_seq_length() == 113
+    assert relative_error(logits, expected).max() < 0.03
+    cache.reset()
+    assert torch.equal(written(model, prompt, 24, along=tokens, **{CACHE: cache})[1], logits) and len(steps) == 46
+
+
+@pytest.mark.parametrize("other", [{"rotate_keys": False}, {"recent": 5}, {"sink": 2}])
+def test_layers_of_two_kinds_are_decoded_by_transformers(other, natively, steps):
+    """A step takes one kind of codes and one place of the ring for all layers."""
+    options = {"recent": 8, "sink": 1, "max_tokens": 100}
+    model, texts = natively(tiny_model()), []
+    for each in (model, decode_natively(copy.deepcopy(model), False)):
+        cache = transformers.Cache(layers=[NVFP4CacheLayer(**options), NVFP4CacheLayer(**options | other)])
+        texts.append(written(each, torch.arange(30, device=model.device)[None], **{CACHE: cache})[0])
+    assert torch.equal(*texts) and not steps
+
+
+def test_a_text_that_outgrows_its_room_is_decoded_natively_on(natively, steps):
+    """The token for which there is no room takes the model's own forward, which moves the codes."""
+    model = natively(tiny_model())
+    prompt = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(2)).to(model.device)
+    expected = written(model, prompt, 20, **{CACHE: nvfp4_cache(model.config, max_tokens=200)})[0]
+    assert steps == list(range(90, 109))
+    cache = nvfp4_cache(model.config, max_tokens=100)
+    got = written(model, prompt, 20, **{CACHE: cache})[0]
+    assert steps[19:] == [*range(90, 100), *range(101, 109)] and all(layer.room == 200 for layer in cache.layers)
+    assert torch.equal(got[:, :100], expected[:, :100])  # one token's attention was computed by another operator
