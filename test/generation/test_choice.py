@@ -48,10 +48,10 @@ def test_the_largest_is_the_first(count, device):
     assert largest.isnan().nonzero().flatten().tolist() == [3, 5]
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.8}, {"top_p": 1.0}, {"top_k": 1000}, {"top_p": 1e-6},
+@pytest.mark.parametrize("temperature, options", [
+    (0.7, {}), (2.0, {"top_k": 5}), (0.7, {"top_p": 0.7}), (2.0, {"top_k": 20, "top_p": 0.8}), (0.7, {"top_p": 1.0}),
+    (2.0, {"top_k": 1000}), (0.7, {"top_p": 1e-6}),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("temperature", [0.7, 2.0])
 def test_frequencies(temperature, options, device):
     """Tokens are drawn as often as transformers' processors would have them: chi-squared over 20 000 draws."""
     scores = torch.randn(1, 40, generator=torch.Generator().manual_seed(2)) * 2
@@ -82,8 +82,10 @@ def test_the_largest(device):
     assert chooser.chosen[1] == -1 and (chooser.chosen[[0, 2]] >= 0).all() and (tokens >= 0).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}], ids=str)
-@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 1e-60])
+@pytest.mark.parametrize("temperature, options", [
+    (1e-3, {}), (1e-30, {"top_k": 3}), (1e-38, {"top_p": 0.9}), (1e-45, {}), (1e-60, {"top_k": 3}),
+    (1e-45, {"top_p": 0.9}),
+], ids=str)  # fmt: skip
 def test_a_temperature_near_zero_draws_the_largest(temperature, options, device):
     """Scores divided by it overflow: of an infinite difference to the largest one comes no NaN, and not token 0."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3)).to(device)
