@@ -61,7 +61,7 @@ def tensors_of(weight, kind, input_scale):
     return found if input_scale is None else {**found, "input_global_scale": torch.tensor([1 / input_scale])}
 
 
-def load(layer, weights, kind, shards, input_scales=None):
+def load(layer, weights, kind, shards="qkv", input_scales=None):
     """Fill a layer by vLLM's weight loaders."""
     parameters = dict(layer.named_parameters())
     for i, (shard, weight) in enumerate(zip(shards, weights, strict=True)):
@@ -73,6 +73,13 @@ def load(layer, weights, kind, shards, input_scales=None):
     return layer
 
 
+def served(layer, weights, kind, shards="qkv", input_scales=None):
+    """Return a layer that is loaded and made ready."""
+    load(layer, weights, kind, shards, input_scales)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
 def weights_of(rows, columns, ratios, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -81,29 +88,38 @@ def weights_of(rows, columns, ratios, seed=0):
     ]
 
 
-def qkv(kind, bias=False, **changes):
+def rows_of(name, kind, rows=80, columns=HIDDEN, ignore=("lm_head",), **options):
+    """Return a linear of one weight of a class of vLLM's."""
+    from vllm.model_executor.layers import linear
+
+    return getattr(linear, name)(
+        columns, rows, bias=False, quant_config=config_of(kind, ignore=list(ignore)), params_dtype=torch.bfloat16,
+        **{"prefix": "model.layers.0.mlp.down_proj", **options},
+    )  # fmt: skip
+
+
+def qkv(kind, bias=False):
     from vllm.model_executor.layers.linear import QKVParallelLinear
 
     return QKVParallelLinear(
-        HIDDEN, HEAD, HEADS, KV_HEADS, bias=bias, quant_config=config_of(kind, **changes),
-        params_dtype=torch.bfloat16, prefix="model.layers.0.self_attn.qkv_proj",
+        HIDDEN, HEAD, HEADS, KV_HEADS, bias=bias, quant_config=config_of(kind), params_dtype=torch.bfloat16,
+        prefix="model.layers.0.self_attn.qkv_proj",
     )  # fmt: skip
+
+
+def qkv_weights(ratios=RATIOS):
+    return weights_of((64, 32, 32), HIDDEN, ratios)
 
 
 def layers(kind):
     """Yield (layer, weights, shard ids) of each class of linears."""
-    from vllm.model_executor.layers import linear
-
-    options = {"quant_config": config_of(kind), "params_dtype": torch.bfloat16, "bias": False}
-    yield qkv(kind), weights_of((64, 32, 32), HIDDEN, RATIOS), "qkv"
-    merged = linear.MergedColumnParallelLinear(HIDDEN, [48, 48], prefix="model.layers.0.mlp.gate_up_proj", **options)
-    yield merged, weights_of((48, 48), HIDDEN, RATIOS[:2]), (0, 1)
-    column = linear.ColumnParallelLinear(HIDDEN, 80, prefix="model.layers.0.mlp.up_proj", **options)
-    yield column, weights_of((80,), HIDDEN, (1.0,)), (None,)
-    row = linear.RowParallelLinear(HIDDEN, 80, prefix="model.layers.0.mlp.down_proj", **options)
-    yield row, weights_of((80,), HIDDEN, (3.0,)), (None,)
-    replicated = linear.ReplicatedLinear(HIDDEN, 80, prefix="model.layers.0.mlp.down_proj", **options)
-    yield replicated, weights_of((80,), HIDDEN, (3.0,)), (None,)
+    yield qkv(kind), qkv_weights(), "qkv"
+    options = {"rows": [48, 48], "prefix": "model.layers.0.mlp.gate_up_proj"}
+    yield rows_of("MergedColumnParallelLinear", kind, **options), weights_of((48, 48), HIDDEN, RATIOS[:2]), (0, 1)
+    if "modelopt" in kind:  # weights that are fused in the file
+        yield rows_of("MergedColumnParallelLinear", kind, **options), weights_of((96,), HIDDEN, (1.0,)), (None,)
+    for name in ("ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear"):
+        yield rows_of(name, kind), weights_of((80,), HIDDEN, (3.0,)), (None,)
 
 
 def rounded(x, kind, amax):
@@ -124,23 +140,26 @@ def mirror(x, weights, kind):
     return rounded(x, kind, None if scale is None else torch.tensor(scale) * 2688).double() @ dense.t()
 
 
-@kinds
-def test_each_class_of_linears(kind):
-    for layer, weights, shards in layers(kind):
-        load(layer, weights, kind, shards)
-        layer.quant_method.process_weights_after_loading(layer)
-        x = torch.randn(6, HIDDEN).bfloat16()
-        assert error_by_row(layer(x)[0], mirror(x, weights, kind)) < 2**-8, type(layer).__name__
-        codes = ours().weight_of(layer)
-        assert torch.equal(codes.qdata, torch.cat([weight.qdata for weight in weights]))
-        for name in ("weight_scale", "weight_scale_2", "weight_packed", "weight_global_scale"):
-            assert not hasattr(layer, name)
-
-
 def ours():
     from nvfp4_tensor.integrations.vllm import linears
 
     return linears
+
+
+@kinds
+def test_each_class_of_linears(kind):
+    """Products, and codes, which stay where they are if the layer is made ready twice."""
+    for layer, weights, shards in layers(kind):
+        served(layer, weights, kind, shards)
+        x = torch.randn(6, HIDDEN).bfloat16()
+        before, addresses = layer(x)[0], {name: p.data_ptr() for name, p in layer.named_parameters()}
+        assert error_by_row(before, mirror(x, weights, kind)) < 2**-8, type(layer).__name__
+        assert torch.equal(ours().weight_of(layer).qdata, torch.cat([weight.qdata for weight in weights]))
+        for name in ("weight_scale", "weight_scale_2", "weight_packed", "weight_global_scale"):
+            assert not hasattr(layer, name)
+        layer.quant_method.process_weights_after_loading(layer)
+        assert torch.equal(layer(x)[0], before)
+        assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
 
 
 @pytest.mark.parametrize("kind", ["modelopt W4A16", "compressed-tensors W4A16"])
@@ -155,75 +174,56 @@ def test_vllm_itself_is_wrong_where_fused_scales_differ(kind, monkeypatch):
     monkeypatch.setattr(modelopt, "select_linear_kernel", lambda *_, **__: kernel)
     monkeypatch.setattr(ct, "init_nvfp4_linear_kernel", lambda **_: kernel)
     monkeypatch.setattr(serving, "cannot_serve", lambda *_: "for this test")
-    layer, weights = qkv(kind), weights_of((64, 32, 32), HIDDEN, RATIOS)
-    load(layer, weights, kind, "qkv")
-    layer.quant_method.process_weights_after_loading(layer)
+    layer, weights = served(qkv(kind), qkv_weights(), kind), qkv_weights()
     assert not isinstance(layer.quant_method, ours().NVFP4TensorLinearMethod)
-    theirs = dequantize_to_dtype(layer.weight, layer.weight_scale, layer.weight_global_scale, torch.float32, swizzle=False)  # fmt: skip # noqa: E501
-    exact = torch.cat([weight.dequantize(torch.float32) for weight in weights])
-    ratios = [t.norm() / e.norm() for t, e in zip(theirs.split([64, 32, 32]), exact.split([64, 32, 32]), strict=True)]
+    fields = layer.weight, layer.weight_scale, layer.weight_global_scale
+    theirs = dequantize_to_dtype(*fields, torch.float32, swizzle=False).split([64, 32, 32])
+    exact = [weight.dequantize(torch.float32) for weight in weights]
+    ratios = [t.norm() / e.norm() for t, e in zip(theirs, exact, strict=True)]
     assert max(ratios) / min(ratios) > 1000  # off by the ratio of their scales
     monkeypatch.undo()
-    mended = load(qkv(kind), weights, kind, "qkv")
-    mended.quant_method.process_weights_after_loading(mended)
-    torch.testing.assert_close(ours().weight_of(mended).dequantize(torch.float32), exact, rtol=3e-7, atol=0)
+    mended = ours().weight_of(served(qkv(kind), weights, kind)).dequantize(torch.float32)
+    torch.testing.assert_close(mended, torch.cat(exact), rtol=3e-7, atol=0)
 
 
 @kinds
-def test_bias_shape_and_dtype(kind):
-    layer, weights = qkv(kind, bias=True), weights_of((64, 32, 32), HIDDEN, (1.0, 2.0, 3.0))
-    load(layer, weights, kind, "qkv")
-    bias = torch.randn(128).bfloat16()
+def test_bias_shape_dtype_and_compilation(kind):
+    layer, weights, bias = qkv(kind, bias=True), qkv_weights((1.0, 2.0, 3.0)), torch.randn(128).bfloat16()
     for shard, part in zip("qkv", bias.split([64, 32, 32]), strict=True):
         layer.bias.weight_loader(layer.bias, part, shard)
-    layer.quant_method.process_weights_after_loading(layer)
+    served(layer, weights, kind)
     x = torch.randn(2, 3, HIDDEN).bfloat16()
     y = layer(x)[0]
     assert y.shape == (2, 3, 128) and y.dtype == torch.bfloat16
-    flat = x.view(6, HIDDEN)
-    assert error_by_row(y.view(6, 128), mirror(flat, weights, kind) + bias.double()) < 2**-8
+    assert error_by_row(y.view(6, 128), mirror(x.view(6, HIDDEN), weights, kind) + bias.double()) < 2**-8
     assert layer(x[:0])[0].shape == (0, 3, 128)
-
-
-@kinds
-def test_compiles_whole(kind):
-    layer, weights = qkv(kind), weights_of((64, 32, 32), HIDDEN, RATIOS)
-    load(layer, weights, kind, "qkv")
-    layer.quant_method.process_weights_after_loading(layer)
     compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (2, 5, 8):
+    for tokens in (2, 5):
         x = torch.randn(tokens, HIDDEN).bfloat16()
         assert torch.equal(compiled(x), layer(x)[0])
 
 
+def of_two_ranks(monkeypatch, rank):
+    for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.parameter"):
+        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_world_size", lambda: 2)
+
+
 @kinds
 def test_two_ranks(kind, monkeypatch):
-    """Each rank of two loads its part by vLLM's loaders; the parts make up the whole."""
-    from vllm.model_executor.layers import linear
-
-    columns = 96
-    weights = weights_of((64, 32, 32), HIDDEN, RATIOS)
-    (down,) = weights_of((80,), columns, (3.0,))
-    x, x_down = torch.randn(6, HIDDEN).bfloat16(), torch.randn(6, columns).bfloat16()
+    """Each rank of two loads its part by vLLM's loaders; the parts make up the whole. Half a block is refused."""
+    weights, (down,) = qkv_weights(), weights_of((80,), 96, (3.0,))
+    x, x_down = torch.randn(6, HIDDEN).bfloat16(), torch.randn(6, 96).bfloat16()
     outputs, sums = [], torch.zeros(6, 80, dtype=torch.float64)
+    scale = KINDS[kind][2]
+    amax = None if scale is None else torch.tensor(scale) * 2688
     for rank in range(2):
-        for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.parameter"):
-            monkeypatch.setattr(f"{module}.get_tensor_model_parallel_rank", lambda rank=rank: rank)
-            monkeypatch.setattr(f"{module}.get_tensor_model_parallel_world_size", lambda: 2)
-        layer = load(qkv(kind), weights, kind, "qkv")
-        layer.quant_method.process_weights_after_loading(layer)
-        outputs.append(layer(x)[0].split([32, 16, 16], dim=1))
-        row = linear.RowParallelLinear(
-            columns, 80, bias=False, input_is_parallel=True, reduce_results=False, quant_config=config_of(kind),
-            params_dtype=torch.bfloat16, prefix="model.layers.0.mlp.down_proj",
-        )  # fmt: skip
-        load(row, [down], kind, (None,))
-        row.quant_method.process_weights_after_loading(row)
-        assert row.weight.shape == (80, 24)
+        of_two_ranks(monkeypatch, rank)
+        outputs.append(served(qkv(kind), weights, kind)(x)[0].split([32, 16, 16], dim=1))
+        row = rows_of("RowParallelLinear", kind, columns=96, input_is_parallel=True, reduce_results=False)
+        assert served(row, [down], kind, (None,)).weight.shape == (80, 24)
         part = x_down[:, rank * 48 : rank * 48 + 48].contiguous()
         got = row(part)[0].double()
-        scale = KINDS[kind][2]
-        amax = None if scale is None else torch.tensor(scale) * 2688
         dense = down.dequantize(torch.float32)[:, rank * 48 : rank * 48 + 48].double()
         assert error_by_row(got, rounded(part, kind, amax).double() @ dense.t()) < 2**-8
         sums += got
@@ -231,122 +231,67 @@ def test_two_ranks(kind, monkeypatch):
     assert error_by_row(whole, mirror(x, weights, kind)) < 2**-8
     bound = 2**-7 if "dynamic" not in kind else 0.2  # a rank's part of a token has its own scale
     assert error_by_row(sums, mirror(x_down, [down], kind)) < bound
-
-
-@kinds
-def test_a_rank_with_half_a_block_is_refused(kind, monkeypatch):
-    from vllm.model_executor.layers import linear
-
-    for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.parameter"):
-        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_rank", lambda: 0)
-        monkeypatch.setattr(f"{module}.get_tensor_model_parallel_world_size", lambda: 2)
     with pytest.raises(ValueError, match="fewer ranks"):
-        linear.RowParallelLinear(
-            48, 80, bias=False, quant_config=config_of(kind), prefix="model.layers.0.mlp.down_proj"
-        )
+        rows_of("RowParallelLinear", kind, columns=48)
 
 
 # --- what must not go wrong in silence -------------------------------------------------------------------------------
 
 
-@kinds
-def test_processing_twice_changes_nothing(kind):
-    layer, weights = qkv(kind), weights_of((64, 32, 32), HIDDEN, RATIOS)
-    load(layer, weights, kind, "qkv")
-    x = torch.randn(3, HIDDEN).bfloat16()
-    layer.quant_method.process_weights_after_loading(layer)
-    before, addresses = layer(x)[0], {name: p.data_ptr() for name, p in layer.named_parameters()}
-    layer.quant_method.process_weights_after_loading(layer)
-    assert torch.equal(layer(x)[0], before)
-    assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
-
-
-@kinds
-@pytest.mark.parametrize("missing", ["q", "k", "v"])
+@pytest.mark.parametrize("kind, missing", zip(KINDS, "qkvqkv", strict=True))
 def test_a_part_that_was_not_loaded_is_refused(kind, missing):
-    layer, weights = qkv(kind), weights_of((64, 32, 32), HIDDEN, RATIOS)
-    kept = [(weight, shard) for weight, shard in zip(weights, "qkv", strict=True) if shard != missing]
-    load(layer, [weight for weight, _ in kept], kind, [shard for _, shard in kept])
+    kept = [(weight, shard) for weight, shard in zip(qkv_weights(), "qkv", strict=True) if shard != missing]
     with pytest.raises(ValueError, match=r"qkv_proj: weight.* was not loaded"):
-        layer.quant_method.process_weights_after_loading(layer)
+        served(qkv(kind), [weight for weight, _ in kept], kind, [shard for _, shard in kept])
 
 
 @pytest.mark.parametrize("kind", ["modelopt W4A4 static", "compressed-tensors W4A4 static"])
-def test_input_scales_of_some_are_refused(kind):
-    layer, weights = qkv(kind), weights_of((64, 32, 32), HIDDEN, RATIOS)
-    load(layer, weights, kind, "qkv", input_scales=[INPUT_SCALE, INPUT_SCALE, None])
-    with pytest.raises(ValueError, match="input scales are missing for some"):
-        layer.quant_method.process_weights_after_loading(layer)
-
-
-@pytest.mark.parametrize("kind", ["modelopt W4A4 static", "compressed-tensors W4A4 static"])
-def test_the_largest_of_different_input_scales(kind):
-    layer, weights = qkv(kind), weights_of((64, 32, 32), HIDDEN, RATIOS)
-    load(layer, weights, kind, "qkv", input_scales=[0.001, 0.004, 0.002])
-    layer.quant_method.process_weights_after_loading(layer)
+def test_different_input_scales(kind):
+    """The largest serves all; some alone are refused."""
+    layer = served(qkv(kind), qkv_weights(), kind, input_scales=[0.001, 0.004, 0.002])
     assert abs(layer.nvfp4_amax.item() / (0.004 * 2688) - 1) < 1e-6
+    with pytest.raises(ValueError, match="input scales are missing for some"):
+        served(qkv(kind), qkv_weights(), kind, input_scales=[INPUT_SCALE, INPUT_SCALE, None])
 
 
-@pytest.mark.parametrize("kind", ["modelopt W4A4 static", "modelopt W4A4 dynamic", "compressed-tensors W4A4 static"])
+@pytest.mark.parametrize("kind", ["modelopt W4A4 dynamic", "compressed-tensors W4A4 static"])
 def test_setting_w4a16_keeps_activations_dense(kind, monkeypatch):
     monkeypatch.setenv(serving.SETTING, "w4a16")
-    layer, weights = qkv(kind), weights_of((64, 32, 32), HIDDEN, RATIOS)
-    load(layer, weights, kind, "qkv")
-    layer.quant_method.process_weights_after_loading(layer)
+    layer, x = served(qkv(kind), qkv_weights(), kind), torch.randn(6, HIDDEN).bfloat16()
     assert layer.quant_method.activations is Activations.DENSE and not hasattr(layer, "nvfp4_amax")
-    x = torch.randn(6, HIDDEN).bfloat16()
-    assert error_by_row(layer(x)[0], mirror(x, weights, "modelopt W4A16")) < 2**-8
+    assert error_by_row(layer(x)[0], mirror(x, qkv_weights(), "modelopt W4A16")) < 2**-8
 
 
 @kinds
 def test_latent_attention_reads_the_exact_weight(kind):
     """vLLM reads kv_b_proj as the product with an identity matrix."""
-    from vllm.model_executor.layers.linear import ColumnParallelLinear
     from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 
-    layer = ColumnParallelLinear(
-        HIDDEN, 80, bias=False, quant_config=config_of(kind), params_dtype=torch.bfloat16,
-        prefix="model.layers.0.self_attn.kv_b_proj",
-    )  # fmt: skip
     (weight,) = weights_of((80,), HIDDEN, (1.0,))
-    load(layer, [weight], kind, (None,))
-    layer.quant_method.process_weights_after_loading(layer)
-    read = get_and_maybe_dequant_weights(layer, out_dtype=torch.float32)
+    layer = rows_of("ColumnParallelLinear", kind, prefix="model.layers.0.self_attn.kv_b_proj")
+    read = get_and_maybe_dequant_weights(served(layer, [weight], kind, (None,)), out_dtype=torch.float32)
     torch.testing.assert_close(read, weight.dequantize(torch.float32), rtol=3e-7, atol=0)
 
 
-@kinds
-def test_a_tied_head_is_refused_and_an_ignored_layer_dense(kind):
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedLinearMethod
+@pytest.mark.parametrize("kind", ["modelopt W4A16", "modelopt W4A4 static", "compressed-tensors W4A4 static"])
+def test_ignored_layers_and_heads(kind):
+    """A head's rows are padded to 64 by vLLM; one that is the embedding is refused."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    config = config_of(kind, **({"ignore": []}))
-    embedding = VocabParallelEmbedding(96, HIDDEN, params_dtype=torch.bfloat16, quant_config=None)
-    head = ParallelLMHead(96, HIDDEN, params_dtype=torch.bfloat16, quant_config=config, prefix="lm_head")
-    if KINDS[kind][0] == "modelopt":  # compressed-tensors's target "Linear" is no head
-        head = head.tie_weights(embedding)
-        with pytest.raises(ValueError, match="tied"):
-            head.quant_method.process_weights_after_loading(head)
-    dense = ColumnParallelLinear(
-        HIDDEN, 80, bias=False, quant_config=config_of(kind, ignore=["re:.*dense.*", "model.dense"]),
-        params_dtype=torch.bfloat16, prefix="model.dense",
-    )  # fmt: skip
+    dense = rows_of("ColumnParallelLinear", kind, ignore=["re:.*dense.*", "model.dense"], prefix="model.dense")
     assert isinstance(dense.quant_method, UnquantizedLinearMethod)
-
-
-@pytest.mark.parametrize("kind", ["modelopt W4A16", "modelopt W4A4 static"])
-def test_a_head_with_padded_rows(kind):
-    """vLLM pads the vocabulary to 64 rows."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    head = ParallelLMHead(90, HIDDEN, params_dtype=torch.bfloat16, quant_config=config_of(kind, ignore=[]), prefix="lm_head")  # fmt: skip # noqa: E501
-    (weight,) = weights_of((90,), HIDDEN, (1.0,))
-    load(head, [weight], kind, (None,))
-    head.quant_method.process_weights_after_loading(head)
-    x = torch.randn(4, HIDDEN).bfloat16()
-    y = head.quant_method.apply(head, x)
+    if "compressed" in kind:  # its target "Linear" is no head
+        return
+    options = {"params_dtype": torch.bfloat16, "quant_config": config_of(kind, ignore=[]), "prefix": "lm_head"}
+    head, weights, x = ParallelLMHead(90, HIDDEN, **options), weights_of((90,), HIDDEN, (1.0,)), torch.randn(4, HIDDEN)
+    y = served(head, weights, kind, (None,)).quant_method.apply(head, x.bfloat16())
     assert y.shape == (4, 128) and not y[:, 90:].any()
-    assert error_by_row(y[:, :90], mirror(x, [weight], kind)) < 2**-8
+    assert error_by_row(y[:, :90], mirror(x.bfloat16(), weights, kind)) < 2**-8
+    embedding = VocabParallelEmbedding(96, HIDDEN, params_dtype=torch.bfloat16, quant_config=None)
+    tied = ParallelLMHead(96, HIDDEN, **options).tie_weights(embedding)
+    with pytest.raises(ValueError, match="tied"):
+        tied.quant_method.process_weights_after_loading(tied)
 
 
 def test_another_group_size_and_asked_for_kernels_stay_with_vllm(monkeypatch):
@@ -363,42 +308,17 @@ def test_another_group_size_and_asked_for_kernels_stay_with_vllm(monkeypatch):
     assert builder(config, "x") == "theirs" and len(made) == 2
 
 
-@pytest.mark.parametrize("kind", ["modelopt W4A16", "modelopt W4A4 static"])
-def test_weights_that_are_fused_in_the_file(kind):
-    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
-
-    layer = MergedColumnParallelLinear(
-        HIDDEN, [48, 48], bias=False, quant_config=config_of(kind), params_dtype=torch.bfloat16,
-        prefix="model.layers.0.mlp.gate_up_proj",
-    )  # fmt: skip
-    (weight,) = weights_of((96,), HIDDEN, (1.0,))
-    load(layer, [weight], kind, (None,))
-    layer.quant_method.process_weights_after_loading(layer)
-    x = torch.randn(6, HIDDEN).bfloat16()
-    assert error_by_row(layer(x)[0], mirror(x, [weight], kind)) < 2**-8
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "modelopt" in kind])
-def test_a_model_with_loaders_of_its_own(kind):
+def test_a_model_with_loaders_of_its_own():
     """vLLM's Mamba sets those of weight, weight_scale and input_scale."""
-    from vllm.model_executor.layers.linear import ColumnParallelLinear
-
-    def copy(parameter, loaded):
-        parameter.data.copy_(loaded)
+    kind, (weight,), x = "modelopt W4A4 static", weights_of((80,), HIDDEN, (1.0,)), torch.randn(6, HIDDEN).bfloat16()
 
     def make():
-        layer = ColumnParallelLinear(
-            HIDDEN, 80, bias=False, quant_config=config_of(kind), params_dtype=torch.bfloat16, prefix="mixer.in_proj"
-        )
+        layer = rows_of("ColumnParallelLinear", kind, prefix="mixer.in_proj")
         for name in ("weight", "weight_scale", "input_scale"):
-            getattr(layer, name).weight_loader = copy
+            getattr(layer, name).weight_loader = lambda parameter, loaded: parameter.data.copy_(loaded)
         return layer
 
-    (weight,) = weights_of((80,), HIDDEN, (1.0,))
-    layer = load(make(), [weight], kind, (None,))
-    layer.quant_method.process_weights_after_loading(layer)
-    x = torch.randn(6, HIDDEN).bfloat16()
-    assert error_by_row(layer(x)[0], mirror(x, [weight], kind)) < 2**-8
+    assert error_by_row(served(make(), [weight], kind, (None,))(x)[0], mirror(x, [weight], kind)) < 2**-8
     lacking = make()
     lacking.weight_scale_2.weight_loader(lacking.weight_scale_2, weight.per_tensor_scale)
     with pytest.raises(ValueError, match="block scales were not loaded"):
@@ -408,24 +328,22 @@ def test_a_model_with_loaders_of_its_own(kind):
 @kinds
 def test_loading_into_a_served_layer_is_refused(kind):
     """A load_weights without vLLM's reload would change codes and leave scales."""
-    layer, weights = qkv(kind), weights_of((64, 32, 32), HIDDEN, RATIOS)
-    load(layer, weights, kind, "qkv")
-    layer.quant_method.process_weights_after_loading(layer)
+    layer = served(qkv(kind), qkv_weights(), kind)
     before = layer.weight.clone()
-    if KINDS[kind][0] == "modelopt":
+    if "modelopt" in kind:
         with pytest.raises(RuntimeError, match="reload_weights"):
-            layer.weight.weight_loader(layer.weight, weights[0].qdata, "q")
+            layer.weight.weight_loader(layer.weight, qkv_weights()[0].qdata, "q")
     else:
         assert not hasattr(layer, "weight_packed") and not hasattr(layer.weight, "weight_loader")
     assert torch.equal(layer.weight, before)
 
 
-def test_dummy_weights_load():
+@kinds
+def test_dummy_weights_load(kind):
     from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
-    for kind in KINDS:
-        layer = qkv(kind)
-        for name, parameter in layer.named_parameters():
-            initialize_single_dummy_weight(parameter, name=name)
-        layer.quant_method.process_weights_after_loading(layer)
-        assert layer(torch.randn(2, HIDDEN).bfloat16())[0].isfinite().all()
+    layer = qkv(kind)
+    for name, parameter in layer.named_parameters():
+        initialize_single_dummy_weight(parameter, name=name)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer(torch.randn(2, HIDDEN).bfloat16())[0].isfinite().all()
