@@ -23,6 +23,19 @@ def natively():
     nvfp4.read_compressed_tensors(natively=False)
 
 
+@pytest.fixture
+def folder(llama, tmp_path):
+    """Return a folder in ModelOpt's layout."""
+    quantize(llama()[1], tmp_path / "nvfp4", spec=SPEC, progress=False)
+    return tmp_path / "nvfp4"
+
+
+def change_json(file, change):
+    fields = json.loads(file.read_text())
+    change(fields)
+    file.write_text(json.dumps(fields))
+
+
 def quantized(model):
     return {name: weight for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)}
 
@@ -49,52 +62,38 @@ def test_bits_are_those_of_the_files(llama, tmp_path, ids, form, activations):
     assert model(ids).logits.isfinite().all()
 
 
-def only_hf_quant_config(folder, **changes):
-    """Make the folder one of ModelOpt's older releases, which leave config.json as it was."""
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    found = json.loads((folder / "hf_quant_config.json").read_text())
-    found["quantization"] |= changes
-    (folder / "hf_quant_config.json").write_text(json.dumps(found))
+@pytest.mark.parametrize("options", [{}, {"gguf_file": None, "revision": "main"}, None], ids=str)
+def test_hf_quant_config_alone_is_enough(folder, tmp_path, ids, options):
+    """ModelOpt's releases of 2024 leave config.json as it was.
 
-
-def test_hf_quant_config_alone_is_enough(llama, tmp_path, ids):
-    _, folder = llama()
-    quantize(folder, tmp_path / "nvfp4", spec=SPEC, progress=False)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
-    only_hf_quant_config(tmp_path / "nvfp4")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
-    assert len(quantized(model)) == 14 and torch.equal(model(ids).logits, expected(ids).logits)
+    The class of the model passes more arguments on than AutoModelForCausalLM, for instance that there is no GGUF.
+    """
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    change_json(folder / "config.json", lambda fields: fields.pop("quantization_config"))
+    models = [AutoModelForCausalLM.from_pretrained(folder, config=nvfp4.config_of(folder))]
+    if options is None:
+        models.append(AutoModelForCausalLM.from_pretrained(folder))
+    else:
+        models.append(type(expected).from_pretrained(folder, **options))
+    for model in models:
+        assert len(quantized(model)) == 14 and torch.equal(model(ids).logits, expected(ids).logits)
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert torch.equal(again(ids).logits, expected(ids).logits)
-    assert AutoConfig.from_pretrained(folder).to_dict().get("quantization_config") is None
 
 
-@pytest.mark.parametrize("options", [{}, {"gguf_file": None, "revision": "main"}], ids=str)
-def test_hf_quant_config_alone_for_a_class_of_transformers(llama, tmp_path, ids, options):
-    """The class of the model passes more arguments on than AutoModelForCausalLM, for instance that there is no GGUF."""
-    _, folder = llama()
-    quantize(folder, tmp_path / "nvfp4", spec=SPEC, progress=False)
-    only_hf_quant_config(tmp_path / "nvfp4")
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
-    model = type(expected).from_pretrained(tmp_path / "nvfp4", **options)
-    assert len(quantized(model)) == 14 and torch.equal(model(ids).logits, expected(ids).logits)
-
-
-def test_hf_quant_config_of_another_format_is_left_alone(llama, tmp_path):
-    _, folder = llama()
-    quantize(folder, tmp_path / "nvfp4", spec=SPEC, progress=False)
-    only_hf_quant_config(tmp_path / "nvfp4", quant_algo="FP8")
-    assert getattr(AutoConfig.from_pretrained(tmp_path / "nvfp4"), "quantization_config", None) is None
+def test_hf_quant_config_of_another_format_is_left_alone(folder, tmp_path):
+    change_json(folder / "config.json", lambda fields: fields.pop("quantization_config"))
+    change_json(folder / "hf_quant_config.json", lambda fields: fields["quantization"].update(quant_algo="FP8"))
+    for each in (folder, tmp_path / "dense"):
+        assert getattr(AutoConfig.from_pretrained(each), "quantization_config", None) is None
+    with pytest.raises(ValueError, match="found neither"):
+        nvfp4.config_of(tmp_path / "dense")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_dtype_is_the_callers(llama, tmp_path, dtype):
-    _, folder = llama()
-    quantize(folder, tmp_path / "nvfp4", progress=False)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", dtype=dtype)
+def test_the_dtype_is_the_callers(folder, dtype):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 
@@ -110,53 +109,26 @@ def test_weight_only_by_choice(llama, tmp_path):
     assert "quantize_activations" not in model.config.to_dict()["quantization_config"]
 
 
-def test_a_configuration_in_a_file_of_its_own(llama, tmp_path, ids):
-    """A checkpoint of ModelOpt's 2024 releases, without a quantization in config.json."""
-    _, folder = llama()
-    quantize(folder, tmp_path / "nvfp4", progress=False)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")(ids).logits
-    file = tmp_path / "nvfp4" / "config.json"
-    config = json.loads(file.read_text())
-    del config["quantization_config"]
-    file.write_text(json.dumps(config))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", config=nvfp4.config_of(tmp_path / "nvfp4"))
-    assert len(quantized(model)) == 14 and torch.equal(model(ids).logits, expected)
-    model.save_pretrained(tmp_path / "again")
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(ids).logits, expected)
-    with pytest.raises(ValueError, match="found neither"):
-        nvfp4.config_of(folder)
-
-
-def test_a_file_that_is_wrong_says_so(llama, tmp_path):
-    _, folder = llama()
-    quantize(folder, tmp_path / "nvfp4", progress=False)
-    file = tmp_path / "nvfp4" / "model.safetensors"
-    tensors = load_file(file)
+def test_a_file_that_is_wrong_says_so(folder):
+    tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight_scale"
     tensors[name] = tensors[name][:, :-1].contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model.safetensors: tensor .*down_proj.weight_scale: expected .*\[64, 11\]"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_what_is_not_nvfp4_is_refused_by_name(llama, tmp_path):
-    _, folder = llama()
-    quantize(folder, tmp_path / "nvfp4", progress=False)
-    file = tmp_path / "nvfp4" / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"]["quant_algo"] = "FP8"
-    file.write_text(json.dumps(config))
+def test_what_is_not_nvfp4_is_refused_by_name(folder):
+    change_json(folder / "config.json", lambda fields: fields["quantization_config"].update(quant_algo="FP8"))
     with pytest.raises(ValueError, match="quant_algo NVFP4, W4A16_NVFP4 or MIXED_PRECISION, found FP8"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_the_scales_of_an_fp8_cache_are_left_out_quietly(llama, tmp_path):
-    _, folder = llama()
-    quantize(folder, tmp_path / "nvfp4", progress=False)
-    file = tmp_path / "nvfp4" / "model.safetensors"
-    tensors = {**load_file(file), "model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
-    save_file(tensors, file, metadata={"format": "pt"})
-    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", output_loading_info=True)
+def test_the_scales_of_an_fp8_cache_are_left_out_quietly(folder):
+    assert checkpoints.detect(folder) == "modelopt"
+    tensors = load_file(folder / "model.safetensors") | {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["unexpected_keys"] and not report["missing_keys"]
 
 
@@ -169,8 +141,3 @@ def test_other_compressions_stay_with_transformers():
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     fields = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
     assert type(AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"].from_dict(fields)) is CompressedTensorsConfig
-
-
-def test_detect_knows_what_is_read(llama, tmp_path):
-    quantize(llama()[1], tmp_path / "nvfp4", progress=False)
-    assert checkpoints.detect(tmp_path / "nvfp4") == "modelopt"
