@@ -67,50 +67,48 @@ def test_one_weight_keeps_its_scalar_and_its_codes():
     assert w.per_tensor_scale.dim() == 0 and torch.equal(w.per_tensor_scale, weight.per_tensor_scale)
     assert w.qdata.data_ptr() == given.qdata.data_ptr()
     assert torch.equal(w.scale.view(torch.uint8), weight.scale.view(torch.uint8))
+    # Equal scales take the form of different ones: a reload writes others into their memory.
+    assert serving.weight_of(loaded([weight, weight]), torch.bfloat16).per_tensor_scale.shape == (64,)
+    # Weights that are fused in the file have the first scale.
+    factors = torch.tensor([weight.per_tensor_scale, torch.nan])
+    w = serving.weight_of(loaded([weight], rows=[16, 16], factors=factors), torch.float32)
+    assert torch.equal(w.dequantize(), weight.dequantize(torch.float32))
 
 
-def test_equal_scales_take_the_form_of_different_ones():
-    """A reload writes other scales into the memory of the first ones."""
-    (one,) = fused((1.0,), (32,))
-    assert serving.weight_of(loaded([one, one]), torch.bfloat16).per_tensor_scale.shape == (64,)
-
-
-@pytest.mark.parametrize("divides", [False, True])
-def test_static_activations(divides):
-    weights = fused()
-    w = serving.weight_of(loaded(weights, divides=divides, inputs=[0.002, 0.002, 0.002]), torch.bfloat16)
-    assert Activations.of(w) is Activations.STATIC
-    assert abs(w.activation_amax.item() / (0.002 * 2688) - 1) < 1e-6
+@pytest.mark.parametrize("inputs, divides", [(0.002, False), (0.002, True), (torch.nan, False)], ids=str)
+def test_activations_are_rounded(inputs, divides):
+    """By the static scale, or each token by its own; tokens do not depend on others, and a NaN stays in its token."""
+    weights, is_static = fused(), inputs == inputs
+    w = serving.weight_of(loaded(weights, divides=divides, inputs=[inputs] * 3), torch.bfloat16)
+    assert Activations.of(w) is (Activations.STATIC if is_static else Activations.BY_TOKEN)
     x = normal(5, 64) * 3
-    mirror = fake_quantize(x, amax=w.activation_amax, dtype=torch.float32)
+    x[3] *= 1 if is_static else 1e4  # another request's token
+    if is_static:
+        assert abs(w.activation_amax.item() / (0.002 * 2688) - 1) < 1e-6
+    mirror = fake_quantize(x, QuantizeSpec(row_scaled=not is_static), amax=w.activation_amax, dtype=torch.float32)
     assert (mirror - x.float()).norm() > 0.05 * x.float().norm()  # else the next line says little
     expected = mirror.double() @ torch.cat([each.dequantize(torch.float32) for each in weights]).double().t()
-    error = (product(x, w).double() - expected).abs().amax(0) / expected.abs().amax(0)
-    assert error.max() < 2**-8
-    assert torch.equal(product(x, w)[2:3], product(x[2:3], w))
-
-
-def test_without_a_static_scale_a_token_has_its_own():
-    weights = fused()
-    w = serving.weight_of(loaded(weights, inputs=[torch.nan] * 3), torch.bfloat16)
-    assert Activations.of(w) is Activations.BY_TOKEN
-    x = normal(5, 64)
-    x[3] *= 1e4  # another request's token
-    mirror = fake_quantize(x, QuantizeSpec(row_scaled=True), dtype=torch.float32)
-    expected = mirror.double() @ torch.cat([each.dequantize(torch.float32) for each in weights]).double().t()
-    error = (product(x, w).double() - expected).abs() / expected.abs().amax(1, keepdim=True)
+    y = product(x, w)
+    error = (y.double() - expected).abs() / expected.abs().amax(0 if is_static else 1, keepdim=True)
     assert error.max() < 2**-8
     for row in range(5):
-        assert torch.equal(product(x, w)[row : row + 1], product(x[row : row + 1], w))
+        assert torch.equal(y[row : row + 1], product(x[row : row + 1], w))
+    x[1] = torch.nan
+    assert product(x, w)[1].isnan().all() and torch.equal(product(x, w)[[0, 2, 3, 4]], y[[0, 2, 3, 4]])
 
 
 @pytest.mark.parametrize("inputs", [None, [0.002] * 3, [torch.nan] * 3])
-def test_a_part_of_a_larger_tensor(inputs):
+def test_a_part_of_a_larger_tensor_and_compilation(inputs):
     """Servers pass the rows of a fused product's part."""
     w = serving.weight_of(loaded(fused(), inputs=inputs), torch.bfloat16)
     larger = normal(6, 192)
     assert torch.equal(product(larger[:, 64:128], w), product(larger[:, 64:128].contiguous(), w))
     assert torch.equal(product(larger[::2, :64], w), product(larger[::2, :64].contiguous(), w))
+    kind, amax = Activations.of(w), w.activation_amax
+    compiled = torch.compile(serving.linear, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (1, 5):
+        x = normal(tokens, 64)
+        assert torch.equal(compiled(x, w.qdata, w.scale, w.per_tensor_scale, None, kind, amax), product(x, w))
 
 
 @pytest.mark.gpu
@@ -149,16 +147,6 @@ def test_cuda_graphs(inputs):
     assert error.max() < 2**-7
 
 
-def test_a_token_of_nan_stays_alone():
-    for inputs in ([0.002] * 3, [torch.nan] * 3):
-        w = serving.weight_of(loaded(fused(), inputs=inputs), torch.bfloat16)
-        x = normal(4, 64)
-        expected = product(x, w)
-        x[1] = torch.nan
-        y = product(x, w)
-        assert y[1].isnan().all() and torch.equal(y[[0, 2, 3]], expected[[0, 2, 3]])
-
-
 def test_the_largest_static_scale_serves_fused_weights():
     given = loaded(fused(), inputs=[0.001, 0.004, 0.002])
     assert serving.differs_within(given.input_scales)
@@ -166,12 +154,6 @@ def test_the_largest_static_scale_serves_fused_weights():
     divided = loaded(fused(), inputs=[0.001, 0.004, 0.002], divides=True)
     assert abs(serving.weight_of(divided, torch.bfloat16).activation_amax.item() / (0.004 * 2688) - 1) < 1e-6
     assert not serving.differs_within(loaded(fused(), inputs=[0.001] * 3).input_scales)
-
-
-def test_weights_that_are_fused_in_the_file_have_the_first_scale():
-    (one,) = fused((1.0,), (96,))
-    given = loaded([one], rows=[48, 16, 32], factors=torch.tensor([one.per_tensor_scale, torch.nan, torch.nan]))
-    assert torch.equal(serving.weight_of(given, torch.float32).dequantize(), one.dequantize(torch.float32))
 
 
 NAN = float("nan")
@@ -185,6 +167,7 @@ NAN = float("nan")
         ({"factors": torch.tensor([1.0, -1.0, 1.0])}, "finite and not negative"),
         ({"factors": torch.tensor([1.0, float("inf"), 1.0])}, "finite and not negative"),
         ({"factors": torch.tensor([1.0, 0.0, 1.0])}, "found 0 for codes"),
+        ({"factors": torch.tensor([1.0, 0.0, 1.0]), "divides": True}, "finite and not negative"),
         ({"scale": torch.full((96, 4), NAN).to(torch.float8_e4m3fn)}, "384 of 384 block scales were not loaded"),
         ({"scale": torch.full((96, 4), -1.0).to(torch.float8_e4m3fn)}, "not negative"),
         ({"scale": torch.ones(96, 3).to(torch.float8_e4m3fn)}, "multiple of 16"),
@@ -197,22 +180,6 @@ def test_what_was_not_loaded_is_refused(changes, message):
     with pytest.raises(ValueError, match=message) as raised:
         serving.weight_of(loaded(fused(), **changes), torch.bfloat16)
     assert "layers.0.qkv_proj" in str(raised.value)
-
-
-def test_a_divisor_of_zero_is_refused():
-    with pytest.raises(ValueError, match="finite and not negative"):
-        serving.weight_of(loaded(fused(), factors=torch.tensor([1.0, 0.0, 1.0]), divides=True), torch.bfloat16)
-
-
-def test_compiles_whole():
-    for inputs in (None, [0.002] * 3, [torch.nan] * 3):
-        w = serving.weight_of(loaded(fused(), inputs=inputs), torch.bfloat16)
-        kind, amax = Activations.of(w), w.activation_amax
-        fields = w.qdata, w.scale, w.per_tensor_scale
-        compiled = torch.compile(serving.linear, fullgraph=True, dynamic=True, backend="aot_eager")
-        for tokens in (1, 5, 7):
-            x = normal(tokens, 64)
-            assert torch.equal(compiled(x, *fields, None, kind, amax), product(x, w))
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
@@ -257,8 +224,9 @@ def routing(tokens, experts, top, seed=0):
     return weights, ids.int()
 
 
-@pytest.mark.parametrize("inputs", [None, 0.003, torch.nan], ids=["W4A16", "static", "by token"])
-@pytest.mark.parametrize("combine", [Combine.SILU, Combine.GELU_TANH, Combine.RELU2_NO_MUL])
+@pytest.mark.parametrize("inputs, combine", [
+    (None, Combine.SILU), (0.003, Combine.GELU_TANH), (torch.nan, Combine.RELU2_NO_MUL), (0.003, Combine.SILU),
+], ids=str)  # fmt: skip
 def test_experts(inputs, combine):
     ratios = (1.0, 300.0) if combine is not Combine.RELU2_NO_MUL else (1.0,)
     gate_up, dense_gate_up = projection(normal(5, 48 * len(ratios), 64) / 8, ratios, inputs)

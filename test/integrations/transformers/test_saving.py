@@ -1,7 +1,10 @@
-"""save_pretrained writes ModelOpt's layout, byte for byte what checkpoints.save writes, and reads it back."""
+"""save_pretrained writes ModelOpt's layout, byte for byte what checkpoints.save writes; it and others read it back."""
 
 import filecmp
 import json
+import subprocess
+import sys
+import textwrap
 
 import huggingface_hub
 import pytest
@@ -19,6 +22,7 @@ from nvfp4_tensor import (
     checkpoints,
 )
 from nvfp4_tensor.integrations import transformers as nvfp4
+from nvfp4_tensor.quantization.model_families import JOINED
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +47,48 @@ def same_files(a, b, *names):
     return [name for name in names if not filecmp.cmp(a / name, b / name, shallow=False)] == []
 
 
+def vllm_takes(folder):
+    """Check the requirements of vLLM 0.33's reader (quantization/modelopt.py) for every linear of a folder.
+
+    A linear that it fuses of several has a weight_scale_2 and an input_scale for each, of which it takes the largest.
+    """
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    legacy = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+    assert config["quant_method"] == "modelopt" and config["quant_algo"] in ("NVFP4", "W4A16_NVFP4")
+    assert {"group_size", "kv_cache_quant_algo", "exclude_modules"} <= legacy.keys()
+    assert legacy["quant_algo"] == config["quant_algo"] and legacy["group_size"] == config["group_size"] == 16
+    assert isinstance(config["ignore"], list) and config["ignore"] == legacy["exclude_modules"]
+    quantized = {group["input_activations"] is not None for group in config["config_groups"].values()} if (
+        config["quant_algo"] == "NVFP4"
+    ) else {False}  # fmt: skip
+    assert quantized == {config["quant_algo"] == "NVFP4"}  # else it is taken for W4A16
+    tensors = load_file(folder / "model.safetensors")
+    linears = [name.removesuffix("_scale_2") for name in tensors if name.endswith(".weight_scale_2")]
+    for name in linears:
+        rows, half = tensors[name].shape
+        assert tensors[name].dtype == torch.uint8 and half % 8 == 0
+        assert tensors[f"{name}_scale"].dtype == torch.float8_e4m3fn
+        assert tensors[f"{name}_scale"].shape == (rows, half // 8)
+        assert not tensors[f"{name}_scale"].float().isnan().any()
+        assert tensors[f"{name}_scale_2"].dtype == torch.float32 and tensors[f"{name}_scale_2"].numel() == 1
+        module = name.removesuffix(".weight")
+        assert (f"{module}.input_scale" in tensors) == (config["quant_algo"] == "NVFP4")
+        assert not any(ignored in module for ignored in config["ignore"])  # it looks for parts of names
+    return one_scale_in_each_group(tensors, linears)
+
+
+def one_scale_in_each_group(tensors, linears):
+    """Check the scales of linears that servers join, and return the number of all."""
+    for group in JOINED:
+        for name in linears:
+            path, _, last = name.removesuffix(".weight").rpartition(".")
+            if last in group:
+                present = [each for each in group if f"{path}.{each}.weight" in linears]
+                scales = [tensors[f"{path}.{each}.weight_scale_2"] for each in present]
+                assert all(torch.equal(scales[0], scale) for scale in scales)
+    return len(linears)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_are_those_of_checkpoints_save(llama, tmp_path, ids, tied):
     model = load(llama(tie_word_embeddings=tied)[1])
@@ -50,6 +96,7 @@ def test_bytes_are_those_of_checkpoints_save(llama, tmp_path, ids, tied):
     checkpoints.save(model, tmp_path / "b", progress=False)
     assert same_files(tmp_path / "a", tmp_path / "b", "model.safetensors", "hf_quant_config.json")
     assert json.loads((tmp_path / "a/config.json").read_text()) == json.loads((tmp_path / "b/config.json").read_text())
+    assert vllm_takes(tmp_path / "a") == 14
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert torch.equal(again(ids).logits, model(ids).logits)
     again.save_pretrained(tmp_path / "c")
@@ -67,9 +114,8 @@ def test_in_shards(llama, tmp_path, ids):
 def test_static_activation_scales(llama, tmp_path, ids):
     """Static scales of a calibrated model load again, and its weights except for the rounding of fused groups."""
     model = calibrated(llama()[0], ids)
-    model.save_pretrained(tmp_path / "w4a4")
-    config = json.loads((tmp_path / "w4a4/config.json").read_text())["quantization_config"]
-    assert config["quant_algo"] == "NVFP4"
+    nvfp4.save(model, tmp_path / "w4a4")
+    assert vllm_takes(tmp_path / "w4a4") == 14 and '"NVFP4"' in (tmp_path / "w4a4/config.json").read_text()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "w4a4")
     for name, weight in quantized(again).items():
         expected = model.get_parameter(name)
@@ -182,3 +228,41 @@ def test_the_card_comes_before_the_hub(llama, tmp_path):
     with pytest.raises(ValueError, match="upload_folder"):
         nvfp4.save(load(llama()[1]), tmp_path / "a", push_to_hub=True)
     assert not (tmp_path / "a").exists()
+
+
+def test_fused_linears_of_which_a_part_is_dense_are_warned_of(llama, tmp_path):
+    config = nvfp4.NVFP4TensorConfig(modules_to_not_convert=["model.layers.0.self_attn.q_proj", "lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(llama()[1], quantization_config=config)
+    with pytest.warns(UserWarning, match=r"0.self_attn.q_proj.weight are dense, .* vLLM raises an error"):
+        model.save_pretrained(tmp_path / "nvfp4")
+
+
+READS = """
+    import sys, torch, transformers
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    assert type(model.hf_quantizer).__name__ == "CompressedTensorsHfQuantizer" and "nvfp4_tensor" not in sys.modules
+    ids = torch.load(sys.argv[2])
+    with torch.no_grad():
+        model(ids)  # the first call decompresses the weights, to bfloat16
+        model = torch.nn.Module.float(model)
+        weights = {name: p for name, p in model.named_parameters() if name.endswith("proj.weight")}
+        torch.save((weights, model(ids).logits), sys.argv[3])
+"""
+
+
+def test_compressed_tensors_reads_what_we_write(llama, tmp_path, ids):
+    """Its reader, in a process without this package, gives our weights and logits up to bfloat16 rounding."""
+    pytest.importorskip("compressed_tensors")
+    model = load(llama()[1])
+    checkpoints.save(model, tmp_path / "ct", format="compressed-tensors", progress=False)
+    torch.save(ids, tmp_path / "ids")
+    arguments = [tmp_path / "ct", tmp_path / "ids", tmp_path / "read"]
+    subprocess.run([sys.executable, "-c", textwrap.dedent(READS), *arguments], check=True, timeout=120)
+    weights, logits = torch.load(tmp_path / "read")
+    assert len(weights) == 14
+    for name, weight in weights.items():
+        expected = model.get_parameter(name).dequantize(torch.float32)
+        torch.testing.assert_close(weight, expected, rtol=2**-7, atol=0)  # it rounds the scales too
+    model = torch.nn.Module.float(model)
+    assert (logits - model(ids).logits).norm() < 0.01 * logits.norm()
