@@ -32,6 +32,27 @@ def method_of(kind):
     return getattr(modelopt_quant, names[kind])(config)
 
 
+def tensors_of(weight, kind):
+    """Return a weight's tensors by the names of a checkpoint."""
+    parts = parts_of(weight)
+    if not kind.startswith("nvfp4"):
+        found = {"weight": parts.qdata, "weight_scale": parts.scale, "weight_scale_2": parts.per_tensor_scale}
+        return found | {"input_scale": torch.tensor(INPUT_SCALE)}
+    found = {"weight_packed": parts.qdata, "weight_scale": parts.scale}
+    found["weight_global_scale"] = parts.per_tensor_scale.reciprocal().reshape(1)
+    return found | ({"input_global_scale": torch.tensor([1 / INPUT_SCALE])} if kind == "nvfp4" else {})
+
+
+def assert_products(forward, weights, kind):
+    """Compare the products of a layer with those of dense weights: fused weights have sizes far apart."""
+    x = torch.randn(6, HIDDEN).bfloat16()
+    amax = torch.tensor(INPUT_SCALE) * 2688
+    values = x.float() if "16" in kind else fake_quantize(x, amax=amax, dtype=torch.float32)
+    expected = values.double() @ torch.cat([w.dequantize(torch.float32) for w in weights]).double().t()
+    assert ((forward(x).double() - expected).abs().amax(0) / expected.abs().amax(0)).max() < 2**-8
+    return x
+
+
 class Fused(torch.nn.Module):
     """A linear whose parameters' loaders write rows of q, k and v."""
 
@@ -57,20 +78,7 @@ class Fused(torch.nn.Module):
 
     def fill(self, weights, without=()):
         for shard, weight in zip("qkv", weights, strict=True):
-            parts = parts_of(weight)
-            if self.kind.startswith("nvfp4"):
-                tensors = {
-                    "weight_packed": parts.qdata, "weight_scale": parts.scale,
-                    "weight_global_scale": parts.per_tensor_scale.reciprocal().reshape(1),
-                }  # fmt: skip
-                if self.kind == "nvfp4":
-                    tensors["input_global_scale"] = torch.tensor([1 / INPUT_SCALE])
-            else:
-                tensors = {
-                    "weight": parts.qdata, "weight_scale": parts.scale, "weight_scale_2": parts.per_tensor_scale,
-                    "input_scale": torch.tensor(INPUT_SCALE),
-                }  # fmt: skip
-            for name, tensor in tensors.items():
+            for name, tensor in tensors_of(weight, self.kind).items():
                 if (shard, name) not in without:
                     parameter = getattr(self, name)
                     parameter.weight_loader(parameter, tensor, shard)
@@ -92,16 +100,15 @@ def weights():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_weights_with_other_scales_are_exact(kind):
+    """Made ready twice they stay the same, and loading again is refused."""
     layer = Fused(kind).fill(weights())
-    x = torch.randn(6, HIDDEN).bfloat16()
-    amax = torch.tensor(INPUT_SCALE) * 2688
-    values = x.float() if "16" in kind else fake_quantize(x, amax=amax, dtype=torch.float32)
-    expected = values.double() @ torch.cat([w.dequantize(torch.float32) for w in weights()]).double().t()
-    error = (layer(x).double() - expected).abs().amax(0) / expected.abs().amax(0)
-    assert error.max() < 2**-8
+    x = assert_products(layer, weights(), kind)
     before = layer(x)
     layer.method.process_weights_after_loading(layer)
     assert torch.equal(layer(x), before)
+    if not kind.startswith("nvfp4"):
+        with pytest.raises(RuntimeError, match="start SGLang again"):
+            layer.weight.weight_loader(layer.weight, weights()[0].qdata, "q")
 
 
 @pytest.mark.parametrize("kind", ["NVFP4", "W4A16_NVFP4"])
@@ -121,21 +128,11 @@ def test_sglangs_layers_and_loaders(kind, monkeypatch):
     down = quantize(torch.randn(80, HIDDEN).bfloat16())
     for layer, parts, shards in ((qkv, weights(), "qkv"), (row, [down], (None,))):
         for shard, weight in zip(shards, parts, strict=True):
-            plain = parts_of(weight)
-            tensors = {
-                "weight": plain.qdata, "weight_scale": plain.scale, "weight_scale_2": plain.per_tensor_scale,
-                "input_scale": torch.tensor(INPUT_SCALE),
-            }  # fmt: skip
-            for name, tensor in tensors.items():
+            for name, tensor in tensors_of(weight, kind).items():
                 parameter = getattr(layer, name)
                 parameter.weight_loader(parameter, tensor, *([] if shard is None else [shard]))
         layer.quant_method.process_weights_after_loading(layer)
-        x = torch.randn(6, HIDDEN).bfloat16()
-        amax = torch.tensor(INPUT_SCALE) * 2688
-        values = x.float() if "16" in kind else fake_quantize(x, amax=amax, dtype=torch.float32)
-        expected = values.double() @ torch.cat([w.dequantize(torch.float32) for w in parts]).double().t()
-        got = layer.quant_method.apply(layer, x, None).double()
-        assert ((got - expected).abs().amax(0) / expected.abs().amax(0)).max() < 2**-8
+        assert_products(lambda x, layer=layer: layer.quant_method.apply(layer, x, None), parts, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,13 +141,6 @@ def test_what_was_not_loaded_is_refused(kind):
     for name in (*names, "weight_scale"):
         with pytest.raises(ValueError, match=f"{name} was not loaded"):
             Fused(kind).fill(weights(), without=[("k", name)])
-
-
-@pytest.mark.parametrize("kind", ["NVFP4", "W4A16_NVFP4"])
-def test_loading_into_a_served_layer_is_refused(kind):
-    layer = Fused(kind).fill(weights())
-    with pytest.raises(RuntimeError, match="start SGLang again"):
-        layer.weight.weight_loader(layer.weight, weights()[0].qdata, "q")
 
 
 @pytest.mark.parametrize("kind", ["NVFP4", "nvfp4"])
