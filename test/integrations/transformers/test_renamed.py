@@ -31,44 +31,27 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=sorted(KINDS))
-def saved(request, tmp_path):
-    """Return (loader, folder of the dense model, quantized model, its folder, its dense linears)."""
-    config, auto, dense = KINDS[request.param]
-    auto = getattr(transformers, auto)
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_models_of_another_structure(kind, tmp_path):
+    """Only what should is dense; configurations speak of the files' names; folders are loaded and written again."""
+    config, auto, dense = KINDS[kind]
+    auto, folder = getattr(transformers, auto), tmp_path / "nvfp4"
     torch.manual_seed(0)
     auto.from_config(config(), dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
     model = auto.from_pretrained(tmp_path / "dense", quantization_config=NVFP4TensorConfig())
-    model.save_pretrained(tmp_path / "nvfp4")
-    return auto, tmp_path / "dense", model, tmp_path / "nvfp4", dense
-
-
-def test_only_what_should_is_dense(saved):
-    _, _, model, _, dense = saved
+    model.save_pretrained(folder)
     linears = {name: each.weight for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     left = {name for name, weight in linears.items() if not isinstance(weight, NVFP4Tensor)}
     assert left and left < set(linears) and all(dense & set(name.split(".")) for name in left)
-
-
-def test_the_configuration_speaks_of_the_files_names(saved):
-    folder = saved[3]
     ignored = set(json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"])
     with checkpoints.read(folder) as checkpoint:
         names = {name.removesuffix(".weight") for name, entry in checkpoint.entries.items() if not entry.quantized}
     assert ignored - {"lm_head"} <= names  # an output layer that is the embedding's weight is named, and in no file
-
-
-def test_loaded_without_from_pretrained_and_written_again(saved, tmp_path):
-    auto, dense, model, folder, _ = saved
-    again = checkpoints.load(auto.from_pretrained(dense), folder, progress=False)
-    ours, theirs = dict(again.named_parameters()), dict(model.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        weight = ours[name]
-        assert isinstance(weight, NVFP4Tensor) == isinstance(expected, NVFP4Tensor)
-        if isinstance(weight, NVFP4Tensor):
-            weight, expected = weight.dequantize(), expected.dequantize()
-        assert torch.equal(weight, expected), name
+    again = checkpoints.load(auto.from_pretrained(tmp_path / "dense"), folder, progress=False)
+    for (name, weight), (other, expected) in zip(again.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other and isinstance(weight, NVFP4Tensor) == isinstance(expected, NVFP4Tensor)
+        both = [each.dequantize() if isinstance(each, NVFP4Tensor) else each for each in (weight, expected)]
+        assert torch.equal(*both), name
     checkpoints.save(again, tmp_path / "again", progress=False)
     assert filecmp.cmp(folder / "model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
 

@@ -61,8 +61,7 @@ def hidden(model, ids=IDS):
         return model.base_model(ids[None], use_cache=False).last_hidden_state[0]
 
 
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family, format", [("Llama", "modelopt"), ("Qwen3", "compressed-tensors")])
 def test_weight_only(tmp_path, monkeypatch, family, format):
     model = quantized(family)
     served = serve(save(model, tmp_path / "m", format), monkeypatch)
@@ -115,8 +114,7 @@ def experts_of(served):
     return found
 
 
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family, format", zip(EXPERTS, ["compressed-tensors", "modelopt"], strict=True))
 def test_experts(tmp_path, monkeypatch, family, format):
     model = quantized(family)
     folder = save(model, tmp_path / "m")
@@ -203,16 +201,15 @@ def test_reload(tmp_path, monkeypatch, family, activations):
 
 
 @pytest.mark.parametrize(
-    "family, missing",
+    "family, missing, again",
     [
-        ("Llama", "model.layers.1.self_attn.k_proj.weight_scale_2"),
-        ("Llama", "model.layers.1.self_attn.v_proj.weight_scale"),
-        ("Llama", "model.layers.1.mlp.down_proj.weight"),
-        ("Qwen3Moe", "model.layers.1.mlp.experts.2.up_proj.weight_scale"),
-        ("Qwen3Moe", "model.layers.1.mlp.experts.0.down_proj.weight_scale_2"),
+        ("Llama", "model.layers.1.self_attn.k_proj.weight_scale_2", False),
+        ("Llama", "model.layers.1.self_attn.v_proj.weight_scale", True),
+        ("Llama", "model.layers.1.mlp.down_proj.weight", False),
+        ("Qwen3Moe", "model.layers.1.mlp.experts.2.up_proj.weight_scale", False),
+        ("Qwen3Moe", "model.layers.1.mlp.experts.0.down_proj.weight_scale_2", True),
     ],
 )
-@pytest.mark.parametrize("again", [False, True], ids=["load", "reload"])
 def test_an_incomplete_checkpoint_is_refused(tmp_path, monkeypatch, family, missing, again):
     folder = save(quantized(family), tmp_path / "m", "modelopt")
     tensors = load_file(folder / "model.safetensors")
