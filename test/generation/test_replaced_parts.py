@@ -24,8 +24,7 @@ from nvfp4_tensor.generation.graph_decoder import GraphDecoder
 from nvfp4_tensor.generation.step import NativeDecoder
 
 PROMPT = torch.arange(3, 11)[None]
-SEEDS = 1
-SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 16, "attention_bias": True}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "head_dim": 16, "attention_bias": True}
 
 
 def donor_of(model, seed):
@@ -244,11 +243,10 @@ def check(model, family, log):
 
 
 @pytest.mark.filterwarnings("ignore:tokens are decoded by transformers")
-@pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["op", "graph"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
-def test_random_replacements(family, on_cpu, seed):
-    rng = random.Random(f"{family} {on_cpu} {seed}")
+def test_random_replacements(family, on_cpu):
+    rng = random.Random(f"{family} {on_cpu}")
     model = tiny_model(family, tie_word_embeddings=False, **SIZES)
     decode_natively(model) if on_cpu else GraphDecoder(model).install()
     log, before, seen = [], None, 0
