@@ -1,0 +1,128 @@
+"""gpt-oss and Llama 4: experts are parameters (E, K, N), in files too.
+
+gpt-oss has gate and up interleaved, and MXFP4 in files; ModelOpt's files of Llama 4 have codes and block scales
+transposed.
+"""
+
+import filecmp
+import json
+
+import pytest
+import torch
+import transformers
+from helpers.random_models import random_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize, quantize_experts
+from nvfp4_tensor.checkpoints import parts_of
+from nvfp4_tensor.checkpoints.formats import modelopt
+from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig
+
+pytestmark = pytest.mark.slow
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "num_local_experts": 4, "dtype": "bfloat16",
+}  # fmt: skip
+EXPERTS = {"GptOss": "model.layers.1.mlp.experts.", "Llama4": "model.layers.1.feed_forward.experts."}
+NAMES = ("gate_up_proj", "down_proj")
+
+
+def small(family):
+    """gpt-oss has a square down_proj, whose shape does not show whether it is transposed."""
+    if family == "GptOss":
+        config = transformers.GptOssConfig(
+            **SIZES, intermediate_size=64, num_experts_per_tok=2, sliding_window=16, architectures=["GptOssForCausalLM"]
+        )
+    else:
+        config = transformers.Llama4TextConfig(
+            **SIZES, intermediate_size=96, intermediate_size_mlp=128, num_experts_per_tok=1, pad_token_id=0,
+            interleave_moe_layer_step=2, architectures=["Llama4ForCausalLM"],
+        )  # fmt: skip
+    return random_model(config)
+
+
+def in_mxfp4(name, t):
+    experts, columns, rows = t.shape
+    blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 124, (experts, rows, columns // 32), dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def in_nvfp4(name, t):
+    """With one per-tensor scale per parameter. The parameter gets the decoded values."""
+    weight = quantize(t.transpose(-2, -1).contiguous())
+    parts = parts_of(weight)
+    t.copy_(weight.dequantize().transpose(-2, -1))
+    scale = parts.scale.view(torch.uint8).transpose(-2, -1).contiguous().view(torch.float8_e4m3fn)
+    keys = name, f"{name}_weight_scale", f"{name}_weight_scale_2"
+    return dict(zip(keys, (parts.qdata.transpose(-2, -1).contiguous(), scale, parts.per_tensor_scale), strict=True))
+
+
+@pytest.fixture(params=EXPERTS)
+def published(request, tmp_path):
+    """Return (family, folder, the decoded model)."""
+    family, folder, tensors = request.param, tmp_path / "published", {}
+    model = small(family)
+    settings = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+    if family == "GptOss":
+        settings = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    for name, t in model.state_dict().items():
+        write = in_mxfp4 if family == "GptOss" else in_nvfp4
+        tensors |= write(name, t) if t.dim() == 3 else {name: t.clone()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | {"quantization_config": settings}))
+    if family == "GptOss":
+        decode = transformers.Mxfp4Config(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=decode, dtype=torch.bfloat16)
+    return family, folder, model
+
+
+@torch.no_grad()
+def test_published_files_are_read_and_written_again(published, tmp_path, ids):
+    family, folder, decoded = published
+    checkpoints.convert(folder, tmp_path / "nvfp4", to="modelopt", progress=False)
+    by_them = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4" if family == "GptOss" else folder)
+    for model in (by_them, checkpoints.load(small(family), folder, progress=False)):
+        for name, expected in decoded.named_parameters():
+            weight = model.get_parameter(name)
+            if any(name == EXPERTS[family] + each for each in NAMES):
+                assert isinstance(weight, NVFP4Tensor) and weight.transposed
+                weight = weight.dequantize()
+            if "experts" in name:
+                assert torch.equal(weight, expected), name
+        for implementation in ("grouped_mm", "eager") if family == "GptOss" else ("eager",):
+            logits = []
+            for each in (model, decoded):
+                each.set_experts_implementation(implementation)
+                logits.append(each(ids).logits)
+            torch.testing.assert_close(*logits, rtol=0.02, atol=0.02 if family == "GptOss" else 0.05)
+    by_them.save_pretrained(tmp_path / "saved")
+    checkpoints.save(by_them, tmp_path / "by us", progress=False)
+    written = tmp_path / "nvfp4/model.safetensors"
+    for again in ("saved", "by us", *(["published"] if family == "Llama4" else [])):
+        assert filecmp.cmp(written, tmp_path / again / "model.safetensors", shallow=False), again
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", EXPERTS)
+def test_quantized_while_loading_and_saved_as_modelopt_does(family, tmp_path, ids):
+    dense = small(family)
+    dense.save_pretrained(tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=NVFP4TensorConfig())
+    model.save_pretrained(tmp_path / "nvfp4")
+    tensors = load_file(tmp_path / "nvfp4/model.safetensors")
+    for name in NAMES:
+        weight, exact = (each.get_parameter(EXPERTS[family] + name) for each in (model, dense))
+        expected = quantize_experts(exact.detach().transpose(-2, -1).contiguous())
+        assert torch.equal(weight.transpose(-2, -1).qdata, expected.qdata) and weight.shape == exact.shape
+        if family == "Llama4":
+            keys, (experts, columns, rows) = modelopt.keys_of(EXPERTS[family] + name), exact.shape
+            assert tensors[keys["qdata"]].shape == (experts, columns // 2, rows)
+            assert tensors[keys["scale"]].shape == (experts, columns // 16, rows)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    logits, exact = model(ids).logits, dense(ids).logits
+    assert torch.equal(again(ids).logits, logits) and (logits - exact).norm() < 0.3 * exact.norm()
+    torch.testing.assert_close(logits, again.dequantize()(ids).logits, rtol=0.05, atol=0.05)
