@@ -37,3 +37,19 @@ def llama(tmp_path):
 @pytest.fixture
 def ids():
     return torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def trainer():
+    """Return make(model, folder, steps, **options), which returns transformers' Trainer on random texts."""
+
+    def make(model, folder, steps, **options):
+        data = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(3))
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=steps, per_device_train_batch_size=4, learning_rate=0.01, report_to=[], use_cpu=True,
+            disable_tqdm=True, logging_strategy="no", **options,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in data]
+        return transformers.Trainer(model, arguments, train_dataset=rows)
+
+    return make

@@ -5,7 +5,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 from torchao.quantization import quantize_
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, quantize
@@ -29,16 +29,6 @@ def adapted(model):
     return peft.get_peft_model(model, config)
 
 
-def trainer(model, folder, steps, **options):
-    data = torch.randint(96, (32, 12), generator=torch.Generator().manual_seed(3))
-    rows = [{"input_ids": row, "labels": row} for row in data]
-    arguments = TrainingArguments(
-        folder, max_steps=steps, per_device_train_batch_size=4, learning_rate=0.01, report_to=[], use_cpu=True,
-        disable_tqdm=True, logging_strategy="no", **options,
-    )  # fmt: skip
-    return Trainer(model, arguments, train_dataset=rows)
-
-
 def trained(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -58,7 +48,7 @@ def test_gradients_are_those_of_the_decoded_model(llama, ids):
     assert len(quantized(model)) == 14
 
 
-def test_trainer_trains_adapters_alone_and_resumes(llama, tmp_path):
+def test_trainer_trains_adapters_alone_and_resumes(llama, tmp_path, trainer):
     """A checkpoint has the adapters; training resumed from it ends like training without an interruption."""
     _, folder = llama()
     model = adapted(base(folder))
@@ -110,12 +100,12 @@ def test_merged_adapters_are_quantized_by_the_config(llama, tmp_path, ids):
     assert len(quantized(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))) == 14
 
 
-def test_a_quantized_model_alone_is_not_trained(llama, tmp_path):
+def test_a_quantized_model_alone_is_not_trained(llama, tmp_path, trainer):
     with pytest.raises(ValueError, match="attach trainable adapters"):
         trainer(base(llama()[1]), tmp_path, 1)
 
 
-def test_trainer_with_a_recipe(llama, tmp_path):
+def test_trainer_with_a_recipe(llama, tmp_path, trainer):
     """NVFP4TrainingConfig's linears keep dense weights, which Trainer saves, resumes and reloads as usual."""
     _, folder = llama()
 

@@ -14,8 +14,6 @@ from transformers import (
     MixtralConfig,
     NemotronHConfig,
     Qwen3MoeConfig,
-    Trainer,
-    TrainingArguments,
 )
 
 from nvfp4_tensor import quantize_experts, training
@@ -141,20 +139,11 @@ def test_refused():
         train_experts(model)
 
 
-def trainer(model, folder, steps):
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (16, 12), generator=torch.manual_seed(3))]
-    arguments = TrainingArguments(
-        folder, max_steps=steps, save_steps=2, per_device_train_batch_size=4, learning_rate=0.01, report_to=[],
-        use_cpu=True, disable_tqdm=True, logging_strategy="no",
-    )  # fmt: skip
-    return Trainer(model, arguments, train_dataset=rows)
-
-
 @pytest.mark.parametrize("name, recipe", [
     ("mixtral", None), ("qwen3_moe", Recipe(name="dense experts")), ("gpt_oss", Recipe(name="dense experts")),
     ("nemotron_h", None),
 ])  # fmt: skip
-def test_trainer_resumes_with_the_experts(tmp_path, name, recipe):
+def test_trainer_resumes_with_the_experts(tmp_path, name, recipe, trainer):
     """transformers' files name Mixtral's experts one by one; what was resumed ends like an uninterrupted training."""
 
     def fresh():
@@ -165,9 +154,9 @@ def test_trainer_resumes_with_the_experts(tmp_path, name, recipe):
         return model
 
     whole = fresh()
-    trainer(whole, tmp_path / "whole", 3).train()
+    trainer(whole, tmp_path / "whole", 3, save_steps=2).train()
     resumed = fresh()
-    trainer(resumed, tmp_path / "resumed", 3).train(str(tmp_path / "whole/checkpoint-2"))
+    trainer(resumed, tmp_path / "resumed", 3, save_steps=2).train(str(tmp_path / "whole/checkpoint-2"))
     for (key, expected), got in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(got, expected), key
 
