@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from helpers.texts import assert_writes_its_own, own_logits, relative_error, written
 from helpers.tiny_models import tiny_model
 from torchao.quantization import quantize_
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.generation import decode_natively
@@ -129,27 +129,6 @@ def test_a_text_goes_on(natively, steps):
     expected = own_logits(model, torch.cat((ids, more), 1))[:, -6:]
     assert steps[9:] == [254, 255, 257, 258, 259]  # position 256 moved the cache to larger buffers
     assert relative_error(torch.cat(logits, 1), expected).max() < 0.03
-
-
-def test_positions_and_static_caches(natively, steps):
-    """Positions that a caller gives, a static cache of transformers, and calls in inference mode."""
-    model = natively(tiny_model("Qwen3"))
-    ids, tokens = prompt(model, 2), prompt(model, 2, 6)
-    positions = torch.arange(14, device=model.device)[None] * 2
-    with torch.inference_mode():
-        growing = DynamicCache(config=model.config)  # without one, transformers takes such positions for two texts
-        expected = model(torch.cat((ids, tokens), 1), **{CACHE: growing}, position_ids=positions).logits[:, -6:].float()
-        for cache in (FixedCache(4, 20), StaticCache(model.config, 20)):
-            model(ids, **{CACHE: cache}, position_ids=positions[:, :8])
-            each = [
-                model(tokens[:, i : i + 1], **{CACHE: cache}, position_ids=positions[:, 8 + i : 9 + i]).logits
-                for i in range(6)
-            ]
-            assert relative_error(torch.cat(each, 1), expected).max() < 0.03
-            cache.crop(-1)
-            last = model(tokens[:, -1:], **{CACHE: cache}, position_ids=positions[:, -1:]).logits
-            assert torch.equal(last, each[-1]) and last.data_ptr() != each[-1].data_ptr()
-    assert steps == [*range(8, 14), 13] * 2
 
 
 def change_norm(model):

@@ -95,10 +95,11 @@ def test_what_it_leaves_to_transformers(way, natively, steps):
     plain, ids = restored(model), prompt(model, 2)
     padded = torch.ones_like(ids)
     padded[0, :3] = 0
+    assistant = natively(tiny_model("Llama", num_hidden_layers=1))
     sampled = {"do_sample": True, "num_return_sequences": 2} if way == "step" else {"num_beams": 2}
     for arguments in (
         {"attention_mask": padded}, {"num_beams": 2}, {"num_beams": 2, "num_return_sequences": 2}, sampled,
-        {"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny_model("Llama", num_hidden_layers=1).to(ids.device)},
+        {"prompt_lookup_num_tokens": 2}, {"assistant_model": assistant},
         {"output_hidden_states": True}, {"output_attentions": True}, {"cache_implementation": "dynamic"},
         {"use_cache": False}, {CACHE: lambda: transformers.DynamicCache(config=model.config)},
         {CACHE: lambda: nvfp4_cache(model.config)},
@@ -166,6 +167,28 @@ def test_the_cache_under_both_names(name, natively, steps):
     assert torch.equal(torch.cat([each.logits for each in outputs], 1).float(), expected[:, 1:])
     coded = nvfp4_cache(model.config)
     assert model.generate(ids, **{name: coded}, **OPTIONS).shape[1] == 12 and coded.get_seq_length() == 11
+
+
+def test_positions_and_static_caches(way, natively, steps):
+    """Positions that a caller gives, a static cache of transformers, and calls in inference mode."""
+    model, batch = natively(tiny_model("Qwen3")), 1 if way == "step" else 2
+    ids, tokens = prompt(model, batch), prompt(model, batch, 6)
+    positions = torch.arange(14, device=model.device)[None] * 2
+    with torch.inference_mode():
+        growing = transformers.DynamicCache(config=model.config)  # without one, transformers takes these for two texts
+        expected = model(torch.cat((ids, tokens), 1), **{CACHE: growing}, position_ids=positions).logits[:, -6:].float()
+        for cache in (FixedCache(4, 20), transformers.StaticCache(model.config, 20)):
+            model(ids, **{CACHE: cache}, position_ids=positions[:, :8])
+            each = [
+                model(tokens[:, i : i + 1], **{CACHE: cache}, position_ids=positions[:, 8 + i : 9 + i]).logits
+                for i in range(6)
+            ]
+            assert relative_error(torch.cat(each, 1), expected).max() < 0.03
+            if isinstance(cache, FixedCache):  # static ones are croppable from transformers 5.24 on
+                cache.crop(-1)
+                last = model(tokens[:, -1:], **{CACHE: cache}, position_ids=positions[:, -1:]).logits
+                assert torch.equal(last, each[-1]) and last.data_ptr() != each[-1].data_ptr()
+    assert steps == [*range(8, 14), 13, *range(8, 14)]
 
 
 def test_own_forwards_after_native_tokens_in_a_static_cache(natively, steps):

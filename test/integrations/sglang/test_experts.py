@@ -197,15 +197,10 @@ def test_loading_into_a_served_layer_is_refused():
         parameter.weight_loader(parameter, codes, "experts.w13_weight", shard_id="w1", expert_id=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"activation": "gelu"}, "activation gelu"),
-        ({"swiglu_limit": 7.0}, "clamped"),
-        ({"with_bias": True}, "bias"),
-        ({"no_combine": True}, "sums itself"),
-    ],
-)
+@pytest.mark.parametrize("options, reason", [
+    ({"activation": "gelu"}, "activation gelu"), ({"swiglu_limit": 7.0}, "clamped"), ({"with_bias": True}, "bias"),
+    ({"no_combine": True}, "sums itself"), ({"num_fused_shared_experts": 1}, "fused with others"),
+])  # fmt: skip
 def test_layers_that_stay_with_sglang(options, reason):
     from nvfp4_tensor.integrations.sglang import experts
 
@@ -225,7 +220,10 @@ def test_processes_that_stay_with_sglang(monkeypatch, field, value, reason):
 
     found = RuntimeContext.config_leaf
     monkeypatch.setattr(RuntimeContext, "config_leaf", lambda self, name: value if name == field else found(self, name))
-    assert reason in experts.process_not_served()
+    said = []
+    monkeypatch.setattr(experts, "tell", lambda why, what: said.append((why, what)))
+    assert not layer_of("nvfp4a16").method.served
+    assert said == [(experts.process_not_served(), "experts")] and reason in said[0][0]
 
 
 def test_sglang_looks_up_our_classes():
