@@ -113,7 +113,11 @@ def test_what_it_leaves_to_transformers(way, natively, steps):
         assert torch.equal(*got), arguments
     with torch.autocast(model.device.type, torch.float16):
         assert torch.isfinite(written(model, ids[:1], 3)[1]).all()
-    model.generate(prompt(model, 17 if way != "step" else 2), **OPTIONS)
+    many, cache = prompt(model, 17 if way != "step" else 2), FixedCache(4, 20)
+    model.generate(many, **OPTIONS)
+    with torch.no_grad():
+        for part in many.split([7, 1], 1):
+            model(part, **{CACHE: cache})
     assert not steps
     model.generate(ids[:1], **OPTIONS)
     assert steps == [8, 9, 10]
