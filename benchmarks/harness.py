@@ -357,35 +357,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
-def bars(path: Path, title: str, subjects: Sequence[dict]) -> bool:
-    """Save a PNG of the share of the copy bandwidth, time and peers of each subject; return False without matplotlib.
-
-    subjects: dicts with name, median, share and times ({peer: factor}).
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(10, 0.4 * len(subjects) + 1.4), layout="constrained")
-    shares = [100 * subject["share"] for subject in subjects]
-    colors = ["#3b6ea5" if "stochastic" in subject["name"] else "#7aa874" for subject in subjects]
-    axes.barh([subject["name"] for subject in subjects], shares, color=colors)
-    for i, subject in enumerate(subjects):
-        times = "".join(f", {factor:.3g}x {peer}" for peer, factor in subject["times"].items())
-        axes.text(shares[i] + 0.7, i, seconds(subject["median"]) + times, va="center", fontsize=8)
-    axes.axvline(100, color="black", linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(135.0, *(share + 35 for share in shares)))
-    axes.set_xlabel("bytes that must move, in % of the measured copy bandwidth")
-    axes.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return True
-
-
 class Report:
     """Prints lines immediately unless it is quiet, and keeps the text for :func:`save`."""
 

@@ -179,35 +179,55 @@ def random_model(
     return model.eval().requires_grad_(False)
 
 
-def smollm2(config: AOBaseConfig | None, length: int, device: torch.device) -> tuple[Llama, Tensor]:
-    """Return SmolLM2-135M-Instruct, and the first ``length`` tokens of a text, int64."""
-    from nvfp4_cli.demo.model import evaluation_tokens, load_model
+class Generator:
+    """Greedy generation with static shapes: one token buffer, one cache, and on CUDA one graph per step."""
 
-    source, tokenizer = load_model()
-    model = from_transformers(source, SMOLLM2_135M).to(device)
-    if config is not None:
-        quantize_(model, config)
-    return model.eval().requires_grad_(False), evaluation_tokens(tokenizer, length).to(device)
+    def __init__(self, model: Llama, prompt: Tensor, count: int) -> None:
+        """prompt: int64 (B, T). count: number of tokens that :meth:`generate` adds."""
+        self.model, self.prompt, self.count = model, prompt, count
+        batch, length = prompt.shape
+        self.tokens = torch.nn.functional.pad(prompt, (0, count))
+        self.positions = torch.arange(length, device=prompt.device)
+        self.position = self.positions.new_full((1,), length)
+        self.caches = model.new_caches(batch, length + count)
+        self.prefill()
+        self.advance = self._capture() if prompt.is_cuda else self.step
 
+    @torch.no_grad()
+    def prefill(self) -> None:
+        """Run the prompt and choose the first token."""
+        logits = self.model(self.prompt, self.positions, self.caches)
+        length = self.prompt.shape[1]
+        self.tokens[:, length : length + 1] = self.model.choose(logits)
+        self.position.fill_(length)
 
-def from_transformers(source: nn.Module, shape: Shape) -> Llama:
-    """Copy the weights of transformers' LlamaForCausalLM to a Llama; a tied head becomes a separate parameter."""
-    model = Llama(shape).to(next(source.parameters()).dtype)
-    state = dict(source.state_dict())
-    renamed = {
-        "embedding.weight": state["model.embed_tokens.weight"],
-        "norm.weight": state["model.norm.weight"],
-        "head.weight": state["lm_head.weight"],
-    }
-    for i in range(shape.layers):
-        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        renamed |= {
-            f"layers.{i}.qkv.weight": torch.cat([state[f"{attention}{name}_proj.weight"] for name in "qkv"]),
-            f"layers.{i}.out.weight": state[attention + "o_proj.weight"],
-            f"layers.{i}.gate_up.weight": torch.cat([state[f"{mlp}{name}_proj.weight"] for name in ("gate", "up")]),
-            f"layers.{i}.down.weight": state[mlp + "down_proj.weight"],
-            f"layers.{i}.attention_norm.weight": state[f"model.layers.{i}.input_layernorm.weight"],
-            f"layers.{i}.ffn_norm.weight": state[f"model.layers.{i}.post_attention_layernorm.weight"],
-        }
-    model.load_state_dict(renamed)
-    return model
+    @torch.no_grad()
+    def step(self) -> None:
+        """Run the token at ``position`` and choose the next one."""
+        token = self.tokens.index_select(1, self.position)
+        logits = self.model(token, self.position, self.caches)
+        self.position += 1
+        self.tokens.index_copy_(1, self.position, self.model.choose(logits))
+
+    def decode(self) -> None:
+        """Choose the tokens after the first, in ``count`` - 1 steps."""
+        self.position.fill_(self.prompt.shape[1])
+        for _ in range(self.count - 1):
+            self.advance()
+
+    def generate(self) -> Tensor:
+        """Return the prompt followed by ``count`` tokens, (B, T + count)."""
+        self.prefill()
+        self.decode()
+        return self.tokens
+
+    def _capture(self):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step()  # compiles, and lets libraries take their workspaces
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay

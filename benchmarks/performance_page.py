@@ -123,18 +123,6 @@ def products(kind: str) -> str:
     return table(rows_of_x(result), rows)
 
 
-def quantized_activations() -> str:
-    result = load("h200", "matmul")
-    rows = []
-    for run in result["runs"]:
-        for kind, title in KINDS.items():
-            length = run["chain_length"] if kind == "chain" else 1
-            medians = [(case["w4a4"]["median"], case["nvfp4"]["median"]) for case in run[kind]]
-            cells = [f"{1e6 * (w4a4 - w4a16) / length:.1f} ({100 * (w4a4 / w4a16 - 1):.0f})" for w4a4, w4a16 in medians]
-            rows.append([f"{name_of(run['shape'])}, {title}", *cells])
-    return table(rows_of_x(result, "us (%) more; rows of x"), rows)
-
-
 def published() -> str:
     result = load("h200", "matmul_published")
     lines = []
@@ -233,33 +221,7 @@ def generation(machine: str, model: str) -> str:
     return "\n\n".join(tables)
 
 
-def generate(machine: str) -> str:
-    rows = []
-    result = load(machine, "generate")
-    for run in result["runs"]:
-        for row in run["rows"]:
-            graph = row["prefill_graph"]
-            prompt = (graph["median"], row["prefill_graph_times"]) if graph else (
-                row["first_token"], row["first_token_times"])  # fmt: skip
-            name = f"{MODELS[run['model']]}, {run['shape']['layers']} layers, {row['recipe']}"
-            speed = [digits(row["tokens_per_second"]), times(row["times"])]
-            memory = [f"{row['linear_bytes'] / 1e9:.3f} GB", f"{row['linear_ratio']:.3f}"]
-            rows.append([name, *speed, seconds(prompt[0]), times(prompt[1]), *memory])
-    prompt_is = f"prompt of {result['runs'][0]['prompt']}"
-    return table(["", "tokens/s", "x bf16", prompt_is, "x bf16", "linears", "of bf16"], rows)
-
-
-def prompt_from_python() -> str:
-    rows = load("h200", "generate")["runs"][0]["rows"][1:]
-    return ", ".join(f"{times(row['first_token_times'])} ({row['recipe']})" for row in rows)
-
-
-def peak_memory() -> str:
-    peaks = {row["recipe"]: f"{row['peak_bytes'] / 1e9:.2f} GB" for row in load("h200", "generate")["runs"][0]["rows"]}
-    return f"{peaks['weight-only']} instead of bfloat16's {peaks['bf16']}"
-
-
-# --- quantize, rounding ----------------------------------------------------------------------------------------------
+# --- quantize ----------------------------------------------------------------------------------------------
 
 
 def quantize(machine: str, subject: str = "quantize") -> str:
@@ -277,30 +239,6 @@ def quantize(machine: str, subject: str = "quantize") -> str:
     return "\n\n".join(tables)
 
 
-def host() -> str:
-    rows: dict[str, list[str]] = {}
-    machines = ("h200", "cpu")
-    for column, machine in enumerate(machines):
-        for name, value in (load(machine, "quantize")["host"] | load(machine, "matmul").get("host", {})).items():
-            rows.setdefault(name, [""] * len(machines))[column] = f"{1e6 * value:.1f}"
-    return table(["us", "host of the H200", "2 cores, no GPU"], [[name, *cells] for name, cells in rows.items()])
-
-
-def rounding() -> str:
-    by_spec: dict[str, list[float]] = {}
-    for finding in load("h200", "stochastic_rounding")["findings"]:
-        by_spec.setdefault(finding["spec"], []).append(abs(finding["z"]))
-    rows = [[spec, str(len(zs)), times(max(zs))] for spec, zs in by_spec.items()]
-    rows.append(["all", str(sum(map(len, by_spec.values()))), times(max(map(max, by_spec.values())))])
-    return table(["spec", "checks", "largest abs. z"], rows)
-
-
-def faults() -> str:
-    found = load("h200", "stochastic_rounding")["faults"]
-    rows = [[f["fault"], str(f["checks"]), str(f["failed"]), f["check"] if f["failed"] else ""] for f in found]
-    return table(["fault", "checks", "failed", "the worst of them"], rows)
-
-
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -309,22 +247,6 @@ def branched_recipes() -> str:
     if not measured("h200", "training_quality_25m_last_0.25"):
         return ""
     return recipe_table.summary(load("h200", "training_quality_25m_last_0.25")["runs"])
-
-
-def launching() -> str:
-    """Return a step of small models by the way it is launched, relative to bfloat16's."""
-    if not measured("h200", "training_launching"):
-        return ""
-    result, rows = load("h200", "training_launching"), []
-    for width, by_way in result["launching"].items():
-        tokens = f"{2**23 // int(width):,}"
-        rows.append([f"{width}, {tokens}", "bf16", *(seconds(taken["bf16"]) for taken in by_way.values())])
-        recipes = [name for name in next(iter(by_way.values())) if name != "bf16"]
-        rows += [["", name, *(times(each[name] / each["bf16"]) for each in by_way.values())] for name in recipes]
-    ways = list(next(iter(result["launching"].values())))
-    host = [[name, seconds(taken), times(taken / result["host"]["bf16"])] for name, taken in result["host"].items()]
-    linear = table(["host time of a linear's eager step", "time", "of bf16"], host)
-    return f"{table(['width, tokens', 'recipe', *ways], rows)}\n\n{linear}"
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -353,21 +275,15 @@ def page() -> str:
     """Return the text of docs/performance.md."""
     return string.Template(measured_sections(TEMPLATE.read_text()).rstrip() + "\n").substitute(
         source_products=source(load("h200", "matmul")),
-        products_single=products("single"),
         products_chain=products("chain"),
         source_published=source(load("h200", "matmul_published")),
         published=published(),
-        quantized_activations=quantized_activations(),
         source_gradients=source(load("h200", "matmul_gradients")),
         gradients=gradients(),
         source_experts=source(load("h200", "experts"), load("h200", "experts_skewed")),
         experts=experts(),
         source_generation=source_if_measured("h200", "generation_llama-8b"),
         generation=generation("h200", "llama-8b"),
-        source_generate=source(load("h200", "generate")),
-        generate=generate("h200"),
-        prompt_from_python=prompt_from_python(),
-        peak_memory=peak_memory(),
         source_quantize=source(load("h200", "quantize")),
         quantize=quantize("h200"),
         source_quantize_cpu=source(load("cpu", "quantize")),
@@ -376,16 +292,8 @@ def page() -> str:
         products_cpu=products_cpu(),
         source_products_amx=source_if_measured("cpu", "matmul_intel"),
         products_amx=products_amx(),
-        source_generate_cpu=source(load("cpu", "generate")),
-        generate_cpu=generate("cpu"),
-        host=host(),
-        source_rounding=source(load("h200", "stochastic_rounding")),
-        rounding=rounding(),
-        faults=faults(),
         source_branched=source_if_measured("h200", "training_quality_25m_last_0.25"),
         branched_recipes=branched_recipes(),
-        source_launching=source_if_measured("h200", "training_launching"),
-        launching=launching(),
     )
 
 

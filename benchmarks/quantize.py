@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -240,19 +239,6 @@ def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: 
     return {"copy": limit.bandwidth, "copied_by": limit.name, "subjects": show(report, items, timings, present)}
 
 
-def compare_runs(report: harness.Report, runs: list[dict]) -> None:
-    """Print the time per element of each subject for each shape and thread count, if there are several."""
-    if len(runs) < 2:
-        return
-    header = ["ns an element", *(f"{run['shape'][0]}x{run['shape'][1]}, {run['threads']} thr." for run in runs)]
-    names = [subject["name"] for subject in runs[0]["subjects"]]
-    rows = [
-        [name, *(f"{run['subjects'][i]['median'] / math.prod(run['shape']) * 1e9:.4g}" for run in runs)]
-        for i, name in enumerate(names)
-    ]
-    report("\n" + harness.table(header, rows))
-
-
 # --- host time -------------------------------------------------------------------------------------------------------
 
 
@@ -303,17 +289,10 @@ def main() -> None:
         x = torch.randn(rows, columns, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
         run = {"shape": [rows, columns], "threads": threads, **time_all(report, x, arguments.peers, repeats)}
         content["runs"].append(run)
-    compare_runs(report, content["runs"])
     content["host"] = host_times(device, dtype)
     report("\nhost time of one eager call, 64x64")
     report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
-    path = harness.result_path(device, "quantize", arguments.out)
-    harness.save(path, content, report.text)
-    largest = max(content["runs"], key=lambda run: (math.prod(run["shape"]), run["threads"]))
-    size = "x".join(map(str, largest["shape"]))
-    title = f"{size} {arguments.dtype}, {where}, copy {largest['copy'] / 1e9:.0f} GB/s"
-    if not harness.bars(path.with_suffix(".png"), title, largest["subjects"]):
-        print("no picture: matplotlib is not installed")
+    harness.save(harness.result_path(device, "quantize", arguments.out), content, report.text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python -m benchmarks.speed.decode_cpu                       # both models, 2 threads
     python -m benchmarks.speed.decode_cpu --models smollm2 --rounds 3
-    python -m benchmarks.speed.decode_cpu --way compiled        # by torch.compile in place of decode_natively
 
 Needs llama-cpp-python, built from source (pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36). Its files
 are written by us: `nvfp4` has the codes and scales that our model holds, `Q4_0` is made by llama.cpp's own quantizer of
@@ -39,16 +38,13 @@ from torch import Tensor, nn
 from torchao.quantization import quantize_
 
 from benchmarks.harness import Report, at_least, record, result_path, save, table
-from nvfp4_cli.demo.model import evaluation_tokens, load_model
+from nvfp4_cli.demo.model import load_model
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.generation.step import NativeDecoder, decode_natively
-from nvfp4_tensor.testing.model_quality import perplexity
 
 MODELS = ("smollm2", "llama-1b", "tiny")
-WAYS = ("native", "compiled", "eager")
-"""Of a token: all layers by one op, or torch's operators, compiled or not."""
-PROMPT, PERPLEXITY_TOKENS, WINDOW = 32, 4096, 1024
+PROMPT = 32
 LLAMA_1B = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
@@ -90,39 +86,21 @@ class Clock:
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def generate_with(model: nn.Module, way: str) -> Contender:
-    """transformers' `generate` with a static cache, in one of WAYS."""
-    settings = {"native": native, "compiled": compiled, "eager": lambda _: {}}[way](model)
+def generate_with(model: nn.Module) -> Contender:
+    """transformers' `generate` with a static cache, natively. Models of one `model.model` share what that changes."""
+    if not isinstance(model.model.forward, NativeDecoder):
+        decode_natively(model)
 
     def run(prompt: Tensor, count: int) -> Run:
         clock = Clock()
         ids = model.generate(
             prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=count, do_sample=False,
-            cache_implementation="static", stopping_criteria=[clock], **settings,
+            cache_implementation="static", stopping_criteria=[clock],
         )  # fmt: skip
         (start, cpu_start), (end, cpu_end) = clock.marks[0], clock.marks[-1]
         return Run(end - start, cpu_end - cpu_start, ids[0, len(prompt) :].tolist())
 
     return run
-
-
-def native(model: nn.Module) -> dict[str, Any]:
-    """Models of one `model.model` share what decode_natively does to it."""
-    if not isinstance(model.model.forward, NativeDecoder):
-        decode_natively(model)
-    return {}
-
-
-def compiled(model: nn.Module) -> dict[str, Any]:
-    from transformers import CompileConfig
-
-    # One query over 128 keys of SmolLM2: 131 us by scaled_dot_product_attention in bfloat16, 45 by two products.
-    model.set_attn_implementation("eager")
-    # Weights do not change between tokens: their guards are left out.
-    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    config = CompileConfig(fullgraph=True, dynamic=False, mode=None, options=options)
-    config._compile_all_devices = True  # unless told to, transformers compiles for GPUs only
-    return {"compile_config": config}
 
 
 # --- llama.cpp -------------------------------------------------------------------------------------------------------
@@ -230,7 +208,7 @@ def stored(t: Tensor) -> int:
 
 
 def race(runs: dict[str, Contender], prompt: Tensor, count: int, rounds: int) -> dict[str, list[Run]]:
-    """Every contender once uncounted (it compiles, and maps its file), then in turn."""
+    """Every contender once uncounted (it maps its file), then in turn."""
     for run in runs.values():
         run(prompt, count)
     taken: dict[str, list[Run]] = {name: [] for name in runs}
@@ -241,17 +219,15 @@ def race(runs: dict[str, Contender], prompt: Tensor, count: int, rounds: int) ->
 
 
 def run_model(report: Report, name: str, threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One model: tokens a second of all contenders, and for a real one perplexities, once."""
+    """One model: tokens a second of all contenders."""
     torch.set_num_threads(threads)
-    torch._dynamo.reset()  # compiled code has a number of threads of its own
     length = PROMPT + arguments.tokens
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         things = dict(contenders(name, Path(folder)))
         gc.collect()
         sizes = {each: bytes_read(thing) for each, thing in things.items()}
-        models = {each: thing for each, thing in things.items() if isinstance(thing, nn.Module)}
         runs: dict[str, Contender] = {
-            each: generate_with(thing, arguments.way) if each in models else Llama(thing, threads, length)
+            each: Llama(thing, threads, length) if isinstance(thing, Path) else generate_with(thing)
             for each, thing in things.items()
         }
         prompt = torch.arange(1000, 1000 + PROMPT)
@@ -262,12 +238,7 @@ def run_model(report: Report, name: str, threads: int, arguments: argparse.Names
             for run in runs.values():
                 if isinstance(run, Llama):
                     run.close()
-        found = (
-            perplexities(models)
-            if name == "smollm2" and threads == arguments.threads[0] and not arguments.quick
-            else {}
-        )
-    rows = [_row(each, taken[each], taken[same_weights(each)], sizes[each], found.get(each)) for each in things]
+    rows = [_row(each, taken[each], taken[same_weights(each)], sizes[each]) for each in things]
     report(
         f"\n{name}: {PROMPT} tokens read, {arguments.tokens} written, batch 1, threads: {threads}, median of "
         f"{arguments.rounds}; load before: {load:.1f}"
@@ -281,16 +252,10 @@ def same_weights(name: str) -> str:
     return "llama.cpp, NVFP4, head" if name.endswith(", head") else "llama.cpp, NVFP4"
 
 
-def perplexities(models: dict[str, nn.Module]) -> dict[str, float]:
-    """Of our models, eager: llama.cpp's weights are the same."""
-    tokens = evaluation_tokens(load_model()[1], PERPLEXITY_TOKENS)
-    return {name: perplexity(model, tokens, WINDOW) for name, model in models.items()}
+HEAD = ("", "tokens/s", "quartiles", "x llama.cpp", "cpu ms", "x", "MB/token", "GB/s")
 
 
-HEAD = ("", "tokens/s", "quartiles", "x llama.cpp", "cpu ms", "x", "MB/token", "GB/s", "perplexity")
-
-
-def _row(name: str, runs: list[Run], base: list[Run], nbytes: int, found: float | None) -> dict[str, Any]:
+def _row(name: str, runs: list[Run], base: list[Run], nbytes: int) -> dict[str, Any]:
     rates = sorted((len(run.tokens) - 1) / run.seconds for run in runs)
     cpu = statistics.median(run.cpu / (len(run.tokens) - 1) for run in runs)
     of_base = statistics.median((len(run.tokens) - 1) / run.seconds for run in base)
@@ -300,7 +265,6 @@ def _row(name: str, runs: list[Run], base: list[Run], nbytes: int, found: float 
     return {
         "name": name, "tokens_per_second": rate, "low": low, "high": high, "of_llama": rate / of_base, "rates": rates,
         "cpu_seconds": cpu, "cpu_of_llama": cpu_of_base / cpu, "bytes": nbytes, "bandwidth": nbytes * rate,
-        "perplexity": found,
     }  # fmt: skip
 
 
@@ -309,7 +273,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["name"], f"{row['tokens_per_second']:.4g}", f"{row['low']:.4g} to {row['high']:.4g}",
         f"{row['of_llama']:.2f}", f"{1e3 * row['cpu_seconds']:.2f}", f"{row['cpu_of_llama']:.2f}",
         f"{row['bytes'] / 1e6:.1f}", f"{row['bandwidth'] / 1e9:.1f}",
-        "" if row["perplexity"] is None else f"{row['perplexity']:.3f}",
     ]  # fmt: skip
 
 
@@ -319,17 +282,16 @@ def main() -> None:
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[2])
     parser.add_argument("--tokens", type=at_least(2), default=32, help="tokens written, the first by prefill")
     parser.add_argument("--rounds", type=at_least(1), default=7)
-    parser.add_argument("--way", choices=WAYS, default="native", help="how our models decode")
-    parser.add_argument("--quick", action="store_true", help="SmolLM2 alone, 8 tokens, one round, no perplexity")
+    parser.add_argument("--quick", action="store_true", help="SmolLM2 alone, 8 tokens, one round")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.models, arguments.tokens, arguments.rounds = ["smollm2"], 8, 1
     version = importlib.metadata.version("llama_cpp_python")
     device, report = torch.device("cpu"), Report()
-    content = record(device, llama_cpp=version, way=arguments.way, runs=[])
+    content = record(device, llama_cpp=version, runs=[])
     where = f"{content['machine']['processor']}, native: {content['native']['cpu']}"
-    report(f"{where}, llama-cpp-python {version}, ours: {arguments.way}")
+    report(f"{where}, llama-cpp-python {version}")
     subject = "_".join(["decode_cpu", *(arguments.models if len(arguments.models) == 1 else [])])
     for name, threads in itertools.product(arguments.models, arguments.threads):
         content["runs"].append(run_model(report, name, threads, arguments))

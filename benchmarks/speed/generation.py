@@ -42,9 +42,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness, peers
-from benchmarks.generate import Generator
 from benchmarks.harness import at_least
-from benchmarks.llama import Llama, Shape, random_model
+from benchmarks.llama import Generator, Llama, Shape, random_model
 from benchmarks.speed.stock_llama import (
     SHAPES,
     WEIGHTS,
@@ -169,7 +168,7 @@ class EagerPrompt(Generator):
 
 
 def in_a_graph(model: Llama, prompt: Tensor, count: int) -> Run:
-    """Return the generation of benchmarks/generate.py for exactly ``count`` tokens."""
+    """Return the generation of benchmarks/llama.py for exactly ``count`` tokens."""
     generator = EagerPrompt(model, prompt, count)
 
     def run(_: int) -> Taken:

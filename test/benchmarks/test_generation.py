@@ -1,4 +1,4 @@
-"""The benchmark of generation: stock models, their bytes, greedy text by every way, and the report."""
+"""The benchmarks of generation: what each row multiplies and reads, greedy text by every way, and the reports."""
 
 import dataclasses
 import json
@@ -7,14 +7,16 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torchao.quantization import quantize_
 
-from benchmarks import peers
-from benchmarks.llama import random_model
-from benchmarks.speed import generation, stock_llama
-from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig
+from benchmarks import llama, peers
+from benchmarks.llama import Generator, Llama, Shape, random_model
+from benchmarks.speed import decode_cpu, generation, stock_llama
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor
 from nvfp4_tensor.sizes import stored_bytes
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+
 pytestmark = pytest.mark.slow
 
 TINY = stock_llama.SHAPES["tiny"]
@@ -22,33 +24,90 @@ LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 CPU = torch.device("cpu")
 
 
+def all_logits(model: Llama, tokens: torch.Tensor, start: int) -> torch.Tensor:
+    """Logits behind each token from ``start`` - 1 on, (B, T - start + 1, vocab): one prefill, then token by token."""
+    positions, caches = torch.arange(tokens.shape[1]), model.new_caches(*tokens.shape)
+    with torch.no_grad():
+        steps = [model(tokens[:, :start], positions[:start], caches)]
+        steps += [model(tokens[:, i : i + 1], positions[i : i + 1], caches) for i in range(start, tokens.shape[1])]
+    return torch.stack(steps, dim=1)
+
+
+def as_ours(source: nn.Module, shape: Shape) -> Llama:
+    """The weights of transformers' LlamaForCausalLM in the model of benchmarks/llama.py, which joins some."""
+    state, renamed = source.state_dict(), {}
+    joined = {"qkv": [f"self_attn.{name}_proj" for name in "qkv"], "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+              "out": ["self_attn.o_proj"], "down": ["mlp.down_proj"], "attention_norm": ["input_layernorm"],
+              "ffn_norm": ["post_attention_layernorm"]}  # fmt: skip
+    for i in range(shape.layers):
+        for name, parts in joined.items():
+            stems = [f"model.layers.{i}.{part}.weight" for part in parts]
+            renamed[f"layers.{i}.{name}.weight"] = torch.cat([state[stem] for stem in stems])
+    outside = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    renamed |= {f"{name}.weight": state[f"{theirs}.weight"] for name, theirs in outside.items()}
+    model = Llama(shape).eval()
+    model.load_state_dict(renamed)
+    return model
+
+
+def test_the_baseline_is_transformers_llama():
+    """Token by token, with the cache."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, rms_norm_eps=1e-5, initializer_range=0.2,
+    )  # fmt: skip
+    source = transformers.LlamaForCausalLM(config).eval()
+    shape, tokens = Shape(2, 64, 4, 2, 16, 96, 96, 10_000.0), torch.randint(96, (2, 10))
+    with torch.no_grad():
+        expected = source(tokens).logits
+    got = as_ours(source, shape)
+    for start in (1, 6):
+        torch.testing.assert_close(all_logits(got, tokens, start), expected[:, start - 1 :], rtol=1e-4, atol=1e-4)
+    assert torch.equal(got.choose(expected[0]), expected[0].argmax(-1, keepdim=True))
+    with torch.device("meta"):
+        block, large = llama.Block(llama.LLAMA_8B), llama.LLAMA_8B
+    parameters = large.layers * sum(p.numel() for p in block.parameters())
+    assert parameters + 2 * large.vocab * large.hidden + large.hidden == 8_030_261_248
+
+
+def test_compiled_equals_eager(device):
+    """And on CUDA the graph of a step gives what the step itself gives."""
+    shape = Shape(2, 64, 4, 2, 16, 96, 96, 10_000.0)
+    torch.manual_seed(0)
+    model = random_model(shape, NVFP4Config(), torch.device(device), torch.float32)
+    assert all(isinstance(linear.weight, NVFP4Tensor) for linear in model.linears())
+    tokens = torch.randint(96, (2, 8), device=device)
+    eager = Generator(model, tokens, 4)
+    eager.advance = eager.step
+    expected = eager.generate().clone()
+    model.compile_parts()
+    counter = torch._dynamo.utils.counters["stats"]
+    before = counter["unique_graphs"]
+    generator = Generator(model, tokens, 4)
+    for _ in range(2):
+        assert torch.equal(generator.generate(), expected)
+    assert counter["unique_graphs"] - before == 7, "blocks, before and behind them: two graphs each; the choice"
+
+
+# --- stock models ----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("weights", stock_llama.WEIGHTS)
 def test_weights_are_what_the_row_says(weights):
     model = stock_llama.stock_llama(TINY, weights, CPU)
-    kinds = {
-        name.rpartition(".")[2]: module.weight for name, module in model.named_modules() if hasattr(module, "weight")
-    }
+    kinds = {name.rpartition(".")[2]: m.weight for name, m in model.named_modules() if hasattr(m, "weight")}
     assert all(isinstance(kinds[name], NVFP4Tensor) == (weights != "bf16") for name in LINEARS)
     assert isinstance(kinds["lm_head"], NVFP4Tensor) == (weights == "NVFP4, head")
-    assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    assert len(linears) == 7 * TINY.layers + 1
     cache = 2 * 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 100 * 3
     assert stock_llama.bytes_of_a_token(model, 100, 3) == sum(map(stored_bytes, linears)) + cache
-
-
-def test_a_twin_shares_weights_and_gives_the_same_logits():
-    model = stock_llama.stock_llama(TINY, "NVFP4", CPU)
-    other = stock_llama.twin(model)
-    ids = stock_llama.random_prompt(TINY, 2, 6, CPU)
+    other, ids = stock_llama.twin(model), stock_llama.random_prompt(TINY, 2, 6, CPU)
     assert torch.equal(other(ids).logits, model(ids).logits)
     assert other.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
-    q, again = (each.model.layers[0].self_attn.q_proj.weight for each in (model, other))
-    assert again.qdata.data_ptr() == q.qdata.data_ptr()
 
 
-@pytest.mark.parametrize("way", ["eager", "static", "native", "stream"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("way", "batch"), [("eager", 2), ("static", 1), ("native", 2), ("stream", 1)])
 def test_every_way_writes_greedy_text(device, way, batch):
     if device == "cuda" and way == "static":
         pytest.skip("compiles")
@@ -63,25 +122,19 @@ def test_every_way_writes_greedy_text(device, way, batch):
         ids = torch.cat([ids, token[:, None]], dim=1)
 
 
-def test_int4_is_a_peer_by_its_bytes():
-    model = random_model(TINY, None, CPU)
-    dense = peers.linear_bytes(model)
-    assert dense == 2 * sum(linear.weight.numel() for linear in model.linears())
-    nvfp4 = random_model(TINY, NVFP4WeightOnlyConfig(), CPU)
-    assert peers.linear_bytes(nvfp4) == sum(stored_bytes(linear.weight) for linear in nvfp4.linears()) < 0.3 * dense
-
-
 @pytest.mark.parametrize(("factor", "wrong"), [(1.05, False), (1.5, True)])
 def test_a_peer_with_wrong_products_is_an_error(monkeypatch, factor, wrong):
     def scaled(model):
         model.layers[0].qkv.weight.mul_(factor)
 
     monkeypatch.setitem(peers.MODELS, "scaled", scaled)
+    model = random_model(TINY, None, CPU)
     if not wrong:
-        peers.convert(random_model(TINY, None, CPU), "scaled")
+        peers.convert(model, "scaled")
+        assert peers.linear_bytes(model) == 2 * sum(linear.weight.numel() for linear in model.linears())
         return
     with pytest.raises(ValueError, match=r"its product is off by 0\.5"):
-        peers.convert(random_model(TINY, None, CPU), "scaled")
+        peers.convert(model, "scaled")
 
 
 @pytest.mark.gpu
@@ -99,61 +152,30 @@ def test_int4_multiplies_by_rounded_weights(peer):
     assert (peers.linear_bytes(model) < 0.35 * peers.linear_bytes(dense)) == peer.endswith("head")
 
 
-def test_the_report(monkeypatch, tmp_path, capsys):
-    arguments = ["--device", "cpu", "--model", "tiny", "--prompt", "4", "--tokens", "4", "--rounds", "2", "--eager"]
-    arguments += ["--batch", "1", "2", "--out", str(tmp_path), "--ways"]
-
-    def rows(*more: str) -> dict[str, dict]:
-        monkeypatch.setattr(sys, "argv", ["generation", *arguments, *more])
-        generation.main()
-        content = json.loads((tmp_path / "cpu/generation_tiny.json").read_text())
-        assert content["versions"]["transformers"] and content["tokens"] == 4
-        return {row["name"]: row for row in content["rows"]}
-
-    found = rows("graph", "native", "--weights", "bf16", "NVFP4")
-    names = ["NVFP4; native", "bf16; graph", "NVFP4; graph"]
-    assert list(found) == [f"{name}; batch {batch}" for batch in (1, 2) for name in names]
-    printed = capsys.readouterr().out
-    assert "absent: bf16; native; batch 1: ValueError: model.layers.0.self_attn.q_proj is dense" in printed
-    for row in found.values():
-        assert len(row["rates"]) == 2 and row["tokens_per_second"] == sum(row["rates"]) / 2
-        assert row["share"] == pytest.approx(row["tokens_per_second"] / row["batch"] * row["bytes"] / row["copy"])
-        assert row["same_text"] == (4 if row["way"] == "native" else None)
-    more = rows("eager", "--weights", "NVFP4", "--batch", "1")
-    assert next(iter(more)) == "NVFP4; eager; batch 1" and found.items() <= more.items()
-    assert 1 <= more["NVFP4; eager; batch 1"]["same_text"] <= 4
-    text = (tmp_path / "cpu/generation_tiny.txt").read_text()
-    assert "NVFP4; eager" in text and "NVFP4; graph" in text and "absent: bf16; native" in text
+# --- reports ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path, capsys):
     def rows(*more: str) -> tuple[dict[str, dict], str]:
-        command = "generation --device cpu --model tiny --prompt 4 --tokens 4 --rounds 1 --eager --weights NVFP4"
-        arguments = [*command.split(), "--out", str(tmp_path), "--ways", "graph", "native", "eager", *more]
-        monkeypatch.setattr(sys, "argv", arguments)
+        command = "generation --device cpu --model tiny --prompt 4 --tokens 4 --rounds 1 --eager --batch 1 --weights"
+        monkeypatch.setattr(sys, "argv", [*command.split(), "bf16", "NVFP4", "--out", str(tmp_path), "--ways", *more])
         generation.main()
         content = json.loads((tmp_path / "cpu/generation_tiny.json").read_text())
-        return {row["way"]: row for row in content["rows"]}, capsys.readouterr().out
+        assert content["versions"]["transformers"] and content["tokens"] == 4
+        return {row["name"]: row for row in content["rows"]}, capsys.readouterr().out
 
-    measure, calls = generation.measure, []
-
-    def killed_at_the_second(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return measure(*arguments)
-
-    monkeypatch.setattr(generation, "measure", killed_at_the_second)
-    with pytest.raises(KeyboardInterrupt):
-        rows()
-    some, printed = rows("--budget", "1e-9")
-    assert list(some) == ["native"]  # the first that was measured: eager is as quick, graph compiles
-    assert "not run: NVFP4; eager; batch 1" in printed and "not run: NVFP4; graph; batch 1" in printed
-    found, printed = rows()
-    assert list(found) == ["eager", "native", "graph"] and found["native"] == some["native"]
-    assert "NVFP4; native; batch 1:" not in printed and "NVFP4; eager; batch 1:" in printed
-    again, _ = rows("--again")
-    assert all(again[way]["rates"] != found[way]["rates"] for way in found)
+    some, printed = rows("native")
+    assert list(some) == ["NVFP4; native; batch 1"]
+    assert "absent: bf16; native; batch 1: ValueError: model.layers.0.self_attn.q_proj is dense" in printed
+    again, printed = rows("native", "eager", "--budget", "1e-9")
+    assert again == some and "not run: NVFP4; eager; batch 1" in printed
+    found, printed = rows("native", "eager")
+    assert list(found) == ["bf16; eager; batch 1", "NVFP4; eager; batch 1", "NVFP4; native; batch 1"]
+    assert found.items() >= some.items() and "NVFP4; native; batch 1:" not in printed
+    for row in found.values():
+        assert row["tokens_per_second"] == row["rates"][0]
+        assert row["share"] == pytest.approx(row["tokens_per_second"] * row["bytes"] / row["copy"])
+    assert "NVFP4; eager" in (tmp_path / "cpu/generation_tiny.txt").read_text()
 
 
 def test_slow_contenders_sit_out():
@@ -161,3 +183,29 @@ def test_slow_contenders_sit_out():
         return generation.Ready(lambda count: generation.Taken(seconds, seconds, torch.zeros(1, 4)), 4, 0)
 
     assert [len(generation.measure(ready(each), rounds=5, limit=4.0)) for each in (3.0, 0.1)] == [2, 5]
+
+
+def test_the_models_beside_llama_cpp():
+    model, _ = decode_cpu.dense_model("tiny")
+    own = decode_cpu.with_own_head(model)
+    assert isinstance(own.lm_head.weight, NVFP4Tensor) and not own.config.tie_word_embeddings
+    linears = sum(p.numel() for name, p in model.named_parameters() if "_proj" in name)
+    assert decode_cpu.bytes_read(own) == 2 * (linears + 3 * 512) + own.lm_head.weight.stored_bytes
+    quantize_(model.model, decode_cpu.CONFIG)
+    run = decode_cpu.generate_with(model)(torch.arange(100, 108), 5)
+    assert len(run.tokens) == 5 and run.seconds > 0 and run.cpu > 0
+
+
+def test_the_race_with_llama_cpp(monkeypatch, tmp_path):
+    pytest.importorskip("llama_cpp")
+    threads = torch.get_num_threads()
+    arguments = ["--models", "tiny", "--threads", "1", "--tokens", "4", "--rounds", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["decode_cpu", *arguments])
+    decode_cpu.main()
+    torch.set_num_threads(threads)
+    (run,) = json.loads((tmp_path / "cpu/decode_cpu_tiny.json").read_text())["runs"]
+    rows = {row["name"]: row for row in run["rows"]}
+    assert rows["llama.cpp, NVFP4"]["of_llama"] == 1 and all(len(row["rates"]) == 2 for row in rows.values())
+    for head in ("", ", head"):  # but for the padding of our scales and llama.cpp's float32 norms
+        ours, theirs = (rows[f"{who}, NVFP4{head}"]["bytes"] for who in ("ours", "llama.cpp"))
+        assert ours == pytest.approx(theirs, rel=0.02)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree
 
-import pytest
 import torch
 
 import nvfp4_tensor
@@ -17,6 +14,7 @@ from benchmarks import performance_page
 from nvfp4_tensor.numerics import layout, reference
 
 ROOT = Path(__file__).parents[2]
+README_ROWS = ("bf16", "gptq_search", "four_over_six", "nearest")
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 SOURCES = sorted(
@@ -25,10 +23,6 @@ SOURCES = sorted(
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".py", ".h", ".cuh", ".cu", ".cpp"}
 )
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def prose(page: Path) -> str:
@@ -53,10 +47,13 @@ def dead_links(page: Path, text: str) -> Iterator[str]:
             yield target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page: Path) -> None:
-    """Files and headings; addresses elsewhere are not asked."""
-    assert not list(dead_links(page, prose(page)))
+def test_links_and_paths_lead_somewhere() -> None:
+    """Files, headings, and what a page calls by its path in the repository; addresses elsewhere are not asked."""
+    found = {page: list(dead_links(page, prose(page))) for page in PAGES}
+    for page in PAGES:
+        paths = re.findall(r"`((?:nvfp4_tensor|test|benchmarks|docs|tutorials)/[\w/.-]+)`", prose(page))
+        found[page] += [path for path in paths if not (ROOT / path).exists()]
+    assert not {str(page.relative_to(ROOT)): dead for page, dead in found.items() if dead}
 
 
 def test_a_dead_link_is_found() -> None:
@@ -64,13 +61,6 @@ def test_a_dead_link_is_found() -> None:
     page = DOCS / "numerics.md"
     text = "[a](gone.md) [b](performance.md#gone) [c](#2-quantize) [d](design/glossary.md#numbers) [e](https://gone)"
     assert list(dead_links(page, text)) == ["gone.md", "performance.md#gone"]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_paths_exist(page: Path) -> None:
-    """What a page calls by its path in the repository is there."""
-    paths = re.findall(r"`((?:nvfp4_tensor|test|benchmarks|docs|tutorials)/[\w/.-]+)`", prose(page))
-    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def cited_sections(text: str) -> set[int]:
@@ -113,22 +103,27 @@ def test_performance_is_of_the_results() -> None:
     """docs/performance.md and its figure are what benchmarks/results give now: `make docs` makes them."""
     assert performance_page.PAGE.read_text() == performance_page.page()
     assert performance_page.FIGURE.read_text() == performance_page.figure()
-
-
-def test_figures_of_performance_are_those_of_the_results() -> None:
-    """Worked out again, another way: the means over the published weights, and where the figure's first point lies."""
-    runs = json.loads((ROOT / "benchmarks/results/h200/matmul_published.json").read_text())["runs"]
+    runs = performance_page.load("h200", "matmul_published")["runs"]  # one row of it, worked out another way
     means = [statistics.geometric_mean(run["chain"][i]["ratio"]["nvfp4"] for run in runs) for i in range(12)]
     row = "| in a chain, geometric mean | " + " | ".join(f"{mean:.2f}" for mean in means) + " |"
     assert row in performance_page.page().splitlines()
 
-    figure = ElementTree.fromstring(performance_page.figure())
-    circles = figure.findall("{http://www.w3.org/2000/svg}circle")
-    texts = figure.findall("{http://www.w3.org/2000/svg}text")
-    marks = {float(text.text): float(text.get("y")) - 4 for text in texts if text.get("text-anchor") == "end"}
-    cpu = json.loads((ROOT / "benchmarks/results/cpu/matmul.json").read_text())["runs"][0]["cases"][0]["speedup"]
-    first = next(c for c in circles if c.get("cx") == "536.0")  # one row of x, at the left of the second panel
-    assert float(first.get("cy")) == pytest.approx(marks[0] + (marks[8] - marks[0]) * cpu / 8, abs=0.1)
+
+def test_figures_of_the_readme() -> None:
+    """Its tables are of the newest results."""
+    peaks = {row["recipe"]: row["peak_bytes"] for row in performance_page.load("h200", "generate")["runs"][0]["rows"]}
+    speeds: dict[str, float] = {}
+    for row in performance_page.load("h200", "generation_llama-8b")["rows"]:
+        if row["batch"] == 1 and row["weights"] in ("bf16", "NVFP4"):
+            speeds[row["weights"]] = max(speeds.get(row["weights"], 0), row["tokens_per_second"])
+    quality = {row["name"]: row for row in performance_page.load("cpu", "perplexity")["rows"]}
+    rows = [
+        f"| {peaks['bf16'] / 1e9:.2f} GB | {peaks['weight-only'] / 1e9:.2f} GB |",
+        f"| {speeds['bf16']:.0f} | {speeds['NVFP4']:.0f} |",
+        *(f"| {quality[name]['perplexity']:.3f} | {quality[name]['bits']:.2f} |" for name in README_ROWS),
+    ]
+    readme = (ROOT / "README.md").read_text()
+    assert not [row for row in rows if row not in readme]
 
 
 def test_every_public_name_has_a_reference() -> None:

@@ -9,8 +9,8 @@ import math
 
 import pytest
 import torch
+from helpers import planted_faults
 
-from benchmarks import planted_faults
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.testing import statistics
 from nvfp4_tensor.testing.statistics import Finding, op_pair, op_rounder, pair_of, rng_state, worst

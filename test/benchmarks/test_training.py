@@ -1,0 +1,121 @@
+"""The study of recipes, whose trainer takes the tutorial's steps; the training step; the accuracy table."""
+
+import dataclasses
+import json
+import math
+import pydoc_data.topics
+import sys
+
+import pytest
+import torch
+
+from benchmarks.accuracy import perplexity, training_quality
+from benchmarks.accuracy.graph_trainer import GraphTrainer
+from benchmarks.speed import training_step
+from tutorials.train_llama import Settings, Trainer
+
+SETTINGS = Settings(size="tiny", steps=6, batch=2, length=64)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return tuple((97 + torch.arange(size) % 26).to(torch.uint8) for size in (4000, 2000))
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    """Losses of the tutorial's own steps."""
+    return [trainer.train_step().item() for _ in range(trainer.settings.steps)]
+
+
+@pytest.mark.slow
+def test_steps_are_those_of_the_tutorial(texts):
+    """Up to learning rates in float32, which a step of this training amplifies."""
+    settings = dataclasses.replace(SETTINGS, recipe="accurate_eden", late_bf16=0.5)
+    expected, trainer = Trainer(settings, *texts), GraphTrainer(settings, *texts)
+    torch.manual_seed(1)
+    losses = losses_of(expected)
+    torch.manual_seed(1)
+    trainer.train()
+    assert trainer.losses.tolist() == pytest.approx(losses, rel=2e-3) and trainer.step == SETTINGS.steps
+    assert trainer.validate(4) == pytest.approx(expected.validate(4), rel=2e-3)
+    assert losses[-1] < 0.98 * losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"recipe": "accurate", "late_bf16": 0.5}])
+def test_replayed_steps_are_those_of_the_tutorial(texts, changes):
+    """Not bit for bit: the gradient of the embedding is summed in any order."""
+    settings = dataclasses.replace(SETTINGS, steps=10, device="cuda", **changes)
+    expected, trainer = Trainer(settings, *texts), GraphTrainer(settings, *texts)
+    torch.manual_seed(1)
+    losses = losses_of(expected)
+    torch.manual_seed(1)
+    trainer.train()
+    assert trainer.losses.tolist() == pytest.approx(losses, rel=2e-2)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
+    for i in range(120):
+        for suffix, text in ((".py", f"def f{i}(x):\n    return {i}\n"), (".h", f"int f{i}(int x);\n")):
+            (tmp_path / f"file_{i}{suffix}").write_text(text * 20)
+    monkeypatch.setattr(training_quality, "VALIDATION_WINDOWS", 4)
+    arguments = ["training_quality", "--device", "cpu", "--size", "tiny", "--steps", "2", "--batch", "2"]
+    arguments += ["--length", "32", "--folder", str(tmp_path), "--out", str(tmp_path), "--seeds", "1", "--variants"]
+
+    def study(*more: str) -> list[dict]:
+        monkeypatch.setattr(sys, "argv", [*arguments, *more])
+        training_quality.main()
+        return json.loads((tmp_path / "cpu/training_quality_tiny.json").read_text())["runs"]
+
+    first = study("bf16")
+    assert [(each["variant"], each["text"]) for each in first] == [("bf16", "Python"), ("bf16", "C++")]
+    assert study("bf16", "nvidia", "--budget", "0") == first
+    assert "2 of 2 runs are left" in capsys.readouterr().out
+    runs = study("bf16", "nvidia")
+    assert runs[:2] == first and len(runs) == 4 and all(3 < each["validation"] < 6 for each in runs)
+    mean = sum(each["validation"] for each in runs if (each["variant"], each["text"]) == ("nvidia", "Python"))
+    assert f"| nvidia | {mean:.4f} |" in (tmp_path / "cpu/training_quality_tiny.txt").read_text()
+    with pytest.raises(ValueError, match="other settings \\(steps\\)"):
+        study("bf16", "--steps", "3")
+
+
+# --- the training step -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ways_of_launching(monkeypatch, tmp_path):
+    monkeypatch.setattr(training_step, "SMALL_MODELS", {256: 64})
+    command = "training_step --device cpu --launching --widths 256 --ways eager --recipes nvidia --out"
+    monkeypatch.setattr(sys, "argv", [*command.split(), str(tmp_path)])
+    training_step.main()
+    (path,) = tmp_path.rglob("training_launching.json")
+    result = json.loads(path.read_text())
+    times = result["launching"]["256"]["eager"]
+    assert set(times) == set(result["host"]) == {"bf16", "nvidia"}
+    assert f"{times['nvidia'] / times['bf16']:.2f}" in path.with_suffix(".txt").read_text()
+
+
+# --- the accuracy table ----------------------------------------------------------------------------------------------
+
+
+def test_losses_are_of_windows_that_do_not_see_each_other(monkeypatch):
+    monkeypatch.setattr(perplexity, "WINDOW", 4)
+
+    class Successor(torch.nn.Module):
+        """Sure that the next token is one more."""
+
+        def forward(self, ids):
+            return type("Output", (), {"logits": 3 * torch.nn.functional.one_hot(ids + 1, 12).float()})
+
+    found = perplexity.losses(Successor(), torch.tensor([1, 2, 3, 4, 9, 5, 6, 8]), "x")
+    right, wrong = math.log(math.exp(3) + 11) - 3, math.log(math.exp(3) + 11)
+    assert found.tolist() == pytest.approx([right, right, right, wrong, right, wrong])
+
+
+def test_calibration_and_evaluation_are_disjoint():
+    text, topics = perplexity.docstrings(), "\n".join(pydoc_data.topics.topics.values())
+    lines = {line.strip() for line in topics.splitlines() if len(line.strip()) > 60}
+    shared = [line for line in text.splitlines() if line.strip() in lines]
+    assert len(text) > 500_000 and len(shared) < 0.002 * len(text.splitlines())
