@@ -81,6 +81,9 @@ class GGUFCheckpoint(Checkpoint):
                 settings.setdefault("vocab_size", int(self._tensors["token_embd.weight"].shape[1]))
             self.config = config_of(settings, self._architecture, "output.weight" not in self._tensors)
             self.config["_name_or_path"] = self._value("general.name", path.stem)
+            for module, key in (("attn_output", "attention_bias"), ("ffn_up", "mlp_bias")):
+                if f"blk.0.{module}.bias" in self._tensors and not self._architecture.settings:
+                    self.config[key] = True  # llama.cpp takes biases that are there
             for name, key in _SPECIAL.items():
                 if f"tokenizer.ggml.{key}_token_id" in self.fields:
                     self.config[f"{name}_token_id"] = int(self._value(f"tokenizer.ggml.{key}_token_id"))
